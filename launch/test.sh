@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Set up, then run everything that must pass: ruff, mypy, the test suite.
+#   bash launch/test.sh [--all] [pytest arguments]      --all: the slow tests too
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+case "${1:-}" in
+  -h|--help) sed -n '2,3s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+esac
+slow=(-m "not slow")
+if [ "${1:-}" = --all ]; then slow=(); shift; fi
+
+bash launch/setup.sh
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+.venv/bin/ruff check .
+.venv/bin/mypy
+exec .venv/bin/python -m pytest "${slow[@]}" "$@"

@@ -1,0 +1,98 @@
+"""Checkpoints on disk, as the driver sees them; what is inside ``actor/`` is the actor's own business.
+
+::
+
+    <default_local_dir>/
+        latest_checkpointed_iteration.txt     the number of the last complete one
+        global_step_40/
+            actor/                            Megatron's distributed checkpoint
+            huggingface/                      if checkpoint.save_contents has hf_model
+            trainer.json                      step, position in the data, and what they are counted in
+
+A checkpoint is written under a temporary name and renamed when it is complete, so a folder that is there is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from recipe_gkd.config import Config
+from recipe_gkd.errors import CheckpointError
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, and the quantities without which ``prompts_trained`` would mean something else."""
+
+    step: int
+    """Updates done: the weights' version."""
+    prompts_trained: int
+    """Position in the stream of prompts; prompts generated but not trained on are not in it, and come again."""
+    n_prompts: int
+    """Prompts of the data set, after filtering."""
+    data_seed: int
+    shuffle: bool
+
+
+class CheckpointWriter:
+    """``with CheckpointWriter(root, progress) as folder: ... write into folder ...``; an error leaves nothing behind."""
+
+    def __init__(self, root: Path, progress: Progress) -> None:
+        self.root, self.progress = root, progress
+        self.final = root / f"global_step_{progress.step}"
+        self.folder = root / f".writing_global_step_{progress.step}"
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        return self.folder
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return
+        (self.folder / "trainer.json").write_text(json.dumps(asdict(self.progress), indent=2) + "\n")
+        shutil.rmtree(self.final, ignore_errors=True)
+        self.folder.rename(self.final)
+        latest = self.root / LATEST
+        fresh = latest.with_suffix(".new")
+        fresh.write_text(f"{self.progress.step}\n")
+        os.replace(fresh, latest)
+
+
+def find_checkpoint(config: Config) -> Path | None:
+    """The checkpoint to resume from by ``trainer.resume_mode``, or None to start afresh."""
+    trainer = config.trainer
+    root = Path(trainer.default_local_dir).expanduser()
+    if trainer.resume_mode == "disable":
+        return None
+    if trainer.resume_mode == "resume_path":
+        folder = Path(trainer.resume_from_path or "").expanduser()
+    elif not (root / LATEST).is_file():
+        return None
+    else:
+        folder = root / f"global_step_{(root / LATEST).read_text().strip()}"
+    if not (folder / "trainer.json").is_file():
+        raise CheckpointError(f"{folder} is no complete checkpoint (it has no trainer.json); choose another with "
+                              "trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N, or start "
+                              "afresh with trainer.resume_mode=disable")
+    return folder
+
+
+def read_progress(folder: Path, *, expected: Progress) -> Progress:
+    """Where the checkpoint's run stood; raises if its position means another place in this run's data."""
+    try:
+        found = Progress(**json.loads((folder / "trainer.json").read_text()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder / 'trainer.json'} cannot be read: {error}") from error
+    for name in ("n_prompts", "data_seed", "shuffle"):
+        if (was := getattr(found, name)) != (now := getattr(expected, name)):
+            raise CheckpointError(f"{folder} was made with {name}={was}, this run has {name}={now}: its position in the "
+                                  "data would be another one. Restore the setting, or use trainer.resume_mode=disable")
+    return found

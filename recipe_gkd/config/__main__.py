@@ -1,0 +1,47 @@
+"""``python -m recipe_gkd.config``: every key, its default in on_policy_distill_trainer.yaml, its meaning and choices."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
+
+from recipe_gkd.config.load import compose_config, known_keys
+from recipe_gkd.config.schema import Config
+
+
+def reference() -> str:
+    """The table as Markdown, in the order of the schema."""
+    values: Any = OmegaConf.to_container(compose_config("on_policy_distill_trainer"), resolve=False)
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for name, field in known_keys().items():
+        default = _at(values, name)
+        shown = "*must be set*" if default == "???" else f"`{json.dumps(default)}`"
+        rows.append(f"| `{name}` | {shown} | {field.default.description}{_choices(_hint(name))} |")
+    return "\n".join(rows)
+
+
+def _at(values: Any, name: str) -> Any:
+    for part in name.split("."):
+        values = values[part]
+    return values
+
+
+def _hint(name: str) -> Any:
+    hint: Any = Config
+    for part in name.split("."):
+        hint = get_type_hints(hint)[part]
+    return hint
+
+
+def _choices(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " One of " + ", ".join(f"`{choice}`" for choice in get_args(hint)) + "."
+    if get_origin(hint) is list and get_origin(get_args(hint)[0]) is Literal:
+        return " Any of " + ", ".join(f"`{choice}`" for choice in get_args(get_args(hint)[0])) + "."
+    return ""
+
+
+if __name__ == "__main__":
+    print(reference())

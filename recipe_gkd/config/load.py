@@ -1,0 +1,132 @@
+"""Compose the YAML files with Hydra and convert the result to :class:`~recipe_gkd.config.schema.Config`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from recipe_gkd.config.schema import Config
+from recipe_gkd.config.validate import validate
+from recipe_gkd.errors import ConfigError
+
+
+def config_dir() -> Path:
+    """The folder of the YAML files: ``config/`` of the checkout, or the copy inside the installed package."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package.parent / "config", package / "config_files"):
+        if (folder / "on_policy_distill_trainer.yaml").is_file():
+            return folder
+    raise ConfigError(f"no config folder beside or inside {package}; reinstall recipe_gkd, or pass --config-dir FOLDER")
+
+
+def load_config(name: str, overrides: Sequence[str] = (), folder: Path | None = None) -> Config:
+    """Compose ``name`` with ``key=value`` overrides into a checked :class:`Config`.
+
+    Raises :class:`ConfigError` for a missing file, an unknown key (naming the nearest known one), a value of the wrong
+    type or out of range, a mandatory value that is not set, or a combination that cannot work.
+    """
+    config = to_config(compose_config(name, overrides, folder))
+    validate(config)
+    return config
+
+
+def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None = None) -> DictConfig:
+    """The composed YAML, interpolations intact, before it is converted.
+
+    A config in a ``folder`` of one's own finds ours in its defaults list.
+    """
+    folder = (folder or config_dir()).resolve()
+    name = name.removesuffix(".yaml")
+    if not (folder / f"{name}.yaml").is_file():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
+        raise ConfigError(f"no {name}.yaml in {folder}; there are: {known}")
+    _check_override_keys(overrides, folder)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+            return compose(name, overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{name}.yaml with the overrides given cannot be composed: {_flat(error)}") from error
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Resolve and convert; every complaint of the conversion goes into one :class:`ConfigError`."""
+    if missing := OmegaConf.missing_keys(composed):
+        wanted = "\n".join(f"  {key}=..." for key in sorted(missing))
+        raise ConfigError(f"these keys have no default and were not given; add to the command:\n{wanted}")
+    try:
+        values = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"an interpolation in the configuration cannot be resolved: {_flat(error)}") from error
+    try:
+        return TypeAdapter(Config).validate_python(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_complaint(detail) for detail in error.errors())) from error
+
+
+def known_keys(section: type = Config, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
+    """Dotted key -> its field in the schema, for every leaf."""
+    hints = get_type_hints(section)
+    keys: dict[str, dataclasses.Field[Any]] = {}
+    for field in dataclasses.fields(section):
+        name = prefix + field.name
+        if dataclasses.is_dataclass(kind := hints[field.name]):
+            assert isinstance(kind, type)
+            keys |= known_keys(kind, name + ".")
+        else:
+            keys[name] = field
+    return keys
+
+
+FREE_FORM = ("actor_rollout_ref.actor.megatron.override_transformer_config.",)
+"""Below these keys any name may stand."""
+
+
+def _check_override_keys(overrides: Sequence[str], folder: Path) -> None:
+    """Hydra's own message for an unknown key neither names the nearest known one nor stops at ``+key``."""
+    known = known_keys()
+    sections = {key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)}
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides=list(overrides))
+    except HydraException as error:
+        raise ConfigError(f"an override is not of the form key=value: {_flat(error)}") from error
+    for override in parsed:
+        key = override.key_or_group.split("@")[0]
+        group = (folder / key.replace(".", "/")).is_dir() or key.startswith("hydra")
+        if not (group or key in known or key in sections or key.startswith(FREE_FORM)):
+            raise ConfigError(_unknown(key))
+
+
+def _unknown(key: str) -> str:
+    known = list(known_keys())
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if not near:  # right last name, wrong or no section
+        near = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    hint = f"did you mean {near[0]}?" if near else "`python -m recipe_gkd.config` lists the keys"
+    return f"unknown key {key}: {hint}"
+
+
+def _complaint(detail: ErrorDetails) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return _unknown(key)
+    if detail["type"].startswith("missing"):
+        return f"{key} is missing from the configuration; take it from config/on_policy_distill_trainer.yaml"
+    message = detail["msg"][0].lower() + detail["msg"][1:]
+    return f"{key}: got {detail['input']!r}; {message}"
+
+
+def _flat(error: Exception) -> str:
+    return " ".join(str(error).split())

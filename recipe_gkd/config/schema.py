@@ -1,0 +1,184 @@
+"""Every key of the configuration: its type, its meaning, and the range it may have.
+
+The values live in one place, the YAML files under ``config/``; nothing here has a default. ``load.py`` composes and
+converts, ``validate.py`` refuses combinations that cannot work. ``python -m recipe_gkd.config`` prints this as a table.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid")
+
+
+def key(doc: str, **bounds: float) -> Any:
+    """A documented field; bounds are pydantic's ``ge``, ``gt``, ``le``, ``lt``."""
+    return Field(description=doc, **bounds)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Files = Annotated[list[str], BeforeValidator(_as_list)]
+"""A list of paths; one string stands for a list of one."""
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataConfig:
+    train_files: Files = key("Parquet files (or one) with the training prompts.")
+    val_files: Files = key("Parquet files with held-out prompts; may be empty.")
+    prompt_key: str = key("Column of the prompt: a list of {role, content} messages, or a string.")
+    max_prompt_length: int = key("Longest prompt, in tokens after the chat template.", ge=1)
+    max_response_length: int = key("Longest answer, in tokens; generation is cut there.", ge=1)
+    train_batch_size: int = key("Prompts of one training step.", ge=1)
+    shuffle: bool = key("Shuffle each epoch, from `seed` and the epoch's number.")
+    seed: int = key("Seed of the order of the data and of every sampled token.", ge=0)
+    filter_overlong_prompts: bool = key("Drop prompts longer than `max_prompt_length` (their number is logged).")
+    truncation: Literal["error", "left", "right", "middle"] = key(
+        "What to do with an overlong prompt that was not filtered.")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelConfig:
+    path: str = key("Hugging Face folder of the student: config, tokenizer, safetensors.")
+    trust_remote_code: bool = key("Let the tokenizer and the rollout engine run code that comes with the model.")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MegatronConfig:
+    tensor_model_parallel_size: int = key("Ranks that share each layer.", ge=1)
+    pipeline_model_parallel_size: int = key("Stages that the layers are divided into.", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = key("Interleaved chunks of layers a stage.", ge=2)
+    context_parallel_size: int = key("Ranks that share each sequence.", ge=1)
+    expert_model_parallel_size: int = key("Ranks that share the experts of a mixture.", ge=1)
+    expert_tensor_parallel_size: int | None = key("Ranks that share each expert.", ge=1)
+    sequence_parallel: bool = key("Divide activations between layers by sequence (needs tensor parallel > 1).")
+    use_distributed_optimizer: bool = key("Divide the optimiser state between the data-parallel ranks.")
+    dtype: Literal["bfloat16", "float32"] = key(
+        "Precision of weights and activations; the optimiser keeps fp32 copies.")
+    param_offload: bool = key("Move parameters to the host between updates.")
+    grad_offload: bool = key("Move gradients to the host between updates.")
+    optimizer_offload: bool = key("Move the optimiser state to the host between updates.")
+    override_transformer_config: dict[str, Any] = key(
+        "Fields of Megatron's TransformerConfig to set as they are, such as `recompute_granularity`.")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimConfig:
+    lr: float = key("Peak learning rate.", gt=0)
+    min_lr: float = key("Where the decay ends.", ge=0)
+    lr_warmup_steps: int = key("Steps of linear warm-up; -1: take `lr_warmup_steps_ratio`.", ge=-1)
+    lr_warmup_steps_ratio: float = key("Warm-up as a share of all steps.", ge=0, le=1)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = key(
+        "How the rate falls over all steps after the warm-up.")
+    weight_decay: float = key("AdamW's decay; not applied to biases and norms.", ge=0)
+    betas: tuple[float, float] = key("AdamW's two betas.")
+    clip_grad: float = key("Largest norm of the gradient; 0: no clipping.", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CheckpointConfig:
+    save_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = key(
+        "Parts of a checkpoint: weights, optimiser state, the rate's schedule, and a Hugging Face folder.")
+    load_contents: list[Literal["model", "optimizer", "extra"]] = key("Parts to read when resuming.")
+    async_save: bool = key("Write in the background while training goes on.")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ActorConfig:
+    strategy: Literal["megatron"] = key("Training engine.")
+    micro_batch_size: int = key("Samples of one forward pass on one rank, when `use_dynamic_bsz` is off.", ge=1)
+    use_dynamic_bsz: bool = key("Fill micro-batches by tokens, up to `max_token_len`, instead of by samples.")
+    max_token_len: int = key("Tokens of one micro-batch when `use_dynamic_bsz` is on.", ge=1)
+    timeout_s: float = key("Seconds that one update, save or load may take.", gt=0)
+    megatron: MegatronConfig
+    optim: OptimConfig
+    checkpoint: CheckpointConfig
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RolloutEngineConfig:
+    name: Literal["vllm"] = key("Generation engine.")
+    n: int = key("Answers to each prompt.", ge=1)
+    temperature: float = key("Of sampling; 0 is greedy.", ge=0)
+    top_p: float = key("Nucleus sampling; 1: off.", gt=0, le=1)
+    top_k: int = key("Sample among the k likeliest tokens; -1: among all.", ge=-1)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key("Precision of the rollout engine.")
+    gpu_memory_utilization: float = key("Share of a GPU's memory for vLLM (CUDA only).", gt=0, le=1)
+    kv_cache_memory_megabytes: int | None = key(
+        "Size of the KV cache; null: on CUDA what `gpu_memory_utilization` leaves, on a CPU 256.", ge=1)
+    tensor_model_parallel_size: int = key("GPUs of one engine.", ge=1)
+    max_num_seqs: int = key("Answers that one engine generates at the same time.", ge=1)
+    max_model_len: int | None = key("Longest sequence; null: prompt plus response length.", ge=1)
+    enforce_eager: bool = key("No CUDA graphs (a CPU is always eager).")
+    update_weights_bucket_megabytes: float = key("Weights are sent in buckets of this size.", gt=0)
+    timeout_s: float = key("Seconds that the answers of one batch may take.", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TeacherConfig:
+    server_ip: str = key("Address of the teacher's proxy.")
+    server_port: int = key("Its front-end port (`PROXY_FRONTEND_PORT`).", ge=1, le=65535)
+    n_server_workers: int = key("Teacher workers behind the proxy; a batch is sent in at least as many requests.",
+                                ge=1)
+    num_microbatches: int = key("Requests of a batch for each teacher worker.", ge=1)
+    timeout_s: float = key("Seconds that the teacher may take for one request.", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ActorRolloutRefConfig:
+    hybrid_engine: bool = key("Actor and rollout in one process.")
+    nccl_timeout: float = key("Seconds that any collective, and any wait in a weight sync, may take.", gt=0)
+    model: ModelConfig
+    actor: ActorConfig
+    rollout: RolloutEngineConfig
+    teacher: TeacherConfig
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RolloutPoolConfig:
+    nnodes: int = key("Nodes of the rollout pool.", ge=1)
+    n_gpus_per_node: int = key("GPUs (CPU slots when `trainer.device` is cpu) on each.", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainerConfig:
+    scheduler: Literal["sync", "one_step_off", "two_step_off"] = key(
+        "Steps that generation may run ahead of training: 0, 1 or 2.")
+    device: Literal["auto", "cuda", "cpu"] = key("`auto` takes CUDA where Ray sees a GPU.")
+    nnodes: int = key("Nodes of the actor pool.", ge=1)
+    n_gpus_per_node: int = key("GPUs (CPU slots when `device` is cpu) on each.", ge=1)
+    total_epochs: int = key("Passes over the training data.", ge=1)
+    total_training_steps: int | None = key("Stop after this many steps; null: after `total_epochs`.", ge=1)
+    save_freq: int = key("Save every so many steps and at the end; -1: at the end only; 0: never.", ge=-1)
+    test_freq: int = key("Validate every so many steps; -1: never.", ge=-1)
+    val_before_train: bool = key("Validate before the first step.")
+    logger: list[Literal["console", "jsonl", "tensorboard"]] = key("Where metrics go.")
+    project_name: str = key("First folder of the logs.")
+    experiment_name: str = key("Second folder of the logs.")
+    default_local_dir: str = key("Where checkpoints, logs and the trained model go.")
+    resume_mode: Literal["disable", "auto", "resume_path"] = key(
+        "`auto`: from the last checkpoint in `default_local_dir`, if there is one.")
+    resume_from_path: str | None = key("Checkpoint folder (`.../global_step_N`) for `resume_path`.")
+    startup_timeout_s: float = key("Seconds that all workers together may take to start.", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RayInitConfig:
+    num_cpus: int | None = key("CPUs of a local cluster; null: those of the machine.", ge=1)
+    address: str | None = key("Address of a running cluster, or `auto`; null: start a local one.")
+    timeline_json_file: str | None = key("Write Ray's timeline there at the end.")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Config:
+    """The whole configuration, converted and checked: what every other room is given."""
+
+    data: DataConfig
+    actor_rollout_ref: ActorRolloutRefConfig
+    rollout: RolloutPoolConfig
+    trainer: TrainerConfig
+    ray_init: RayInitConfig

@@ -1,0 +1,167 @@
+"""Prompts: parquet files -> tokenised once -> batches at a position that can be saved and restored.
+
+The run's prompts are one endless-looking stream: epoch after epoch, each a permutation drawn from ``data.seed`` and
+its number. Batch ``i`` is the stream's slice ``[i * B, (i + 1) * B)``, across the ends of epochs, so each prompt is used
+exactly once an epoch, no batch but the run's last is short, and the position is a single number.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recipe_gkd.config.schema import DataConfig
+from recipe_gkd.errors import DataError
+from recipe_gkd.samples import Prompt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """The prompts of one training step, ``rollout.n`` times each."""
+
+    step: int
+    """From 0; the step that trains on it brings the weights from version ``step`` to ``step + 1``."""
+    epoch: float
+    """Passes over the data that are complete when this batch has been trained on."""
+    prompts: list[Prompt]
+
+
+class PromptData:
+    """The tokenised prompts of some parquet files.
+
+    ``ids[i]`` int32 [P] are the tokens of row ``rows[i]`` of ``table``; overlong rows were dropped or cut as configured.
+    """
+
+    def __init__(self, files: list[str], config: DataConfig, tokenizer: Any) -> None:
+        self.table = _read(files, config.prompt_key)
+        prompts = self.table.column(config.prompt_key).to_pylist()
+        self.ids: list[np.ndarray] = []
+        self.rows: list[int] = []
+        dropped = 0
+        for row, prompt in enumerate(prompts):
+            ids = _tokenise(prompt, tokenizer, f"row {row} of {', '.join(files)}")
+            if len(ids) > config.max_prompt_length:
+                if config.filter_overlong_prompts:
+                    dropped += 1
+                    continue
+                ids = _truncate(ids, config, row)
+            self.ids.append(ids)
+            self.rows.append(row)
+        if dropped:
+            log.warning("%d of %d prompts are longer than data.max_prompt_length=%d and were dropped",
+                        dropped, len(prompts), config.max_prompt_length)
+        if not self.ids:
+            raise DataError(f"no prompt is left of the {len(prompts)} in {', '.join(files)}: all are longer than "
+                            f"data.max_prompt_length={config.max_prompt_length}; raise it")
+        self._extra = self.table.drop_columns([config.prompt_key])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def prompt(self, index: int, uid: int) -> Prompt:
+        row = self.rows[index]
+        return Prompt(uid=uid, ids=self.ids[index], row=row, extra=self._extra.slice(row, 1).to_pylist()[0])
+
+
+class PromptLoader:
+    """Batches of prompts from any position of the run.
+
+    ``position`` is the number of prompts that have been trained on: all that a checkpoint needs to keep.
+    """
+
+    def __init__(self, data: PromptData, config: DataConfig, *, n: int, epochs: int, max_steps: int | None) -> None:
+        self.data, self.config, self.n = data, config, n
+        self.total_prompts = len(data) * epochs
+        if max_steps is not None:
+            self.total_prompts = min(self.total_prompts, max_steps * config.train_batch_size)
+
+    def steps_from(self, position: int) -> int:
+        """Training steps that are left at a position."""
+        return math.ceil(max(0, self.total_prompts - position) / self.config.train_batch_size)
+
+    def batches(self, position: int, first_step: int) -> Iterator[PromptBatch]:
+        size = self.config.train_batch_size
+        for step, start in enumerate(range(position, self.total_prompts, size), first_step):
+            places = range(start, min(start + size, self.total_prompts))
+            prompts = [
+                self.data.prompt(self._index(place), uid=place * self.n + answer)
+                for place in places for answer in range(self.n)
+            ]
+            yield PromptBatch(step=step, epoch=places.stop / len(self.data), prompts=prompts)
+
+    def _index(self, place: int) -> int:
+        """Which prompt stands at a place of the stream."""
+        epoch, offset = divmod(place, len(self.data))
+        return int(self._order(epoch)[offset])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not hasattr(self, "_cached") or self._cached[0] != epoch:
+            order = np.arange(len(self.data))
+            if self.config.shuffle:
+                order = np.random.default_rng([self.config.seed, epoch]).permutation(len(self.data))
+            self._cached: tuple[int, np.ndarray] = (epoch, order)
+        return self._cached[1]
+
+
+def _read(files: list[str], prompt_key: str) -> pa.Table:
+    if not files:
+        raise DataError("no data file was given; set data.train_files to one or more parquet files")
+    tables = []
+    for name in files:
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise DataError(f"data file {path} does not exist (working directory: {Path.cwd()})")
+        try:
+            table = pq.read_table(path)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"data file {path} cannot be read as parquet: {error}") from error
+        if prompt_key not in table.column_names:
+            raise DataError(f"data file {path} has no column {prompt_key!r}; it has: "
+                            f"{', '.join(table.column_names) or 'none'}. Set data.prompt_key to the column of the prompts")
+        if table.num_rows == 0:
+            raise DataError(f"data file {path} has no rows")
+        tables.append(table)
+    try:
+        return pa.concat_tables(tables, promote_options="default")
+    except pa.ArrowInvalid as error:
+        raise DataError(f"the columns of {', '.join(files)} do not fit together: {error}") from error
+
+
+def _tokenise(prompt: Any, tokenizer: Any, where: str) -> np.ndarray:
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    elif isinstance(prompt, list) and prompt and all(isinstance(m, dict) and {"role", "content"} <= m.keys()
+                                                     for m in prompt):
+        try:
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        except Exception as error:  # jinja and the template's own raise_exception: no common base
+            raise DataError(f"{where}: the tokenizer's chat template refused the prompt: {error}") from error
+    else:
+        raise DataError(f"{where}: the prompt is {prompt!r:.200}; expected a string, or a list of "
+                        "{'role': ..., 'content': ...} messages that is not empty")
+    if len(ids) == 0:
+        raise DataError(f"{where}: the prompt has no tokens; remove the row")
+    return np.asarray(ids, dtype=np.int32)
+
+
+def _truncate(ids: np.ndarray, config: DataConfig, row: int) -> np.ndarray:
+    limit = config.max_prompt_length
+    if config.truncation == "error":
+        raise DataError(f"the prompt of row {row} has {len(ids)} tokens, more than data.max_prompt_length={limit}; "
+                        "raise it, set data.filter_overlong_prompts=true, or data.truncation to left, right or middle")
+    if config.truncation == "left":
+        return ids[-limit:]
+    if config.truncation == "right":
+        return ids[:limit]
+    head = limit // 2
+    return np.concatenate([ids[:head], ids[len(ids) - (limit - head):]])

@@ -1,0 +1,151 @@
+"""A group of Ray workers: call all of them at once, gather with a deadline, and name who failed or did not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+
+from recipe_gkd.errors import DeadlineError, GkdError, WorkerError
+
+_GRACE_S = 1.0
+"""After a first failure, how long to collect others: the rank that failed first need not be the one that tells why."""
+
+
+class WorkerGroup:
+    """Ray actors of one kind, ordered by rank.
+
+    Every method raises :class:`WorkerError` (or the worker's own :class:`GkdError`) as soon as one worker fails, and
+    :class:`DeadlineError` naming the silent ones when ``timeout_s`` has passed.
+    """
+
+    def __init__(self, name: str, handles: Sequence[Any]) -> None:
+        self.name = name
+        self.handles = list(handles)
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def label(self, rank: int) -> str:
+        return f"{self.name} worker {rank} of {len(self)}"
+
+    async def call(self, method: str, *args: Any, timeout_s: float, phase: str) -> list[Any]:
+        """The same call on every worker; results in rank order."""
+        return await self.call_each(method, [args] * len(self), timeout_s=timeout_s, phase=phase)
+
+    async def call_each(
+        self, method: str, args: Sequence[Sequence[Any]], *, timeout_s: float, phase: str
+    ) -> list[Any]:
+        """One call on each worker with arguments of its own, in rank order."""
+        calls = {
+            self.label(rank): getattr(handle, method).remote(*own)
+            for rank, (handle, own) in enumerate(zip(self.handles, args, strict=True))
+        }
+        return await gather(calls, timeout_s=timeout_s, phase=phase)
+
+    async def call_one(self, rank: int, method: str, *args: Any, timeout_s: float, phase: str) -> Any:
+        call = {self.label(rank): getattr(self.handles[rank], method).remote(*args)}
+        return (await gather(call, timeout_s=timeout_s, phase=phase))[0]
+
+    async def stream(self, rank: int, method: str, *args: Any, timeout_s: float, phase: str) -> AsyncIterator[Any]:
+        """Iterate what an async generator of one worker yields; the deadline is for the whole of it."""
+        items = getattr(self.handles[rank], method).options(num_returns="streaming").remote(*args)
+        started = time.monotonic()
+        try:
+            while True:
+                left = timeout_s - (time.monotonic() - started)
+                try:
+                    async with asyncio.timeout(max(0.0, left)):
+                        item = await (await anext(items))
+                except StopAsyncIteration:
+                    return
+                yield item
+        except TimeoutError as error:
+            raise _silent(phase, [self.label(rank)], [], timeout_s) from error
+        except (RayTaskError, RayActorError) as error:
+            raise _blame(self.label(rank), phase, error) from error
+        finally:
+            del items  # tells Ray to cancel what is still being generated
+
+    async def stream_each(
+        self, method: str, args: Sequence[Sequence[Any]], *, timeout_s: float, phase: str
+    ) -> AsyncIterator[Any]:
+        """What the async generators of all workers yield, in the order in which it comes."""
+        items: asyncio.Queue[Any] = asyncio.Queue()
+        ended = object()
+
+        async def pump(rank: int, own: Sequence[Any]) -> None:
+            async for item in self.stream(rank, method, *own, timeout_s=timeout_s, phase=phase):
+                items.put_nowait(item)
+
+        pumps = asyncio.gather(*(pump(rank, own) for rank, own in enumerate(args)))
+        pumps.add_done_callback(lambda _: items.put_nowait(ended))
+        try:
+            while (item := await items.get()) is not ended:
+                yield item
+            await pumps  # raises what made one of them end early
+        finally:
+            pumps.cancel()
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """Let each worker close what it holds, then end its process; never raises, never takes longer."""
+        try:
+            await self.call("shutdown", timeout_s=timeout_s, phase="shutdown")
+        except GkdError:
+            pass  # it is dead or stuck: killed below
+        for handle in self.handles:
+            ray.kill(handle, no_restart=True)
+
+
+async def gather(calls: dict[str, Awaitable[Any]], *, timeout_s: float, phase: str) -> list[Any]:
+    """Await all, in order; ``calls`` maps the label of who is called to what to wait for."""
+    tasks = {asyncio.ensure_future(_result(call)): label for label, call in calls.items()}
+    try:
+        done, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task for task in done if task.exception()]
+        if failed and pending:
+            more, pending = await asyncio.wait(pending, timeout=_GRACE_S)
+            failed += [task for task in more if task.exception()]
+        if failed:
+            raise _root_cause([_blame(tasks[task], phase, task.exception()) for task in failed])
+        if pending:
+            raise _silent(phase, [tasks[task] for task in pending], [tasks[task] for task in done], timeout_s)
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _result(call: Awaitable[Any]) -> Any:
+    return await call
+
+
+def _blame(label: str, phase: str, error: BaseException | None) -> GkdError:
+    if isinstance(error, RayTaskError):
+        error = error.cause if isinstance(error.cause, BaseException) else error
+    if isinstance(error, GkdError):
+        return error
+    if isinstance(error, ActorDiedError | RayActorError):
+        return WorkerError(f"{phase}: {label} died ({_first_line(error)}); its log is in Ray's session folder, "
+                           "and the kernel's log tells if it was killed for want of memory")
+    return WorkerError(f"{phase}: {label} failed: {type(error).__name__}: {error}")
+
+
+def _root_cause(errors: list[GkdError]) -> GkdError:
+    """A worker's own, specific error says more than `died` or a broken connection, which are often its echo."""
+    echoes = ("connection", "died", "Connection reset", "Broken pipe")
+    return next((error for error in errors if not any(echo in str(error) for echo in echoes)), errors[0])
+
+
+def _silent(phase: str, silent: list[str], answered: list[str], timeout_s: float) -> DeadlineError:
+    others = f" ({', '.join(answered)} did)" if answered else ""
+    return DeadlineError(f"{phase}: {', '.join(silent)} did not answer within {timeout_s:g} s{others}; "
+                         "look at that worker's log in Ray's session folder, or give the phase more time")
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

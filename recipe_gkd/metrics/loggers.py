@@ -1,0 +1,122 @@
+"""Where metrics go: a line and a progress bar on the console, a JSON object a line, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from tqdm import tqdm
+
+from recipe_gkd.config.schema import TrainerConfig
+
+
+class Logger(Protocol):
+    """One destination. ``log`` gets the complete metrics of one step."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Loggers:
+    """All destinations that ``trainer.logger`` names; a context manager that closes them."""
+
+    def __init__(self, config: TrainerConfig, *, first_step: int, last_step: int) -> None:
+        folder = Path(config.default_local_dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        make = {
+            "console": lambda: Console(first_step, last_step),
+            "jsonl": lambda: Jsonl(folder / "metrics.jsonl", first_step),
+            "tensorboard": lambda: TensorBoard(folder / "tensorboard", f"{config.project_name}/{config.experiment_name}"),
+        }
+        self._loggers: list[Logger] = [make[name]() for name in config.logger]
+
+    def __enter__(self) -> Loggers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for logger in self._loggers:
+            logger.close()
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        for logger in self._loggers:
+            logger.log(metrics, step)
+
+
+class Console:
+    """One line a step; on a terminal also a progress bar."""
+
+    FIELDS = (
+        ("kl", "actor/kl_loss", "{:.4f}"),
+        ("grad", "actor/grad_norm", "{:.2f}"),
+        ("len", "response_seq_len/average", "{:.1f}"),
+        ("tok/s", "perf/tokens_per_second", "{:.0f}"),
+        ("stale", "training/staleness_mean", "{:.1f}"),
+        ("step", "timing/step", "{:.2f}s"),
+        ("gen", "timing/generate_sequences", "{:.2f}s"),
+        ("teach", "timing/get_teacher_knowledge", "{:.2f}s"),
+        ("update", "timing/update_actor", "{:.2f}s"),
+        ("sync", "timing/sync_rollout_weights", "{:.3f}s"),
+    )
+
+    def __init__(self, first_step: int, last_step: int, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._last = last_step
+        self._bar: Any = None
+        if self._stream.isatty():
+            self._bar = tqdm(total=last_step, initial=first_step, file=self._stream, unit="step", leave=False)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        parts = [f"{label} {form.format(metrics[name])}" for label, name, form in self.FIELDS if name in metrics]
+        line = f"step {step:>{len(str(self._last))}}/{self._last}  " + "  ".join(parts)
+        if self._bar is None:
+            print(line, file=self._stream, flush=True)
+        else:
+            self._bar.write(line, file=self._stream)
+            self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class Jsonl:
+    """One JSON object a step. A resumed run drops the lines of steps that it will do again."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        kept = []
+        if first_step and path.is_file():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= first_step]
+        path.write_text("".join(line + "\n" for line in kept))
+        self._file = path.open("a", buffering=1)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self._file.write(json.dumps({"training/global_step": step, **metrics}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars under the names that the metrics have."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / run))
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["training/global_step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a line cut short by a crash

@@ -1,0 +1,82 @@
+"""What can be known to be wrong before a single process is started: model folder, tokenizer, data, teacher."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipe_gkd.config import Config
+from recipe_gkd.errors import ConfigError, ModelError
+from teacher.client import TeacherClient
+from teacher.fingerprint import tokenizer_fingerprint
+from teacher.records import TeacherInfo
+
+HELLO_TIMEOUT_S = 15.0
+"""A teacher that is there answers in milliseconds, however busy."""
+
+
+@dataclass(frozen=True)
+class Student:
+    """The student's folder, as far as the driver needs it."""
+
+    path: Path
+    hf_config: dict[str, Any]
+    tokenizer: Any
+    fingerprint: str
+    """Of the tokenizer's vocabulary; see ``teacher.fingerprint``."""
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.hf_config["vocab_size"])
+
+
+def read_student(config: Config) -> Student:
+    """Find the student's folder and load its config and tokenizer; :class:`ModelError` tells what is missing."""
+    import transformers
+
+    path = find_model(config.actor_rollout_ref.model.path)
+    hf_config = json.loads((path / "config.json").read_text())
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+    return Student(path, hf_config, tokenizer, tokenizer_fingerprint(tokenizer))
+
+
+def find_model(name: str) -> Path:
+    """A folder, or the copy of a hub model that ``hf download`` has put into the local cache."""
+    path = Path(name).expanduser()
+    if not path.is_dir() and name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            path = Path(snapshot_download(name, local_files_only=True))
+        except LocalEntryNotFoundError as error:
+            raise ModelError(f"actor_rollout_ref.model.path={name} is neither a folder (seen from {Path.cwd()}) nor in "
+                             f"the local hub cache; give a folder, or run: hf download {name}") from error
+    if not (path / "config.json").is_file():
+        there = "is not there" if not path.exists() else "has no config.json"
+        raise ModelError(f"actor_rollout_ref.model.path={name}: {path.absolute()} {there}; expected a Hugging Face model "
+                         "folder with config.json, tokenizer and safetensors")
+    return path
+
+
+def meet_teacher(client: TeacherClient, student: Student, config: Config) -> TeacherInfo:
+    """Ask the teacher what it is, and refuse one that cannot teach this student."""
+    info = client.hello(timeout_s=HELLO_TIMEOUT_S)
+    if info.tokenizer_fingerprint != student.fingerprint:
+        raise ConfigError(
+            f"the teacher's vocabulary does not fit the student's: teacher {info.model} has {info.vocab_size} ids "
+            f"(tokenizer {info.tokenizer_fingerprint}), student {student.path} has {student.vocab_size} (tokenizer "
+            f"{student.fingerprint}). The same id must mean the same token in both: choose a teacher and a student of one "
+            "family, with the tokenizer files they came with")
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if info.max_model_len < longest:
+        raise ConfigError(
+            f"the teacher scores at most {info.max_model_len} tokens, but data.max_prompt_length + "
+            f"data.max_response_length = {longest}; lower those, or start the teacher with a larger MAX_MODEL_LEN")
+    return info

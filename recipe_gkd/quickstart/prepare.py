@@ -1,0 +1,195 @@
+"""Make everything that the quickstart needs: problems, teacher, student.
+
+    python -m recipe_gkd.quickstart.prepare --out outputs/quickstart [--seed 0] [--fresh]
+
+gives ``data/{train,held_out,dev}.parquet``, ``teacher/`` and ``student/``. Each of the three folders is written under
+another name and renamed when it is complete, with a ``made.json`` that says how it was made; a later call makes only
+what is missing or was made otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import transformers
+
+from recipe_gkd.errors import DeadlineError, GkdError, ModelError
+from recipe_gkd.quickstart.models import RECIPES, Recipe, Role, make_model
+from recipe_gkd.quickstart.task import Splits, make_splits, write_parquet
+
+SIZES = {"n_train": 16384, "n_held_out": 512, "n_dev": 256}
+RECORD = "made.json"
+TIMEOUT_S = 1800.0
+"""Far beyond what a slow machine needs; two free cores take about a minute."""
+
+
+class Job(NamedTuple):
+    """One model to make, in a process of its own."""
+
+    role: Role
+    recipe: Recipe
+    seed: int
+    folder: Path
+    key: str
+
+
+def prepare(
+    out: Path,
+    *,
+    seed: int = 0,
+    fresh: bool = False,
+    recipes: Mapping[Role, Recipe] = RECIPES,
+    timeout_s: float = TIMEOUT_S,
+) -> dict[str, dict[str, Any]]:
+    """Make what is missing under `out`; return the record of each of `data`, `teacher` and `student`.
+
+    Raises ModelError if a model did not reach its accuracy within its steps, DeadlineError after `timeout_s`.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    data_key = _key(seed, SIZES)
+    if fresh or not _is_made(out / "data", data_key):
+        _make_data(out / "data", make_splits(seed, **SIZES), data_key)
+    else:
+        print("data: done before", flush=True)
+    jobs = []
+    for role, recipe in recipes.items():
+        job = Job(role, recipe, seed, out / role, _key(seed, dataclasses.asdict(recipe) | SIZES))
+        if fresh or not _is_made(job.folder, job.key):
+            jobs.append(job)
+        else:
+            print(f"{role}: done before", flush=True)
+    _make_models(jobs, timeout_s)
+    return {name: json.loads((out / name / RECORD).read_text()) for name in ("data", *recipes)}
+
+
+def _key(seed: int, made_with: Mapping[str, Any]) -> str:
+    """What an artefact is made of, as a digest; the limit on the steps has no influence on a model that was finished."""
+    text = json.dumps([seed, {k: v for k, v in made_with.items() if k != "max_steps"}], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _is_made(folder: Path, key: str) -> bool:
+    try:
+        return bool(json.loads((folder / RECORD).read_text())["key"] == key)
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, KeyError, TypeError):
+        return False
+
+
+def _empty_draft(folder: Path) -> Path:
+    draft = folder.with_name(folder.name + ".partial")
+    if draft.exists():
+        shutil.rmtree(draft)
+    draft.mkdir()
+    return draft
+
+
+def _finish(draft: Path, folder: Path, record: Mapping[str, Any]) -> None:
+    (draft / RECORD).write_text(json.dumps(record, indent=1))
+    if folder.exists():
+        shutil.rmtree(folder)
+    draft.rename(folder)
+
+
+def _make_data(folder: Path, splits: Splits, key: str) -> None:
+    draft = _empty_draft(folder)
+    for name in ("train", "held_out", "dev"):
+        write_parquet(getattr(splits, name), draft / f"{name}.parquet")
+    _finish(draft, folder, {"key": key} | SIZES)
+    print(f"data: {len(splits.train)} training and {len(splits.held_out)} held-out problems, such as "
+          f"{splits.train[0].question}{splits.train[0].answer}", flush=True)
+
+
+def _make_model(job: Job, result: Connection) -> None:
+    """Body of a child process: sends None when the folder is in place, or the message of what went wrong."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    started = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"{job.role} {time.monotonic() - started:5.0f} s  {line}", flush=True)
+
+    try:
+        splits = make_splits(job.seed, **SIZES)
+        draft = _empty_draft(job.folder)
+        made = make_model(
+            job.role, job.recipe, seed=job.seed, dev=splits.dev, excluded=splits.dev + splits.held_out, folder=draft, say=say
+        )
+        seconds = round(time.monotonic() - started, 1)
+        _finish(draft, job.folder, {"key": job.key, "seed": job.seed, "seconds": seconds} | dataclasses.asdict(made))
+        say(f"done: {made.parameters} parameters, {made.accuracy:.1%} exact answers after {made.steps} steps")
+    except (GkdError, OSError) as error:
+        result.send(f"{type(error).__name__}: {error}")
+    else:
+        result.send(None)
+
+
+def _make_models(jobs: list[Job], timeout_s: float) -> None:
+    """All jobs at once, one process and one thread each; the first failure ends the others."""
+    context = multiprocessing.get_context("spawn")
+    running: dict[Connection, tuple[Job, BaseProcess]] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        for job in jobs:
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_make_model, args=(job, sender), name=job.role, daemon=True)
+            process.start()
+            sender.close()  # Only the child holds it now, so its death reads as the end of the stream.
+            running[receiver] = job, process
+        while running:
+            ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                names = " and ".join(job.role for job, _ in running.values())
+                raise DeadlineError(
+                    f"quickstart: the training of the {names} did not end within {timeout_s:.0f} s; "
+                    "free the processor (each needs one core) and run the command again"
+                )
+            for receiver in cast("list[Connection]", ready):
+                job, process = running[receiver]
+                try:
+                    failure = receiver.recv()
+                except EOFError:
+                    process.join(timeout=10)
+                    failure = f"its process ended with exit code {process.exitcode}"
+                if failure is not None:
+                    raise ModelError(f"quickstart: the {job.role} was not made: {failure}")
+                process.join(timeout=30)
+                del running[receiver]
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join(timeout=10)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m recipe_gkd.quickstart.prepare", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="folder to fill")
+    parser.add_argument("--seed", type=int, default=0, help="of the problems, the first weights and the training")
+    parser.add_argument("--fresh", action="store_true", help="make everything again")
+    args = parser.parse_args(argv)
+    started = time.monotonic()
+    try:
+        records = prepare(args.out, seed=args.seed, fresh=args.fresh)
+    except GkdError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"ready in {time.monotonic() - started:.0f} s: {args.out} has data, a teacher with "
+          f"{records['teacher']['accuracy']:.1%} and a student with {records['student']['accuracy']:.1%} exact answers")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

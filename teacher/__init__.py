@@ -1,0 +1,23 @@
+"""A teacher model as a service: it scores token sequences and returns top-k logprobs of their response positions.
+
+`TeacherClient` is what a trainer needs; it imports neither torch nor an engine. The service is started with
+`teacher/start_server.sh`.
+"""
+
+from teacher.client import TeacherClient
+from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
+from teacher.fingerprint import tokenizer_fingerprint
+from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence
+
+__all__ = [
+    "TeacherAnswer",
+    "TeacherClient",
+    "TeacherError",
+    "TeacherInfo",
+    "TeacherProtocolError",
+    "TeacherRequestError",
+    "TeacherSequence",
+    "TeacherTimeout",
+    "TeacherUnavailable",
+    "tokenizer_fingerprint",
+]

@@ -1,0 +1,79 @@
+"""What a worker needs from an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from teacher.errors import TeacherError
+from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to load a teacher.
+
+    Attributes:
+        ckpt_path: local folder in Hugging Face format, with its tokenizer.
+        n_logprobs: K, 1 to the vocabulary size.
+        model_name: name of the served model; the folder's name if empty.
+        tp_size: tensor-parallel ranks of one worker.
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        max_model_len: longest sequence to score; 0 for the longest that the model knows.
+        logits_mib: bound of one engine step's fp32 logits and logprobs, which decides how many tokens a step takes.
+        kv_cache_mib: size of the KV cache; 0 for vLLM's choice on a GPU, and 256 on a CPU.
+        gpu_memory_utilization: share of a GPU's memory for weights and KV cache; not used on a CPU.
+    """
+
+    ckpt_path: str
+    n_logprobs: int
+    model_name: str = ""
+    tp_size: int = 1
+    dtype: str = "auto"
+    max_model_len: int = 0
+    logits_mib: int = 1024
+    kv_cache_mib: int = 0
+    gpu_memory_utilization: float = 0.85
+
+
+class ScoringEngine(Protocol):
+    """Sequences go in under keys and come out, in any order, as steps complete them.
+
+    An exception out of `step` means that the engine is dead; one out of `check` or `add` concerns that sequence only.
+    """
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def capacity_tokens(self) -> int:
+        """How many tokens may wait here so that no step runs half empty."""
+        ...
+
+    def check(self, sequence: TeacherSequence) -> None:
+        """Raise TeacherRequestError if this model cannot score the sequence."""
+        ...
+
+    def add(self, key: int, sequence: TeacherSequence) -> None: ...
+
+    def discard(self, keys: list[int]) -> None:
+        """Forget sequences that nobody waits for."""
+        ...
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> list[tuple[int, TeacherAnswer]]: ...
+
+    def close(self) -> None: ...
+
+
+def load_engine(backend: str, config: EngineConfig) -> ScoringEngine:
+    """Load the model; returns when it has scored a first sequence.
+
+    Raises: TeacherError if `backend` is unknown or the checkpoint cannot be used as configured.
+    """
+    if backend != "vllm":
+        raise TeacherError(f"BACKEND must be vllm, got {backend!r}; it is the only engine there is")
+    from teacher.engines.vllm_engine import VllmEngine  # vLLM takes seconds to import: only where it is used
+
+    return VllmEngine(config)

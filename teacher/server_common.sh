@@ -1,0 +1,231 @@
+# Shared by start_server.sh, join_server.sh and stop_server.sh; not a command of its own.
+#
+# A run folder holds, for each process: NAME.pid ("pid start-time"), NAME.log, and NAME.ready once it serves.
+# The start time (field 22 of /proc/PID/stat) tells our process from a later one that was given the same pid.
+
+teacher_dir=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+repo_dir=$(dirname -- "$teacher_dir")
+
+die() {
+  echo "$(basename -- "$0"): $*" >&2
+  exit 1
+}
+
+# The options common to start and join; prints nothing, sets the variables. Flags win over the environment.
+parse_options() {
+  while (($#)); do
+    case $1 in
+      --help | -h)
+        usage
+        exit 0
+        ;;
+      --*)
+        local flag=${1%%=*} value
+        if [[ $1 == *=* ]]; then
+          value=${1#*=}
+        else
+          (($# >= 2)) || die "$1 needs a value; see --help"
+          value=$2
+          shift
+        fi
+        local name=${flag#--}
+        name=${name//-/_}
+        name=${name^^}
+        [[ " $known_options " == *" $name "* ]] || die "unknown option $flag; see --help"
+        printf -v "$name" %s "$value"
+        ;;
+      *) die "unexpected argument '$1'; see --help" ;;
+    esac
+    shift
+  done
+}
+
+require_number() {
+  local name
+  for name in "$@"; do
+    [[ ${!name} =~ ^[0-9]+$ ]] || die "$name must be a whole number, got '${!name}'"
+  done
+}
+
+find_python() {
+  if [[ -n ${PYTHON:-} ]]; then
+    echo "$PYTHON"
+  elif [[ -x $repo_dir/.venv/bin/python ]]; then
+    echo "$repo_dir/.venv/bin/python"
+  else
+    command -v python3 || die "no Python found; set PYTHON to the interpreter that has vLLM installed"
+  fi
+}
+
+# Start time of a pid, empty if there is no such process. The name in field 2 may hold blanks: cut after its bracket.
+start_time_of() {
+  local stat
+  { stat=$(<"/proc/$1/stat"); } 2>/dev/null || return 0
+  local -a fields
+  read -ra fields <<<"${stat##*) }"
+  [[ ${fields[0]} == Z ]] || echo "${fields[19]}"
+}
+
+# is_alive PIDFILE: the process that it names still runs and is the same one.
+is_alive() {
+  local pid started
+  read -r pid started <"$1" && [[ -n $started && $(start_time_of "$pid") == "$started" ]]
+}
+
+# launch NAME ARGUMENT...: `python -m teacher ARGUMENT...` in a session of its own, so that it outlives this shell.
+launch() {
+  local name=$1 pid
+  shift
+  rm -f -- "$RUN_DIR/$name.ready"
+  PYTHONPATH="$repo_dir${PYTHONPATH:+:$PYTHONPATH}" \
+    setsid "$python" -m teacher "$@" --ready-file "$RUN_DIR/$name.ready" \
+    </dev/null >"$RUN_DIR/$name.log" 2>&1 &
+  pid=$!
+  echo "$pid $(start_time_of "$pid")" >"$RUN_DIR/$name.pid"
+  disown "$pid"
+}
+
+# launch_workers PROXY_IP: N_WORKERS workers, each on TP_SIZE GPUs of its own where there are GPUs.
+launch_workers() {
+  local -a gpus=()
+  if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+    IFS=, read -ra gpus <<<"$CUDA_VISIBLE_DEVICES"
+  elif command -v nvidia-smi >/dev/null; then
+    mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null)
+  fi
+  if ((${#gpus[@]} > 0 && N_WORKERS * TP_SIZE > ${#gpus[@]})); then
+    die "N_WORKERS=$N_WORKERS x TP_SIZE=$TP_SIZE need $((N_WORKERS * TP_SIZE)) GPUs, ${#gpus[@]} are visible"
+  fi
+  local i
+  for ((i = 0; i < N_WORKERS; i++)); do
+    local devices="${gpus[*]:i*TP_SIZE:TP_SIZE}"
+    (
+      if [[ -n $devices ]]; then export CUDA_VISIBLE_DEVICES="${devices// /,}"; fi
+      launch "worker-$i" worker --server-ip "$1" --backend-port "$PROXY_BACKEND_PORT" \
+        --ckpt-path "$CKPT_PATH" --model-name "$MODEL_NAME" --backend "$BACKEND" --tp-size "$TP_SIZE" \
+        --n-logprobs "$N_LOGPROBS" --dtype "$DTYPE" --max-model-len "$MAX_MODEL_LEN" --logits-mib "$LOGITS_MIB" \
+        --kv-cache-mib "$KV_CACHE_MIB" --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
+    )
+  done
+}
+
+# await_ready: return once every process of the run folder serves; die with its log as soon as one has ended.
+await_ready() {
+  local pidfile name waiting
+  while :; do
+    waiting=()
+    for pidfile in "$RUN_DIR"/*.pid; do
+      name=$(basename -- "$pidfile" .pid)
+      if ! is_alive "$pidfile"; then
+        show_log "$name"
+        die "$name ended while starting (its log is above, and in $RUN_DIR/$name.log until the next start)"
+      fi
+      [[ -e $RUN_DIR/$name.ready ]] || waiting+=("$name")
+    done
+    ((${#waiting[@]})) || return 0
+    if ((SECONDS >= START_TIMEOUT_S)); then
+      show_log "${waiting[0]}"
+      die "${waiting[*]} not ready after $SECONDS s; raise START_TIMEOUT_S, or see the logs in $RUN_DIR"
+    fi
+    sleep 0.1
+  done
+}
+
+show_log() {
+  echo "--- last lines of $RUN_DIR/$1.log" >&2
+  tail -n "${LOG_LINES:-15}" -- "$RUN_DIR/$1.log" >&2 || true
+  echo "---" >&2
+}
+
+# signal_all SIGNAL: to the session of each process that still is ours. The leader is asked alone (it ends its own
+# children); SIGKILL goes to the whole group, which nobody else can be in.
+signal_all() {
+  local pidfile pid
+  for pidfile in "$RUN_DIR"/*.pid; do
+    read -r pid _ <"$pidfile"
+    if [[ $1 == KILL ]]; then
+      if is_alive "$pidfile" || is_our_group "$pid"; then kill -KILL -- "-$pid" 2>/dev/null || true; fi
+    elif is_alive "$pidfile"; then
+      kill -s "$1" -- "$pid" 2>/dev/null || true
+    fi
+  done
+}
+
+# is_our_group PGID: somebody is left in the group that this leader founded. While anybody is, the kernel gives the
+# number to no other process; if the leader's pid is taken by another process, the group was empty.
+is_our_group() {
+  [[ -z $(start_time_of "$1") ]] && kill -0 -- "-$1" 2>/dev/null
+}
+
+any_alive() {
+  local pidfile pid
+  for pidfile in "$RUN_DIR"/*.pid; do
+    read -r pid _ <"$pidfile"
+    if is_alive "$pidfile" || is_our_group "$pid"; then return 0; fi
+  done
+  return 1
+}
+
+# stop_all: ask, wait STOP_TIMEOUT_S, force. Logs stay.
+stop_all() {
+  compgen -G "$RUN_DIR/*.pid" >/dev/null || return 0
+  signal_all TERM
+  local deadline=$((SECONDS + STOP_TIMEOUT_S))
+  while any_alive && ((SECONDS < deadline)); do sleep 0.1; done
+  if any_alive; then
+    echo "$(basename -- "$0"): still running after $STOP_TIMEOUT_S s, killing" >&2
+    signal_all KILL
+    deadline=$((SECONDS + 5))
+    while any_alive && ((SECONDS < deadline)); do sleep 0.1; done
+    if any_alive; then die "could not end the processes named in $RUN_DIR/*.pid"; fi
+  fi
+  rm -f -- "$RUN_DIR"/*.pid "$RUN_DIR"/*.ready
+}
+
+# prepare_run_dir: make it; refuse one whose processes still run.
+prepare_run_dir() {
+  mkdir -p -- "$RUN_DIR"
+  RUN_DIR=$(cd -- "$RUN_DIR" && pwd)
+  if compgen -G "$RUN_DIR/*.pid" >/dev/null && any_alive; then
+    die "the processes in $RUN_DIR are running already; end them with: teacher/stop_server.sh --run-dir $RUN_DIR"
+  fi
+  rm -f -- "$RUN_DIR"/*.pid "$RUN_DIR"/*.ready
+}
+
+check_checkpoint() {
+  [[ -n $CKPT_PATH ]] || die "CKPT_PATH is not set; it names the local folder of the teacher model; see --help"
+  [[ -d $CKPT_PATH ]] || die "CKPT_PATH=$CKPT_PATH is no folder; expected a local model in Hugging Face format"
+  CKPT_PATH=$(cd -- "$CKPT_PATH" && pwd)
+}
+
+worker_options="CKPT_PATH MODEL_NAME BACKEND TP_SIZE N_LOGPROBS N_WORKERS DTYPE MAX_MODEL_LEN LOGITS_MIB KV_CACHE_MIB \
+GPU_MEMORY_UTILIZATION PROXY_BACKEND_PORT RUN_DIR PYTHON START_TIMEOUT_S STOP_TIMEOUT_S"
+
+worker_defaults() {
+  CKPT_PATH=${CKPT_PATH:-} MODEL_NAME=${MODEL_NAME:-} BACKEND=${BACKEND:-vllm} TP_SIZE=${TP_SIZE:-1}
+  N_LOGPROBS=${N_LOGPROBS:-256} N_WORKERS=${N_WORKERS:-1} DTYPE=${DTYPE:-auto} MAX_MODEL_LEN=${MAX_MODEL_LEN:-0}
+  LOGITS_MIB=${LOGITS_MIB:-1024} KV_CACHE_MIB=${KV_CACHE_MIB:-0}
+  GPU_MEMORY_UTILIZATION=${GPU_MEMORY_UTILIZATION:-0.85}
+  PROXY_BACKEND_PORT=${PROXY_BACKEND_PORT:-15556} RUN_DIR=${RUN_DIR:-} PYTHON=${PYTHON:-}
+  START_TIMEOUT_S=${START_TIMEOUT_S:-600} STOP_TIMEOUT_S=${STOP_TIMEOUT_S:-10}
+}
+
+worker_usage() {
+  cat <<'USAGE'
+Options, as flags or environment variables (--n-logprobs 64 is N_LOGPROBS=64; a flag wins):
+  CKPT_PATH               local folder of the teacher model, Hugging Face format (required)
+  MODEL_NAME              name of the served model                     [name of the folder]
+  BACKEND                 engine                                       [vllm]
+  TP_SIZE                 tensor-parallel ranks of one worker          [1]
+  N_WORKERS               workers started here                         [1]
+  N_LOGPROBS              top-k, up to the vocabulary size             [256]
+  DTYPE                   auto, float32, bfloat16, float16             [auto: the checkpoint's]
+  MAX_MODEL_LEN           longest prompt plus response in tokens       [0: the model's]
+  LOGITS_MIB              memory for the logits of one engine step     [1024]
+  KV_CACHE_MIB            size of the KV cache                         [0: vLLM's choice on a GPU, 256 on a CPU]
+  GPU_MEMORY_UTILIZATION  share of a GPU for weights and KV cache      [0.85]
+  PROXY_BACKEND_PORT      the proxy's port for workers                 [15556]
+  START_TIMEOUT_S         give up if it is not serving by then         [600]
+  PYTHON                  interpreter       [.venv/bin/python beside the teacher folder, or python3]
+USAGE
+}

@@ -1,0 +1,56 @@
+"""How every ZeroMQ socket of the service is made: one place for limits, lingering, and whatever secures it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import zmq
+
+from teacher.protocol import LIMITS, Frame
+
+FRONTEND_PORT = 15555
+BACKEND_PORT = 15556
+
+START_HINT = (
+    "start it with teacher/start_server.sh, or set actor_rollout_ref.teacher.server_ip/server_port to where it runs"
+)
+
+
+def make_socket(context: zmq.Context, kind: int, *, max_frame_bytes: int) -> zmq.Socket:
+    """A DEALER or ROUTER. A peer that sends a frame above `max_frame_bytes` is disconnected before it is read."""
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    # No high-water mark: at the mark a ROUTER drops silently and a DEALER blocks. What may be on its way is bounded
+    # where it is known: by the proxy's queue and by each worker's capacity.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    if kind == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that has gone is an error, not a loss
+    return socket
+
+
+def receive(socket: zmq.Socket) -> list[zmq.Frame] | None:
+    """The next whole message without waiting, or None. Frames beyond the protocol's limit are read and dropped.
+
+    On a ROUTER the first frame is the identity, hence one more.
+    """
+    try:
+        frames = [socket.recv(zmq.NOBLOCK, copy=False)]
+    except zmq.Again:
+        return None
+    while socket.getsockopt(zmq.RCVMORE):
+        frame = socket.recv(copy=False)
+        if len(frames) <= LIMITS.frames + 1:  # one too many is kept, so that decoding sees the message as too long
+            frames.append(frame)
+    return frames
+
+
+def send(socket: zmq.Socket, frames: Sequence[Frame]) -> None:
+    """Queue a message for the peer; array frames are not copied.
+
+    Raises: zmq.ZMQError (EHOSTUNREACH) on a ROUTER whose peer has gone.
+    """
+    socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# End what start_server.sh or join_server.sh started, and nothing else.
+set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/server_common.sh"
+
+usage() {
+  cat <<'USAGE'
+Usage: teacher/stop_server.sh [--option value ...]
+
+Asks each process of the run folder to end, waits, and forces what is left. A pid that now belongs to another process is
+left alone. Returns 0 if nothing runs afterwards, also if nothing ran before.
+
+Options, as flags or environment variables:
+  PROXY_FRONTEND_PORT  port of the service, which names its run folder  [15555]
+  RUN_DIR              run folder  [outputs/teacher-PROXY_FRONTEND_PORT beside the teacher folder]
+  STOP_TIMEOUT_S       seconds before SIGKILL  [10]
+USAGE
+}
+
+known_options="PROXY_FRONTEND_PORT RUN_DIR STOP_TIMEOUT_S"
+PROXY_FRONTEND_PORT=${PROXY_FRONTEND_PORT:-15555} RUN_DIR=${RUN_DIR:-} STOP_TIMEOUT_S=${STOP_TIMEOUT_S:-10}
+parse_options "$@"
+require_number PROXY_FRONTEND_PORT STOP_TIMEOUT_S
+RUN_DIR=${RUN_DIR:-$repo_dir/outputs/teacher-$PROXY_FRONTEND_PORT}
+
+if ! compgen -G "$RUN_DIR/*.pid" >/dev/null; then
+  echo "nothing to stop: no process is recorded in $RUN_DIR"
+  exit 0
+fi
+stop_all
+echo "stopped; logs stay in $RUN_DIR"

@@ -1,0 +1,160 @@
+"""One engine behind the proxy: takes requests, scores them together, answers each as it is done.
+
+Requests are not cut into batches: the sequences of all of them are in the engine at once, and each engine step takes as
+many tokens as fit, whoever they belong to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from teacher import protocol
+from teacher.engines.base import ScoringEngine
+from teacher.errors import TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
+from teacher.protocol import LIMITS, Failure, Frame, Score, Welcome
+from teacher.records import TeacherAnswer
+from teacher.sockets import BACKEND_PORT, make_socket, receive, send
+from teacher.stop_signal import Stoppable
+
+logger = logging.getLogger(__name__)
+
+_FAREWELL_MS = 2000
+
+
+@dataclass(eq=False)
+class _Job:
+    """One request: its sequences' engine keys, and the answers that are there."""
+
+    request_id: int
+    deadline: float
+    keys: list[int]
+    answers: dict[int, TeacherAnswer] = field(default_factory=dict)  # by key
+
+
+class Worker:
+    """Connects on construction; `run` registers and serves until it is told to stop."""
+
+    def __init__(self, engine: ScoringEngine, server_ip: str = "127.0.0.1", backend_port: int = BACKEND_PORT) -> None:
+        self.address = f"tcp://{server_ip}:{backend_port}"
+        self._engine = engine
+        self._keys = itertools.count()
+        self._jobs: dict[int, _Job] = {}  # by request id
+        self._job_of_key: dict[int, _Job] = {}
+        self._context = zmq.Context()
+        self._socket = make_socket(self._context, zmq.DEALER, max_frame_bytes=LIMITS.request_frame_bytes)
+        self._socket.connect(self.address)
+
+    def run(
+        self, stop: Stoppable, *, register_timeout_s: float = 30.0, on_registered: Callable[[], None] = lambda: None
+    ) -> None:
+        """Serve until `stop` is readable.
+
+        Raises: TeacherError if the proxy does not answer or refuses this worker, and whatever ends the engine.
+        """
+        reason = "stopped"
+        try:
+            if self._register(stop, register_timeout_s):
+                on_registered()
+                self._serve(stop)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            # The proxy gives what is unfinished to another worker.
+            send(self._socket, protocol.encode_bye(reason))
+            self._context.destroy(linger=_FAREWELL_MS)
+
+    def _register(self, stop: Stoppable, timeout_s: float) -> bool:
+        """False if told to stop meanwhile."""
+        send(self._socket, protocol.encode_ready(self._engine.info, self._engine.capacity_tokens))
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(stop.fileno(), zmq.POLLIN)
+        ready = dict(poller.poll(timeout_s * 1000))
+        if stop.fileno() in ready:
+            return False
+        frames = receive(self._socket)
+        if frames is None:
+            raise TeacherUnavailable(
+                f"no proxy answered at {self.address} within {timeout_s:g} s; start it with teacher/start_server.sh, or set "
+                "SERVER_IP / PROXY_BACKEND_PORT to where it runs"
+            )
+        message = protocol.decode(frames)
+        if isinstance(message, Failure):
+            raise type(message.error)(f"the proxy at {self.address} refused this worker: {message.error}")
+        if not isinstance(message, Welcome):
+            raise TeacherProtocolError(f"expected Welcome from {self.address}, got {type(message).__name__}")
+        return True
+
+    def _serve(self, stop: Stoppable) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(stop.fileno(), zmq.POLLIN)
+        while stop.fileno() not in dict(poller.poll(0 if self._engine.has_work() else None)):
+            while (frames := receive(self._socket)) is not None:
+                self._receive(frames)
+            self._drop_expired()
+            if self._engine.has_work():
+                for key, answer in self._engine.step():
+                    self._collect(key, answer)
+
+    def _receive(self, frames: list[Frame]) -> None:
+        try:
+            message = protocol.decode(frames)
+        except TeacherProtocolError as error:
+            logger.warning("dropped a message from %s: %s", self.address, error)
+            return
+        if isinstance(message, Failure) and message.request_id == 0:
+            raise type(message.error)(f"the proxy at {self.address} sent this worker away: {message.error}")
+        if not isinstance(message, Score):
+            logger.warning("dropped a %s message from %s", type(message).__name__, self.address)
+            return
+        try:
+            self._start(message)
+        except TeacherRequestError as error:
+            send(self._socket, protocol.encode_error(message.request_id, error))
+
+    def _start(self, request: Score) -> None:
+        """Raises: TeacherRequestError, with nothing of the request left in the engine."""
+        for i, sequence in enumerate(request.sequences):
+            try:
+                self._engine.check(sequence)
+            except TeacherRequestError as error:
+                raise TeacherRequestError(f"sequence {i}: {error}") from None
+        deadline = time.monotonic() + request.timeout_s
+        job = _Job(request.request_id, deadline, [next(self._keys) for _ in request.sequences])
+        self._jobs[job.request_id] = job
+        try:
+            for key, sequence in zip(job.keys, request.sequences, strict=True):
+                self._job_of_key[key] = job
+                self._engine.add(key, sequence)
+        except Exception as error:  # the engine's own refusal, of whatever type: it concerns this request only
+            logger.exception("the engine refused a sequence")
+            self._forget(job)
+            raise TeacherRequestError(f"the engine refused the request: {type(error).__name__}: {error}") from None
+
+    def _collect(self, key: int, answer: TeacherAnswer) -> None:
+        job = self._job_of_key.pop(key, None)
+        if job is None:
+            return
+        job.answers[key] = answer
+        if len(job.answers) == len(job.keys):
+            del self._jobs[job.request_id]
+            send(self._socket, protocol.encode_answer(job.request_id, [job.answers[key] for key in job.keys]))
+
+    def _drop_expired(self) -> None:
+        now = time.monotonic()
+        for job in [job for job in self._jobs.values() if job.deadline <= now]:
+            self._forget(job)
+            # The client has been told by the proxy; this tells the proxy that the worker is free again.
+            send(self._socket, protocol.encode_error(job.request_id, TeacherTimeout("deadline passed in the engine")))
+
+    def _forget(self, job: _Job) -> None:
+        del self._jobs[job.request_id]
+        self._engine.discard([key for key in job.keys if self._job_of_key.pop(key, None) is not None])

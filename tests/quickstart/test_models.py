@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from recipe_gkd.errors import ModelError
+from recipe_gkd.quickstart import models
+from recipe_gkd.quickstart.models import RECIPES, Role, build_model, encode, greedy_accuracy, train_into_band
+from recipe_gkd.quickstart.task import Problem, endless_batches, make_splits
+from recipe_gkd.quickstart.tokenizer import MAX_LENGTH, VOCAB_SIZE, build_tokenizer
+
+PROBLEMS = make_splits(0, n_train=300, n_held_out=1, n_dev=1).train
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_tokenizer_round_trips_every_problem_one_token_a_character(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert len(tokenizer) == VOCAB_SIZE
+    for problem in PROBLEMS:
+        text = problem.question + problem.answer
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text)
+        assert tokenizer.unk_token_id not in ids
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_unknown_characters_are_seen_not_dropped(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer("1x \n")["input_ids"].count(tokenizer.unk_token_id) == 3
+
+
+def test_chat_template_survives_saving_and_loading(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    problem = Problem(123, 456)
+    prompt = loaded.apply_chat_template(problem.messages(), add_generation_prompt=True, tokenize=False)
+    assert prompt == "<|user|>123+456=<|assistant|>"
+    ids = loaded.apply_chat_template(problem.messages(), add_generation_prompt=True, return_dict=False)
+    assert len(ids) == 10
+    assert ids == tokenizer(prompt)["input_ids"]
+    assert loaded.decode(ids, skip_special_tokens=True) == problem.question
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+
+def test_conversations_are_prompt_answer_end_of_one_length(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids_BS, prompt_length = encode(tokenizer, PROBLEMS)
+    assert ids_BS.shape == (len(PROBLEMS), 42)
+    assert ids_BS.shape[1] <= MAX_LENGTH
+    assert (ids_BS[:, -1] == tokenizer.eos_token_id).all()
+    assert (ids_BS[:, prompt_length - 1] == tokenizer.convert_tokens_to_ids("<|assistant|>")).all()
+
+
+@pytest.mark.parametrize("role", ["teacher", "student"])
+def test_shapes_divide_by_two_ranks_and_suit_the_cpu_attention(role: Role) -> None:
+    recipe = RECIPES[role]
+    assert recipe.heads % 2 == recipe.kv_heads % 2 == recipe.layers % 2 == recipe.hidden % 4 == recipe.ffn % 4 == 0
+    assert recipe.hidden // recipe.heads == 32
+
+
+def test_saved_models_load_as_ordinary_folders(prepared: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    sizes = []
+    for role, recipe in RECIPES.items():
+        model = AutoModelForCausalLM.from_pretrained(prepared / role)
+        sizes.append(model.num_parameters())
+        assert model.dtype == torch.float32
+        assert model.config.model_type == "qwen2"
+        assert model.config.tie_word_embeddings == recipe.tied_embeddings
+        assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+        assert AutoTokenizer.from_pretrained(prepared / role).get_vocab() == tokenizer.get_vocab()
+    assert sizes[0] > sizes[1]
+    assert RECIPES["teacher"].kv_heads < RECIPES["teacher"].heads
+
+
+def test_training_goes_back_when_it_jumps_over_the_band(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = dataclasses.replace(RECIPES["student"], steps_between_evaluations=4, max_steps=50)
+    model = build_model(recipe, tokenizer, seed=0)
+    measured = iter([0.0, 0.9, 0.0, 0.2])
+    weights: list[torch.Tensor] = []
+
+    def accuracy(*_: object) -> float:
+        weights.append(model.lm_head.weight.detach().clone())
+        return next(measured)
+
+    monkeypatch.setattr(models, "greedy_accuracy", accuracy)
+    made = train_into_band(model, tokenizer, recipe, endless_batches(0, 4, []), PROBLEMS[:4], say=lambda _: None)
+    assert made.accuracy == 0.2
+    assert made.steps == 4 + 2 + 2
+    jump, after_going_back = (weights[1] - weights[0]).norm(), (weights[2] - weights[0]).norm()
+    assert 0 < after_going_back < jump
+
+
+def test_a_model_outside_its_band_is_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
+    recipe = dataclasses.replace(RECIPES["student"], steps_between_evaluations=1, max_steps=2)
+    model = build_model(recipe, tokenizer, seed=0)
+    with pytest.raises(ModelError, match="after 2 steps, expected 14% to 26%"):
+        train_into_band(model, tokenizer, recipe, endless_batches(0, 4, []), PROBLEMS[:4], say=lambda _: None)
+
+
+def test_greedy_accuracy_counts_what_generate_gets_right(tokenizer: PreTrainedTokenizerFast) -> None:
+    """A model that has learned eight problems by heart, against transformers' own generation."""
+    known, unknown = PROBLEMS[:4], PROBLEMS[4:12]
+    recipe = dataclasses.replace(RECIPES["student"], band=(1.0, 1.0), steps_between_evaluations=25, settle_from=1.0)
+    model = build_model(recipe, tokenizer, seed=0)
+    train_into_band(model, tokenizer, recipe, iter(lambda: known, None), known, say=lambda _: None)
+    asked = known + unknown
+    ids_BS, prompt_length = encode(tokenizer, asked)
+    out = model.generate(ids_BS[:, :prompt_length], max_new_tokens=32, do_sample=False)
+    texts = tokenizer.batch_decode(out[:, prompt_length:], skip_special_tokens=True)
+    right = [text[-4:] == p.answer[-4:] and len(text) == 31 for text, p in zip(texts, asked, strict=True)]
+    assert right[:4] == [True] * 4
+    assert greedy_accuracy(model, tokenizer, asked) == sum(right) / len(right) < 1

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from recipe_gkd.errors import DeadlineError, ModelError
+from recipe_gkd.quickstart.models import RECIPES, Recipe, Role
+from recipe_gkd.quickstart.prepare import RECORD, SIZES, prepare
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def _times(out: Path) -> dict[str, int]:
+    return {name: (out / name / RECORD).stat().st_mtime_ns for name in ("data", "teacher", "student")}
+
+
+def test_folders_are_complete(prepared: Path) -> None:
+    assert sorted(path.name for path in prepared.iterdir()) == ["data", "student", "teacher"]
+    for name, size in (("train", "n_train"), ("held_out", "n_held_out"), ("dev", "n_dev")):
+        assert pq.read_metadata(prepared / "data" / f"{name}.parquet").num_rows == SIZES[size]
+    for role in RECIPES:
+        assert json.loads((prepared / role / RECORD).read_text())["steps"] == 1
+        assert (prepared / role / "generation_config.json").is_file()
+
+
+def test_what_is_done_is_skipped(prepared: Path, instant_recipes: dict[Role, Recipe]) -> None:
+    before = _times(prepared)
+    prepare(prepared, seed=3, recipes=instant_recipes, timeout_s=0)
+    assert _times(prepared) == before
+
+
+def test_only_the_half_made_artefact_is_made_again(prepared: Path, instant_recipes: dict[Role, Recipe]) -> None:
+    before = _times(prepared)
+    (prepared / "student" / RECORD).write_text('{"key": "cut sho')
+    (prepared / "student" / "model.safetensors").write_bytes(b"half")
+    (prepared / "student.partial").mkdir()
+    (prepared / "student.partial" / "left_over").touch()
+    prepare(prepared, seed=3, recipes=instant_recipes, timeout_s=120)
+    after = _times(prepared)
+    assert after.pop("student") > before.pop("student")
+    assert after == before
+    assert (prepared / "student" / "model.safetensors").stat().st_size > 100_000
+    assert not (prepared / "student.partial").exists()
+    assert not (prepared / "student" / "left_over").exists()
+
+
+def test_a_model_that_does_not_get_there_is_not_put_in_place(tmp_path: Path) -> None:
+    recipe = dataclasses.replace(RECIPES["student"], steps_between_evaluations=1, max_steps=1)
+    with pytest.raises(ModelError, match="the student was not made: ModelError: got .* after 1 steps"):
+        prepare(tmp_path, recipes={"student": recipe}, timeout_s=100)
+    assert not (tmp_path / "student").exists()
+    assert not multiprocessing.active_children()
+
+
+def test_a_deadline_names_who_was_late_and_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineError, match="training of the teacher and student"):
+        prepare(tmp_path, timeout_s=0.1)
+    assert not multiprocessing.active_children()
+    assert [path.name for path in tmp_path.iterdir() if path.name in RECIPES] == []

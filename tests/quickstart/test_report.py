@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe_gkd.errors import DataError
+from recipe_gkd.quickstart.report import build_report, main, read_metrics, render
+
+
+def _evaluation(accuracy: float, n: int = 200) -> dict[str, Any]:
+    return {"model": "m", "data": "held_out.parquet", "n": n, "n_exact": round(accuracy * n), "accuracy": accuracy}
+
+
+def _step(step: int, **more: float) -> dict[str, Any]:
+    return {
+        "training/global_step": step,
+        "training/staleness_mean": 0.5 * step,
+        "training/staleness_max": step,
+        "perf/total_num_tokens": 1000,
+        "actor/kl_loss": 1.0 / step,
+        "response_seq_len/average": 30.0 + step,
+        "timing/gen": 0.25,
+        "timing/update_actor": 0.5,
+    } | more
+
+
+EVALUATIONS = {"teacher": _evaluation(0.99), "before": _evaluation(0.2), "after": _evaluation(0.95)}
+
+
+def test_report_sums_up_a_run() -> None:
+    metrics = [_step(1), _step(2, **{"timing/gen": 0.75})]
+    report = build_report(**EVALUATIONS, metrics=metrics, prepared={"teacher": {"steps": 9}}, versions={"torch": "1"})
+    assert report["accuracy"] == {"teacher": 0.99, "student_before": 0.2, "student_after": 0.95}
+    assert (report["steps"], report["tokens"], report["problems"]) == (2, 2000, 200)
+    assert report["kl_loss"] == {"first": 1.0, "last": 0.5}
+    assert report["staleness"] == {"mean": 0.75, "max": 2.0}
+    assert report["seconds"] == {"gen": {"total": 1.0, "mean": 0.5}, "update_actor": {"total": 1.0, "mean": 0.5}}
+    assert report["prepared"] == {"teacher": {"steps": 9}}
+    table = render(report)
+    for shown in ("99.0%", "20.0%", "95.0%", "2,000", "1.000  0.500", "0.75  2", "update_actor"):
+        assert shown in table
+
+
+def test_a_resumed_run_counts_no_step_twice() -> None:
+    metrics = [_step(1), _step(2), _step(2, **{"actor/kl_loss": 0.1}), {"training/global_step": 2, "val/accuracy": 1.0}]
+    report = build_report(**EVALUATIONS, metrics=metrics, prepared={}, versions={})
+    assert (report["steps"], report["tokens"]) == (2, 2000)
+    assert report["kl_loss"]["last"] == 0.1
+
+
+def test_what_was_not_recorded_is_null_and_said_so() -> None:
+    report = build_report(**EVALUATIONS, metrics=[{"training/global_step": 1}], prepared={}, versions={})
+    assert report["tokens"] is report["kl_loss"] is report["staleness"]["mean"] is None
+    assert report["seconds"] == {}
+    assert "not recorded" in render(report)
+
+
+@pytest.mark.parametrize("metrics", [[], [{"actor/kl_loss": 1.0}]])
+def test_metrics_without_a_step_are_refused(metrics: list[dict[str, Any]]) -> None:
+    with pytest.raises(DataError):
+        build_report(**EVALUATIONS, metrics=metrics, prepared={}, versions={})
+
+
+def test_evaluations_of_different_problems_are_refused() -> None:
+    with pytest.raises(DataError, match="same --data and --limit"):
+        build_report(**EVALUATIONS | {"after": _evaluation(0.9, n=100)}, metrics=[_step(1)], prepared={}, versions={})
+
+
+def test_a_cut_metrics_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(json.dumps(_step(1)) + "\n\n{\"training/glob")
+    with pytest.raises(DataError, match="line 3"):
+        read_metrics(file)
+
+
+def test_command_writes_json_and_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--prepared", str(tmp_path), "--metrics", str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "o" / "r.json")]
+    for name, evaluation in EVALUATIONS.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(evaluation))
+        arguments += [f"--{name}", str(tmp_path / f"{name}.json")]
+    (tmp_path / "m.jsonl").write_text(json.dumps(_step(1)) + "\n")
+    assert main(arguments) == 1
+    assert "made.json" in capsys.readouterr().err
+    for name in ("data", "teacher", "student"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "made.json").write_text("{}")
+    assert main(arguments) == 0
+    assert "student after" in capsys.readouterr().out
+    report = json.loads((tmp_path / "o" / "r.json").read_text())
+    assert {"python", "torch", "transformers"} <= set(report["versions"])

@@ -1,0 +1,129 @@
+"""Tiny models, a real service, and a stand-in engine for tests of the plumbing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from teacher.proxy import Proxy
+
+REPO = Path(__file__).resolve().parents[2]
+VOCAB_SIZE = 96
+MAX_MODEL_LEN = 64
+
+
+class StopFlag:
+    """A `Stoppable` that a test can set."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+
+    def set(self) -> None:
+        self._sender.send(b"\0")
+
+    def fileno(self) -> int:
+        return self._receiver.fileno()
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()
+
+
+@contextmanager
+def running_proxy(frontend_port: int = 0, backend_port: int = 0) -> Iterator[Proxy]:
+    proxy, stop = Proxy(frontend_port=frontend_port, backend_port=backend_port), StopFlag()
+    thread = threading.Thread(target=proxy.run, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        stop.set()
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+        stop.close()
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with running_proxy() as running:
+        yield running
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_script(name: str, *flags: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """One of the service's scripts, with this interpreter."""
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = [str(REPO / "teacher" / name), *flags]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2 with two layers, 96 tokens and a character tokenizer, in float32."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny_qwen2")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_MODEL_LEN,
+        initializer_range=0.3,  # large enough that the distributions are far from uniform
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(32 + i): 3 + i for i in range(VOCAB_SIZE - 3)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Service:
+    port: int
+    run_dir: Path
+    ckpt_path: Path
+
+
+@pytest.fixture(scope="session")
+def service(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A real service that scores whole distributions: K = vocabulary size."""
+    run_dir, port = tmp_path_factory.mktemp("teacher_service"), free_port()
+    started = run_script(
+        "start_server.sh",
+        *("--ckpt-path", str(tiny_qwen2), "--run-dir", str(run_dir), "--dtype", "float32", "--logits-mib", "1"),
+        *("--n-logprobs", str(VOCAB_SIZE), "--kv-cache-mib", "16", "--start-timeout-s", "90"),
+        *("--proxy-frontend-port", str(port), "--proxy-backend-port", str(free_port())),
+    )
+    try:
+        assert started.returncode == 0, started.stdout + started.stderr
+        yield Service(port, run_dir, tiny_qwen2)
+    finally:
+        stopped = run_script("stop_server.sh", "--run-dir", str(run_dir))
+        assert stopped.returncode == 0, stopped.stdout + stopped.stderr

@@ -1,0 +1,62 @@
+"""Checkpoint folders: a folder that is there is whole, and a position never means another place in the data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipe_gkd.checkpoints import CheckpointWriter, Progress, find_checkpoint, read_progress
+from recipe_gkd.config import Config, load_config
+from recipe_gkd.errors import CheckpointError
+
+PROGRESS = Progress(step=4, prompts_trained=256, n_prompts=1000, data_seed=1, shuffle=True)
+
+
+def config(root: Path, *overrides: str) -> Config:
+    return load_config("on_policy_distill_trainer", ["data.train_files=x", "actor_rollout_ref.model.path=x",
+                                                     f"trainer.default_local_dir={root}", *overrides])
+
+
+def write(root: Path, progress: Progress = PROGRESS) -> None:
+    with CheckpointWriter(root, progress) as folder:
+        (folder / "weights").write_text(str(progress.step))
+
+
+def test_the_latest_complete_checkpoint_is_found_and_read(tmp_path: Path) -> None:
+    assert find_checkpoint(config(tmp_path)) is None
+    write(tmp_path)
+    write(tmp_path, replace(PROGRESS, step=8, prompts_trained=512))
+    folder = find_checkpoint(config(tmp_path))
+    assert folder == tmp_path / "global_step_8"
+    assert read_progress(folder, expected=PROGRESS).prompts_trained == 512
+    assert find_checkpoint(config(tmp_path, "trainer.resume_mode=disable")) is None
+
+
+def test_a_write_that_fails_leaves_the_last_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(RuntimeError), CheckpointWriter(tmp_path, replace(PROGRESS, step=5)) as folder:
+        (folder / "weights").write_text("half")
+        raise RuntimeError("disk full")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_4", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_step_can_be_written_again(tmp_path: Path) -> None:
+    write(tmp_path)
+    write(tmp_path)
+    assert (tmp_path / "global_step_4" / "weights").read_text() == "4"
+
+
+def test_an_incomplete_folder_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "global_step_3").mkdir()
+    chosen = config(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_3")
+    with pytest.raises(CheckpointError, match="global_step_3 is no complete checkpoint"):
+        find_checkpoint(chosen)
+
+
+@pytest.mark.parametrize("change", [{"n_prompts": 999}, {"data_seed": 2}, {"shuffle": False}])
+def test_other_data_or_another_order_is_refused(tmp_path: Path, change: dict[str, int]) -> None:
+    write(tmp_path)
+    with pytest.raises(CheckpointError, match=next(iter(change))):
+        read_progress(tmp_path / "global_step_4", expected=replace(PROGRESS, **change))

@@ -1,0 +1,106 @@
+"""The front door: what is accepted, and what each refusal says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe_gkd.config import config_dir, load_config
+from recipe_gkd.config.load import compose_config, known_keys
+from recipe_gkd.errors import ConfigError
+
+NAME = "on_policy_distill_trainer"
+NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=student"]
+MEGATRON = "actor_rollout_ref.actor.megatron"
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(NAME, [*NEEDED, *overrides])
+    return str(caught.value)
+
+
+def test_the_yaml_files_and_the_schema_have_the_same_keys() -> None:
+    def leaves(section: object, prefix: str = "") -> set[str]:
+        found = set()
+        for name, value in section.items():  # type: ignore[attr-defined]
+            inner = isinstance(value, dict) and value and prefix + str(name) not in known_keys()
+            found |= leaves(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}"}
+        return found
+
+    composed = OmegaConf.to_container(compose_config(NAME), resolve=False)
+    assert leaves(composed) == set(known_keys())
+
+
+@pytest.mark.parametrize("path", sorted(config_dir().glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_of_the_folder_loads(path: Path) -> None:
+    load_config(path.stem, NEEDED)
+
+
+def test_one_file_stands_for_a_list_of_one() -> None:
+    assert load_config(NAME, NEEDED).data.train_files == ["train.parquet"]
+
+
+def test_keys_that_must_be_set_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.path=[\s\S]*data\.train_files="):
+        load_config(NAME)
+
+
+@pytest.mark.parametrize(("override", "nearest"), [
+    ("data.train_file=x", "data.train_files"),
+    ("trainer.sheduler=sync", "trainer.scheduler"),
+    ("rollout.temperature=1", "actor_rollout_ref.rollout.temperature"),
+    ("+trainer.n_gpu_per_node=1", "trainer.n_gpus_per_node"),
+])
+def test_an_unknown_key_names_the_nearest_known_one(override: str, nearest: str) -> None:
+    assert f"did you mean {nearest}?" in refusal(override)
+
+
+def test_an_unknown_key_in_a_file_of_ones_own_is_refused_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(OmegaConf.to_yaml(OmegaConf.merge(
+        OmegaConf.to_container(compose_config(NAME, NEEDED)), {"trainer": {"schedule": "sync"}})))
+    with pytest.raises(ConfigError, match=r"trainer\.schedule: did you mean trainer\.scheduler\?"):
+        load_config("mine", folder=tmp_path)
+
+
+@pytest.mark.parametrize(("override", "says"), [
+    ("trainer.nnodes=two", "trainer.nnodes: got 'two'"),
+    ("trainer.scheduler=fast", "'sync', 'one_step_off' or 'two_step_off'"),
+    ("actor_rollout_ref.actor.optim.lr=-1", "greater than 0"),
+    ("trainer.logger=[console,wandb]", "trainer.logger.1: got 'wandb'"),
+    ("actor_rollout_ref.hybrid_engine=true", "set it to false"),
+    (f"{MEGATRON}.param_offload=true", "offloading is not implemented"),
+    (f"{MEGATRON}.context_parallel_size=2", "context parallel is not supported"),
+    (f"{MEGATRON}.tensor_model_parallel_size=2", "= 1 slots, which tensor x pipeline parallel = 2 x 1 = 2 does not"),
+    (f"{MEGATRON}.sequence_parallel=true", "needs actor_rollout_ref.actor.megatron.tensor_model_parallel_size > 1"),
+    ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "does not divide rollout.n_gpus_per_node=1"),
+    ("actor_rollout_ref.rollout.max_model_len=8", "raise it, or set it to null"),
+    ("trainer.resume_mode=resume_path", "resume_path needs a folder"),
+    ("trainer.test_freq=5", "validation inside the loop is not implemented"),
+    ("no_equals_sign", "not of the form key=value"),
+])
+def test_a_bad_value_or_combination_says_what_to_change(override: str, says: str) -> None:
+    assert says in refusal(override)
+
+
+def test_all_bad_values_are_told_at_once() -> None:
+    message = refusal("trainer.nnodes=0", "data.max_prompt_length=none", "rollout.nnodes=x")
+    assert all(key in message for key in ("trainer.nnodes", "data.max_prompt_length", "rollout.nnodes"))
+
+
+def test_a_missing_config_file_lists_those_that_are_there() -> None:
+    with pytest.raises(ConfigError, match=NAME):
+        load_config("nothing_like_it")
+
+
+def test_fields_of_megatron_pass_through_without_a_plus_sign() -> None:
+    config = load_config(NAME, [*NEEDED, f"{MEGATRON}.override_transformer_config.recompute_granularity=full"])
+    assert config.actor_rollout_ref.actor.megatron.override_transformer_config == {"recompute_granularity": "full"}
+
+
+def test_a_config_of_ones_own_can_build_on_ours(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        f"defaults: [{NAME}, _self_]\ndata: {{train_files: a}}\nactor_rollout_ref: {{model: {{path: b}}}}\n")
+    assert load_config("mine", folder=tmp_path).data.train_files == ["a"]

@@ -1,0 +1,138 @@
+"""Prompts: what a file may hold, what is refused, and that every prompt comes once an epoch from any position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recipe_gkd.config import load_config
+from recipe_gkd.config.schema import DataConfig
+from recipe_gkd.data import PromptData, PromptLoader
+from recipe_gkd.errors import DataError
+
+
+class Bytes:
+    """A tokenizer: UTF-8 bytes; a chat is its contents with a 1 before each message, and a 2 to answer."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
+        if messages[0]["role"] == "nobody":
+            raise ValueError("roles are user and assistant")
+        return [token for message in messages for token in [1, *message["content"].encode()]] + [2]
+
+
+def settings(**values: Any) -> DataConfig:
+    return load_config("on_policy_distill_trainer", [
+        "data.train_files=x", "actor_rollout_ref.model.path=x", "data.max_prompt_length=8",
+        "data.filter_overlong_prompts=false", *(f"data.{key}={value}" for key, value in values.items())]).data
+
+
+def parquet(folder: Path, rows: dict[str, list[Any]], name: str = "data.parquet") -> list[str]:
+    pq.write_table(pa.table(rows), folder / name)
+    return [str(folder / name)]
+
+
+def load(files: list[str], **values: Any) -> PromptData:
+    return PromptData(files, settings(**values), Bytes())
+
+
+def test_chats_strings_and_other_alphabets_are_tokenised(tmp_path: Path) -> None:
+    chats = parquet(tmp_path, {"prompt": [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "я"}]]})
+    assert [ids.tolist() for ids in load(chats).ids] == [[1, 97, 98, 2], [1, 0xD1, 0x8F, 2]]
+    assert [ids.tolist() for ids in load(parquet(tmp_path, {"prompt": ["é"]})).ids] == [[0xC3, 0xA9]]
+
+
+def test_the_other_columns_travel_with_the_prompt(tmp_path: Path) -> None:
+    data = load(parquet(tmp_path, {"prompt": ["a", "b"], "answer": ["1", "2"], "info": [{"x": 1}, {"x": 2}]}))
+    assert data.prompt(1, uid=7).extra == {"answer": "2", "info": {"x": 2}}
+
+
+def test_several_files_are_one_data_set(tmp_path: Path) -> None:
+    files = parquet(tmp_path, {"prompt": ["a"], "source": ["one"]}) + parquet(tmp_path, {"prompt": ["b", "c"]}, "b.parquet")
+    assert [load(files).prompt(i, uid=i).extra for i in range(3)] == [{"source": "one"}, {"source": None}, {"source": None}]
+
+
+@pytest.mark.parametrize(("truncation", "kept"), [("left", "23456789"), ("right", "01234567"), ("middle", "01236789")])
+def test_an_overlong_prompt_is_cut_as_configured(tmp_path: Path, truncation: str, kept: str) -> None:
+    data = load(parquet(tmp_path, {"prompt": ["0123456789"]}), truncation=truncation)
+    assert bytes(data.ids[0].tolist()).decode() == kept
+
+
+def test_overlong_prompts_are_filtered_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = load(parquet(tmp_path, {"prompt": ["0123456789", "ok"]}), filter_overlong_prompts="true")
+    assert data.rows == [1]
+    assert "1 of 2 prompts are longer" in caplog.text
+
+
+@pytest.mark.parametrize(("rows", "says"), [
+    ({"question": ["a"]}, "no column 'prompt'; it has: question"),
+    ({"prompt": pa.array([], pa.string())}, "has no rows"),
+    ({"prompt": [3]}, "row 0 .* expected a string"),
+    ({"prompt": ["", "a"]}, "row 0 .* has no tokens"),
+    ({"prompt": [[]]}, "list of .* that is not empty"),
+    ({"prompt": [[{"role": "nobody", "content": "a"}]]}, "chat template refused .* roles are user and assistant"),
+    ({"prompt": ["a", "0123456789"]}, "row 1 has 10 tokens, more than data.max_prompt_length=8"),
+])
+def test_a_row_or_column_that_cannot_be_used_is_named(tmp_path: Path, rows: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        load(parquet(tmp_path, rows))
+
+
+def test_a_missing_file_and_a_file_that_is_no_parquet_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.parquet does not exist"):
+        load([str(tmp_path / "nowhere.parquet")])
+    (tmp_path / "text.parquet").write_text("hello")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        load([str(tmp_path / "text.parquet")])
+
+
+def loader(tmp_path: Path, rows: int, *, n: int = 1, epochs: int = 1, max_steps: int | None = None, **values: Any) -> PromptLoader:
+    data = load(parquet(tmp_path, {"prompt": [f"{i:03}" for i in range(rows)]}), **values)
+    return PromptLoader(data, settings(**values), n=n, epochs=epochs, max_steps=max_steps)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7, 10, 100])
+def test_every_prompt_comes_once_an_epoch_at_any_batch_size(tmp_path: Path, batch: int) -> None:
+    batches = list(loader(tmp_path, 10, epochs=3, train_batch_size=batch).batches(0, first_step=0))
+    rows = [prompt.row for one in batches for prompt in one.prompts]
+    assert [sorted(rows[i : i + 10]) for i in (0, 10, 20)] == [list(range(10))] * 3
+    assert rows[:10] != rows[10:20]  # each epoch is shuffled anew
+    assert {len(one.prompts) for one in batches[:-1]} <= {batch}
+    assert [one.step for one in batches] == list(range(len(batches)))
+    assert batches[-1].epoch == 3.0
+
+
+@pytest.mark.parametrize("position", [0, 4, 12, 28])
+def test_a_restored_position_goes_on_where_the_run_would_have(tmp_path: Path, position: int) -> None:
+    prompts = loader(tmp_path, 10, epochs=3, train_batch_size=4)
+    whole = list(prompts.batches(0, first_step=0))
+    rest = list(prompts.batches(position, first_step=position // 4))
+    assert [[p.uid for p in b.prompts] for b in rest] == [[p.uid for p in b.prompts] for b in whole[position // 4:]]
+    assert prompts.steps_from(position) == len(rest)
+
+
+def test_each_of_n_answers_has_a_number_of_its_own(tmp_path: Path) -> None:
+    batch = next(loader(tmp_path, 4, n=3, train_batch_size=2).batches(0, first_step=0))
+    assert [prompt.uid for prompt in batch.prompts] == [0, 1, 2, 3, 4, 5]
+    assert len({prompt.row for prompt in batch.prompts}) == 2
+
+
+def test_total_training_steps_stops_before_the_epochs_do(tmp_path: Path) -> None:
+    prompts = loader(tmp_path, 10, epochs=5, max_steps=3, train_batch_size=4)
+    assert len(list(prompts.batches(0, first_step=0))) == prompts.steps_from(0) == 3
+
+
+def test_the_order_depends_on_the_seed_and_not_on_the_process(tmp_path: Path) -> None:
+    def rows(**values: Any) -> list[int]:
+        return [p.row for b in loader(tmp_path, 50, **values).batches(0, first_step=0) for p in b.prompts]
+
+    assert rows(seed=1) == rows(seed=1) != rows(seed=2)
+    assert rows(shuffle="false") == list(range(50))
+    assert np.array_equal(np.sort(rows(seed=3)), np.arange(50))
