@@ -130,7 +130,7 @@ def _blame(label: str, phase: str, error: BaseException | None) -> GkdError:
     if isinstance(error, GkdError):
         return error
     if isinstance(error, ActorDiedError | RayActorError):
-        return WorkerError(f"{phase}: {label} died ({_first_line(error)}); its log is in Ray's session folder, "
+        return WorkerError(f"{phase}: {label} died ({_last_line(error)}); its log is in Ray's session folder, "
                            "and the kernel's log tells if it was killed for want of memory")
     return WorkerError(f"{phase}: {label} failed: {type(error).__name__}: {error}")
 
@@ -147,5 +147,6 @@ def _silent(phase: str, silent: list[str], answered: list[str], timeout_s: float
                          "look at that worker's log in Ray's session folder, or give the phase more time")
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _last_line(error: BaseException) -> str:
+    """Ray puts the reason last, after the ids of the actor."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)

@@ -77,15 +77,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, run: object, text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(
-            name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        formatter = argparse.ArgumentDefaultsHelpFormatter
+        sub = commands.add_parser(name, help=text, description=text, formatter_class=formatter)
         sub.set_defaults(run=run)
         return sub
 
     proxy = command("proxy", _proxy, "the service's address: queues requests and hands them to workers")
     proxy.add_argument(
-        "--bind", default="127.0.0.1", help="interface; there is no authentication, mind who can reach it"
+        "--bind", default="127.0.0.1", help="interface; there is no authentication: trusted networks only"
     )
     proxy.add_argument("--frontend-port", type=_port, default=FRONTEND_PORT, help="for clients")
     proxy.add_argument("--backend-port", type=_port, default=BACKEND_PORT, help="for workers")
@@ -126,4 +125,8 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    logging.shutdown()
+    # All is closed. The interpreter would take seconds more to take torch and vLLM apart.
+    os._exit(code)

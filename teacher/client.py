@@ -72,18 +72,17 @@ class TeacherClient:
         self._closing = False
         self._lock = threading.Lock()  # of `_closing` and the outbox: nothing enters after the thread's last look
 
-        # The thread has started with everything it needs, or nothing is left behind.
+        hint = "expected a host name or IP and a port, see actor_rollout_ref.teacher.server_ip/server_port"
+        if not 1 <= server_port <= 65535:  # ZeroMQ takes any number, and then waits for ever
+            raise TeacherError(f"cannot connect to {self.address}: a port is 1 to 65535; {hint}")
         self._context = zmq.Context()
         try:
             self._socket = make_socket(self._context, zmq.DEALER, max_frame_bytes=LIMITS.answer_frame_bytes)
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             self._socket.connect(self.address)
-        except (zmq.ZMQError, OverflowError) as error:
+        except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise TeacherError(
-                f"cannot connect to {self.address}: {error}; expected a host name or IP and a port, "
-                "see actor_rollout_ref.teacher.server_ip/server_port"
-            ) from None
+            raise TeacherError(f"cannot connect to {self.address}: {error}; {hint}") from None
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -115,7 +114,8 @@ class TeacherClient:
         """Have `sequences` scored as one request; the answers keep their order.
 
         Every failure of a request arrives through its future: TeacherRequestError (this request is at fault),
-        TeacherTimeout, TeacherUnavailable, TeacherProtocolError. Callbacks of the future run in the I/O thread: keep them short.
+        TeacherTimeout, TeacherUnavailable, TeacherProtocolError. Callbacks of the future run in the I/O thread: keep
+        them short.
 
         Raises: TeacherError only if the client is closed or belongs to another process.
         """
@@ -262,7 +262,7 @@ class TeacherClient:
                 f"{request.timeout_s:g} s; look at its logs, or raise the timeout"
             )
         return TeacherUnavailable(
-            f"{request.what}: nobody speaks the teacher's protocol at {self.address}, waited {request.timeout_s:g} s; {START_HINT}"
+            f"{request.what}: no teacher service at {self.address}, waited {request.timeout_s:g} s; {START_HINT}"
         )
 
 

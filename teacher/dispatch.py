@@ -35,7 +35,7 @@ class Job:
 
 @dataclass(eq=False)
 class Worker:
-    """A registered worker and what it was given. `in_flight` also holds jobs whose client has given up: they cost time."""
+    """A registered worker and what it was given. `in_flight` includes jobs whose client gave up: they cost time."""
 
     identity: bytes
     info: ModelInfo
@@ -96,12 +96,8 @@ class Dispatcher:
                 self._waiting.appendleft(job.job_id)
             else:
                 self._close(job)
-                given_up.append(
-                    (
-                        job.client,
-                        TeacherUnavailable(f"{job.attempts} workers were lost with this request; last: {reason}"),
-                    )
-                )
+                error = TeacherUnavailable(f"{job.attempts} workers were lost with this request; last: {reason}")
+                given_up.append((job.client, error))
         return given_up
 
     def add_job(self, client: ClientKey, frames: list[Frame], n_tokens: int, deadline: float) -> None:
@@ -112,9 +108,7 @@ class Dispatcher:
         if client in self._job_of_client:
             return
         if len(self._open) >= MAX_WAITING:
-            raise TeacherUnavailable(
-                f"{len(self._open)} requests are waiting already; add workers, or ask less at once"
-            )
+            raise TeacherUnavailable(f"{len(self._open)} requests wait already; add workers, or ask less at once")
         job = Job(next(self._ids), client, frames, n_tokens, deadline)
         self._open[job.job_id] = job
         self._job_of_client[client] = job.job_id

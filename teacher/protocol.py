@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import msgpack
@@ -50,7 +50,7 @@ class Limits:
 LIMITS = Limits()
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     HELLO = "hello"  # client -> proxy: who are you?
     INFO = "info"  # proxy -> client
     SCORE = "score"  # client -> proxy -> worker
@@ -144,8 +144,8 @@ def check_sequences(sequences: Sequence[TeacherSequence]) -> None:
             raise TeacherRequestError(f"sequence {i}: {len(ids)} tokens, at most {LIMITS.sequence_tokens} can be sent")
         if type(sequence.prompt_len) is not int or not 1 <= sequence.prompt_len < len(ids):
             raise TeacherRequestError(
-                f"sequence {i}: expected 1 <= prompt_len < number of tokens, got prompt_len={sequence.prompt_len!r} with "
-                f"{len(ids)} tokens; a prompt needs one token at least, and an empty response has nothing to score"
+                f"sequence {i}: expected 1 <= prompt_len < number of tokens, got prompt_len={sequence.prompt_len!r} "
+                f"with {len(ids)} tokens; a prompt needs one token at least, and an empty response has nothing to score"
             )
     n_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     if n_tokens > LIMITS.request_tokens:
@@ -216,7 +216,7 @@ def _encode(kind: Kind, request_id: int, arrays: Sequence[np.ndarray] = (), **va
         code = f"{array.dtype.kind}{array.dtype.itemsize}"
         array = np.ascontiguousarray(array, dtype=_DTYPES[code])
         specs.append([code, *array.shape])
-        frames.append(memoryview(array).cast("B"))
+        frames.append(array.data.cast("B"))
     header = {"v": PROTOCOL_VERSION, "kind": kind.value, "id": request_id, **values, "arrays": specs}
     return [msgpack.packb(header), *frames]
 

@@ -64,8 +64,8 @@ class Proxy:
             socket.bind(f"tcp://{bind}:{port or '*'}")
         except zmq.ZMQError as error:
             raise TeacherError(
-                f"cannot listen on {bind}:{port}: {error}; stop what uses the port (teacher/stop_server.sh), choose another "
-                "with PROXY_FRONTEND_PORT / PROXY_BACKEND_PORT, or correct --bind"
+                f"cannot listen on {bind}:{port}: {error}; stop what uses the port (teacher/stop_server.sh), choose "
+                "another with PROXY_FRONTEND_PORT / PROXY_BACKEND_PORT, or correct --bind"
             ) from None
         return socket, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 

@@ -17,7 +17,8 @@ class Stoppable(Protocol):
 class StopSignal:
     """Readable `fileno()` once the process was asked to stop. Make it in the main thread.
 
-    Raising out of a signal handler could break an engine in the middle of a step; a descriptor is looked at between steps.
+    Raising out of a signal handler could break an engine in the middle of a step; a descriptor is looked at between
+    steps.
     """
 
     def __init__(self) -> None:

@@ -76,14 +76,14 @@ class Worker:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(stop.fileno(), zmq.POLLIN)
-        ready = dict(poller.poll(timeout_s * 1000))
+        ready = dict(poller.poll(int(timeout_s * 1000)))
         if stop.fileno() in ready:
             return False
         frames = receive(self._socket)
         if frames is None:
             raise TeacherUnavailable(
-                f"no proxy answered at {self.address} within {timeout_s:g} s; start it with teacher/start_server.sh, or set "
-                "SERVER_IP / PROXY_BACKEND_PORT to where it runs"
+                f"no proxy answered at {self.address} within {timeout_s:g} s; start it with teacher/start_server.sh, "
+                "or set SERVER_IP / PROXY_BACKEND_PORT to where it runs"
             )
         message = protocol.decode(frames)
         if isinstance(message, Failure):

@@ -56,7 +56,9 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-            return compose(name, overrides=list(overrides))
+            ours = [] if folder == config_dir() else [f"hydra.searchpath=[file://{config_dir()}]"]
+            below = [f"++{override}" if override.startswith(FREE_FORM) else override for override in overrides]
+            return compose(name, overrides=ours + below)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{name}.yaml with the overrides given cannot be composed: {_flat(error)}") from error
 

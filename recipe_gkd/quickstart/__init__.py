@@ -1,1 +1,1 @@
-"""A task small enough for a laptop, on which on-policy distillation visibly works: 3-digit addition, shown step by step."""
+"""A task for two CPU cores on which on-policy distillation visibly works: 3-digit addition, carry by carry."""

@@ -106,12 +106,16 @@ def score(rows: list[dict[str, Any]], answers: list[str], *, model: str, data: s
 def greedy_answers(model: Path, chats: list[list[dict[str, str]]]) -> list[str]:
     """One greedy answer to each chat, decoded without special tokens; an answer that was cut has "..." at its end.
 
-    Raises ModelError if `model` is not a Hugging Face folder.
+    Raises ModelError if `model` is not a Hugging Face folder with a tokenizer.
     """
-    if not (model / "config.json").is_file():
-        raise ModelError(f"{model} has no config.json, so it is not a Hugging Face model folder: check --model")
+    for name in ("config.json", "tokenizer_config.json"):
+        if not (model / name).is_file():
+            raise ModelError(
+                f"{model} has no {name}, so it is not a Hugging Face model folder with a tokenizer: check --model"
+            )
     os.environ.update(_ENVIRONMENT)
     import torch
+    from transformers import AutoTokenizer
 
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
@@ -119,16 +123,24 @@ def greedy_answers(model: Path, chats: list[list[dict[str, str]]]) -> list[str]:
     # Said while vLLM is imported, before it reads its own logging level.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, TokensPrompt
 
     memory: dict[str, Any] = {"gpu_memory_utilization": 0.2} if on_gpu else {"kv_cache_memory_bytes": KV_CACHE_BYTES}
     engine = LLM(
-        model=str(model), dtype="float32", enforce_eager=True, disable_log_stats=True, seed=0, use_tqdm_on_load=False, **memory
+        model=str(model),
+        dtype="float32",
+        enforce_eager=True,
+        disable_log_stats=True,
+        seed=0,
+        use_tqdm_on_load=False,
+        **memory,
     )
     try:
-        tokenizer = engine.get_tokenizer()
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
         prompts = [
-            {"prompt_token_ids": tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)}
+            TokensPrompt(
+                prompt_token_ids=tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            )
             for chat in chats
         ]
         params = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
@@ -158,8 +170,11 @@ def show(evaluation: Evaluation) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m recipe_gkd.quickstart.evaluate", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe_gkd.quickstart.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", type=Path, action="append", required=True, help="Hugging Face folder; repeatable")
     parser.add_argument("--data", type=Path, required=True, help="parquet file with the columns prompt and answer")
     parser.add_argument("--limit", type=int, help="only the first so many problems")

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -28,9 +28,10 @@ import transformers
 
 from recipe_gkd.errors import DeadlineError, GkdError, ModelError
 from recipe_gkd.quickstart.models import RECIPES, Recipe, Role, make_model
-from recipe_gkd.quickstart.task import Splits, make_splits, write_parquet
+from recipe_gkd.quickstart.task import Problem, Splits, make_splits, write_parquet
+from recipe_gkd.quickstart.tokenizer import CHAT_TEMPLATE
 
-SIZES = {"n_train": 16384, "n_held_out": 512, "n_dev": 256}
+SIZES = {"n_train": 16384, "n_held_out": 512, "n_dev": 384}
 RECORD = "made.json"
 TIMEOUT_S = 1800.0
 """Far beyond what a slow machine needs; two free cores take about a minute."""
@@ -76,15 +77,16 @@ def prepare(
 
 
 def _key(seed: int, made_with: Mapping[str, Any]) -> str:
-    """What an artefact is made of, as a digest; the limit on the steps has no influence on a model that was finished."""
-    text = json.dumps([seed, {k: v for k, v in made_with.items() if k != "max_steps"}], sort_keys=True)
+    """What an artefact is made of, as a digest, without the limit on the steps: it does not change a finished model."""
+    parts = [seed, {k: v for k, v in made_with.items() if k != "max_steps"}, Problem(123, 456).answer, CHAT_TEMPLATE]
+    text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _is_made(folder: Path, key: str) -> bool:
     try:
         return bool(json.loads((folder / RECORD).read_text())["key"] == key)
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -108,8 +110,11 @@ def _make_data(folder: Path, splits: Splits, key: str) -> None:
     for name in ("train", "held_out", "dev"):
         write_parquet(getattr(splits, name), draft / f"{name}.parquet")
     _finish(draft, folder, {"key": key} | SIZES)
-    print(f"data: {len(splits.train)} training and {len(splits.held_out)} held-out problems, such as "
-          f"{splits.train[0].question}{splits.train[0].answer}", flush=True)
+    print(
+        f"data: {len(splits.train)} training and {len(splits.held_out)} held-out problems, such as "
+        f"{splits.train[0].question}{splits.train[0].answer}",
+        flush=True,
+    )
 
 
 def _make_model(job: Job, result: Connection) -> None:
@@ -125,7 +130,13 @@ def _make_model(job: Job, result: Connection) -> None:
         splits = make_splits(job.seed, **SIZES)
         draft = _empty_draft(job.folder)
         made = make_model(
-            job.role, job.recipe, seed=job.seed, dev=splits.dev, excluded=splits.dev + splits.held_out, folder=draft, say=say
+            job.role,
+            job.recipe,
+            seed=job.seed,
+            dev=splits.dev,
+            excluded=splits.dev + splits.held_out,
+            folder=draft,
+            say=say,
         )
         seconds = round(time.monotonic() - started, 1)
         _finish(draft, job.folder, {"key": job.key, "seed": job.seed, "seconds": seconds} | dataclasses.asdict(made))
@@ -139,7 +150,7 @@ def _make_model(job: Job, result: Connection) -> None:
 def _make_models(jobs: list[Job], timeout_s: float) -> None:
     """All jobs at once, one process and one thread each; the first failure ends the others."""
     context = multiprocessing.get_context("spawn")
-    running: dict[Connection, tuple[Job, BaseProcess]] = {}
+    running: dict[Connection, tuple[Job, SpawnProcess]] = {}
     deadline = time.monotonic() + timeout_s
     try:
         for job in jobs:
@@ -174,8 +185,11 @@ def _make_models(jobs: list[Job], timeout_s: float) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m recipe_gkd.quickstart.prepare", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe_gkd.quickstart.prepare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="folder to fill")
     parser.add_argument("--seed", type=int, default=0, help="of the problems, the first weights and the training")
     parser.add_argument("--fresh", action="store_true", help="make everything again")
@@ -186,8 +200,10 @@ def main(argv: list[str] | None = None) -> int:
     except GkdError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"ready in {time.monotonic() - started:.0f} s: {args.out} has data, a teacher with "
-          f"{records['teacher']['accuracy']:.1%} and a student with {records['student']['accuracy']:.1%} exact answers")
+    print(
+        f"ready in {time.monotonic() - started:.0f} s: {args.out} has data, a teacher with "
+        f"{records['teacher']['accuracy']:.1%} and a student with {records['student']['accuracy']:.1%} exact answers"
+    )
     return 0
 
 

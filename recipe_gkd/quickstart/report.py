@@ -39,9 +39,9 @@ def build_report(
 
     Args:
         teacher, before, after: evaluations as `recipe_gkd.quickstart.evaluate --json` writes them.
-        metrics: one mapping a line of the run's metrics file. Lines of one step are merged, the later one wins, so that
-            a resumed run counts no step twice. Every line needs `training/global_step`; what else no line has is null
-            in the report.
+        metrics: one mapping a line of the run's metrics file. Lines of one step are merged and the later one wins, so
+            that a resumed run counts no step twice. Every line needs `training/global_step`; what else no line has is
+            null in the report.
         prepared: the records of the prepared folders, as they are.
         versions: name to version of the packages.
 
@@ -50,11 +50,13 @@ def build_report(
     for name, evaluation in (("teacher", teacher), ("before", before), ("after", after)):
         for key in ("accuracy", "n", "n_exact", "data"):
             if key not in evaluation:
-                raise DataError(f"the evaluation {name!r} has no {key!r}: make it with recipe_gkd.quickstart.evaluate --json")
+                raise DataError(
+                    f"the evaluation {name!r} has no {key!r}: make it with recipe_gkd.quickstart.evaluate --json"
+                )
         if (evaluation["n"], evaluation["data"]) != (teacher["n"], teacher["data"]):
             raise DataError(
-                f"the evaluation {name!r} is of {evaluation['n']} problems of {evaluation['data']}, that of the teacher of "
-                f"{teacher['n']} of {teacher['data']}: evaluate all three with the same --data and --limit"
+                f"the evaluation {name!r} is of {evaluation['n']} problems of {evaluation['data']}, that of the "
+                f"teacher of {teacher['n']} of {teacher['data']}: evaluate all three with the same --data and --limit"
             )
     steps = _merge_steps(metrics)
     losses, lengths = _column(steps, LOSS), _column(steps, RESPONSE_LENGTH)
@@ -79,7 +81,9 @@ def build_report(
             "max": max(stale_max) if stale_max else None,
         },
         "seconds": {
-            name: {"total": sum(values), "mean": sum(values) / len(values)} for name, values in seconds.items() if values
+            name: {"total": sum(values), "mean": sum(values) / len(values)}
+            for name, values in seconds.items()
+            if values
         },
         "prepared": dict(prepared),
         "versions": dict(versions),
@@ -96,8 +100,14 @@ def render(report: Mapping[str, Any]) -> str:
         ("  student after", f"{accuracy['student_after']:.1%}"),
         ("training steps", f"{report['steps']}"),
         ("tokens", _number(report["tokens"], ",")),
-        ("KL to the teacher, first and last step", "not recorded" if loss is None else f"{loss['first']:.3f}  {loss['last']:.3f}"),
-        ("staleness in steps, mean and largest", f"{_number(staleness['mean'], '.2f')}  {_number(staleness['max'], '.0f')}"),
+        (
+            "KL to the teacher, first and last step",
+            "not recorded" if loss is None else f"{loss['first']:.3f}  {loss['last']:.3f}",
+        ),
+        (
+            "staleness in steps, mean and largest",
+            f"{_number(staleness['mean'], '.2f')}  {_number(staleness['max'], '.0f')}",
+        ),
     ]
     if report["seconds"]:
         rows.append(("seconds", "total    a step"))
@@ -139,8 +149,11 @@ def installed_versions() -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m recipe_gkd.quickstart.report", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe_gkd.quickstart.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--prepared", type=Path, required=True, help="folder that recipe_gkd.quickstart.prepare filled")
     for name, what in (("teacher", "the teacher"), ("before", "the student before"), ("after", "the student after")):
         parser.add_argument(f"--{name}", type=Path, required=True, help=f"evaluation of {what}, as JSON")
@@ -170,7 +183,9 @@ def _merge_steps(metrics: Sequence[Mapping[str, Any]]) -> list[Json]:
     for number, record in enumerate(metrics, start=1):
         step = record.get(STEP)
         if not isinstance(step, int | float) or step != int(step):
-            raise DataError(f"record {number} of the metrics: got {STEP} = {step!r}, expected the number of a training step")
+            raise DataError(
+                f"record {number} of the metrics: got {STEP} = {step!r}, expected the number of a training step"
+            )
         by_step.setdefault(int(step), {}).update(record)
     if not by_step:
         raise DataError("the metrics have no record: the run did not finish a training step; look at its log")
@@ -191,7 +206,9 @@ def _read(path: Path, what: str) -> str:
     try:
         return path.read_text()
     except OSError as error:
-        raise DataError(f"{path}, {what}, cannot be read: {error.strerror}; check the path and the stage before") from error
+        raise DataError(
+            f"{path}, {what}, cannot be read: {error.strerror}; check the path and the stage before"
+        ) from error
 
 
 def _read_json(path: Path) -> Json:

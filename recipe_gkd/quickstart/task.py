@@ -1,8 +1,8 @@
 """Addition of two 3-digit numbers, worked out digit by digit.
 
-The question ``123+456=`` has one right answer, ``3+6+0=09;2+5+0=07;1+4+0=05;0579``: for each column, from the right, the
-two digits, the carry that comes in and their two-digit sum; then the four digits of the result. All questions have one
-length and so have all answers. An answer counts as exact if it has this form and its last four digits are the sum.
+The question ``123+456=`` has one right answer, ``3+6+0=09;2+5+0=07;1+4+0=05;0579``: for each column, from the right,
+the two digits, the carry that comes in and their two-digit sum; then the four digits of the result. All questions have
+one length and so have all answers. An answer counts as exact if it has this form and its last four digits are the sum.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def make_splits(seed: int, *, n_train: int, n_held_out: int, n_dev: int) -> Spli
     n_pairs = n_numbers * (n_numbers + 1) // 2
     wanted = n_train + n_held_out + n_dev
     if min(n_train, n_held_out, n_dev) < 1 or wanted > n_pairs:
-        raise DataError(f"got {n_train} + {n_held_out} + {n_dev} problems, expected at least 1 each and {n_pairs} in all")
+        raise DataError(
+            f"got {n_train} + {n_held_out} + {n_dev} problems, expected at least 1 each and {n_pairs} in all"
+        )
     rng = random.Random(seed)
     problems: dict[tuple[int, int], Problem] = {}
     while len(problems) < wanted:

@@ -15,8 +15,11 @@ MAX_LENGTH = 64
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}" + USER + "{{ message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}" + ASSISTANT + "{{ message['content'] }}" + END +
-    "{% else %}{{ raise_exception('only the roles user and assistant are known') }}"
+    "{% elif message['role'] == 'assistant' %}"
+    + ASSISTANT
+    + "{{ message['content'] }}"
+    + END
+    + "{% else %}{{ raise_exception('only the roles user and assistant are known') }}"
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}" + ASSISTANT + "{% endif %}"
 )

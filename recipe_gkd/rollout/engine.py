@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-type Deliver = Callable[[list[Answer] | GkdError], None]
+Deliver = Callable[[list[Answer] | GkdError], None]
 """Called on the engine's thread with what has just finished, or once with the error that ended everything."""
 
 _CPU_KV_CACHE_MEGABYTES = 256
@@ -86,11 +86,13 @@ class RolloutEngine:
         self._thread.start()
         return ready
 
-    def submit(self, prompts: Sequence[Prompt], params: Sequence[dict[str, Any]], deliver: Deliver) -> Future[list[str]]:
-        """Queue one request a prompt with these ``SamplingParams``; the result is their request ids."""
+    def submit(
+        self, prompts: Sequence[Prompt], params: Sequence[dict[str, Any]], deliver: Deliver
+    ) -> tuple[list[str], Future[None]]:
+        """Queue one request a prompt with these ``SamplingParams``; their ids, and when the engine has accepted them."""
         ids = [str(next(self._ids)) for _ in prompts]
 
-        def add(engine: LLMEngine) -> list[str]:
+        def add(engine: LLMEngine) -> None:
             try:
                 for request_id, prompt, own in zip(ids, prompts, params, strict=True):
                     _add_request(engine, request_id, prompt, own, self.options.max_model_len)
@@ -98,13 +100,12 @@ class RolloutEngine:
             except BaseException:
                 self._abort(engine, ids)
                 raise
-            return ids
 
-        return self.run(add)
+        return ids, self.run(add)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> Future[list[Deliver]]:
-        """Drop these requests (None: all) with whatever they have generated; nothing of them is delivered any more."""
-        return self.run(lambda engine: self._abort(engine, request_ids))
+        """Drop these requests (None: all) and what they have generated; the result is whom they would have gone to."""
+        return self.run(lambda engine: self._abort(engine, list(self._running) if request_ids is None else request_ids))
 
     def run(self, command: Callable[[LLMEngine], Any]) -> Future[Any]:
         """Run ``command(engine)`` on the engine's thread between two steps."""
@@ -165,6 +166,8 @@ class RolloutEngine:
             except queue.Empty:
                 return
             wait = False
+            if not done.set_running_or_notify_cancel():
+                continue
             try:
                 done.set_result(command(engine))
             except Exception as error:
@@ -179,10 +182,8 @@ class RolloutEngine:
         for deliver, answers in finished.items():
             deliver(answers)
 
-    def _abort(self, engine: LLMEngine, request_ids: Sequence[str] | None) -> list[Deliver]:
-        ids = [request_id for request_id in (request_ids or list(self._running)) if request_id in self._running]
-        if request_ids is not None and not request_ids:
-            ids = []
+    def _abort(self, engine: LLMEngine, request_ids: Sequence[str]) -> list[Deliver]:
+        ids = [request_id for request_id in request_ids if request_id in self._running]
         engine.abort_request(ids)
         return list({self._running.pop(request_id)[1]: None for request_id in ids})
 
@@ -200,7 +201,8 @@ class RolloutEngine:
                 _, done = self._commands.get_nowait()
             except queue.Empty:
                 return
-            done.set_exception(failure)
+            if done.set_running_or_notify_cancel():
+                done.set_exception(failure)
 
 
 def _build(options: EngineOptions) -> LLMEngine:

@@ -23,7 +23,7 @@ try:
     import torch
     import vllm
     from vllm import EngineArgs, SamplingParams
-    from vllm.config import WeightTransferConfig
+    from vllm.config import WeightTransferConfig, set_current_vllm_config
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -45,7 +45,7 @@ __all__ = [
     "CompletionOutput", "EngineArgs", "LLMEngine", "RequestOutput", "RequestOutputKind", "SamplingParams",
     "WeightTransferConfig", "WeightTransferEngine", "WeightTransferEngineFactory", "WeightTransferInitInfo",
     "WeightTransferUpdateInfo", "check_platform", "finalize_layerwise_reload", "initialize_layerwise_reload",
-    "kv_cache_tokens", "model_parameter_names", "refresh_tied_head",
+    "kv_cache_tokens", "model_parameter_names", "refresh_tied_head", "set_current_vllm_config",
 ]  # fmt: skip
 
 _USED: dict[Any, tuple[str, ...]] = {

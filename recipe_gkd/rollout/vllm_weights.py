@@ -28,6 +28,7 @@ from recipe_gkd.rollout.vllm_compat import (
     initialize_layerwise_reload,
     model_parameter_names,
     refresh_tied_head,
+    set_current_vllm_config,
 )
 from recipe_gkd.weights.buckets import TensorMeta, plan_buckets
 from recipe_gkd.weights.channel import Channel, join_store
@@ -141,8 +142,9 @@ class BucketReceiver(WeightTransferEngine[JoinChannel, ReceiveWeights]):
 
     def _finalize(self) -> None:
         self._loading = False
-        finalize_layerwise_reload(self.model, self.model_config)
-        refresh_tied_head(self.model)
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model, self.model_config)
+            refresh_tied_head(self.model)
 
 
 def room_to_stage(n_bytes: int, device: torch.device) -> bool:
@@ -176,15 +178,22 @@ class WeightUpdateCalls:
         return self._gkd_outcome(receive)
 
     def gkd_commit_weights(self) -> dict[str, Any]:
-        return self._gkd_outcome(self.finish_weight_update)
+        def commit() -> None:
+            try:
+                self.finish_weight_update()
+            except Exception:
+                self._gkd_drop()
+                raise
+
+        return self._gkd_outcome(commit)
 
     def gkd_drop_weights(self) -> dict[str, Any]:
-        def drop() -> None:
-            self.weight_transfer_engine.drop()
-            if self._weight_update_active:
-                self.finish_weight_update()
+        return self._gkd_outcome(self._gkd_drop)
 
-        return self._gkd_outcome(drop)
+    def _gkd_drop(self) -> None:
+        self.weight_transfer_engine.drop()
+        if self._weight_update_active:
+            self.finish_weight_update()  # of nothing: ends vLLM's own bracket
 
     def gkd_close_channel(self) -> dict[str, Any]:
         return self._gkd_outcome(self.weight_transfer_engine.shutdown)

@@ -12,7 +12,7 @@ import torch
 
 from recipe_gkd.errors import WeightSyncError
 
-type TensorMeta = tuple[str, tuple[int, ...], str]
+TensorMeta = tuple[str, tuple[int, ...], str]
 """Name, full shape, and the name of the torch dtype (`bfloat16`)."""
 
 ALIGNMENT = 16

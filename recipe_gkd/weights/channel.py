@@ -62,8 +62,8 @@ class Channel:
     ) -> None:
         self.rank, self.labels, self.device, self.timeout_s = rank, list(labels), device, timeout_s
         self.world = len(self.labels)
-        self.round = 0
-        """Updates begun on this channel; all ends count alike."""
+        self._round = 0
+        self._deadline = time.monotonic() + timeout_s
         self._store = store
         self._group: Any = None
         self._dead: str | None = None
@@ -86,36 +86,44 @@ class Channel:
             self.post("arrived", "")
             self.hear("all arrived", "connect")
 
-    # Notes. A stage is a name within the present round.
+    def begin_update(self) -> None:
+        """Each end calls it once an update; from now on ``timeout_s`` runs, for all waits of this update together."""
+        self._round += 1
+        self._deadline = time.monotonic() + self.timeout_s
+
+    def _left(self) -> timedelta:
+        """At least a moment: to torch, a timeout of nothing means the default one."""
+        return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
+
+    # Notes. A stage is a name within the present update.
 
     def post(self, stage: str, text: str) -> None:
         """Tell rank 0."""
-        self._store.set(f"{self.round}/{stage}/{self.rank}", text)
+        self._store.set(f"{self._round}/{stage}/{self.rank}", text)
 
     def announce(self, stage: str, text: str) -> None:
         """Rank 0 tells everybody."""
-        self._store.set(f"{self.round}/{stage}", text)
+        self._store.set(f"{self._round}/{stage}", text)
 
     def collect(self, stage: str, phase: str) -> dict[int, str]:
         """Rank 0 waits for every other rank's post; {rank: text}."""
         self.check_alive()
-        keys = {rank: f"{self.round}/{stage}/{rank}" for rank in range(1, self.world)}
+        keys = {rank: f"{self._round}/{stage}/{rank}" for rank in range(1, self.world)}
         self._wait_for(list(keys.values()), phase)
         return {rank: self._store.get(key).decode() for rank, key in keys.items()}
 
     def hear(self, stage: str, phase: str) -> str:
         """Wait for an announcement of rank 0."""
         self.check_alive()
-        key = f"{self.round}/{stage}"
+        key = f"{self._round}/{stage}"
         self._wait_for([key], phase)
         return self._store.get(key).decode()
 
     def _wait_for(self, keys: list[str], phase: str) -> None:
         if not keys:
             return
-        started = time.monotonic()
         try:
-            self._store.wait(keys, timedelta(seconds=self.timeout_s))
+            self._store.wait(keys, self._left())
         except dist.DistError as error:
             missing = [key for key in keys if not self._has(key)]
             if self.rank == 0 and missing:
@@ -123,7 +131,7 @@ class Channel:
                 who = ", ".join(self._label(rank) for rank in ranks)
             else:
                 who = self._label(0)
-            self.fail(phase, error, silent=who, waited_s=time.monotonic() - started)
+            self.fail(phase, error, silent=who)
 
     def _has(self, key: str) -> bool:
         try:
@@ -139,40 +147,37 @@ class Channel:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        options.timeout = timedelta(seconds=self.timeout_s)
+        options.timeout = self._left()
         return self._group.broadcast([buffer_U], options)
 
     def finish(self, work: dist.Work, phase: str) -> None:
         """Wait for a started bucket. Raises :class:`DeadlineError` or, for a broken link, :class:`WeightSyncError`."""
-        started = time.monotonic()
         try:
             if self.device.type == "cuda":
-                self._finish_on_stream(work, started)
+                self._finish_on_stream(work)
             else:
-                work.wait(timedelta(seconds=self.timeout_s))
+                work.wait(self._left())
         except RuntimeError as error:
-            late = "timed out" in str(error).lower() or isinstance(error, TimeoutError)
-            waited_s = time.monotonic() - started
-            self.fail(phase, error, silent=self._suspects() if late else None, waited_s=waited_s)
+            self.fail(phase, error, silent=self._suspects())
 
-    def _finish_on_stream(self, work: dist.Work, started: float) -> None:
+    def _finish_on_stream(self, work: dist.Work) -> None:
         # ``Work.wait`` of NCCL only orders streams; the host has to look for itself whether the peers came.
         while not work.is_completed():
-            if time.monotonic() - started > self.timeout_s:
+            if time.monotonic() > self._deadline:
                 raise RuntimeError("timed out")
             time.sleep(_POLL_S)
         work.wait()
 
     def progress(self, n_received: int) -> None:
         """A receiver notes how many buckets it has, so that the sender can name who stopped."""
-        self._store.set(f"{self.round}/received/{self.rank}", str(n_received))
+        self._store.set(f"{self._round}/received/{self.rank}", str(n_received))
 
     def _suspects(self) -> str:
         """On rank 0, the ranks that are furthest behind; elsewhere rank 0."""
         if self.rank != 0:
             return self._label(0)
         received = {
-            rank: int(self._store.get(key)) if self._has(key := f"{self.round}/received/{rank}") else 0
+            rank: int(self._store.get(key)) if self._has(key := f"{self._round}/received/{rank}") else 0
             for rank in range(1, self.world)
         }
         least = min(received.values(), default=0)
@@ -180,13 +185,15 @@ class Channel:
 
     # Failure.
 
-    def fail(
-        self, phase: str, error: BaseException, *, silent: str | None = None, waited_s: float | None = None
-    ) -> NoReturn:
-        """Leave word of the failure for the others, close the channel, and raise the error that tells it."""
+    def fail(self, phase: str, error: BaseException, *, silent: str | None = None) -> NoReturn:
+        """Leave word of the failure for the others, close the channel, and raise the error that tells it.
+
+        ``silent``: who is to blame if the reason is that the time is over.
+        """
         reports = self._reports()
         told = f"; {reports}" if reports else ""
-        if silent is not None and waited_s is not None and waited_s >= 0.9 * self.timeout_s:
+        late = time.monotonic() > self._deadline - 0.05 * self.timeout_s
+        if silent is not None and late:
             failure: GkdError = DeadlineError(
                 f"weight channel, {phase}: {silent} did not answer {self._label(self.rank)} within "
                 f"{self.timeout_s:g} s (actor_rollout_ref.nccl_timeout){told}; look at the log of the silent one, "
@@ -206,14 +213,14 @@ class Channel:
         """Close because of ``reason``, and tell the others."""
         if self._dead is None:
             try:
-                self._store.set(f"{self.round}/failed/{self.rank}", reason[:1000])
+                self._store.set(f"{self._round}/failed/{self.rank}", reason[:1000])
             except dist.DistError:
                 pass  # the store's process is gone, and with it everybody who could read this
             self.close(reason)
 
     def _reports(self) -> str:
         """What other ranks left word of."""
-        keys = {rank: f"{self.round}/failed/{rank}" for rank in range(self.world) if rank != self.rank}
+        keys = {rank: f"{self._round}/failed/{rank}" for rank in range(self.world) if rank != self.rank}
         try:
             found = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._has(key)}
         except dist.DistError:

@@ -12,7 +12,7 @@ from recipe_gkd.weights.buckets import Checksum, TensorMeta, fingerprint, plan_b
 from recipe_gkd.weights.channel import Channel
 from recipe_gkd.weights.stats import TransferStats
 
-type NamedTensors = list[tuple[str, torch.Tensor]]
+NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 def receive_weights(
@@ -28,7 +28,7 @@ def receive_weights(
     all buckets were taken and the checksum is the sender's. Raises :class:`WeightSyncError` or :class:`DeadlineError`
     (or what ``take`` raised), and then the channel is closed.
     """
-    channel.round += 1
+    channel.begin_update()
     name = f"weights v{version}"
     try:
         buckets = plan_buckets(meta, bucket_bytes)

@@ -26,7 +26,7 @@ def send_weights(
     Packing the next bucket overlaps with sending the last one, in two buffers. Returns when every receiver has confirmed
     the checksum. Raises :class:`WeightSyncError` or :class:`DeadlineError`, and then the channel is closed.
     """
-    channel.round += 1
+    channel.begin_update()
     name = f"weights v{version}"
     try:
         buckets = plan_buckets(meta, bucket_bytes)

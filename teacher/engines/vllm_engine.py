@@ -1,8 +1,8 @@
 """vLLM as a scorer: prompt logprobs, kept as tensors, of sequences that are never continued.
 
-The only file of the service that imports vLLM, public parts and internals alike. What it relies on beyond the public interface is one
-method, replaced in `_keep_prompt_logprobs_as_tensors`; `VllmEngine._self_check` scores a sequence at start-up and refuses
-to serve if the result is not what the rest of this file expects.
+The only file of the service that imports vLLM, public parts and internals alike. What it relies on beyond the public
+interface is one method, replaced in `_keep_prompt_logprobs_as_tensors`; `VllmEngine._self_check` scores a sequence at
+start-up and refuses to serve if the result is not what the rest of this file expects.
 
 Prefix caching is off: a request for prompt logprobs whose rows come from the cache gets uninitialised memory.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ class VllmEngine:
         self._on_cpu = _is_cpu_build()
         for name, value in (_ENVIRONMENT | (_CPU_ENVIRONMENT if self._on_cpu else {})).items():
             os.environ.setdefault(name, value)
+        # vLLM applies its level only when an engine is made; its import speaks before.
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 
         from transformers import AutoTokenizer
         from vllm import SamplingParams, __version__
@@ -67,7 +71,7 @@ class VllmEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         _keep_prompt_logprobs_as_tensors()
-        self._k = config.n_logprobs
+        self._k, self._tp_size = config.n_logprobs, config.tp_size
         args = self._engine_args(config, vocab_size)
         self._engine: Any = LLMEngine.from_engine_args(args)
         self._params = SamplingParams(
@@ -99,14 +103,14 @@ class VllmEngine:
         ids, info = sequence.token_ids, self._info
         if len(ids) > info.max_model_len:
             raise TeacherRequestError(
-                f"{len(ids)} tokens, the teacher takes at most {info.max_model_len}; start it with a larger MAX_MODEL_LEN, "
-                "or shorten prompt and response"
+                f"{len(ids)} tokens, the teacher takes at most {info.max_model_len}; start it with a larger "
+                "MAX_MODEL_LEN, or shorten prompt and response"
             )
         if ids.min() < 0 or ids.max() >= info.vocab_size:
             bad = ids[(ids < 0) | (ids >= info.vocab_size)]
             raise TeacherRequestError(
-                f"token id {bad[0]} is outside the teacher's vocabulary of {info.vocab_size}; student and teacher must share "
-                "one tokenizer"
+                f"token id {bad[0]} is outside the teacher's vocabulary of {info.vocab_size}; student and teacher must "
+                "share one tokenizer"
             )
 
     def add(self, key: int, sequence: TeacherSequence) -> None:
@@ -128,7 +132,9 @@ class VllmEngine:
         return done
 
     def close(self) -> None:
-        self._engine.engine_core.shutdown()
+        # With one rank all there is to end is this process; vLLM's own clean-up first collects garbage for seconds.
+        if self._tp_size > 1:
+            self._engine.engine_core.shutdown()
 
     def _engine_args(self, config: EngineConfig, vocab_size: int) -> Any:
         from vllm import EngineArgs
@@ -140,10 +146,9 @@ class VllmEngine:
             "max_logprobs": self._k,
         }
         # vLLM's own rule says what the model can do, and refuses a longer wish ...
-        max_model_len = (
-            EngineArgs(**common, max_model_len=config.max_model_len or None).create_model_config().max_model_len
-        )
-        # ... but it also wants room for one generated token, which is never fed back: position `max_model_len` is not computed.
+        wish = {"max_model_len": config.max_model_len} if config.max_model_len else {}
+        max_model_len = EngineArgs(**common, **wish).create_model_config().max_model_len
+        # ... but it also wants room for one generated token, which is never fed back: its position is not computed.
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
 
         # A step holds the logits and the logprobs of each of its tokens, vocab_size x fp32.
@@ -167,12 +172,12 @@ class VllmEngine:
         )
 
     def _answer(self, sequence: TeacherSequence, tensors: Any) -> TeacherAnswer:
-        """The response rows of vLLM's [N-1, 1+K] tensors: row i predicts token i+1, column 0 is the token that is there."""
+        """Response rows of vLLM's [N-1, 1+K] tensors: row i predicts token i+1, column 0 is the token that is there."""
         first, n_tokens, k = sequence.prompt_len - 1, len(sequence.token_ids), self._k
         logps, ids = tensors.logprobs.numpy(), tensors.logprob_token_ids.numpy()
         if logps.shape != (n_tokens - 1, 1 + k) or not np.array_equal(ids[:, 0], sequence.token_ids[1:]):
             raise RuntimeError(
-                f"vLLM returned prompt logprobs {logps.shape} that do not belong to the {n_tokens} tokens that were asked for"
+                f"vLLM returned prompt logprobs {logps.shape} that do not belong to the {n_tokens} tokens asked for"
             )
         # Copies: a view would keep the prompt's rows alive, and the wire wants contiguous arrays.
         return TeacherAnswer(
@@ -196,13 +201,13 @@ class VllmEngine:
                 raise RuntimeError(f"top-k rows are not sorted logprobs; their mass is {mass_T.tolist()}")
         except (RuntimeError, AttributeError, TypeError, ValueError, IndexError) as error:
             raise TeacherError(
-                f"vLLM {_vllm_version()} failed the start-up check ({type(error).__name__}: {error}); this engine was tested "
-                f"with vLLM {TESTED_VLLM}"
+                f"vLLM {_vllm_version()} failed the start-up check ({type(error).__name__}: {error}); this engine was "
+                f"tested with vLLM {TESTED_VLLM}"
             ) from error
 
 
 def _keep_prompt_logprobs_as_tensors() -> None:
-    """Hand out prompt logprobs as the tensors they are, not as one Python object an entry (up to 5x faster, 40x less memory).
+    """Hand out prompt logprobs as the tensors they are, not as one Python object an entry (3 to 5 times faster).
 
     `vllm/v1/engine/logprobs.py`: LogprobsProcessor gets all rows of a request at once and converts them to dicts;
     RequestOutput passes on whatever it stores. No public option leaves the conversion out.
@@ -217,7 +222,7 @@ def _keep_prompt_logprobs_as_tensors() -> None:
     def keep(self: Any, prompt_logprobs_tensors: Any) -> None:
         self.prompt_logprobs = prompt_logprobs_tensors
 
-    logprobs.LogprobsProcessor._update_prompt_logprobs = keep
+    logprobs.LogprobsProcessor._update_prompt_logprobs = keep  # type: ignore[method-assign]
 
 
 def _vllm_version() -> str:

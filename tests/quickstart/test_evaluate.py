@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,8 +26,8 @@ def test_answers_of_both_models_are_those_of_transformers(prepared: Path, tmp_pa
     for role in ("teacher", "student"):
         evaluation = json.loads((tmp_path / f"{role}.json").read_text())
         assert (evaluation["n"], evaluation["n_exact"], evaluation["accuracy"]) == (8, 0, 0.0)
-        model = AutoModelForCausalLM.from_pretrained(prepared / role)
-        tokenizer = AutoTokenizer.from_pretrained(prepared / role)
+        model: Any = AutoModelForCausalLM.from_pretrained(prepared / role)
+        tokenizer: Any = AutoTokenizer.from_pretrained(prepared / role)
         for row, example in zip(read_problems(data, 5), evaluation["examples"], strict=True):
             prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_tensors="pt")
             out = model.generate(**prompt, max_new_tokens=48, do_sample=False)[0, prompt["input_ids"].shape[1] :]
@@ -45,7 +46,7 @@ def test_score_counts_and_shows(tmp_path: Path) -> None:
 
 
 def test_missing_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(DataError, match="nowhere.parquet"):
+    with pytest.raises(DataError, match=r"nowhere\.parquet"):
         read_problems(tmp_path / "nowhere.parquet", None)
     with pytest.raises(ModelError, match="not a Hugging Face model folder"):
         greedy_answers(tmp_path, [])

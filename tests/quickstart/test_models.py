@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe_gkd.errors import ModelError
 from recipe_gkd.quickstart import models
@@ -17,7 +18,7 @@ PROBLEMS = make_splits(0, n_train=300, n_held_out=1, n_dev=1).train
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Any:
     return build_tokenizer()
 
 
@@ -26,7 +27,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def test_tokenizer_round_trips_every_problem_one_token_a_character(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tokenizer_round_trips_every_problem_one_token_a_character(tokenizer: Any) -> None:
     assert len(tokenizer) == VOCAB_SIZE
     for problem in PROBLEMS:
         text = problem.question + problem.answer
@@ -36,13 +37,13 @@ def test_tokenizer_round_trips_every_problem_one_token_a_character(tokenizer: Pr
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-def test_unknown_characters_are_seen_not_dropped(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_unknown_characters_are_seen_not_dropped(tokenizer: Any) -> None:
     assert tokenizer("1x \n")["input_ids"].count(tokenizer.unk_token_id) == 3
 
 
-def test_chat_template_survives_saving_and_loading(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_chat_template_survives_saving_and_loading(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    loaded: Any = AutoTokenizer.from_pretrained(tmp_path)
     problem = Problem(123, 456)
     prompt = loaded.apply_chat_template(problem.messages(), add_generation_prompt=True, tokenize=False)
     assert prompt == "<|user|>123+456=<|assistant|>"
@@ -53,12 +54,12 @@ def test_chat_template_survives_saving_and_loading(tokenizer: PreTrainedTokenize
     assert (loaded.eos_token_id, loaded.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
 
 
-def test_conversations_are_prompt_answer_end_of_one_length(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_conversations_are_prompt_answer_end_of_one_length(tokenizer: Any) -> None:
     ids_BS, prompt_length = encode(tokenizer, PROBLEMS)
     assert ids_BS.shape == (len(PROBLEMS), 42)
     assert ids_BS.shape[1] <= MAX_LENGTH
-    assert (ids_BS[:, -1] == tokenizer.eos_token_id).all()
-    assert (ids_BS[:, prompt_length - 1] == tokenizer.convert_tokens_to_ids("<|assistant|>")).all()
+    assert set(ids_BS[:, -1].tolist()) == {tokenizer.eos_token_id}
+    assert set(ids_BS[:, prompt_length - 1].tolist()) == {tokenizer.convert_tokens_to_ids("<|assistant|>")}
 
 
 @pytest.mark.parametrize("role", ["teacher", "student"])
@@ -68,7 +69,7 @@ def test_shapes_divide_by_two_ranks_and_suit_the_cpu_attention(role: Role) -> No
     assert recipe.hidden // recipe.heads == 32
 
 
-def test_saved_models_load_as_ordinary_folders(prepared: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_saved_models_load_as_ordinary_folders(prepared: Path, tokenizer: Any) -> None:
     sizes = []
     for role, recipe in RECIPES.items():
         model = AutoModelForCausalLM.from_pretrained(prepared / role)
@@ -82,9 +83,7 @@ def test_saved_models_load_as_ordinary_folders(prepared: Path, tokenizer: PreTra
     assert RECIPES["teacher"].kv_heads < RECIPES["teacher"].heads
 
 
-def test_training_goes_back_when_it_jumps_over_the_band(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_back_when_it_jumps_over_the_band(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = dataclasses.replace(RECIPES["student"], steps_between_evaluations=4, max_steps=50)
     model = build_model(recipe, tokenizer, seed=0)
     measured = iter([0.0, 0.9, 0.0, 0.2])
@@ -102,18 +101,18 @@ def test_training_goes_back_when_it_jumps_over_the_band(
     assert 0 < after_going_back < jump
 
 
-def test_a_model_outside_its_band_is_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_model_outside_its_band_is_an_error(tokenizer: Any) -> None:
     recipe = dataclasses.replace(RECIPES["student"], steps_between_evaluations=1, max_steps=2)
     model = build_model(recipe, tokenizer, seed=0)
-    with pytest.raises(ModelError, match="after 2 steps, expected 14% to 26%"):
+    with pytest.raises(ModelError, match="after 2 steps, expected 16% to 28%"):
         train_into_band(model, tokenizer, recipe, endless_batches(0, 4, []), PROBLEMS[:4], say=lambda _: None)
 
 
-def test_greedy_accuracy_counts_what_generate_gets_right(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_greedy_accuracy_counts_what_generate_gets_right(tokenizer: Any) -> None:
     """A model that has learned eight problems by heart, against transformers' own generation."""
     known, unknown = PROBLEMS[:4], PROBLEMS[4:12]
     recipe = dataclasses.replace(RECIPES["student"], band=(1.0, 1.0), steps_between_evaluations=25, settle_from=1.0)
-    model = build_model(recipe, tokenizer, seed=0)
+    model: Any = build_model(recipe, tokenizer, seed=0)
     train_into_band(model, tokenizer, recipe, iter(lambda: known, None), known, say=lambda _: None)
     asked = known + unknown
     ids_BS, prompt_length = encode(tokenizer, asked)

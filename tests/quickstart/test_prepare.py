@@ -51,7 +51,7 @@ def test_only_the_half_made_artefact_is_made_again(prepared: Path, instant_recip
 
 def test_a_model_that_does_not_get_there_is_not_put_in_place(tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPES["student"], steps_between_evaluations=1, max_steps=1)
-    with pytest.raises(ModelError, match="the student was not made: ModelError: got .* after 1 steps"):
+    with pytest.raises(ModelError, match=r"the student was not made: ModelError: got .* after 1 steps"):
         prepare(tmp_path, recipes={"student": recipe}, timeout_s=100)
     assert not (tmp_path / "student").exists()
     assert not multiprocessing.active_children()

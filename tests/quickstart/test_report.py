@@ -71,13 +71,20 @@ def test_evaluations_of_different_problems_are_refused() -> None:
 
 def test_a_cut_metrics_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_text(json.dumps(_step(1)) + "\n\n{\"training/glob")
+    file.write_text(json.dumps(_step(1)) + '\n\n{"training/glob')
     with pytest.raises(DataError, match="line 3"):
         read_metrics(file)
 
 
 def test_command_writes_json_and_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--prepared", str(tmp_path), "--metrics", str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "o" / "r.json")]
+    arguments = [
+        "--prepared",
+        str(tmp_path),
+        "--metrics",
+        str(tmp_path / "m.jsonl"),
+        "--out",
+        str(tmp_path / "o" / "r.json"),
+    ]
     for name, evaluation in EVALUATIONS.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(evaluation))
         arguments += [f"--{name}", str(tmp_path / f"{name}.json")]

@@ -1,0 +1,298 @@
+"""The student in training: one rank of it, in any process (a Ray worker, torchrun, a test)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from recipe_gkd.actor import cpu_compat
+from recipe_gkd.actor.checkpoint import CheckpointWriter, TrainingState, load
+from recipe_gkd.actor.export import WeightMeta, export_weights, stages_of_weights, weights_meta
+from recipe_gkd.actor.hf_load import load_hf, own_parameters
+from recipe_gkd.actor.hf_save import save_hf_folder
+from recipe_gkd.actor.microbatch import PackedBatch, micro_batches, pack
+from recipe_gkd.actor.model import build_chunks, read_shape, transformer_config
+from recipe_gkd.actor.optimizer import (
+    clip_and_step,
+    gradient_norm,
+    learning_rate,
+    set_learning_rate,
+    wrap_and_optimize,
+)
+from recipe_gkd.actor.parallel import check_layout, init_parallel, leave_parallel, tensor_group
+from recipe_gkd.actor.step import distillation_loss, run_micro_batches
+from recipe_gkd.config.schema import Config
+from recipe_gkd.errors import DataError, WorkerError
+from recipe_gkd.samples import Sample
+
+UIDS_IN_MESSAGE = 8
+REPORTED = ("loss", "n_tokens", "teacher_topk_mass", "student_topk_mass")
+
+
+class MegatronActor:
+    """Lifecycle, the same calls in the same order on every rank: ``setup``; then ``update``, ``export_weights``,
+    ``save_*`` and ``load_checkpoint`` in any order; ``shutdown``.
+
+    A collective that not every rank joins ends with an error after ``actor_rollout_ref.nccl_timeout`` seconds.
+    After an error in ``update`` that says the weights are unchanged, the actor can be used on; after any other, not.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        total_steps: int,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        master_addr: str,
+        master_port: int,
+        device: str,
+    ) -> None:
+        """``device``: `cpu` or `cuda` (then ``local_rank`` numbers the device). ``total_steps``: length of the rate's decay.
+
+        Raises :class:`ConfigError` for a layout that cannot work; nothing has been started then.
+        """
+        self._config = config
+        self._actor = config.actor_rollout_ref.actor
+        check_layout(self._actor.megatron, world_size)
+        self._total_steps = total_steps
+        self._rank, self._world_size = rank, world_size
+        self._address = (master_addr, master_port)
+        self._device = torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
+        self._timeout_s = config.actor_rollout_ref.nccl_timeout
+        self._model_path = Path(config.actor_rollout_ref.model.path)
+        self._writer = CheckpointWriter()
+        self.step = 0
+        """Finished updates, which is also the version of the weights."""
+
+    # ---------------------------------------------------------------- start and end
+
+    def setup(self) -> dict[str, Any]:
+        """Join the group, build the model, read its weights, make the optimiser.
+
+        Returns this rank's place (`rank`, `dp_rank`, `dp_size`, `tp_rank`, `pp_rank`), the `device` that it really
+        has, `parameters` (held by this rank) and `seconds`.
+        Raises :class:`ModelError`, :class:`ConfigError` or :class:`DeadlineError`.
+        """
+        started = time.monotonic()
+        megatron = self._actor.megatron
+        shape = self.shape = read_shape(
+            self._model_path, trust_remote_code=self._config.actor_rollout_ref.model.trust_remote_code
+        )
+        cpu_compat.install()
+        with cpu_compat.on_host():
+            transformer = transformer_config(shape, megatron, self._device)
+            self.layout = layout = init_parallel(
+                megatron,
+                rank=self._rank,
+                world_size=self._world_size,
+                master_addr=self._address[0],
+                master_port=self._address[1],
+                device=self._device,
+                timeout_s=self._timeout_s,
+                seed=self._config.data.seed,
+            )
+            self._chunks = build_chunks(shape, transformer, self._device)
+            load_hf(self._model_path, self._chunks, shape, layout)
+            self._wrapped, self._optimizer = wrap_and_optimize(
+                self._chunks, transformer, self._actor.optim, distributed=megatron.use_distributed_optimizer
+            )
+            self._dtype = transformer.params_dtype
+            self._parameters = own_parameters(self._chunks, shape)
+            self._stages = stages_of_weights(self._parameters, layout, self._device)
+        self._loss = distillation_loss(shape.vocab_size, tensor_group(layout))
+        return {
+            "rank": layout.rank,
+            "dp_rank": layout.dp_rank,
+            "dp_size": layout.dp_size,
+            "tp_rank": layout.tp_rank,
+            "pp_rank": layout.pp_rank,
+            "device": _describe(self._device),
+            "parameters": sum(p.numel() for chunk in self._chunks for p in chunk.parameters()),
+            "seconds": time.monotonic() - started,
+        }
+
+    def shutdown(self) -> None:
+        """Finish a background save and leave the group; the process may set up another actor afterwards."""
+        self.finish_saves()
+        leave_parallel()
+
+    # ---------------------------------------------------------------- training
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """One optimiser step on this data-parallel rank's shard (see :func:`shard_batch`) of the global batch.
+
+        Returns, the same on every rank: `actor/kl_loss` (mean over all response tokens of the global batch),
+        `actor/grad_norm` (before clipping), `actor/lr`, `actor/n_tokens`, `actor/teacher_topk_mass`,
+        `actor/student_topk_mass`, `actor/micro_batches` (of each rank); and on CUDA this rank's
+        `perf/max_memory_allocated_gb`. A batch without any response token changes nothing but the step's number.
+
+        Raises :class:`DataError` for a sample that cannot be trained on, and :class:`WorkerError` if the loss or the
+        gradient is not finite; the weights are unchanged then.
+        """
+        lr = learning_rate(self.step, self._total_steps, self._actor.optim)
+        with cpu_compat.on_host():
+            batches = self._plan(samples)
+            for chunk in self._wrapped:
+                chunk.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            reports = run_micro_batches(self._wrapped, batches, self._loss, device=self._device)
+            totals = self._sum_over_ranks(reports)
+            if not math.isfinite(totals["loss"]):
+                culprits = [uid for report in reports for uid in report["uids_T"][_not_finite(report["loss_T"])]]
+                raise self._not_finite_error("loss", culprits)
+            norm = gradient_norm(self._optimizer)
+            if not math.isfinite(norm):
+                raise self._not_finite_error("gradient", [sample.prompt.uid for sample in samples])
+            n_tokens = totals["n_tokens"]
+            if n_tokens:
+                set_learning_rate(self._optimizer, lr, self._actor.optim.weight_decay)
+                clip_and_step(self._optimizer, norm, self._actor.optim.clip_grad)
+        self.step += 1
+        metrics = {
+            "actor/kl_loss": totals["loss"] / max(n_tokens, 1),
+            "actor/grad_norm": norm,
+            "actor/lr": lr,
+            "actor/n_tokens": n_tokens,
+            "actor/teacher_topk_mass": totals["teacher_topk_mass"] / max(n_tokens, 1),
+            "actor/student_topk_mass": totals["student_topk_mass"] / max(n_tokens, 1),
+            "actor/micro_batches": float(len(batches)),
+        }
+        if self._device.type == "cuda":
+            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+        return metrics
+
+    def _plan(self, samples: Sequence[Sample]) -> list[PackedBatch]:
+        """This rank's micro-batches, as many as every other rank has: those without work of their own get empty ones."""
+        multiple_of = self.layout.tp_size if self._actor.megatron.sequence_parallel else 1
+        refusal: DataError | None = None
+        batches: list[PackedBatch] = []
+        try:
+            batches = [
+                pack(group, multiple_of=multiple_of)
+                for group in micro_batches(
+                    samples,
+                    micro_batch_size=self._actor.micro_batch_size,
+                    max_token_len=self._actor.max_token_len if self._actor.use_dynamic_bsz else None,
+                )
+            ]
+        except DataError as error:  # told to the others first, or they would wait for this rank in the forward pass
+            refusal = error
+        counts = torch.tensor([len(batches), int(refusal is not None)], device=self._device)
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        most, any_refused = counts.tolist()
+        if refusal is not None:
+            raise refusal
+        if any_refused:
+            raise WorkerError(f"update {self.step}: another rank refused a sample (its error says which); no step taken")
+        # Interleaved pipeline stages take micro-batches in rounds of the number of stages.
+        interleaved = self._actor.megatron.virtual_pipeline_model_parallel_size is not None
+        most = math.ceil(max(most, 1) / self.layout.pp_size) * self.layout.pp_size if interleaved else max(most, 1)
+        return batches + [pack([], multiple_of=multiple_of)] * (most - len(batches))
+
+    def _sum_over_ranks(self, reports: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Sums over the global batch; each token is counted by one rank of those that have computed it."""
+        totals = torch.zeros(len(REPORTED), dtype=torch.float64, device=self._device)
+        if self.layout.is_last_stage and self.layout.tp_rank == 0:
+            for report in reports:
+                loss_T = report["loss_T"]
+                sums = {**report["sums"], "loss": loss_T.sum(dtype=torch.float64), "n_tokens": len(loss_T)}
+                totals += torch.stack([torch.as_tensor(sums[name], dtype=torch.float64, device=self._device)
+                                       for name in REPORTED])  # fmt: skip
+        dist.all_reduce(totals)
+        return dict(zip(REPORTED, totals.tolist(), strict=True))
+
+    def _not_finite_error(self, what: str, uids: Sequence[int]) -> WorkerError:
+        """The same on every rank, although only some know the samples. Collective."""
+        own = torch.full((UIDS_IN_MESSAGE,), -1, device=self._device)
+        known = sorted(set(map(int, uids)))[:UIDS_IN_MESSAGE]
+        own[: len(known)] = torch.tensor(known, dtype=own.dtype, device=self._device)
+        gathered = [torch.empty_like(own) for _ in range(self._world_size)]
+        dist.all_gather(gathered, own)
+        named = sorted({uid for uids_U in gathered for uid in uids_U.tolist() if uid >= 0})
+        of = "sample" if what == "loss" else "the batch of sample"
+        return WorkerError(
+            f"update {self.step}: the {what} is not finite, in {of} {', '.join(map(str, named[:UIDS_IN_MESSAGE]))}"
+            f"{', ...' if len(named) > UIDS_IN_MESSAGE else ''}; the weights were left as they are. Look at the "
+            "teacher's log-probabilities there, or lower actor_rollout_ref.actor.optim.lr"
+        )
+
+    # ---------------------------------------------------------------- weights
+
+    def weights_meta(self) -> list[WeightMeta]:
+        """Hugging Face name, full shape and dtype of what :meth:`export_weights` yields, in its order."""
+        return weights_meta(self.shape, self._dtype)
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective generator: ``(name, whole tensor)`` on global rank 0 alone; the other ranks run it to its end.
+
+        See :func:`recipe_gkd.actor.export.export_weights`. No update may run in between.
+        """
+        return export_weights(self._parameters, self._stages, self.shape, self.layout, self._device, self._dtype)
+
+    def save_hf(self, path: str | Path) -> None:
+        """Write an ordinary Hugging Face folder; complete once rank 0 has returned."""
+        weights = self.export_weights()
+        if self.layout.rank == 0:
+            save_hf_folder(Path(path), self._model_path, weights, self.weights_meta())
+        for _ in weights:  # the other ranks only take part
+            pass
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write the `save_contents` below ``path``: `state` for resuming, `huggingface` for everybody else.
+
+        With ``checkpoint.async_save`` the former is complete only after :meth:`finish_saves`.
+        """
+        self.finish_saves()
+        options = self._actor.checkpoint
+        with cpu_compat.on_host():
+            self._writer.save(
+                Path(path) / "state", self._state(), self.step, options.save_contents, background=options.async_save
+            )
+        if "hf_model" in options.save_contents:
+            self.save_hf(Path(path) / "huggingface")
+
+    def finish_saves(self) -> None:
+        """Wait until what :meth:`save_checkpoint` started is complete."""
+        with cpu_compat.on_host():
+            self._writer.finish(self._actor.timeout_s)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Restore the `load_contents` from what :meth:`save_checkpoint` wrote, in this layout or another.
+
+        Raises :class:`CheckpointError` if there is no complete checkpoint, or not of this model.
+        """
+        self.finish_saves()
+        with cpu_compat.on_host():
+            self.step = load(Path(path) / "state", self._state(), self._actor.checkpoint.load_contents)
+
+    def _state(self) -> TrainingState:
+        return TrainingState(
+            chunks=self._chunks,
+            optimizer=self._optimizer,
+            shape=self.shape,
+            layout=self.layout,
+            dtype=self._actor.megatron.dtype,
+        )
+
+
+def _not_finite(loss_T: Tensor) -> Any:
+    return (~loss_T.isfinite()).cpu().numpy()
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{device} {properties.name} {getattr(properties, 'uuid', '')}".strip()

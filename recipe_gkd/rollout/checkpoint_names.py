@@ -1,0 +1,64 @@
+"""Compare the weights that an actor announces with those of the model folder, before anything is sent."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipe_gkd.errors import ModelError, WeightSyncError
+from recipe_gkd.weights.buckets import TensorMeta
+
+_MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors format."""
+
+_NOT_WEIGHTS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+
+
+def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in the folder's safetensors files; empty if it has none. Reads headers only."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with path.open("rb") as file:
+            n_bytes = int.from_bytes(file.read(8), "little")
+            if n_bytes > _MAX_HEADER_BYTES:
+                raise ModelError(f"{path} is not a safetensors file (header of {n_bytes} bytes); copy the folder again")
+            header = json.loads(file.read(n_bytes))
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return shapes
+
+
+def check_announced(meta: Sequence[TensorMeta], folder: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise :class:`WeightSyncError` for a missing, unknown or differently shaped weight.
+
+    vLLM joins several weights to one parameter and does not notice when one of them never comes. What the folder may
+    have and training may not: a tied output layer, and layers after the last one (for multi-token prediction).
+    """
+    if not shapes:
+        return
+    config = json.loads((Path(folder) / "config.json").read_text())
+    announced = {name: tuple(shape) for name, shape, _ in meta}
+    tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+    expected = {name for name in shapes if not _not_trained(name, config.get("num_hidden_layers"))}
+    complaints = [
+        *(f"{name} is missing" for name in sorted(expected - announced.keys() - tied)),
+        *(f"{name} is unknown" for name in sorted(announced.keys() - shapes.keys() - tied)),
+        *(
+            f"{name} is {announced[name]}, in the folder {shapes[name]}"
+            for name in sorted(expected & announced.keys())
+            if announced[name] != shapes[name]
+        ),
+    ]
+    if complaints:
+        shown = "; ".join(complaints[:5]) + (f"; and {len(complaints) - 5} more" if len(complaints) > 5 else "")
+        raise WeightSyncError(
+            f"the actor's weights do not fit the rollout model {folder}: {shown}; both pools must be built from the "
+            "same actor_rollout_ref.model.path, and the export must use its names"
+        )
+
+
+def _not_trained(name: str, n_layers: int | None) -> bool:
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    after_last = layer is not None and n_layers is not None and int(layer.group(1)) >= n_layers
+    return after_last or bool(_NOT_WEIGHTS.search(name))

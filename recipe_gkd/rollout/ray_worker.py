@@ -1,0 +1,179 @@
+"""One rollout worker: an engine, its sampling, and its weights, as an asynchronous class that Ray can run as an actor.
+
+Nothing here imports Ray: the caller decorates and places the class, with ``environment.worker_environment(device)`` as
+``env_vars`` of its ``runtime_env``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from recipe_gkd.config import Config
+from recipe_gkd.errors import DeadlineError, GkdError, WorkerError
+from recipe_gkd.rollout.checkpoint_names import check_announced, folder_shapes
+from recipe_gkd.rollout.engine import EngineOptions, RolloutEngine
+from recipe_gkd.rollout.sampling import sampling_from
+from recipe_gkd.rollout.weight_updates import WeightUpdates
+from recipe_gkd.samples import Answer, Prompt
+from recipe_gkd.weights.buckets import TensorMeta
+
+T = TypeVar("T")
+
+
+class RolloutWorker:
+    """Worker ``rank`` of the rollout pool, on ``device`` (`cpu` or `cuda`).
+
+    Lifecycle: ``setup`` -> any number of ``generate`` at a time, and now and then an update (``begin_weight_update`` ->
+    ``receive_weights`` -> ``commit_weights`` or ``drop_weights``) -> ``shutdown``. Between begin and commit or drop, new
+    calls of ``generate`` wait.
+    """
+
+    def __init__(self, config: Config, *, rank: int, device: str) -> None:
+        self._config, self._device = config, device
+        self._name = f"rollout worker {rank}"
+        self._engine = RolloutEngine(EngineOptions.from_config(config, device))
+        self._updates = WeightUpdates(self._name)
+        self._n_generating = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._open = asyncio.Event()
+        self._open.set()
+
+    async def setup(self) -> dict[str, Any]:
+        """Start the engine; what it is, where it runs, and how long the start took."""
+        started = time.monotonic()
+        folder = self._config.actor_rollout_ref.model.path
+        self._sampling = {greedy: sampling_from(self._config, greedy=greedy) for greedy in (False, True)}
+        described = await _on_engine(self._engine.start())
+        self._folder_shapes = folder_shapes(folder)
+        return described | {
+            "device": _device_name(self._device),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "seconds": time.monotonic() - started,
+        }
+
+    async def generate(self, prompts: list[Prompt], step: int, greedy: bool = False) -> AsyncIterator[list[Answer]]:
+        """Answer ``prompts``; yields, each time, all answers that finished since the last time.
+
+        Closing the iterator early drops what is unfinished. Raises :class:`WeightSyncError` if a failed update made this
+        worker unfit, :class:`DeadlineError` after ``rollout.timeout_s``, :class:`WorkerError` if the engine fails.
+        """
+        timeout_s = self._config.actor_rollout_ref.rollout.timeout_s
+        deadline = time.monotonic() + timeout_s
+        await self._in_time(self._open.wait(), deadline, "the weight update before it did not end")
+        self._updates.check_fit()
+        loop = asyncio.get_running_loop()
+        finished: asyncio.Queue[list[Answer] | GkdError] = asyncio.Queue()
+
+        def deliver(result: list[Answer] | GkdError) -> None:
+            loop.call_soon_threadsafe(finished.put_nowait, result)
+
+        params = [self._sampling[greedy].for_request(prompt.uid, step) for prompt in prompts]
+        n_left = len(prompts)
+        self._n_generating += 1
+        self._idle.clear()
+        request_ids, accepted = self._engine.submit(prompts, params, deliver)
+        try:
+            await _on_engine(accepted)
+            while n_left:
+                late = f"{n_left} of {len(prompts)} answers of step {step} are unfinished"
+                results = [await self._in_time(finished.get(), deadline, late)]
+                while not finished.empty():
+                    results.append(finished.get_nowait())
+                if failure := next((result for result in results if isinstance(result, GkdError)), None):
+                    raise type(failure)(f"{self._name}: {failure}")
+                answers = [answer for result in results if not isinstance(result, GkdError) for answer in result]
+                n_left -= len(answers)
+                yield answers
+        finally:
+            if n_left:
+                self._engine.abort(request_ids)
+            self._n_generating -= 1
+            if not self._n_generating:
+                self._idle.set()
+
+    async def abort(self) -> int:
+        """Drop all unfinished requests; the calls of ``generate`` they belong to, whose number is returned, raise."""
+        owners = await _on_engine(self._engine.abort())
+        for deliver in owners:
+            deliver(WorkerError("generation was aborted on request"))
+        return len(owners)
+
+    # Weight updates.
+
+    async def weights_version(self) -> int:
+        return self._updates.version
+
+    async def open_weight_channel(self, host: str, port: int, first_rank: int, labels: list[str]) -> None:
+        """Join a new channel; blocks until all others, named in ``labels``, have joined."""
+        timeout_s = self._config.actor_rollout_ref.nccl_timeout
+        await _on_engine(
+            self._engine.run(lambda eng: self._updates.join(eng, host, port, first_rank, labels, timeout_s))
+        )
+
+    async def begin_weight_update(self, version: int, meta: Sequence[TensorMeta]) -> None:
+        """Check that the announced weights fit, hold new requests back, and wait until the running ones have ended."""
+        check_announced(meta, self._config.actor_rollout_ref.model.path, self._folder_shapes)
+        self._open.clear()
+        deadline = time.monotonic() + self._config.actor_rollout_ref.nccl_timeout
+        try:
+            await self._in_time(self._idle.wait(), deadline, f"it still generates, so v{version} cannot be loaded")
+        except DeadlineError:
+            self._open.set()
+            raise
+
+    async def receive_weights(
+        self, version: int, meta: Sequence[TensorMeta], bucket_bytes: int, staged: bool | None = None
+    ) -> dict[str, Any]:
+        """Receive and verify an update; ``staged`` overrides whether it is kept aside or loaded at once."""
+        return await _on_engine(
+            self._engine.run(lambda eng: self._updates.receive(eng, version, meta, bucket_bytes, staged))
+        )
+
+    async def commit_weights(self, version: int) -> None:
+        try:
+            await _on_engine(self._engine.run(lambda eng: self._updates.commit(eng, version)))
+        finally:
+            self._open.set()
+
+    async def drop_weights(self) -> str | None:
+        """Give up an update; why this worker is now unfit, or None if it still has its old version."""
+        try:
+            await _on_engine(self._engine.run(self._updates.drop))
+        finally:
+            self._open.set()
+        return self._updates.unfit
+
+    async def shutdown(self) -> None:
+        """End the engine. Waits for the step or update in progress, which have their own deadlines."""
+        await asyncio.to_thread(self._engine.close)
+
+    async def _in_time(self, wait: Awaitable[T], deadline: float, late: str) -> T:
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, deadline - started)):
+                return await wait
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{self._name}: {late} after {time.monotonic() - started:.1f} s; raise "
+                "actor_rollout_ref.rollout.timeout_s (generation) or nccl_timeout (weights), or look at this worker's log"
+            ) from error
+
+
+async def _on_engine(done: Future[T]) -> T:
+    return await asyncio.wrap_future(done)
+
+
+def _device_name(device: str) -> str:
+    if device == "cpu":
+        return f"cpu, {os.environ.get('OMP_NUM_THREADS', 'all')} thread(s)"
+    import torch
+
+    return f"{torch.cuda.get_device_name()} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'all')})"

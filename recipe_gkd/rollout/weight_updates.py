@@ -1,0 +1,81 @@
+"""Which weights an engine has, whether it may generate with them, and the steps of an update.
+
+    join -> receive -> commit        the new version
+                    -> drop          the old version, or unfit if it may hold a mixture
+
+Every function that takes the engine runs on the engine's thread (``RolloutEngine.run``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from recipe_gkd.errors import WeightSyncError
+from recipe_gkd.weights.buckets import TensorMeta
+
+if TYPE_CHECKING:
+    from recipe_gkd.rollout.vllm_compat import LLMEngine
+
+
+class WeightUpdates:
+    """The state of one engine's weights. ``name`` is what errors call the worker."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.version = 0
+        """Optimiser steps behind the present weights; 0 are those of the model folder."""
+        self.unfit: str | None = None
+        """Why it may not generate."""
+        self._received: int | None = None
+
+    def check_fit(self) -> None:
+        if self.unfit is not None:
+            raise WeightSyncError(
+                f"{self.name} refuses to generate: it may hold a mixture of weights, since {self.unfit}; only a full "
+                "weight sync on a new channel makes it fit again"
+            )
+
+    def join(
+        self, engine: LLMEngine, host: str, port: int, first_rank: int, labels: Sequence[str], timeout_s: float
+    ) -> None:
+        info = {"host": host, "port": port, "first_rank": first_rank, "labels": list(labels), "timeout_s": timeout_s}
+        self._call(engine, "gkd_join_channel", info)
+
+    def receive(
+        self, engine: LLMEngine, version: int, meta: Sequence[TensorMeta], bucket_bytes: int, staged: bool | None
+    ) -> dict[str, Any]:
+        """Everything up to a verified checksum; statistics of the slowest worker of the engine."""
+        self._received = None
+        info = {"version": version, "meta": list(meta), "bucket_bytes": bucket_bytes, "staged": staged}
+        outcomes = self._call(engine, "gkd_receive_weights", info)
+        self._received = version
+        return max(outcomes, key=lambda outcome: float(outcome["seconds"]))
+
+    def commit(self, engine: LLMEngine, version: int) -> None:
+        """From here on answers are generated with, and stamped as, ``version``."""
+        if self._received != version:
+            self.drop(engine)
+            raise WeightSyncError(f"{self.name} was asked to commit v{version}, but has received {self._received}")
+        self._received = None
+        self._call(engine, "gkd_commit_weights")
+        engine.set_weight_version(str(version))
+        if not engine.reset_prefix_cache(reset_running_requests=True):
+            self.unfit = "the prefix cache of the old weights could not be emptied"
+            self.check_fit()
+        self.version, self.unfit = version, None
+
+    def drop(self, engine: LLMEngine) -> None:
+        """Give up an update, in whatever state it is; the channel is closed."""
+        self._received = None
+        self._call(engine, "gkd_drop_weights", reason="an update was given up")
+        self._call(engine, "gkd_close_channel")
+
+    def _call(self, engine: LLMEngine, method: str, *args: Any, reason: str | None = None) -> list[dict[str, Any]]:
+        outcomes: list[dict[str, Any]] = engine.collective_rpc(method, args=args)
+        errors = dict.fromkeys(outcome["error"] for outcome in outcomes if outcome["error"])
+        if any(outcome["dirty"] for outcome in outcomes) and (errors or reason):
+            self.unfit = self.unfit or "; ".join(errors) or reason
+        if errors:
+            raise WeightSyncError(f"{self.name}: {'; '.join(errors)}")
+        return outcomes

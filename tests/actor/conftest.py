@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.actor.tiny import make_folder
+from tests.worker_pool import WorkerPool
+
+
+@pytest.fixture(scope="package")
+def pool() -> Iterator[WorkerPool]:
+    """Up to four processes, which import Megatron once."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="package")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny models with random weights, by kind."""
+    base = tmp_path_factory.mktemp("models")
+    return {kind: make_folder(base / kind, kind) for kind in ("qwen2", "qwen2_untied", "qwen3", "llama")}

@@ -1,0 +1,100 @@
+"""A worker with an engine that computes nothing: for tests of queueing, deadlines and errors only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+from conftest import StopFlag
+
+from teacher.errors import TeacherRequestError
+from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
+from teacher.worker import Worker
+
+INFO = ModelInfo("fake", vocab_size=100, tokenizer_fingerprint="none", max_model_len=32, n_logprobs=4, engine="fake")
+
+
+def expected_answer(sequence: TeacherSequence) -> TeacherAnswer:
+    """Depends on every token and position, so that a mixed-up answer shows."""
+    response_T = sequence.token_ids[sequence.prompt_len :]
+    topk_ids_TK = (response_T[:, None] + np.arange(4, dtype=np.int32)) % 100
+    return TeacherAnswer(-topk_ids_TK.astype(np.float32), topk_ids_TK, -response_T.astype(np.float32))
+
+
+class FakeEngine:
+    """Scores when `gate` is open, newest sequence first, so that answers come out of order. Token 99 breaks the engine."""
+
+    def __init__(self, info: ModelInfo = INFO, capacity_tokens: int = 1000) -> None:
+        self.info, self.capacity_tokens = info, capacity_tokens
+        self.gate = threading.Event()
+        self.gate.set()
+        self.added = threading.Semaphore(0)
+        self.n_scored = 0
+        self._waiting: dict[int, TeacherSequence] = {}
+
+    def check(self, sequence: TeacherSequence) -> None:
+        if sequence.token_ids.max() >= self.info.vocab_size:
+            raise TeacherRequestError(f"token id {sequence.token_ids.max()} is outside the vocabulary")
+
+    def add(self, key: int, sequence: TeacherSequence) -> None:
+        self._waiting[key] = sequence
+        self.added.release()
+
+    def discard(self, keys: list[int]) -> None:
+        for key in keys:
+            self._waiting.pop(key, None)
+
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def step(self) -> list[tuple[int, TeacherAnswer]]:
+        assert self.gate.wait(timeout=20)
+        key, sequence = self._waiting.popitem()
+        if 99 in sequence.token_ids:
+            raise RuntimeError("the device fell off the bus")
+        self.n_scored += 1
+        return [(key, expected_answer(sequence))]
+
+    def close(self) -> None:
+        self._waiting.clear()
+
+
+class RunningWorker:
+    """A worker in a thread; `error` is what its `run` raised."""
+
+    def __init__(self, backend_port: int, engine: FakeEngine) -> None:
+        self.engine, self.error = engine, None
+        self.registered = threading.Event()
+        self._stop = StopFlag()
+        self._worker = Worker(engine, backend_port=backend_port)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._worker.run(self._stop, register_timeout_s=10, on_registered=self.registered.set)
+        except Exception as error:  # kept for the test to look at
+            self.error = error
+
+    def stop(self) -> None:
+        self.engine.gate.set()
+        self._stop.set()
+        self.thread.join(timeout=10)
+        assert not self.thread.is_alive()
+        self._stop.close()
+
+
+@contextmanager
+def running_worker(backend_port: int, engine: FakeEngine | None = None) -> Iterator[RunningWorker]:
+    worker = RunningWorker(backend_port, engine or FakeEngine())
+    try:
+        assert worker.registered.wait(timeout=10) or worker.error
+        yield worker
+    finally:
+        worker.stop()
+
+
+OTHER_INFO = replace(INFO, tokenizer_fingerprint="another")

@@ -1,0 +1,120 @@
+"""Calling a group of real Ray workers: order, streams, deadlines, and who is blamed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from recipe_gkd.errors import DeadlineError, ModelError, WorkerError
+from recipe_gkd.groups import WorkerGroup
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+class Worker:
+    async def echo(self, value: Any) -> Any:
+        return value
+
+    async def wait(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def fail_after(self, seconds: float, kind: str) -> None:
+        await asyncio.sleep(seconds)
+        if kind == "own":
+            raise ModelError("no such model; give another")
+        if kind == "die":
+            os._exit(3)
+        if kind != "never":
+            raise ZeroDivisionError("one over nothing")
+
+    async def count(self, n: int, seconds: float) -> AsyncIterator[int]:
+        for i in range(n):
+            await asyncio.sleep(seconds)
+            yield i
+        if n == 0:
+            raise ZeroDivisionError("one over nothing")
+
+    async def shutdown(self) -> None:
+        pass
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 30))
+
+
+def start(n: int) -> WorkerGroup:
+    group = WorkerGroup("test", [ray.remote(num_cpus=0)(Worker).remote() for _ in range(n)])
+    run(group.call("echo", 0, timeout_s=60, phase="start"))
+    return group
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[WorkerGroup]:
+    group = start(3)
+    yield group
+    run(group.stop(timeout_s=5))
+
+
+def test_results_come_in_rank_order(group: WorkerGroup) -> None:
+    assert run(group.call("echo", 7, timeout_s=20, phase="p")) == [7, 7, 7]
+    assert run(group.call_each("echo", [[1], [2], [3]], timeout_s=20, phase="p")) == [1, 2, 3]
+    assert run(group.call_one(1, "echo", 5, timeout_s=20, phase="p")) == 5
+
+
+def test_a_deadline_names_who_did_not_answer_and_who_did(group: WorkerGroup) -> None:
+    with pytest.raises(DeadlineError, match=r"update: test worker 1 of 3 did not answer within 2 s \(.*worker 0 .*worker 2"):
+        run(group.call_each("wait", [[0], [60], [0]], timeout_s=2, phase="update"))
+
+
+def test_a_failure_ends_the_call_at_once_and_names_worker_and_phase(group: WorkerGroup) -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="save: test worker 2 of 3 failed: ZeroDivisionError: one over nothing"):
+        run(group.call_each("fail_after", [[60, "never"], [60, "never"], [0, "any"]], timeout_s=50, phase="save"))
+    assert time.monotonic() - started < 20
+
+
+def test_a_workers_own_error_keeps_its_class_and_message(group: WorkerGroup) -> None:
+    with pytest.raises(ModelError, match="^no such model; give another$"):
+        run(group.call("fail_after", 0, "own", timeout_s=20, phase="load"))
+
+
+def test_a_death_is_told_as_such_unless_another_worker_knows_more() -> None:
+    group = start(3)
+    with pytest.raises(ModelError):
+        run(group.call_each("fail_after", [[0, "die"], [0.2, "own"], [0, "never"]], timeout_s=20, phase="update"))
+    with pytest.raises(WorkerError, match="update: test worker 0 of 3 died"):
+        run(group.call_one(0, "echo", 1, timeout_s=20, phase="update"))
+    run(group.stop(timeout_s=5))
+
+
+def test_streams_of_all_workers_are_merged_as_they_come(group: WorkerGroup) -> None:
+    async def collect() -> list[int]:
+        return [i async for i in group.stream_each("count", [[3, 0.01], [2, 0.02]], timeout_s=20, phase="generate")]
+
+    assert sorted(run(collect())) == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("args", "error", "says"), [
+    ([[3, 0.0], [0, 0.0]], WorkerError, "generate: test worker 1 of 3 failed: ZeroDivisionError"),
+    ([[3, 0.0], [5, 30.0]], DeadlineError, "generate: test worker 1 of 3 did not answer within 3 s"),
+])
+def test_a_stream_that_breaks_or_stalls_is_told(group: WorkerGroup, args: Any, error: type, says: str) -> None:
+    async def collect() -> None:
+        async for _ in group.stream_each("count", args, timeout_s=3, phase="generate"):
+            pass
+
+    with pytest.raises(error, match=says):
+        run(collect())
+
+
+def test_stop_ends_the_processes_even_of_workers_that_are_stuck() -> None:
+    group = start(2)
+    run(group.stop(timeout_s=0.1))
+    with pytest.raises(WorkerError, match="died"):
+        run(group.call("echo", 0, timeout_s=20, phase="after"))
