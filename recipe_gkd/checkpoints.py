@@ -5,8 +5,8 @@
     <default_local_dir>/
         latest_checkpointed_iteration.txt     the number of the last complete one
         global_step_40/
-            actor/                            Megatron's distributed checkpoint
-            huggingface/                      if checkpoint.save_contents has hf_model
+            actor/state/                      Megatron's distributed checkpoint
+            actor/huggingface/                if checkpoint.save_contents has hf_model
             trainer.json                      step, position in the data, and what they are counted in
 
 A checkpoint is written under a temporary name and renamed when it is complete, so a folder that is there is whole.
@@ -15,7 +15,6 @@ A checkpoint is written under a temporary name and renamed when it is complete, 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,29 +40,26 @@ class Progress:
 
 
 class CheckpointWriter:
-    """``with CheckpointWriter(root, progress) as folder: ... write into folder ...``; an error leaves nothing behind."""
+    """``folder`` is there to be written into; then ``complete`` it, perhaps much later, or ``discard`` it."""
 
     def __init__(self, root: Path, progress: Progress) -> None:
         self.root, self.progress = root, progress
-        self.final = root / f"global_step_{progress.step}"
         self.folder = root / f".writing_global_step_{progress.step}"
-
-    def __enter__(self) -> Path:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        return self.folder
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            return
+    def complete(self) -> None:
+        """Everything is written: give the folder its name, and make it the latest."""
         (self.folder / "trainer.json").write_text(json.dumps(asdict(self.progress), indent=2) + "\n")
-        shutil.rmtree(self.final, ignore_errors=True)
-        self.folder.rename(self.final)
-        latest = self.root / LATEST
-        fresh = latest.with_suffix(".new")
+        final = self.root / f"global_step_{self.progress.step}"
+        shutil.rmtree(final, ignore_errors=True)
+        self.folder.rename(final)
+        fresh = self.root / f"{LATEST}.new"
         fresh.write_text(f"{self.progress.step}\n")
-        os.replace(fresh, latest)
+        fresh.replace(self.root / LATEST)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def find_checkpoint(config: Config) -> Path | None:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
@@ -19,7 +20,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
     settings = config.ray_init
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the future default; silences a warning
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    local = {} if settings.address else {"num_cpus": settings.num_cpus, "include_dashboard": False}
+    local: dict[str, Any] = {} if settings.address else {"num_cpus": settings.num_cpus, "include_dashboard": False}
     try:
         ray.init(address=settings.address, logging_level=logging.ERROR, **local)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:

@@ -8,71 +8,131 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
+from recipe_gkd.checkpoints import Progress, find_checkpoint, read_progress
+from recipe_gkd.cluster import choose_device, ray_cluster
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.config.load import compose_config
+from recipe_gkd.data import PromptData, PromptLoader
 from recipe_gkd.errors import GkdError
+from recipe_gkd.preflight import meet_teacher, read_student
+from recipe_gkd.trainer import Trainer
+from recipe_gkd.workers import start_workers
+from teacher.client import TeacherClient
 from teacher.errors import TeacherError
 
 log = logging.getLogger("recipe_gkd")
 
 
+class Terminated(BaseException):
+    """SIGTERM, on its way up to :func:`main`."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 trained to the end, 1 an error, 130 Ctrl-C, 143 SIGTERM."""
     arguments = _parse(argv)
-    logging.basicConfig(format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    logging.getLogger("recipe_gkd").setLevel(logging.INFO)
     try:
         if arguments.cfg:
             print(OmegaConf.to_yaml(compose_config(arguments.config_name, arguments.overrides, arguments.config_dir)))
             return 0
-        run(load_config(arguments.config_name, arguments.overrides, arguments.config_dir))
-        return 0
+        config = load_config(arguments.config_name, arguments.overrides, arguments.config_dir)
+        _start_logging(Path(config.trainer.default_local_dir).expanduser())
+        signal.signal(signal.SIGTERM, _terminate)
+        run(config)
     except (GkdError, TeacherError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; checkpoints written so far are kept", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except _Terminated:
-        print("\nterminated; checkpoints written so far are kept", file=sys.stderr)
-        return 128 + signal.SIGTERM
+    except (KeyboardInterrupt, Terminated) as stop:
+        interrupted = isinstance(stop, KeyboardInterrupt)
+        print(f"\n{'interrupted' if interrupted else 'terminated'}; complete checkpoints are kept", file=sys.stderr)
+        return 128 + (signal.SIGINT if interrupted else signal.SIGTERM)
+    return 0
 
 
 def run(config: Config) -> None:
-    """Everything that needs no process first, so that what is wrong is said at once; then Ray, workers, training."""
-    from recipe_gkd.checkpoints import Progress, find_checkpoint, read_progress
-    from recipe_gkd.data import PromptData, PromptLoader
-    from recipe_gkd.preflight import meet_teacher, read_student
-    from teacher.client import TeacherClient
-
+    """First all that needs no process, so that what is wrong is said at once; then Ray, the workers, the training."""
     student = read_student(config)
     data = PromptData(config.data.train_files, config.data, student.tokenizer)
-    trainer = config.trainer
-    loader = PromptLoader(data, config.data, n=config.actor_rollout_ref.rollout.n, epochs=trainer.total_epochs,
-                          max_steps=trainer.total_training_steps)
+    loader = PromptLoader(data, config.data, n=config.actor_rollout_ref.rollout.n, epochs=config.trainer.total_epochs,
+                          max_steps=config.trainer.total_training_steps)
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
-    if checkpoint := find_checkpoint(config):
+    checkpoint = find_checkpoint(config)
+    if checkpoint is not None:
         progress = read_progress(checkpoint, expected=progress)
+    last_step = progress.step + loader.steps_from(progress.prompts_trained)
+    if progress.step == last_step:
+        log.info("%s is at step %d of %d: there is nothing left to train", checkpoint, progress.step, last_step)
+        return
     teacher = config.actor_rollout_ref.teacher
     with TeacherClient(teacher.server_ip, teacher.server_port, timeout_s=teacher.timeout_s) as client:
         info = meet_teacher(client, student, config)
-        log.info("student %s, teacher %s (top %d of %d ids), %d prompts, steps %d to %d", student.path, info.model,
-                 info.n_logprobs, info.vocab_size, len(data), progress.step,
-                 progress.step + loader.steps_from(progress.prompts_trained))
-        with _sigterm_ends_it():
-            asyncio.run(_train(config, client, loader, progress, checkpoint))
+        log.info("student %s, teacher %s (top %d of %d ids), %d prompts, steps %d to %d", student.path, info.model_name,
+                 info.n_logprobs, info.vocab_size, len(data), progress.step + 1, last_step)
+        with ray_cluster(config):
+            device = choose_device(config.trainer.device)
+            asyncio.run(_until_sigterm(_train(config, device, client, loader, progress, checkpoint)))
 
 
-async def _train(config, client, loader, progress, checkpoint) -> None:  # type: ignore[no-untyped-def]
-    from recipe_gkd.cluster import ray_cluster
-    from recipe_gkd.trainer import Trainer
-    from recipe_gkd.workers import start_workers
+async def _train(config: Config, device: str, client: TeacherClient, loader: PromptLoader, progress: Progress,
+                 checkpoint: Path | None) -> None:
+    total_steps = progress.step + loader.steps_from(progress.prompts_trained)
+    async with start_workers(config, device, total_steps) as workers:
+        trainer = Trainer(config, workers, client, loader, progress)
+        if checkpoint is not None:
+            await trainer.call_actors("load_checkpoint", str(checkpoint.absolute() / "actor"))
+            log.info("resumed from %s", checkpoint)
+        await trainer.fit()
+
+
+async def _until_sigterm(work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work``; SIGTERM cancels it, so that it closes what it opened, and then raises :class:`Terminated`."""
+    task = asyncio.ensure_future(work)
+    terminated = asyncio.Event()
+
+    def stop() -> None:
+        terminated.set()
+        task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)  # after ray.init, which sets one of its own
+    try:
+        await task
+    except asyncio.CancelledError:
+        if terminated.is_set():
+            raise Terminated from None
+        raise
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise Terminated
+
+
+def _start_logging(folder: Path) -> None:
+    """Everything to ``run.log``; to the console what a person wants to see while it runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    console, file = logging.StreamHandler(), logging.FileHandler(folder / "run.log")
+    console.addFilter(lambda record: record.levelno >= logging.WARNING or record.name != "recipe_gkd.weights.sync")
+    logging.basicConfig(format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S",
+                        level=logging.WARNING, handlers=[console, file], force=True)
+    log.setLevel(logging.INFO)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m recipe_gkd.main_gkd", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     epilog="All keys: python -m recipe_gkd.config")
+    parser.add_argument("--config-name", default="on_policy_distill_trainer", help="a YAML file of the config folder")
+    parser.add_argument("--config-dir", "--config-path", type=Path, help="a config folder of your own")
+    parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and exit")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="what to change in it")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

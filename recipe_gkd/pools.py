@@ -45,17 +45,17 @@ class Pool:
     spec: PoolSpec
     group: PlacementGroup
 
-    def spawn(self, worker: type, per_worker_args: list[tuple[Any, ...]], *, slots: int = 1,
-              env: dict[str, str] | None = None, **options: Any) -> list[Any]:
-        """Start one Ray actor for each ``slots`` slots, filling node after node; returns the handles by rank."""
+    def spawn(self, worker: type, arguments: list[dict[str, Any]], *, slots: int = 1,
+              env: dict[str, str] | None = None) -> list[Any]:
+        """Start ``worker(**own)`` for each of ``arguments``, each in ``slots`` slots, node after node; handles by rank."""
         per_node = self.spec.n_per_node // slots
         gpus = slots * self.spec.slot.get("GPU", 0)
         handles = []
-        for rank, args in enumerate(per_worker_args):
+        for rank, own in enumerate(arguments):
             strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank // per_node)
-            remote = ray.remote(num_cpus=slots, num_gpus=gpus, scheduling_strategy=strategy, max_restarts=0,
-                                runtime_env={"env_vars": env or {}}, **options)(worker)
-            handles.append(remote.remote(*args))
+            remote: Any = ray.remote(num_cpus=slots, num_gpus=gpus, scheduling_strategy=strategy, max_restarts=0,
+                                runtime_env={"env_vars": env or {}})(worker)
+            handles.append(remote.remote(**own))
         return handles
 
     def release(self) -> None:

@@ -70,7 +70,7 @@ def meet_teacher(client: TeacherClient, student: Student, config: Config) -> Tea
     info = client.hello(timeout_s=HELLO_TIMEOUT_S)
     if info.tokenizer_fingerprint != student.fingerprint:
         raise ConfigError(
-            f"the teacher's vocabulary does not fit the student's: teacher {info.model} has {info.vocab_size} ids "
+            f"the teacher's vocabulary does not fit the student's: teacher {info.model_name} has {info.vocab_size} ids "
             f"(tokenizer {info.tokenizer_fingerprint}), student {student.path} has {student.vocab_size} (tokenizer "
             f"{student.fingerprint}). The same id must mean the same token in both: choose a teacher and a student of one "
             "family, with the tokenizer files they came with")

@@ -1,4 +1,4 @@
-"""The training loop: ``Trainer.fit`` is the algorithm, ``schedule.Pipeline`` decides when its stages run."""
+"""The training loop: ``Trainer.loop`` is the algorithm, ``schedule.Pipeline`` decides when its stages run."""
 
 from __future__ import annotations
 
@@ -31,10 +31,20 @@ class Trainer:
                  progress: Progress) -> None:
         self.config, self.workers, self.teacher, self.loader = config, workers, teacher, loader
         self.progress = progress
+        self.saving: CheckpointWriter | None = None
         self.last_step = progress.step + loader.steps_from(progress.prompts_trained)
 
     async def fit(self) -> None:
-        """Train to the last step. Raises whatever ended it early; checkpoints written so far stay."""
+        """Train to the last step. Raises whatever ended it early; complete checkpoints stay, a half-written one does not."""
+        try:
+            await self.loop()
+            await self.finish_save()
+        finally:
+            if self.saving is not None:
+                self.saving.discard()
+
+    async def loop(self) -> None:
+        """The algorithm."""
         step_began = time.monotonic()
         with Loggers(self.config.trainer, first_step=self.progress.step, last_step=self.last_step) as loggers:
             async with self.pipeline() as pipeline:
@@ -55,7 +65,7 @@ class Trainer:
         teacher = self.config.actor_rollout_ref.teacher
         return Pipeline(
             self.loader.batches(self.progress.prompts_trained, first_step=self.progress.step),
-            generate=self.generate, score=self.score, sync=self.workers.sync_weights,
+            generate=self.generate, score=self.score, sync=self.workers.weights.sync,
             max_staleness=MAX_STALENESS[self.config.trainer.scheduler], first_version=self.progress.step,
             score_group=lambda size: group_size(size, teacher.n_server_workers * teacher.num_microbatches),
         )
@@ -101,13 +111,19 @@ class Trainer:
         return dict(results[0])
 
     async def save(self) -> None:
-        """A complete checkpoint, or none: see ``checkpoints.CheckpointWriter``."""
+        """A complete checkpoint, or none; with ``async_save`` it is written while training goes on."""
+        await self.finish_save()
         root = Path(self.config.trainer.default_local_dir).expanduser().absolute()
-        contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
-        with CheckpointWriter(root, self.progress) as folder:
-            await self.call_actors("save_checkpoint", str(folder / "actor"))
-            if "hf_model" in contents:
-                await self.call_actors("save_hf", str(folder / "huggingface"))
+        self.saving = CheckpointWriter(root, self.progress)
+        await self.call_actors("save_checkpoint", str(self.saving.folder / "actor"))
+        if not self.config.actor_rollout_ref.actor.checkpoint.async_save:
+            await self.finish_save()
+
+    async def finish_save(self) -> None:
+        if self.saving is not None:
+            await self.call_actors("finish_saves")
+            self.saving.complete()
+            self.saving = None
 
     # ---- bookkeeping
 

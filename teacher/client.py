@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -100,7 +101,8 @@ class TeacherClient:
     def hello(self, timeout_s: float | None = None) -> TeacherInfo:
         """What the service is; waits for its first worker if there is none yet.
 
-        Raises: TeacherUnavailable if nobody answers, or no worker registers, within `timeout_s`.
+        Raises: TeacherUnavailable if nobody is there, or no worker registers, within `timeout_s`; TeacherTimeout if
+            something takes the connection but never answers.
         """
         timeout_s = self._timeout_s if timeout_s is None else _checked_timeout_s(timeout_s)
         request_id = next(self._ids)
@@ -147,9 +149,7 @@ class TeacherClient:
         self, request_id: int, future: Future[Any], what: str, timeout_s: float, encode: Callable[[float], list[Frame]]
     ) -> None:
         if os.getpid() != self._pid:
-            raise TeacherError(
-                f"this client was made in process {self._pid}; make a new TeacherClient in {os.getpid()}"
-            )
+            raise TeacherError(f"this client belongs to process {self._pid}; make a new one in process {os.getpid()}")
         request = _Request(request_id, future, what, timeout_s, time.monotonic() + timeout_s, encode)
         with self._lock:
             if self._closing:
@@ -158,10 +158,8 @@ class TeacherClient:
         self._wake()
 
     def _wake(self) -> None:
-        try:
+        with suppress(OSError):  # full: it is awake already; closed: it has ended
             self._wake_sender.send(b"\0")
-        except (BlockingIOError, OSError):
-            pass  # full: it is awake already; closed: it has ended
 
     # --- the I/O thread ---
 
@@ -191,7 +189,7 @@ class TeacherClient:
 
     def _serve(self, inflight: dict[int, _Request[Any]]) -> None:
         deadlines: list[tuple[float, int]] = []
-        connected = lost_before = False
+        connected = False
         poller = zmq.Poller()
         for source in (self._socket, self._monitor, self._wake_receiver):
             poller.register(source, zmq.POLLIN)
@@ -199,23 +197,21 @@ class TeacherClient:
             wait_s = max(0.0, deadlines[0][0] - time.monotonic()) if deadlines else None
             ready = dict(poller.poll(None if wait_s is None else int(wait_s * 1000) + 1))
 
+            if self._monitor in ready:
+                connected = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                # What waited for the service, and what a lost connection took along: scoring has no side effect, so it
+                # is safe to ask again, and the proxy ignores a copy of a request that it has.
+                for request in inflight.values() if connected else ():
+                    self._send(request)
+
             if self._wake_receiver.fileno() in ready:
                 self._wake_receiver.recv(4096)
                 while not self._outbox.empty():
                     request = self._outbox.get_nowait()
                     inflight[request.request_id] = request
                     heapq.heappush(deadlines, (request.deadline, request.request_id))
-                    self._send(request)
-
-            if self._monitor in ready:
-                event = recv_monitor_message(self._monitor)["event"]
-                connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                if connected and lost_before:
-                    # What was sent to the lost peer is gone. Scoring has no side effect, so it is safe to ask again;
-                    # the proxy ignores the copies of what still waited in our own queue.
-                    for request in inflight.values():
+                    if connected:
                         self._send(request)
-                lost_before = lost_before or not connected
 
             while (frames := receive(self._socket)) is not None:
                 self._settle(frames, inflight)
@@ -229,7 +225,7 @@ class TeacherClient:
     def _send(self, request: _Request[Any]) -> None:
         remaining_s = request.deadline - time.monotonic()
         # The proxy is given a little less: it knows why a request waits, so its own error should win the race.
-        told_s = remaining_s - min(0.5, 0.1 * request.timeout_s)
+        told_s = remaining_s - min(1.0, 0.25 * request.timeout_s)
         if told_s > 0:
             send(self._socket, request.encode(told_s))
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import zmq
 
 from teacher import protocol
-from teacher.dispatch import Dispatcher
+from teacher.dispatch import MAX_WAITING, Dispatcher
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout, TeacherUnavailable
 from teacher.protocol import (
     LIMITS,
@@ -117,6 +117,7 @@ class Proxy:
                 self._to_client((client, message.request_id), protocol.encode_error(message.request_id, error))
         elif isinstance(message, Hello):
             self._hellos.append((client, message.request_id, now + message.timeout_s))
+            del self._hellos[:-MAX_WAITING]  # nobody sane waits that many times; memory stays bounded
             self._answer_hellos()
         else:
             raise TeacherProtocolError(

@@ -60,10 +60,11 @@ find_python() {
 # Start time of a pid, empty if there is no such process. The name in field 2 may hold blanks: cut after its bracket.
 start_time_of() {
   local stat
-  { stat=$(<"/proc/$1/stat"); } 2>/dev/null || return 0
+  # Not $(<file): if the process ends between open and read, bash takes the read error for the end of the script.
+  stat=$(cat -- "/proc/$1/stat" 2>/dev/null) || return 0
   local -a fields
   read -ra fields <<<"${stat##*) }"
-  [[ ${fields[0]} == Z ]] || echo "${fields[19]}"
+  [[ ${fields[0]} == [ZX] ]] || echo "${fields[19]}"
 }
 
 # is_alive PIDFILE: the process that it names still runs and is the same one.
@@ -151,10 +152,19 @@ signal_all() {
   done
 }
 
-# is_our_group PGID: somebody is left in the group that this leader founded. While anybody is, the kernel gives the
-# number to no other process; if the leader's pid is taken by another process, the group was empty.
+# is_our_group PGID: the leader has ended and somebody of the group that it founded is left (not counting the dead that
+# wait for init to collect them). The kernel gives the number to no other process while the group has members, so if
+# a live process has the pid now, it is a stranger and the group was empty.
 is_our_group() {
-  [[ -z $(start_time_of "$1") ]] && kill -0 -- "-$1" 2>/dev/null
+  [[ -z $(start_time_of "$1") ]] || return 1
+  kill -0 -- "-$1" 2>/dev/null || return 1
+  local stat
+  local -a fields
+  while read -r stat; do
+    read -ra fields <<<"${stat##*) }"
+    if [[ ${fields[2]:-} == "$1" && ${fields[0]} != [ZX] ]]; then return 0; fi
+  done < <(cat /proc/[0-9]*/stat 2>/dev/null)
+  return 1
 }
 
 any_alive() {

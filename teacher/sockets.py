@@ -41,7 +41,8 @@ def receive(socket: zmq.Socket) -> list[zmq.Frame] | None:
         frames = [socket.recv(zmq.NOBLOCK, copy=False)]
     except zmq.Again:
         return None
-    while socket.getsockopt(zmq.RCVMORE):
+    frame = frames[0]
+    while frame.more:
         frame = socket.recv(copy=False)
         if len(frames) <= LIMITS.frames + 1:  # one too many is kept, so that decoding sees the message as too long
             frames.append(frame)

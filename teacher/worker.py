@@ -57,9 +57,10 @@ class Worker:
 
         Raises: TeacherError if the proxy does not answer or refuses this worker, and whatever ends the engine.
         """
-        reason = "stopped"
+        reason, farewell_ms = "stopped", 0
         try:
             if self._register(stop, register_timeout_s):
+                farewell_ms = _FAREWELL_MS  # somebody is there to hear it
                 on_registered()
                 self._serve(stop)
         except Exception as error:
@@ -68,7 +69,7 @@ class Worker:
         finally:
             # The proxy gives what is unfinished to another worker.
             send(self._socket, protocol.encode_bye(reason))
-            self._context.destroy(linger=_FAREWELL_MS)
+            self._context.destroy(linger=farewell_ms)
 
     def _register(self, stop: Stoppable, timeout_s: float) -> bool:
         """False if told to stop meanwhile."""

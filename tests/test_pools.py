@@ -61,7 +61,7 @@ def test_workers_get_their_slots_their_arguments_and_their_environment() -> None
             return dict(rank=self.rank, env=os.environ["MARK"], cpus=ray.get_runtime_context().get_assigned_resources()["CPU"])
 
     pools = create_pools(specs("cpu", actor=2, rollout=4), timeout_s=20)
-    handles = pools[1].spawn(Worker, [(0,), (1,)], slots=2, env={"MARK": "x"})
+    handles = pools[1].spawn(Worker, [dict(rank=0), dict(rank=1)], slots=2, env={"MARK": "x"})
     assert ray.get([handle.report.remote() for handle in handles], timeout=30) == [
         dict(rank=0, env="x", cpus=2.0), dict(rank=1, env="x", cpus=2.0)]
     for handle in handles:

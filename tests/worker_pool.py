@@ -51,7 +51,7 @@ class WorkerPool:
         context = multiprocessing.get_context("spawn")
         while len(self._workers) < world_size:
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process = context.Process(target=_serve, args=(there,))
             process.start()
             there.close()
             self._workers.append((process, here))

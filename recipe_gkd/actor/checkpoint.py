@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,8 +86,9 @@ class CheckpointWriter:
         """Collective: wait for the background save, if there is one. Raise :class:`DeadlineError` after ``timeout_s``."""
         if not self._queue.get_num_unfinalized_calls():
             return
-        # Megatron joins its forked writers without a deadline; they are this process's only children by fork.
-        for writer in multiprocessing.active_children():
+        for call in self._queue.async_calls:  # Megatron itself joins its forked writers without a deadline
+            if (writer := call.async_caller.process) is None:
+                continue
             writer.join(timeout_s)
             if writer.is_alive():
                 raise DeadlineError(

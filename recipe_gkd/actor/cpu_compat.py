@@ -2,8 +2,8 @@
 
 Megatron has no device abstraction: it spells the device as ``torch.cuda.current_device()``, as the literal ``"cuda"``,
 or asks ``tensor.type() == "torch.cuda.FloatTensor"``. Where CUDA is absent, ``install`` and ``on_host`` take those
-assumptions back. ``_mend_optimizer_checkpoints`` mends a gap of any installation without Transformer Engine and Apex,
-so it applies on a GPU too. Places named are files of ``megatron/core``.
+assumptions back. The two ``_mend`` functions repair checkpoints of the distributed optimiser, on a GPU as well.
+Places named are files of ``megatron/core``.
 
     install()          # once a process, before a model is built
     with on_host():    # around every call into Megatron; it is per thread, and Ray may run methods on any thread
@@ -23,7 +23,8 @@ HOST = torch.device("cpu")
 
 def install() -> None:
     """Idempotent."""
-    _mend_optimizer_checkpoints()
+    _mend_adam_steps()
+    _mend_bucket_padding()
     if not torch.cuda.is_available():
         _take_host_for_device()
 
@@ -72,7 +73,7 @@ def _take_host_for_device() -> None:
     torch.compiler.set_stance("force_eager")
 
 
-def _mend_optimizer_checkpoints() -> None:
+def _mend_adam_steps() -> None:
     """torch's AdamW keeps ``step`` per parameter; optimizer/distrib_optimizer.py expects Apex's single one.
 
     The loaders leave ``step`` out of what they restore (:2101) although the copy loop asks for it (:940), and
@@ -100,3 +101,42 @@ def _mend_optimizer_checkpoints() -> None:
     cls._set_main_param_and_optimizer_states = set_states
     cls.load_state_dict = load_state_dict
     cls._steps_are_mended = True
+
+
+def _mend_bucket_padding() -> None:
+    """Optimiser state of a parameter behind a padded bucket would be saved shifted, with no more than a warning.
+
+    A tied embedding on pipeline stages has a bucket of its own, and buckets are padded to a multiple of the
+    data-parallel size and 128 elements. optimizer/distrib_optimizer.py:1120 gathers them without that padding, and
+    :1480 then looks for the parameters where they are with it.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    cls = distrib_optimizer.DistributedOptimizer
+    if hasattr(cls, "_padding_is_mended"):
+        return
+    original = cls.sharded_param_state_fully_reshardable
+
+    def sharded_param_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        padded_maps = [buffer.param_index_map for buffer in self.buffers]
+        try:
+            for buffer in self.buffers:
+                buffer.param_index_map = _places_without_padding(buffer)
+            return original(self, *args, **kwargs)
+        finally:
+            for buffer, padded_map in zip(self.buffers, padded_maps, strict=True):
+                buffer.param_index_map = padded_map
+
+    cls.sharded_param_state_fully_reshardable = sharded_param_state
+    cls._padding_is_mended = True
+
+
+def _places_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
+    shifts, unpadded = [], 0
+    for bucket in buffer.buckets:
+        shifts.append(bucket.offset - unpadded)
+        unpadded += bucket.numel_unpadded
+    return {
+        parameter: (start - shifts[bucket], end - shifts[bucket], bucket)
+        for parameter, (start, end, bucket) in buffer.param_index_map.items()
+    }

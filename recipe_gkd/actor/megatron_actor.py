@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from recipe_gkd.actor import cpu_compat
@@ -27,7 +27,7 @@ from recipe_gkd.actor.optimizer import (
     set_learning_rate,
     wrap_and_optimize,
 )
-from recipe_gkd.actor.parallel import check_layout, init_parallel, leave_parallel, tensor_group
+from recipe_gkd.actor.parallel import check_world_size, init_parallel, leave_parallel, tensor_group
 from recipe_gkd.actor.step import distillation_loss, run_micro_batches
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import DataError, WorkerError
@@ -63,16 +63,15 @@ class MegatronActor:
         """
         self._config = config
         self._actor = config.actor_rollout_ref.actor
-        check_layout(self._actor.megatron, world_size)
+        check_world_size(self._actor.megatron, world_size)
         self._total_steps = total_steps
         self._rank, self._world_size = rank, world_size
         self._address = (master_addr, master_port)
-        self._device = torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
+        self.device = torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
         self._timeout_s = config.actor_rollout_ref.nccl_timeout
         self._model_path = Path(config.actor_rollout_ref.model.path)
         self._writer = CheckpointWriter()
-        self.step = 0
-        """Finished updates, which is also the version of the weights."""
+        self._step = 0
 
     # ---------------------------------------------------------------- start and end
 
@@ -90,25 +89,25 @@ class MegatronActor:
         )
         cpu_compat.install()
         with cpu_compat.on_host():
-            transformer = transformer_config(shape, megatron, self._device)
+            transformer = transformer_config(shape, megatron, self.device)
             self.layout = layout = init_parallel(
                 megatron,
                 rank=self._rank,
                 world_size=self._world_size,
                 master_addr=self._address[0],
                 master_port=self._address[1],
-                device=self._device,
+                device=self.device,
                 timeout_s=self._timeout_s,
                 seed=self._config.data.seed,
             )
-            self._chunks = build_chunks(shape, transformer, self._device)
+            self._chunks = build_chunks(shape, transformer, self.device)
             load_hf(self._model_path, self._chunks, shape, layout)
             self._wrapped, self._optimizer = wrap_and_optimize(
                 self._chunks, transformer, self._actor.optim, distributed=megatron.use_distributed_optimizer
             )
             self._dtype = transformer.params_dtype
             self._parameters = own_parameters(self._chunks, shape)
-            self._stages = stages_of_weights(self._parameters, layout, self._device)
+            self._stages = stages_of_weights(self._parameters, layout, self.device)
         self._loss = distillation_loss(shape.vocab_size, tensor_group(layout))
         return {
             "rank": layout.rank,
@@ -116,7 +115,7 @@ class MegatronActor:
             "dp_size": layout.dp_size,
             "tp_rank": layout.tp_rank,
             "pp_rank": layout.pp_rank,
-            "device": _describe(self._device),
+            "device": _describe(self.device),
             "parameters": sum(p.numel() for chunk in self._chunks for p in chunk.parameters()),
             "seconds": time.monotonic() - started,
         }
@@ -128,24 +127,27 @@ class MegatronActor:
 
     # ---------------------------------------------------------------- training
 
-    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         """One optimiser step on this data-parallel rank's shard (see :func:`shard_batch`) of the global batch.
+
+        ``step`` counts from 0; it sets the learning rate, and brings the weights from version ``step`` to ``step + 1``.
 
         Returns, the same on every rank: `actor/kl_loss` (mean over all response tokens of the global batch),
         `actor/grad_norm` (before clipping), `actor/lr`, `actor/n_tokens`, `actor/teacher_topk_mass`,
-        `actor/student_topk_mass`, `actor/micro_batches` (of each rank); and on CUDA this rank's
-        `perf/max_memory_allocated_gb`. A batch without any response token changes nothing but the step's number.
+        `actor/student_topk_mass`, `actor/micro_batches` (of each rank); and this rank's
+        `perf/max_memory_allocated_gb`. A batch without any response token leaves the weights as they are.
 
         Raises :class:`DataError` for a sample that cannot be trained on, and :class:`WorkerError` if the loss or the
         gradient is not finite; the weights are unchanged then.
         """
-        lr = learning_rate(self.step, self._total_steps, self._actor.optim)
+        self._step = step
+        lr = learning_rate(step, self._total_steps, self._actor.optim)
         with cpu_compat.on_host():
             batches = self._plan(samples)
             for chunk in self._wrapped:
                 chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
-            reports = run_micro_batches(self._wrapped, batches, self._loss, device=self._device)
+            reports = run_micro_batches(self._wrapped, batches, self._loss, device=self.device)
             totals = self._sum_over_ranks(reports)
             if not math.isfinite(totals["loss"]):
                 culprits = [uid for report in reports for uid in report["uids_T"][_not_finite(report["loss_T"])]]
@@ -157,7 +159,7 @@ class MegatronActor:
             if n_tokens:
                 set_learning_rate(self._optimizer, lr, self._actor.optim.weight_decay)
                 clip_and_step(self._optimizer, norm, self._actor.optim.clip_grad)
-        self.step += 1
+        self._step = step + 1
         metrics = {
             "actor/kl_loss": totals["loss"] / max(n_tokens, 1),
             "actor/grad_norm": norm,
@@ -166,9 +168,8 @@ class MegatronActor:
             "actor/teacher_topk_mass": totals["teacher_topk_mass"] / max(n_tokens, 1),
             "actor/student_topk_mass": totals["student_topk_mass"] / max(n_tokens, 1),
             "actor/micro_batches": float(len(batches)),
+            "perf/max_memory_allocated_gb": _peak_memory_bytes(self.device) / 2**30,
         }
-        if self._device.type == "cuda":
-            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(self._device) / 2**30
         return metrics
 
     def _plan(self, samples: Sequence[Sample]) -> list[PackedBatch]:
@@ -187,13 +188,13 @@ class MegatronActor:
             ]
         except DataError as error:  # told to the others first, or they would wait for this rank in the forward pass
             refusal = error
-        counts = torch.tensor([len(batches), int(refusal is not None)], device=self._device)
+        counts = torch.tensor([len(batches), int(refusal is not None)], device=self.device)
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
         most, any_refused = counts.tolist()
         if refusal is not None:
             raise refusal
         if any_refused:
-            raise WorkerError(f"update {self.step}: another rank refused a sample (its error says which); no step taken")
+            raise WorkerError(f"update {self._step}: another rank refused a sample (its error says which); no step taken")
         # Interleaved pipeline stages take micro-batches in rounds of the number of stages.
         interleaved = self._actor.megatron.virtual_pipeline_model_parallel_size is not None
         most = math.ceil(max(most, 1) / self.layout.pp_size) * self.layout.pp_size if interleaved else max(most, 1)
@@ -201,27 +202,27 @@ class MegatronActor:
 
     def _sum_over_ranks(self, reports: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Sums over the global batch; each token is counted by one rank of those that have computed it."""
-        totals = torch.zeros(len(REPORTED), dtype=torch.float64, device=self._device)
+        totals = torch.zeros(len(REPORTED), dtype=torch.float64, device=self.device)
         if self.layout.is_last_stage and self.layout.tp_rank == 0:
             for report in reports:
                 loss_T = report["loss_T"]
                 sums = {**report["sums"], "loss": loss_T.sum(dtype=torch.float64), "n_tokens": len(loss_T)}
-                totals += torch.stack([torch.as_tensor(sums[name], dtype=torch.float64, device=self._device)
+                totals += torch.stack([torch.as_tensor(sums[name], dtype=torch.float64, device=self.device)
                                        for name in REPORTED])  # fmt: skip
         dist.all_reduce(totals)
         return dict(zip(REPORTED, totals.tolist(), strict=True))
 
     def _not_finite_error(self, what: str, uids: Sequence[int]) -> WorkerError:
         """The same on every rank, although only some know the samples. Collective."""
-        own = torch.full((UIDS_IN_MESSAGE,), -1, device=self._device)
+        own = torch.full((UIDS_IN_MESSAGE,), -1, device=self.device)
         known = sorted(set(map(int, uids)))[:UIDS_IN_MESSAGE]
-        own[: len(known)] = torch.tensor(known, dtype=own.dtype, device=self._device)
+        own[: len(known)] = torch.tensor(known, dtype=own.dtype, device=self.device)
         gathered = [torch.empty_like(own) for _ in range(self._world_size)]
         dist.all_gather(gathered, own)
         named = sorted({uid for uids_U in gathered for uid in uids_U.tolist() if uid >= 0})
         of = "sample" if what == "loss" else "the batch of sample"
         return WorkerError(
-            f"update {self.step}: the {what} is not finite, in {of} {', '.join(map(str, named[:UIDS_IN_MESSAGE]))}"
+            f"update {self._step}: the {what} is not finite, in {of} {', '.join(map(str, named[:UIDS_IN_MESSAGE]))}"
             f"{', ...' if len(named) > UIDS_IN_MESSAGE else ''}; the weights were left as they are. Look at the "
             "teacher's log-probabilities there, or lower actor_rollout_ref.actor.optim.lr"
         )
@@ -237,7 +238,7 @@ class MegatronActor:
 
         See :func:`recipe_gkd.actor.export.export_weights`. No update may run in between.
         """
-        return export_weights(self._parameters, self._stages, self.shape, self.layout, self._device, self._dtype)
+        return export_weights(self._parameters, self._stages, self.shape, self.layout, self.device, self._dtype)
 
     def save_hf(self, path: str | Path) -> None:
         """Write an ordinary Hugging Face folder; complete once rank 0 has returned."""
@@ -250,32 +251,31 @@ class MegatronActor:
     # ---------------------------------------------------------------- checkpoints
 
     def save_checkpoint(self, path: str | Path) -> None:
-        """Write the `save_contents` below ``path``: `state` for resuming, `huggingface` for everybody else.
+        """Write those of ``checkpoint.save_contents`` that serve to resume (`model`, `optimizer`, `extra`) to ``path``.
 
-        With ``checkpoint.async_save`` the former is complete only after :meth:`finish_saves`.
+        With ``checkpoint.async_save`` it is complete only after :meth:`finish_saves`.
         """
         self.finish_saves()
         options = self._actor.checkpoint
+        contents = [part for part in options.save_contents if part != "hf_model"]  # for which there is save_hf
         with cpu_compat.on_host():
-            self._writer.save(
-                Path(path) / "state", self._state(), self.step, options.save_contents, background=options.async_save
-            )
-        if "hf_model" in options.save_contents:
-            self.save_hf(Path(path) / "huggingface")
+            self._writer.save(Path(path), self._state(), self._step, contents, background=options.async_save)
 
     def finish_saves(self) -> None:
         """Wait until what :meth:`save_checkpoint` started is complete."""
         with cpu_compat.on_host():
             self._writer.finish(self._actor.timeout_s)
 
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Restore the `load_contents` from what :meth:`save_checkpoint` wrote, in this layout or another.
+    def load_checkpoint(self, path: str | Path) -> int:
+        """Restore ``checkpoint.load_contents`` from what :meth:`save_checkpoint` wrote, in this layout or another.
 
+        Returns the number of updates behind it (0 if `extra` is not among the contents).
         Raises :class:`CheckpointError` if there is no complete checkpoint, or not of this model.
         """
         self.finish_saves()
         with cpu_compat.on_host():
-            self.step = load(Path(path) / "state", self._state(), self._actor.checkpoint.load_contents)
+            self._step = load(Path(path), self._state(), self._actor.checkpoint.load_contents)
+        return self._step
 
     def _state(self) -> TrainingState:
         return TrainingState(
@@ -289,6 +289,13 @@ class MegatronActor:
 
 def _not_finite(loss_T: Tensor) -> Any:
     return (~loss_T.isfinite()).cpu().numpy()
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """Of PyTorch's allocations on a GPU, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _describe(device: torch.device) -> str:

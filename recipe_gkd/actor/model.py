@@ -155,7 +155,11 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, device: torch.
         variable_seq_lengths=True,  # packed rows differ in length from one micro-batch to the next
         moe_token_dispatcher_type="alltoall",  # which variable_seq_lengths requires, of dense models too
         use_cpu_initialization=device.type == "cpu",
-        perform_initialization=False,  # every parameter is read from the Hugging Face folder
+        # Every parameter is read from the Hugging Face folder. (Not perform_initialization=False: that would also leave
+        # out the attributes by which the norm of the gradient knows which parameters are divided.)
+        init_method=_leave_as_it_is,
+        output_layer_init_method=_leave_as_it_is,
+        embedding_init_method=_leave_as_it_is,
         # Interleaved stages of uneven lengths only work with these; plain ones are faster batched.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -168,6 +172,10 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, device: torch.
         persist_layer_norm=False,
     )
     return TransformerConfig(**values | _known(config.override_transformer_config))
+
+
+def _leave_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _known(overrides: dict[str, Any]) -> dict[str, Any]:

@@ -37,33 +37,14 @@ class Layout:
         return f"tensor {self.tp_size} x pipeline {self.pp_size} x data {self.dp_size}"
 
 
-def check_layout(config: MegatronConfig, world_size: int) -> None:
-    """Raise :class:`ConfigError` for a layout that does not exist or is not supported."""
+def check_world_size(config: MegatronConfig, world_size: int) -> None:
+    """Raise :class:`ConfigError` if whole copies of the model do not fill ``world_size`` ranks."""
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    section = "actor_rollout_ref.actor.megatron"
-    if config.context_parallel_size > 1:
-        raise ConfigError(
-            f"{section}.context_parallel_size is {config.context_parallel_size}: sequences are not divided over ranks; "
-            "set it to 1, and use tensor parallelism with sequence_parallel=true for long sequences"
-        )
-    if config.expert_model_parallel_size > 1 or (config.expert_tensor_parallel_size or 1) > 1:
-        raise ConfigError(
-            f"{section}.expert_model_parallel_size is {config.expert_model_parallel_size}: only dense models are "
-            "supported; set it to 1 and expert_tensor_parallel_size to null"
-        )
     if world_size % (tp * pp):
         raise ConfigError(
-            f"{world_size} ranks (trainer.nnodes x trainer.n_gpus_per_node) cannot hold whole copies of a model that "
-            f"takes tensor {tp} x pipeline {pp} = {tp * pp} ranks; make it a multiple"
+            f"{world_size} actor ranks cannot hold whole copies of a model that takes tensor {tp} x pipeline {pp} = "
+            f"{tp * pp} ranks; start a multiple of that, or change actor_rollout_ref.actor.megatron"
         )
-    if config.virtual_pipeline_model_parallel_size and pp == 1:
-        raise ConfigError(
-            f"{section}.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1; set it to null"
-        )
-    if config.sequence_parallel and tp == 1:
-        raise ConfigError(f"{section}.sequence_parallel needs tensor_model_parallel_size > 1; set it to false")
-    if config.param_offload or config.grad_offload or config.optimizer_offload:
-        raise ConfigError(f"{section}.*_offload: nothing is moved to the host between updates; set them to false")
 
 
 def init_parallel(

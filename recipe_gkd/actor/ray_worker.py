@@ -11,13 +11,17 @@ import ray
 from recipe_gkd.actor.export import WeightMeta
 from recipe_gkd.actor.megatron_actor import MegatronActor
 from recipe_gkd.config.schema import Config
+from recipe_gkd.placement import where_am_i
 from recipe_gkd.samples import Sample
+from recipe_gkd.weights.actor_side import ActorWeights
+from recipe_gkd.weights.stats import TransferStats
 
 
 class ActorWorker:
     """The methods of :class:`MegatronActor`; those that need all ranks are to be called on all, without waiting between."""
 
     def __init__(self, config: Config, *, total_steps: int, rank: int, world_size: int, device: str) -> None:
+        self._config, self._device = config, device
         self._arguments: dict[str, Any] = dict(
             config=config, total_steps=total_steps, rank=rank, world_size=world_size, device=device
         )
@@ -33,13 +37,26 @@ class ActorWorker:
         self.actor = MegatronActor(
             **self._arguments, local_rank=0, master_addr=master_addr, master_port=master_port
         )
-        return self.actor.setup()
+        report = self.actor.setup()
+        self.weights = ActorWeights(
+            self.actor, rank=report["rank"], device=self.actor.device, timeout_s=self._config.actor_rollout_ref.nccl_timeout
+        )
+        return report | where_am_i(self._device)
 
-    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
-        return self.actor.update(samples)
+    def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
+        return self.actor.update(samples, step)
 
     def weights_meta(self) -> list[WeightMeta]:
         return self.actor.weights_meta()
+
+    def open_weight_store(self) -> tuple[str, int]:
+        return self.weights.open_store(ray.util.get_node_ip_address())
+
+    def connect_weight_channel(self, labels: list[str]) -> None:
+        self.weights.connect(labels)
+
+    def send_weights(self, version: int, bucket_bytes: int) -> TransferStats | None:
+        return self.weights.send(version, bucket_bytes)
 
     def save_hf(self, path: str) -> None:
         self.actor.save_hf(path)
@@ -50,8 +67,9 @@ class ActorWorker:
     def finish_saves(self) -> None:
         self.actor.finish_saves()
 
-    def load_checkpoint(self, path: str) -> None:
-        self.actor.load_checkpoint(path)
+    def load_checkpoint(self, path: str) -> int:
+        return self.actor.load_checkpoint(path)
 
     def shutdown(self) -> None:
+        self.weights.close()
         self.actor.shutdown()

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 STRICT = ConfigDict(extra="forbid")
 
 
-def key(doc: str, **bounds: float) -> Any:
+def key(doc: str, **bounds: Any) -> Any:
     """A documented field; bounds are pydantic's ``ge``, ``gt``, ``le``, ``lt``."""
     return Field(description=doc, **bounds)
 

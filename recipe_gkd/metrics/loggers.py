@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -26,7 +27,7 @@ class Loggers:
     def __init__(self, config: TrainerConfig, *, first_step: int, last_step: int) -> None:
         folder = Path(config.default_local_dir).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-        make = {
+        make: dict[str, Callable[[], Logger]] = {
             "console": lambda: Console(first_step, last_step),
             "jsonl": lambda: Jsonl(folder / "metrics.jsonl", first_step),
             "tensorboard": lambda: TensorBoard(folder / "tensorboard", f"{config.project_name}/{config.experiment_name}"),

@@ -32,6 +32,7 @@ def build_report(
     before: Mapping[str, Any],
     after: Mapping[str, Any],
     metrics: Sequence[Mapping[str, Any]],
+    stages: Sequence[Mapping[str, Any]],
     prepared: Mapping[str, Any],
     versions: Mapping[str, str],
 ) -> Json:
@@ -42,6 +43,7 @@ def build_report(
         metrics: one mapping a line of the run's metrics file. Lines of one step are merged and the later one wins, so
             that a resumed run counts no step twice. Every line needs `training/global_step`; what else no line has is
             null in the report.
+        stages: `stage` and wall-clock `seconds` of each part of this start of the quickstart.
         prepared: the records of the prepared folders, as they are.
         versions: name to version of the packages.
 
@@ -85,6 +87,7 @@ def build_report(
             for name, values in seconds.items()
             if values
         },
+        "stages": {stage["stage"]: stage["seconds"] for stage in stages},
         "prepared": dict(prepared),
         "versions": dict(versions),
     }
@@ -110,11 +113,14 @@ def render(report: Mapping[str, Any]) -> str:
         ),
     ]
     if report["seconds"]:
-        rows.append(("seconds", "total    a step"))
+        rows.append(("seconds of the training", "total    a step"))
         rows += [
             (f"  {name}", f"{spent['total']:.1f}  {spent['mean']:8.3f}")
             for name, spent in sorted(report["seconds"].items(), key=lambda item: -item[1]["total"])
         ]
+    if report["stages"]:
+        rows.append(("seconds of this start", ""))
+        rows += [(f"  {name}", f"{seconds:.0f}") for name, seconds in report["stages"].items()]
     rows.append(("versions", ""))
     rows += [(f"  {name}", version) for name, version in report["versions"].items()]
     width, right = (max(len(row[i]) for row in rows) for i in (0, 1))
@@ -158,6 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, what in (("teacher", "the teacher"), ("before", "the student before"), ("after", "the student after")):
         parser.add_argument(f"--{name}", type=Path, required=True, help=f"evaluation of {what}, as JSON")
     parser.add_argument("--metrics", type=Path, required=True, help="metrics of the run, one JSON object a line")
+    parser.add_argument("--stages", type=Path, required=True, help="seconds of each stage, one JSON object a line")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     args = parser.parse_args(argv)
     try:
@@ -166,6 +173,7 @@ def main(argv: list[str] | None = None) -> int:
             before=_read_json(args.before),
             after=_read_json(args.after),
             metrics=read_metrics(args.metrics),
+            stages=read_metrics(args.stages),
             prepared={name: _read_json(args.prepared / name / RECORD) for name in ("data", "teacher", "student")},
             versions=installed_versions(),
         )

@@ -27,6 +27,7 @@ Deliver = Callable[[list[Answer] | GkdError], None]
 """Called on the engine's thread with what has just finished, or once with the error that ended everything."""
 
 _CPU_KV_CACHE_MEGABYTES = 256
+_CPU_BATCHED_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ class RolloutEngine:
     def submit(
         self, prompts: Sequence[Prompt], params: Sequence[dict[str, Any]], deliver: Deliver
     ) -> tuple[list[str], Future[None]]:
-        """Queue one request a prompt with these ``SamplingParams``; their ids, and when the engine has accepted them."""
+        """Queue a request for each prompt, with these ``SamplingParams``; their ids, and when they are accepted."""
         ids = [str(next(self._ids)) for _ in prompts]
 
         def add(engine: LLMEngine) -> None:
@@ -135,10 +136,10 @@ class RolloutEngine:
             self._end(error)
             ready.set_exception(error)
             return
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - handed to whoever waits for the start
             failure = WorkerError(
-                f"vLLM could not be started on {self.options.model_path}: {type(error).__name__}: {error}; the keys are "
-                "those of actor_rollout_ref.rollout"
+                f"vLLM could not be started on {self.options.model_path}: {type(error).__name__}: {error}; its options "
+                "are the keys of actor_rollout_ref.rollout"
             )
             failure.__cause__ = error
             self._end(failure)
@@ -170,10 +171,10 @@ class RolloutEngine:
                 continue
             try:
                 done.set_result(command(engine))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - handed to whoever gave the command
                 done.set_exception(error)
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def _deliver(self, outputs: Sequence[Any]) -> None:
         finished: dict[Deliver, list[Answer]] = {}
         for output in outputs:
             if output.finished and (owner := self._running.pop(output.request_id, None)):
@@ -225,6 +226,7 @@ def _build(options: EngineOptions) -> LLMEngine:
         kv_cache_memory_bytes=options.kv_cache_bytes,
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
+        **_whole_prompts(options),
         skip_tokenizer_init=True,
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -234,6 +236,14 @@ def _build(options: EngineOptions) -> LLMEngine:
     engine = vllm.LLMEngine.from_engine_args(arguments)
     engine.set_weight_version("0")
     return engine
+
+
+def _whole_prompts(options: EngineOptions) -> dict[str, Any]:
+    """On a CPU, vLLM ends with `CPU Generator does not use offset` when a seeded request's prompt is cut in chunks."""
+    if options.device != "cpu":
+        return {}
+    budget = max(_CPU_BATCHED_TOKENS, options.max_model_len, options.max_num_seqs)
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": budget}
 
 
 def _describe(engine: LLMEngine) -> dict[str, Any]:
@@ -252,8 +262,8 @@ def _add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dic
 
     if not 0 < len(prompt.ids) < limit:
         raise WorkerError(
-            f"prompt {prompt.uid} (row {prompt.row}) has {len(prompt.ids)} tokens; expected 1 to {limit - 1}, which leaves "
-            "room for one token of the answer: raise actor_rollout_ref.rollout.max_model_len or filter long prompts"
+            f"prompt {prompt.uid} (row {prompt.row}) has {len(prompt.ids)} tokens; expected 1 to {limit - 1}, which "
+            "leaves room for one token of the answer; raise actor_rollout_ref.rollout.max_model_len, or drop the row"
         )
     sampling = SamplingParams(
         **params,
@@ -266,9 +276,11 @@ def _add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dic
 
 
 def _answer(uid: int, output: RequestOutput) -> Answer:
-    """If weights changed while it was generated, the answer carries the oldest version: staleness is never understated."""
+    """If weights changed while it was generated, it carries the oldest version: staleness is never understated."""
+    from recipe_gkd.rollout.vllm_compat import FlatLogprobs
+
     completion = output.outputs[0]
-    assert completion.logprobs is not None and completion.weight_versions is not None
+    assert isinstance(completion.logprobs, FlatLogprobs) and completion.weight_versions is not None
     return Answer(
         uid=uid,
         ids=np.asarray(completion.token_ids, dtype=np.int32),

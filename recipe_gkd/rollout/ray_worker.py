@@ -7,8 +7,6 @@ Nothing here imports Ray: the caller decorates and places the class, with ``envi
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import Future
@@ -17,6 +15,7 @@ from typing import Any, TypeVar
 from recipe_gkd.config import Config
 from recipe_gkd.errors import DeadlineError, GkdError, WorkerError
 from recipe_gkd.rollout.checkpoint_names import check_announced, folder_shapes
+from recipe_gkd.placement import where_am_i
 from recipe_gkd.rollout.engine import EngineOptions, RolloutEngine
 from recipe_gkd.rollout.sampling import sampling_from
 from recipe_gkd.rollout.weight_updates import WeightUpdates
@@ -29,9 +28,9 @@ T = TypeVar("T")
 class RolloutWorker:
     """Worker ``rank`` of the rollout pool, on ``device`` (`cpu` or `cuda`).
 
-    Lifecycle: ``setup`` -> any number of ``generate`` at a time, and now and then an update (``begin_weight_update`` ->
-    ``receive_weights`` -> ``commit_weights`` or ``drop_weights``) -> ``shutdown``. Between begin and commit or drop, new
-    calls of ``generate`` wait.
+    Lifecycle: ``setup`` -> any number of ``generate`` at a time, and now and then an update (``begin_weight_update``
+    -> ``receive_weights`` -> ``commit_weights`` or ``drop_weights``) -> ``shutdown``. Between begin and commit or drop,
+    new calls of ``generate`` wait.
     """
 
     def __init__(self, config: Config, *, rank: int, device: str) -> None:
@@ -52,18 +51,13 @@ class RolloutWorker:
         self._sampling = {greedy: sampling_from(self._config, greedy=greedy) for greedy in (False, True)}
         described = await _on_engine(self._engine.start())
         self._folder_shapes = folder_shapes(folder)
-        return described | {
-            "device": _device_name(self._device),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "seconds": time.monotonic() - started,
-        }
+        return described | where_am_i(self._device) | {"seconds": time.monotonic() - started}
 
     async def generate(self, prompts: list[Prompt], step: int, greedy: bool = False) -> AsyncIterator[list[Answer]]:
         """Answer ``prompts``; yields, each time, all answers that finished since the last time.
 
-        Closing the iterator early drops what is unfinished. Raises :class:`WeightSyncError` if a failed update made this
-        worker unfit, :class:`DeadlineError` after ``rollout.timeout_s``, :class:`WorkerError` if the engine fails.
+        Closing the iterator early drops what is unfinished. Raises :class:`WeightSyncError` if a failed update made
+        this worker unfit, :class:`DeadlineError` after ``rollout.timeout_s``, :class:`WorkerError` if the engine fails.
         """
         timeout_s = self._config.actor_rollout_ref.rollout.timeout_s
         deadline = time.monotonic() + timeout_s
@@ -163,17 +157,9 @@ class RolloutWorker:
         except TimeoutError as error:
             raise DeadlineError(
                 f"{self._name}: {late} after {time.monotonic() - started:.1f} s; raise "
-                "actor_rollout_ref.rollout.timeout_s (generation) or nccl_timeout (weights), or look at this worker's log"
+                "actor_rollout_ref.rollout.timeout_s (generation) or nccl_timeout (weights), or look at its log"
             ) from error
 
 
 async def _on_engine(done: Future[T]) -> T:
     return await asyncio.wrap_future(done)
-
-
-def _device_name(device: str) -> str:
-    if device == "cpu":
-        return f"cpu, {os.environ.get('OMP_NUM_THREADS', 'all')} thread(s)"
-    import torch
-
-    return f"{torch.cuda.get_device_name()} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'all')})"

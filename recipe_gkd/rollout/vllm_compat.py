@@ -30,6 +30,7 @@ try:
         WeightTransferUpdateInfo,
     )
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.logprobs import FlatLogprobs
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.platforms import current_platform
@@ -42,10 +43,11 @@ except ImportError as error:
     ) from error
 
 __all__ = [
-    "CompletionOutput", "EngineArgs", "LLMEngine", "RequestOutput", "RequestOutputKind", "SamplingParams",
-    "WeightTransferConfig", "WeightTransferEngine", "WeightTransferEngineFactory", "WeightTransferInitInfo",
-    "WeightTransferUpdateInfo", "check_platform", "finalize_layerwise_reload", "initialize_layerwise_reload",
-    "kv_cache_tokens", "model_parameter_names", "refresh_tied_head", "set_current_vllm_config",
+    "CompletionOutput", "EngineArgs", "FlatLogprobs", "LLMEngine", "RequestOutput", "RequestOutputKind",
+    "SamplingParams", "WeightTransferConfig", "WeightTransferEngine", "WeightTransferEngineFactory",
+    "WeightTransferInitInfo", "WeightTransferUpdateInfo", "check_platform", "finalize_layerwise_reload",
+    "initialize_layerwise_reload", "kv_cache_tokens", "model_parameter_names", "refresh_tied_head",
+    "set_current_vllm_config",
 ]  # fmt: skip
 
 _USED: dict[Any, tuple[str, ...]] = {

@@ -1,7 +1,7 @@
 """The vLLM worker's end of a weight update: a transfer backend of our own, and the calls that reach it.
 
-vLLM owns the lifecycle (start, update, finish), so one code path serves the in-process engine and tensor-parallel worker
-processes. Two ways to take an update, chosen anew for each by the memory that is free:
+vLLM owns the lifecycle (start, update, finish), so one code path serves the in-process engine and tensor-parallel
+worker processes. Two ways to take an update, chosen anew for each by the memory that is free:
 
 - *staged*: all buckets are kept, and loaded at the end. Until then nothing has changed, so a transfer that fails or is
   dropped leaves the old weights. Needs the weights twice.
@@ -122,7 +122,7 @@ class BucketReceiver(WeightTransferEngine[JoinChannel, ReceiveWeights]):
             self.dirty = False
 
     def drop(self) -> None:
-        """Forget what came. Layers that were loaded in part leave the meta device again, so that the process survives."""
+        """Forget what came. Layers loaded in part leave the meta device again, so that the process survives."""
         self._staged = []
         if self._loading:
             self._finalize()
@@ -137,7 +137,7 @@ class BucketReceiver(WeightTransferEngine[JoinChannel, ReceiveWeights]):
             self._expected, self._loaded = model_parameter_names(self.model), set()
             self._loading = self.dirty = True
             initialize_layerwise_reload(self.model)
-        loaded = self.model.load_weights(iter(tensors))
+        loaded = self.model.load_weights(iter(tensors))  # type: ignore[operator]
         self._loaded |= loaded if loaded is not None else self._expected
 
     def _finalize(self) -> None:
@@ -156,8 +156,8 @@ def room_to_stage(n_bytes: int, device: torch.device) -> bool:
 class WeightUpdateCalls:
     """Methods added to vLLM's worker class (``worker_extension_cls``), called by ``LLMEngine.collective_rpc``.
 
-    They return what went wrong instead of raising it: with several worker processes vLLM stops at the first exception, and
-    takes the answers of the others for those to the next call.
+    They return what went wrong instead of raising it: with several worker processes vLLM stops at the first exception,
+    and takes the answers of the others for those to the next call.
     """
 
     weight_transfer_engine: Any
@@ -204,7 +204,7 @@ class WeightUpdateCalls:
         error = None
         try:
             act()
-        except Exception as caught:
+        except Exception as caught:  # noqa: BLE001 - raised by WeightUpdates, with the name of the worker
             error = f"{type(caught).__name__}: {caught}"
         return {"error": error, "dirty": engine.dirty} | engine.outcome
 

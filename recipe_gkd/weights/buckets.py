@@ -68,7 +68,7 @@ def plan_buckets(meta: Sequence[TensorMeta], bucket_bytes: int) -> list[Bucket]:
 def _dtype(name: str, dtype_name: str) -> torch.dtype:
     dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
-        raise WeightSyncError(f"{name} has dtype {dtype_name!r}; expected the name of a torch dtype, such as 'bfloat16'")
+        raise WeightSyncError(f"{name} has dtype {dtype_name!r}; expected a torch dtype's name, such as 'bfloat16'")
     return dtype
 
 

@@ -1,16 +1,17 @@
 """A private process group between the actor's rank 0 and the rollout workers, in which every wait has a deadline.
 
-A TCP store carries short notes (who is ready, who failed and why), a gloo or NCCL group carries the buckets. Neither
+A TCP store carries short notes (who is there, who failed and why), a gloo or NCCL group carries the buckets. Neither
 touches ``torch.distributed``'s default group, which belongs to Megatron on one end and to vLLM on the other. The store
 is plain TCP without authentication, as all of ``torch.distributed``: keep it inside the cluster's network.
 
-Lifecycle: ``open_store`` on rank 0 -> everybody ``Channel(...)`` at the same time -> any number of updates -> ``close``.
-After any failure a channel is dead, because a collective that was given up cannot be told from a late one: build a new
-one, on a new port.
+Lifecycle: ``open_store`` on rank 0 -> everybody ``Channel(...)`` at the same time -> any number of updates ->
+``close``. After any failure a channel is dead, because a collective that was given up cannot be told from a late one:
+build a new one, on a new port.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError
 
 _POLL_S = 0.0002
+_FAILED = "failed: "
 
 
 def open_store(host: str, timeout_s: float) -> dist.TCPStore:
@@ -48,102 +50,64 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 class Channel:
     """One end of the group. Rank 0 sends; ``labels[rank]`` is what errors call a rank.
 
+    All ends go through the same sequence of meetings (:meth:`meet`) and broadcasts, and no end enters a broadcast
+    before all have met for it. So whoever fails or stays away is found at a meeting, with a name and a reason, and not
+    inside a collective, which could tell neither, and which NCCL could not leave.
+
     The constructor returns when all have arrived, or raises :class:`DeadlineError` (naming, on rank 0, who is missing).
     """
 
     def __init__(
-        self,
-        store: dist.TCPStore,
-        *,
-        rank: int,
-        labels: Sequence[str],
-        device: torch.device,
-        timeout_s: float,
+        self, store: dist.TCPStore, *, rank: int, labels: Sequence[str], device: torch.device, timeout_s: float
     ) -> None:
         self.rank, self.labels, self.device, self.timeout_s = rank, list(labels), device, timeout_s
         self.world = len(self.labels)
-        self._round = 0
-        self._deadline = time.monotonic() + timeout_s
         self._store = store
         self._group: Any = None
         self._dead: str | None = None
+        self._n_meetings = 0
+        self.begin_update()
+        self.meet("connect")
         try:
-            self._meet()
             self._group = _process_group(store, rank, self.world, device, timeout_s)
-        except dist.DistError as error:
-            self.fail("connect", error)
         except RuntimeError as error:
-            if isinstance(error, GkdError):
-                raise
             self.fail("connect", error)
-
-    def _meet(self) -> None:
-        """Arrivals go through the store first, since a group that is built with somebody missing cannot say who."""
-        if self.rank == 0:
-            self.collect("arrived", "connect")
-            self.announce("all arrived", "")
-        else:
-            self.post("arrived", "")
-            self.hear("all arrived", "connect")
 
     def begin_update(self) -> None:
-        """Each end calls it once an update; from now on ``timeout_s`` runs, for all waits of this update together."""
-        self._round += 1
+        """From now on ``timeout_s`` runs, for all waits of this update together."""
         self._deadline = time.monotonic() + self.timeout_s
 
-    def _left(self) -> timedelta:
-        """At least a moment: to torch, a timeout of nothing means the default one."""
-        return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
+    def meet(self, phase: str, text: str = "") -> dict[int, str]:
+        """Wait for the others. Rank 0 gets what each of them said, {rank: text}; the others get what rank 0 said.
 
-    # Notes. A stage is a name within the present update.
-
-    def post(self, stage: str, text: str) -> None:
-        """Tell rank 0."""
-        self._store.set(f"{self._round}/{stage}/{self.rank}", text)
-
-    def announce(self, stage: str, text: str) -> None:
-        """Rank 0 tells everybody."""
-        self._store.set(f"{self._round}/{stage}", text)
-
-    def collect(self, stage: str, phase: str) -> dict[int, str]:
-        """Rank 0 waits for every other rank's post; {rank: text}."""
+        Rank 0 answers when all have come. Raises :class:`WeightSyncError` if somebody came to report a failure.
+        """
         self.check_alive()
-        keys = {rank: f"{self._round}/{stage}/{rank}" for rank in range(1, self.world)}
-        self._wait_for(list(keys.values()), phase)
-        return {rank: self._store.get(key).decode() for rank, key in keys.items()}
+        self._n_meetings += 1
+        if self.rank != 0:
+            self._say(text)
+        heard = self._hear(range(1, self.world) if self.rank == 0 else [0], phase)
+        if self.rank == 0:
+            self._say(text)
+        return heard
 
-    def hear(self, stage: str, phase: str) -> str:
-        """Wait for an announcement of rank 0."""
-        self.check_alive()
-        key = f"{self._round}/{stage}"
-        self._wait_for([key], phase)
-        return self._store.get(key).decode()
+    def _say(self, text: str) -> None:
+        self._store.set(_key(self._n_meetings, self.rank), text)
 
-    def _wait_for(self, keys: list[str], phase: str) -> None:
-        if not keys:
-            return
+    def _hear(self, ranks: Sequence[int], phase: str) -> dict[int, str]:
+        keys = {rank: _key(self._n_meetings, rank) for rank in ranks}
         try:
-            self._store.wait(keys, self._left())
+            self._store.wait(list(keys.values()), self._left())
+            heard = {rank: self._store.get(key).decode() for rank, key in keys.items()}
         except dist.DistError as error:
-            missing = [key for key in keys if not self._has(key)]
-            if self.rank == 0 and missing:
-                ranks = [int(key.rsplit("/", 1)[1]) for key in missing]
-                who = ", ".join(self._label(rank) for rank in ranks)
-            else:
-                who = self._label(0)
-            self.fail(phase, error, silent=who)
-
-    def _has(self, key: str) -> bool:
-        try:
-            return bool(self._store.check([key]))
-        except dist.DistError:
-            return False  # the store's own process is gone
-
-    # Buckets.
+            silent = [rank for rank, key in keys.items() if not self._has(key)]
+            self.fail(phase, error, silent=silent or ranks)
+        if any(text.startswith(_FAILED) for text in heard.values()):
+            self.fail(phase, WeightSyncError(f"weight channel, {phase}: {self._reports()}"))
+        return heard
 
     def broadcast(self, buffer_U: torch.Tensor) -> dist.Work:
         """Start to send (rank 0) or receive a bucket; it may not be touched until :meth:`finish`."""
-        self.check_alive()
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -158,93 +122,90 @@ class Channel:
             else:
                 work.wait(self._left())
         except RuntimeError as error:
-            self.fail(phase, error, silent=self._suspects())
+            others = [rank for rank in range(self.world) if rank != self.rank]
+            self.fail(phase, error, silent=others if self.rank == 0 else [0])
 
     def _finish_on_stream(self, work: dist.Work) -> None:
-        # ``Work.wait`` of NCCL only orders streams; the host has to look for itself whether the peers came.
+        # NCCL's ``Work.wait`` only orders streams, so the host has to look for itself whether the bucket went through.
         while not work.is_completed():
             if time.monotonic() > self._deadline:
                 raise RuntimeError("timed out")
             time.sleep(_POLL_S)
         work.wait()
 
-    def progress(self, n_received: int) -> None:
-        """A receiver notes how many buckets it has, so that the sender can name who stopped."""
-        self._store.set(f"{self._round}/received/{self.rank}", str(n_received))
-
-    def _suspects(self) -> str:
-        """On rank 0, the ranks that are furthest behind; elsewhere rank 0."""
-        if self.rank != 0:
-            return self._label(0)
-        received = {
-            rank: int(self._store.get(key)) if self._has(key := f"{self._round}/received/{rank}") else 0
-            for rank in range(1, self.world)
-        }
-        least = min(received.values(), default=0)
-        return ", ".join(self._label(rank) for rank, count in received.items() if count == least)
-
     # Failure.
 
-    def fail(self, phase: str, error: BaseException, *, silent: str | None = None) -> NoReturn:
-        """Leave word of the failure for the others, close the channel, and raise the error that tells it.
+    def fail(self, phase: str, error: BaseException, *, silent: Sequence[int] = ()) -> NoReturn:
+        """Close the channel, and raise the error that tells why; the others learn it at the next meeting.
 
-        ``silent``: who is to blame if the reason is that the time is over.
+        ``silent``: the ranks that are to blame if the reason is that the time is over.
         """
         reports = self._reports()
         told = f"; {reports}" if reports else ""
+        own = self._label(self.rank)
         late = time.monotonic() > self._deadline - 0.05 * self.timeout_s
-        if silent is not None and late:
-            failure: GkdError = DeadlineError(
-                f"weight channel, {phase}: {silent} did not answer {self._label(self.rank)} within "
-                f"{self.timeout_s:g} s (actor_rollout_ref.nccl_timeout){told}; look at the log of the silent one, "
-                "or raise that key if the model needs longer"
+        if isinstance(error, GkdError):
+            failure: GkdError = error
+        elif silent and late:
+            failure = DeadlineError(
+                f"weight channel, {phase}: {', '.join(self._label(rank) for rank in silent)} did not answer {own} "
+                f"within {self.timeout_s:g} s (actor_rollout_ref.nccl_timeout){told}; look at the silent one's "
+                "log, or raise that key if the model needs longer"
             )
-        elif isinstance(error, GkdError):
-            failure = error
         else:
-            failure = WeightSyncError(
-                f"weight channel, {phase}: {self._label(self.rank)} lost the connection or failed: "
-                f"{_flat(error)}{told}"
-            )
-        self.abandon(f"{phase}: {failure}")
+            failure = WeightSyncError(f"weight channel, {phase}: {own} failed: {_flat(error)}{told}")
+        self.abandon(str(failure))
         raise failure from error
 
     def abandon(self, reason: str) -> None:
-        """Close because of ``reason``, and tell the others."""
-        if self._dead is None:
-            try:
-                self._store.set(f"{self._round}/failed/{self.rank}", reason[:1000])
-            except dist.DistError:
-                pass  # the store's process is gone, and with it everybody who could read this
-            self.close(reason)
+        """Close because of ``reason``, and leave word of it at the present and the next meeting."""
+        if self._dead is not None:
+            return
+        self.close(reason)
+        with contextlib.suppress(dist.DistError):  # the store's process may be gone, with all who could read this
+            self._say(_FAILED + reason[:1000])
+            self._n_meetings += 1
+            self._say(_FAILED + reason[:1000])
 
     def _reports(self) -> str:
-        """What other ranks left word of."""
-        keys = {rank: f"{self._round}/failed/{rank}" for rank in range(self.world) if rank != self.rank}
-        try:
-            found = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._has(key)}
-        except dist.DistError:
-            return ""
-        return "; ".join(f"{self._label(rank)} reported: {text}" for rank, text in found.items())
+        """Why others have failed, as far as they left word."""
+        found: dict[str, str] = {}
+        for rank in range(self.world):
+            for meeting in (self._n_meetings, self._n_meetings + 1):
+                if rank != self.rank and self._has(key := _key(meeting, rank)):
+                    text = self._store.get(key).decode()
+                    if text.startswith(_FAILED):
+                        found[self._label(rank)] = text.removeprefix(_FAILED)
+        return "; ".join(f"{label} reported: {text}" for label, text in found.items())
 
     def check_alive(self) -> None:
         if self._dead is not None:
             raise WeightSyncError(f"this weight channel is closed ({self._dead}); connect a new one")
 
-    @property
-    def alive(self) -> bool:
-        return self._dead is None
-
-    def close(self, reason: str = "closed on request") -> None:
-        """Idempotent. The peers that wait for this end fail at once (gloo), or at their deadline (NCCL)."""
+    def close(self, reason: str = "on request") -> None:
+        """Idempotent. Peers that wait in a broadcast with this end fail, at the latest at their deadline."""
         if self._dead is None:
             self._dead = reason
         group, self._group = self._group, None
         if group is not None:
             group.abort()
 
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except dist.DistError:
+            return False  # the store's own process is gone
+
+    def _left(self) -> timedelta:
+        """At least a moment: to torch, a timeout of nothing means the default one."""
+        return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
+
     def _label(self, rank: int) -> str:
         return f"{self.labels[rank]} (channel rank {rank} of {self.world})"
+
+
+def _key(meeting: int, rank: int) -> str:
+    return f"{meeting}/{rank}"
 
 
 def _process_group(store: dist.Store, rank: int, world: int, device: torch.device, timeout_s: float) -> Any:
@@ -254,7 +215,7 @@ def _process_group(store: dist.Store, rank: int, world: int, device: torch.devic
         # NCCL's own watchdog would end the process; it must never be earlier than our deadline.
         nccl._timeout = timedelta(seconds=2 * timeout_s + 60)
         return dist.ProcessGroupNCCL(prefixed, rank, world, nccl)
-    gloo = dist.ProcessGroupGloo._Options()
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timedelta(seconds=timeout_s)
     assert isinstance(store, dist.TCPStore)
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address_towards(store.host))]
@@ -262,7 +223,7 @@ def _process_group(store: dist.Store, rank: int, world: int, device: torch.devic
 
 
 def _own_address_towards(host: str) -> str:
-    """The address of the interface that leads to ``host``; gloo's own choice (the host name's) need not be reachable."""
+    """The address of the interface that leads to ``host``; gloo's own choice, the host name's, may be unreachable."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # of a datagram socket: chooses the route and sends nothing

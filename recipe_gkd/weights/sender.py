@@ -23,8 +23,8 @@ def send_weights(
 ) -> TransferStats:
     """Send ``tensors``, in the order and with the shapes and dtypes of ``meta``, to every other rank of ``channel``.
 
-    Packing the next bucket overlaps with sending the last one, in two buffers. Returns when every receiver has confirmed
-    the checksum. Raises :class:`WeightSyncError` or :class:`DeadlineError`, and then the channel is closed.
+    Packing the next bucket overlaps with sending the last one, in two buffers. Returns when every receiver has
+    confirmed the checksum. Raises :class:`WeightSyncError` or :class:`DeadlineError`, and then the channel is closed.
     """
     channel.begin_update()
     name = f"weights v{version}"
@@ -37,7 +37,7 @@ def send_weights(
     except GkdError as error:
         channel.abandon(str(error))
         raise
-    except Exception as error:  # of the export, for example: the receivers must not wait for the rest of it
+    except Exception as error:  # noqa: BLE001 - of the export, say: the receivers must not wait for the rest of it
         channel.fail(f"{name}, export", error)
     return TransferStats(
         version=version,
@@ -50,9 +50,8 @@ def send_weights(
 
 def _agree(channel: Channel, own: str, name: str) -> None:
     """No byte is sent before every receiver is there and has planned the same buckets."""
-    different = {rank: theirs for rank, theirs in channel.collect("ready", f"{name}, begin").items() if theirs != own}
-    channel.announce("begin", own)
-    if different:
+    heard = channel.meet(f"{name}, begin", own)
+    if different := {rank: theirs for rank, theirs in heard.items() if theirs != own}:
         who = ", ".join(f"{channel.labels[rank]} has {theirs}" for rank, theirs in different.items())
         raise WeightSyncError(
             f"{name}, begin: the sender has plan {own}, but {who}; all must be given the same version, "
@@ -68,13 +67,15 @@ def _send_buckets(
     buffers = [torch.empty(size, dtype=torch.uint8, device=channel.device) for _ in buckets[:2]]
     in_flight: tuple[dist.Work, str] | None = None
     for i, bucket in enumerate(buckets):
+        phase = f"{name}, bucket {i + 1} of {len(buckets)}"
         buffer_U = buffers[i % 2][: bucket.n_bytes]
         for slot in bucket.slots:
             pack(slot, _next_tensor(tensors, slot.name), buffer_U)
         checksum.add(buffer_U)
         if in_flight:
             channel.finish(*in_flight)
-        in_flight = channel.broadcast(buffer_U), f"{name}, bucket {i + 1} of {len(buckets)}"
+        channel.meet(phase)
+        in_flight = channel.broadcast(buffer_U), phase
     if in_flight:
         channel.finish(*in_flight)
     if (extra := next(tensors, None)) is not None:
@@ -92,12 +93,7 @@ def _next_tensor(tensors: Iterator[tuple[str, torch.Tensor]], expected: str) -> 
 
 
 def _confirm(channel: Channel, checksum: str, name: str) -> None:
-    channel.announce("checksum", checksum)
-    different = {
-        rank: theirs
-        for rank, theirs in channel.collect("received all", f"{name}, confirm").items()
-        if theirs != checksum
-    }
-    if different:
+    heard = channel.meet(f"{name}, confirm", checksum)
+    if different := {rank: theirs for rank, theirs in heard.items() if theirs != checksum}:
         who = ", ".join(f"{channel.labels[rank]} has {theirs}" for rank, theirs in different.items())
         raise WeightSyncError(f"{name}, confirm: checksum {checksum} was sent, but {who}; the update is void")

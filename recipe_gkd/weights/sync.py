@@ -112,10 +112,10 @@ class WeightSync:
             version, stats.megabytes, done - started, stats.megabytes / (done - started), len(self._rollouts),
         )  # fmt: skip
         return {
-            "timing/sync_weights": done - started,
-            "timing/sync_weights/begin": quiet - started,
-            "timing/sync_weights/transfer": transferred - quiet,
-            "timing/sync_weights/commit": done - transferred,
+            "timing/sync_rollout_weights": done - started,
+            "timing/sync_rollout_weights_begin": quiet - started,
+            "timing/sync_rollout_weights_transfer": transferred - quiet,
+            "timing/sync_rollout_weights_commit": done - transferred,
             "weights/version": float(version),
             "weights/megabytes": stats.megabytes,
             "weights/mb_per_s": stats.mb_per_s,

@@ -38,6 +38,7 @@ _ENVIRONMENT = {
     "VLLM_PLUGINS": "",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # for the ranks of TP_SIZE > 1, which are processes of their own
 }
 _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -146,7 +147,7 @@ class VllmEngine:
             "max_logprobs": self._k,
         }
         # vLLM's own rule says what the model can do, and refuses a longer wish ...
-        wish = {"max_model_len": config.max_model_len} if config.max_model_len else {}
+        wish: dict[str, Any] = {"max_model_len": config.max_model_len} if config.max_model_len else {}
         max_model_len = EngineArgs(**common, **wish).create_model_config().max_model_len
         # ... but it also wants room for one generated token, which is never fed back: its position is not computed.
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"

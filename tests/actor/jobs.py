@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipe_gkd.actor.parallel import leave_parallel
 from recipe_gkd.config import Config
 from recipe_gkd.errors import GkdError
 from recipe_gkd.samples import Sample
-from tests.actor.tiny import exported, packed_logits, started, update
+from tests.actor.tiny import exported, packed_logits, started, transformers_logits, update
 
 
 def train(
@@ -20,7 +21,7 @@ def train(
     """Logits before, metrics of an update on each batch, weights after, and the announced names and shapes."""
     with started(rank, world_size, port, config) as actor:
         logits = packed_logits(actor, [s for s in batches[0] if len(s.answer.ids)]) if batches else None
-        metrics = [update(actor, batch) for batch in batches]
+        metrics = [update(actor, batch, step) for step, batch in enumerate(batches)]
         return logits, metrics, exported(actor), actor.weights_meta()
 
 
@@ -29,9 +30,9 @@ def train_and_save(
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Update, save; then a second update, whose result a resumed run must repeat."""
     with started(rank, world_size, port, config) as actor:
-        update(actor, first)
+        update(actor, first, 0)
         actor.save_checkpoint(path)
-        metrics = update(actor, second)
+        metrics = update(actor, second, 1)
         actor.finish_saves()
         return metrics, exported(actor)
 
@@ -40,32 +41,59 @@ def resume_and_train(
     rank: int, world_size: int, port: int, config: Config, path: Path, batch: list[Sample]
 ) -> tuple[int, dict[str, float], dict[str, Tensor]]:
     with started(rank, world_size, port, config) as actor:
-        actor.load_checkpoint(path)
-        return actor.step, update(actor, batch), exported(actor)
+        step = actor.load_checkpoint(path)
+        return step, update(actor, batch, 1), exported(actor)
 
 
-def refused(rank: int, world_size: int, port: int, config: Config, batch: list[Sample]) -> tuple[str, bool, bool]:
+POISONED_TOKEN = 95
+
+
+def refused(
+    rank: int, world_size: int, port: int, config: Config, batch: list[Sample], poison: bool
+) -> tuple[str, bool, bool]:
     """The error of an update that must fail, whether the weights stayed, and whether a good update works after it."""
     good = [sample for sample in batch if sample.prompt.uid < 100]
     with started(rank, world_size, port, config) as actor:
+        if poison and actor.layout.pp_rank == 0:
+            actor._chunks[0].embedding.word_embeddings.weight.data[POISONED_TOKEN] = torch.inf
         before = [p.detach().clone() for chunk in actor._chunks for p in chunk.parameters()]
         try:
-            update(actor, batch)
+            update(actor, batch, 3)
             message = ""
         except GkdError as error:
             message = f"{type(error).__name__}: {error}"
         after = [p for chunk in actor._chunks for p in chunk.parameters()]
         same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        return message, same, update(actor, good)["actor/kl_loss"] > 0
+        return message, same, 0 < update(actor, good, 3)["actor/kl_loss"] < 10
 
 
-def fails_to_start(rank: int, world_size: int, port: int, config: Config) -> str:
+def fails_to_start(rank: int, world_size: int, port: int, config: Config, of_ranks: int) -> str:
+    """The error of rank 0 of ``of_ranks``, which it must find before it waits for the others."""
     try:
-        with started(rank, world_size, port, config):
+        with started(rank, of_ranks, port, config):
             return ""
     except GkdError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        from recipe_gkd.actor.parallel import leave_parallel
-
         leave_parallel()
+
+
+def resume_fails(rank: int, world_size: int, port: int, config: Config, path: Path) -> str:
+    with started(rank, world_size, port, config) as actor:
+        try:
+            actor.load_checkpoint(path)
+        except GkdError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+def save_hf(rank: int, world_size: int, port: int, config: Config, batch: list[Sample], path: Path) -> Tensor | None:
+    """Train, save a Hugging Face folder, and return the actor's own logits after that."""
+    with started(rank, world_size, port, config) as actor:
+        update(actor, batch)
+        actor.save_hf(path)
+        return packed_logits(actor, [sample for sample in batch if len(sample.answer.ids)])
+
+
+def transformers_rows(model: Any, batch: list[Sample]) -> Tensor:
+    return transformers_logits(model, [sample for sample in batch if len(sample.answer.ids)])

@@ -9,10 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
+from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from recipe_gkd.actor.microbatch import shard_batch
+from recipe_gkd.actor import cpu_compat
+from recipe_gkd.actor.megatron_actor import MegatronActor
+from recipe_gkd.actor.microbatch import pack, shard_batch
+from recipe_gkd.actor.parallel import leave_parallel
+from recipe_gkd.actor.step import run_micro_batches
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
 
@@ -74,11 +80,11 @@ def make_sample(uid: int, prompt: Any, answer: Any, logps_TK: Any, ids_TK: Any) 
     )  # fmt: skip
 
 
-def make_config(folder: Path, *overrides: str) -> Config:
+def make_config(folder: Path, *overrides: str, ranks: int = 1) -> Config:
     return load_config(
         "on_policy_distill_trainer",
         [
-            "data.train_files=none.parquet", f"{MODEL}={folder}", "trainer.device=cpu",
+            "data.train_files=none.parquet", f"trainer.n_gpus_per_node={ranks}", f"{MODEL}={folder}", "trainer.device=cpu",
             "actor_rollout_ref.nccl_timeout=60", f"{MEGATRON}.dtype=float32", f"{ACTOR}.optim.lr=0.01",
             f"{ACTOR}.optim.betas=[0.9,0.95]", f"{ACTOR}.optim.weight_decay=0.05", f"{ACTOR}.optim.clip_grad=0.5",
             f"{ACTOR}.max_token_len=64", f"{ACTOR}.timeout_s=60", *overrides,
@@ -89,8 +95,6 @@ def make_config(folder: Path, *overrides: str) -> Config:
 @contextmanager
 def started(rank: int, world_size: int, port: int, config: Config, total_steps: int = 10) -> Iterator[Any]:
     """An actor that has been set up, and leaves its group at the end."""
-    from recipe_gkd.actor.megatron_actor import MegatronActor
-
     actor = MegatronActor(
         config, total_steps=total_steps, rank=rank, world_size=world_size, local_rank=rank,
         master_addr="127.0.0.1", master_port=port, device="cpu",
@@ -99,15 +103,13 @@ def started(rank: int, world_size: int, port: int, config: Config, total_steps: 
     try:
         yield actor
     finally:
-        from recipe_gkd.actor.parallel import leave_parallel
-
         leave_parallel()
 
 
-def update(actor: Any, samples: Sequence[Sample]) -> dict[str, float]:
+def update(actor: Any, samples: Sequence[Sample], step: int = 0) -> dict[str, float]:
     """What the driver does: every rank gets the shard of its data-parallel rank."""
     shards = shard_batch(samples, actor.placement["dp_size"])
-    return actor.update(shards[actor.placement["dp_rank"]])
+    return actor.update(shards[actor.placement["dp_rank"]], step)
 
 
 def exported(actor: Any) -> dict[str, Tensor]:
@@ -117,13 +119,6 @@ def exported(actor: Any) -> dict[str, Tensor]:
 
 def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
     """[N, V] logits of one packed row of all samples, where this rank is on the last stage; None elsewhere."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state as mpu
-
-    from recipe_gkd.actor import cpu_compat
-    from recipe_gkd.actor.microbatch import pack
-    from recipe_gkd.actor.step import run_micro_batches
-
     def capture(logits_NW: Tensor, batch: Any) -> Any:
         parts = [torch.empty_like(logits_NW) for _ in range(actor.layout.tp_size)]
         dist.all_gather(parts, logits_NW.contiguous(), group=mpu.get_tensor_model_parallel_group())

@@ -27,18 +27,20 @@ def _step(step: int, **more: float) -> dict[str, Any]:
     } | more
 
 
+STAGES = [{"stage": "set-up", "seconds": 130}, {"stage": "distillation", "seconds": 90}]
 EVALUATIONS = {"teacher": _evaluation(0.99), "before": _evaluation(0.2), "after": _evaluation(0.95)}
 
 
 def test_report_sums_up_a_run() -> None:
     metrics = [_step(1), _step(2, **{"timing/gen": 0.75})]
-    report = build_report(**EVALUATIONS, metrics=metrics, prepared={"teacher": {"steps": 9}}, versions={"torch": "1"})
+    report = build_report(**EVALUATIONS, metrics=metrics, stages=STAGES, prepared={"teacher": {"steps": 9}}, versions={"torch": "1"})
     assert report["accuracy"] == {"teacher": 0.99, "student_before": 0.2, "student_after": 0.95}
     assert (report["steps"], report["tokens"], report["problems"]) == (2, 2000, 200)
     assert report["kl_loss"] == {"first": 1.0, "last": 0.5}
     assert report["staleness"] == {"mean": 0.75, "max": 2.0}
     assert report["seconds"] == {"gen": {"total": 1.0, "mean": 0.5}, "update_actor": {"total": 1.0, "mean": 0.5}}
     assert report["prepared"] == {"teacher": {"steps": 9}}
+    assert report["stages"] == {"set-up": 130, "distillation": 90}
     table = render(report)
     for shown in ("99.0%", "20.0%", "95.0%", "2,000", "1.000  0.500", "0.75  2", "update_actor"):
         assert shown in table
@@ -46,13 +48,13 @@ def test_report_sums_up_a_run() -> None:
 
 def test_a_resumed_run_counts_no_step_twice() -> None:
     metrics = [_step(1), _step(2), _step(2, **{"actor/kl_loss": 0.1}), {"training/global_step": 2, "val/accuracy": 1.0}]
-    report = build_report(**EVALUATIONS, metrics=metrics, prepared={}, versions={})
+    report = build_report(**EVALUATIONS, metrics=metrics, stages=[], prepared={}, versions={})
     assert (report["steps"], report["tokens"]) == (2, 2000)
     assert report["kl_loss"]["last"] == 0.1
 
 
 def test_what_was_not_recorded_is_null_and_said_so() -> None:
-    report = build_report(**EVALUATIONS, metrics=[{"training/global_step": 1}], prepared={}, versions={})
+    report = build_report(**EVALUATIONS, metrics=[{"training/global_step": 1}], stages=[], prepared={}, versions={})
     assert report["tokens"] is report["kl_loss"] is report["staleness"]["mean"] is None
     assert report["seconds"] == {}
     assert "not recorded" in render(report)
@@ -61,12 +63,12 @@ def test_what_was_not_recorded_is_null_and_said_so() -> None:
 @pytest.mark.parametrize("metrics", [[], [{"actor/kl_loss": 1.0}]])
 def test_metrics_without_a_step_are_refused(metrics: list[dict[str, Any]]) -> None:
     with pytest.raises(DataError):
-        build_report(**EVALUATIONS, metrics=metrics, prepared={}, versions={})
+        build_report(**EVALUATIONS, metrics=metrics, stages=[], prepared={}, versions={})
 
 
 def test_evaluations_of_different_problems_are_refused() -> None:
     with pytest.raises(DataError, match="same --data and --limit"):
-        build_report(**EVALUATIONS | {"after": _evaluation(0.9, n=100)}, metrics=[_step(1)], prepared={}, versions={})
+        build_report(**EVALUATIONS | {"after": _evaluation(0.9, n=100)}, metrics=[_step(1)], stages=[], prepared={}, versions={})
 
 
 def test_a_cut_metrics_line_is_named(tmp_path: Path) -> None:
@@ -82,6 +84,8 @@ def test_command_writes_json_and_prints_the_table(tmp_path: Path, capsys: pytest
         str(tmp_path),
         "--metrics",
         str(tmp_path / "m.jsonl"),
+        "--stages",
+        str(tmp_path / "s.jsonl"),
         "--out",
         str(tmp_path / "o" / "r.json"),
     ]
@@ -89,6 +93,7 @@ def test_command_writes_json_and_prints_the_table(tmp_path: Path, capsys: pytest
         (tmp_path / f"{name}.json").write_text(json.dumps(evaluation))
         arguments += [f"--{name}", str(tmp_path / f"{name}.json")]
     (tmp_path / "m.jsonl").write_text(json.dumps(_step(1)) + "\n")
+    (tmp_path / "s.jsonl").write_text(json.dumps(STAGES[0]) + "\n")
     assert main(arguments) == 1
     assert "made.json" in capsys.readouterr().err
     for name in ("data", "teacher", "student"):

@@ -71,6 +71,18 @@ def run_script(name: str, *flags: str, timeout_s: float = 120.0) -> subprocess.C
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
+def processes_of(run_dir: Path) -> list[int]:
+    """Pids of live processes whose command line names the run folder."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(run_dir).encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue  # ended meanwhile
+    return found
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen2 with two layers, 96 tokens and a character tokenizer, in float32."""
@@ -88,7 +100,7 @@ def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=MAX_MODEL_LEN,
-        initializer_range=0.3,  # large enough that the distributions are far from uniform
+        initializer_range=0.1,  # distributions far from uniform, logits small enough for 1e-5 in float32
         tie_word_embeddings=False,
         eos_token_id=1,
         pad_token_id=0,
@@ -107,6 +119,7 @@ def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @dataclass(frozen=True)
 class Service:
     port: int
+    backend_port: int
     run_dir: Path
     ckpt_path: Path
 
@@ -114,16 +127,17 @@ class Service:
 @pytest.fixture(scope="session")
 def service(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A real service that scores whole distributions: K = vocabulary size."""
-    run_dir, port = tmp_path_factory.mktemp("teacher_service"), free_port()
+    run_dir, port, backend_port = tmp_path_factory.mktemp("teacher_service"), free_port(), free_port()
     started = run_script(
         "start_server.sh",
         *("--ckpt-path", str(tiny_qwen2), "--run-dir", str(run_dir), "--dtype", "float32", "--logits-mib", "1"),
         *("--n-logprobs", str(VOCAB_SIZE), "--kv-cache-mib", "16", "--start-timeout-s", "90"),
-        *("--proxy-frontend-port", str(port), "--proxy-backend-port", str(free_port())),
+        *("--proxy-frontend-port", str(port), "--proxy-backend-port", str(backend_port)),
     )
     try:
         assert started.returncode == 0, started.stdout + started.stderr
-        yield Service(port, run_dir, tiny_qwen2)
+        yield Service(port, backend_port, run_dir, tiny_qwen2)
     finally:
         stopped = run_script("stop_server.sh", "--run-dir", str(run_dir))
         assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+        assert processes_of(run_dir) == [] and "killing" not in stopped.stderr

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 from conftest import StopFlag
 
-from teacher.errors import TeacherRequestError
+from teacher.errors import TeacherError, TeacherRequestError
 from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
 from teacher.worker import Worker
 
@@ -25,7 +25,7 @@ def expected_answer(sequence: TeacherSequence) -> TeacherAnswer:
 
 
 class FakeEngine:
-    """Scores when `gate` is open, newest sequence first, so that answers come out of order. Token 99 breaks the engine."""
+    """Scores while `gate` is open, newest sequence first: answers come out of order. Token 99 breaks the engine."""
 
     def __init__(self, info: ModelInfo = INFO, capacity_tokens: int = 1000) -> None:
         self.info, self.capacity_tokens = info, capacity_tokens
@@ -51,7 +51,8 @@ class FakeEngine:
         return bool(self._waiting)
 
     def step(self) -> list[tuple[int, TeacherAnswer]]:
-        assert self.gate.wait(timeout=20)
+        if not self.gate.wait(timeout=0.01):
+            return []
         key, sequence = self._waiting.popitem()
         if 99 in sequence.token_ids:
             raise RuntimeError("the device fell off the bus")
@@ -66,8 +67,9 @@ class RunningWorker:
     """A worker in a thread; `error` is what its `run` raised."""
 
     def __init__(self, backend_port: int, engine: FakeEngine) -> None:
-        self.engine, self.error = engine, None
-        self.registered = threading.Event()
+        self.engine = engine
+        self.error: BaseException | None = None
+        self.settled = threading.Event()  # registered, or ended
         self._stop = StopFlag()
         self._worker = Worker(engine, backend_port=backend_port)
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -75,12 +77,13 @@ class RunningWorker:
 
     def _run(self) -> None:
         try:
-            self._worker.run(self._stop, register_timeout_s=10, on_registered=self.registered.set)
-        except Exception as error:  # kept for the test to look at
+            self._worker.run(self._stop, register_timeout_s=10, on_registered=self.settled.set)
+        except (RuntimeError, TeacherError) as error:
             self.error = error
+        finally:
+            self.settled.set()
 
     def stop(self) -> None:
-        self.engine.gate.set()
         self._stop.set()
         self.thread.join(timeout=10)
         assert not self.thread.is_alive()
@@ -91,7 +94,7 @@ class RunningWorker:
 def running_worker(backend_port: int, engine: FakeEngine | None = None) -> Iterator[RunningWorker]:
     worker = RunningWorker(backend_port, engine or FakeEngine())
     try:
-        assert worker.registered.wait(timeout=10) or worker.error
+        assert worker.settled.wait(timeout=10)
         yield worker
     finally:
         worker.stop()

@@ -159,7 +159,7 @@ def absurd_messages() -> list[list[bytes]]:
         [b"\x80\x04\x95"],
         [pickle.dumps({"kind": "score"})],
         score[:-1],
-        score + [b"more"],
+        [*score, b"more"],
         score[:1] + [b""] * 3,
         [*score[:1]] * (LIMITS.frames + 5),
         with_header(score, kind="nonsense"),
@@ -191,7 +191,7 @@ def absurd_messages() -> list[list[bytes]]:
         with_header(valid_messages()[5], info={**MODEL, "vocab_size": "9"}),
         with_header(valid_messages()[5], info={**MODEL, "extra": 1}),
         with_header(valid_messages()[7], reason="x" * (LIMITS.text_chars + 1)),
-        with_header(valid_messages()[0], arrays=[["i4", 4]]) + [ids],
+        [*with_header(valid_messages()[0], arrays=[["i4", 4]]), ids],
     ]
 
 

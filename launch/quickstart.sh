@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Watch a small student learn from a teacher on this machine: Megatron-core, vLLM, Ray and a ZeroMQ teacher, on the CPU.
+#
+#   bash launch/quickstart.sh [--fresh] [key=value ...]
+#
+# Sets up .venv, makes an arithmetic task with a trained teacher and a half-trained student, starts the teacher, distils,
+# evaluates, prints a table and writes outputs/quickstart/report.json. What is done already is not done again.
+#
+#   --fresh       forget what was made before under outputs/quickstart (.venv stays)
+#   key=value     any key of `python -m recipe_gkd.config`, such as trainer.scheduler=two_step_off; each set of them is a
+#                 run of its own under outputs/quickstart/runs/
+#
+# Environment: QUICKSTART_DIR (outputs/quickstart), PROXY_FRONTEND_PORT (15555), PROXY_BACKEND_PORT (15556), N_WORKERS (1).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+fresh=0 overrides=()
+for argument in "$@"; do
+  case "$argument" in
+    -h|--help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
+    --fresh) fresh=1 ;;
+    *=*) overrides+=("$argument") ;;
+    *) echo "quickstart.sh: unknown argument $argument (see --help)" >&2; exit 2 ;;
+  esac
+done
+
+export QUICKSTART_DIR=${QUICKSTART_DIR:-outputs/quickstart} OMP_NUM_THREADS=1
+export PROXY_FRONTEND_PORT=${PROXY_FRONTEND_PORT:-15555} PROXY_BACKEND_PORT=${PROXY_BACKEND_PORT:-15556}
+python=.venv/bin/python
+name=default
+if [ ${#overrides[@]} -gt 0 ]; then name=$(printf '%s,' "${overrides[@]}" | sed 's/,$//' | tr -c 'A-Za-z0-9=._,-' '_' | cut -c1-100); fi
+run=$QUICKSTART_DIR/runs/$name
+teacher_dir=$QUICKSTART_DIR/teacher_service
+stages=$QUICKSTART_DIR/stages.jsonl
+
+stage() { # stage NAME command...: run it, say how long it took, and note that for the report
+  local stage=$1 began=$SECONDS; shift
+  printf '\n== %s\n' "$stage"
+  "$@"
+  printf '{"stage": "%s", "seconds": %d}\n' "$stage" $((SECONDS - began)) >> "$stages"
+}
+
+stop_teacher() { [ ! -d "$teacher_dir" ] || bash teacher/stop_server.sh --run-dir "$teacher_dir" >/dev/null; }
+
+start_teacher() {
+  CKPT_PATH=$QUICKSTART_DIR/teacher RUN_DIR=$teacher_dir N_LOGPROBS=16 DTYPE=float32 MAX_MODEL_LEN=64 \
+    bash teacher/start_server.sh
+}
+
+evaluate() { # evaluate FOLDER JSON: skipped if it was done after the model was made
+  [ "$2" -nt "$1/config.json" ] || "$python" -m recipe_gkd.quickstart.evaluate --model "$1" \
+    --data "$QUICKSTART_DIR/data/held_out.parquet" --json "$2"
+}
+
+evaluate_before() { evaluate "$QUICKSTART_DIR/teacher" "$QUICKSTART_DIR/teacher.json"; evaluate "$QUICKSTART_DIR/student" "$QUICKSTART_DIR/student_before.json"; }
+
+[ $fresh = 0 ] || rm -rf "$QUICKSTART_DIR"
+mkdir -p "$run"
+: > "$stages"
+stage "set-up" bash launch/setup.sh
+stage "task, teacher and student" "$python" -m recipe_gkd.quickstart.prepare --out "$QUICKSTART_DIR"
+trap stop_teacher EXIT
+stage "teacher service" start_teacher
+stage "evaluation before" evaluate_before
+stage "distillation" "$python" -m recipe_gkd.main_gkd --config-name quickstart "trainer.experiment_name='$name'" \
+  actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT" "${overrides[@]}"
+student=$run/global_step_$(cat "$run/latest_checkpointed_iteration.txt")/actor/huggingface
+stage "evaluation after" evaluate "$student" "$run/student_after.json"
+"$python" -m recipe_gkd.quickstart.report --prepared "$QUICKSTART_DIR" --teacher "$QUICKSTART_DIR/teacher.json" \
+  --before "$QUICKSTART_DIR/student_before.json" --after "$run/student_after.json" --metrics "$run/metrics.jsonl" \
+  --stages "$stages" --out "$run/report.json"
+cp "$run/report.json" "$QUICKSTART_DIR/report.json"
+printf '\nreport:           %s\nmetrics:          %s (TensorBoard: %s)\ntrained student:  %s\n' \
+  "$QUICKSTART_DIR/report.json" "$run/metrics.jsonl" "$run/tensorboard" "$student"

@@ -1,0 +1,85 @@
+"""Start the workers of both pools at the same time, connect them, and end them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from recipe_gkd.actor.ray_worker import ActorWorker
+from recipe_gkd.config import Config
+from recipe_gkd.groups import WorkerGroup
+from recipe_gkd.pools import check_devices, create_pools, pool_specs
+from recipe_gkd.rollout.environment import worker_environment
+from recipe_gkd.rollout.ray_worker import RolloutWorker
+from recipe_gkd.weights.sync import WeightSync
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_S = 10.0
+"""What workers have to close themselves before they are killed."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Both pools, ready to work."""
+
+    actors: WorkerGroup
+    rollouts: WorkerGroup
+    weights: WeightSync
+    dp_size: int
+    dp_ranks: list[int]
+    """Of each actor rank."""
+
+
+@asynccontextmanager
+async def start_workers(config: Config, device: str, total_steps: int) -> AsyncIterator[Workers]:
+    """Reserve the pools, start every worker, connect actor and rollout; on leaving, end all their processes.
+
+    Raises :class:`ResourceError` before anything is started if the cluster is too small, and a worker's own error as
+    soon as one fails to start.
+    """
+    timeout_s = config.trainer.startup_timeout_s
+    actor_pool, rollout_pool = create_pools(pool_specs(config, device), timeout_s=timeout_s)
+    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    n_actors = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    n_rollouts = config.rollout.nnodes * config.rollout.n_gpus_per_node // tp
+    actors = WorkerGroup("actor", actor_pool.spawn(
+        ActorWorker,
+        [dict(config=config, total_steps=total_steps, rank=rank, world_size=n_actors, device=device)
+         for rank in range(n_actors)],
+        env={"OMP_NUM_THREADS": "1"} if device == "cpu" else {}))
+    rollouts = WorkerGroup("rollout", rollout_pool.spawn(
+        RolloutWorker, [dict(config=config, rank=rank, device=device) for rank in range(n_rollouts)],
+        slots=tp, env=worker_environment(device)))
+    try:
+        async with asyncio.TaskGroup() as both:
+            actor_setup = both.create_task(_set_up_actors(actors, timeout_s))
+            rollout_setup = both.create_task(rollouts.call("setup", timeout_s=timeout_s, phase="start"))
+        reports = {group.label(rank): report for group, task in ((actors, actor_setup), (rollouts, rollout_setup))
+                   for rank, report in enumerate(task.result())}
+        _log_placement(reports)
+        check_devices(reports)
+        bucket_bytes = int(config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * (1 << 20))
+        weights = WeightSync(actors, rollouts, tensor_parallel_size=tp, bucket_bytes=bucket_bytes,
+                             timeout_s=config.actor_rollout_ref.nccl_timeout)
+        layout = actor_setup.result()
+        yield Workers(actors, rollouts, weights, layout[0]["dp_size"], [report["dp_rank"] for report in layout])
+    finally:
+        await asyncio.gather(actors.stop(timeout_s=SHUTDOWN_S), rollouts.stop(timeout_s=SHUTDOWN_S))
+        actor_pool.release()
+        rollout_pool.release()
+
+
+async def _set_up_actors(actors: WorkerGroup, timeout_s: float) -> list[dict[str, Any]]:
+    address = await actors.call_one(0, "rendezvous", timeout_s=timeout_s, phase="start")
+    return await actors.call("setup", *address, timeout_s=timeout_s, phase="start")
+
+
+def _log_placement(reports: dict[str, dict[str, Any]]) -> None:
+    for label, report in reports.items():
+        log.info("%s: %s on node %s, process %d, ready in %.1f s", label, report["device"], report["node"], report["pid"],
+                 report["seconds"])

@@ -1,0 +1,84 @@
+"""A resumed run goes on as if it had not been interrupted; what does not fit is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.actor import jobs
+from tests.actor.test_layouts import PLAIN_OPTIMIZER, PP2, SP, TP2, VPP2
+from tests.actor.tiny import ACTOR, MEGATRON, VOCAB, make_config, make_samples
+from tests.worker_pool import WorkerPool
+
+pytestmark = pytest.mark.timeout(150)
+
+FIRST, SECOND = make_samples(6), make_samples(6, seed=1)
+ASYNC, BF16 = f"{ACTOR}.checkpoint.async_save=true", f"{MEGATRON}.dtype=bfloat16"
+DECAY = f"{ACTOR}.optim.lr_decay_style=linear"
+
+
+@pytest.mark.parametrize(
+    ("saved", "ranks", "resumed", "ranks_then", "exactly"),
+    [
+        pytest.param([TP2, SP], 2, [TP2, SP], 2, True, id="tensor 2"),
+        pytest.param([TP2, SP], 2, [], 1, False, id="tensor 2 to 1"),
+        pytest.param([ASYNC], 2, [PP2], 2, False, id="data 2 in the background to pipeline 2"),
+        pytest.param([PP2], 2, [], 1, False, id="pipeline 2 to 1"),
+        pytest.param([PP2, VPP2], 2, [PP2, VPP2], 2, True, id="interleaved pipeline"),
+        pytest.param([BF16, ASYNC], 2, [BF16], 2, True, id="bfloat16 in the background, data 2"),
+        pytest.param([PLAIN_OPTIMIZER, TP2], 2, [PLAIN_OPTIMIZER], 1, False, id="plain optimiser, tensor 2 to 1"),
+    ],
+)
+def test_resumed_run_takes_the_same_next_step(
+    saved: list[str], ranks: int, resumed: list[str], ranks_then: int, exactly: bool,
+    pool: WorkerPool, folders: dict[str, Path], tmp_path: Path,
+) -> None:  # fmt: skip
+    config = make_config(folders["qwen2"], DECAY, *saved, ranks=ranks)
+    want_metrics, want_weights = pool.run(ranks, jobs.train_and_save, config, FIRST, SECOND, tmp_path / "ckpt")[0]
+    config = make_config(folders["qwen2"], DECAY, *resumed, ranks=ranks_then)
+    step, metrics, weights = pool.run(ranks_then, jobs.resume_and_train, config, tmp_path / "ckpt", SECOND)[0]
+    assert step == 1
+    for key in ("actor/kl_loss", "actor/grad_norm", "actor/lr"):
+        assert metrics[key] == (want_metrics[key] if exactly else pytest.approx(want_metrics[key], rel=1e-5)), key
+    for name, tensor in weights.items():
+        if exactly:
+            assert torch.equal(tensor, want_weights[name]), name
+        elif not name.endswith("k_proj.bias"):  # whose gradient is rounding noise
+            assert (tensor - want_weights[name]).abs().mean() < 2e-6, name
+
+
+def test_checkpoints_that_do_not_fit_are_refused(pool: WorkerPool, folders: dict[str, Path], tmp_path: Path) -> None:
+    config = make_config(folders["qwen2"], f"{ACTOR}.checkpoint.save_contents=[model,extra]",
+                         f"{ACTOR}.checkpoint.load_contents=[model,extra]")  # fmt: skip
+    pool.run(1, jobs.train_and_save, config, FIRST, SECOND, tmp_path / "weights_only")
+    step, _, _ = pool.run(1, jobs.resume_and_train, config, tmp_path / "weights_only", SECOND)[0]
+    assert step == 1
+
+    def message(path: str, kind: str) -> str:
+        return pool.run(1, jobs.resume_fails, make_config(folders[kind]), tmp_path / path)[0]
+
+    assert "is no complete checkpoint of the actor" in message("nowhere", "qwen2")
+    assert "has no optimizer, only model, extra" in message("weights_only", "qwen2")
+    assert "is a checkpoint of another model (family: qwen2 there, llama here" in message("weights_only", "llama")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "overrides"),
+    [("qwen2", 2, [TP2]), ("qwen2_untied", 2, [PP2, BF16]), ("qwen3", 1, []), ("llama", 4, [TP2, PP2])],
+)
+def test_saved_folder_loads_in_transformers_with_the_logits_of_the_actor(
+    kind: str, ranks: int, overrides: list[str], pool: WorkerPool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "deep" / "saved"
+    config = make_config(folders[kind], *overrides, ranks=ranks)
+    logits = next(x for x in pool.run(ranks, jobs.save_hf, config, FIRST, path) if x is not None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    bf16 = BF16 in overrides
+    assert model.dtype == (torch.bfloat16 if bf16 else torch.float32)
+    assert model.config.vocab_size == VOCAB and (path / "tokenizer.json").is_file()
+    assert (path / "generation_config.json").read_text() == '{"max_new_tokens": 7}'
+    want = jobs.transformers_rows(model, FIRST).float()
+    torch.testing.assert_close(logits[: len(want)].float(), want, rtol=0, atol=0.1 if bf16 else 1e-5)

@@ -1,0 +1,113 @@
+"""On any layout and any division into micro-batches, training is what a plain program does."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.actor import jobs
+from tests.actor.reference import reference_training
+from tests.actor.tiny import ACTOR, MEGATRON, make_config, make_samples, transformers_logits
+from tests.worker_pool import WorkerPool
+
+pytestmark = pytest.mark.timeout(150)
+
+BATCHES = [make_samples(9), make_samples(9, seed=1)]
+TP2, PP2 = f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.pipeline_model_parallel_size=2"
+SP, VPP2 = f"{MEGATRON}.sequence_parallel=true", f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"
+PLAIN_OPTIMIZER = f"{MEGATRON}.use_distributed_optimizer=false"
+BY_SAMPLES = f"{ACTOR}.use_dynamic_bsz=false"
+RECOMPUTE = [
+    f"{MEGATRON}.override_transformer_config.recompute_{key}"
+    for key in ("granularity=full", "method=uniform", "num_layers=1")
+]
+
+LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
+    "one process": ("qwen2", 1, []),
+    "one process, plain optimiser": ("qwen2", 1, [PLAIN_OPTIMIZER]),
+    "micro-batches of 1": ("qwen2", 1, [BY_SAMPLES, f"{ACTOR}.micro_batch_size=1"]),
+    "micro-batches of 2": ("qwen2", 1, [BY_SAMPLES, f"{ACTOR}.micro_batch_size=2"]),
+    "micro-batches of 7": ("qwen2", 1, [BY_SAMPLES, f"{ACTOR}.micro_batch_size=7"]),
+    "recomputed activations": ("qwen2", 1, RECOMPUTE),
+    "untied": ("qwen2_untied", 1, []),
+    "qwen3": ("qwen3", 1, []),
+    "tensor 2": ("qwen2", 2, [TP2]),
+    "tensor 2, sequence parallel": ("qwen2", 2, [TP2, SP]),
+    "tensor 2, sequence parallel, qwen3": ("qwen3", 2, [TP2, SP]),
+    "tensor 2, llama": ("llama", 2, [TP2]),
+    "pipeline 2": ("qwen2", 2, [PP2]),
+    "pipeline 2, untied": ("qwen2_untied", 2, [PP2]),
+    "pipeline 2, interleaved": ("qwen2", 2, [PP2, VPP2]),
+    "data 2": ("qwen2", 2, []),
+    "data 2, plain optimiser, micro-batches of 2": ("qwen2", 2, [PLAIN_OPTIMIZER, BY_SAMPLES, f"{ACTOR}.micro_batch_size=2"]),
+    "tensor 2 x pipeline 2, sequence parallel": ("qwen2", 4, [TP2, PP2, SP]),
+    "tensor 2 x data 2": ("qwen2_untied", 4, [TP2]),
+}  # fmt: skip
+
+
+@cache
+def reference(folder: Path) -> tuple[list[dict[str, float]], dict[str, Tensor], Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    logits = transformers_logits(model, [sample for sample in BATCHES[0] if len(sample.answer.ids)])
+    return *reference_training(folder, BATCHES), logits
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_trains_as_a_plain_program_does(name: str, pool: WorkerPool, folders: dict[str, Path]) -> None:
+    kind, ranks, overrides = LAYOUTS[name]
+    want_metrics, want_weights, want_logits = reference(folders[kind])
+    results = pool.run(ranks, jobs.train, make_config(folders[kind], *overrides, ranks=ranks), BATCHES)
+
+    last_stages = [logits for logits, *_ in results if logits is not None]
+    assert last_stages
+    for logits in last_stages:
+        torch.testing.assert_close(logits[: len(want_logits)], want_logits, rtol=0, atol=1e-5)
+    for _, metrics, _, _ in results:
+        assert_metrics(metrics, want_metrics)
+    _, _, weights, meta = results[0]
+    assert all(not other for _, _, other, _ in results[1:]), "only rank 0 may be given weights"
+    assert [(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()] == meta
+    assert_weights(weights, want_weights)
+
+
+def assert_metrics(got: list[dict[str, float]], want: list[dict[str, float]]) -> None:
+    for step, (one, other) in enumerate(zip(got, want, strict=True)):
+        for key, value in other.items():
+            assert one[key] == pytest.approx(value, rel=1e-5), (step, key)
+
+
+def assert_weights(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    for name, tensor in got.items():
+        if name.endswith("k_proj.bias"):
+            continue  # attention does not depend on it: its gradient is rounding noise, of which Adam keeps the sign
+        difference = (tensor.double() - want[name]).abs()
+        assert difference.mean() < 2e-6, name
+        assert difference.max() < 2e-3, name  # of 2e-2: a gradient close to zero is mostly rounding, and Adam scales it
+
+
+def test_bfloat16_trains_with_float32_copies(pool: WorkerPool, folders: dict[str, Path]) -> None:
+    config = make_config(folders["qwen2"], TP2, SP, f"{MEGATRON}.dtype=bfloat16", ranks=2)
+    want_metrics, _, _ = reference(folders["qwen2"])
+    _, metrics, weights, meta = pool.run(2, jobs.train, config, BATCHES)[0]
+    assert {dtype for _, _, dtype in meta} == {"bfloat16"} == {str(t.dtype)[6:] for t in weights.values()}
+    for one, other in zip(metrics, want_metrics, strict=True):
+        assert one["actor/kl_loss"] == pytest.approx(other["actor/kl_loss"], rel=1e-2)
+        assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=3e-2)
+
+
+def test_ranks_without_work_and_empty_batches_take_part(pool: WorkerPool, folders: dict[str, Path]) -> None:
+    """One sample for two data-parallel ranks, then answers without a token, then no sample at all."""
+    one = [next(sample for sample in BATCHES[0] if len(sample.answer.ids))]
+    silent = [sample for seed in range(9) for sample in make_samples(9, seed=seed) if not len(sample.answer.ids)]
+    want_metrics, want_weights = reference_training(folders["qwen2"], [one])
+    results = pool.run(2, jobs.train, make_config(folders["qwen2"], ranks=2), [one, silent, []])
+    for _, metrics, _, _ in results:
+        assert_metrics(metrics[:1], want_metrics)
+        assert [m["actor/n_tokens"] for m in metrics[1:]] == [0, 0]
+        assert [m["actor/kl_loss"] for m in metrics[1:]] == [0, 0]
+    assert_weights(results[0][2], want_weights)

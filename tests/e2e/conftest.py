@@ -1,0 +1,69 @@
+"""Tiny models, a teacher service for all tests, and the command in the background."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command import MARK, Run, Start, Teacher, make_model, running_teacher
+
+@pytest.fixture(scope="session")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "student", seed=1)
+
+
+@pytest.fixture(scope="session")
+def teacher_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "teacher", seed=2)
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 problems."""
+    from recipe_gkd.quickstart.task import make_splits, write_parquet
+
+    path = tmp_path_factory.mktemp("data") / "train.parquet"
+    write_parquet(make_splits(0, n_train=24, n_held_out=8, n_dev=8).train, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def teacher(teacher_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teacher]:
+    """A service of two workers."""
+    yield from running_teacher(teacher_model, tmp_path_factory.mktemp("teacher"), n_workers=2)
+
+
+@pytest.fixture
+def start(student: Path, prompts: Path, teacher: Teacher, tmp_path: Path) -> Iterator[Start]:
+    """``start(*overrides)`` runs the command in the background; whatever is left of it at the end is killed."""
+    runs: list[Run] = []
+
+    def begin(*overrides: str, folder: Path = tmp_path / "run") -> Run:
+        mark = uuid.uuid4().hex
+        settings = [
+            f"data.train_files={prompts}", "data.max_prompt_length=16", "data.max_response_length=12",
+            "data.train_batch_size=8", f"actor_rollout_ref.model.path={student}", "actor_rollout_ref.nccl_timeout=30",
+            "actor_rollout_ref.actor.megatron.dtype=float32", "actor_rollout_ref.actor.optim.lr=0.003",
+            "actor_rollout_ref.actor.timeout_s=60", "actor_rollout_ref.rollout.dtype=float32",
+            "actor_rollout_ref.rollout.timeout_s=60", "actor_rollout_ref.rollout.kv_cache_memory_megabytes=32",
+            f"actor_rollout_ref.teacher.server_port={teacher.port}", "actor_rollout_ref.teacher.timeout_s=30",
+            "trainer.device=cpu", f"trainer.default_local_dir={folder}", "trainer.startup_timeout_s=120",
+        ]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-name", "on_policy_distill_trainer", *settings, *overrides],
+            env=os.environ | {MARK: mark}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
+            start_new_session=True)
+        runs.append(run := Run(process, folder, mark))
+        return run
+
+    yield begin
+    for run in runs:
+        if run.status is None:
+            run.finish(timeout_s=0.1) if run.process.poll() is None else run.finish()
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)

@@ -1,0 +1,70 @@
+"""What a user can get wrong: one readable error, soon, with exit status 1, and nothing left running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from command import Run, Start, Teacher, free_port, running_teacher
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def assert_refused(run: Run, says: str) -> None:
+    run.finish(timeout_s=60)
+    assert run.status == 1, run.output
+    assert says in run.output and "Traceback" not in run.output, run.output
+    assert run.seconds < 30
+    assert run.leftovers() == []
+
+
+def test_a_wrong_model_path(start: Start) -> None:
+    assert_refused(start("actor_rollout_ref.model.path=nowhere/at/all"), "nowhere/at/all is not there; expected a Hugging Face")
+
+
+def test_a_teacher_that_is_down(start: Start) -> None:
+    port = free_port()
+    assert_refused(start(f"actor_rollout_ref.teacher.server_port={port}"), f"127.0.0.1:{port}")
+
+
+def test_a_parquet_without_the_prompt_column(start: Start, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"question": ["a"]}), tmp_path / "q.parquet")
+    assert_refused(start(f"data.train_files={tmp_path}/q.parquet"), "has no column 'prompt'; it has: question")
+
+
+def test_more_slots_than_the_machine_has(start: Start) -> None:
+    assert_refused(start("trainer.n_gpus_per_node=999"), "actor pool: 1 x 999 CPU slots")
+
+
+def test_cuda_on_a_machine_without(start: Start) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert_refused(start("trainer.device=cuda"), "the Ray cluster has no GPU")
+
+
+@pytest.fixture(scope="module")
+def other_teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teacher]:
+    """A teacher with another vocabulary of the same kind."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    folder = tmp_path_factory.mktemp("other")
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                                      num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=64)
+    transformers.Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    words = {"<unk>": 0, "<eos>": 1} | {chr(64 + i): i for i in range(2, 48)}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")),
+                                         unk_token="<unk>", eos_token="<eos>").save_pretrained(folder)
+    yield from running_teacher(folder, tmp_path_factory.mktemp("other_teacher"))
+
+
+def test_a_teacher_whose_vocabulary_does_not_fit(start: Start, other_teacher: Teacher) -> None:
+    assert_refused(start(f"actor_rollout_ref.teacher.server_port={other_teacher.port}"),
+                   "the teacher's vocabulary does not fit the student's")

@@ -1,0 +1,97 @@
+"""One pool of real rollout workers for all tests of this room: an engine takes seconds to start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from tiny import TinyActor, config_for, model_of, prompts
+
+from recipe_gkd.groups import WorkerGroup
+from recipe_gkd.rollout.environment import worker_environment
+from recipe_gkd.rollout.ray_worker import RolloutWorker
+from recipe_gkd.samples import Answer, Prompt
+from recipe_gkd.weights.sync import WeightSync
+
+OLD, NEW = 1, 2
+"""Seeds of the weights before and after a sync."""
+CHANNEL_TIMEOUT_S = 5.0
+
+
+def environment() -> dict[str, Any]:
+    tests = Path(__file__).parent
+    paths = os.pathsep.join([str(tests), str(tests.parent), str(tests.parent.parent)])
+    return {"env_vars": worker_environment("cpu") | {"PYTHONPATH": paths}}
+
+
+@dataclass
+class Pool:
+    """Worker 0 starts from the tied weights OLD, 1 from the tied weights NEW, 2 from the untied weights OLD."""
+
+    handles: list[Any]
+    described: list[dict[str, Any]]
+    actor: WorkerGroup
+    fresh: dict[int, dict[int, Answer]]
+    """Greedy answers of each worker before its first sync."""
+
+    def group(self, *ranks: int) -> WorkerGroup:
+        return WorkerGroup("rollout", [self.handles[rank] for rank in ranks])
+
+    def sync(self, *ranks: int, bucket_bytes: int = 1 << 20) -> WeightSync:
+        return WeightSync(
+            self.actor, self.group(*ranks), tensor_parallel_size=1, bucket_bytes=bucket_bytes,
+            timeout_s=CHANNEL_TIMEOUT_S,
+        )  # fmt: skip
+
+    def tell_actor(self, method: str, *args: Any) -> Any:
+        return ray.get(getattr(self.actor.handles[0], method).remote(*args), timeout=20)
+
+    async def answers(
+        self, rank: int, given: list[Prompt], step: int = 0, *, greedy: bool = False
+    ) -> dict[int, Answer]:
+        found: dict[int, Answer] = {}
+        group = self.group(rank)
+        async for batch in group.stream(0, "generate", given, step, greedy, timeout_s=30, phase="generate"):
+            found.update({answer.uid: answer for answer in batch})
+        return found
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], Path]:
+    """(seed, tied) -> Hugging Face folder."""
+    root = tmp_path_factory.mktemp("models")
+    made = {}
+    for seed in (OLD, NEW):
+        for tied in (True, False):
+            made[seed, tied] = root / f"{seed}-{'tied' if tied else 'untied'}"
+            model_of(seed, tied=tied).save_pretrained(made[seed, tied])
+    return made
+
+
+@pytest.fixture(scope="session")
+def pool(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[Pool]:
+    worker = ray.remote(num_cpus=0, runtime_env=environment())(RolloutWorker)
+    starts = [(OLD, True), (NEW, True), (OLD, False)]
+    timeout = f"actor_rollout_ref.nccl_timeout={CHANNEL_TIMEOUT_S}"
+    handles = [
+        worker.remote(config_for(folders[start], timeout), rank=rank, device="cpu")
+        for rank, start in enumerate(starts)
+    ]
+    actor = ray.remote(num_cpus=0, runtime_env=environment())(TinyActor).remote(CHANNEL_TIMEOUT_S)
+    try:
+        described = ray.get([handle.setup.remote() for handle in handles], timeout=150)
+        made = Pool(handles, described, WorkerGroup("actor", [actor]), {})
+        made.tell_actor("become", OLD, True)
+        for rank in range(len(handles)):
+            made.fresh[rank] = asyncio.run(made.answers(rank, prompts(12), greedy=True))
+        yield made
+        asyncio.run(made.group(0, 1, 2).call("shutdown", timeout_s=20, phase="shutdown"))
+    finally:
+        for handle in [*handles, actor]:
+            ray.kill(handle)

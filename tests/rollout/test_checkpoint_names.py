@@ -1,0 +1,67 @@
+"""Weights that do not fit the rollout model are refused by name; nothing here needs an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from recipe_gkd.errors import ModelError, WeightSyncError
+from recipe_gkd.rollout.checkpoint_names import check_announced, folder_shapes
+
+SHAPES = {"model.embed_tokens.weight": (8, 4), "model.layers.0.mlp.up_proj.weight": (6, 4), "model.norm.weight": (4,)}
+META = [(name, shape, "float32") for name, shape in SHAPES.items()]
+
+
+def folder(tmp_path: Path, extra: dict[str, tuple[int, ...]] | None = None, *, tied: bool = True) -> str:
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied, "num_hidden_layers": 1}))
+    names = SHAPES | (extra or {})
+    for i, (name, shape) in enumerate(names.items()):
+        save_file({name: torch.zeros(shape)}, tmp_path / f"model-{i}.safetensors")
+    return str(tmp_path)
+
+
+def test_shapes_are_read_from_the_headers_of_all_shards(tmp_path: Path) -> None:
+    assert folder_shapes(folder(tmp_path)) == SHAPES
+    (tmp_path / "model-9.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(ModelError, match=r"model-9.safetensors is not a safetensors file"):
+        folder_shapes(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"lm_head.weight": (8, 4)},
+        {"model.layers.1.mlp.up_proj.weight": (6, 4)},
+        {"model.layers.0.self_attn.rotary_emb.inv_freq": (2,)},
+    ],
+    ids=["tied head", "layer after the last", "not a weight"],
+)
+def test_what_is_not_trained_need_not_come(tmp_path: Path, extra: dict[str, tuple[int, ...]]) -> None:
+    path = folder(tmp_path, extra)
+    check_announced(META, path, folder_shapes(path))
+
+
+def test_a_tied_head_may_come_and_an_untied_one_must(tmp_path: Path) -> None:
+    path = folder(tmp_path)
+    check_announced([*META, ("lm_head.weight", (8, 4), "float32")], path, folder_shapes(path))
+    path = folder(tmp_path, {"lm_head.weight": (8, 4)}, tied=False)
+    with pytest.raises(WeightSyncError, match=r"lm_head.weight is missing; both pools must be built from the same"):
+        check_announced(META, path, folder_shapes(path))
+
+
+def test_missing_unknown_and_misshapen_weights_are_named_together(tmp_path: Path) -> None:
+    path = folder(tmp_path)
+    announced = [META[0], ("model.norm.weight", (5,), "float32"), ("model.bias", (4,), "float32")]
+    message = (
+        r"up_proj.weight is missing; model.bias is unknown; model.norm.weight is \(5,\), in the folder \(4,\); both pools"
+    )
+    with pytest.raises(WeightSyncError, match=message):
+        check_announced(announced, path, folder_shapes(path))
+
+
+def test_a_folder_without_safetensors_is_left_to_the_engine(tmp_path: Path) -> None:
+    check_announced(META, str(tmp_path), folder_shapes(str(tmp_path)))

@@ -1,0 +1,96 @@
+"""The engine's thread, around an engine that fails on command: nobody may be left waiting."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny import prompts
+
+from recipe_gkd.errors import GkdError, ModelError, WorkerError
+from recipe_gkd.rollout import engine as module
+from recipe_gkd.rollout.engine import EngineOptions, RolloutEngine
+from recipe_gkd.samples import Answer
+
+pytestmark = pytest.mark.timeout(30)
+
+OPTIONS = EngineOptions(
+    model_path="/no/such/folder", device="cpu", dtype="float32", tensor_parallel_size=1, max_num_seqs=4, max_model_len=64,
+    kv_cache_bytes=None, gpu_memory_utilization=0.5, enforce_eager=True, trust_remote_code=False,
+)  # fmt: skip
+
+
+class FailingEngine:
+    """Accepts requests, and raises from the step after ``fail`` is set."""
+
+    def __init__(self) -> None:
+        self.fail = threading.Event()
+        self.requests: list[str] = []
+        self.closed = threading.Event()
+        self.engine_core = SimpleNamespace(shutdown=self.closed.set)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> list[Any]:
+        if self.fail.wait(0.01):
+            raise RuntimeError("the device fell off")
+        return []
+
+    def abort_request(self, ids: list[str]) -> None:
+        self.requests = [request for request in self.requests if request not in ids]
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> tuple[RolloutEngine, FailingEngine]:
+    inner = FailingEngine()
+    monkeypatch.setattr(module, "_build", lambda _: inner)
+    monkeypatch.setattr(module, "_describe", lambda _: {})
+    monkeypatch.setattr(module, "_add_request", lambda engine, request_id, *_: engine.requests.append(request_id))
+    engine = RolloutEngine(OPTIONS)
+    engine.start().result(5)
+    return engine, inner
+
+
+def test_an_exception_of_the_engine_ends_every_request_and_every_later_command(
+    failing: tuple[RolloutEngine, FailingEngine],
+) -> None:
+    engine, inner = failing
+    got: list[list[Answer] | GkdError] = []
+    for first in (0, 2):
+        _, accepted = engine.submit(prompts(2, first), [{}, {}], lambda result: got.append(result))
+        accepted.result(5)
+    inner.fail.set()
+    assert inner.closed.wait(5)
+    assert len(got) == 2 and all("the device fell off" in str(result) for result in got)
+    with pytest.raises(WorkerError, match="the rollout engine failed: RuntimeError: the device fell off"):
+        engine.run(lambda _: None).result(5)
+    engine.close()
+
+
+def test_a_command_that_raises_harms_only_who_gave_it(failing: tuple[RolloutEngine, FailingEngine]) -> None:
+    engine, inner = failing
+    with pytest.raises(ZeroDivisionError):
+        engine.run(lambda _: 1 // 0).result(5)
+    assert engine.run(lambda inside: inside is inner).result(5)
+    engine.close()
+    with pytest.raises(WorkerError, match="closed"):
+        engine.run(lambda _: None).result(5)
+
+
+def test_aborted_requests_are_given_back_once(failing: tuple[RolloutEngine, FailingEngine]) -> None:
+    engine, inner = failing
+    got: list[Any] = []
+    ids, accepted = engine.submit(prompts(3), [{}] * 3, got.append)
+    accepted.result(5)
+    assert engine.abort(ids[:1]).result(5) and inner.requests == ids[1:]
+    assert len(engine.abort().result(5)) == 1 and not inner.requests
+    assert engine.abort().result(5) == [] and not got
+    engine.close()
+
+
+def test_a_folder_without_a_model_is_named() -> None:
+    with pytest.raises(ModelError, match=r"/no/such/folder has no config.json; actor_rollout_ref.model.path must be"):
+        RolloutEngine(OPTIONS).start().result(5)

@@ -1,0 +1,207 @@
+"""From a real sender to real engines in Ray actors: what they generate with afterwards, and after every failure."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import numpy as np
+import pytest
+import ray
+from conftest import CHANNEL_TIMEOUT_S, NEW, OLD, Pool, environment
+from tiny import DoomedWorker, model_of, prompts, reference_logprobs
+
+from recipe_gkd.errors import WeightSyncError
+from recipe_gkd.samples import Answer
+from recipe_gkd.weights.sync import WeightSync
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def same(found: dict[int, Answer], expected: dict[int, Answer]) -> bool:
+    return found.keys() == expected.keys() and all(
+        np.array_equal(found[uid].ids, expected[uid].ids)
+        and np.allclose(found[uid].logprobs, expected[uid].logprobs, atol=1e-5, rtol=0)
+        for uid in expected
+    )
+
+
+def generate(pool: Pool, rank: int) -> dict[int, Answer]:
+    return asyncio.run(pool.answers(rank, prompts(12), greedy=True))
+
+
+def reset(pool: Pool, *ranks: int, seed: int = OLD, version: int = 0) -> None:
+    pool.tell_actor("become", seed, True)
+    asyncio.run(pool.sync(*ranks).sync(version))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [1, 40_000, 1 << 24])
+def test_an_engine_after_a_sync_equals_one_started_from_the_same_weights(
+    pool: Pool, tied: bool, bucket_bytes: int
+) -> None:
+    rank = 0 if tied else 2
+    sync = pool.sync(rank, bucket_bytes=bucket_bytes)
+
+    async def there_and_back() -> tuple[dict[int, Answer], dict[int, Answer]]:
+        pool.tell_actor("become", NEW, tied)
+        await sync.sync(1)
+        new = await pool.answers(rank, prompts(12), greedy=True)
+        pool.tell_actor("become", OLD, tied)
+        await sync.sync(2)
+        return new, await pool.answers(rank, prompts(12), greedy=True)
+
+    new, old = asyncio.run(there_and_back())
+    assert same(old, pool.fresh[rank]) and not same(new, pool.fresh[rank])
+    assert not tied or same(new, pool.fresh[1])
+    assert {answer.weights_version for answer in new.values()} == {1}
+    assert {answer.weights_version for answer in old.values()} == {2}
+    model = model_of(NEW, tied=tied)
+    for prompt in prompts(12):
+        expected = reference_logprobs(model, prompt, new[prompt.uid])
+        np.testing.assert_allclose(new[prompt.uid].logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_weights_that_are_staged_and_weights_that_are_streamed_end_the_same(pool: Pool, staged: bool) -> None:
+    reset(pool, 0)
+    pool.tell_actor("become", NEW, True)
+    asyncio.run(staged_sync(pool, staged))
+    assert same(generate(pool, 0), pool.fresh[1])
+
+
+async def staged_sync(pool: Pool, staged: bool, *, expect_failure: bool = False) -> None:
+    """The calls of a sync to worker 0, with the choice between staging and streaming taken out of its hands."""
+    actor, worker = pool.actor, pool.group(0)
+    sync = pool.sync(0, bucket_bytes=30_000)
+    await sync.connect()
+    meta = sync._meta
+    await worker.call("begin_weight_update", 7, meta, timeout_s=10, phase="begin")
+    sending = actor.call("send_weights", 7, 30_000, timeout_s=20, phase="send")
+    receiving = worker.call("receive_weights", 7, meta, 30_000, staged, timeout_s=20, phase="receive")
+    results = await asyncio.gather(sending, receiving, return_exceptions=True)
+    if expect_failure:
+        assert all(isinstance(result, Exception) for result in results)
+        await worker.call("drop_weights", timeout_s=10, phase="drop")
+    else:
+        assert results[1][0]["staged"] is staged
+        await worker.call("commit_weights", 7, timeout_s=10, phase="commit")
+
+
+def test_two_workers_get_one_version_in_one_sync(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    reset(pool, 0, 1)
+    assert not same(generate(pool, 1), pool.fresh[1])
+    pool.tell_actor("become", NEW, True)
+    with caplog.at_level(logging.INFO, logger="recipe_gkd.weights.sync"):
+        numbers = asyncio.run(pool.sync(0, 1).sync(12))
+    for rank in (0, 1):
+        assert same(generate(pool, rank), pool.fresh[1])
+        assert {answer.weights_version for answer in generate(pool, rank).values()} == {12}
+    n_bytes = sum(p.numel() * 4 for p in model_of(NEW, tied=True).parameters())
+    assert numbers["weights/megabytes"] == pytest.approx(n_bytes / 1e6, rel=0.01)
+    assert 0 < numbers["timing/sync_rollout_weights_transfer"] < numbers["timing/sync_rollout_weights"] < 5
+    assert "weight sync v12: begins, 2 rollout workers" in caplog.text
+    assert "MB/s), 2 rollout workers" in caplog.text
+
+
+@pytest.mark.parametrize("stall_s", [0.0, CHANNEL_TIMEOUT_S + 2], ids=["raises", "stalls"])
+def test_a_streamed_update_that_stops_midway_makes_the_worker_refuse_until_a_full_sync(
+    pool: Pool, stall_s: float
+) -> None:
+    reset(pool, 0)
+    pool.tell_actor("become", NEW, True)
+    pool.tell_actor("misbehave", 8, stall_s)
+    started = time.monotonic()
+    asyncio.run(staged_sync(pool, False, expect_failure=True))
+    assert time.monotonic() - started < stall_s + 3
+    with pytest.raises(WeightSyncError, match="rollout worker 0 refuses to generate: it may hold a mixture"):
+        generate(pool, 0)
+    assert asyncio.run(pool.sync(0).sync(9))["weights/version"] == 9
+    assert same(generate(pool, 0), pool.fresh[1])
+
+
+def test_a_staged_update_that_stops_midway_leaves_the_old_version(pool: Pool) -> None:
+    reset(pool, 0)
+    before = generate(pool, 0)
+    pool.tell_actor("become", NEW, True)
+    pool.tell_actor("misbehave", 8, 0.0)
+    with pytest.raises(WeightSyncError, match=r"the export broke.*no other worker holds a mixture"):
+        asyncio.run(pool.sync(0, bucket_bytes=30_000).sync(5))
+    after = generate(pool, 0)
+    assert same(after, before) and {answer.weights_version for answer in after.values()} == {0}
+
+
+def test_a_sender_that_never_comes_leaves_the_old_version(pool: Pool) -> None:
+    reset(pool, 0)
+    before = generate(pool, 0)
+
+    async def only_receive() -> None:
+        sync, worker = pool.sync(0), pool.group(0)
+        await sync.connect()
+        await worker.call("begin_weight_update", 5, sync._meta, timeout_s=10, phase="begin")
+        await worker.call("receive_weights", 5, sync._meta, 1 << 20, False, timeout_s=20, phase="receive")
+
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"weights v5, begin: actor worker 0 .* did not answer"):
+        asyncio.run(only_receive())
+    assert time.monotonic() - started < CHANNEL_TIMEOUT_S + 2
+    assert asyncio.run(pool.group(0).call("drop_weights", timeout_s=10, phase="drop")) == [None]
+    after = generate(pool, 0)
+    assert same(after, before) and {answer.weights_version for answer in after.values()} == {0}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("model.norm.weight", "model.norm.scale", "model.norm.weight is missing; model.norm.scale is unknown"),
+        ("model.layers.1.self_attn.k_proj.bias", "x", r"model.layers.1.self_attn.k_proj.bias is missing"),
+    ],
+)
+def test_weights_under_wrong_names_are_refused_before_anything_is_sent(
+    pool: Pool, old: str, new: str, message: str
+) -> None:
+    reset(pool, 0)
+    before = generate(pool, 0)
+    pool.tell_actor("become", NEW, True)
+    pool.tell_actor("rename", old, new)
+    with pytest.raises(WeightSyncError, match=message):
+        asyncio.run(pool.sync(0).sync(5))
+    assert same(generate(pool, 0), before)
+
+
+def test_requests_wait_for_an_update_and_are_answered_with_the_new_version(pool: Pool) -> None:
+    reset(pool, 0)
+    pool.tell_actor("become", NEW, True)
+
+    async def overlap() -> tuple[dict[int, Answer], dict[int, Answer]]:
+        early = asyncio.ensure_future(pool.answers(0, prompts(64)))
+        sync = pool.sync(0)
+        await sync.connect()
+        syncing = asyncio.ensure_future(sync.sync(4))
+        late = asyncio.ensure_future(pool.answers(0, prompts(12), greedy=True))
+        await syncing
+        return await early, await late
+
+    early, late = asyncio.run(overlap())
+    assert len(early) == 64 and {answer.weights_version for answer in early.values()} <= {0, 4}
+    assert len({answer.weights_version for answer in late.values()}) == 1
+    assert same(generate(pool, 0), pool.fresh[1])
+
+
+def test_a_worker_that_dies_midway_is_named_and_the_others_stay_usable(pool: Pool) -> None:
+    reset(pool, 0)
+    before = generate(pool, 0)
+    pool.tell_actor("become", NEW, True)
+    group = pool.group(0)
+    doomed = ray.remote(num_cpus=0, runtime_env=environment())(DoomedWorker).remote()
+    ray.get(doomed.setup.remote(), timeout=60)
+    group.handles.append(doomed)
+    sync = WeightSync(pool.actor, group, tensor_parallel_size=1, bucket_bytes=30_000, timeout_s=CHANNEL_TIMEOUT_S)
+    asyncio.run(sync.connect())
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="rollout worker 1 of 2 died"):
+        asyncio.run(sync.sync(2))
+    assert time.monotonic() - started < CHANNEL_TIMEOUT_S + 3
+    after = generate(pool, 0)
+    assert same(after, before) and {answer.weights_version for answer in after.values()} == {0}
