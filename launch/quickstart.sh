@@ -64,7 +64,7 @@ stage "teacher service" start_teacher
 stage "evaluation before" evaluate_before
 stage "distillation" "$python" -m recipe_gkd.main_gkd --config-name quickstart "trainer.experiment_name='$name'" \
   actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT" "${overrides[@]}"
-student=$run/global_step_$(cat "$run/latest_checkpointed_iteration.txt")/actor/huggingface
+student=$run/global_step_$(cat "$run/latest_checkpointed_iteration.txt")/huggingface
 stage "evaluation after" evaluate "$student" "$run/student_after.json"
 "$python" -m recipe_gkd.quickstart.report --prepared "$QUICKSTART_DIR" --teacher "$QUICKSTART_DIR/teacher.json" \
   --before "$QUICKSTART_DIR/student_before.json" --after "$run/student_after.json" --metrics "$run/metrics.jsonl" \

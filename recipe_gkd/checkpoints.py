@@ -5,8 +5,8 @@
     <default_local_dir>/
         latest_checkpointed_iteration.txt     the number of the last complete one
         global_step_40/
-            actor/state/                      Megatron's distributed checkpoint
-            actor/huggingface/                if checkpoint.save_contents has hf_model
+            actor/                            Megatron's distributed checkpoint
+            huggingface/                      if checkpoint.save_contents has hf_model
             trainer.json                      step, position in the data, and what they are counted in
 
 A checkpoint is written under a temporary name and renamed when it is complete, so a folder that is there is whole.

@@ -79,8 +79,9 @@ class Pipeline:
         self._generate, self._score, self._sync, self._score_group = generate, score, sync, score_group
         self._version = first_version
         self._rollout_version: int | None = None  # unknown until the first sync
-        self._updated = asyncio.Event()
-        self._actor_free = asyncio.Lock()
+        self._wanted: int | None = None  # the version without which generation cannot go on
+        self._actor_busy = False
+        self._changed = asyncio.Condition()
         self._scored: asyncio.Queue[asyncio.Task[ReadyBatch] | None] = asyncio.Queue()
         self._sync_metrics: dict[str, float] = {}
         self._tasks = asyncio.TaskGroup()
@@ -119,12 +120,6 @@ class Pipeline:
             yield batch
 
     @asynccontextmanager
-    async def actor(self) -> AsyncIterator[None]:
-        """The actor for oneself: no update and no weight sync meanwhile."""
-        async with self._actor_free:
-            yield
-
-    @asynccontextmanager
     async def updating(self, batch: ReadyBatch) -> AsyncIterator[None]:
         """The body is one update: when it ends, the actor's weights have the next version.
 
@@ -137,7 +132,24 @@ class Pipeline:
             self._sync_metrics = {}
             yield
             self._version += 1
-            self._updated.set()
+
+    @asynccontextmanager
+    async def actor(self) -> AsyncIterator[None]:
+        """The actor for oneself: no update and no weight sync meanwhile. A sync that generation waits for goes first."""
+        async with self._actor_when(lambda: self._wanted is None or self._version < self._wanted):
+            yield
+
+    @asynccontextmanager
+    async def _actor_when(self, ready: Callable[[], bool]) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._actor_busy and ready())
+            self._actor_busy = True
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._actor_busy = False
+                self._changed.notify_all()
 
     async def _produce(self) -> None:
         for batch in self._batches:
@@ -146,19 +158,15 @@ class Pipeline:
         self._scored.put_nowait(None)
 
     async def _freshen(self, oldest_version: int) -> None:
-        """Before generating: send newer weights if the actor has them to spare, wait for them only if the bound says so."""
-        while True:
-            must_wait = self._rollout_version is None or self._rollout_version < oldest_version
-            self._updated.clear()
-            if self._rollout_version != self._version and (must_wait or not self._actor_free.locked()):
-                async with self.actor():
-                    version = self._version
-                    self._sync_metrics = await self._sync(version)
-                self._rollout_version = version
-            elif must_wait:
-                await self._updated.wait()
-            else:
-                return
+        """Before generating: wait for the weights that the bound asks for; take newer ones if the actor is idle anyway."""
+        if self._rollout_version is None or self._rollout_version < oldest_version:
+            self._wanted = max(oldest_version, 0)
+        elif self._rollout_version == self._version or self._actor_busy:
+            return
+        async with self._actor_when(lambda: self._wanted is None or self._version >= self._wanted):
+            version = self._version
+            self._sync_metrics = await self._sync(version)
+            self._rollout_version, self._wanted = version, None
 
     async def _generate_one(self, prompts: PromptBatch) -> None:
         """Generate a batch; each group of answers goes to the teacher as soon as it is full."""

@@ -115,8 +115,11 @@ class Trainer:
         await self.finish_save()
         root = Path(self.config.trainer.default_local_dir).expanduser().absolute()
         self.saving = CheckpointWriter(root, self.progress)
+        checkpoint = self.config.actor_rollout_ref.actor.checkpoint
         await self.call_actors("save_checkpoint", str(self.saving.folder / "actor"))
-        if not self.config.actor_rollout_ref.actor.checkpoint.async_save:
+        if "hf_model" in checkpoint.save_contents:
+            await self.call_actors("save_hf", str(self.saving.folder / "huggingface"))
+        if not checkpoint.async_save:
             await self.finish_save()
 
     async def finish_save(self) -> None:

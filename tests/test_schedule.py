@@ -121,6 +121,14 @@ def test_sync_is_strictly_on_policy_and_syncs_before_every_generation() -> None:
     assert stages.syncs == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("bound", [1, 2])
+def test_generation_gets_its_weights_before_the_next_update_begins(bound: int) -> None:
+    stages = Stages(SHAPES["update_bound"], random.Random(0))
+    trained = asyncio.run(asyncio.wait_for(stages.run(9, bound), 20))
+    assert [values[0] for _, _, values in trained] == [*range(bound), *[bound] * (9 - bound)]
+    assert stages.syncs == list(range(9 - bound))
+
+
 @pytest.mark.parametrize(("size", "n_requests", "sizes"), [(5, 2, [3, 2]), (5, 1, [5]), (5, 9, [1] * 5), (6, 4, [2, 2, 2])])
 def test_partial_groups_go_to_the_teacher_too(size: int, n_requests: int, sizes: list[int]) -> None:
     stages = Stages({}, random.Random(0), batch_size=size)

@@ -16,13 +16,13 @@ Job = Callable[..., Any]
 
 
 class WorkerPool:
-    """Runs ``job(rank, world_size, port, *args)`` on the first ``world_size`` of its processes; started on first use."""
+    """Runs ``job(rank, world_size, port, *args)`` on the first ``world_size`` processes, started when needed."""
 
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
     def run(self, world_size: int, job: Job, *args: Any, timeout_s: float = 90) -> list[Any]:
-        """Results by rank. A failure or a missed deadline ends all processes, since the others may be waiting for it."""
+        """Results by rank. A failure or a missed deadline ends all processes: others may be waiting for that one."""
         self._start(world_size)
         port = free_port()
         for rank, (_, pipe) in enumerate(self._workers[:world_size]):
@@ -33,7 +33,7 @@ class WorkerPool:
             ready = wait([self._workers[rank][1] for rank in missing], timeout=max(0, deadline - time.monotonic()))
             if not ready:
                 self.close()
-                raise TimeoutError(f"{job.__name__}: ranks {missing} of {world_size} did not answer within {timeout_s} s")
+                raise TimeoutError(f"{job.__name__}: ranks {missing} did not answer within {timeout_s} s")
             for rank in missing:
                 if self._workers and self._workers[rank][1] in ready:
                     results[rank] = self._receive(job, rank)
@@ -85,5 +85,5 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             pipe.send((True, job(rank, world_size, port, *args)))
-        except Exception:
+        except Exception:  # noqa: BLE001  # whatever a job raises is the test's to see
             pipe.send((False, traceback.format_exc()))

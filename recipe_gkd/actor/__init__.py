@@ -1,3 +1,5 @@
-"""The student in training, on Megatron-core. Import :class:`recipe_gkd.actor.megatron_actor.MegatronActor` for one rank of
-it, :mod:`recipe_gkd.actor.ray_worker` for the same behind Ray, :mod:`recipe_gkd.actor.microbatch` for dividing a batch.
+"""The student in training, on Megatron-core.
+
+``megatron_actor.MegatronActor`` is one rank of it in any process, ``ray_worker.ActorWorker`` the same behind Ray, and
+``microbatch.shard_batch`` divides a batch among the data-parallel ranks.
 """

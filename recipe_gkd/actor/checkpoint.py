@@ -1,4 +1,4 @@
-"""Save and restore the state of training with Megatron's ``dist_checkpointing``, which can change the layout in between."""
+"""Save the state of training with Megatron's ``dist_checkpointing``, and restore it in that layout or another."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TrainingState:
         return {"use_distributed_optimizer": distributed, "dtype": self.dtype}
 
 
-class CheckpointWriter:
+class StateWriter:
     """Saves, in the background if wished; one background save at a time."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class CheckpointWriter:
             self._queue.schedule_async_request(request)
 
     def finish(self, timeout_s: float) -> None:
-        """Collective: wait for the background save, if there is one. Raise :class:`DeadlineError` after ``timeout_s``."""
+        """Collective: wait for the background save, if there is one; :class:`DeadlineError` after ``timeout_s``."""
         if not self._queue.get_num_unfinalized_calls():
             return
         for call in self._queue.async_calls:  # Megatron itself joins its forked writers without a deadline
@@ -104,7 +104,7 @@ def load(path: Path, state: TrainingState, contents: Sequence[str]) -> int:
     Raises :class:`CheckpointError` if it is missing or incomplete, is of another model, or lacks what is asked for.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        raise CheckpointError(f"{path} is no complete checkpoint of the actor (it has no metadata.json); choose another")
+        raise CheckpointError(f"{path} is no complete checkpoint of the actor (it has no metadata.json); take another")
     common = dist_checkpointing.load_common_state_dict(str(path))
     about = common["about"]
     _check_fits(path, about, state, contents)

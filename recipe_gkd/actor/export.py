@@ -26,7 +26,9 @@ def weights_meta(shape: ModelShape, dtype: torch.dtype) -> list[WeightMeta]:
     return [(name, size, str(dtype).removeprefix("torch.")) for weight in weights(shape) for name, size in weight.hf]
 
 
-def stages_of_weights(parameters: Sequence[tuple[Weight, Tensor | None]], layout: Layout, device: torch.device) -> list[int]:
+def stages_of_weights(
+    parameters: Sequence[tuple[Weight, Tensor | None]], layout: Layout, device: torch.device
+) -> list[int]:
     """The pipeline stage that has each weight. Collective within the pipeline group."""
     stages = torch.tensor([-1 if p is None else layout.pp_rank for _, p in parameters], device=device)
     dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=mpu.get_pipeline_model_parallel_group())

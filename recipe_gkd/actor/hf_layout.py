@@ -43,7 +43,7 @@ def read_shard(weight: Weight, shape: ModelShape, read: ReadPart, tp_rank: int, 
 
 
 def join_shards(weight: Weight, shape: ModelShape, shards: Sequence[Tensor]) -> list[Tensor]:
-    """The Hugging Face tensors of ``weight``, contiguous, from all shards of a tensor-parallel group (one if not cut)."""
+    """The Hugging Face tensors of ``weight``, contiguous, from all shards of a group, or from one if not cut."""
     match weight.cut:
         case Cut.NONE:
             tensors = [shards[0]]

@@ -1,4 +1,4 @@
-"""Read a Hugging Face folder into this rank's model chunks: by name, lazily, only the rank's own part of each tensor."""
+"""Read a Hugging Face folder into this rank's model chunks: by name, lazily, only its own part of each tensor."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def own_parameters(chunks: Sequence[GPTModel], shape: ModelShape) -> list[tuple[
 
 @torch.no_grad()
 def load_hf(path: str | Path, chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout) -> None:
-    """Fill every parameter of ``chunks``. Raise :class:`ModelError` for a tensor that is missing or of another shape."""
+    """Fill every parameter of ``chunks``; :class:`ModelError` for a tensor that is missing or of another shape."""
     unfilled = {id(p): name for chunk in chunks for name, p in chunk.named_parameters()}
     with ExitStack() as stack:
         reader = _FolderReader(Path(path), stack)

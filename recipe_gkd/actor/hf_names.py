@@ -34,7 +34,7 @@ class Weight:
     hf: tuple[tuple[str, tuple[int, ...]], ...]
     """Names and full shapes."""
     mcore: tuple[str, ...]
-    """Names inside the model chunk, below ``decoder.layers.N.`` for a layer's weight: without, and with Transformer Engine,
+    """Its name in the model chunk, or in the layer for a layer's weight; then its other name with Transformer Engine,
     which merges a norm into the linear layer that follows."""
     cut: Cut
     layer: int | None

@@ -21,7 +21,7 @@ def save_hf_folder(
     path: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], meta: Sequence[WeightMeta], *,
     file_bytes: int = FILE_BYTES,
 ) -> None:  # fmt: skip
-    """Config, tokenizer and whatever else is no weight from ``source``; weights from ``tensors``, in the order of ``meta``.
+    """Everything that is no weight from ``source``; the weights from ``tensors``, which come in the order of ``meta``.
 
     ``path`` appears (or is replaced) only once everything is written.
     """

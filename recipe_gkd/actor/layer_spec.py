@@ -59,7 +59,9 @@ class PackedRow(PackedSeqParams):
     """Where the sequences of a packed row lie, for Transformer Engine and Megatron's rotary embedding, and for us."""
 
     blocks: list[Tensor] = field(default_factory=list)
-    """int64 [B, S] each: row numbers of B sequences of similar length, -1 where one is shorter than S."""
+    """int64 [B, S] each: row numbers of B sequences of similar length; any row where one is shorter than S."""
+    places_N: Tensor | None = None
+    """int64: where each row is in the blocks, flattened and one after the other."""
 
 
 class PackedAttention(MegatronModule):
@@ -80,17 +82,15 @@ class PackedAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         """``query`` [N, H, D], ``key`` and ``value`` [N, G, D] -> [N, H * D]."""
-        outputs, rows = [], []
+        outputs = []
         for rows_BS in packed_seq_params.blocks:
-            q, k, v = (x[rows_BS.clamp(min=0)].transpose(1, 2) for x in (query, key, value))  # [B, heads, S, D]
+            q, k, v = (x[rows_BS].transpose(1, 2) for x in (query, key, value))  # [B, heads, S, D]
             # Padding is on the right and attention is causal: no real position sees it.
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
             )
-            real_BS = rows_BS >= 0
-            outputs.append(out.transpose(1, 2)[real_BS])
-            rows.append(rows_BS[real_BS])
-        return torch.cat(outputs)[torch.cat(rows).argsort()].flatten(1)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs)[packed_seq_params.places_N].flatten(1)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}

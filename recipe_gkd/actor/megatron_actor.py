@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipe_gkd.actor import cpu_compat
-from recipe_gkd.actor.checkpoint import CheckpointWriter, TrainingState, load
+from recipe_gkd.actor.checkpoint import StateWriter, TrainingState, load
 from recipe_gkd.actor.export import WeightMeta, export_weights, stages_of_weights, weights_meta
 from recipe_gkd.actor.hf_load import load_hf, own_parameters
 from recipe_gkd.actor.hf_save import save_hf_folder
@@ -57,7 +57,7 @@ class MegatronActor:
         master_port: int,
         device: str,
     ) -> None:
-        """``device``: `cpu` or `cuda` (then ``local_rank`` numbers the device). ``total_steps``: length of the rate's decay.
+        """``device``: `cpu`, or `cuda` (``local_rank`` is its number). ``total_steps``: where the rate's decay ends.
 
         Raises :class:`ConfigError` for a layout that cannot work; nothing has been started then.
         """
@@ -70,7 +70,7 @@ class MegatronActor:
         self.device = torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
         self._timeout_s = config.actor_rollout_ref.nccl_timeout
         self._model_path = Path(config.actor_rollout_ref.model.path)
-        self._writer = CheckpointWriter()
+        self._writer = StateWriter()
         self._step = 0
 
     # ---------------------------------------------------------------- start and end
@@ -173,7 +173,7 @@ class MegatronActor:
         return metrics
 
     def _plan(self, samples: Sequence[Sample]) -> list[PackedBatch]:
-        """This rank's micro-batches, as many as every other rank has: those without work of their own get empty ones."""
+        """This rank's micro-batches, as many as every other rank has; empty ones make up for missing ones."""
         multiple_of = self.layout.tp_size if self._actor.megatron.sequence_parallel else 1
         refusal: DataError | None = None
         batches: list[PackedBatch] = []
@@ -194,7 +194,7 @@ class MegatronActor:
         if refusal is not None:
             raise refusal
         if any_refused:
-            raise WorkerError(f"update {self._step}: another rank refused a sample (its error says which); no step taken")
+            raise WorkerError(f"update {self._step}: another rank refused a sample; its error says which, and why")
         # Interleaved pipeline stages take micro-batches in rounds of the number of stages.
         interleaved = self._actor.megatron.virtual_pipeline_model_parallel_size is not None
         most = math.ceil(max(most, 1) / self.layout.pp_size) * self.layout.pp_size if interleaved else max(most, 1)
@@ -205,10 +205,7 @@ class MegatronActor:
         totals = torch.zeros(len(REPORTED), dtype=torch.float64, device=self.device)
         if self.layout.is_last_stage and self.layout.tp_rank == 0:
             for report in reports:
-                loss_T = report["loss_T"]
-                sums = {**report["sums"], "loss": loss_T.sum(dtype=torch.float64), "n_tokens": len(loss_T)}
-                totals += torch.stack([torch.as_tensor(sums[name], dtype=torch.float64, device=self.device)
-                                       for name in REPORTED])  # fmt: skip
+                totals += torch.stack([report["sums"][name] for name in REPORTED])
         dist.all_reduce(totals)
         return dict(zip(REPORTED, totals.tolist(), strict=True))
 
@@ -243,10 +240,12 @@ class MegatronActor:
     def save_hf(self, path: str | Path) -> None:
         """Write an ordinary Hugging Face folder; complete once rank 0 has returned."""
         weights = self.export_weights()
-        if self.layout.rank == 0:
-            save_hf_folder(Path(path), self._model_path, weights, self.weights_meta())
-        for _ in weights:  # the other ranks only take part
-            pass
+        try:
+            if self.layout.rank == 0:
+                save_hf_folder(Path(path), self._model_path, weights, self.weights_meta())
+        finally:
+            for _ in weights:  # the other ranks only take part, and must not be left alone if rank 0 fails
+                pass
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -1,4 +1,4 @@
-"""A Hugging Face folder's config -> Megatron's TransformerConfig and GPTModel. Dense Qwen2, Qwen3 and Llama families."""
+"""A Hugging Face folder's config -> Megatron's TransformerConfig and GPTModel, for dense Qwen2, Qwen3 and Llama."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from recipe_gkd.config.schema import OptimConfig
 
 
 def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Of optimiser step ``step``, counted from 0: linear warm-up that ends at ``lr``, then the decay towards ``min_lr``.
+    """Of optimiser step ``step``, counted from 0: linear warm-up that ends at ``lr``, then the decay to ``min_lr``.
 
     The first step of a warm-up of W steps has lr / W, not 0; ``min_lr`` is reached at ``total_steps`` and kept.
     """

@@ -78,7 +78,7 @@ def init_parallel(
     except dist.DistStoreError as error:
         raise DeadlineError(
             f"actor rank {rank} of {world_size}: not all ranks met at {master_addr}:{master_port} within "
-            f"{timeout_s:g} s ({error}); look for the rank that failed to start, or raise actor_rollout_ref.nccl_timeout"
+            f"{timeout_s:g} s ({error}); find the rank that failed to start, or raise actor_rollout_ref.nccl_timeout"
         ) from error
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,

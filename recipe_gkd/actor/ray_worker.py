@@ -1,4 +1,4 @@
-"""One actor rank as a Ray actor: ``ray.remote(ActorWorker).options(...).remote(...)``, with the options of the caller."""
+"""One actor rank as a Ray actor: ``ray.remote(ActorWorker).options(...).remote(...)``; the options are the caller's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recipe_gkd.weights.stats import TransferStats
 
 
 class ActorWorker:
-    """The methods of :class:`MegatronActor`; those that need all ranks are to be called on all, without waiting between."""
+    """The methods of :class:`MegatronActor`, to be called on all ranks at once, and those of :class:`ActorWeights`."""
 
     def __init__(self, config: Config, *, total_steps: int, rank: int, world_size: int, device: str) -> None:
         self._config, self._device = config, device
@@ -39,7 +39,10 @@ class ActorWorker:
         )
         report = self.actor.setup()
         self.weights = ActorWeights(
-            self.actor, rank=report["rank"], device=self.actor.device, timeout_s=self._config.actor_rollout_ref.nccl_timeout
+            self.actor,
+            rank=report["rank"],
+            device=self.actor.device,
+            timeout_s=self._config.actor_rollout_ref.nccl_timeout,
         )
         return report | where_am_i(self._device)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -45,13 +46,15 @@ def to_device(packed: PackedBatch, device: torch.device) -> DeviceBatch:
 
     bounds = torch.tensor([0, *packed.lengths]).cumsum(0).to(torch.int32).to(device)
     longest = max(packed.lengths)
+    blocks = similar_lengths(packed.lengths)
     row = PackedRow(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        blocks=[tensor(block) for block in similar_lengths(packed.lengths)],
+        blocks=[tensor(np.maximum(block, 0)) for block in blocks],
+        places_N=tensor(_places(blocks)),
     )
     return DeviceBatch(
         token_ids_1N=tensor(packed.token_ids_N)[None],
@@ -64,6 +67,15 @@ def to_device(packed: PackedBatch, device: torch.device) -> DeviceBatch:
     )
 
 
+def _places(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """[N]: where each row of the packed row is in the blocks, flattened and one after the other."""
+    rows = np.concatenate([block.ravel() for block in blocks])
+    (real,) = np.nonzero(rows >= 0)
+    places_N = np.empty(len(real), dtype=np.int64)
+    places_N[rows[real]] = real
+    return places_N
+
+
 def run_micro_batches(
     chunks: Sequence[torch.nn.Module],
     batches: Sequence[PackedBatch],
@@ -72,7 +84,7 @@ def run_micro_batches(
     device: torch.device,
     forward_only: bool = False,
 ) -> list[dict[str, Any]]:
-    """Accumulate the gradients of the token-mean loss over all data-parallel ranks, which must bring equally many batches.
+    """Accumulate the gradient of the token mean over all data-parallel ranks, which must bring equally many batches.
 
     Returns what ``loss`` reported of each micro-batch: on the last pipeline stage; an empty list on the others.
     """
@@ -105,5 +117,7 @@ def _distillation_loss(
         logits_NW[batch.loss_rows_T], batch.logps_TK, batch.ids_TK, vocab_size=vocab_size, tp_group=tp_group
     )
     n_tokens = torch.tensor(len(loss_T), dtype=torch.int, device=loss_T.device)
-    sums = {name: value_T.sum(dtype=torch.float64) for name, value_T in diagnostics.items()}
-    return loss_T.sum(), n_tokens, {"loss_T": loss_T.detach(), "sums": sums, "uids_T": batch.packed.uids_T}
+    reported = {"loss": loss_T.detach(), **diagnostics}
+    sums = {name: value_T.sum(dtype=torch.float64) for name, value_T in reported.items()}
+    sums["n_tokens"] = n_tokens.double()
+    return loss_T.sum(), n_tokens, {"sums": sums, "loss_T": reported["loss"], "uids_T": batch.packed.uids_T}

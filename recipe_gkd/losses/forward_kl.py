@@ -28,10 +28,10 @@ def forward_kl(
     vocab_size: int,
     tp_group: ProcessGroup | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per-token loss ``[T]`` in nats, and per-token diagnostics ``[T]`` (detached), the same on every rank of ``tp_group``.
+    """Per-token loss ``[T]`` in nats and detached diagnostics ``[T]``, the same on every rank of ``tp_group``.
 
     ``logits_TW``: this rank's columns of the student's logits, W = (padded V) / tp, any float dtype; differentiable.
-    ``teacher_logps_TK``: float32 log-probabilities under the teacher's full distribution (not renormalised to the top-k).
+    ``teacher_logps_TK``: float32 log-probabilities under the teacher's whole distribution, not renormalised.
     ``teacher_ids_TK``: int64 global ids, distinct in a row; an id that the student does not have belongs to the tail.
     ``vocab_size``: ids from here on are padding of the student's vocabulary.
 

@@ -1,6 +1,6 @@
-"""The student's distribution on a support of K ids plus one tail, from logits that are divided over ranks by vocabulary.
+"""The student's distribution on K ids plus one tail, from logits that are divided over ranks by vocabulary.
 
-Axis names: T positions, V vocabulary, W = V / tp columns of one rank, K support ids, B = K + 1 buckets (the last is the tail).
+Axis names: T positions, V vocabulary, W = V / tp columns of one rank, K support ids, B = K + 1 buckets, the tail last.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class _BucketLogMasses(torch.autograd.Function):
         return grad_TW, None, None, None, None
 
 
-def _off_support(logits_TW: Tensor, columns_TK: Tensor, own_TK: Tensor, real_columns: int, dtype: torch.dtype) -> Tensor:
+def _off_support(
+    logits_TW: Tensor, columns_TK: Tensor, own_TK: Tensor, real_columns: int, dtype: torch.dtype
+) -> Tensor:
     """A copy in ``dtype`` with -inf on this rank's support ids and in the padding of the vocabulary."""
     off_TW = logits_TW.to(dtype, copy=True)
     off_TW[:, max(real_columns, 0) :] = float("-inf")

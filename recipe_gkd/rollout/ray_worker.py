@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from recipe_gkd.config import Config
 from recipe_gkd.errors import DeadlineError, GkdError, WorkerError
-from recipe_gkd.rollout.checkpoint_names import check_announced, folder_shapes
 from recipe_gkd.placement import where_am_i
+from recipe_gkd.rollout.checkpoint_names import check_announced, folder_shapes
 from recipe_gkd.rollout.engine import EngineOptions, RolloutEngine
 from recipe_gkd.rollout.sampling import sampling_from
 from recipe_gkd.rollout.weight_updates import WeightUpdates

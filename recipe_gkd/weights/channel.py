@@ -24,7 +24,10 @@ import torch.distributed as dist
 from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError
 
 _POLL_S = 0.0002
+_INTERRUPT_S = 5.0
 _FAILED = "failed: "
+_MEETING = "meeting"
+"""Key of the number of the meeting that rank 0 has come to last."""
 
 
 def open_store(host: str, timeout_s: float) -> dist.TCPStore:
@@ -73,6 +76,11 @@ class Channel:
         except RuntimeError as error:
             self.fail("connect", error)
 
+    @property
+    def port(self) -> int:
+        """Of the store."""
+        return int(self._store.port)
+
     def begin_update(self) -> None:
         """From now on ``timeout_s`` runs, for all waits of this update together."""
         self._deadline = time.monotonic() + self.timeout_s
@@ -84,7 +92,9 @@ class Channel:
         """
         self.check_alive()
         self._n_meetings += 1
-        if self.rank != 0:
+        if self.rank == 0:
+            self._store.set(_MEETING, str(self._n_meetings))
+        else:
             self._say(text)
         heard = self._hear(range(1, self.world) if self.rank == 0 else [0], phase)
         if self.rank == 0:
@@ -202,6 +212,19 @@ class Channel:
 
     def _label(self, rank: int) -> str:
         return f"{self.labels[rank]} (channel rank {rank} of {self.world})"
+
+
+def interrupt(host: str, port: int, world: int, reason: str) -> None:
+    """Let rank 0 fail at its next meeting, and through it all others: for a driver that knows that somebody has died.
+
+    Without it they would wait for the dead one until their deadline. Does nothing if the store is gone.
+    """
+    with contextlib.suppress(dist.DistError, WeightSyncError):
+        store = join_store(host, port, _INTERRUPT_S)
+        present = int(store.get(_MEETING))
+        for rank in range(1, world):
+            for meeting in (present, present + 1):
+                store.set(_key(meeting, rank), _FAILED + reason[:1000])
 
 
 def _key(meeting: int, rank: int) -> str:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from recipe_gkd.errors import GkdError, WeightSyncError
 from recipe_gkd.weights.buckets import TensorMeta
+from recipe_gkd.weights.channel import interrupt
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class WeightSync:
         self._tensor_parallel_size, self._bucket_bytes, self._timeout_s = tensor_parallel_size, bucket_bytes, timeout_s
         self._meta: list[TensorMeta] | None = None
         """None: not connected."""
+        self._store: tuple[str, int, int] = ("", 0, 0)
+        """Host, port, and the number of ranks that meet there."""
 
     async def connect(self) -> None:
         """Build the channel, and learn what will be sent over it."""
@@ -70,9 +73,10 @@ class WeightSync:
             for rank in range(len(self._rollouts))
             for part in range(size)
         ]
+        self._store = host, port, len(labels)
         joins = [(host, port, 1 + rank * size, labels) for rank in range(len(self._rollouts))]
         phase = "weight sync, connect"
-        await _together(
+        await self._together(
             phase,
             self._actors.call_one(0, "connect_weight_channel", labels, timeout_s=self._wait_s, phase=phase),
             self._rollouts.call_each("open_weight_channel", joins, timeout_s=self._wait_s, phase=phase),
@@ -91,7 +95,7 @@ class WeightSync:
             name = f"weight sync v{version}"
             await self._on_rollouts("begin_weight_update", version, self._meta, phase=f"{name}, begin")
             quiet = time.monotonic()
-            sent, received = await _together(
+            sent, received = await self._together(
                 f"{name}, transfer",
                 self._actors.call(
                     "send_weights", version, self._bucket_bytes, timeout_s=self._wait_s, phase=f"{name}, send"
@@ -129,6 +133,26 @@ class WeightSync:
     async def _on_rollouts(self, method: str, *args: Any, phase: str) -> list[Any]:
         return await self._rollouts.call(method, *args, timeout_s=self._wait_s, phase=phase)
 
+    async def _together(self, phase: str, *calls: Awaitable[Any]) -> list[Any]:
+        """Both sides of the channel. When one fails, the other is told and awaited, and all errors are raised as one."""
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if pending:
+                reasons = "; ".join(str(task.exception()) for task in done if task.exception())
+                await asyncio.to_thread(interrupt, *self._store, reasons)
+                await asyncio.wait(pending)
+        finally:
+            for task in tasks:
+                task.cancel()
+        errors = dict.fromkeys(error for task in tasks if (error := task.exception()))
+        if unexpected := [error for error in errors if not isinstance(error, GkdError)]:
+            raise unexpected[0]
+        if errors:
+            told = " | ".join(dict.fromkeys(str(error) for error in errors))
+            raise WeightSyncError(f"{phase}: {told}") from next(iter(errors))
+        return [task.result() for task in tasks]
+
     async def _give_up(self) -> str:
         """Have every rollout worker drop the update. A worker still in its transfer answers after its deadline."""
         phase = "weight sync, give up"
@@ -149,14 +173,3 @@ class WeightSync:
                 *gone,
             ]
         )
-
-
-async def _together(phase: str, *calls: Awaitable[Any]) -> list[Any]:
-    """Await all of them, also when one fails; raise all failures as one."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    if unexpected := [error for error in errors if not isinstance(error, GkdError)]:
-        raise unexpected[0]
-    if errors:
-        raise WeightSyncError(f"{phase}: {' | '.join(dict.fromkeys(str(error) for error in errors))}") from errors[0]
-    return results

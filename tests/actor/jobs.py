@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,15 @@ POISONED_TOKEN = 95
 
 
 def refused(
-    rank: int, world_size: int, port: int, config: Config, batch: list[Sample], poison: bool
+    rank: int, world_size: int, port: int, config: Config, batch: list[Sample], poison: str
 ) -> tuple[str, bool, bool]:
     """The error of an update that must fail, whether the weights stayed, and whether a good update works after it."""
     good = [sample for sample in batch if sample.prompt.uid < 100]
     with started(rank, world_size, port, config) as actor:
-        if poison and actor.layout.pp_rank == 0:
+        kept_loss = actor._loss
+        if poison == "gradient":
+            actor._loss = partial(_overflow_backwards, kept_loss)
+        if poison == "weights" and actor.layout.pp_rank == 0:
             actor._chunks[0].embedding.word_embeddings.weight.data[POISONED_TOKEN] = torch.inf
         before = [p.detach().clone() for chunk in actor._chunks for p in chunk.parameters()]
         try:
@@ -62,9 +66,16 @@ def refused(
             message = ""
         except GkdError as error:
             message = f"{type(error).__name__}: {error}"
+        actor._loss = kept_loss
         after = [p for chunk in actor._chunks for p in chunk.parameters()]
         same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         return message, same, 0 < update(actor, good, 3)["actor/kl_loss"] < 10
+
+
+def _overflow_backwards(loss: Any, logits_NW: Tensor, batch: Any) -> Any:
+    """The same loss, with a gradient beyond float32."""
+    total, *rest = loss(logits_NW, batch)
+    return total + ((logits_NW - logits_NW.detach()) * 3e38).sum(), *rest
 
 
 def fails_to_start(rank: int, world_size: int, port: int, config: Config, of_ranks: int) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from recipe_gkd.actor.hf_save import save_hf_folder
 from tests.actor import jobs
 from tests.actor.test_layouts import PLAIN_OPTIMIZER, PP2, SP, TP2, VPP2
 from tests.actor.tiny import ACTOR, MEGATRON, VOCAB, make_config, make_samples
@@ -63,6 +64,18 @@ def test_checkpoints_that_do_not_fit_are_refused(pool: WorkerPool, folders: dict
     assert "is no complete checkpoint of the actor" in message("nowhere", "qwen2")
     assert "has no optimizer, only model, extra" in message("weights_only", "qwen2")
     assert "is a checkpoint of another model (family: qwen2 there, llama here" in message("weights_only", "llama")
+
+
+def test_large_model_is_saved_in_several_files_with_an_index(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen2_untied"])
+    weights = model.state_dict()
+    meta = [(name, tuple(tensor.shape), "float32") for name, tensor in weights.items()]
+    save_hf_folder(tmp_path / "saved", folders["qwen2_untied"], weights.items(), meta, file_bytes=50_000)
+    files = sorted((tmp_path / "saved").glob("*.safetensors"))
+    assert len(files) > 2 and all(file.stat().st_size < 60_000 for file in files)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+    assert not (tmp_path / "saved.partial").exists()
 
 
 @pytest.mark.parametrize(

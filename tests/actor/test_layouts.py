@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
     "pipeline 2, untied": ("qwen2_untied", 2, [PP2]),
     "pipeline 2, interleaved": ("qwen2", 2, [PP2, VPP2]),
     "data 2": ("qwen2", 2, []),
-    "data 2, plain optimiser, micro-batches of 2": ("qwen2", 2, [PLAIN_OPTIMIZER, BY_SAMPLES, f"{ACTOR}.micro_batch_size=2"]),
+    "data 2, plain optimiser, by samples": ("qwen2", 2, [PLAIN_OPTIMIZER, BY_SAMPLES, f"{ACTOR}.micro_batch_size=2"]),
     "tensor 2 x pipeline 2, sequence parallel": ("qwen2", 4, [TP2, PP2, SP]),
     "tensor 2 x data 2": ("qwen2_untied", 4, [TP2]),
 }  # fmt: skip

@@ -29,8 +29,16 @@ def test_loss_that_is_not_finite_names_step_and_sample_and_leaves_the_weights(
     ranks: int, overrides: list[str], pool: WorkerPool, folders: dict[str, Path]
 ) -> None:
     config = make_config(folders["qwen2_untied"], *overrides, ranks=ranks)
-    for message, unchanged, goes_on in pool.run(ranks, jobs.refused, config, [*GOOD, POISONED], True):
+    for message, unchanged, goes_on in pool.run(ranks, jobs.refused, config, [*GOOD, POISONED], "weights"):
         assert message.startswith("WorkerError: update 3: the loss is not finite, in sample 1234;")
+        assert unchanged and goes_on
+
+
+def test_gradient_that_is_not_finite_leaves_the_weights(pool: WorkerPool, folders: dict[str, Path]) -> None:
+    config = make_config(folders["qwen2_untied"], ranks=2)
+    uids = ", ".join(str(sample.prompt.uid) for sample in GOOD)
+    for message, unchanged, goes_on in pool.run(2, jobs.refused, config, GOOD, "gradient"):
+        assert message.startswith(f"WorkerError: update 3: the gradient is not finite, in the batch of sample {uids};")
         assert unchanged and goes_on
 
 
@@ -38,9 +46,9 @@ def test_sample_that_is_no_distribution_is_refused_by_the_rank_that_has_it_and_s
     pool: WorkerPool, folders: dict[str, Path]
 ) -> None:
     config = make_config(folders["qwen2_untied"], ranks=2)
-    answers = pool.run(2, jobs.refused, config, [*GOOD, NO_DISTRIBUTION], False)
+    answers = pool.run(2, jobs.refused, config, [*GOOD, NO_DISTRIBUTION], "")
     messages = sorted(message for message, _, _ in answers)
-    assert messages[0].startswith("DataError: sample 1234: the teacher's top-k has probability 8 at response position 0")
+    assert messages[0].startswith("DataError: sample 1234: the teacher's top-k has probability 8 at response")
     assert messages[1].startswith("WorkerError: update 3: another rank refused a sample")
     assert all(unchanged and goes_on for _, unchanged, goes_on in answers)
 
@@ -52,7 +60,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(
         # Every rank finds the same, before any of them waits for another: one is enough.
         return pool.run(1, jobs.fails_to_start, make_config(folder, *overrides, ranks=ranks), ranks)[0]
 
-    assert "override_transformer_config.recompute_granularty is unknown: did you mean recompute_granularity?" in message(
+    assert "config.recompute_granularty is unknown: did you mean recompute_granularity?" in message(
         f"{MEGATRON}.override_transformer_config.recompute_granularty=full"
     )
     assert "must divide the model's 4 heads, 2 key/value heads" in message(TP2.replace("=2", "=4"), ranks=4)
@@ -89,5 +97,5 @@ def test_model_of_an_unsupported_kind_is_refused(
 
 
 def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no config.json in .*; actor_rollout_ref.model.path must be"):
+    with pytest.raises(ModelError, match=r"no config.json in .*; actor_rollout_ref.model.path must be"):
         read_shape(tmp_path)

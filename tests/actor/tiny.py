@@ -74,20 +74,27 @@ def make_sample(uid: int, prompt: Any, answer: Any, logps_TK: Any, ids_TK: Any) 
     zeros = np.zeros(len(answer), np.float32)
     return Sample(
         prompt=Prompt(uid=uid, ids=np.asarray(prompt, np.int32), row=uid),
-        answer=Answer(uid=uid, ids=np.asarray(answer, np.int32), logprobs=zeros, finish_reason="stop", weights_version=0),
-        teacher=TeacherTopK(logps_TK=np.asarray(logps_TK, np.float32), ids_TK=np.asarray(ids_TK, np.int32),
-                            sampled_logps_T=zeros),
-    )  # fmt: skip
+        answer=Answer(
+            uid=uid,
+            ids=np.asarray(answer, np.int32),
+            logprobs=zeros,
+            finish_reason="stop",
+            weights_version=0,
+        ),
+        teacher=TeacherTopK(
+            logps_TK=np.asarray(logps_TK, np.float32), ids_TK=np.asarray(ids_TK, np.int32), sampled_logps_T=zeros
+        ),
+    )
 
 
 def make_config(folder: Path, *overrides: str, ranks: int = 1) -> Config:
     return load_config(
         "on_policy_distill_trainer",
         [
-            "data.train_files=none.parquet", f"trainer.n_gpus_per_node={ranks}", f"{MODEL}={folder}", "trainer.device=cpu",
-            "actor_rollout_ref.nccl_timeout=60", f"{MEGATRON}.dtype=float32", f"{ACTOR}.optim.lr=0.01",
-            f"{ACTOR}.optim.betas=[0.9,0.95]", f"{ACTOR}.optim.weight_decay=0.05", f"{ACTOR}.optim.clip_grad=0.5",
-            f"{ACTOR}.max_token_len=64", f"{ACTOR}.timeout_s=60", *overrides,
+            "data.train_files=none.parquet", f"{MODEL}={folder}", "trainer.device=cpu",
+            f"trainer.n_gpus_per_node={ranks}", "actor_rollout_ref.nccl_timeout=60", f"{MEGATRON}.dtype=float32",
+            f"{ACTOR}.optim.lr=0.01", f"{ACTOR}.optim.betas=[0.9,0.95]", f"{ACTOR}.optim.weight_decay=0.05",
+            f"{ACTOR}.optim.clip_grad=0.5", f"{ACTOR}.max_token_len=64", f"{ACTOR}.timeout_s=60", *overrides,
         ],
     )  # fmt: skip
 

@@ -71,7 +71,7 @@ def test_a_run_that_was_cut_resumes_where_it_was_and_writes_a_model_that_loads(s
 
     import transformers
 
-    folder = part.folder / "global_step_6" / "actor" / "huggingface"
+    folder = part.folder / "global_step_6" / "huggingface"
     transformers.AutoModelForCausalLM.from_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(folder)
 

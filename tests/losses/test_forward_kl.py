@@ -1,4 +1,4 @@
-"""forward_kl is the divergence that it says it is: value and gradient against float64 autograd on whole distributions."""
+"""forward_kl is the divergence that it says it is: value and gradient against float64 autograd, written densely."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ def test_missing_unknown_and_misshapen_weights_are_named_together(tmp_path: Path
     path = folder(tmp_path)
     announced = [META[0], ("model.norm.weight", (5,), "float32"), ("model.bias", (4,), "float32")]
     message = (
-        r"up_proj.weight is missing; model.bias is unknown; model.norm.weight is \(5,\), in the folder \(4,\); both pools"
+        r"up_proj.weight is missing; model.bias is unknown; "
+        r"model.norm.weight is \(5,\), in the folder \(4,\); both pools"
     )
     with pytest.raises(WeightSyncError, match=message):
         check_announced(announced, path, folder_shapes(path))

@@ -18,7 +18,6 @@ from recipe_gkd.samples import Answer
 from recipe_gkd.weights.sync import WeightSync
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_tensor_ranks_generate_and_are_updated_as_one(pool: Pool, folders: dict[tuple[int, bool], Path]) -> None:
     config = config_for(

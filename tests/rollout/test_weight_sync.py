@@ -202,6 +202,6 @@ def test_a_worker_that_dies_midway_is_named_and_the_others_stay_usable(pool: Poo
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match="rollout worker 1 of 2 died"):
         asyncio.run(sync.sync(2))
-    assert time.monotonic() - started < CHANNEL_TIMEOUT_S + 3
+    assert time.monotonic() - started < CHANNEL_TIMEOUT_S  # the sender was told, and did not wait for it
     after = generate(pool, 0)
     assert same(after, before) and {answer.weights_version for answer in after.values()} == {0}

@@ -13,7 +13,7 @@ from ends import CPU, LABELS, META, Timer, connect, spawn, stalls, weights
 
 from recipe_gkd.errors import DeadlineError, WeightSyncError
 from recipe_gkd.weights.actor_side import ActorWeights
-from recipe_gkd.weights.channel import Channel, join_store, open_store
+from recipe_gkd.weights.channel import Channel, interrupt, join_store, open_store
 from recipe_gkd.weights.receiver import NamedTensors, receive_weights
 from recipe_gkd.weights.sender import send_weights
 
@@ -112,6 +112,18 @@ def test_a_receiver_that_never_comes_is_named() -> None:
     with Timer() as timer, pytest.raises(DeadlineError, match=r"weights v3, begin: rollout worker 1 .* did not answer"):
         send_weights(sender, 3, META, weights().items(), BUCKET)
     assert timer.seconds < 2
+
+
+def test_a_driver_can_end_the_wait_for_a_receiver_that_it_knows_to_be_dead() -> None:
+    sender, first, _ = connect(2, 20)
+    sending = spawn(lambda: send_weights(sender, 3, META, weights().items(), BUCKET))
+    receiving = spawn(lambda: receive_weights(first, 3, META, BUCKET, ignore))
+    with Timer() as timer:
+        interrupt("127.0.0.1", sender.port, 3, "rollout worker 1 died")
+        for end in (sending, receiving):
+            with pytest.raises(WeightSyncError, match="rollout worker 1 died"):
+                end.result(10)
+    assert timer.seconds < 5
 
 
 def test_who_does_not_join_is_named() -> None:
