@@ -75,9 +75,11 @@ def find_checkpoint(config: Config) -> Path | None:
     else:
         folder = root / f"global_step_{(root / LATEST).read_text().strip()}"
     if not (folder / "trainer.json").is_file():
-        raise CheckpointError(f"{folder} is no complete checkpoint (it has no trainer.json); choose another with "
-                              "trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N, or start "
-                              "afresh with trainer.resume_mode=disable")
+        raise CheckpointError(
+            f"{folder} is no complete checkpoint (it has no trainer.json); choose another with "
+            "trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N, or start "
+            "afresh with trainer.resume_mode=disable"
+        )
     return folder
 
 
@@ -89,6 +91,8 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
         raise CheckpointError(f"{folder / 'trainer.json'} cannot be read: {error}") from error
     for name in ("n_prompts", "data_seed", "shuffle"):
         if (was := getattr(found, name)) != (now := getattr(expected, name)):
-            raise CheckpointError(f"{folder} was made with {name}={was}, this run has {name}={now}: its position in the "
-                                  "data would be another one. Restore the setting, or use trainer.resume_mode=disable")
+            raise CheckpointError(
+                f"{folder} was made with {name}={was}, this run has {name}={now}: its position in the "
+                "data would be another one. Restore the setting, or use trainer.resume_mode=disable"
+            )
     return found

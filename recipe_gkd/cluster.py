@@ -25,8 +25,10 @@ def ray_cluster(config: Config) -> Iterator[None]:
         ray.init(address=settings.address, logging_level=logging.ERROR, **local)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         where = f"the cluster at ray_init.address={settings.address}" if settings.address else "a local cluster"
-        raise ResourceError(f"Ray could not connect to {where}: {error}; see `ray status`, or set ray_init.address=null "
-                            "to start one on this machine") from error
+        raise ResourceError(
+            f"Ray could not connect to {where}: {error}; see `ray status`, or set ray_init.address=null "
+            "to start one on this machine"
+        ) from error
     try:
         yield
         if settings.timeline_json_file:
@@ -41,6 +43,8 @@ def choose_device(asked: str) -> str:
     if asked == "auto":
         return "cuda" if gpus else "cpu"
     if asked == "cuda" and not gpus:
-        raise ResourceError("trainer.device=cuda, but the Ray cluster has no GPU; use trainer.device=cpu or auto, or start "
-                            "Ray where the GPUs are")
+        raise ResourceError(
+            "trainer.device=cuda, but the Ray cluster has no GPU; use trainer.device=cpu or auto, or start "
+            "Ray where the GPUs are"
+        )
     return asked

@@ -1,8 +1,8 @@
 """Prompts: parquet files -> tokenised once -> batches at a position that can be saved and restored.
 
 The run's prompts are one endless-looking stream: epoch after epoch, each a permutation drawn from ``data.seed`` and
-its number. Batch ``i`` is the stream's slice ``[i * B, (i + 1) * B)``, across the ends of epochs, so each prompt is used
-exactly once an epoch, no batch but the run's last is short, and the position is a single number.
+its number. Batch ``i`` is the stream's slice ``[i * B, (i + 1) * B)``, across the ends of epochs, so each prompt is
+used exactly once an epoch, no batch but the run's last is short, and the position is a single number.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PromptBatch:
 class PromptData:
     """The tokenised prompts of some parquet files.
 
-    ``ids[i]`` int32 [P] are the tokens of row ``rows[i]`` of ``table``; overlong rows were dropped or cut as configured.
+    ``ids[i]`` int32 [P] are the tokens of row ``rows[i]`` of ``table``; overlong rows were dropped or cut.
     """
 
     def __init__(self, files: list[str], config: DataConfig, tokenizer: Any) -> None:
@@ -58,11 +58,17 @@ class PromptData:
             self.ids.append(ids)
             self.rows.append(row)
         if dropped:
-            log.warning("%d of %d prompts are longer than data.max_prompt_length=%d and were dropped",
-                        dropped, len(prompts), config.max_prompt_length)
+            log.warning(
+                "%d of %d prompts are longer than data.max_prompt_length=%d and were dropped",
+                dropped,
+                len(prompts),
+                config.max_prompt_length,
+            )
         if not self.ids:
-            raise DataError(f"no prompt is left of the {len(prompts)} in {', '.join(files)}: all are longer than "
-                            f"data.max_prompt_length={config.max_prompt_length}; raise it")
+            raise DataError(
+                f"no prompt is left of the {len(prompts)} in {', '.join(files)}: all are longer than "
+                f"data.max_prompt_length={config.max_prompt_length}; raise it"
+            )
         self._extra = self.table.drop_columns([config.prompt_key])
 
     def __len__(self) -> int:
@@ -95,7 +101,8 @@ class PromptLoader:
             places = range(start, min(start + size, self.total_prompts))
             prompts = [
                 self.data.prompt(self._index(place), uid=place * self.n + answer)
-                for place in places for answer in range(self.n)
+                for place in places
+                for answer in range(self.n)
             ]
             yield PromptBatch(step=step, epoch=places.stop / len(self.data), prompts=prompts)
 
@@ -126,8 +133,10 @@ def _read(files: list[str], prompt_key: str) -> pa.Table:
         except (pa.ArrowInvalid, OSError) as error:
             raise DataError(f"data file {path} cannot be read as parquet: {error}") from error
         if prompt_key not in table.column_names:
-            raise DataError(f"data file {path} has no column {prompt_key!r}; it has: "
-                            f"{', '.join(table.column_names) or 'none'}. Set data.prompt_key to the column of the prompts")
+            raise DataError(
+                f"data file {path} has no column {prompt_key!r}; it has: "
+                f"{', '.join(table.column_names) or 'none'}. Set data.prompt_key to the column of the prompts"
+            )
         if table.num_rows == 0:
             raise DataError(f"data file {path} has no rows")
         tables.append(table)
@@ -140,15 +149,20 @@ def _read(files: list[str], prompt_key: str) -> pa.Table:
 def _tokenise(prompt: Any, tokenizer: Any, where: str) -> np.ndarray:
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
-    elif isinstance(prompt, list) and prompt and all(isinstance(m, dict) and {"role", "content"} <= m.keys()
-                                                     for m in prompt):
+    elif (
+        isinstance(prompt, list)
+        and prompt
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    ):
         try:
             ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
         except Exception as error:  # jinja and the template's own raise_exception: no common base
             raise DataError(f"{where}: the tokenizer's chat template refused the prompt: {error}") from error
     else:
-        raise DataError(f"{where}: the prompt is {prompt!r:.200}; expected a string, or a list of "
-                        "{'role': ..., 'content': ...} messages that is not empty")
+        raise DataError(
+            f"{where}: the prompt is {prompt!r:.200}; expected a string, or a list of "
+            "{'role': ..., 'content': ...} messages that is not empty"
+        )
     if len(ids) == 0:
         raise DataError(f"{where}: the prompt has no tokens; remove the row")
     return np.asarray(ids, dtype=np.int32)
@@ -157,11 +171,13 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> np.ndarray:
 def _truncate(ids: np.ndarray, config: DataConfig, row: int) -> np.ndarray:
     limit = config.max_prompt_length
     if config.truncation == "error":
-        raise DataError(f"the prompt of row {row} has {len(ids)} tokens, more than data.max_prompt_length={limit}; "
-                        "raise it, set data.filter_overlong_prompts=true, or data.truncation to left, right or middle")
+        raise DataError(
+            f"the prompt of row {row} has {len(ids)} tokens, more than data.max_prompt_length={limit}; "
+            "raise it, set data.filter_overlong_prompts=true, or data.truncation to left, right or middle"
+        )
     if config.truncation == "left":
         return ids[-limit:]
     if config.truncation == "right":
         return ids[:limit]
     head = limit // 2
-    return np.concatenate([ids[:head], ids[len(ids) - (limit - head):]])
+    return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])

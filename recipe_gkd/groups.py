@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -37,9 +38,7 @@ class WorkerGroup:
         """The same call on every worker; results in rank order."""
         return await self.call_each(method, [args] * len(self), timeout_s=timeout_s, phase=phase)
 
-    async def call_each(
-        self, method: str, args: Sequence[Sequence[Any]], *, timeout_s: float, phase: str
-    ) -> list[Any]:
+    async def call_each(self, method: str, args: Sequence[Sequence[Any]], *, timeout_s: float, phase: str) -> list[Any]:
         """One call on each worker with arguments of its own, in rank order."""
         calls = {
             self.label(rank): getattr(handle, method).remote(*own)
@@ -93,10 +92,8 @@ class WorkerGroup:
 
     async def stop(self, *, timeout_s: float) -> None:
         """Let each worker close what it holds, then end its process; never raises, never takes longer."""
-        try:
+        with suppress(GkdError):  # one that is dead or stuck is killed below
             await self.call("shutdown", timeout_s=timeout_s, phase="shutdown")
-        except GkdError:
-            pass  # it is dead or stuck: killed below
         for handle in self.handles:
             ray.kill(handle, no_restart=True)
 
@@ -130,8 +127,10 @@ def _blame(label: str, phase: str, error: BaseException | None) -> GkdError:
     if isinstance(error, GkdError):
         return error
     if isinstance(error, ActorDiedError | RayActorError):
-        return WorkerError(f"{phase}: {label} died ({_last_line(error)}); its log is in Ray's session folder, "
-                           "and the kernel's log tells if it was killed for want of memory")
+        return WorkerError(
+            f"{phase}: {label} died ({_last_line(error)}); its log is in Ray's session folder, "
+            "and the kernel's log tells if it was killed for want of memory"
+        )
     return WorkerError(f"{phase}: {label} failed: {type(error).__name__}: {error}")
 
 
@@ -143,8 +142,10 @@ def _root_cause(errors: list[GkdError]) -> GkdError:
 
 def _silent(phase: str, silent: list[str], answered: list[str], timeout_s: float) -> DeadlineError:
     others = f" ({', '.join(answered)} did)" if answered else ""
-    return DeadlineError(f"{phase}: {', '.join(silent)} did not answer within {timeout_s:g} s{others}; "
-                         "look at that worker's log in Ray's session folder, or give the phase more time")
+    return DeadlineError(
+        f"{phase}: {', '.join(silent)} did not answer within {timeout_s:g} s{others}; "
+        "look at that worker's log in Ray's session folder, or give the phase more time"
+    )
 
 
 def _last_line(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """The command: compose the configuration, check it, start Ray, distil.
 
-    python -m recipe_gkd.main_gkd --config-name on_policy_distill_trainer key=value ...
+python -m recipe_gkd.main_gkd --config-name on_policy_distill_trainer key=value ...
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from recipe_gkd.config import Config, load_config
 from recipe_gkd.config.load import compose_config
 from recipe_gkd.data import PromptData, PromptLoader
 from recipe_gkd.errors import GkdError
-from recipe_gkd.preflight import meet_teacher, read_student
+from recipe_gkd.preflight import meet_teacher, read_student, with_model_path
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.workers import start_workers
 from teacher.client import TeacherClient
@@ -59,9 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Config) -> None:
     """First all that needs no process, so that what is wrong is said at once; then Ray, the workers, the training."""
     student = read_student(config)
+    config = with_model_path(config, student.path)
     data = PromptData(config.data.train_files, config.data, student.tokenizer)
-    loader = PromptLoader(data, config.data, n=config.actor_rollout_ref.rollout.n, epochs=config.trainer.total_epochs,
-                          max_steps=config.trainer.total_training_steps)
+    loader = PromptLoader(
+        data,
+        config.data,
+        n=config.actor_rollout_ref.rollout.n,
+        epochs=config.trainer.total_epochs,
+        max_steps=config.trainer.total_training_steps,
+    )
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
     checkpoint = find_checkpoint(config)
     if checkpoint is not None:
@@ -73,15 +79,29 @@ def run(config: Config) -> None:
     teacher = config.actor_rollout_ref.teacher
     with TeacherClient(teacher.server_ip, teacher.server_port, timeout_s=teacher.timeout_s) as client:
         info = meet_teacher(client, student, config)
-        log.info("student %s, teacher %s (top %d of %d ids), %d prompts, steps %d to %d", student.path, info.model_name,
-                 info.n_logprobs, info.vocab_size, len(data), progress.step + 1, last_step)
+        log.info(
+            "student %s, teacher %s (top %d of %d ids), %d prompts, steps %d to %d",
+            student.path,
+            info.model_name,
+            info.n_logprobs,
+            info.vocab_size,
+            len(data),
+            progress.step + 1,
+            last_step,
+        )
         with ray_cluster(config):
             device = choose_device(config.trainer.device)
             asyncio.run(_until_sigterm(_train(config, device, client, loader, progress, checkpoint)))
 
 
-async def _train(config: Config, device: str, client: TeacherClient, loader: PromptLoader, progress: Progress,
-                 checkpoint: Path | None) -> None:
+async def _train(
+    config: Config,
+    device: str,
+    client: TeacherClient,
+    loader: PromptLoader,
+    progress: Progress,
+    checkpoint: Path | None,
+) -> None:
     total_steps = progress.step + loader.steps_from(progress.prompts_trained)
     async with start_workers(config, device, total_steps) as workers:
         trainer = Trainer(config, workers, client, loader, progress)
@@ -118,15 +138,23 @@ def _start_logging(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     console, file = logging.StreamHandler(), logging.FileHandler(folder / "run.log")
     console.addFilter(lambda record: record.levelno >= logging.WARNING or record.name != "recipe_gkd.weights.sync")
-    logging.basicConfig(format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S",
-                        level=logging.WARNING, handlers=[console, file], force=True)
+    logging.basicConfig(
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        level=logging.WARNING,
+        handlers=[console, file],
+        force=True,
+    )
     log.setLevel(logging.INFO)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m recipe_gkd.main_gkd", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog="All keys: python -m recipe_gkd.config")
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe_gkd.main_gkd",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="All keys: python -m recipe_gkd.config",
+    )
     parser.add_argument("--config-name", default="on_policy_distill_trainer", help="a YAML file of the config folder")
     parser.add_argument("--config-dir", "--config-path", type=Path, help="a config folder of your own")
     parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and exit")

@@ -45,16 +45,22 @@ class Pool:
     spec: PoolSpec
     group: PlacementGroup
 
-    def spawn(self, worker: type, arguments: list[dict[str, Any]], *, slots: int = 1,
-              env: dict[str, str] | None = None) -> list[Any]:
-        """Start ``worker(**own)`` for each of ``arguments``, each in ``slots`` slots, node after node; handles by rank."""
+    def spawn(
+        self, worker: type, arguments: list[dict[str, Any]], *, slots: int = 1, env: dict[str, str] | None = None
+    ) -> list[Any]:
+        """Start ``worker(**own)`` for each of ``arguments``, each in ``slots`` slots, node after node; by rank."""
         per_node = self.spec.n_per_node // slots
         gpus = slots * self.spec.slot.get("GPU", 0)
         handles = []
         for rank, own in enumerate(arguments):
             strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank // per_node)
-            remote: Any = ray.remote(num_cpus=slots, num_gpus=gpus, scheduling_strategy=strategy, max_restarts=0,
-                                runtime_env={"env_vars": env or {}})(worker)
+            remote: Any = ray.remote(
+                num_cpus=slots,
+                num_gpus=gpus,
+                scheduling_strategy=strategy,
+                max_restarts=0,
+                runtime_env={"env_vars": env or {}},
+            )(worker)
             handles.append(remote.remote(**own))
         return handles
 
@@ -67,8 +73,9 @@ def pool_specs(config: Config, device: str) -> tuple[PoolSpec, PoolSpec]:
     trainer, rollout = config.trainer, config.rollout
     return (
         PoolSpec("actor", trainer.nnodes, trainer.n_gpus_per_node, device, "trainer.nnodes x trainer.n_gpus_per_node"),
-        PoolSpec("rollout", rollout.nnodes, rollout.n_gpus_per_node, device,
-                 "rollout.nnodes x rollout.n_gpus_per_node"),
+        PoolSpec(
+            "rollout", rollout.nnodes, rollout.n_gpus_per_node, device, "rollout.nnodes x rollout.n_gpus_per_node"
+        ),
     )
 
 
@@ -85,8 +92,10 @@ def create_pools(specs: tuple[PoolSpec, ...], *, timeout_s: float) -> tuple[Pool
     if waiting:
         for pool in pools:
             pool.release()
-        raise ResourceError(f"the pools were not granted within {timeout_s:g} s: the cluster has enough, "
-                            f"but others use it now.\n{_too_little(specs, nodes)}")
+        raise ResourceError(
+            f"the pools were not granted within {timeout_s:g} s: the cluster has enough, "
+            f"but others use it now.\n{_too_little(specs, nodes)}"
+        )
     return tuple(pools)
 
 
@@ -96,8 +105,9 @@ def fits(specs: tuple[PoolSpec, ...], nodes: list[dict[str, float]]) -> bool:
     for spec in sorted(specs, key=lambda spec: -spec.n_per_node):
         used: set[int] = set()
         for bundle in spec.bundles:
-            roomy = [i for i, node in enumerate(free)
-                     if i not in used and all(node[what] >= n for what, n in bundle.items())]
+            roomy = [
+                i for i, node in enumerate(free) if i not in used and all(node[what] >= n for what, n in bundle.items())
+            ]
             if not roomy:
                 return False
             used.add(best := min(roomy, key=lambda i: free[i]["GPU"] or free[i]["CPU"]))
@@ -111,16 +121,21 @@ def check_devices(reports: dict[str, dict[str, Any]]) -> None:
     for label, report in reports.items():
         for device in report.get("devices", ()):
             if device != "cpu" and (other := owners.setdefault((report["node"], device), label)) != label:
-                raise ResourceError(f"{label} and {other} both got {device} on node {report['node']}; "
-                                    "look for CUDA_VISIBLE_DEVICES set by hand, or for a second job on these GPUs")
+                raise ResourceError(
+                    f"{label} and {other} both got {device} on node {report['node']}; "
+                    "look for CUDA_VISIBLE_DEVICES set by hand, or for a second job on these GPUs"
+                )
 
 
 def _too_little(specs: tuple[PoolSpec, ...], nodes: list[dict[str, float]]) -> str:
     def amount(resources: dict[str, float]) -> str:
         return ", ".join(f"{resources.get(what, 0):g} {what}" for what in ("CPU", "GPU"))
 
-    asked = "\n".join(f"  {spec.name} pool: {spec.nnodes} x {spec.n_per_node} "
-                      f"{'CPU slots' if spec.device == 'cpu' else 'GPUs'}   ({spec.sizes})" for spec in specs)
+    asked = "\n".join(
+        f"  {spec.name} pool: {spec.nnodes} x {spec.n_per_node} "
+        f"{'CPU slots' if spec.device == 'cpu' else 'GPUs'}   ({spec.sizes})"
+        for spec in specs
+    )
     has = "\n".join(f"  node {i}: {amount(node)}" for i, node in enumerate(nodes))
     slots = "CPUs" if specs[0].device == "cpu" else "GPUs"
     remedy = "ask for less, or start Ray with more"

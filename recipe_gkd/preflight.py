@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from teacher.client import TeacherClient
 from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import TeacherInfo
 
-HELLO_TIMEOUT_S = 15.0
+HELLO_TIMEOUT_S = 10.0
 """A teacher that is there answers in milliseconds, however busy."""
 
 
@@ -40,10 +40,17 @@ def read_student(config: Config) -> Student:
     hf_config = json.loads((path / "config.json").read_text())
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+            str(path), local_files_only=True, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"the tokenizer in {path} cannot be loaded: {error}") from error
     return Student(path, hf_config, tokenizer, tokenizer_fingerprint(tokenizer))
+
+
+def with_model_path(config: Config, path: Path) -> Config:
+    """The configuration with the folder that a hub name stood for, which is what the workers read."""
+    model = replace(config.actor_rollout_ref.model, path=str(path.absolute()))
+    return replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, model=model))
 
 
 def find_model(name: str) -> Path:
@@ -56,12 +63,16 @@ def find_model(name: str) -> Path:
         try:
             path = Path(snapshot_download(name, local_files_only=True))
         except LocalEntryNotFoundError as error:
-            raise ModelError(f"actor_rollout_ref.model.path={name} is neither a folder (seen from {Path.cwd()}) nor in "
-                             f"the local hub cache; give a folder, or run: hf download {name}") from error
+            raise ModelError(
+                f"actor_rollout_ref.model.path={name} is neither a folder (seen from {Path.cwd()}) nor in "
+                f"the local hub cache; give a folder, or run: hf download {name}"
+            ) from error
     if not (path / "config.json").is_file():
         there = "is not there" if not path.exists() else "has no config.json"
-        raise ModelError(f"actor_rollout_ref.model.path={name}: {path.absolute()} {there}; expected a Hugging Face model "
-                         "folder with config.json, tokenizer and safetensors")
+        raise ModelError(
+            f"actor_rollout_ref.model.path={name}: {path.absolute()} {there}; expected a Hugging Face model "
+            "folder with config.json, tokenizer and safetensors"
+        )
     return path
 
 
@@ -72,11 +83,13 @@ def meet_teacher(client: TeacherClient, student: Student, config: Config) -> Tea
         raise ConfigError(
             f"the teacher's vocabulary does not fit the student's: teacher {info.model_name} has {info.vocab_size} ids "
             f"(tokenizer {info.tokenizer_fingerprint}), student {student.path} has {student.vocab_size} (tokenizer "
-            f"{student.fingerprint}). The same id must mean the same token in both: choose a teacher and a student of one "
-            "family, with the tokenizer files they came with")
+            f"{student.fingerprint}). The same id must mean the same token in both: choose a teacher and a student of "
+            "one family, with the tokenizer files they came with"
+        )
     longest = config.data.max_prompt_length + config.data.max_response_length
     if info.max_model_len < longest:
         raise ConfigError(
             f"the teacher scores at most {info.max_model_len} tokens, but data.max_prompt_length + "
-            f"data.max_response_length = {longest}; lower those, or start the teacher with a larger MAX_MODEL_LEN")
+            f"data.max_response_length = {longest}; lower those, or start the teacher with a larger MAX_MODEL_LEN"
+        )
     return info

@@ -55,8 +55,11 @@ class TeacherTopK:
     @classmethod
     def empty(cls) -> TeacherTopK:
         """For an answer without tokens."""
-        return cls(logps_TK=np.zeros((0, 1), np.float32), ids_TK=np.zeros((0, 1), np.int32),
-                   sampled_logps_T=np.zeros(0, np.float32))
+        return cls(
+            logps_TK=np.zeros((0, 1), np.float32),
+            ids_TK=np.zeros((0, 1), np.int32),
+            sampled_logps_T=np.zeros(0, np.float32),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,8 +71,15 @@ class Pipeline:
     """
 
     def __init__(
-        self, batches: Iterable[PromptBatch], *, generate: Generate, score: Score, sync: Sync, max_staleness: int,
-        score_group: Callable[[int], int] = lambda batch_size: batch_size, first_version: int = 0,
+        self,
+        batches: Iterable[PromptBatch],
+        *,
+        generate: Generate,
+        score: Score,
+        sync: Sync,
+        max_staleness: int,
+        score_group: Callable[[int], int] = lambda batch_size: batch_size,
+        first_version: int = 0,
     ) -> None:
         """``score_group``: batch size -> answers of one request to the teacher. ``first_version``: the actor's."""
         self._batches, self._max_staleness = batches, max_staleness
@@ -135,7 +142,7 @@ class Pipeline:
 
     @asynccontextmanager
     async def actor(self) -> AsyncIterator[None]:
-        """The actor for oneself: no update and no weight sync meanwhile. A sync that generation waits for goes first."""
+        """The actor for oneself: no update, no weight sync meanwhile. A sync that generation waits for goes first."""
         async with self._actor_when(lambda: self._wanted is None or self._version < self._wanted):
             yield
 
@@ -158,7 +165,7 @@ class Pipeline:
         self._scored.put_nowait(None)
 
     async def _freshen(self, oldest_version: int) -> None:
-        """Before generating: wait for the weights that the bound asks for; take newer ones if the actor is idle anyway."""
+        """Before generating: wait for the weights that the bound asks for; take newer ones if the actor is idle."""
         if self._rollout_version is None or self._rollout_version < oldest_version:
             self._wanted = max(oldest_version, 0)
         elif self._rollout_version == self._version or self._actor_busy:
@@ -186,8 +193,9 @@ class Pipeline:
         if waiting:
             raise RuntimeError(f"step {prompts.step}: {len(waiting)} of {len(prompts.prompts)} prompts got no answer")
         ended = time.monotonic()
-        batch = ReadyBatch(prompts.step, prompts.epoch,
-                           metrics={"timing/generate_sequences": ended - started, "_generated_at": ended})
+        batch = ReadyBatch(
+            prompts.step, prompts.epoch, metrics={"timing/generate_sequences": ended - started, "_generated_at": ended}
+        )
         self._scored.put_nowait(self._start(self._collect(batch, requests, first_request or ended)))
 
     async def _request(self, group: list[tuple[Prompt, Answer]]) -> list[Sample]:

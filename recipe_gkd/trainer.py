@@ -27,15 +27,16 @@ from teacher.records import TeacherSequence
 class Trainer:
     """Student answers; the teacher's top-k at every position of the answers; an update towards it; and again."""
 
-    def __init__(self, config: Config, workers: Workers, teacher: TeacherClient, loader: PromptLoader,
-                 progress: Progress) -> None:
+    def __init__(
+        self, config: Config, workers: Workers, teacher: TeacherClient, loader: PromptLoader, progress: Progress
+    ) -> None:
         self.config, self.workers, self.teacher, self.loader = config, workers, teacher, loader
         self.progress = progress
         self.saving: CheckpointWriter | None = None
         self.last_step = progress.step + loader.steps_from(progress.prompts_trained)
 
     async def fit(self) -> None:
-        """Train to the last step. Raises whatever ended it early; complete checkpoints stay, a half-written one does not."""
+        """Train to the last step. Raises whatever ended it early; complete checkpoints stay, half a one does not."""
         try:
             await self.loop()
             await self.finish_save()
@@ -65,8 +66,11 @@ class Trainer:
         teacher = self.config.actor_rollout_ref.teacher
         return Pipeline(
             self.loader.batches(self.progress.prompts_trained, first_step=self.progress.step),
-            generate=self.generate, score=self.score, sync=self.workers.weights.sync,
-            max_staleness=MAX_STALENESS[self.config.trainer.scheduler], first_version=self.progress.step,
+            generate=self.generate,
+            score=self.score,
+            sync=self.workers.weights.sync,
+            max_staleness=MAX_STALENESS[self.config.trainer.scheduler],
+            first_version=self.progress.step,
             score_group=lambda size: group_size(size, teacher.n_server_workers * teacher.num_microbatches),
         )
 
@@ -77,8 +81,10 @@ class Trainer:
         rollouts = self.workers.rollouts
         shares = [batch.prompts[rank :: len(rollouts)] for rank in range(len(rollouts))]
         async for answers in rollouts.stream_each(
-            "generate", [(share, batch.step) for share in shares if share],
-            timeout_s=self.config.actor_rollout_ref.rollout.timeout_s, phase=f"generate, step {batch.step}",
+            "generate",
+            [(share, batch.step) for share in shares if share],
+            timeout_s=self.config.actor_rollout_ref.rollout.timeout_s,
+            phase=f"generate, step {batch.step}",
         ):
             yield answers
 
@@ -93,20 +99,25 @@ class Trainer:
         if sequences:
             scores = await asyncio.wrap_future(self.teacher.submit(sequences))
             opinions = {
-                answer.uid: TeacherTopK(logps_TK=score.topk_logps_TK, ids_TK=score.topk_ids_TK,
-                                        sampled_logps_T=score.sampled_logps_T)
+                answer.uid: TeacherTopK(
+                    logps_TK=score.topk_logps_TK, ids_TK=score.topk_ids_TK, sampled_logps_T=score.sampled_logps_T
+                )
                 for (_, answer), score in zip(asked, scores, strict=True)
             }
-        return [Sample(prompt=prompt, answer=answer, teacher=opinions.get(answer.uid) or TeacherTopK.empty())
-                for prompt, answer in group]
+        return [
+            Sample(prompt=prompt, answer=answer, teacher=opinions.get(answer.uid) or TeacherTopK.empty())
+            for prompt, answer in group
+        ]
 
     async def update(self, batch: ReadyBatch) -> dict[str, float]:
         """One optimiser step on the whole batch; each data-parallel rank gets its share."""
         actors = self.workers.actors
         shards = [ray.put(shard) for shard in shard_batch(batch.samples, self.workers.dp_size)]
         results = await actors.call_each(
-            "update", [(shards[dp_rank], batch.step) for dp_rank in self.workers.dp_ranks],
-            timeout_s=self.config.actor_rollout_ref.actor.timeout_s, phase=f"update, step {batch.step}",
+            "update",
+            [(shards[dp_rank], batch.step) for dp_rank in self.workers.dp_ranks],
+            timeout_s=self.config.actor_rollout_ref.actor.timeout_s,
+            phase=f"update, step {batch.step}",
         )
         return dict(results[0])
 
@@ -136,8 +147,9 @@ class Trainer:
 
     def advance(self, batch: ReadyBatch) -> None:
         prompts = len(batch.samples) // self.config.actor_rollout_ref.rollout.n
-        self.progress = replace(self.progress, step=self.progress.step + 1,
-                                prompts_trained=self.progress.prompts_trained + prompts)
+        self.progress = replace(
+            self.progress, step=self.progress.step + 1, prompts_trained=self.progress.prompts_trained + prompts
+        )
 
     def save_is_due(self) -> bool:
         every, step = self.config.trainer.save_freq, self.progress.step
@@ -147,7 +159,9 @@ class Trainer:
     def finish(batch: ReadyBatch, step_began: float) -> float:
         """Complete the metrics of a step; returns when the next one began."""
         now = time.monotonic()
-        batch.metrics |= describe(batch) | {"timing/step": now - step_began,
-                                            "perf/cpu_memory_used_gb": host_memory_used_gb()}
+        batch.metrics |= describe(batch) | {
+            "timing/step": now - step_began,
+            "perf/cpu_memory_used_gb": host_memory_used_gb(),
+        }
         batch.metrics["perf/tokens_per_second"] = batch.metrics["perf/total_num_tokens"] / (now - step_began)
         return now

@@ -9,11 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
 from recipe_gkd.groups import WorkerGroup
 from recipe_gkd.pools import check_devices, create_pools, pool_specs
-from recipe_gkd.rollout.environment import worker_environment
+from recipe_gkd.rollout.environment import worker_environment as rollout_environment
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.weights.sync import WeightSync
 
@@ -47,25 +48,45 @@ async def start_workers(config: Config, device: str, total_steps: int) -> AsyncI
     tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     n_actors = config.trainer.nnodes * config.trainer.n_gpus_per_node
     n_rollouts = config.rollout.nnodes * config.rollout.n_gpus_per_node // tp
-    actors = WorkerGroup("actor", actor_pool.spawn(
-        ActorWorker,
-        [dict(config=config, total_steps=total_steps, rank=rank, world_size=n_actors, device=device)
-         for rank in range(n_actors)],
-        env={"OMP_NUM_THREADS": "1"} if device == "cpu" else {}))
-    rollouts = WorkerGroup("rollout", rollout_pool.spawn(
-        RolloutWorker, [dict(config=config, rank=rank, device=device) for rank in range(n_rollouts)],
-        slots=tp, env=worker_environment(device)))
+    actors = WorkerGroup(
+        "actor",
+        actor_pool.spawn(
+            ActorWorker,
+            [
+                dict(config=config, total_steps=total_steps, rank=rank, world_size=n_actors, device=device)
+                for rank in range(n_actors)
+            ],
+            env=actor_environment(device),
+        ),
+    )
+    rollouts = WorkerGroup(
+        "rollout",
+        rollout_pool.spawn(
+            RolloutWorker,
+            [dict(config=config, rank=rank, device=device) for rank in range(n_rollouts)],
+            slots=tp,
+            env=rollout_environment(device),
+        ),
+    )
     try:
         async with asyncio.TaskGroup() as both:
             actor_setup = both.create_task(_set_up_actors(actors, timeout_s))
             rollout_setup = both.create_task(rollouts.call("setup", timeout_s=timeout_s, phase="start"))
-        reports = {group.label(rank): report for group, task in ((actors, actor_setup), (rollouts, rollout_setup))
-                   for rank, report in enumerate(task.result())}
+        reports = {
+            group.label(rank): report
+            for group, task in ((actors, actor_setup), (rollouts, rollout_setup))
+            for rank, report in enumerate(task.result())
+        }
         _log_placement(reports)
         check_devices(reports)
         bucket_bytes = int(config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * (1 << 20))
-        weights = WeightSync(actors, rollouts, tensor_parallel_size=tp, bucket_bytes=bucket_bytes,
-                             timeout_s=config.actor_rollout_ref.nccl_timeout)
+        weights = WeightSync(
+            actors,
+            rollouts,
+            tensor_parallel_size=tp,
+            bucket_bytes=bucket_bytes,
+            timeout_s=config.actor_rollout_ref.nccl_timeout,
+        )
         layout = actor_setup.result()
         yield Workers(actors, rollouts, weights, layout[0]["dp_size"], [report["dp_rank"] for report in layout])
     finally:
@@ -81,5 +102,11 @@ async def _set_up_actors(actors: WorkerGroup, timeout_s: float) -> list[dict[str
 
 def _log_placement(reports: dict[str, dict[str, Any]]) -> None:
     for label, report in reports.items():
-        log.info("%s: %s on node %s, process %d, ready in %.1f s", label, report["device"], report["node"], report["pid"],
-                 report["seconds"])
+        log.info(
+            "%s: %s on node %s, process %d, ready in %.1f s",
+            label,
+            report["device"],
+            report["node"],
+            report["pid"],
+            report["seconds"],
+        )

@@ -19,7 +19,12 @@ def ray_session() -> Iterator[None]:
     import ray
 
     here = {"PYTHONPATH": str(Path(__file__).parent)}  # worker classes that a test module defines
-    ray.init(num_cpus=8, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False,
-             runtime_env={"env_vars": here})
+    ray.init(
+        num_cpus=8,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        runtime_env={"env_vars": here},
+    )
     yield
     ray.shutdown()

@@ -15,8 +15,10 @@ PROGRESS = Progress(step=4, prompts_trained=256, n_prompts=1000, data_seed=1, sh
 
 
 def config(root: Path, *overrides: str) -> Config:
-    return load_config("on_policy_distill_trainer", ["data.train_files=x", "actor_rollout_ref.model.path=x",
-                                                     f"trainer.default_local_dir={root}", *overrides])
+    return load_config(
+        "on_policy_distill_trainer",
+        ["data.train_files=x", "actor_rollout_ref.model.path=x", f"trainer.default_local_dir={root}", *overrides],
+    )
 
 
 def write(root: Path, progress: Progress = PROGRESS) -> None:

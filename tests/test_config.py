@@ -48,39 +48,51 @@ def test_keys_that_must_be_set_are_named() -> None:
         load_config(NAME)
 
 
-@pytest.mark.parametrize(("override", "nearest"), [
-    ("data.train_file=x", "data.train_files"),
-    ("trainer.sheduler=sync", "trainer.scheduler"),
-    ("rollout.temperature=1", "actor_rollout_ref.rollout.temperature"),
-    ("+trainer.n_gpu_per_node=1", "trainer.n_gpus_per_node"),
-])
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("data.train_file=x", "data.train_files"),
+        ("trainer.sheduler=sync", "trainer.scheduler"),
+        ("rollout.temperature=1", "actor_rollout_ref.rollout.temperature"),
+        ("+trainer.n_gpu_per_node=1", "trainer.n_gpus_per_node"),
+    ],
+)
 def test_an_unknown_key_names_the_nearest_known_one(override: str, nearest: str) -> None:
     assert f"did you mean {nearest}?" in refusal(override)
 
 
 def test_an_unknown_key_in_a_file_of_ones_own_is_refused_too(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(OmegaConf.to_yaml(OmegaConf.merge(
-        OmegaConf.to_container(compose_config(NAME, NEEDED)), {"trainer": {"schedule": "sync"}})))
+    (tmp_path / "mine.yaml").write_text(
+        OmegaConf.to_yaml(
+            OmegaConf.merge(OmegaConf.to_container(compose_config(NAME, NEEDED)), {"trainer": {"schedule": "sync"}})
+        )
+    )
     with pytest.raises(ConfigError, match=r"trainer\.schedule: did you mean trainer\.scheduler\?"):
         load_config("mine", folder=tmp_path)
 
 
-@pytest.mark.parametrize(("override", "says"), [
-    ("trainer.nnodes=two", "trainer.nnodes: got 'two'"),
-    ("trainer.scheduler=fast", "'sync', 'one_step_off' or 'two_step_off'"),
-    ("actor_rollout_ref.actor.optim.lr=-1", "greater than 0"),
-    ("trainer.logger=[console,wandb]", "trainer.logger.1: got 'wandb'"),
-    ("actor_rollout_ref.hybrid_engine=true", "set it to false"),
-    (f"{MEGATRON}.param_offload=true", "offloading is not implemented"),
-    (f"{MEGATRON}.context_parallel_size=2", "context parallel is not supported"),
-    (f"{MEGATRON}.tensor_model_parallel_size=2", "= 1 slots, which tensor x pipeline parallel = 2 x 1 = 2 does not"),
-    (f"{MEGATRON}.sequence_parallel=true", "needs actor_rollout_ref.actor.megatron.tensor_model_parallel_size > 1"),
-    ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "does not divide rollout.n_gpus_per_node=1"),
-    ("actor_rollout_ref.rollout.max_model_len=8", "raise it, or set it to null"),
-    ("trainer.resume_mode=resume_path", "resume_path needs a folder"),
-    ("trainer.test_freq=5", "validation inside the loop is not implemented"),
-    ("no_equals_sign", "not of the form key=value"),
-])
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.nnodes=two", "trainer.nnodes: got 'two'"),
+        ("trainer.scheduler=fast", "'sync', 'one_step_off' or 'two_step_off'"),
+        ("actor_rollout_ref.actor.optim.lr=-1", "greater than 0"),
+        ("trainer.logger=[console,wandb]", "trainer.logger.1: got 'wandb'"),
+        ("actor_rollout_ref.hybrid_engine=true", "set it to false"),
+        (f"{MEGATRON}.param_offload=true", "offloading is not implemented"),
+        (f"{MEGATRON}.context_parallel_size=2", "context parallel is not supported"),
+        (
+            f"{MEGATRON}.tensor_model_parallel_size=2",
+            "= 1 slots, which tensor x pipeline parallel = 2 x 1 = 2 does not",
+        ),
+        (f"{MEGATRON}.sequence_parallel=true", "needs actor_rollout_ref.actor.megatron.tensor_model_parallel_size > 1"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "does not divide rollout.n_gpus_per_node=1"),
+        ("actor_rollout_ref.rollout.max_model_len=8", "raise it, or set it to null"),
+        ("trainer.resume_mode=resume_path", "resume_path needs a folder"),
+        ("trainer.test_freq=5", "validation inside the loop is not implemented"),
+        ("no_equals_sign", "not of the form key=value"),
+    ],
+)
 def test_a_bad_value_or_combination_says_what_to_change(override: str, says: str) -> None:
     assert says in refusal(override)
 
@@ -102,5 +114,6 @@ def test_fields_of_megatron_pass_through_without_a_plus_sign() -> None:
 
 def test_a_config_of_ones_own_can_build_on_ours(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
-        f"defaults: [{NAME}, _self_]\ndata: {{train_files: a}}\nactor_rollout_ref: {{model: {{path: b}}}}\n")
+        f"defaults: [{NAME}, _self_]\ndata: {{train_files: a}}\nactor_rollout_ref: {{model: {{path: b}}}}\n"
+    )
     assert load_config("mine", folder=tmp_path).data.train_files == ["a"]

@@ -29,9 +29,16 @@ class Bytes:
 
 
 def settings(**values: Any) -> DataConfig:
-    return load_config("on_policy_distill_trainer", [
-        "data.train_files=x", "actor_rollout_ref.model.path=x", "data.max_prompt_length=8",
-        "data.filter_overlong_prompts=false", *(f"data.{key}={value}" for key, value in values.items())]).data
+    return load_config(
+        "on_policy_distill_trainer",
+        [
+            "data.train_files=x",
+            "actor_rollout_ref.model.path=x",
+            "data.max_prompt_length=8",
+            "data.filter_overlong_prompts=false",
+            *(f"data.{key}={value}" for key, value in values.items()),
+        ],
+    ).data
 
 
 def parquet(folder: Path, rows: dict[str, list[Any]], name: str = "data.parquet") -> list[str]:
@@ -55,8 +62,14 @@ def test_the_other_columns_travel_with_the_prompt(tmp_path: Path) -> None:
 
 
 def test_several_files_are_one_data_set(tmp_path: Path) -> None:
-    files = parquet(tmp_path, {"prompt": ["a"], "source": ["one"]}) + parquet(tmp_path, {"prompt": ["b", "c"]}, "b.parquet")
-    assert [load(files).prompt(i, uid=i).extra for i in range(3)] == [{"source": "one"}, {"source": None}, {"source": None}]
+    files = parquet(tmp_path, {"prompt": ["a"], "source": ["one"]}) + parquet(
+        tmp_path, {"prompt": ["b", "c"]}, "b.parquet"
+    )
+    assert [load(files).prompt(i, uid=i).extra for i in range(3)] == [
+        {"source": "one"},
+        {"source": None},
+        {"source": None},
+    ]
 
 
 @pytest.mark.parametrize(("truncation", "kept"), [("left", "23456789"), ("right", "01234567"), ("middle", "01236789")])
@@ -71,15 +84,18 @@ def test_overlong_prompts_are_filtered_and_counted(tmp_path: Path, caplog: pytes
     assert "1 of 2 prompts are longer" in caplog.text
 
 
-@pytest.mark.parametrize(("rows", "says"), [
-    ({"question": ["a"]}, "no column 'prompt'; it has: question"),
-    ({"prompt": pa.array([], pa.string())}, "has no rows"),
-    ({"prompt": [3]}, "row 0 .* expected a string"),
-    ({"prompt": ["", "a"]}, "row 0 .* has no tokens"),
-    ({"prompt": [[]]}, "list of .* that is not empty"),
-    ({"prompt": [[{"role": "nobody", "content": "a"}]]}, "chat template refused .* roles are user and assistant"),
-    ({"prompt": ["a", "0123456789"]}, "row 1 has 10 tokens, more than data.max_prompt_length=8"),
-])
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ({"question": ["a"]}, "no column 'prompt'; it has: question"),
+        ({"prompt": pa.array([], pa.string())}, "has no rows"),
+        ({"prompt": [3]}, "row 0 .* expected a string"),
+        ({"prompt": ["", "a"]}, "row 0 .* has no tokens"),
+        ({"prompt": [[]]}, "list of .* that is not empty"),
+        ({"prompt": [[{"role": "nobody", "content": "a"}]]}, "chat template refused .* roles are user and assistant"),
+        ({"prompt": ["a", "0123456789"]}, "row 1 has 10 tokens, more than data.max_prompt_length=8"),
+    ],
+)
 def test_a_row_or_column_that_cannot_be_used_is_named(tmp_path: Path, rows: dict[str, Any], says: str) -> None:
     with pytest.raises(DataError, match=says):
         load(parquet(tmp_path, rows))
@@ -93,7 +109,9 @@ def test_a_missing_file_and_a_file_that_is_no_parquet_are_named(tmp_path: Path) 
         load([str(tmp_path / "text.parquet")])
 
 
-def loader(tmp_path: Path, rows: int, *, n: int = 1, epochs: int = 1, max_steps: int | None = None, **values: Any) -> PromptLoader:
+def loader(
+    tmp_path: Path, rows: int, *, n: int = 1, epochs: int = 1, max_steps: int | None = None, **values: Any
+) -> PromptLoader:
     data = load(parquet(tmp_path, {"prompt": [f"{i:03}" for i in range(rows)]}), **values)
     return PromptLoader(data, settings(**values), n=n, epochs=epochs, max_steps=max_steps)
 
@@ -114,7 +132,7 @@ def test_a_restored_position_goes_on_where_the_run_would_have(tmp_path: Path, po
     prompts = loader(tmp_path, 10, epochs=3, train_batch_size=4)
     whole = list(prompts.batches(0, first_step=0))
     rest = list(prompts.batches(position, first_step=position // 4))
-    assert [[p.uid for p in b.prompts] for b in rest] == [[p.uid for p in b.prompts] for b in whole[position // 4:]]
+    assert [[p.uid for p in b.prompts] for b in rest] == [[p.uid for p in b.prompts] for b in whole[position // 4 :]]
     assert prompts.steps_from(position) == len(rest)
 
 

@@ -68,7 +68,9 @@ def test_results_come_in_rank_order(group: WorkerGroup) -> None:
 
 
 def test_a_deadline_names_who_did_not_answer_and_who_did(group: WorkerGroup) -> None:
-    with pytest.raises(DeadlineError, match=r"update: test worker 1 of 3 did not answer within 2 s \(.*worker 0 .*worker 2"):
+    with pytest.raises(
+        DeadlineError, match=r"update: test worker 1 of 3 did not answer within 2 s \(.*worker 0 .*worker 2"
+    ):
         run(group.call_each("wait", [[0], [60], [0]], timeout_s=2, phase="update"))
 
 
@@ -80,7 +82,7 @@ def test_a_failure_ends_the_call_at_once_and_names_worker_and_phase(group: Worke
 
 
 def test_a_workers_own_error_keeps_its_class_and_message(group: WorkerGroup) -> None:
-    with pytest.raises(ModelError, match="^no such model; give another$"):
+    with pytest.raises(ModelError, match=r"^no such model; give another$"):
         run(group.call("fail_after", 0, "own", timeout_s=20, phase="load"))
 
 
@@ -100,10 +102,13 @@ def test_streams_of_all_workers_are_merged_as_they_come(group: WorkerGroup) -> N
     assert sorted(run(collect())) == [0, 0, 1, 1, 2]
 
 
-@pytest.mark.parametrize(("args", "error", "says"), [
-    ([[3, 0.0], [0, 0.0]], WorkerError, "generate: test worker 1 of 3 failed: ZeroDivisionError"),
-    ([[3, 0.0], [5, 30.0]], DeadlineError, "generate: test worker 1 of 3 did not answer within 3 s"),
-])
+@pytest.mark.parametrize(
+    ("args", "error", "says"),
+    [
+        ([[3, 0.0], [0, 0.0]], WorkerError, "generate: test worker 1 of 3 failed: ZeroDivisionError"),
+        ([[3, 0.0], [5, 30.0]], DeadlineError, "generate: test worker 1 of 3 did not answer within 3 s"),
+    ],
+)
 def test_a_stream_that_breaks_or_stalls_is_told(group: WorkerGroup, args: Any, error: type, says: str) -> None:
     async def collect() -> None:
         async for _ in group.stream_each("count", args, timeout_s=3, phase="generate"):

@@ -17,9 +17,15 @@ METRICS = {"actor/kl_loss": 0.25, "timing/step": 1.5, "response_seq_len/average"
 def test_every_logger_gets_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trainer = load_config("on_policy_distill_trainer", [
-        "data.train_files=x", "actor_rollout_ref.model.path=x", "trainer.logger=[console,jsonl,tensorboard]",
-        f"trainer.default_local_dir={tmp_path}"]).trainer
+    trainer = load_config(
+        "on_policy_distill_trainer",
+        [
+            "data.train_files=x",
+            "actor_rollout_ref.model.path=x",
+            "trainer.logger=[console,jsonl,tensorboard]",
+            f"trainer.default_local_dir={tmp_path}",
+        ],
+    ).trainer
     with Loggers(trainer, first_step=0, last_step=2) as loggers:
         for step in (1, 2):
             loggers.log(METRICS, step)

@@ -15,23 +15,38 @@ GPUS = dict(CPU=8.0, GPU=4.0)
 
 
 def specs(device: str = "cuda", **sizes: int) -> tuple[PoolSpec, ...]:
-    keys = dict(actor_nodes="trainer.nnodes", actor="trainer.n_gpus_per_node",
-                rollout_nodes="rollout.nnodes", rollout="rollout.n_gpus_per_node")
-    config = load_config("on_policy_distill_trainer", ["data.train_files=x", "actor_rollout_ref.model.path=x",
-                                                       *(f"{keys[name]}={n}" for name, n in sizes.items())])
+    keys = dict(
+        actor_nodes="trainer.nnodes",
+        actor="trainer.n_gpus_per_node",
+        rollout_nodes="rollout.nnodes",
+        rollout="rollout.n_gpus_per_node",
+    )
+    config = load_config(
+        "on_policy_distill_trainer",
+        ["data.train_files=x", "actor_rollout_ref.model.path=x", *(f"{keys[name]}={n}" for name, n in sizes.items())],
+    )
     return pool_specs(config, device)
 
 
-@pytest.mark.parametrize(("sizes", "nodes", "fit"), [
-    (dict(actor=2, rollout=2), [GPUS], True),
-    (dict(actor=3, rollout=2), [GPUS], False),
-    (dict(actor=4, rollout=4), [GPUS, GPUS], True),
-    (dict(actor=3, rollout=3), [GPUS, GPUS], True),
-    (dict(actor=2, rollout=2, actor_nodes=2), [GPUS, GPUS], True),  # the rollout pool cannot be split over nodes ...
-    (dict(actor=3, rollout=2, actor_nodes=2), [GPUS, GPUS], False),  # ... so one left on each is not two
-    (dict(actor=1, rollout=1, actor_nodes=2), [GPUS], False),  # two nodes asked, one there
-])
-def test_a_layout_fits_if_each_bundle_finds_a_node(sizes: dict[str, int], nodes: list[dict[str, float]], fit: bool) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "fit"),
+    [
+        (dict(actor=2, rollout=2), [GPUS], True),
+        (dict(actor=3, rollout=2), [GPUS], False),
+        (dict(actor=4, rollout=4), [GPUS, GPUS], True),
+        (dict(actor=3, rollout=3), [GPUS, GPUS], True),
+        (
+            dict(actor=2, rollout=2, actor_nodes=2),
+            [GPUS, GPUS],
+            True,
+        ),  # the rollout pool cannot be split over nodes ...
+        (dict(actor=3, rollout=2, actor_nodes=2), [GPUS, GPUS], False),  # ... so one left on each is not two
+        (dict(actor=1, rollout=1, actor_nodes=2), [GPUS], False),  # two nodes asked, one there
+    ],
+)
+def test_a_layout_fits_if_each_bundle_finds_a_node(
+    sizes: dict[str, int], nodes: list[dict[str, float]], fit: bool
+) -> None:
     assert fits(specs(**sizes), nodes) == fit
 
 
@@ -58,12 +73,16 @@ def test_workers_get_their_slots_their_arguments_and_their_environment() -> None
         def report(self) -> dict[str, Any]:
             import os
 
-            return dict(rank=self.rank, env=os.environ["MARK"], cpus=ray.get_runtime_context().get_assigned_resources()["CPU"])
+            return dict(
+                rank=self.rank, env=os.environ["MARK"], cpus=ray.get_runtime_context().get_assigned_resources()["CPU"]
+            )
 
     pools = create_pools(specs("cpu", actor=2, rollout=4), timeout_s=20)
     handles = pools[1].spawn(Worker, [dict(rank=0), dict(rank=1)], slots=2, env={"MARK": "x"})
     assert ray.get([handle.report.remote() for handle in handles], timeout=30) == [
-        dict(rank=0, env="x", cpus=2.0), dict(rank=1, env="x", cpus=2.0)]
+        dict(rank=0, env="x", cpus=2.0),
+        dict(rank=1, env="x", cpus=2.0),
+    ]
     for handle in handles:
         ray.kill(handle)
     for pool in pools:
@@ -72,6 +91,8 @@ def test_workers_get_their_slots_their_arguments_and_their_environment() -> None
 
 def test_two_workers_on_one_gpu_are_an_error_that_names_both() -> None:
     with pytest.raises(ResourceError, match="rollout worker 0 and actor worker 0 both got GPU-1 on node a"):
-        check_devices({"actor worker 0": dict(node="a", devices=["GPU-1"]), "rollout worker 0": dict(node="a", devices=["GPU-1"])})
+        check_devices(
+            {"actor worker 0": dict(node="a", devices=["GPU-1"]), "rollout worker 0": dict(node="a", devices=["GPU-1"])}
+        )
     check_devices({"a": dict(node="a", devices=["GPU-1"]), "b": dict(node="b", devices=["GPU-1"])})
     check_devices({"a": dict(node="a", devices=["cpu"]), "b": dict(node="a", devices=["cpu"])})

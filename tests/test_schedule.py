@@ -34,8 +34,12 @@ class Stages:
 
     def batches(self, n: int, first: int = 0) -> list[PromptBatch]:
         size = self.batch_size
-        return [PromptBatch(step, 0.0, [Prompt(uid=uid, ids=EMPTY, row=uid) for uid in range(step * size, (step + 1) * size)])
-                for step in range(first, first + n)]
+        return [
+            PromptBatch(
+                step, 0.0, [Prompt(uid=uid, ids=EMPTY, row=uid) for uid in range(step * size, (step + 1) * size)]
+            )
+            for step in range(first, first + n)
+        ]
 
     async def generate(self, batch: PromptBatch) -> AsyncIterator[list[Answer]]:
         assert not self.syncing and not self.generating
@@ -46,8 +50,16 @@ class Stages:
             await self.spend("generate")
             self.generated += [prompt.uid for prompt in some]
             self.generated_during_update += [prompt.uid for prompt in some if self.updating]
-            yield [Answer(uid=prompt.uid, ids=EMPTY, logprobs=EMPTY, finish_reason="stop",
-                          weights_version=self.rollout_version) for prompt in some]
+            yield [
+                Answer(
+                    uid=prompt.uid,
+                    ids=EMPTY,
+                    logprobs=EMPTY,
+                    finish_reason="stop",
+                    weights_version=self.rollout_version,
+                )
+                for prompt in some
+            ]
         self.generating = False
 
     async def score(self, group: list[tuple[Prompt, Answer]]) -> list[Sample]:
@@ -55,8 +67,10 @@ class Stages:
         self.asked_while_generating += self.generating
         await self.spend("teacher")
         rows = np.zeros((0, 4), np.float32)
-        return [Sample(prompt=prompt, answer=answer, teacher=TeacherTopK(logps_TK=rows, ids_TK=rows, sampled_logps_T=EMPTY))
-                for prompt, answer in group]
+        return [
+            Sample(prompt=prompt, answer=answer, teacher=TeacherTopK(logps_TK=rows, ids_TK=rows, sampled_logps_T=EMPTY))
+            for prompt, answer in group
+        ]
 
     async def sync(self, version: int) -> dict[str, float]:
         assert not self.generating and not self.updating and version == self.version
@@ -66,12 +80,20 @@ class Stages:
         self.syncs.append(version)
         return {"timing/sync_rollout_weights": 0.0}
 
-    async def run(self, n: int, bound: int, first: int = 0, n_requests: int = 2) -> list[tuple[int, list[int], list[int]]]:
+    async def run(
+        self, n: int, bound: int, first: int = 0, n_requests: int = 2
+    ) -> list[tuple[int, list[int], list[int]]]:
         """-> (step, uids, staleness) of each batch in the order of training."""
         self.version, trained = first, []
-        async with Pipeline(self.batches(n, first), generate=self.generate, score=self.score, sync=self.sync,
-                            max_staleness=bound, score_group=lambda size: group_size(size, n_requests),
-                            first_version=first) as pipeline:
+        async with Pipeline(
+            self.batches(n, first),
+            generate=self.generate,
+            score=self.score,
+            sync=self.sync,
+            max_staleness=bound,
+            score_group=lambda size: group_size(size, n_requests),
+            first_version=first,
+        ) as pipeline:
             async for batch in pipeline:
                 async with pipeline.updating(batch):
                     assert not self.syncing
@@ -94,14 +116,16 @@ SHAPES = {
 @pytest.mark.parametrize("bound", MAX_STALENESS.values(), ids=MAX_STALENESS.keys())
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
-def test_every_prompt_is_generated_and_trained_on_once_in_order_within_the_bound(n: int, shape: str, bound: int) -> None:
+def test_every_prompt_is_generated_and_trained_on_once_in_order_within_the_bound(
+    n: int, shape: str, bound: int
+) -> None:
     stages = Stages(SHAPES[shape], random.Random(n * 10 + bound))
     trained = asyncio.run(asyncio.wait_for(stages.run(n, bound), 20))
     assert [step for step, _, _ in trained] == list(range(n))
     assert [uid for _, uids, _ in trained for uid in uids] == list(range(n * stages.batch_size))
     assert sorted(stages.generated) == list(range(n * stages.batch_size))
     staleness = [value for _, _, values in trained for value in values]
-    assert 0 <= min(staleness) and max(staleness) <= bound
+    assert min(staleness) >= 0 and max(staleness) <= bound
     if n > bound and shape == "update_bound":
         assert max(staleness) == bound  # generation runs as far ahead as it may
 
@@ -129,7 +153,9 @@ def test_generation_gets_its_weights_before_the_next_update_begins(bound: int) -
     assert stages.syncs == list(range(9 - bound))
 
 
-@pytest.mark.parametrize(("size", "n_requests", "sizes"), [(5, 2, [3, 2]), (5, 1, [5]), (5, 9, [1] * 5), (6, 4, [2, 2, 2])])
+@pytest.mark.parametrize(
+    ("size", "n_requests", "sizes"), [(5, 2, [3, 2]), (5, 1, [5]), (5, 9, [1] * 5), (6, 4, [2, 2, 2])]
+)
 def test_partial_groups_go_to_the_teacher_too(size: int, n_requests: int, sizes: list[int]) -> None:
     stages = Stages({}, random.Random(0), batch_size=size)
     asyncio.run(asyncio.wait_for(stages.run(1, 0, n_requests=n_requests), 20))
@@ -168,8 +194,9 @@ def test_a_failing_stage_ends_the_run_with_its_own_error(stage: str) -> None:
 def test_leaving_early_cancels_what_is_under_way() -> None:
     async def first_batch_only() -> int:
         stages = Stages(SHAPES["balanced"], random.Random(0))
-        async with Pipeline(stages.batches(50), generate=stages.generate, score=stages.score, sync=stages.sync,
-                            max_staleness=2) as pipeline:
+        async with Pipeline(
+            stages.batches(50), generate=stages.generate, score=stages.score, sync=stages.sync, max_staleness=2
+        ) as pipeline:
             async for batch in pipeline:
                 return batch.step
         raise AssertionError

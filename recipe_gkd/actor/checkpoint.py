@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from recipe_gkd.actor.model import ModelShape
 from recipe_gkd.actor.parallel import Layout
+from recipe_gkd.actor.writer_results import install_queue
 from recipe_gkd.errors import CheckpointError, DeadlineError
 
 # The optimiser's default sharding cannot be saved (dist_checkpointing/mapping.py:134); this one moves to any layout.
@@ -64,6 +65,7 @@ class StateWriter:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True)
         dist.barrier()
+        install_queue()
         sharded = _model_state(state)
         if "optimizer" in contents:
             sharded["optimizer"] = state.optimizer.sharded_state_dict(

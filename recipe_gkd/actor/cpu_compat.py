@@ -1,4 +1,4 @@
-"""Everything that is patched in megatron-core 0.16.1, in one place.
+"""Everything that is patched in megatron-core 0.16.1, but for the queue in ``writer_results``.
 
 Megatron has no device abstraction: it spells the device as ``torch.cuda.current_device()``, as the literal ``"cuda"``,
 or asks ``tensor.type() == "torch.cuda.FloatTensor"``. Where CUDA is absent, ``install`` and ``on_host`` take those

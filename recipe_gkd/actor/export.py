@@ -13,12 +13,10 @@ from recipe_gkd.actor.hf_layout import join_shards
 from recipe_gkd.actor.hf_names import Cut, Weight, weights
 from recipe_gkd.actor.model import ModelShape
 from recipe_gkd.actor.parallel import Layout
-
-WeightMeta = tuple[str, tuple[int, ...], str]
-"""Hugging Face name, full shape, name of the dtype (such as `bfloat16`)."""
+from recipe_gkd.weights.buckets import TensorMeta
 
 
-def weights_meta(shape: ModelShape, dtype: torch.dtype) -> list[WeightMeta]:
+def weights_meta(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
     """What :func:`export_weights` yields, in its order.
 
     All weights of a dense model are in the dtype of training. (A mixture's router may be float32: say so here then.)

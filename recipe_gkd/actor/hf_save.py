@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from recipe_gkd.actor.export import WeightMeta
+from recipe_gkd.weights.buckets import TensorMeta
 
 FILE_BYTES = 4 << 30
 
 
 def save_hf_folder(
-    path: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], meta: Sequence[WeightMeta], *,
+    path: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], meta: Sequence[TensorMeta], *,
     file_bytes: int = FILE_BYTES,
 ) -> None:  # fmt: skip
     """Everything that is no weight from ``source``; the weights from ``tensors``, which come in the order of ``meta``.
@@ -50,7 +50,7 @@ def _set_dtype(config_file: Path, dtype: str) -> None:
 
 
 def _write_weights(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], meta: Sequence[WeightMeta], file_bytes: int
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], meta: Sequence[TensorMeta], file_bytes: int
 ) -> None:
     file_of = _plan_files(meta, file_bytes)
     last_in_file = {file: name for name, file in file_of.items()}
@@ -65,7 +65,7 @@ def _write_weights(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _plan_files(meta: Sequence[WeightMeta], file_bytes: int) -> dict[str, str]:
+def _plan_files(meta: Sequence[TensorMeta], file_bytes: int) -> dict[str, str]:
     """Name of the file of each tensor, filled in order up to ``file_bytes``."""
     number_of: dict[str, int] = {}
     number, used = 1, 0
@@ -79,6 +79,6 @@ def _plan_files(meta: Sequence[WeightMeta], file_bytes: int) -> dict[str, str]:
     return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in number_of.items()}
 
 
-def _n_bytes(entry: WeightMeta) -> int:
+def _n_bytes(entry: TensorMeta) -> int:
     _, size, dtype = entry
     return math.prod(size) * getattr(torch, dtype).itemsize

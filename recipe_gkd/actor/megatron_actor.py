@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recipe_gkd.actor import cpu_compat
 from recipe_gkd.actor.checkpoint import StateWriter, TrainingState, load
-from recipe_gkd.actor.export import WeightMeta, export_weights, stages_of_weights, weights_meta
+from recipe_gkd.actor.export import export_weights, stages_of_weights, weights_meta
 from recipe_gkd.actor.hf_load import load_hf, own_parameters
 from recipe_gkd.actor.hf_save import save_hf_folder
 from recipe_gkd.actor.microbatch import PackedBatch, micro_batches, pack
@@ -32,6 +32,7 @@ from recipe_gkd.actor.step import distillation_loss, run_micro_batches
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import DataError, WorkerError
 from recipe_gkd.samples import Sample
+from recipe_gkd.weights.buckets import TensorMeta
 
 UIDS_IN_MESSAGE = 8
 REPORTED = ("loss", "n_tokens", "teacher_topk_mass", "student_topk_mass")
@@ -226,7 +227,7 @@ class MegatronActor:
 
     # ---------------------------------------------------------------- weights
 
-    def weights_meta(self) -> list[WeightMeta]:
+    def weights_meta(self) -> list[TensorMeta]:
         """Hugging Face name, full shape and dtype of what :meth:`export_weights` yields, in its order."""
         return weights_meta(self.shape, self._dtype)
 

@@ -31,9 +31,7 @@ def shard_batch(samples: Sequence[Sample], dp_size: int) -> list[list[Sample]]:
     return [[samples[index] for index in sorted(shard)] for shard in shards]
 
 
-def micro_batches(
-    samples: Sequence[Sample], *, micro_batch_size: int, max_token_len: int | None
-) -> list[list[Sample]]:
+def micro_batches(samples: Sequence[Sample], *, micro_batch_size: int, max_token_len: int | None) -> list[list[Sample]]:
     """Divide a shard by tokens, up to ``max_token_len`` (first fit, longest first), or by samples where that is None.
 
     A sample longer than ``max_token_len`` gets a micro-batch of its own. Samples without a response take no part.

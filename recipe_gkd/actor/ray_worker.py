@@ -8,12 +8,11 @@ from typing import Any
 
 import ray
 
-from recipe_gkd.actor.export import WeightMeta
-from recipe_gkd.actor.megatron_actor import MegatronActor
 from recipe_gkd.config.schema import Config
 from recipe_gkd.placement import where_am_i
 from recipe_gkd.samples import Sample
 from recipe_gkd.weights.actor_side import ActorWeights
+from recipe_gkd.weights.buckets import TensorMeta
 from recipe_gkd.weights.stats import TransferStats
 
 
@@ -33,10 +32,10 @@ class ActorWorker:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def setup(self, master_addr: str, master_port: int) -> dict[str, Any]:
+        from recipe_gkd.actor.megatron_actor import MegatronActor  # seconds of imports, which the driver does not need
+
         # Ray makes only this worker's device visible, so it is number 0 here whatever the node has.
-        self.actor = MegatronActor(
-            **self._arguments, local_rank=0, master_addr=master_addr, master_port=master_port
-        )
+        self.actor = MegatronActor(**self._arguments, local_rank=0, master_addr=master_addr, master_port=master_port)
         report = self.actor.setup()
         self.weights = ActorWeights(
             self.actor,
@@ -49,7 +48,7 @@ class ActorWorker:
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         return self.actor.update(samples, step)
 
-    def weights_meta(self) -> list[WeightMeta]:
+    def weights_meta(self) -> list[TensorMeta]:
         return self.actor.weights_meta()
 
     def open_weight_store(self) -> tuple[str, int]:

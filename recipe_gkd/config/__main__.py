@@ -1,4 +1,4 @@
-"""``python -m recipe_gkd.config``: every key, its default in on_policy_distill_trainer.yaml, its meaning and choices."""
+"""``python -m recipe_gkd.config``: every key, its default in on_policy_distill_trainer.yaml, its meaning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
-from recipe_gkd.config.load import compose_config, known_keys
+from recipe_gkd.config.load import compose_config, description, known_keys
 from recipe_gkd.config.schema import Config
 
 
@@ -18,7 +18,7 @@ def reference() -> str:
     for name, field in known_keys().items():
         default = _at(values, name)
         shown = "*must be set*" if default == "???" else f"`{json.dumps(default)}`"
-        rows.append(f"| `{name}` | {shown} | {field.default.description}{_choices(_hint(name))} |")
+        rows.append(f"| `{name}` | {shown} | {description(field)}{_choices(_hint(name))} |")
     return "\n".join(rows)
 
 

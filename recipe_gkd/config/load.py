@@ -92,6 +92,11 @@ def known_keys(section: type = Config, prefix: str = "") -> dict[str, dataclasse
     return keys
 
 
+def description(field: dataclasses.Field[Any]) -> str:
+    info: Any = field.default  # pydantic keeps a field's Field(...) there
+    return str(info.description)
+
+
 FREE_FORM = ("actor_rollout_ref.actor.megatron.override_transformer_config.",)
 """Below these keys any name may stand."""
 

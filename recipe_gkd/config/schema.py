@@ -26,6 +26,7 @@ def _as_list(value: Any) -> Any:
 Files = Annotated[list[str], BeforeValidator(_as_list)]
 """A list of paths; one string stands for a list of one."""
 
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
     train_files: Files = key("Parquet files (or one) with the training prompts.")
@@ -38,7 +39,8 @@ class DataConfig:
     seed: int = key("Seed of the order of the data and of every sampled token.", ge=0)
     filter_overlong_prompts: bool = key("Drop prompts longer than `max_prompt_length` (their number is logged).")
     truncation: Literal["error", "left", "right", "middle"] = key(
-        "What to do with an overlong prompt that was not filtered.")
+        "What to do with an overlong prompt that was not filtered."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -58,12 +60,14 @@ class MegatronConfig:
     sequence_parallel: bool = key("Divide activations between layers by sequence (needs tensor parallel > 1).")
     use_distributed_optimizer: bool = key("Divide the optimiser state between the data-parallel ranks.")
     dtype: Literal["bfloat16", "float32"] = key(
-        "Precision of weights and activations; the optimiser keeps fp32 copies.")
+        "Precision of weights and activations; the optimiser keeps fp32 copies."
+    )
     param_offload: bool = key("Move parameters to the host between updates.")
     grad_offload: bool = key("Move gradients to the host between updates.")
     optimizer_offload: bool = key("Move the optimiser state to the host between updates.")
     override_transformer_config: dict[str, Any] = key(
-        "Fields of Megatron's TransformerConfig to set as they are, such as `recompute_granularity`.")
+        "Fields of Megatron's TransformerConfig to set as they are, such as `recompute_granularity`."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -73,7 +77,8 @@ class OptimConfig:
     lr_warmup_steps: int = key("Steps of linear warm-up; -1: take `lr_warmup_steps_ratio`.", ge=-1)
     lr_warmup_steps_ratio: float = key("Warm-up as a share of all steps.", ge=0, le=1)
     lr_decay_style: Literal["constant", "linear", "cosine"] = key(
-        "How the rate falls over all steps after the warm-up.")
+        "How the rate falls over all steps after the warm-up."
+    )
     weight_decay: float = key("AdamW's decay; not applied to biases and norms.", ge=0)
     betas: tuple[float, float] = key("AdamW's two betas.")
     clip_grad: float = key("Largest norm of the gradient; 0: no clipping.", ge=0)
@@ -82,7 +87,8 @@ class OptimConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
     save_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = key(
-        "Parts of a checkpoint: weights, optimiser state, the rate's schedule, and a Hugging Face folder.")
+        "Parts of a checkpoint: weights, optimiser state, the rate's schedule, and a Hugging Face folder."
+    )
     load_contents: list[Literal["model", "optimizer", "extra"]] = key("Parts to read when resuming.")
     async_save: bool = key("Write in the background while training goes on.")
 
@@ -109,7 +115,8 @@ class RolloutEngineConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key("Precision of the rollout engine.")
     gpu_memory_utilization: float = key("Share of a GPU's memory for vLLM (CUDA only).", gt=0, le=1)
     kv_cache_memory_megabytes: int | None = key(
-        "Size of the KV cache; null: on CUDA what `gpu_memory_utilization` leaves, on a CPU 256.", ge=1)
+        "Size of the KV cache; null: on CUDA what `gpu_memory_utilization` leaves, on a CPU 256.", ge=1
+    )
     tensor_model_parallel_size: int = key("GPUs of one engine.", ge=1)
     max_num_seqs: int = key("Answers that one engine generates at the same time.", ge=1)
     max_model_len: int | None = key("Longest sequence; null: prompt plus response length.", ge=1)
@@ -122,8 +129,7 @@ class RolloutEngineConfig:
 class TeacherConfig:
     server_ip: str = key("Address of the teacher's proxy.")
     server_port: int = key("Its front-end port (`PROXY_FRONTEND_PORT`).", ge=1, le=65535)
-    n_server_workers: int = key("Teacher workers behind the proxy; a batch is sent in at least as many requests.",
-                                ge=1)
+    n_server_workers: int = key("Teacher workers behind the proxy; a batch is sent in at least as many requests.", ge=1)
     num_microbatches: int = key("Requests of a batch for each teacher worker.", ge=1)
     timeout_s: float = key("Seconds that the teacher may take for one request.", gt=0)
 
@@ -147,7 +153,8 @@ class RolloutPoolConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainerConfig:
     scheduler: Literal["sync", "one_step_off", "two_step_off"] = key(
-        "Steps that generation may run ahead of training: 0, 1 or 2.")
+        "Steps that generation may run ahead of training: 0, 1 or 2."
+    )
     device: Literal["auto", "cuda", "cpu"] = key("`auto` takes CUDA where Ray sees a GPU.")
     nnodes: int = key("Nodes of the actor pool.", ge=1)
     n_gpus_per_node: int = key("GPUs (CPU slots when `device` is cpu) on each.", ge=1)
@@ -161,7 +168,8 @@ class TrainerConfig:
     experiment_name: str = key("Second folder of the logs.")
     default_local_dir: str = key("Where checkpoints, logs and the trained model go.")
     resume_mode: Literal["disable", "auto", "resume_path"] = key(
-        "`auto`: from the last checkpoint in `default_local_dir`, if there is one.")
+        "`auto`: from the last checkpoint in `default_local_dir`, if there is one."
+    )
     resume_from_path: str | None = key("Checkpoint folder (`.../global_step_N`) for `resume_path`.")
     startup_timeout_s: float = key("Seconds that all workers together may take to start.", gt=0)
 

@@ -24,21 +24,29 @@ def _not_supported(config: Config) -> Iterator[str]:
     """Values that this family of recipes knows and this one cannot honour yet: refused, never ignored."""
     megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
     if config.actor_rollout_ref.hybrid_engine:
-        yield ("actor_rollout_ref.hybrid_engine=true: actor and rollout workers have pools of their own here; "
-               "set it to false and size the pools with trainer.n_gpus_per_node and rollout.n_gpus_per_node")
+        yield (
+            "actor_rollout_ref.hybrid_engine=true: actor and rollout workers have pools of their own here; "
+            "set it to false and size the pools with trainer.n_gpus_per_node and rollout.n_gpus_per_node"
+        )
     for name in ("param_offload", "grad_offload", "optimizer_offload"):
         if getattr(megatron, name):
             yield f"{MEGATRON}.{name}=true: offloading is not implemented; set it to false"
     if megatron.expert_model_parallel_size > 1 or megatron.expert_tensor_parallel_size is not None:
-        yield (f"{MEGATRON}.expert_model_parallel_size={megatron.expert_model_parallel_size}, expert_tensor_parallel_size="
-               f"{megatron.expert_tensor_parallel_size}: mixtures of experts are not supported; set 1 and null")
+        yield (
+            f"{MEGATRON}.expert_model_parallel_size={megatron.expert_model_parallel_size}, expert_tensor_parallel_size="
+            f"{megatron.expert_tensor_parallel_size}: mixtures of experts are not supported; set 1 and null"
+        )
     if megatron.context_parallel_size > 1:
-        yield (f"{MEGATRON}.context_parallel_size={megatron.context_parallel_size}: context parallel is not supported; "
-               "set it to 1, and tensor_model_parallel_size with sequence_parallel higher for long sequences")
+        yield (
+            f"{MEGATRON}.context_parallel_size={megatron.context_parallel_size}: context parallel is not supported; "
+            "set it to 1, and tensor_model_parallel_size with sequence_parallel higher for long sequences"
+        )
     if trainer.test_freq > 0 or trainer.val_before_train:
-        yield ("trainer.test_freq and trainer.val_before_train: validation inside the loop is not implemented; set "
-               "trainer.test_freq=-1 trainer.val_before_train=false and evaluate the saved Hugging Face folder "
-               "(actor_rollout_ref.actor.checkpoint.save_contents with hf_model)")
+        yield (
+            "trainer.test_freq and trainer.val_before_train: validation inside the loop is not implemented; set "
+            "trainer.test_freq=-1 trainer.val_before_train=false and evaluate the saved Hugging Face folder "
+            "(actor_rollout_ref.actor.checkpoint.save_contents with hf_model)"
+        )
 
 
 def _actor_layout(config: Config) -> Iterator[str]:
@@ -46,14 +54,18 @@ def _actor_layout(config: Config) -> Iterator[str]:
     slots = trainer.nnodes * trainer.n_gpus_per_node
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     if slots % (tp * pp):
-        yield (f"the actor pool has trainer.nnodes x trainer.n_gpus_per_node = {trainer.nnodes} x "
-               f"{trainer.n_gpus_per_node} = {slots} slots, which tensor x pipeline parallel = {tp} x {pp} = {tp * pp} "
-               "does not divide; change the pool or the layout")
+        yield (
+            f"the actor pool has trainer.nnodes x trainer.n_gpus_per_node = {trainer.nnodes} x "
+            f"{trainer.n_gpus_per_node} = {slots} slots, which tensor x pipeline parallel = {tp} x {pp} = {tp * pp} "
+            "does not divide; change the pool or the layout"
+        )
     if megatron.sequence_parallel and tp == 1:
         yield f"{MEGATRON}.sequence_parallel=true needs {MEGATRON}.tensor_model_parallel_size > 1; it is 1"
     if megatron.virtual_pipeline_model_parallel_size is not None and pp == 1:
-        yield (f"{MEGATRON}.virtual_pipeline_model_parallel_size={megatron.virtual_pipeline_model_parallel_size} needs "
-               f"{MEGATRON}.pipeline_model_parallel_size > 1; it is 1")
+        yield (
+            f"{MEGATRON}.virtual_pipeline_model_parallel_size={megatron.virtual_pipeline_model_parallel_size} needs "
+            f"{MEGATRON}.pipeline_model_parallel_size > 1; it is 1"
+        )
     optim = config.actor_rollout_ref.actor.optim
     if optim.min_lr > optim.lr:
         yield f"actor_rollout_ref.actor.optim.min_lr={optim.min_lr:g} is above lr={optim.lr:g}; lower it"
@@ -62,23 +74,34 @@ def _actor_layout(config: Config) -> Iterator[str]:
 def _rollout_layout(config: Config) -> Iterator[str]:
     tp, per_node = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.rollout.n_gpus_per_node
     if per_node % tp:
-        yield (f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp} does not divide rollout.n_gpus_per_node="
-               f"{per_node}; an engine lives on one node")
+        yield (
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp} does not divide rollout.n_gpus_per_node="
+            f"{per_node}; an engine lives on one node"
+        )
 
 
 def _lengths(config: Config) -> Iterator[str]:
     data, rollout = config.data, config.actor_rollout_ref.rollout
     longest = data.max_prompt_length + data.max_response_length
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
-        yield (f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is less than data.max_prompt_length + "
-               f"data.max_response_length = {longest}; raise it, or set it to null")
+        yield (
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is less than data.max_prompt_length + "
+            f"data.max_response_length = {longest}; raise it, or set it to null"
+        )
 
 
 def _resume(config: Config) -> Iterator[str]:
     trainer, checkpoint = config.trainer, config.actor_rollout_ref.actor.checkpoint
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
-        yield (f"trainer.resume_mode={trainer.resume_mode} with trainer.resume_from_path={trainer.resume_from_path}: "
-               "resume_path needs a folder, and the other modes do not take one")
+        yield (
+            f"trainer.resume_mode={trainer.resume_mode} with trainer.resume_from_path={trainer.resume_from_path}: "
+            "resume_path needs a folder, and the other modes do not take one"
+        )
+    for name in ("save_contents", "load_contents"):
+        if "model" not in getattr(checkpoint, name):
+            yield f"actor_rollout_ref.actor.checkpoint.{name} has no `model`, without which nothing can resume; add it"
     if unsaved := [part for part in checkpoint.load_contents if part not in checkpoint.save_contents]:
-        yield (f"actor_rollout_ref.actor.checkpoint.load_contents has {unsaved}, which save_contents does not have; "
-               "a run could not resume from its own checkpoints")
+        yield (
+            f"actor_rollout_ref.actor.checkpoint.load_contents has {unsaved}, which save_contents does not have; "
+            "a run could not resume from its own checkpoints"
+        )

@@ -30,7 +30,9 @@ class Loggers:
         make: dict[str, Callable[[], Logger]] = {
             "console": lambda: Console(first_step, last_step),
             "jsonl": lambda: Jsonl(folder / "metrics.jsonl", first_step),
-            "tensorboard": lambda: TensorBoard(folder / "tensorboard", f"{config.project_name}/{config.experiment_name}"),
+            "tensorboard": lambda: TensorBoard(
+                folder / "tensorboard", f"{config.project_name}/{config.experiment_name}"
+            ),
         }
         self._loggers: list[Logger] = [make[name]() for name in config.logger]
 

@@ -7,6 +7,7 @@ _ALWAYS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONWARNINGS": "ignore",  # deprecations inside the engine: nobody here can act on them
 }
 
 _CPU = {

@@ -46,9 +46,7 @@ class ActorWeights:
         """Rank 0: wait for the others to join; see :class:`Channel`."""
         if self._store is None:
             raise WeightSyncError("connect() came before open_store(); call them in that order on the actor's rank 0")
-        self._channel = Channel(
-            self._store, rank=0, labels=labels, device=self._device, timeout_s=self._timeout_s
-        )
+        self._channel = Channel(self._store, rank=0, labels=labels, device=self._device, timeout_s=self._timeout_s)
 
     def meta(self) -> list[TensorMeta]:
         return self._source.weights_meta()

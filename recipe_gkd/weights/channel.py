@@ -32,17 +32,13 @@ _MEETING = "meeting"
 
 def open_store(host: str, timeout_s: float) -> dist.TCPStore:
     """Rank 0's end of the store, on a port that the system chooses (``store.port``)."""
-    return dist.TCPStore(
-        host, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-    )
+    return dist.TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     """Another rank's end. Raises :class:`WeightSyncError` when nobody listens there."""
     try:
-        return dist.TCPStore(
-            host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     except dist.DistError as error:
         raise WeightSyncError(
             f"weight channel, connect: nobody answered at {host}:{port} within {timeout_s:g} s ({_flat(error)}); "

@@ -134,7 +134,7 @@ class WeightSync:
         return await self._rollouts.call(method, *args, timeout_s=self._wait_s, phase=phase)
 
     async def _together(self, phase: str, *calls: Awaitable[Any]) -> list[Any]:
-        """Both sides of the channel. When one fails, the other is told and awaited, and all errors are raised as one."""
+        """Both sides of the channel. When one fails, the other is told and awaited; all errors are raised as one."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -126,6 +126,7 @@ def exported(actor: Any) -> dict[str, Tensor]:
 
 def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
     """[N, V] logits of one packed row of all samples, where this rank is on the last stage; None elsewhere."""
+
     def capture(logits_NW: Tensor, batch: Any) -> Any:
         parts = [torch.empty_like(logits_NW) for _ in range(actor.layout.tp_size)]
         dist.all_gather(parts, logits_NW.contiguous(), group=mpu.get_tensor_model_parallel_group())
@@ -134,9 +135,7 @@ def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
 
     batches = [pack(samples, multiple_of=actor.layout.tp_size)] * 2
     with cpu_compat.on_host(), torch.no_grad():
-        reports = run_micro_batches(
-            actor._wrapped, batches, capture, device=torch.device("cpu"), forward_only=True
-        )
+        reports = run_micro_batches(actor._wrapped, batches, capture, device=torch.device("cpu"), forward_only=True)
     return reports[0]["logits"] if reports else None
 
 

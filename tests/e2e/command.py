@@ -98,8 +98,14 @@ def free_port() -> int:
 
 def script(name: str, **settings: object) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHON": sys.executable} | {key: str(value) for key, value in settings.items()}
-    return subprocess.run(["bash", str(REPO / "teacher" / name)], env=environment, capture_output=True, text=True,
-                          timeout=150, check=False)
+    return subprocess.run(
+        ["bash", str(REPO / "teacher" / name)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
 
 
 def make_model(folder: Path, *, seed: int) -> Path:
@@ -112,9 +118,19 @@ def make_model(folder: Path, *, seed: int) -> Path:
     tokenizer = build_tokenizer()
     torch.manual_seed(seed)
     config = transformers.Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.15,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
     transformers.Qwen2ForCausalLM(config).float().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -122,8 +138,17 @@ def make_model(folder: Path, *, seed: int) -> Path:
 
 def running_teacher(model: Path, run_dir: Path, n_workers: int = 1) -> Iterator[Teacher]:
     port = free_port()
-    started = script("start_server.sh", CKPT_PATH=model, RUN_DIR=run_dir, N_WORKERS=n_workers, N_LOGPROBS=8, DTYPE="float32",
-                     MAX_MODEL_LEN=64, PROXY_FRONTEND_PORT=port, PROXY_BACKEND_PORT=free_port())
+    started = script(
+        "start_server.sh",
+        CKPT_PATH=model,
+        RUN_DIR=run_dir,
+        N_WORKERS=n_workers,
+        N_LOGPROBS=8,
+        DTYPE="float32",
+        MAX_MODEL_LEN=64,
+        PROXY_FRONTEND_PORT=port,
+        PROXY_BACKEND_PORT=free_port(),
+    )
     try:
         assert started.returncode == 0, started.stdout + started.stderr
         yield Teacher(port, run_dir)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command import MARK, Run, Start, Teacher, make_model, running_teacher
 
+
 @pytest.fixture(scope="session")
 def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "student", seed=1)
@@ -47,18 +48,41 @@ def start(student: Path, prompts: Path, teacher: Teacher, tmp_path: Path) -> Ite
     def begin(*overrides: str, folder: Path = tmp_path / "run") -> Run:
         mark = uuid.uuid4().hex
         settings = [
-            f"data.train_files={prompts}", "data.max_prompt_length=16", "data.max_response_length=12",
-            "data.train_batch_size=8", f"actor_rollout_ref.model.path={student}", "actor_rollout_ref.nccl_timeout=30",
-            "actor_rollout_ref.actor.megatron.dtype=float32", "actor_rollout_ref.actor.optim.lr=0.003",
-            "actor_rollout_ref.actor.timeout_s=60", "actor_rollout_ref.rollout.dtype=float32",
-            "actor_rollout_ref.rollout.timeout_s=60", "actor_rollout_ref.rollout.kv_cache_memory_megabytes=32",
-            f"actor_rollout_ref.teacher.server_port={teacher.port}", "actor_rollout_ref.teacher.timeout_s=30",
-            "trainer.device=cpu", f"trainer.default_local_dir={folder}", "trainer.startup_timeout_s=120",
+            f"data.train_files={prompts}",
+            "data.max_prompt_length=16",
+            "data.max_response_length=12",
+            "data.train_batch_size=8",
+            f"actor_rollout_ref.model.path={student}",
+            "actor_rollout_ref.nccl_timeout=30",
+            "actor_rollout_ref.actor.megatron.dtype=float32",
+            "actor_rollout_ref.actor.optim.lr=0.003",
+            "actor_rollout_ref.actor.timeout_s=60",
+            "actor_rollout_ref.rollout.dtype=float32",
+            "actor_rollout_ref.rollout.timeout_s=60",
+            "actor_rollout_ref.rollout.kv_cache_memory_megabytes=32",
+            f"actor_rollout_ref.teacher.server_port={teacher.port}",
+            "actor_rollout_ref.teacher.timeout_s=30",
+            "trainer.device=cpu",
+            f"trainer.default_local_dir={folder}",
+            "trainer.startup_timeout_s=120",
         ]
         process = subprocess.Popen(
-            [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-name", "on_policy_distill_trainer", *settings, *overrides],
-            env=os.environ | {MARK: mark}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
-            start_new_session=True)
+            [
+                sys.executable,
+                "-m",
+                "recipe_gkd.main_gkd",
+                "--config-name",
+                "on_policy_distill_trainer",
+                *settings,
+                *overrides,
+            ],
+            env=os.environ | {MARK: mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            start_new_session=True,
+        )
         runs.append(run := Run(process, folder, mark))
         return run
 

@@ -26,7 +26,9 @@ def assert_ended(run: Run, status: int, says: str, timeout_s: float) -> None:
     assert not list(run.folder.glob(".writing*"))
 
 
-@pytest.mark.parametrize(("number", "status", "says"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")])
+@pytest.mark.parametrize(
+    ("number", "status", "says"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
 def test_a_signal_ends_the_run_in_order(start: Start, number: signal.Signals, status: int, says: str) -> None:
     run = start(*LONG)
     run.await_step(3)
@@ -49,7 +51,9 @@ def mortal_teacher(teacher_model: Path, tmp_path: Path) -> Iterator[Teacher]:
 
 
 def test_a_teacher_that_goes_away_is_named_after_its_deadline(start: Start, mortal_teacher: Teacher) -> None:
-    run = start(*LONG, f"actor_rollout_ref.teacher.server_port={mortal_teacher.port}", "actor_rollout_ref.teacher.timeout_s=5")
+    run = start(
+        *LONG, f"actor_rollout_ref.teacher.server_port={mortal_teacher.port}", "actor_rollout_ref.teacher.timeout_s=5"
+    )
     run.await_step(3)
     script("stop_server.sh", RUN_DIR=mortal_teacher.run_dir)
     assert_ended(run, 1, f"127.0.0.1:{mortal_teacher.port}", timeout_s=40)

@@ -22,7 +22,9 @@ def assert_refused(run: Run, says: str) -> None:
 
 
 def test_a_wrong_model_path(start: Start) -> None:
-    assert_refused(start("actor_rollout_ref.model.path=nowhere/at/all"), "nowhere/at/all is not there; expected a Hugging Face")
+    assert_refused(
+        start("actor_rollout_ref.model.path=nowhere/at/all"), "nowhere/at/all is not there; expected a Hugging Face"
+    )
 
 
 def test_a_teacher_that_is_down(start: Start) -> None:
@@ -56,15 +58,25 @@ def other_teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teacher]
 
     folder = tmp_path_factory.mktemp("other")
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-                                      num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=64)
+    config = transformers.Qwen2Config(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
     transformers.Qwen2ForCausalLM(config).float().save_pretrained(folder)
     words = {"<unk>": 0, "<eos>": 1} | {chr(64 + i): i for i in range(2, 48)}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")),
-                                         unk_token="<unk>", eos_token="<eos>").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), unk_token="<unk>", eos_token="<eos>"
+    ).save_pretrained(folder)
     yield from running_teacher(folder, tmp_path_factory.mktemp("other_teacher"))
 
 
 def test_a_teacher_whose_vocabulary_does_not_fit(start: Start, other_teacher: Teacher) -> None:
-    assert_refused(start(f"actor_rollout_ref.teacher.server_port={other_teacher.port}"),
-                   "the teacher's vocabulary does not fit the student's")
+    assert_refused(
+        start(f"actor_rollout_ref.teacher.server_port={other_teacher.port}"),
+        "the teacher's vocabulary does not fit the student's",
+    )

@@ -10,12 +10,31 @@ from command import Start, Teacher, running_teacher
 
 pytestmark = pytest.mark.timeout(400)
 
-TIMINGS = ("step", "generate_sequences", "get_teacher_knowledge", "update_actor", "sync_rollout_weights", "wait_prev_gen",
-           "wait_prev_teacher")
-METRICS = ("actor/kl_loss", "actor/grad_norm", "actor/lr", "response_seq_len/average", "response_seq_len/max",
-           "response_seq_len/min", "training/global_step", "training/epoch", "training/staleness_mean",
-           "training/staleness_max", "perf/tokens_per_second", "perf/cpu_memory_used_gb", "perf/max_memory_allocated_gb",
-           *(f"timing/{name}" for name in TIMINGS))
+TIMINGS = (
+    "step",
+    "generate_sequences",
+    "get_teacher_knowledge",
+    "update_actor",
+    "sync_rollout_weights",
+    "wait_prev_gen",
+    "wait_prev_teacher",
+)
+METRICS = (
+    "actor/kl_loss",
+    "actor/grad_norm",
+    "actor/lr",
+    "response_seq_len/average",
+    "response_seq_len/max",
+    "response_seq_len/min",
+    "training/global_step",
+    "training/epoch",
+    "training/staleness_mean",
+    "training/staleness_max",
+    "perf/tokens_per_second",
+    "perf/cpu_memory_used_gb",
+    "perf/max_memory_allocated_gb",
+    *(f"timing/{name}" for name in TIMINGS),
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +44,11 @@ def own_teacher(student: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def test_a_student_that_is_its_own_teacher_has_nothing_to_learn(start: Start, own_teacher: Teacher) -> None:
-    run = start("trainer.scheduler=sync", "trainer.total_training_steps=2",
-                f"actor_rollout_ref.teacher.server_port={own_teacher.port}").finish()
+    run = start(
+        "trainer.scheduler=sync",
+        "trainer.total_training_steps=2",
+        f"actor_rollout_ref.teacher.server_port={own_teacher.port}",
+    ).finish()
     assert run.status == 0, run.output
     assert abs(run.metrics[0]["actor/kl_loss"]) < 1e-5
     assert run.metrics[0]["actor/grad_norm"] < 1e-3
@@ -34,8 +56,12 @@ def test_a_student_that_is_its_own_teacher_has_nothing_to_learn(start: Start, ow
 
 @pytest.mark.parametrize(("scheduler", "bound"), [("sync", 0), ("one_step_off", 1), ("two_step_off", 2)])
 def test_every_scheduler_trains_within_its_bound(start: Start, scheduler: str, bound: int) -> None:
-    run = start(f"trainer.scheduler={scheduler}", "trainer.total_epochs=2", "trainer.save_freq=0",
-                "trainer.logger=[console,jsonl,tensorboard]").finish()
+    run = start(
+        f"trainer.scheduler={scheduler}",
+        "trainer.total_epochs=2",
+        "trainer.save_freq=0",
+        "trainer.logger=[console,jsonl,tensorboard]",
+    ).finish()
     assert run.status == 0, run.output
     assert [line["training/global_step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
     assert all(0 <= line["training/staleness_max"] <= bound for line in run.metrics)
@@ -47,11 +73,18 @@ def test_every_scheduler_trains_within_its_bound(start: Start, scheduler: str, b
 
 
 def test_tensor_parallel_two_rollout_and_two_teacher_workers(start: Start) -> None:
-    run = start("trainer.scheduler=two_step_off", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2",
-                "ray_init.num_cpus=4", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
-                "actor_rollout_ref.actor.megatron.sequence_parallel=true", "actor_rollout_ref.teacher.n_server_workers=2",
-                "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=4",
-                "actor_rollout_ref.actor.checkpoint.async_save=true").finish()
+    run = start(
+        "trainer.scheduler=two_step_off",
+        "trainer.n_gpus_per_node=2",
+        "rollout.n_gpus_per_node=2",
+        "ray_init.num_cpus=4",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.sequence_parallel=true",
+        "actor_rollout_ref.teacher.n_server_workers=2",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.total_training_steps=4",
+        "actor_rollout_ref.actor.checkpoint.async_save=true",
+    ).finish()
     assert run.status == 0, run.output
     assert run.metrics[-1]["actor/kl_loss"] < run.metrics[0]["actor/kl_loss"]
     assert (run.folder / "global_step_4" / "trainer.json").exists()
@@ -61,8 +94,13 @@ def test_tensor_parallel_two_rollout_and_two_teacher_workers(start: Start) -> No
 def test_a_run_that_was_cut_resumes_where_it_was_and_writes_a_model_that_loads(start: Start) -> None:
     whole = start("trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.save_freq=2").finish()
     assert whole.status == 0, whole.output
-    part = start("trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.resume_mode=resume_path",
-                 f"trainer.resume_from_path={whole.folder}/global_step_4", folder=whole.folder / "again").finish()
+    part = start(
+        "trainer.scheduler=sync",
+        "trainer.total_epochs=2",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={whole.folder}/global_step_4",
+        folder=whole.folder / "again",
+    ).finish()
     assert part.status == 0, part.output
     assert [line["training/global_step"] for line in part.metrics] == [5, 6]
     for resumed, first in zip(part.metrics, whole.metrics[4:], strict=True):

@@ -33,7 +33,9 @@ EVALUATIONS = {"teacher": _evaluation(0.99), "before": _evaluation(0.2), "after"
 
 def test_report_sums_up_a_run() -> None:
     metrics = [_step(1), _step(2, **{"timing/gen": 0.75})]
-    report = build_report(**EVALUATIONS, metrics=metrics, stages=STAGES, prepared={"teacher": {"steps": 9}}, versions={"torch": "1"})
+    report = build_report(
+        **EVALUATIONS, metrics=metrics, stages=STAGES, prepared={"teacher": {"steps": 9}}, versions={"torch": "1"}
+    )
     assert report["accuracy"] == {"teacher": 0.99, "student_before": 0.2, "student_after": 0.95}
     assert (report["steps"], report["tokens"], report["problems"]) == (2, 2000, 200)
     assert report["kl_loss"] == {"first": 1.0, "last": 0.5}
@@ -68,7 +70,9 @@ def test_metrics_without_a_step_are_refused(metrics: list[dict[str, Any]]) -> No
 
 def test_evaluations_of_different_problems_are_refused() -> None:
     with pytest.raises(DataError, match="same --data and --limit"):
-        build_report(**EVALUATIONS | {"after": _evaluation(0.9, n=100)}, metrics=[_step(1)], stages=[], prepared={}, versions={})
+        build_report(
+            **EVALUATIONS | {"after": _evaluation(0.9, n=100)}, metrics=[_step(1)], stages=[], prepared={}, versions={}
+        )
 
 
 def test_a_cut_metrics_line_is_named(tmp_path: Path) -> None:

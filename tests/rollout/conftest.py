@@ -80,8 +80,7 @@ def pool(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[P
     starts = [(OLD, True), (NEW, True), (OLD, False)]
     timeout = f"actor_rollout_ref.nccl_timeout={CHANNEL_TIMEOUT_S}"
     handles = [
-        worker.remote(config_for(folders[start], timeout), rank=rank, device="cpu")
-        for rank, start in enumerate(starts)
+        worker.remote(config_for(folders[start], timeout), rank=rank, device="cpu") for rank, start in enumerate(starts)
     ]
     actor = ray.remote(num_cpus=0, runtime_env=environment())(TinyActor).remote(CHANNEL_TIMEOUT_S)
     try:

@@ -45,9 +45,7 @@ def test_two_tensor_ranks_generate_and_are_updated_as_one(pool: Pool, folders: d
         ray.get(worker.setup.remote(), timeout=150)
         check(OLD, 0)
         pool.tell_actor("become", NEW, True)
-        sync = WeightSync(
-            pool.actor, group, tensor_parallel_size=2, bucket_bytes=30_000, timeout_s=CHANNEL_TIMEOUT_S
-        )
+        sync = WeightSync(pool.actor, group, tensor_parallel_size=2, bucket_bytes=30_000, timeout_s=CHANNEL_TIMEOUT_S)
         asyncio.run(sync.sync(3))
         check(NEW, 3)
         pool.tell_actor("become", OLD, True)

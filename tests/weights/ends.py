@@ -21,9 +21,7 @@ META: list[TensorMeta] = [(f"layer.{i}.weight", (40, 10), "float32") for i in ra
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.rand(shape, generator=generator).to(getattr(torch, dtype)) for name, shape, dtype in META
-    }
+    return {name: torch.rand(shape, generator=generator).to(getattr(torch, dtype)) for name, shape, dtype in META}
 
 
 def spawn(act: Callable[[], Any]) -> Future[Any]:

@@ -50,8 +50,11 @@ def test_all_receivers_get_the_bits_in_order_and_agree_on_the_checksum(bucket_by
 def test_a_sender_that_never_comes_changes_nothing() -> None:
     _, receiver = connect(1, 1.0)
     taken: NamedTensors = []
-    with Timer() as timer, pytest.raises(
-        DeadlineError, match=r"weights v3, begin: actor worker 0 .* did not answer rollout worker 0 .* within 1 s"
+    with (
+        Timer() as timer,
+        pytest.raises(
+            DeadlineError, match=r"weights v3, begin: actor worker 0 .* did not answer rollout worker 0 .* within 1 s"
+        ),
     ):
         receive_weights(receiver, 3, META, BUCKET, taken.extend)
     assert timer.seconds < 2 and not taken
@@ -129,9 +132,7 @@ def test_a_driver_can_end_the_wait_for_a_receiver_that_it_knows_to_be_dead() -> 
 def test_who_does_not_join_is_named() -> None:
     store = open_store("127.0.0.1", 1.0)
     joining = spawn(
-        lambda: Channel(
-            join_store("127.0.0.1", store.port, 1.0), rank=2, labels=LABELS, device=CPU, timeout_s=1.0
-        )
+        lambda: Channel(join_store("127.0.0.1", store.port, 1.0), rank=2, labels=LABELS, device=CPU, timeout_s=1.0)
     )
     with pytest.raises(DeadlineError, match=r"connect: rollout worker 0 .channel rank 1 of 3. did not answer"):
         Channel(store, rank=0, labels=LABELS, device=CPU, timeout_s=1.0)
@@ -146,9 +147,7 @@ def test_a_store_that_is_not_there_is_named() -> None:
 
 
 def _die_in_the_second_bucket(port: int) -> None:
-    channel = Channel(
-        join_store("127.0.0.1", port, 20), rank=1, labels=LABELS[:2], device=CPU, timeout_s=20
-    )
+    channel = Channel(join_store("127.0.0.1", port, 20), rank=1, labels=LABELS[:2], device=CPU, timeout_s=20)
     seen: list[Any] = []
 
     def take(tensors: NamedTensors) -> None:

@@ -1,0 +1,11 @@
+"""Environment variables of an actor process. They count only if they are set before torch is imported."""
+
+from __future__ import annotations
+
+
+def worker_environment(device: str) -> dict[str, str]:
+    """For the ``env_vars`` of an actor worker's Ray ``runtime_env``; ``device`` is `cpu` or `cuda`."""
+    quiet = {"PYTHONWARNINGS": "ignore"}  # Megatron warns at import of each optional package that is not there
+    if device == "cpu":
+        return quiet | {"OMP_NUM_THREADS": "1"}  # ranks share the cores; more threads than cores are many times slower
+    return quiet | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron orders communication and compute by it
