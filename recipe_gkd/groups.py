@@ -75,20 +75,25 @@ class WorkerGroup:
     ) -> AsyncIterator[Any]:
         """What the async generators of all workers yield, in the order in which it comes."""
         items: asyncio.Queue[Any] = asyncio.Queue()
-        ended = object()
 
         async def pump(rank: int, own: Sequence[Any]) -> None:
             async for item in self.stream(rank, method, *own, timeout_s=timeout_s, phase=phase):
                 items.put_nowait(item)
 
-        pumps = asyncio.gather(*(pump(rank, own) for rank, own in enumerate(args)))
-        pumps.add_done_callback(lambda _: items.put_nowait(ended))
+        running = {asyncio.create_task(pump(rank, own)) for rank, own in enumerate(args)}
+        for task in running:
+            task.add_done_callback(items.put_nowait)
         try:
-            while (item := await items.get()) is not ended:
-                yield item
-            await pumps  # raises what made one of them end early
+            while running:
+                item = await items.get()
+                if isinstance(item, asyncio.Task):
+                    running.remove(item)
+                    item.result()  # raises what made it end early
+                else:
+                    yield item
         finally:
-            pumps.cancel()
+            for task in running:
+                task.cancel()
 
     async def stop(self, *, timeout_s: float) -> None:
         """Let each worker close what it holds, then end its process; never raises, never takes longer."""
@@ -128,7 +133,7 @@ def _blame(label: str, phase: str, error: BaseException | None) -> GkdError:
         return error
     if isinstance(error, ActorDiedError | RayActorError):
         return WorkerError(
-            f"{phase}: {label} died ({_last_line(error)}); its log is in Ray's session folder, "
+            f"{phase}: {label} died ({_reason(error)}); its log is in /tmp/ray/session_latest/logs on its node, "
             "and the kernel's log tells if it was killed for want of memory"
         )
     return WorkerError(f"{phase}: {label} failed: {type(error).__name__}: {error}")
@@ -144,10 +149,11 @@ def _silent(phase: str, silent: list[str], answered: list[str], timeout_s: float
     others = f" ({', '.join(answered)} did)" if answered else ""
     return DeadlineError(
         f"{phase}: {', '.join(silent)} did not answer within {timeout_s:g} s{others}; "
-        "look at that worker's log in Ray's session folder, or give the phase more time"
+        "look at that worker's log in /tmp/ray/session_latest/logs on its node, or give the phase more time"
     )
 
 
-def _last_line(error: BaseException) -> str:
-    """Ray puts the reason last, after the ids of the actor."""
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+def _reason(error: BaseException) -> str:
+    """Ray puts the reason into the last line, after the ids of the actor, and a page of advice behind it."""
+    last = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+    return last.split(" Some common causes")[0].rstrip(".")

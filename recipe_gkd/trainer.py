@@ -159,6 +159,7 @@ class Trainer:
     def finish(batch: ReadyBatch, step_began: float) -> float:
         """Complete the metrics of a step; returns when the next one began."""
         now = time.monotonic()
+        batch.metrics.setdefault("timing/sync_rollout_weights", 0.0)
         batch.metrics |= describe(batch) | {
             "timing/step": now - step_began,
             "perf/cpu_memory_used_gb": host_memory_used_gb(),
