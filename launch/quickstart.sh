@@ -42,33 +42,48 @@ stage() { # stage NAME command...: run it, say how long it took, and note that f
 
 stop_teacher() { [ ! -d "$teacher_dir" ] || bash teacher/stop_server.sh --run-dir "$teacher_dir" >/dev/null; }
 
+student_after() { echo "$run/global_step_$(cat "$run/latest_checkpointed_iteration.txt")/huggingface"; }
+
 start_teacher() {
   CKPT_PATH=$QUICKSTART_DIR/teacher RUN_DIR=$teacher_dir N_LOGPROBS=16 DTYPE=float32 MAX_MODEL_LEN=64 \
     bash teacher/start_server.sh
 }
 
-evaluate() { # evaluate FOLDER JSON: skipped if it was done after the model was made
-  [ "$2" -nt "$1/config.json" ] || "$python" -m recipe_gkd.quickstart.evaluate --model "$1" \
-    --data "$QUICKSTART_DIR/data/held_out.parquet" --json "$2"
+evaluate() { # evaluate FOLDER JSON [FOLDER JSON]: greedy answers to the held-out problems, through vLLM
+  local arguments=()
+  while [ $# -gt 0 ]; do arguments+=(--model "$1" --json "$2"); shift 2; done
+  "$python" -m recipe_gkd.quickstart.evaluate --data "$QUICKSTART_DIR/data/held_out.parquet" "${arguments[@]}"
 }
 
-evaluate_before() { evaluate "$QUICKSTART_DIR/teacher" "$QUICKSTART_DIR/teacher.json"; evaluate "$QUICKSTART_DIR/student" "$QUICKSTART_DIR/student_before.json"; }
+newer() { # newer FILE: made after both models?
+  [ "$1" -nt "$QUICKSTART_DIR/teacher/made.json" ] && [ "$1" -nt "$QUICKSTART_DIR/student/made.json" ]
+}
 
+stop_teacher  # of a quickstart that was killed
 [ $fresh = 0 ] || rm -rf "$QUICKSTART_DIR"
 mkdir -p "$run"
 : > "$stages"
 stage "set-up" bash launch/setup.sh
 stage "task, teacher and student" "$python" -m recipe_gkd.quickstart.prepare --out "$QUICKSTART_DIR"
-trap stop_teacher EXIT
-stage "teacher service" start_teacher
-stage "evaluation before" evaluate_before
-stage "distillation" "$python" -m recipe_gkd.main_gkd --config-name quickstart "trainer.experiment_name='$name'" \
-  actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT" "${overrides[@]}"
-student=$run/global_step_$(cat "$run/latest_checkpointed_iteration.txt")/huggingface
-stage "evaluation after" evaluate "$student" "$run/student_after.json"
-"$python" -m recipe_gkd.quickstart.report --prepared "$QUICKSTART_DIR" --teacher "$QUICKSTART_DIR/teacher.json" \
-  --before "$QUICKSTART_DIR/student_before.json" --after "$run/student_after.json" --metrics "$run/metrics.jsonl" \
-  --stages "$stages" --out "$run/report.json"
+
+before=("$QUICKSTART_DIR/teacher" "$QUICKSTART_DIR/teacher.json" "$QUICKSTART_DIR/student" "$QUICKSTART_DIR/student_before.json")
+if ! newer "${before[3]}"; then stage "evaluation before" evaluate "${before[@]}"; fi
+
+if newer "$run/report.json"; then
+  printf '\n== distillation and evaluation after: done before; --fresh does them again\n'
+else
+  if [ -e "$run/run.log" ] && ! newer "$run/run.log"; then rm -rf "$run"; mkdir -p "$run"; fi  # of other models
+  trap stop_teacher EXIT
+  stage "teacher service" start_teacher
+  stage "distillation" "$python" -m recipe_gkd.main_gkd --config-name quickstart "trainer.experiment_name='$name'" \
+    actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT" "${overrides[@]}"
+  stop_teacher
+  stage "evaluation after" evaluate "$(student_after)" "$run/student_after.json"
+fi
+
+printf '\n== result\n'
+"$python" -m recipe_gkd.quickstart.report --prepared "$QUICKSTART_DIR" --teacher "${before[1]}" --before "${before[3]}" \
+  --after "$run/student_after.json" --metrics "$run/metrics.jsonl" --stages "$stages" --out "$run/report.json"
 cp "$run/report.json" "$QUICKSTART_DIR/report.json"
 printf '\nreport:           %s\nmetrics:          %s (TensorBoard: %s)\ntrained student:  %s\n' \
-  "$QUICKSTART_DIR/report.json" "$run/metrics.jsonl" "$run/tensorboard" "$student"
+  "$QUICKSTART_DIR/report.json" "$run/metrics.jsonl" "$run/tensorboard" "$(student_after)"

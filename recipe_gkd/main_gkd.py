@@ -39,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 trained to the end, 1 an error, 130 Ctrl-C, 143 SIGTERM."""
     arguments = _parse(argv)
     try:
+        config = load_config(arguments.config_name, arguments.overrides, arguments.config_dir)
         if arguments.cfg:
             print(OmegaConf.to_yaml(compose_config(arguments.config_name, arguments.overrides, arguments.config_dir)))
             return 0
-        config = load_config(arguments.config_name, arguments.overrides, arguments.config_dir)
         _start_logging(Path(config.trainer.default_local_dir).expanduser())
         signal.signal(signal.SIGTERM, _terminate)
         run(config)
@@ -157,7 +157,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--config-name", default="on_policy_distill_trainer", help="a YAML file of the config folder")
     parser.add_argument("--config-dir", "--config-path", type=Path, help="a config folder of your own")
-    parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and exit")
+    parser.add_argument("--cfg", choices=["job"], help="check the composed configuration, print it and exit")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="what to change in it")
     return parser.parse_args(argv)
 

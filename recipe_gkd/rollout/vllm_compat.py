@@ -18,6 +18,7 @@ TESTED = "0.32"
 """Release series with which this project is tested, on CPU and CUDA alike."""
 
 os.environ.update({key: value for key, value in worker_environment("any").items() if key not in os.environ})
+logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)  # warns that Triton has no CPU backend
 
 try:
     import torch

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Distil into Qwen2.5-7B on a Ray cluster of 8-GPU nodes: two nodes train, one generates; the teacher runs elsewhere.
+#
+#   RAY_ADDRESS=http://head:8265 TEACHER_IP=10.0.0.9 STUDENT=/models/Qwen2.5-7B TRAIN_FILES=/data/train.parquet \
+#     bash launch/run_qwen2.5_ray_cluster.sh [key=value ...]
+#
+# On the teacher's machine: CKPT_PATH=/models/teacher N_WORKERS=4 TP_SIZE=2 BIND=0.0.0.0 teacher/start_server.sh
+# (there is no authentication: on trusted networks only). STUDENT, TRAIN_FILES and OUTPUT_DIR must be on a disk that all
+# nodes share.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case "${1:-}" in -h|--help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+
+command=(python3 -m recipe_gkd.main_gkd --config-name on_policy_distill_trainer
+  data.train_files="${TRAIN_FILES:?}" data.train_batch_size=512 data.max_prompt_length=2048 data.max_response_length=6144
+  actor_rollout_ref.model.path="${STUDENT:?}"
+  actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4
+  actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2
+  actor_rollout_ref.actor.megatron.sequence_parallel=true
+  actor_rollout_ref.rollout.tensor_model_parallel_size=2
+  actor_rollout_ref.teacher.server_ip="${TEACHER_IP:?}" actor_rollout_ref.teacher.n_server_workers=4
+  trainer.device=cuda trainer.nnodes=2 trainer.n_gpus_per_node=8 rollout.nnodes=1 rollout.n_gpus_per_node=8
+  trainer.scheduler=two_step_off trainer.save_freq=100 trainer.default_local_dir="${OUTPUT_DIR:-outputs/ray_cluster}"
+  ray_init.address=auto "$@")
+
+if [ "${1:-}" = --cfg ]; then
+  python=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
+  exec "$python" "${command[@]:1}"
+fi
+exec ray job submit --address "${RAY_ADDRESS:?the address of the cluster, such as http://head:8265}" \
+  --runtime-env launch/runtime_env.yaml -- "${command[@]}"
