@@ -117,3 +117,10 @@ def test_a_config_of_ones_own_can_build_on_ours(tmp_path: Path) -> None:
         f"defaults: [{NAME}, _self_]\ndata: {{train_files: a}}\nactor_rollout_ref: {{model: {{path: b}}}}\n"
     )
     assert load_config("mine", folder=tmp_path).data.train_files == ["a"]
+
+
+def test_the_reference_in_the_docs_is_that_of_the_code() -> None:
+    from recipe_gkd.config.__main__ import reference
+
+    written = (config_dir().parent / "docs" / "config.md").read_text()
+    assert written.endswith(reference() + "\n"), "make it anew: python -m recipe_gkd.config"
