@@ -31,13 +31,13 @@ name=default
 if [ ${#overrides[@]} -gt 0 ]; then name=$(printf '%s,' "${overrides[@]}" | sed 's/,$//' | tr -c 'A-Za-z0-9=._,-' '_' | cut -c1-100); fi
 run=$QUICKSTART_DIR/runs/$name
 teacher_dir=$QUICKSTART_DIR/teacher_service
-stages=$QUICKSTART_DIR/stages.jsonl
+stages=$run/stages.jsonl
 
 stage() { # stage NAME command...: run it, say how long it took, and note that for the report
   local stage=$1 began=$SECONDS; shift
   printf '\n== %s\n' "$stage"
   "$@"
-  printf '{"stage": "%s", "seconds": %d}\n' "$stage" $((SECONDS - began)) >> "$stages"
+  printf '{"stage": "%s", "seconds": %d}\n' "$stage" $((SECONDS - began)) >> "$stages.new"
 }
 
 stop_teacher() { [ ! -d "$teacher_dir" ] || bash teacher/stop_server.sh --run-dir "$teacher_dir" >/dev/null; }
@@ -46,7 +46,7 @@ student_after() { echo "$run/global_step_$(cat "$run/latest_checkpointed_iterati
 
 start_teacher() {
   CKPT_PATH=$QUICKSTART_DIR/teacher RUN_DIR=$teacher_dir N_LOGPROBS=16 DTYPE=float32 MAX_MODEL_LEN=64 \
-    bash teacher/start_server.sh
+    bash teacher/start_server.sh 9>&-
 }
 
 evaluate() { # evaluate FOLDER JSON [FOLDER JSON]: greedy answers to the held-out problems, through vLLM
@@ -59,31 +59,37 @@ newer() { # newer FILE: made after both models?
   [ "$1" -nt "$QUICKSTART_DIR/teacher/made.json" ] && [ "$1" -nt "$QUICKSTART_DIR/student/made.json" ]
 }
 
-stop_teacher  # of a quickstart that was killed
-[ $fresh = 0 ] || rm -rf "$QUICKSTART_DIR"
+[ $fresh = 0 ] || [ ! -d "$QUICKSTART_DIR" ] || { stop_teacher; rm -rf "$QUICKSTART_DIR"; }
 mkdir -p "$run"
-: > "$stages"
+exec 9> "$QUICKSTART_DIR/.lock"
+flock -n 9 || { echo "quickstart.sh: another one runs in $QUICKSTART_DIR; wait for it, or set QUICKSTART_DIR" >&2; exit 1; }
+stop_teacher  # of a quickstart that was killed
+: > "$stages.new"
 stage "set-up" bash launch/setup.sh
 stage "task, teacher and student" "$python" -m recipe_gkd.quickstart.prepare --out "$QUICKSTART_DIR"
 
-before=("$QUICKSTART_DIR/teacher" "$QUICKSTART_DIR/teacher.json" "$QUICKSTART_DIR/student" "$QUICKSTART_DIR/student_before.json")
-if ! newer "${before[3]}"; then stage "evaluation before" evaluate "${before[@]}"; fi
-
-if newer "$run/report.json"; then
-  printf '\n== distillation and evaluation after: done before; --fresh does them again\n'
-else
-  if [ -e "$run/run.log" ] && ! newer "$run/run.log"; then rm -rf "$run"; mkdir -p "$run"; fi  # of other models
-  trap stop_teacher EXIT
-  stage "teacher service" start_teacher
-  stage "distillation" "$python" -m recipe_gkd.main_gkd --config-name quickstart "trainer.experiment_name='$name'" \
-    actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT" "${overrides[@]}"
-  stop_teacher
-  stage "evaluation after" evaluate "$(student_after)" "$run/student_after.json"
+if newer "$run/report.txt"; then
+  printf '\n== distillation: done before; --fresh does it again\n\n'
+  cat "$run/report.txt"
+  exit 0
 fi
+if [ -e "$run/run.log" ] && ! newer "$run/run.log"; then find "$run" -mindepth 1 ! -name stages.jsonl.new -delete; fi  # of other models
+
+before=("$QUICKSTART_DIR/teacher" "$QUICKSTART_DIR/teacher.json" "$QUICKSTART_DIR/student" "$QUICKSTART_DIR/student_before.json")
+newer "${before[3]}" || stage "evaluation before" evaluate "${before[@]}"
+stage "teacher service" start_teacher
+trap stop_teacher EXIT
+stage "distillation" "$python" -m recipe_gkd.main_gkd --config-name quickstart "trainer.experiment_name='$name'" \
+  actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT" "${overrides[@]}"
+stop_teacher
+stage "evaluation after" evaluate "$(student_after)" "$run/student_after.json"
 
 printf '\n== result\n'
+mv "$stages.new" "$stages"
 "$python" -m recipe_gkd.quickstart.report --prepared "$QUICKSTART_DIR" --teacher "${before[1]}" --before "${before[3]}" \
-  --after "$run/student_after.json" --metrics "$run/metrics.jsonl" --stages "$stages" --out "$run/report.json"
-cp "$run/report.json" "$QUICKSTART_DIR/report.json"
+  --after "$run/student_after.json" --metrics "$run/metrics.jsonl" --stages "$stages" --out "$run/report.json" > "$run/report.part"
 printf '\nreport:           %s\nmetrics:          %s (TensorBoard: %s)\ntrained student:  %s\n' \
-  "$QUICKSTART_DIR/report.json" "$run/metrics.jsonl" "$run/tensorboard" "$(student_after)"
+  "$QUICKSTART_DIR/report.json" "$run/metrics.jsonl" "$run/tensorboard" "$(student_after)" >> "$run/report.part"
+cp "$run/report.json" "$QUICKSTART_DIR/report.json"
+mv "$run/report.part" "$run/report.txt"
+cat "$run/report.txt"

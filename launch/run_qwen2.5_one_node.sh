@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Distil Qwen2.5-7B-Instruct into Qwen2.5-1.5B on one node with 8 GPUs: 4 train, 2 generate, 2 serve the teacher.
+# Distil Qwen2.5-7B-Instruct into Qwen2.5-1.5B-Instruct on one node with 8 GPUs: 4 train, 2 generate, 2 serve the teacher.
 #
 #   TRAIN_FILES=/data/train.parquet bash launch/run_qwen2.5_one_node.sh [key=value ...]
 #
@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in -h|--help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
-STUDENT=${STUDENT:-Qwen/Qwen2.5-1.5B}
+STUDENT=${STUDENT:-Qwen/Qwen2.5-1.5B-Instruct}
 TEACHER=${TEACHER:-Qwen/Qwen2.5-7B-Instruct}
 TRAIN_FILES=${TRAIN_FILES:?set TRAIN_FILES to a parquet file with a column prompt}
 python=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
@@ -16,9 +16,9 @@ python=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
 if [ "${1:-}" != --cfg ]; then  # --cfg job only checks and prints the configuration
   teacher_folder=$TEACHER
   [ -d "$TEACHER" ] || teacher_folder=$("$python" -c 'import sys; from huggingface_hub import snapshot_download as s; print(s(sys.argv[1]))' "$TEACHER")
-  trap 'bash teacher/stop_server.sh --run-dir outputs/teacher_qwen2.5' EXIT
   CUDA_VISIBLE_DEVICES=${TEACHER_GPUS:-6,7} CKPT_PATH=$teacher_folder RUN_DIR=outputs/teacher_qwen2.5 N_WORKERS=2 TP_SIZE=1 \
     N_LOGPROBS=256 MAX_MODEL_LEN=3072 bash teacher/start_server.sh
+  trap 'bash teacher/stop_server.sh --run-dir outputs/teacher_qwen2.5' EXIT
   export CUDA_VISIBLE_DEVICES=${TRAIN_GPUS:-0,1,2,3,4,5}
 fi
 

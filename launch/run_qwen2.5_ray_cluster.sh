@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Distil into Qwen2.5-7B on a Ray cluster of 8-GPU nodes: two nodes train, one generates; the teacher runs elsewhere.
+# Distil into Qwen2.5-7B-Instruct on a Ray cluster of 8-GPU nodes: two nodes train, one generates; the teacher runs elsewhere.
 #
-#   RAY_ADDRESS=http://head:8265 TEACHER_IP=10.0.0.9 STUDENT=/models/Qwen2.5-7B TRAIN_FILES=/data/train.parquet \
-#     bash launch/run_qwen2.5_ray_cluster.sh [key=value ...]
+#   RAY_ADDRESS=http://head:8265 TEACHER_IP=10.0.0.9 STUDENT=/models/Qwen2.5-7B-Instruct \
+#     TRAIN_FILES=/data/train.parquet OUTPUT_DIR=/data/runs/1 bash launch/run_qwen2.5_ray_cluster.sh [key=value ...]
 #
 # On the teacher's machine: CKPT_PATH=/models/teacher N_WORKERS=4 TP_SIZE=2 BIND=0.0.0.0 teacher/start_server.sh
 # (there is no authentication: on trusted networks only). STUDENT, TRAIN_FILES and OUTPUT_DIR must be on a disk that all
@@ -20,7 +20,7 @@ command=(python3 -m recipe_gkd.main_gkd --config-name on_policy_distill_trainer
   actor_rollout_ref.rollout.tensor_model_parallel_size=2
   actor_rollout_ref.teacher.server_ip="${TEACHER_IP:?}" actor_rollout_ref.teacher.n_server_workers=4
   trainer.device=cuda trainer.nnodes=2 trainer.n_gpus_per_node=8 rollout.nnodes=1 rollout.n_gpus_per_node=8
-  trainer.scheduler=two_step_off trainer.save_freq=100 trainer.default_local_dir="${OUTPUT_DIR:-outputs/ray_cluster}"
+  trainer.scheduler=two_step_off trainer.save_freq=100 trainer.default_local_dir="${OUTPUT_DIR:?a folder that all nodes share}"
   ray_init.address=auto "$@")
 
 if [ "${1:-}" = --cfg ]; then

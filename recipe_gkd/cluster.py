@@ -22,7 +22,8 @@ def ray_cluster(config: Config) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local: dict[str, Any] = {} if settings.address else {"num_cpus": settings.num_cpus, "include_dashboard": False}
     try:
-        ray.init(address=settings.address, logging_level=logging.ERROR, **local)
+        # Without an address ray.init would join any cluster that it finds on this machine.
+        ray.init(address=settings.address or "local", logging_level=logging.ERROR, **local)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         where = f"the cluster at ray_init.address={settings.address}" if settings.address else "a local cluster"
         raise ResourceError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +43,15 @@ class PromptData:
     ``ids[i]`` int32 [P] are the tokens of row ``rows[i]`` of ``table``; overlong rows were dropped or cut.
     """
 
-    def __init__(self, files: list[str], config: DataConfig, tokenizer: Any) -> None:
-        self.table = _read(files, config.prompt_key)
-        prompts = self.table.column(config.prompt_key).to_pylist()
+    def __init__(self, table: pa.Table, config: DataConfig, tokenizer: Any) -> None:
+        self.table = table
+        prompts = table.column(config.prompt_key).to_pylist()
+        began = time.monotonic()
         self.ids: list[np.ndarray] = []
         self.rows: list[int] = []
         dropped = 0
         for row, prompt in enumerate(prompts):
-            ids = _tokenise(prompt, tokenizer, f"row {row} of {', '.join(files)}")
+            ids = _tokenise(prompt, tokenizer, f"row {row} of the training data")
             if len(ids) > config.max_prompt_length:
                 if config.filter_overlong_prompts:
                     dropped += 1
@@ -64,19 +66,18 @@ class PromptData:
                 len(prompts),
                 config.max_prompt_length,
             )
+        log.info("tokenised %d prompts in %.1f s", len(prompts), time.monotonic() - began)
         if not self.ids:
             raise DataError(
-                f"no prompt is left of the {len(prompts)} in {', '.join(files)}: all are longer than "
+                f"no prompt is left of the {len(prompts)} given: all are longer than "
                 f"data.max_prompt_length={config.max_prompt_length}; raise it"
             )
-        self._extra = self.table.drop_columns([config.prompt_key])
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def prompt(self, index: int, uid: int) -> Prompt:
-        row = self.rows[index]
-        return Prompt(uid=uid, ids=self.ids[index], row=row, extra=self._extra.slice(row, 1).to_pylist()[0])
+        return Prompt(uid=uid, ids=self.ids[index], row=self.rows[index])
 
 
 class PromptLoader:
@@ -88,16 +89,17 @@ class PromptLoader:
     def __init__(self, data: PromptData, config: DataConfig, *, n: int, epochs: int, max_steps: int | None) -> None:
         self.data, self.config, self.n = data, config, n
         self.total_prompts = len(data) * epochs
-        if max_steps is not None:
-            self.total_prompts = min(self.total_prompts, max_steps * config.train_batch_size)
+        self.max_steps = max_steps
 
-    def steps_from(self, position: int) -> int:
-        """Training steps that are left at a position."""
-        return math.ceil(max(0, self.total_prompts - position) / self.config.train_batch_size)
+    def last_step(self, position: int, step: int) -> int:
+        """The number of steps that the run will have done at its end, if ``step`` have brought it to ``position``."""
+        last = step + math.ceil(max(0, self.total_prompts - position) / self.config.train_batch_size)
+        return last if self.max_steps is None else min(last, max(step, self.max_steps))
 
     def batches(self, position: int, first_step: int) -> Iterator[PromptBatch]:
         size = self.config.train_batch_size
-        for step, start in enumerate(range(position, self.total_prompts, size), first_step):
+        for step in range(first_step, self.last_step(position, first_step)):
+            start = position + (step - first_step) * size
             places = range(start, min(start + size, self.total_prompts))
             prompts = [
                 self.data.prompt(self._index(place), uid=place * self.n + answer)
@@ -120,7 +122,8 @@ class PromptLoader:
         return self._cached[1]
 
 
-def _read(files: list[str], prompt_key: str) -> pa.Table:
+def read_table(files: list[str], prompt_key: str) -> pa.Table:
+    """All rows of parquet files that have the column ``prompt_key``; :class:`DataError` names what is wrong."""
     if not files:
         raise DataError("no data file was given; set data.train_files to one or more parquet files")
     tables = []

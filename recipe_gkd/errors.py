@@ -30,6 +30,10 @@ class WorkerError(GkdError, RuntimeError):
     """A worker of a pool failed or died; the message names it, the phase and the reason."""
 
 
+class EchoError(WorkerError):
+    """A failure whose cause another worker reports."""
+
+
 class DeadlineError(GkdError, TimeoutError):
     """Something did not answer in time; the message names who, in which phase, and after how long."""
 

@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
-from recipe_gkd.errors import DeadlineError, GkdError, WorkerError
+from recipe_gkd.errors import DeadlineError, EchoError, GkdError, WorkerError
 
 _GRACE_S = 1.0
 """After a first failure, how long to collect others: the rank that failed first need not be the one that tells why."""
@@ -63,10 +63,10 @@ class WorkerGroup:
                 except StopAsyncIteration:
                     return
                 yield item
+        except (RayTaskError, RayActorError) as error:  # first: a worker's own TimeoutError is also one of ours
+            raise _blame(self.label(rank), phase, error) from error
         except TimeoutError as error:
             raise _silent(phase, [self.label(rank)], [], timeout_s) from error
-        except (RayTaskError, RayActorError) as error:
-            raise _blame(self.label(rank), phase, error) from error
         finally:
             del items  # tells Ray to cancel what is still being generated
 
@@ -94,6 +94,7 @@ class WorkerGroup:
         finally:
             for task in running:
                 task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def stop(self, *, timeout_s: float) -> None:
         """Let each worker close what it holds, then end its process; never raises, never takes longer."""
@@ -107,15 +108,15 @@ async def gather(calls: dict[str, Awaitable[Any]], *, timeout_s: float, phase: s
     """Await all, in order; ``calls`` maps the label of who is called to what to wait for."""
     tasks = {asyncio.ensure_future(_result(call)): label for label, call in calls.items()}
     try:
-        done, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        failed = [task for task in done if task.exception()]
-        if failed and pending:
-            more, pending = await asyncio.wait(pending, timeout=_GRACE_S)
-            failed += [task for task in more if task.exception()]
-        if failed:
-            raise _root_cause([_blame(tasks[task], phase, task.exception()) for task in failed])
+        _, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        if pending and any(task.done() and task.exception() for task in tasks):
+            _, pending = await asyncio.wait(pending, timeout=_GRACE_S)
+        done = [task for task in tasks if task.done()]
+        if failed := {tasks[task]: error for task in done if (error := task.exception())}:
+            raise _root_cause(failed, phase)
         if pending:
-            raise _silent(phase, [tasks[task] for task in pending], [tasks[task] for task in done], timeout_s)
+            silent = [label for task, label in tasks.items() if task in pending]
+            raise _silent(phase, silent, [tasks[task] for task in done], timeout_s)
         return [task.result() for task in tasks]
     finally:
         for task in tasks:
@@ -126,23 +127,38 @@ async def _result(call: Awaitable[Any]) -> Any:
     return await call
 
 
-def _blame(label: str, phase: str, error: BaseException | None) -> GkdError:
-    if isinstance(error, RayTaskError):
-        error = error.cause if isinstance(error.cause, BaseException) else error
+def _root_cause(failed: dict[str, BaseException], phase: str) -> GkdError:
+    """Of failures in rank order, the one that explains the others.
+
+    First what a worker says on purpose; then a death; last what may be its echo: a collective that broke.
+    """
+
+    def rank(error: BaseException) -> int:
+        cause = _cause(error)
+        if isinstance(cause, GkdError):
+            return 2 if isinstance(cause, EchoError) else 0
+        return 1 if isinstance(cause, RayActorError) else 2
+
+    label, error = min(failed.items(), key=lambda item: rank(item[1]))
+    return _blame(label, phase, error)
+
+
+def _cause(error: BaseException) -> BaseException:
+    return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) else error
+
+
+def _blame(label: str, phase: str, error: BaseException) -> GkdError:
+    """The error as the user sees it: who, in which phase, why; of the worker's own class if that is one of ours."""
+    error = _cause(error)
+    who = label.partition(" of ")[0]
     if isinstance(error, GkdError):
-        return error
-    if isinstance(error, ActorDiedError | RayActorError):
+        return error if who in str(error) else type(error)(f"{phase}: {label}: {error}")
+    if isinstance(error, RayActorError):
         return WorkerError(
             f"{phase}: {label} died ({_reason(error)}); its log is in /tmp/ray/session_latest/logs on its node, "
             "and the kernel's log tells if it was killed for want of memory"
         )
     return WorkerError(f"{phase}: {label} failed: {type(error).__name__}: {error}")
-
-
-def _root_cause(errors: list[GkdError]) -> GkdError:
-    """A worker's own, specific error says more than `died` or a broken connection, which are often its echo."""
-    echoes = ("connection", "died", "Connection reset", "Broken pipe")
-    return next((error for error in errors if not any(echo in str(error) for echo in echoes)), errors[0])
 
 
 def _silent(phase: str, silent: list[str], answered: list[str], timeout_s: float) -> DeadlineError:

@@ -20,8 +20,8 @@ from recipe_gkd.checkpoints import Progress, find_checkpoint, read_progress
 from recipe_gkd.cluster import choose_device, ray_cluster
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.config.load import compose_config
-from recipe_gkd.data import PromptData, PromptLoader
-from recipe_gkd.errors import GkdError
+from recipe_gkd.data import PromptData, PromptLoader, read_table
+from recipe_gkd.errors import ConfigError, GkdError
 from recipe_gkd.preflight import meet_teacher, read_student, with_model_path
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.workers import start_workers
@@ -60,35 +60,30 @@ def run(config: Config) -> None:
     """First all that needs no process, so that what is wrong is said at once; then Ray, the workers, the training."""
     student = read_student(config)
     config = with_model_path(config, student.path)
-    data = PromptData(config.data.train_files, config.data, student.tokenizer)
-    loader = PromptLoader(
-        data,
-        config.data,
-        n=config.actor_rollout_ref.rollout.n,
-        epochs=config.trainer.total_epochs,
-        max_steps=config.trainer.total_training_steps,
-    )
-    progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
-    checkpoint = find_checkpoint(config)
-    if checkpoint is not None:
-        progress = read_progress(checkpoint, expected=progress)
-    last_step = progress.step + loader.steps_from(progress.prompts_trained)
-    if progress.step == last_step:
-        log.info("%s is at step %d of %d: there is nothing left to train", checkpoint, progress.step, last_step)
-        return
+    table = read_table(config.data.train_files, config.data.prompt_key)
     teacher = config.actor_rollout_ref.teacher
     with TeacherClient(teacher.server_ip, teacher.server_port, timeout_s=teacher.timeout_s) as client:
         info = meet_teacher(client, student, config)
         log.info(
-            "student %s, teacher %s (top %d of %d ids), %d prompts, steps %d to %d",
-            student.path,
-            info.model_name,
-            info.n_logprobs,
-            info.vocab_size,
-            len(data),
-            progress.step + 1,
-            last_step,
+            "student %s; teacher %s, top %d of %d ids", student.path, info.model_name, info.n_logprobs, info.vocab_size
         )
+        data = PromptData(table, config.data, student.tokenizer)
+        loader = PromptLoader(
+            data,
+            config.data,
+            n=config.actor_rollout_ref.rollout.n,
+            epochs=config.trainer.total_epochs,
+            max_steps=config.trainer.total_training_steps,
+        )
+        progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
+        checkpoint = find_checkpoint(config)
+        if checkpoint is not None:
+            progress = read_progress(checkpoint, expected=progress)
+        last_step = loader.last_step(progress.prompts_trained, progress.step)
+        if progress.step == last_step:
+            log.info("%s is at step %d of %d: there is nothing left to train", checkpoint, progress.step, last_step)
+            return
+        log.info("%d prompts, steps %d to %d", len(data), progress.step + 1, last_step)
         with ray_cluster(config):
             device = choose_device(config.trainer.device)
             asyncio.run(_until_sigterm(_train(config, device, client, loader, progress, checkpoint)))
@@ -102,7 +97,7 @@ async def _train(
     progress: Progress,
     checkpoint: Path | None,
 ) -> None:
-    total_steps = progress.step + loader.steps_from(progress.prompts_trained)
+    total_steps = loader.last_step(progress.prompts_trained, progress.step)
     async with start_workers(config, device, total_steps) as workers:
         trainer = Trainer(config, workers, client, loader, progress)
         if checkpoint is not None:
@@ -135,8 +130,12 @@ def _terminate(*_: object) -> NoReturn:
 
 def _start_logging(folder: Path) -> None:
     """Everything to ``run.log``; to the console what a person wants to see while it runs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    console, file = logging.StreamHandler(), logging.FileHandler(folder / "run.log")
+    console = logging.StreamHandler()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(folder / "run.log")
+    except OSError as error:
+        raise ConfigError(f"trainer.default_local_dir={folder} cannot be written: {error}") from error
     console.addFilter(lambda record: record.levelno >= logging.WARNING or record.name != "recipe_gkd.weights.sync")
     logging.basicConfig(
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",

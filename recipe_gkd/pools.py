@@ -6,6 +6,7 @@ CPU, so that the same numbers lay out the same processes.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,10 @@ class PoolSpec:
     device: str
     sizes: str
     """The config keys that set the size, for messages."""
+
+    @property
+    def what(self) -> str:
+        return "CPU slots" if self.device == "cpu" else "GPUs"
 
     @property
     def slot(self) -> dict[str, float]:
@@ -79,24 +84,29 @@ def pool_specs(config: Config, device: str) -> tuple[PoolSpec, PoolSpec]:
     )
 
 
-def create_pools(specs: tuple[PoolSpec, ...], *, timeout_s: float) -> tuple[Pool, ...]:
+async def create_pools(specs: tuple[PoolSpec, ...], *, timeout_s: float) -> tuple[Pool, ...]:
     """Reserve all pools, or raise :class:`ResourceError` at once, saying what was asked and what the cluster has."""
     nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     if not fits(specs, nodes):
-        raise ResourceError(_too_little(specs, nodes))
-    pools = []
-    for spec in specs:
-        strategy = "STRICT_SPREAD" if spec.nnodes > 1 else "STRICT_PACK"
-        pools.append(Pool(spec, placement_group(spec.bundles, strategy=strategy)))
-    _, waiting = ray.wait([pool.group.ready() for pool in pools], num_returns=len(pools), timeout=timeout_s)
-    if waiting:
+        raise ResourceError(f"not enough {specs[0].what} for the two pools.\n{_asked_and_there(specs, nodes)}")
+    pools = tuple(
+        Pool(spec, placement_group(spec.bundles, strategy="STRICT_SPREAD" if spec.nnodes > 1 else "STRICT_PACK"))
+        for spec in specs
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            for pool in pools:
+                await pool.group.ready()
+    except BaseException as error:
         for pool in pools:
             pool.release()
-        raise ResourceError(
-            f"the pools were not granted within {timeout_s:g} s: the cluster has enough, "
-            f"but others use it now.\n{_too_little(specs, nodes)}"
-        )
-    return tuple(pools)
+        if isinstance(error, TimeoutError):
+            raise ResourceError(
+                f"the pools were not granted within {timeout_s:g} s: the cluster is large enough, but others use it "
+                f"now; see `ray status`.\n{_asked_and_there(specs, nodes)}"
+            ) from error
+        raise
+    return pools
 
 
 def fits(specs: tuple[PoolSpec, ...], nodes: list[dict[str, float]]) -> bool:
@@ -127,18 +137,15 @@ def check_devices(reports: dict[str, dict[str, Any]]) -> None:
                 )
 
 
-def _too_little(specs: tuple[PoolSpec, ...], nodes: list[dict[str, float]]) -> str:
+def _asked_and_there(specs: tuple[PoolSpec, ...], nodes: list[dict[str, float]]) -> str:
     def amount(resources: dict[str, float]) -> str:
-        return ", ".join(f"{resources.get(what, 0):g} {what}" for what in ("CPU", "GPU"))
+        return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))
 
     asked = "\n".join(
-        f"  {spec.name} pool: {spec.nnodes} x {spec.n_per_node} "
-        f"{'CPU slots' if spec.device == 'cpu' else 'GPUs'}   ({spec.sizes})"
-        for spec in specs
+        f"  {spec.name} pool: {spec.nnodes} x {spec.n_per_node} {spec.what}   ({spec.sizes})" for spec in specs
     )
-    has = "\n".join(f"  node {i}: {amount(node)}" for i, node in enumerate(nodes))
-    slots = "CPUs" if specs[0].device == "cpu" else "GPUs"
+    there = "\n".join(f"  node {i}: {amount(node)}" for i, node in enumerate(nodes))
     remedy = "ask for less, or start Ray with more"
     if specs[0].device == "cpu":
         remedy += " (ray_init.num_cpus=N lets N one-thread workers share this machine's cores)"
-    return f"not enough {slots} for the two pools.\nasked:\n{asked}\nthe cluster has:\n{has}\n{remedy}"
+    return f"asked:\n{asked}\nthe cluster has:\n{there}\n{remedy}"

@@ -6,8 +6,7 @@ Axis names: P prompt tokens, T response tokens, K teacher top-k.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,9 +20,7 @@ class Prompt:
     ids: np.ndarray
     """int32 [P]."""
     row: int
-    """Row of the data set it came from."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """The other columns of that row (ground truth, data source, ...)."""
+    """Row of the data set it came from; the other columns stay there."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from recipe_gkd.data import PromptBatch
+from recipe_gkd.errors import WorkerError
 from recipe_gkd.samples import Answer, Prompt, Sample
 
 T = TypeVar("T")
@@ -105,7 +106,9 @@ class Pipeline:
         try:
             await self._tasks.__aexit__(*error)
         except BaseExceptionGroup as group:
-            raise _first(group) from group
+            # The body's own failure came first, unless a stage's failure is why the body was cancelled.
+            body = error[1] if error[1] is not None and not isinstance(error[1], asyncio.CancelledError) else None
+            raise body or _first(group) from None
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._tasks.create_task(work)
@@ -185,13 +188,15 @@ class Pipeline:
         first_request: float | None = None
         async for answers in self._generate(prompts):
             for answer in answers:
+                if answer.uid not in waiting:
+                    raise WorkerError(f"step {prompts.step}: an answer to prompt {answer.uid}, which was not asked")
                 group.append((waiting.pop(answer.uid), answer))
                 if len(group) == group_size or not waiting:
                     first_request = first_request or time.monotonic()
                     requests.append(self._start(self._request(group)))
                     group = []
         if waiting:
-            raise RuntimeError(f"step {prompts.step}: {len(waiting)} of {len(prompts.prompts)} prompts got no answer")
+            raise WorkerError(f"step {prompts.step}: {len(waiting)} of {len(prompts.prompts)} prompts got no answer")
         ended = time.monotonic()
         batch = ReadyBatch(
             prompts.step, prompts.epoch, metrics={"timing/generate_sequences": ended - started, "_generated_at": ended}

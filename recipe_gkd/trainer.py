@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from recipe_gkd.actor.microbatch import shard_batch
 from recipe_gkd.checkpoints import CheckpointWriter, Progress
 from recipe_gkd.config import Config
 from recipe_gkd.data import PromptBatch, PromptLoader
+from recipe_gkd.errors import GkdError
 from recipe_gkd.metrics.batch import describe, host_memory_used_gb, span
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
@@ -22,6 +25,9 @@ from recipe_gkd.schedule import MAX_STALENESS, Pipeline, ReadyBatch, group_size
 from recipe_gkd.workers import Workers
 from teacher.client import TeacherClient
 from teacher.records import TeacherSequence
+
+MARGIN_S = 10.0
+"""A worker's own deadline ends first: its error says more than that it did not answer."""
 
 
 class Trainer:
@@ -33,7 +39,7 @@ class Trainer:
         self.config, self.workers, self.teacher, self.loader = config, workers, teacher, loader
         self.progress = progress
         self.saving: CheckpointWriter | None = None
-        self.last_step = progress.step + loader.steps_from(progress.prompts_trained)
+        self.last_step = loader.last_step(progress.prompts_trained, progress.step)
 
     async def fit(self) -> None:
         """Train to the last step. Raises whatever ended it early; complete checkpoints stay, half a one does not."""
@@ -41,6 +47,9 @@ class Trainer:
             await self.loop()
             await self.finish_save()
         finally:
+            if self.saving is not None:  # one that was being written in the background may be whole by now
+                with suppress(GkdError):
+                    await self.finish_save()
             if self.saving is not None:
                 self.saving.discard()
 
@@ -77,13 +86,14 @@ class Trainer:
     # ---- the stages
 
     async def generate(self, batch: PromptBatch) -> AsyncIterator[list[Answer]]:
-        """Deal the prompts round to the rollout workers; their answers, as they finish."""
-        rollouts = self.workers.rollouts
-        shares = [batch.prompts[rank :: len(rollouts)] for rank in range(len(rollouts))]
+        """Deal the prompts round to the rollout workers, all answers to one prompt to the same; as they finish."""
+        rollouts, settings = self.workers.rollouts, self.config.actor_rollout_ref.rollout
+        groups = [batch.prompts[start : start + settings.n] for start in range(0, len(batch.prompts), settings.n)]
+        shares = [list(itertools.chain(*groups[rank :: len(rollouts)])) for rank in range(len(rollouts))]
         async for answers in rollouts.stream_each(
             "generate",
             [(share, batch.step) for share in shares if share],
-            timeout_s=self.config.actor_rollout_ref.rollout.timeout_s,
+            timeout_s=settings.timeout_s + MARGIN_S,
             phase=f"generate, step {batch.step}",
         ):
             yield answers
@@ -112,7 +122,7 @@ class Trainer:
     async def update(self, batch: ReadyBatch) -> dict[str, float]:
         """One optimiser step on the whole batch; each data-parallel rank gets its share."""
         actors = self.workers.actors
-        shards = [ray.put(shard) for shard in shard_batch(batch.samples, self.workers.dp_size)]
+        shards = [await asyncio.to_thread(ray.put, shard) for shard in shard_batch(batch.samples, self.workers.dp_size)]
         results = await actors.call_each(
             "update",
             [(shards[dp_rank], batch.step) for dp_rank in self.workers.dp_ranks],
@@ -153,7 +163,7 @@ class Trainer:
 
     def save_is_due(self) -> bool:
         every, step = self.config.trainer.save_freq, self.progress.step
-        return every != 0 and (step == self.last_step or (every > 0 and step % every == 0))
+        return every > 0 and (step == self.last_step or step % every == 0)
 
     @staticmethod
     def finish(batch: ReadyBatch, step_began: float) -> float:

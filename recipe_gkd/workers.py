@@ -44,7 +44,7 @@ async def start_workers(config: Config, device: str, total_steps: int) -> AsyncI
     soon as one fails to start.
     """
     timeout_s = config.trainer.startup_timeout_s
-    actor_pool, rollout_pool = create_pools(pool_specs(config, device), timeout_s=timeout_s)
+    actor_pool, rollout_pool = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
     tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     n_actors = config.trainer.nnodes * config.trainer.n_gpus_per_node
     n_rollouts = config.rollout.nnodes * config.rollout.n_gpus_per_node // tp

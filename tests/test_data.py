@@ -12,7 +12,7 @@ import pytest
 
 from recipe_gkd.config import load_config
 from recipe_gkd.config.schema import DataConfig
-from recipe_gkd.data import PromptData, PromptLoader
+from recipe_gkd.data import PromptData, PromptLoader, read_table
 from recipe_gkd.errors import DataError
 
 
@@ -47,7 +47,8 @@ def parquet(folder: Path, rows: dict[str, list[Any]], name: str = "data.parquet"
 
 
 def load(files: list[str], **values: Any) -> PromptData:
-    return PromptData(files, settings(**values), Bytes())
+    config = settings(**values)
+    return PromptData(read_table(files, config.prompt_key), config, Bytes())
 
 
 def test_chats_strings_and_other_alphabets_are_tokenised(tmp_path: Path) -> None:
@@ -56,20 +57,12 @@ def test_chats_strings_and_other_alphabets_are_tokenised(tmp_path: Path) -> None
     assert [ids.tolist() for ids in load(parquet(tmp_path, {"prompt": ["é"]})).ids] == [[0xC3, 0xA9]]
 
 
-def test_the_other_columns_travel_with_the_prompt(tmp_path: Path) -> None:
-    data = load(parquet(tmp_path, {"prompt": ["a", "b"], "answer": ["1", "2"], "info": [{"x": 1}, {"x": 2}]}))
-    assert data.prompt(1, uid=7).extra == {"answer": "2", "info": {"x": 2}}
-
-
 def test_several_files_are_one_data_set(tmp_path: Path) -> None:
     files = parquet(tmp_path, {"prompt": ["a"], "source": ["one"]}) + parquet(
         tmp_path, {"prompt": ["b", "c"]}, "b.parquet"
     )
-    assert [load(files).prompt(i, uid=i).extra for i in range(3)] == [
-        {"source": "one"},
-        {"source": None},
-        {"source": None},
-    ]
+    data = load(files)
+    assert [data.table["source"][data.prompt(i, uid=i).row].as_py() for i in range(3)] == ["one", None, None]
 
 
 @pytest.mark.parametrize(("truncation", "kept"), [("left", "23456789"), ("right", "01234567"), ("middle", "01236789")])
@@ -133,7 +126,7 @@ def test_a_restored_position_goes_on_where_the_run_would_have(tmp_path: Path, po
     whole = list(prompts.batches(0, first_step=0))
     rest = list(prompts.batches(position, first_step=position // 4))
     assert [[p.uid for p in b.prompts] for b in rest] == [[p.uid for p in b.prompts] for b in whole[position // 4 :]]
-    assert prompts.steps_from(position) == len(rest)
+    assert prompts.last_step(position, position // 4) == len(whole)
 
 
 def test_each_of_n_answers_has_a_number_of_its_own(tmp_path: Path) -> None:
@@ -144,7 +137,7 @@ def test_each_of_n_answers_has_a_number_of_its_own(tmp_path: Path) -> None:
 
 def test_total_training_steps_stops_before_the_epochs_do(tmp_path: Path) -> None:
     prompts = loader(tmp_path, 10, epochs=5, max_steps=3, train_batch_size=4)
-    assert len(list(prompts.batches(0, first_step=0))) == prompts.steps_from(0) == 3
+    assert len(list(prompts.batches(0, first_step=0))) == prompts.last_step(0, 0) == 3
 
 
 def test_the_order_depends_on_the_seed_and_not_on_the_process(tmp_path: Path) -> None:
@@ -154,3 +147,12 @@ def test_the_order_depends_on_the_seed_and_not_on_the_process(tmp_path: Path) ->
     assert rows(seed=1) == rows(seed=1) != rows(seed=2)
     assert rows(shuffle="false") == list(range(50))
     assert np.array_equal(np.sort(rows(seed=3)), np.arange(50))
+
+
+@pytest.mark.parametrize(("batch", "steps_left"), [(4, 2), (8, 2), (2, 2)])
+def test_a_limit_of_steps_counts_steps_even_if_the_batch_size_changes_on_resume(
+    tmp_path: Path, batch: int, steps_left: int
+) -> None:
+    prompts = loader(tmp_path, 10, epochs=9, max_steps=5, train_batch_size=batch)  # 3 steps of 4 are done
+    assert len(list(prompts.batches(12, first_step=3))) == steps_left
+    assert prompts.last_step(12, step=3) == 5

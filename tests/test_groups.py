@@ -82,7 +82,7 @@ def test_a_failure_ends_the_call_at_once_and_names_worker_and_phase(group: Worke
 
 
 def test_a_workers_own_error_keeps_its_class_and_message(group: WorkerGroup) -> None:
-    with pytest.raises(ModelError, match=r"^no such model; give another$"):
+    with pytest.raises(ModelError, match=r"^load: test worker 0 of 3: no such model; give another$"):
         run(group.call("fail_after", 0, "own", timeout_s=20, phase="load"))
 
 

@@ -9,12 +9,22 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
-PLACES = {"TRAIN_FILES": "train.parquet", "STUDENT": "/models/student", "TEACHER_IP": "10.0.0.9"}
+PLACES = {
+    "TRAIN_FILES": "train.parquet",
+    "STUDENT": "/models/student",
+    "TEACHER_IP": "10.0.0.9",
+    "OUTPUT_DIR": "/shared/run",
+}
 
 
 def bash(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", str(script), *arguments], env=os.environ | PLACES, capture_output=True, text=True, timeout=60, check=False
+        ["bash", str(script), *arguments],
+        env=os.environ | PLACES,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 

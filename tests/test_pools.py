@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_cpu_slots_lay_out_the_same_numbers() -> None:
 @pytest.mark.usefixtures("ray_session")
 def test_too_few_resources_say_what_was_asked_and_what_there_is() -> None:
     with pytest.raises(ResourceError) as caught:
-        create_pools(specs("cpu", actor=64, rollout=1), timeout_s=10)
+        asyncio.run(create_pools(specs("cpu", actor=64, rollout=1), timeout_s=10))
     message = str(caught.value)
     assert "actor pool: 1 x 64 CPU slots   (trainer.nnodes x trainer.n_gpus_per_node)" in message
     assert "node 0: 8 CPU, 0 GPU" in message and "ray_init.num_cpus" in message
@@ -77,7 +78,7 @@ def test_workers_get_their_slots_their_arguments_and_their_environment() -> None
                 rank=self.rank, env=os.environ["MARK"], cpus=ray.get_runtime_context().get_assigned_resources()["CPU"]
             )
 
-    pools = create_pools(specs("cpu", actor=2, rollout=4), timeout_s=20)
+    pools = asyncio.run(create_pools(specs("cpu", actor=2, rollout=4), timeout_s=20))
     handles = pools[1].spawn(Worker, [dict(rank=0), dict(rank=1)], slots=2, env={"MARK": "x"})
     assert ray.get([handle.report.remote() for handle in handles], timeout=30) == [
         dict(rank=0, env="x", cpus=2.0),
@@ -96,3 +97,16 @@ def test_two_workers_on_one_gpu_are_an_error_that_names_both() -> None:
         )
     check_devices({"a": dict(node="a", devices=["GPU-1"]), "b": dict(node="b", devices=["GPU-1"])})
     check_devices({"a": dict(node="a", devices=["cpu"]), "b": dict(node="a", devices=["cpu"])})
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_pools_that_others_hold_are_waited_for_until_the_deadline_only() -> None:
+    held = asyncio.run(create_pools(specs("cpu", actor=4, rollout=3), timeout_s=20))
+    with pytest.raises(
+        ResourceError, match=r"not granted within 1 s: the cluster is large enough, but others use it now"
+    ):
+        asyncio.run(create_pools(specs("cpu", actor=2, rollout=2), timeout_s=1))
+    for pool in held:
+        pool.release()
+    for pool in asyncio.run(create_pools(specs("cpu", actor=4, rollout=4), timeout_s=20)):  # nothing was left reserved
+        pool.release()

@@ -160,7 +160,7 @@ class TrainerConfig:
     n_gpus_per_node: int = key("GPUs (CPU slots when `device` is cpu) on each.", ge=1)
     total_epochs: int = key("Passes over the training data.", ge=1)
     total_training_steps: int | None = key("Stop after this many steps; null: after `total_epochs`.", ge=1)
-    save_freq: int = key("Save every so many steps and at the end; -1: at the end only; 0: never.", ge=-1)
+    save_freq: int = key("Save every so many steps and at the end; -1: never.", ge=-1)
     test_freq: int = key("Validate every so many steps; -1: never.", ge=-1)
     val_before_train: bool = key("Validate before the first step.")
     logger: list[Literal["console", "jsonl", "tensorboard"]] = key("Where metrics go.")

@@ -15,7 +15,7 @@ MEGATRON = "actor_rollout_ref.actor.megatron"
 
 def validate(config: Config) -> None:
     """Raise :class:`ConfigError` with every complaint at once."""
-    checks = (_not_supported, _actor_layout, _rollout_layout, _lengths, _resume)
+    checks = (_not_supported, _actor_layout, _rollout_layout, _lengths, _ray, _resume)
     if complaints := [complaint for check in checks for complaint in check(config)]:
         raise ConfigError("\n".join(complaints))
 
@@ -31,7 +31,7 @@ def _not_supported(config: Config) -> Iterator[str]:
     for name in ("param_offload", "grad_offload", "optimizer_offload"):
         if getattr(megatron, name):
             yield f"{MEGATRON}.{name}=true: offloading is not implemented; set it to false"
-    if megatron.expert_model_parallel_size > 1 or megatron.expert_tensor_parallel_size is not None:
+    if megatron.expert_model_parallel_size > 1 or (megatron.expert_tensor_parallel_size or 1) > 1:
         yield (
             f"{MEGATRON}.expert_model_parallel_size={megatron.expert_model_parallel_size}, expert_tensor_parallel_size="
             f"{megatron.expert_tensor_parallel_size}: mixtures of experts are not supported; set 1 and null"
@@ -41,11 +41,11 @@ def _not_supported(config: Config) -> Iterator[str]:
             f"{MEGATRON}.context_parallel_size={megatron.context_parallel_size}: context parallel is not supported; "
             "set it to 1, and tensor_model_parallel_size with sequence_parallel higher for long sequences"
         )
-    if trainer.test_freq > 0 or trainer.val_before_train:
+    if trainer.test_freq > 0 or trainer.val_before_train or config.data.val_files:
         yield (
-            "trainer.test_freq and trainer.val_before_train: validation inside the loop is not implemented; set "
-            "trainer.test_freq=-1 trainer.val_before_train=false and evaluate the saved Hugging Face folder "
-            "(actor_rollout_ref.actor.checkpoint.save_contents with hf_model)"
+            "trainer.test_freq, trainer.val_before_train, data.val_files: validation inside the loop is not implemented; "
+            "set trainer.test_freq=-1 trainer.val_before_train=false data.val_files=[] and evaluate the saved Hugging Face "
+            "folder (actor_rollout_ref.actor.checkpoint.save_contents with hf_model)"
         )
 
 
@@ -87,6 +87,14 @@ def _lengths(config: Config) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is less than data.max_prompt_length + "
             f"data.max_response_length = {longest}; raise it, or set it to null"
+        )
+
+
+def _ray(config: Config) -> Iterator[str]:
+    if config.ray_init.address is not None and config.ray_init.num_cpus is not None:
+        yield (
+            f"ray_init.num_cpus={config.ray_init.num_cpus} with ray_init.address={config.ray_init.address}: a cluster "
+            "that is already there has the CPUs it has; set one of the two to null"
         )
 
 

@@ -31,7 +31,7 @@ class Loggers:
             "console": lambda: Console(first_step, last_step),
             "jsonl": lambda: Jsonl(folder / "metrics.jsonl", first_step),
             "tensorboard": lambda: TensorBoard(
-                folder / "tensorboard", f"{config.project_name}/{config.experiment_name}"
+                folder / "tensorboard", f"{config.project_name}/{config.experiment_name}", first_step
             ),
         }
         self._loggers: list[Logger] = [make[name]() for name in config.logger]
@@ -105,10 +105,10 @@ class Jsonl:
 class TensorBoard:
     """Scalars under the names that the metrics have."""
 
-    def __init__(self, folder: Path, run: str) -> None:
+    def __init__(self, folder: Path, run: str, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / run))
+        self._writer = SummaryWriter(str(folder / run), purge_step=first_step + 1)  # a resumed run does these again
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():

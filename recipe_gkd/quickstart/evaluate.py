@@ -26,22 +26,19 @@ import pyarrow.parquet as pq
 
 from recipe_gkd.errors import DataError, GkdError, ModelError
 from recipe_gkd.quickstart.task import final_number, is_exact
+from recipe_gkd.rollout.environment import worker_environment
 
 N_SHOWN = 5
 MAX_ANSWER_TOKENS = 48
 """A right answer takes 32 tokens; one that is longer is wrong."""
 KV_CACHE_BYTES = 64 << 20
 
-# Read when torch and vLLM are imported: one process, no compilation, no messages below an error.
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+# Read when torch and vLLM are imported: a rollout worker's on any device, and no messages below an error.
+_ENVIRONMENT = worker_environment("cuda") | {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
 }
-_CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +116,7 @@ def greedy_answers(model: Path, chats: list[list[dict[str, str]]]) -> list[str]:
 
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
-        os.environ.update(_CPU_ENVIRONMENT)
+        os.environ.update(worker_environment("cpu"))
     # Said while vLLM is imported, before it reads its own logging level.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")

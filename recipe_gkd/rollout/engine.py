@@ -104,9 +104,9 @@ class RolloutEngine:
 
         return ids, self.run(add)
 
-    def abort(self, request_ids: Sequence[str] | None = None) -> Future[list[Deliver]]:
-        """Drop these requests (None: all) and what they have generated; the result is whom they would have gone to."""
-        return self.run(lambda engine: self._abort(engine, list(self._running) if request_ids is None else request_ids))
+    def abort(self, request_ids: Sequence[str]) -> Future[None]:
+        """Drop those of these requests that still run, and what they have generated; nobody is told."""
+        return self.run(lambda engine: self._abort(engine, request_ids))
 
     def run(self, command: Callable[[LLMEngine], Any]) -> Future[Any]:
         """Run ``command(engine)`` on the engine's thread between two steps."""
@@ -122,10 +122,6 @@ class RolloutEngine:
         self._commands.put((lambda _: None, Future()))
         if self._thread is not None:
             self._thread.join()
-
-    @property
-    def n_running(self) -> int:
-        return len(self._running)
 
     # On the engine's thread.
 
@@ -183,10 +179,8 @@ class RolloutEngine:
         for deliver, answers in finished.items():
             deliver(answers)
 
-    def _abort(self, engine: LLMEngine, request_ids: Sequence[str]) -> list[Deliver]:
-        ids = [request_id for request_id in request_ids if request_id in self._running]
-        engine.abort_request(ids)
-        return list({self._running.pop(request_id)[1]: None for request_id in ids})
+    def _abort(self, engine: LLMEngine, request_ids: Sequence[str]) -> None:
+        engine.abort_request([request_id for request_id in request_ids if self._running.pop(request_id, None)])
 
     def _end(self, failure: GkdError) -> None:
         self._failure = failure
@@ -228,6 +222,7 @@ def _build(options: EngineOptions) -> LLMEngine:
         enforce_eager=options.enforce_eager,
         **_whole_prompts(options),
         skip_tokenizer_init=True,
+        logprobs_mode="raw_logprobs",  # at temperature 1 and over all tokens, however they are sampled
         disable_log_stats=True,
         use_tqdm_on_load=False,
         weight_transfer_config=vllm.WeightTransferConfig(backend=vllm_weights.BACKEND),

@@ -18,9 +18,13 @@ _CPU = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "VLLM_PLUGINS": "",
     "HF_HUB_OFFLINE": "1",  # models are folders
+    "CUDA_VISIBLE_DEVICES": "",  # Ray leaves a worker that asked for no GPU all of them
 }
 
 
 def worker_environment(device: str) -> dict[str, str]:
-    """For the ``env_vars`` of a rollout worker's Ray ``runtime_env``; ``device`` is `cpu` or `cuda`."""
+    """For the ``env_vars`` of a rollout worker's Ray ``runtime_env``; ``device`` is `cpu` or `cuda`.
+
+    What it says for `cuda` holds on every device.
+    """
     return _ALWAYS | (_CPU if device == "cpu" else {})

@@ -28,13 +28,15 @@ T = TypeVar("T")
 class RolloutWorker:
     """Worker ``rank`` of the rollout pool, on ``device`` (`cpu` or `cuda`).
 
+    Answers end at ``stop_token_ids``, too, beside the model's own; see :func:`sampling_from`.
+
     Lifecycle: ``setup`` -> any number of ``generate`` at a time, and now and then an update (``begin_weight_update``
     -> ``receive_weights`` -> ``commit_weights`` or ``drop_weights``) -> ``shutdown``. Between begin and commit or drop,
     new calls of ``generate`` wait.
     """
 
-    def __init__(self, config: Config, *, rank: int, device: str) -> None:
-        self._config, self._device = config, device
+    def __init__(self, config: Config, *, rank: int, device: str, stop_token_ids: Sequence[int] = ()) -> None:
+        self._config, self._device, self._stop_token_ids = config, device, stop_token_ids
         self._name = f"rollout worker {rank}"
         self._engine = RolloutEngine(EngineOptions.from_config(config, device))
         self._updates = WeightUpdates(self._name)
@@ -48,7 +50,10 @@ class RolloutWorker:
         """Start the engine; what it is, where it runs, and how long the start took."""
         started = time.monotonic()
         folder = self._config.actor_rollout_ref.model.path
-        self._sampling = {greedy: sampling_from(self._config, greedy=greedy) for greedy in (False, True)}
+        self._sampling = {
+            greedy: sampling_from(self._config, greedy=greedy, also_stop_at=self._stop_token_ids)
+            for greedy in (False, True)
+        }
         described = await _on_engine(self._engine.start())
         self._folder_shapes = folder_shapes(folder)
         return described | where_am_i(self._device) | {"seconds": time.monotonic() - started}
@@ -56,7 +61,8 @@ class RolloutWorker:
     async def generate(self, prompts: list[Prompt], step: int, greedy: bool = False) -> AsyncIterator[list[Answer]]:
         """Answer ``prompts``; yields, each time, all answers that finished since the last time.
 
-        Closing the iterator early drops what is unfinished. Raises :class:`WeightSyncError` if a failed update made
+        Closing the iterator early drops what is unfinished; a caller in another process closes it with ``ray.cancel``
+        of the generator that it was given (Ray does nothing when that is merely deleted). Raises :class:`WeightSyncError` if a failed update made
         this worker unfit, :class:`DeadlineError` after ``rollout.timeout_s``, :class:`WorkerError` if the engine fails.
         """
         timeout_s = self._config.actor_rollout_ref.rollout.timeout_s
@@ -93,17 +99,7 @@ class RolloutWorker:
             if not self._n_generating:
                 self._idle.set()
 
-    async def abort(self) -> int:
-        """Drop all unfinished requests; the calls of ``generate`` they belong to, whose number is returned, raise."""
-        owners = await _on_engine(self._engine.abort())
-        for deliver in owners:
-            deliver(WorkerError("generation was aborted on request"))
-        return len(owners)
-
     # Weight updates.
-
-    async def weights_version(self) -> int:
-        return self._updates.version
 
     async def open_weight_channel(self, host: str, port: int, first_rank: int, labels: list[str]) -> None:
         """Join a new channel; blocks until all others, named in ``labels``, have joined."""

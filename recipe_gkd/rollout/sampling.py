@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ class Sampling:
     """-1: all tokens."""
     max_tokens: int
     stop_token_ids: tuple[int, ...]
+    """Ascending. The one that ends an answer is part of it."""
     seed: int
     """``data.seed``; see :func:`request_seed`."""
 
@@ -50,15 +52,20 @@ def request_seed(seed: int, uid: int, step: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def sampling_from(config: Config, *, greedy: bool = False) -> Sampling:
-    """From ``actor_rollout_ref.rollout`` and ``data``; ``greedy`` overrides the temperature, for validation."""
+def sampling_from(config: Config, *, greedy: bool = False, also_stop_at: Sequence[int] = ()) -> Sampling:
+    """From ``actor_rollout_ref.rollout`` and ``data``; ``greedy`` overrides the temperature, for validation.
+
+    An answer ends at the student's own end-of-sequence ids and at ``also_stop_at``, which are the teacher's: a base
+    student and an instruct teacher end a turn with different tokens, and what the teacher thinks of tokens behind its
+    own end of turn is noise.
+    """
     rollout = config.actor_rollout_ref.rollout
     return Sampling(
         temperature=0.0 if greedy else rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         max_tokens=config.data.max_response_length,
-        stop_token_ids=stop_token_ids(config.actor_rollout_ref.model.path),
+        stop_token_ids=tuple(sorted({*stop_token_ids(config.actor_rollout_ref.model.path), *also_stop_at})),
         seed=config.data.seed,
     )
 

@@ -17,7 +17,7 @@ from recipe_gkd.rollout.environment import worker_environment
 TESTED = "0.32"
 """Release series with which this project is tested, on CPU and CUDA alike."""
 
-os.environ.update({key: value for key, value in worker_environment("any").items() if key not in os.environ})
+os.environ.update({key: value for key, value in worker_environment("cuda").items() if key not in os.environ})
 logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)  # warns that Triton has no CPU backend
 
 try:
@@ -57,7 +57,7 @@ _USED: dict[Any, tuple[str, ...]] = {
         "set_weight_version", "reset_prefix_cache",
     ),
     SamplingParams: ("seed", "flat_logprobs", "output_kind", "stop_token_ids", "detokenize"),
-    EngineArgs: ("kv_cache_memory_bytes", "worker_extension_cls", "weight_transfer_config", "skip_tokenizer_init"),
+    EngineArgs: ("kv_cache_memory_bytes", "worker_extension_cls", "weight_transfer_config", "skip_tokenizer_init", "logprobs_mode"),
     WeightTransferEngine: ("init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update"),
     WeightTransferEngineFactory: ("register_engine",),
     CompletionOutput: ("weight_versions",),

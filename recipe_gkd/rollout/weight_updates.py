@@ -23,8 +23,6 @@ class WeightUpdates:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.version = 0
-        """Optimiser steps behind the present weights; 0 are those of the model folder."""
         self.unfit: str | None = None
         """Why it may not generate."""
         self._received: int | None = None
@@ -63,7 +61,7 @@ class WeightUpdates:
         if not engine.reset_prefix_cache(reset_running_requests=True):
             self.unfit = "the prefix cache of the old weights could not be emptied"
             self.check_fit()
-        self.version, self.unfit = version, None
+        self.unfit = None
 
     def drop(self, engine: LLMEngine) -> None:
         """Give up an update, in whatever state it is; the channel is closed."""

@@ -48,9 +48,6 @@ class ActorWeights:
             raise WeightSyncError("connect() came before open_store(); call them in that order on the actor's rank 0")
         self._channel = Channel(self._store, rank=0, labels=labels, device=self._device, timeout_s=self._timeout_s)
 
-    def meta(self) -> list[TensorMeta]:
-        return self._source.weights_meta()
-
     def send(self, version: int, bucket_bytes: int) -> TransferStats | None:
         """Send the present weights as ``version``; the statistics on rank 0, None elsewhere."""
         tensors = self._source.export_weights()

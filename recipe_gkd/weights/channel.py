@@ -72,11 +72,6 @@ class Channel:
         except RuntimeError as error:
             self.fail("connect", error)
 
-    @property
-    def port(self) -> int:
-        """Of the store."""
-        return int(self._store.port)
-
     def begin_update(self) -> None:
         """From now on ``timeout_s`` runs, for all waits of this update together."""
         self._deadline = time.monotonic() + self.timeout_s
@@ -88,6 +83,7 @@ class Channel:
         """
         self.check_alive()
         self._n_meetings += 1
+        self._forget(self._n_meetings - 2)
         if self.rank == 0:
             self._store.set(_MEETING, str(self._n_meetings))
         else:
@@ -99,6 +95,13 @@ class Channel:
 
     def _say(self, text: str) -> None:
         self._store.set(_key(self._n_meetings, self.rank), text)
+
+    def _forget(self, meeting: int) -> None:
+        """Delete what this end said then, or the store would grow by a note a rank and meeting, forever.
+
+        At its meeting m an end has heard the others at m - 1, where nobody comes before having heard all of m - 2.
+        """
+        self._store.delete_key(_key(meeting, self.rank))
 
     def _hear(self, ranks: Sequence[int], phase: str) -> dict[int, str]:
         keys = {rank: _key(self._n_meetings, rank) for rank in ranks}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from tiny import TinyActor, config_for, model_of, prompts
+from tiny import TEACHERS_EOS, TinyActor, config_for, model_of, prompts
 
 from recipe_gkd.groups import WorkerGroup
 from recipe_gkd.rollout.environment import worker_environment
@@ -22,6 +22,7 @@ from recipe_gkd.weights.sync import WeightSync
 OLD, NEW = 1, 2
 """Seeds of the weights before and after a sync."""
 CHANNEL_TIMEOUT_S = 5.0
+SHAPED = ["actor_rollout_ref.rollout.temperature=0.7", "actor_rollout_ref.rollout.top_p=0.95"]
 
 
 def environment() -> dict[str, Any]:
@@ -32,7 +33,10 @@ def environment() -> dict[str, Any]:
 
 @dataclass
 class Pool:
-    """Worker 0 starts from the tied weights OLD, 1 from the tied weights NEW, 2 from the untied weights OLD."""
+    """Worker 0 starts from the tied weights OLD, 1 from the tied weights NEW, 2 from the untied weights OLD.
+
+    Worker 2 samples with `SHAPED`, and stops at `TEACHERS_EOS`, too.
+    """
 
     handles: list[Any]
     described: list[dict[str, Any]]
@@ -77,10 +81,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], 
 @pytest.fixture(scope="session")
 def pool(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[Pool]:
     worker = ray.remote(num_cpus=0, runtime_env=environment())(RolloutWorker)
-    starts = [(OLD, True), (NEW, True), (OLD, False)]
+    starts: list[tuple[tuple[int, bool], list[str], list[int]]] = [
+        ((OLD, True), [], []),
+        ((NEW, True), [], []),
+        ((OLD, False), SHAPED, [TEACHERS_EOS]),
+    ]
     timeout = f"actor_rollout_ref.nccl_timeout={CHANNEL_TIMEOUT_S}"
     handles = [
-        worker.remote(config_for(folders[start], timeout), rank=rank, device="cpu") for rank, start in enumerate(starts)
+        worker.remote(config_for(folders[model], timeout, *keys), rank=rank, device="cpu", stop_token_ids=stops)
+        for rank, (model, keys, stops) in enumerate(starts)
     ]
     actor = ray.remote(num_cpus=0, runtime_env=environment())(TinyActor).remote(CHANNEL_TIMEOUT_S)
     try:

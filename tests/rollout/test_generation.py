@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
 from conftest import NEW, OLD, Pool
-from tiny import EOS, model_of, prompts, reference_logprobs
+from tiny import EOS, TEACHERS_EOS, config_for, model_of, prompts, reference_logprobs
 
-from recipe_gkd.errors import WorkerError
+from recipe_gkd.config import Config
+from recipe_gkd.errors import DeadlineError, WorkerError
 from recipe_gkd.samples import Answer, Prompt
 
 pytestmark = pytest.mark.timeout(120)
+
+MANY = 3000
+"""Prompts that keep an engine busy for longer than any deadline here."""
 
 
 def generate(pool: Pool, rank: int, given: list[Prompt], step: int = 0, *, greedy: bool = False) -> dict[int, Answer]:
@@ -27,22 +33,27 @@ def test_setup_tells_what_the_engine_is_and_where_it_runs(pool: Pool) -> None:
         assert described["seconds"] > 0
 
 
-def test_logprobs_are_those_of_transformers_at_temperature_one(pool: Pool) -> None:
-    model = model_of(OLD, tied=False)
+@pytest.mark.parametrize(("rank", "seed", "tied"), [(1, NEW, True), (2, OLD, False)], ids=["plain", "shaped"])
+def test_logprobs_are_those_of_the_model_at_temperature_one_however_tokens_are_sampled(
+    pool: Pool, rank: int, seed: int, tied: bool
+) -> None:
+    model = model_of(seed, tied=tied)
     given = prompts(20)
-    found = generate(pool, 2, given)
+    found = generate(pool, rank, given)
     for prompt in given:
         answer = found[prompt.uid]
         assert answer.ids.dtype == np.int32 and answer.logprobs.dtype == np.float32
         np.testing.assert_allclose(answer.logprobs, reference_logprobs(model, prompt, answer), atol=1e-4)
 
 
-def test_answers_end_with_the_stop_token_or_at_the_limit(pool: Pool) -> None:
-    found = generate(pool, 2, prompts(200)).values()
-    assert {answer.finish_reason for answer in found} == {"stop", "length"}
-    for answer in found:
-        assert EOS not in answer.ids[:-1]
-        assert (answer.ids[-1] == EOS) if answer.finish_reason == "stop" else len(answer.ids) == 48
+def test_answers_end_with_a_stop_token_of_student_or_teacher_or_at_the_limit(pool: Pool) -> None:
+    stops = {EOS, TEACHERS_EOS}
+    last: dict[str, set[int]] = {"stop": set(), "length": set()}
+    for answer in generate(pool, 2, prompts(200)).values():
+        assert not stops & set(answer.ids[:-1])
+        assert answer.finish_reason == "stop" or len(answer.ids) == 48
+        last[answer.finish_reason].add(int(answer.ids[-1]))
+    assert last["stop"] == stops and last["length"] and not last["length"] & stops
 
 
 def test_an_answer_depends_on_seed_uid_and_step_alone(pool: Pool) -> None:
@@ -93,27 +104,38 @@ def test_several_calls_at_a_time_get_each_their_own_answers(pool: Pool) -> None:
     assert asyncio.run(pool.answers(2, [])) == {}
 
 
-def test_abort_ends_every_call_and_leaves_the_engine_clean(pool: Pool) -> None:
-    async def aborted() -> None:
-        group = pool.group(2)
-        running = asyncio.ensure_future(pool.answers(2, prompts(256)))
-        while not (await group.call("abort", timeout_s=10, phase="abort"))[0]:
-            await asyncio.sleep(0)
-        with pytest.raises(WorkerError, match="rollout worker 2: generation was aborted on request"):
-            await running
-
+@pytest.mark.parametrize("n_read", [0, 1])
+def test_a_consumer_that_leaves_early_leaves_the_engine_clean(pool: Pool, n_read: int) -> None:
     before = generate(pool, 2, prompts(5))
-    asyncio.run(aborted())
+    pool.tell_actor("become", OLD, False)
+    meta, handle = pool.tell_actor("weights_meta"), pool.handles[2]
+    stream = handle.generate.options(num_returns="streaming").remote(prompts(MANY), 0)
+    for _ in range(n_read):
+        assert ray.get(next(stream), timeout=20)
+    ray.cancel(stream)
+    ray.get(handle.begin_weight_update.remote(1, meta), timeout=20)  # raises if it still generates
+    ray.get(handle.drop_weights.remote(), timeout=20)
     after = generate(pool, 2, prompts(5))
     assert all(np.array_equal(after[uid].ids, before[uid].ids) for uid in before)
 
 
-def test_a_consumer_that_leaves_early_leaves_the_engine_clean(pool: Pool) -> None:
-    handle = pool.handles[2]
-    stream = handle.generate.options(num_returns="streaming").remote(prompts(256), 0)
-    assert ray.get(next(stream), timeout=20)
-    ray.cancel(stream)
-    assert ray.get(handle.abort.remote(), timeout=20) <= 1
+def test_answers_that_take_too_long_are_counted_by_the_worker_and_dropped(
+    pool: Pool, folders: dict[tuple[int, bool], Path]
+) -> None:
+    def configure(worker: Any, config: Config) -> Config:
+        before, worker._config = worker._config, config
+        return before
+
+    impatient = config_for(folders[OLD, False], "actor_rollout_ref.rollout.timeout_s=1")
+    before = ray.get(pool.handles[2].__ray_call__.remote(configure, impatient), timeout=20)
+    try:
+        with pytest.raises(
+            DeadlineError,
+            match=rf"^rollout worker 2: \d+ of {MANY} answers of step 0 are unfinished after .* timeout_s",
+        ):
+            generate(pool, 2, prompts(MANY))
+    finally:
+        ray.get(pool.handles[2].__ray_call__.remote(configure, before), timeout=20)
     assert len(generate(pool, 2, prompts(5))) == 5
 
 

@@ -48,6 +48,11 @@ def test_parameters_come_from_the_configuration(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_answers_end_at_the_students_ids_and_at_those_that_are_given(tmp_path: Path) -> None:
+    folder_with(tmp_path, config={"eos_token_id": 7})
+    assert sampling_from(config_for(tmp_path), also_stop_at=[9, 7, 3]).stop_token_ids == (3, 7, 9)
+
+
 def test_greedy_needs_no_seed_and_can_be_had_by_override_or_temperature(tmp_path: Path) -> None:
     folder_with(tmp_path, config={"eos_token_id": 7})
     greedy = {"temperature": 0.0, "max_tokens": 48, "stop_token_ids": [7]}

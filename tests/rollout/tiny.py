@@ -22,6 +22,7 @@ from recipe_gkd.weights.stats import TransferStats
 
 VOCABULARY = 300
 EOS = 1
+TEACHERS_EOS = 2
 
 
 def model_of(seed: int, *, tied: bool) -> Qwen2ForCausalLM:

@@ -47,6 +47,17 @@ def test_all_receivers_get_the_bits_in_order_and_agree_on_the_checksum(bucket_by
     assert sums[0] != sums[1]
 
 
+def test_the_store_does_not_grow_with_the_number_of_meetings() -> None:
+    ends = connect(2, 20)
+
+    def meet(n: int) -> int:
+        for future in [spawn(lambda end=end: [end.meet("m", "x") for _ in range(n)]) for end in ends]:  # type: ignore[misc]
+            assert len(future.result(20)) == n
+        return int(ends[0]._store.num_keys())
+
+    assert meet(3) == meet(100) == meet(1)
+
+
 def test_a_sender_that_never_comes_changes_nothing() -> None:
     _, receiver = connect(1, 1.0)
     taken: NamedTensors = []
@@ -122,7 +133,7 @@ def test_a_driver_can_end_the_wait_for_a_receiver_that_it_knows_to_be_dead() -> 
     sending = spawn(lambda: send_weights(sender, 3, META, weights().items(), BUCKET))
     receiving = spawn(lambda: receive_weights(first, 3, META, BUCKET, ignore))
     with Timer() as timer:
-        interrupt("127.0.0.1", sender.port, 3, "rollout worker 1 died")
+        interrupt("127.0.0.1", sender._store.port, 3, "rollout worker 1 died")
         for end in (sending, receiving):
             with pytest.raises(WeightSyncError, match="rollout worker 1 died"):
                 end.result(10)
