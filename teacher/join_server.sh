@@ -14,7 +14,7 @@ USAGE
   worker_usage
   cat <<'USAGE'
   SERVER_IP               where the proxy runs (it must listen there: BIND of start_server.sh)  [127.0.0.1]
-  RUN_DIR                 pids and logs  [outputs/teacher-join-SERVER_IP-PROXY_BACKEND_PORT beside the teacher folder]
+  RUN_DIR                 pids and logs  [$PWD/outputs/teacher-join-SERVER_IP-PROXY_BACKEND_PORT]
 USAGE
 }
 
@@ -26,7 +26,7 @@ require_number TP_SIZE N_LOGPROBS N_WORKERS MAX_MODEL_LEN PROXY_BACKEND_PORT STA
 ((N_WORKERS >= 1 && TP_SIZE >= 1)) || die "N_WORKERS and TP_SIZE must be 1 or more"
 check_checkpoint
 python=$(find_python)
-RUN_DIR=${RUN_DIR:-$repo_dir/outputs/teacher-join-$SERVER_IP-$PROXY_BACKEND_PORT}
+RUN_DIR=${RUN_DIR:-$PWD/outputs/teacher-join-$SERVER_IP-$PROXY_BACKEND_PORT}
 prepare_run_dir
 
 trap 'stop_all' EXIT

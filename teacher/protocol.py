@@ -23,7 +23,7 @@ import numpy as np
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
 from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Frame = Any  # anything with the buffer protocol: bytes, memoryview, zmq.Frame
 
@@ -38,6 +38,7 @@ class Limits:
     sequence_tokens: int = 1 << 20
     request_tokens: int = 16 << 20
     vocab_size: int = 1 << 24
+    eos_token_ids: int = 256
     request_frame_bytes: int = 4 << 20  # the largest legal request frame: one sequence, or the header
     answer_frame_bytes: int = 16 << 30  # 1M tokens x top-4096, or 16k tokens x a whole vocabulary of 256k
     timeout_s: float = 7 * 24 * 3600.0
@@ -58,6 +59,7 @@ class Kind(StrEnum):
     ERROR = "error"  # anybody -> whoever asked
     READY = "ready"  # worker -> proxy: my model is loaded
     WELCOME = "welcome"  # proxy -> worker: registered
+    PROBE = "probe"  # proxy -> worker: no answer wanted, sending it shows whether there is still a connection
     BYE = "bye"  # worker -> proxy: I leave
 
 
@@ -108,11 +110,16 @@ class Welcome:
 
 
 @dataclass(frozen=True)
+class Probe:
+    pass
+
+
+@dataclass(frozen=True)
 class Bye:
     reason: str
 
 
-Message = Hello | Info | Score | Answer | Failure | Ready | Welcome | Bye
+Message = Hello | Info | Score | Answer | Failure | Ready | Welcome | Probe | Bye
 
 _ERROR_OF_CODE: dict[str, type[TeacherError]] = {
     "timeout": TeacherTimeout,
@@ -121,6 +128,7 @@ _ERROR_OF_CODE: dict[str, type[TeacherError]] = {
     "unavailable": TeacherUnavailable,
 }
 _CODE_OF_ERROR = {error: code for code, error in _ERROR_OF_CODE.items()}
+_SPLIT_HINT = "ask for less at once: raise actor_rollout_ref.teacher.num_microbatches"
 _DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4")}
 
 
@@ -129,9 +137,11 @@ _DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4")}
 
 def check_sequences(sequences: Sequence[TeacherSequence]) -> None:
     """Raise TeacherRequestError unless `sequences` can be sent: count, dtype, shapes, lengths."""
-    if not 1 <= len(sequences) <= LIMITS.sequences:
+    if not sequences:
+        raise TeacherRequestError("a request has one sequence at least, got none")
+    if len(sequences) > LIMITS.sequences:
         raise TeacherRequestError(
-            f"a request has 1 to {LIMITS.sequences} sequences, got {len(sequences)}; send several requests"
+            f"{len(sequences)} sequences in one request, at most {LIMITS.sequences} can be sent; {_SPLIT_HINT}"
         )
     for i, sequence in enumerate(sequences):
         ids = sequence.token_ids
@@ -150,7 +160,7 @@ def check_sequences(sequences: Sequence[TeacherSequence]) -> None:
     n_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     if n_tokens > LIMITS.request_tokens:
         raise TeacherRequestError(
-            f"{n_tokens} tokens in one request, at most {LIMITS.request_tokens} can be sent; send several requests"
+            f"{n_tokens} tokens in one request, at most {LIMITS.request_tokens} can be sent; {_SPLIT_HINT}"
         )
 
 
@@ -195,6 +205,10 @@ def encode_ready(info: ModelInfo, capacity_tokens: int) -> list[Frame]:
 
 def encode_welcome() -> list[Frame]:
     return _encode(Kind.WELCOME, 0)
+
+
+def encode_probe() -> list[Frame]:
+    return _encode(Kind.PROBE, 0)
 
 
 def encode_bye(reason: str) -> list[Frame]:
@@ -341,6 +355,11 @@ def _decode_welcome(header: dict[str, Any], arrays: list[np.ndarray]) -> Welcome
     return Welcome()
 
 
+def _decode_probe(header: dict[str, Any], arrays: list[np.ndarray]) -> Probe:
+    _expect_arrays(arrays, 0)
+    return Probe()
+
+
 def _decode_bye(header: dict[str, Any], arrays: list[np.ndarray]) -> Bye:
     _expect_arrays(arrays, 0)
     return Bye(_text(header, "reason"))
@@ -359,6 +378,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any], list[np.ndarray]], Message]] = {
     Kind.ANSWER.value: _decode_answer,
     Kind.READY.value: _decode_ready,
     Kind.WELCOME.value: _decode_welcome,
+    Kind.PROBE.value: _decode_probe,
     Kind.BYE.value: _decode_bye,
 }
 
@@ -403,7 +423,24 @@ def _record(header: dict[str, Any], record: type[ModelInfo]) -> dict[str, Any]:
     names = {field.name: field.type for field in fields(record)}
     if not isinstance(info, dict) or set(info) != set(names):
         raise TeacherProtocolError(f"info must have the keys {sorted(names)}, got {_short(info)}")
-    return {name: _text(info, name) if kind == "str" else _int(info, name, 0, 2**40) for name, kind in names.items()}
+    # The annotations, which are texts in that module.
+    read: dict[Any, Callable[[dict[str, Any], str], Any]] = {
+        "str": _text,
+        "int": lambda info, name: _int(info, name, 0, 2**40),
+        "tuple[int, ...]": _token_ids,
+    }
+    return {name: read[kind](info, name) for name, kind in names.items()}
+
+
+def _token_ids(header: dict[str, Any], key: str) -> tuple[int, ...]:
+    ids = header.get(key)
+    if (
+        not isinstance(ids, list)
+        or len(ids) > LIMITS.eos_token_ids
+        or any(type(token_id) is not int or not 0 <= token_id < LIMITS.vocab_size for token_id in ids)
+    ):
+        raise TeacherProtocolError(f"{key} must be at most {LIMITS.eos_token_ids} token ids, got {_short(ids)}")
+    return tuple(ids)
 
 
 def _short(value: object) -> str:

@@ -28,7 +28,16 @@ from teacher.protocol import (
     Score,
 )
 from teacher.records import TeacherInfo
-from teacher.sockets import BACKEND_PORT, FRONTEND_PORT, make_socket, receive, send
+from teacher.sockets import (
+    BACKEND_PORT,
+    FRONTEND_PORT,
+    HEARTBEAT_INTERVAL_S,
+    HEARTBEAT_TIMEOUT_S,
+    LOOK_HINT,
+    make_socket,
+    receive,
+    send,
+)
 from teacher.stop_signal import Stoppable
 
 logger = logging.getLogger(__name__)
@@ -36,6 +45,7 @@ logger = logging.getLogger(__name__)
 # Messages taken from one socket before the other gets its turn.
 _BURST = 64
 _FAREWELL_MS = 1000
+_LOST = f"the last one died or hung: its connection ended, or was silent for {HEARTBEAT_TIMEOUT_S:g} s"
 
 
 class Proxy:
@@ -50,16 +60,17 @@ class Proxy:
         """
         self._dispatcher = Dispatcher()
         self._hellos: list[tuple[bytes, int, float]] = []  # (client, request id, deadline), until a worker is there
+        self._next_probe = 0.0  # time.monotonic()
         self._context = zmq.Context()
         try:
             self._frontend, self.frontend_port = self._bind(bind, frontend_port, LIMITS.request_frame_bytes)
-            self._backend, self.backend_port = self._bind(bind, backend_port, LIMITS.answer_frame_bytes)
+            self._backend, self.backend_port = self._bind(bind, backend_port, LIMITS.answer_frame_bytes, heartbeat=True)
         except TeacherError:
             self._context.destroy(linger=0)
             raise
 
-    def _bind(self, bind: str, port: int, max_frame_bytes: int) -> tuple[zmq.Socket, int]:
-        socket = make_socket(self._context, zmq.ROUTER, max_frame_bytes=max_frame_bytes)
+    def _bind(self, bind: str, port: int, max_frame_bytes: int, *, heartbeat: bool = False) -> tuple[zmq.Socket, int]:
+        socket = make_socket(self._context, zmq.ROUTER, max_frame_bytes=max_frame_bytes, heartbeat=heartbeat)
         try:
             socket.bind(f"tcp://{bind}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -81,6 +92,7 @@ class Proxy:
                 if self._frontend in ready:
                     self._drain(self._frontend, self._on_client)
                 self._expire()
+                self._probe_workers()
                 self._assign()
         finally:
             self._close()
@@ -89,6 +101,8 @@ class Proxy:
         deadlines = [deadline for _, _, deadline in self._hellos]
         if (next_job := self._dispatcher.next_deadline()) is not None:
             deadlines.append(next_job)
+        if self._dispatcher.workers:
+            deadlines.append(self._next_probe)
         return int(1000 * max(0.0, min(deadlines) - time.monotonic())) + 1 if deadlines else None
 
     def _drain(self, socket: zmq.Socket, handle: Callable[[bytes, list[Frame]], None]) -> None:
@@ -137,7 +151,10 @@ class Proxy:
         for job, started in self._dispatcher.expire(now):
             error: TeacherError
             if started:
-                error = TeacherTimeout("a worker had the request but did not finish it in time; raise the timeout")
+                error = TeacherTimeout(
+                    "a worker had the request but did not finish it in time; it may be slow (raise the timeout, add "
+                    f"workers) or its engine may hang: {LOOK_HINT}"
+                )
             elif self._dispatcher.workers:
                 n_workers = len(self._dispatcher.workers)
                 error = TeacherTimeout(f"all {n_workers} workers were busy until the deadline; add workers or time")
@@ -173,6 +190,8 @@ class Proxy:
             )
 
     def _register(self, worker: bytes, ready: Ready) -> None:
+        if worker in self._dispatcher.workers:  # whoever says Ready has forgotten all that it was given
+            self._lose_worker(worker, "the last one started afresh")
         try:
             self._dispatcher.add_worker(worker, ready.info, ready.capacity_tokens)
         except TeacherError as error:
@@ -188,12 +207,21 @@ class Proxy:
         for client, error in self._dispatcher.remove_worker(worker, reason):
             self._to_client(client, protocol.encode_error(client[1], error))
 
+    def _probe_workers(self) -> None:
+        """libzmq drops the connection of a worker that died or is silent, and tells only who sends to it."""
+        if (now := time.monotonic()) < self._next_probe:
+            return
+        self._next_probe = now + HEARTBEAT_INTERVAL_S
+        for worker in list(self._dispatcher.workers):
+            if not self._send(self._backend, worker, protocol.encode_probe()):
+                self._lose_worker(worker, _LOST)
+
     def _assign(self) -> None:
         while (pair := self._dispatcher.assign()) is not None:
             worker, job = pair
             remaining_s = max(0.001, job.deadline - time.monotonic())
             if not self._send(self._backend, worker.identity, protocol.readdress(job.frames, job.job_id, remaining_s)):
-                self._lose_worker(worker.identity, "the last one lost its connection")
+                self._lose_worker(worker.identity, _LOST)
 
     # --- sending ---
 

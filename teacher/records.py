@@ -51,6 +51,7 @@ class ModelInfo:
         max_model_len: longest sequence (prompt and response, in tokens) that is scored.
         n_logprobs: K.
         engine: engine, version and dtype, for people.
+        eos_token_ids: the ids that end a turn for this model, ascending; empty if its files name none.
     """
 
     model_name: str
@@ -59,6 +60,7 @@ class ModelInfo:
     max_model_len: int
     n_logprobs: int
     engine: str
+    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ USAGE
   PROXY_FRONTEND_PORT     the port for clients                         [15555]
   BIND                    interface of both ports; there is no authentication: open it to trusted networks only
                                                                        [127.0.0.1]
-  RUN_DIR                 pids and logs    [outputs/teacher-PROXY_FRONTEND_PORT beside the teacher folder]
+  RUN_DIR                 pids and logs    [$PWD/outputs/teacher-PROXY_FRONTEND_PORT]
 USAGE
 }
 
@@ -28,7 +28,7 @@ require_number TP_SIZE N_LOGPROBS N_WORKERS MAX_MODEL_LEN PROXY_FRONTEND_PORT PR
 ((N_WORKERS >= 1 && TP_SIZE >= 1)) || die "N_WORKERS and TP_SIZE must be 1 or more"
 check_checkpoint
 python=$(find_python)
-RUN_DIR=${RUN_DIR:-$repo_dir/outputs/teacher-$PROXY_FRONTEND_PORT}
+RUN_DIR=${RUN_DIR:-$PWD/outputs/teacher-$PROXY_FRONTEND_PORT}
 
 # Workers of this machine and the final check reach the proxy where it listens.
 local_ip=$BIND

@@ -12,7 +12,7 @@ left alone. Returns 0 if nothing runs afterwards, also if nothing ran before.
 
 Options, as flags or environment variables:
   PROXY_FRONTEND_PORT  port of the service, which names its run folder  [15555]
-  RUN_DIR              run folder  [outputs/teacher-PROXY_FRONTEND_PORT beside the teacher folder]
+  RUN_DIR              run folder  [$PWD/outputs/teacher-PROXY_FRONTEND_PORT]
   STOP_TIMEOUT_S       seconds before SIGKILL  [10]
 USAGE
 }
@@ -21,10 +21,10 @@ known_options="PROXY_FRONTEND_PORT RUN_DIR STOP_TIMEOUT_S"
 PROXY_FRONTEND_PORT=${PROXY_FRONTEND_PORT:-15555} RUN_DIR=${RUN_DIR:-} STOP_TIMEOUT_S=${STOP_TIMEOUT_S:-10}
 parse_options "$@"
 require_number PROXY_FRONTEND_PORT STOP_TIMEOUT_S
-RUN_DIR=${RUN_DIR:-$repo_dir/outputs/teacher-$PROXY_FRONTEND_PORT}
+RUN_DIR=${RUN_DIR:-$PWD/outputs/teacher-$PROXY_FRONTEND_PORT}
 
 if ! compgen -G "$RUN_DIR/*.pid" >/dev/null; then
-  echo "nothing to stop: no process is recorded in $RUN_DIR"
+  echo "nothing to stop: no process is recorded in $RUN_DIR (if it was started elsewhere: --run-dir)"
   exit 0
 fi
 stop_all

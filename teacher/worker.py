@@ -2,6 +2,9 @@
 
 Requests are not cut into batches: the sequences of all of them are in the engine at once, and each engine step takes as
 many tokens as fit, whoever they belong to.
+
+A lost connection ends what the worker was given, not the worker: the proxy gives that work to others, and when the
+connection is back (the network is, the proxy was restarted, this process was stopped for a while) it registers anew.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from teacher import protocol
 from teacher.engines.base import ScoringEngine
 from teacher.errors import TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
-from teacher.protocol import LIMITS, Failure, Frame, Score, Welcome
+from teacher.protocol import LIMITS, Failure, Frame, Probe, Score, Welcome
 from teacher.records import TeacherAnswer
 from teacher.sockets import BACKEND_PORT, make_socket, receive, send
 from teacher.stop_signal import Stoppable
@@ -47,7 +51,9 @@ class Worker:
         self._jobs: dict[int, _Job] = {}  # by request id
         self._job_of_key: dict[int, _Job] = {}
         self._context = zmq.Context()
-        self._socket = make_socket(self._context, zmq.DEALER, max_frame_bytes=LIMITS.request_frame_bytes)
+        self._socket = make_socket(
+            self._context, zmq.DEALER, max_frame_bytes=LIMITS.request_frame_bytes, heartbeat=True
+        )
         self._socket.connect(self.address)
 
     def run(
@@ -69,11 +75,12 @@ class Worker:
         finally:
             # The proxy gives what is unfinished to another worker.
             send(self._socket, protocol.encode_bye(reason))
+            self._socket.disable_monitor()
             self._context.destroy(linger=farewell_ms)
 
     def _register(self, stop: Stoppable, timeout_s: float) -> bool:
         """False if told to stop meanwhile."""
-        send(self._socket, protocol.encode_ready(self._engine.info, self._engine.capacity_tokens))
+        self._say_ready()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(stop.fileno(), zmq.POLLIN)
@@ -93,17 +100,34 @@ class Worker:
             raise TeacherProtocolError(f"expected Welcome from {self.address}, got {type(message).__name__}")
         return True
 
+    def _say_ready(self) -> None:
+        send(self._socket, protocol.encode_ready(self._engine.info, self._engine.capacity_tokens))
+
     def _serve(self, stop: Stoppable) -> None:
+        # From here on a handshake means that a connection was lost and is back.
+        reconnected = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(stop.fileno(), zmq.POLLIN)
-        while stop.fileno() not in dict(poller.poll(0 if self._engine.has_work() else None)):
+        for source in (self._socket, reconnected, stop.fileno()):
+            poller.register(source, zmq.POLLIN)
+        while stop.fileno() not in (ready := dict(poller.poll(0 if self._engine.has_work() else None))):
+            if reconnected in ready:
+                recv_monitor_message(reconnected)
+                self._start_afresh()
             while (frames := receive(self._socket)) is not None:
                 self._receive(frames)
             self._drop_expired()
             if self._engine.has_work():
                 for key, answer in self._engine.step():
                     self._collect(key, answer)
+
+    def _start_afresh(self) -> None:
+        """Forget all requests, also the unread ones: to the proxy this connection is a worker that it does not know."""
+        logger.warning("lost the connection to %s and have it again; registering anew", self.address)
+        while receive(self._socket) is not None:
+            pass
+        for job in list(self._jobs.values()):
+            self._forget(job)
+        self._say_ready()
 
     def _receive(self, frames: list[Frame]) -> None:
         try:
@@ -113,6 +137,8 @@ class Worker:
             return
         if isinstance(message, Failure) and message.request_id == 0:
             raise type(message.error)(f"the proxy at {self.address} sent this worker away: {message.error}")
+        if isinstance(message, Probe | Welcome):
+            return
         if not isinstance(message, Score):
             logger.warning("dropped a %s message from %s", type(message).__name__, self.address)
             return

@@ -24,8 +24,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from recipe_gkd.actor.model import ModelShape
 from recipe_gkd.actor.parallel import Layout
+from recipe_gkd.actor.shape import ModelShape
 from recipe_gkd.actor.writer_results import install_queue
 from recipe_gkd.errors import CheckpointError, DeadlineError
 

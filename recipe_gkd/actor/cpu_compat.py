@@ -2,7 +2,8 @@
 
 Megatron has no device abstraction: it spells the device as ``torch.cuda.current_device()``, as the literal ``"cuda"``,
 or asks ``tensor.type() == "torch.cuda.FloatTensor"``. Where CUDA is absent, ``install`` and ``on_host`` take those
-assumptions back. The two ``_mend`` functions repair checkpoints of the distributed optimiser, on a GPU as well.
+assumptions back. (A worker on the CPU of a machine with GPUs sees none: ``environment.worker_environment``.) The two
+``_mend`` functions repair checkpoints of the distributed optimiser, on a GPU as well.
 Places named are files of ``megatron/core``.
 
     install()          # once a process, before a model is built

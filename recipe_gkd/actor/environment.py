@@ -7,5 +7,10 @@ def worker_environment(device: str) -> dict[str, str]:
     """For the ``env_vars`` of an actor worker's Ray ``runtime_env``; ``device`` is `cpu` or `cuda`."""
     quiet = {"PYTHONWARNINGS": "ignore"}  # Megatron warns at import of each optional package that is not there
     if device == "cpu":
-        return quiet | {"OMP_NUM_THREADS": "1"}  # ranks share the cores; more threads than cores are many times slower
+        return quiet | {
+            "OMP_NUM_THREADS": "1",  # ranks share the cores; more threads than cores are many times slower
+            # Megatron, and what we mend of it, ask torch whether there is a GPU; on a machine that has some, a worker
+            # on the CPU must hear no from all of them.
+            "CUDA_VISIBLE_DEVICES": "",
+        }
     return quiet | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron orders communication and compute by it

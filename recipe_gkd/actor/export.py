@@ -11,8 +11,8 @@ from torch import Tensor
 
 from recipe_gkd.actor.hf_layout import join_shards
 from recipe_gkd.actor.hf_names import Cut, Weight, weights
-from recipe_gkd.actor.model import ModelShape
 from recipe_gkd.actor.parallel import Layout
+from recipe_gkd.actor.shape import ModelShape
 from recipe_gkd.weights.buckets import TensorMeta
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from recipe_gkd.actor.model import ModelShape
+from recipe_gkd.actor.shape import ModelShape
 
 
 class Cut(Enum):

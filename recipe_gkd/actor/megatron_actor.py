@@ -19,7 +19,7 @@ from recipe_gkd.actor.export import export_weights, stages_of_weights, weights_m
 from recipe_gkd.actor.hf_load import load_hf, own_parameters
 from recipe_gkd.actor.hf_save import save_hf_folder
 from recipe_gkd.actor.microbatch import PackedBatch, micro_batches, pack
-from recipe_gkd.actor.model import build_chunks, read_shape, transformer_config
+from recipe_gkd.actor.model import build_chunks, transformer_config
 from recipe_gkd.actor.optimizer import (
     clip_and_step,
     gradient_norm,
@@ -27,10 +27,11 @@ from recipe_gkd.actor.optimizer import (
     set_learning_rate,
     wrap_and_optimize,
 )
-from recipe_gkd.actor.parallel import check_world_size, init_parallel, leave_parallel, tensor_group
+from recipe_gkd.actor.parallel import check_world_size, find_store, init_parallel, leave_parallel, tensor_group
+from recipe_gkd.actor.shape import read_shape
 from recipe_gkd.actor.step import distillation_loss, run_micro_batches
 from recipe_gkd.config.schema import Config
-from recipe_gkd.errors import DataError, WorkerError
+from recipe_gkd.errors import DataError, EchoError, WorkerError
 from recipe_gkd.samples import Sample
 from recipe_gkd.weights.buckets import TensorMeta
 
@@ -42,7 +43,8 @@ class MegatronActor:
     """Lifecycle, the same calls in the same order on every rank: ``setup``; then ``update``, ``export_weights``,
     ``save_*`` and ``load_checkpoint`` in any order; ``shutdown``.
 
-    A collective that not every rank joins ends with an error after ``actor_rollout_ref.nccl_timeout`` seconds.
+    A collective that not every rank joins ends with an error, ``COLLECTIVE_GRACE_S`` after
+    ``actor_rollout_ref.nccl_timeout``.
     After an error in ``update`` that says the weights are unchanged, the actor can be used on; after any other, not.
     """
 
@@ -54,11 +56,12 @@ class MegatronActor:
         rank: int,
         world_size: int,
         local_rank: int,
-        master_addr: str,
-        master_port: int,
+        meeting: dist.Store | tuple[str, int],
         device: str,
     ) -> None:
         """``device``: `cpu`, or `cuda` (``local_rank`` is its number). ``total_steps``: where the rate's decay ends.
+
+        ``meeting``: the store where all ranks meet, or its address (torchrun's master address and port, say).
 
         Raises :class:`ConfigError` for a layout that cannot work; nothing has been started then.
         """
@@ -67,7 +70,7 @@ class MegatronActor:
         check_world_size(self._actor.megatron, world_size)
         self._total_steps = total_steps
         self._rank, self._world_size = rank, world_size
-        self._address = (master_addr, master_port)
+        self._meeting = meeting
         self.device = torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
         self._timeout_s = config.actor_rollout_ref.nccl_timeout
         self._model_path = Path(config.actor_rollout_ref.model.path)
@@ -79,8 +82,8 @@ class MegatronActor:
     def setup(self) -> dict[str, Any]:
         """Join the group, build the model, read its weights, make the optimiser.
 
-        Returns this rank's place (`rank`, `dp_rank`, `dp_size`, `tp_rank`, `pp_rank`), the `device` that it really
-        has, `parameters` (held by this rank) and `seconds`.
+        Returns this rank's place (`rank`, `dp_rank`, `dp_size`, `tp_rank`, `pp_rank`), `parameters` (held by this
+        rank) and `seconds`.
         Raises :class:`ModelError`, :class:`ConfigError` or :class:`DeadlineError`.
         """
         started = time.monotonic()
@@ -95,8 +98,7 @@ class MegatronActor:
                 megatron,
                 rank=self._rank,
                 world_size=self._world_size,
-                master_addr=self._address[0],
-                master_port=self._address[1],
+                store=self._store(),
                 device=self.device,
                 timeout_s=self._timeout_s,
                 seed=self._config.data.seed,
@@ -116,10 +118,16 @@ class MegatronActor:
             "dp_size": layout.dp_size,
             "tp_rank": layout.tp_rank,
             "pp_rank": layout.pp_rank,
-            "device": _describe(self.device),
             "parameters": sum(p.numel() for chunk in self._chunks for p in chunk.parameters()),
             "seconds": time.monotonic() - started,
         }
+
+    def _store(self) -> dist.Store:
+        if isinstance(self._meeting, tuple):
+            self._meeting = find_store(
+                self._meeting, rank=self._rank, world_size=self._world_size, timeout_s=self._timeout_s
+            )
+        return self._meeting
 
     def shutdown(self) -> None:
         """Finish a background save and leave the group; the process may set up another actor afterwards."""
@@ -135,11 +143,12 @@ class MegatronActor:
 
         Returns, the same on every rank: `actor/kl_loss` (mean over all response tokens of the global batch),
         `actor/grad_norm` (before clipping), `actor/lr`, `actor/n_tokens`, `actor/teacher_topk_mass`,
-        `actor/student_topk_mass`, `actor/micro_batches` (of each rank); and this rank's
-        `perf/max_memory_allocated_gb`. A batch without any response token leaves the weights as they are.
+        `actor/student_topk_mass`, `actor/micro_batches` (of each rank), `perf/max_memory_allocated_gb` (the most that
+        any rank has had so far, up to this backward pass). A batch without any response token leaves the weights as
+        they are.
 
-        Raises :class:`DataError` for a sample that cannot be trained on, and :class:`WorkerError` if the loss or the
-        gradient is not finite; the weights are unchanged then.
+        Raises :class:`DataError` for a sample that cannot be trained on (:class:`EchoError` on the other ranks), and
+        :class:`WorkerError` if the loss or the gradient is not finite; the weights are unchanged then.
         """
         self._step = step
         lr = learning_rate(step, self._total_steps, self._actor.optim)
@@ -169,7 +178,7 @@ class MegatronActor:
             "actor/teacher_topk_mass": totals["teacher_topk_mass"] / max(n_tokens, 1),
             "actor/student_topk_mass": totals["student_topk_mass"] / max(n_tokens, 1),
             "actor/micro_batches": float(len(batches)),
-            "perf/max_memory_allocated_gb": _peak_memory_bytes(self.device) / 2**30,
+            "perf/max_memory_allocated_gb": totals["peak_bytes"] / 2**30,
         }
         return metrics
 
@@ -195,20 +204,24 @@ class MegatronActor:
         if refusal is not None:
             raise refusal
         if any_refused:
-            raise WorkerError(f"update {self._step}: another rank refused a sample; its error says which, and why")
+            raise EchoError(f"update {self._step}: another rank refused a sample; its error says which, and why")
         # Interleaved pipeline stages take micro-batches in rounds of the number of stages.
         interleaved = self._actor.megatron.virtual_pipeline_model_parallel_size is not None
         most = math.ceil(max(most, 1) / self.layout.pp_size) * self.layout.pp_size if interleaved else max(most, 1)
         return batches + [pack([], multiple_of=multiple_of)] * (most - len(batches))
 
     def _sum_over_ranks(self, reports: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Sums over the global batch; each token is counted by one rank of those that have computed it."""
-        totals = torch.zeros(len(REPORTED), dtype=torch.float64, device=self.device)
-        if self.layout.is_last_stage and self.layout.tp_rank == 0:
+        """Sums over the global batch, and `peak_bytes`, a maximum; the same on every rank."""
+        sums = torch.zeros(len(REPORTED), dtype=torch.float64, device=self.device)
+        if self.layout.is_last_stage and self.layout.tp_rank == 0:  # each token is counted by one rank of its group
             for report in reports:
-                totals += torch.stack([report["sums"][name] for name in REPORTED])
-        dist.all_reduce(totals)
-        return dict(zip(REPORTED, totals.tolist(), strict=True))
+                sums += torch.stack([report["sums"][name] for name in REPORTED])
+        peaks = torch.zeros(self._world_size, dtype=torch.float64, device=self.device)
+        peaks[self._rank] = _peak_memory_bytes(self.device)
+        both = torch.cat([sums, peaks])  # one entry a rank, so that one sum over ranks carries the maximum as well
+        dist.all_reduce(both)
+        totals = dict(zip(REPORTED, both.tolist(), strict=False))
+        return totals | {"peak_bytes": both[len(REPORTED) :].max().item()}
 
     def _not_finite_error(self, what: str, uids: Sequence[int]) -> WorkerError:
         """The same on every rank, although only some know the samples. Collective."""
@@ -296,10 +309,3 @@ def _peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _describe(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "cpu"
-    properties = torch.cuda.get_device_properties(device)
-    return f"{device} {properties.name} {getattr(properties, 'uuid', '')}".strip()

@@ -1,11 +1,9 @@
-"""A Hugging Face folder's config -> Megatron's TransformerConfig and GPTModel, for dense Qwen2, Qwen3 and Llama."""
+"""A Hugging Face folder's config -> Megatron's TransformerConfig and GPTModel."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,118 +11,19 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers import AutoConfig, PretrainedConfig
 
 from recipe_gkd.actor.layer_spec import decoder_spec, has_transformer_engine
+from recipe_gkd.actor.shape import ModelShape, check_fits
 from recipe_gkd.config.schema import MegatronConfig
-from recipe_gkd.errors import ConfigError, ModelError
-
-FAMILIES = ("qwen2", "qwen3", "llama")
-"""Values of `model_type`; Qwen2.5 is qwen2."""
-
-VOCAB_MULTIPLE = 128
-"""The embedding is padded to a multiple of this: one shape for any tensor-parallel size, so that a checkpoint moves."""
-
-# The numbers of llama3 rotary scaling that Megatron has built in; only `factor` can be passed to it.
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """What is needed to build the model and to convert its weights."""
-
-    family: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    tied: bool
-    qkv_bias: bool
-    qk_norm: bool
-    norm_eps: float
-    max_positions: int
-    rope_base: float
-    rope_llama3_factor: float | None
-
-    def padded_vocab(self, tp_size: int) -> int:
-        multiple = VOCAB_MULTIPLE if VOCAB_MULTIPLE % tp_size == 0 else VOCAB_MULTIPLE * tp_size
-        return -(-self.vocab_size // multiple) * multiple
-
-
-def read_shape(path: str | Path, *, trust_remote_code: bool = False) -> ModelShape:
-    """Raise :class:`ModelError` if there is no model in the folder ``path``, or none that is supported."""
-    if not (Path(path) / "config.json").is_file():
-        raise ModelError(f"no config.json in {path}; actor_rollout_ref.model.path must be a Hugging Face model folder")
-    hf = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    _check_supported(hf, path)
-    rope = _rope(hf, path)
-    return ModelShape(
-        family=hf.model_type,
-        layers=hf.num_hidden_layers,
-        hidden=hf.hidden_size,
-        ffn=hf.intermediate_size,
-        heads=hf.num_attention_heads,
-        kv_heads=hf.num_key_value_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        vocab_size=hf.vocab_size,
-        tied=bool(hf.tie_word_embeddings),
-        qkv_bias=hf.model_type == "qwen2",
-        qk_norm=hf.model_type == "qwen3",
-        norm_eps=hf.rms_norm_eps,
-        max_positions=hf.max_position_embeddings,
-        rope_base=float(rope["rope_theta"]),
-        rope_llama3_factor=float(rope["factor"]) if rope["rope_type"] == "llama3" else None,
-    )
-
-
-def _check_supported(hf: PretrainedConfig, path: str | Path) -> None:
-    if hf.model_type not in FAMILIES:
-        raise ModelError(f"{path} is a {hf.model_type!r} model; the actor can train: {', '.join(FAMILIES)} (dense)")
-    unusual = {
-        "hidden_act": getattr(hf, "hidden_act", "silu") != "silu",
-        "use_sliding_window": bool(getattr(hf, "use_sliding_window", False)),
-        "attention_bias": bool(getattr(hf, "attention_bias", False)),
-        "mlp_bias": bool(getattr(hf, "mlp_bias", False)),
-        "attention_dropout": bool(getattr(hf, "attention_dropout", 0.0)),
-    }
-    if found := [f"{name}={getattr(hf, name)}" for name, is_unusual in unusual.items() if is_unusual]:
-        raise ModelError(f"{path}: {', '.join(found)} in config.json is not supported for a {hf.model_type} student")
-
-
-def _rope(hf: PretrainedConfig, path: str | Path) -> dict[str, Any]:
-    """``rope_theta``, ``rope_type`` and its numbers; transformers 5 keeps all of them in ``rope_parameters``."""
-    rope = {"rope_type": "default", "rope_theta": getattr(hf, "rope_theta", 10000.0)}
-    rope |= getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
-    if rope["rope_type"] == "default":
-        return rope
-    if rope["rope_type"] != "llama3" or any(rope.get(name) != value for name, value in LLAMA3_ROPE.items()):
-        raise ModelError(
-            f"{path}: rotary scaling {rope} is not supported; expected none, or type llama3 with {LLAMA3_ROPE} "
-            "and any factor"
-        )
-    return rope
+from recipe_gkd.errors import ConfigError
 
 
 def transformer_config(shape: ModelShape, config: MegatronConfig, device: torch.device) -> TransformerConfig:
     """Megatron's config, with ``override_transformer_config`` applied last.
 
-    Raises :class:`ConfigError` for an unknown override, and for widths that the layout does not divide.
+    Raises :class:`ConfigError` for an unknown override, and as :func:`check_fits` does.
     """
-    tp = config.tensor_model_parallel_size
-    if shape.heads % tp or shape.kv_heads % tp or shape.ffn % tp:
-        raise ConfigError(
-            f"actor_rollout_ref.actor.megatron.tensor_model_parallel_size is {tp}; it must divide the model's "
-            f"{shape.heads} heads, {shape.kv_heads} key/value heads and {shape.ffn} feed-forward columns"
-        )
-    stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-    if shape.layers % stages and not config.override_transformer_config:  # which may say how to divide them
-        raise ConfigError(
-            f"{shape.layers} layers cannot be divided equally into {stages} pipeline stages "
-            "(pipeline_model_parallel_size x virtual_pipeline_model_parallel_size)"
-        )
+    check_fits(shape, config)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     interleaved = config.virtual_pipeline_model_parallel_size is not None
     values: dict[str, Any] = dict(
@@ -143,7 +42,7 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, device: torch.
         qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=tp,
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         sequence_parallel=config.sequence_parallel,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -44,7 +45,7 @@ def wrap_and_optimize(
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     wrapped = []
     for number, chunk in enumerate(chunks):
-        module = Float16Module(config, chunk) if config.bf16 else chunk
+        module = _Bfloat16(config, chunk) if config.bf16 else chunk
         wrapped.append(DistributedDataParallel(config, ddp_config, module, disable_bucketing=number > 0))
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -64,6 +65,13 @@ def wrap_and_optimize(
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer
+
+
+class _Bfloat16(Float16Module):
+    """Its logits stay bfloat16: the loss widens them in chunks, and a copy in float32 would be the peak of memory."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return super().forward(*inputs, fp32_output=False, **kwargs)
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

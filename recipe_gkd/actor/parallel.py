@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,10 @@ from torch.distributed import ProcessGroup
 
 from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError, DeadlineError
+
+COLLECTIVE_GRACE_S = 60.0
+"""Collectives of the actor wait longer than a weight sync by this: the other ranks are inside the export while rank 0
+waits for the receivers, and its error, which names the receiver that is missing, must come before theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,44 +52,75 @@ def check_world_size(config: MegatronConfig, world_size: int) -> None:
         )
 
 
+def find_store(address: tuple[str, int], *, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """The store at a known address, which rank 0 opens there unless torchrun or rank 0's own worker has done so.
+
+    Raises :class:`DeadlineError` if it does not answer within ``timeout_s``.
+    """
+    host, port = address
+    try:
+        store, _, _ = next(
+            dist.rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timedelta(seconds=timeout_s))
+        )
+    except dist.DistError as error:
+        raise DeadlineError(
+            f"actor rank {rank} of {world_size}: not all ranks met at {host}:{port} within {timeout_s:g} s ({error}); "
+            "find the rank that failed to start, check that this port is open between the machines, or raise "
+            "actor_rollout_ref.nccl_timeout"
+        ) from error
+    return store
+
+
+def _meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+    keys = [f"here/{other}" for other in range(world_size)]
+    try:
+        store.set(keys[rank], "")
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        missing: list[str] = []
+        with contextlib.suppress(dist.DistError):  # rank 0, whose process has the store, may be gone
+            missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        raise DeadlineError(
+            f"actor rank {rank} of {world_size}: rank {', '.join(missing) or '0'} did not come to the meeting of all "
+            f"ranks within {timeout_s:g} s ({error}); find out why it failed to start, or raise "
+            "actor_rollout_ref.nccl_timeout"
+        ) from error
+
+
 def init_parallel(
     config: MegatronConfig,
     *,
     rank: int,
     world_size: int,
-    master_addr: str,
-    master_port: int,
+    store: dist.Store,
     device: torch.device,
     timeout_s: float,
     seed: int,
 ) -> Layout:
-    """Join the other ranks; every collective of every group made here gives up after ``timeout_s``.
+    """Make all process groups, once every rank has come to ``store``, for which it has ``timeout_s``.
 
-    Raises :class:`DeadlineError` if the ranks do not all arrive within that time.
+    Every collective of every group gives up after ``timeout_s`` + ``COLLECTIVE_GRACE_S``.
+    Raises :class:`DeadlineError` that names the ranks which have not come.
     """
+    _meet(store, rank, world_size, timeout_s)
+    collective_timeout_s = timeout_s + COLLECTIVE_GRACE_S
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     else:
         torch.cuda.set_device(device)
-    try:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{master_addr}:{master_port}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
-        )
-    except dist.DistStoreError as error:
-        raise DeadlineError(
-            f"actor rank {rank} of {world_size}: not all ranks met at {master_addr}:{master_port} within "
-            f"{timeout_s:g} s ({error}); find the rank that failed to start, or raise actor_rollout_ref.nccl_timeout"
-        ) from error
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("groups", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=collective_timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-        distributed_timeout_minutes=timeout_s / 60,  # only ever multiplied, so a fraction is fine
+        distributed_timeout_minutes=collective_timeout_s / 60,  # only ever multiplied, so a fraction is fine
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -13,7 +12,11 @@ from recipe_gkd.placement import where_am_i
 from recipe_gkd.samples import Sample
 from recipe_gkd.weights.actor_side import ActorWeights
 from recipe_gkd.weights.buckets import TensorMeta
+from recipe_gkd.weights.channel import open_store
 from recipe_gkd.weights.stats import TransferStats
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 
 class ActorWorker:
@@ -21,21 +24,23 @@ class ActorWorker:
 
     def __init__(self, config: Config, *, total_steps: int, rank: int, world_size: int, device: str) -> None:
         self._config, self._device = config, device
+        self._store: TCPStore | None = None
         self._arguments: dict[str, Any] = dict(
             config=config, total_steps=total_steps, rank=rank, world_size=world_size, device=device
         )
 
     def rendezvous(self) -> tuple[str, int]:
-        """Asked of rank 0: this node's address and a free port, where all ranks are to meet."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        """Asked of rank 0: open the store where all ranks are to meet; this node's address, and the store's port."""
+        host = ray.util.get_node_ip_address()
+        self._store = open_store(host, self._config.actor_rollout_ref.nccl_timeout)
+        return host, self._store.port
 
     def setup(self, master_addr: str, master_port: int) -> dict[str, Any]:
         from recipe_gkd.actor.megatron_actor import MegatronActor  # seconds of imports, which the driver does not need
 
         # Ray makes only this worker's device visible, so it is number 0 here whatever the node has.
-        self.actor = MegatronActor(**self._arguments, local_rank=0, master_addr=master_addr, master_port=master_port)
+        meeting = self._store or (master_addr, master_port)
+        self.actor = MegatronActor(**self._arguments, local_rank=0, meeting=meeting)
         report = self.actor.setup()
         self.weights = ActorWeights(
             self.actor,

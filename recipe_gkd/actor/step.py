@@ -18,13 +18,14 @@ from torch.distributed import ProcessGroup
 
 from recipe_gkd.actor.layer_spec import PackedRow
 from recipe_gkd.actor.microbatch import PackedBatch, similar_lengths
+from recipe_gkd.actor.output_rows import only_rows
 from recipe_gkd.losses import forward_kl
 
 LossResult = tuple[Tensor, Tensor, dict[str, Any]]
 """What Megatron's schedules take from a loss: the sum over tokens, their number (int), and what to report."""
 
 LossFunction = Callable[[Tensor, "DeviceBatch"], LossResult]
-"""Of the logits [N, W] of a packed row."""
+"""Of the logits [T, W] of the rows that predict a response token, in the dtype of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +92,9 @@ def run_micro_batches(
 
     def forward(batches: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = to_device(next(batches), device)
-        logits_1NW = model(batch.token_ids_1N, batch.position_ids_1N, None, packed_seq_params=batch.row)
-        return logits_1NW, lambda output_1NW: loss(output_1NW[0], batch)
+        with only_rows(model, batch.loss_rows_T):
+            logits_1TW = model(batch.token_ids_1N, batch.position_ids_1N, None, packed_seq_params=batch.row)
+        return logits_1TW, lambda output_1TW: loss(output_1TW[0], batch)
 
     return get_forward_backward_func()(
         forward_step_func=forward,
@@ -111,11 +113,9 @@ def distillation_loss(vocab_size: int, tp_group: ProcessGroup | None) -> LossFun
 
 
 def _distillation_loss(
-    logits_NW: Tensor, batch: DeviceBatch, *, vocab_size: int, tp_group: ProcessGroup | None
+    logits_TW: Tensor, batch: DeviceBatch, *, vocab_size: int, tp_group: ProcessGroup | None
 ) -> LossResult:
-    loss_T, diagnostics = forward_kl(
-        logits_NW[batch.loss_rows_T], batch.logps_TK, batch.ids_TK, vocab_size=vocab_size, tp_group=tp_group
-    )
+    loss_T, diagnostics = forward_kl(logits_TW, batch.logps_TK, batch.ids_TK, vocab_size=vocab_size, tp_group=tp_group)
     n_tokens = torch.tensor(len(loss_T), dtype=torch.int, device=loss_T.device)
     reported = {"loss": loss_T.detach(), **diagnostics}
     sums = {name: value_T.sum(dtype=torch.float64) for name, value_T in reported.items()}

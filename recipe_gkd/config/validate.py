@@ -43,9 +43,9 @@ def _not_supported(config: Config) -> Iterator[str]:
         )
     if trainer.test_freq > 0 or trainer.val_before_train or config.data.val_files:
         yield (
-            "trainer.test_freq, trainer.val_before_train, data.val_files: validation inside the loop is not implemented; "
-            "set trainer.test_freq=-1 trainer.val_before_train=false data.val_files=[] and evaluate the saved Hugging Face "
-            "folder (actor_rollout_ref.actor.checkpoint.save_contents with hf_model)"
+            "trainer.test_freq, trainer.val_before_train, data.val_files: there is no validation in the loop yet. "
+            "Set trainer.test_freq=-1 trainer.val_before_train=false data.val_files=[], and evaluate the saved folders "
+            "(actor_rollout_ref.actor.checkpoint.save_contents with hf_model)"
         )
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from recipe_gkd.config import Config
-from recipe_gkd.errors import DeadlineError, GkdError, WorkerError
+from recipe_gkd.errors import DeadlineError, GkdError
 from recipe_gkd.placement import where_am_i
 from recipe_gkd.rollout.checkpoint_names import check_announced, folder_shapes
 from recipe_gkd.rollout.engine import EngineOptions, RolloutEngine
@@ -61,13 +61,14 @@ class RolloutWorker:
     async def generate(self, prompts: list[Prompt], step: int, greedy: bool = False) -> AsyncIterator[list[Answer]]:
         """Answer ``prompts``; yields, each time, all answers that finished since the last time.
 
-        Closing the iterator early drops what is unfinished; a caller in another process closes it with ``ray.cancel``
-        of the generator that it was given (Ray does nothing when that is merely deleted). Raises :class:`WeightSyncError` if a failed update made
-        this worker unfit, :class:`DeadlineError` after ``rollout.timeout_s``, :class:`WorkerError` if the engine fails.
+        Closing the iterator early drops what is unfinished. Who calls through Ray closes it by ``ray.cancel`` of the
+        ``ObjectRefGenerator``; Ray lets a generator that is merely deleted run on. Raises :class:`WeightSyncError` if a
+        failed update made this worker unfit, :class:`DeadlineError` after ``rollout.timeout_s``, and
+        :class:`WorkerError` if the engine fails.
         """
         timeout_s = self._config.actor_rollout_ref.rollout.timeout_s
-        deadline = time.monotonic() + timeout_s
-        await self._in_time(self._open.wait(), deadline, "the weight update before it did not end")
+        started = time.monotonic()
+        await self._in_time(self._open.wait(), started, timeout_s, "the weight update before it did not end")
         self._updates.check_fit()
         loop = asyncio.get_running_loop()
         finished: asyncio.Queue[list[Answer] | GkdError] = asyncio.Queue()
@@ -84,7 +85,7 @@ class RolloutWorker:
             await _on_engine(accepted)
             while n_left:
                 late = f"{n_left} of {len(prompts)} answers of step {step} are unfinished"
-                results = [await self._in_time(finished.get(), deadline, late)]
+                results = [await self._in_time(finished.get(), started, timeout_s, late)]
                 while not finished.empty():
                     results.append(finished.get_nowait())
                 if failure := next((result for result in results if isinstance(result, GkdError)), None):
@@ -112,9 +113,10 @@ class RolloutWorker:
         """Check that the announced weights fit, hold new requests back, and wait until the running ones have ended."""
         check_announced(meta, self._config.actor_rollout_ref.model.path, self._folder_shapes)
         self._open.clear()
-        deadline = time.monotonic() + self._config.actor_rollout_ref.nccl_timeout
+        started, timeout_s = time.monotonic(), self._config.actor_rollout_ref.nccl_timeout
+        late = f"it still generates, so v{version} cannot be loaded"
         try:
-            await self._in_time(self._idle.wait(), deadline, f"it still generates, so v{version} cannot be loaded")
+            await self._in_time(self._idle.wait(), started, timeout_s, late)
         except DeadlineError:
             self._open.set()
             raise
@@ -145,14 +147,13 @@ class RolloutWorker:
         """End the engine. Waits for the step or update in progress, which have their own deadlines."""
         await asyncio.to_thread(self._engine.close)
 
-    async def _in_time(self, wait: Awaitable[T], deadline: float, late: str) -> T:
-        started = time.monotonic()
+    async def _in_time(self, wait: Awaitable[T], started: float, timeout_s: float, late: str) -> T:
         try:
-            async with asyncio.timeout(max(0.0, deadline - started)):
+            async with asyncio.timeout(max(0.0, started + timeout_s - time.monotonic())):
                 return await wait
         except TimeoutError as error:
             raise DeadlineError(
-                f"{self._name}: {late} after {time.monotonic() - started:.1f} s; raise "
+                f"{self._name}: {late} after {timeout_s:g} s; raise "
                 "actor_rollout_ref.rollout.timeout_s (generation) or nccl_timeout (weights), or look at its log"
             ) from error
 

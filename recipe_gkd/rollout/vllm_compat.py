@@ -57,7 +57,10 @@ _USED: dict[Any, tuple[str, ...]] = {
         "set_weight_version", "reset_prefix_cache",
     ),
     SamplingParams: ("seed", "flat_logprobs", "output_kind", "stop_token_ids", "detokenize"),
-    EngineArgs: ("kv_cache_memory_bytes", "worker_extension_cls", "weight_transfer_config", "skip_tokenizer_init", "logprobs_mode"),
+    EngineArgs: (
+        "kv_cache_memory_bytes", "worker_extension_cls", "weight_transfer_config", "skip_tokenizer_init",
+        "logprobs_mode",
+    ),
     WeightTransferEngine: ("init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update"),
     WeightTransferEngineFactory: ("register_engine",),
     CompletionOutput: ("weight_versions",),

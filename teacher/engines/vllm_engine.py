@@ -9,7 +9,6 @@ Prefix caching is off: a request for prompt logprobs whose rows come from the ca
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import warnings
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from teacher.engines.base import EngineConfig
+from teacher.engines.checkpoint import read_checkpoint
 from teacher.errors import TeacherError, TeacherRequestError
 from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
@@ -53,8 +53,8 @@ class VllmEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises: TeacherError if the checkpoint or the configuration cannot be used."""
-        hf_config = _read_hf_config(config.ckpt_path)
-        vocab_size = _vocab_size(hf_config)
+        checkpoint = read_checkpoint(Path(config.ckpt_path))
+        vocab_size = checkpoint.vocab_size
         if not 1 <= config.n_logprobs <= vocab_size:
             raise TeacherError(
                 f"N_LOGPROBS must be 1 to the model's vocabulary size {vocab_size}, got {config.n_logprobs}"
@@ -90,6 +90,7 @@ class VllmEngine:
             max_model_len=args.max_model_len - 1,
             n_logprobs=self._k,
             engine=f"vllm {__version__} {str(self._engine.model_config.dtype).removeprefix('torch.')}",
+            eos_token_ids=checkpoint.eos_token_ids,
         )
         self.capacity_tokens = 2 * args.max_num_batched_tokens
         if __version__.partition("+")[0] != TESTED_VLLM:
@@ -242,31 +243,3 @@ def _is_cpu_build() -> bool:
         return True
     except metadata.PackageNotFoundError:
         return "cpu" in _vllm_version()
-
-
-def _read_hf_config(ckpt_path: str) -> dict[str, Any]:
-    """Raises: TeacherError if `ckpt_path` is no checkpoint; told here in a second, by vLLM after many."""
-    folder = Path(ckpt_path)
-    wanted = "expected a local folder with config.json, weights and tokenizer (Hugging Face format)"
-    if not folder.is_dir():
-        raise TeacherError(f"CKPT_PATH={ckpt_path} is no folder; {wanted}; download it with `hf download`")
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise TeacherError(f"CKPT_PATH={ckpt_path} is no model: it has no config.json; {wanted}") from None
-    except ValueError as error:
-        raise TeacherError(
-            f"CKPT_PATH={ckpt_path} is no model: its config.json cannot be read ({error}); {wanted}"
-        ) from None
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise TeacherError(f"CKPT_PATH={ckpt_path} has no weights (*.safetensors or *.bin); {wanted}")
-    return dict(config)
-
-
-def _vocab_size(hf_config: dict[str, Any]) -> int:
-    vocab_size = hf_config.get("vocab_size") or (hf_config.get("text_config") or {}).get("vocab_size")
-    if not isinstance(vocab_size, int):
-        raise TeacherError(
-            f"the model's config.json has no vocab_size, got {vocab_size!r}; expected a causal language model"
-        )
-    return vocab_size

@@ -72,10 +72,10 @@ def refused(
         return message, same, 0 < update(actor, good, 3)["actor/kl_loss"] < 10
 
 
-def _overflow_backwards(loss: Any, logits_NW: Tensor, batch: Any) -> Any:
+def _overflow_backwards(loss: Any, logits_TW: Tensor, batch: Any) -> Any:
     """The same loss, with a gradient beyond float32."""
-    total, *rest = loss(logits_NW, batch)
-    return total + ((logits_NW - logits_NW.detach()) * 3e38).sum(), *rest
+    total, *rest = loss(logits_TW, batch)
+    return total + ((logits_TW - logits_TW.detach()) * 3e38).sum(), *rest
 
 
 def fails_to_start(rank: int, world_size: int, port: int, config: Config, of_ranks: int) -> str:

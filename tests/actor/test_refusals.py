@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from recipe_gkd.actor.model import read_shape
+from recipe_gkd.actor.shape import read_shape
 from recipe_gkd.errors import ModelError
 from tests.actor import jobs
 from tests.actor.test_layouts import PP2, TP2
@@ -49,7 +49,7 @@ def test_sample_that_is_no_distribution_is_refused_by_the_rank_that_has_it_and_s
     answers = pool.run(2, jobs.refused, config, [*GOOD, NO_DISTRIBUTION], "")
     messages = sorted(message for message, _, _ in answers)
     assert messages[0].startswith("DataError: sample 1234: the teacher's top-k has probability 8 at response")
-    assert messages[1].startswith("WorkerError: update 3: another rank refused a sample")
+    assert messages[1].startswith("EchoError: update 3: another rank refused a sample")
     assert all(unchanged and goes_on for _, unchanged, goes_on in answers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,7 +105,7 @@ def started(rank: int, world_size: int, port: int, config: Config, total_steps: 
     """An actor that has been set up, and leaves its group at the end."""
     actor = MegatronActor(
         config, total_steps=total_steps, rank=rank, world_size=world_size, local_rank=rank,
-        master_addr="127.0.0.1", master_port=port, device="cpu",
+        meeting=("127.0.0.1", port), device="cpu",
     )  # fmt: skip
     actor.placement = actor.setup()
     try:
@@ -127,13 +128,15 @@ def exported(actor: Any) -> dict[str, Tensor]:
 def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
     """[N, V] logits of one packed row of all samples, where this rank is on the last stage; None elsewhere."""
 
-    def capture(logits_NW: Tensor, batch: Any) -> Any:
+    def capture(logits_NW: Tensor, _: Any) -> Any:
         parts = [torch.empty_like(logits_NW) for _ in range(actor.layout.tp_size)]
         dist.all_gather(parts, logits_NW.contiguous(), group=mpu.get_tensor_model_parallel_group())
         kept = {"logits": torch.cat(parts, 1)[:, :VOCAB]}
         return logits_NW.sum(), torch.tensor(1, dtype=torch.int), kept
 
-    batches = [pack(samples, multiple_of=actor.layout.tp_size)] * 2
+    packed = pack(samples, multiple_of=actor.layout.tp_size)
+    every_row = dataclasses.replace(packed, loss_rows_T=np.arange(sum(packed.lengths)))
+    batches = [every_row] * 2
     with cpu_compat.on_host(), torch.no_grad():
         reports = run_micro_batches(actor._wrapped, batches, capture, device=torch.device("cpu"), forward_only=True)
     return reports[0]["logits"] if reports else None

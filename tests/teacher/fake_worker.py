@@ -1,7 +1,13 @@
-"""A worker with an engine that computes nothing: for tests of queueing, deadlines and errors only."""
+"""A worker with an engine that computes nothing: for tests of queueing, deadlines and errors only.
+
+As a script, `fake_worker.py BACKEND_PORT` is such a worker in a process of its own, for tests that kill it. It says on
+stdout what it was given, and answers nothing before SIGUSR1.
+"""
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +20,15 @@ from teacher.errors import TeacherError, TeacherRequestError
 from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
 from teacher.worker import Worker
 
-INFO = ModelInfo("fake", vocab_size=100, tokenizer_fingerprint="none", max_model_len=32, n_logprobs=4, engine="fake")
+INFO = ModelInfo(
+    "fake",
+    vocab_size=100,
+    tokenizer_fingerprint="none",
+    max_model_len=32,
+    n_logprobs=4,
+    engine="fake",
+    eos_token_ids=(1, 7),
+)
 
 
 def expected_answer(sequence: TeacherSequence) -> TeacherAnswer:
@@ -101,3 +115,18 @@ def running_worker(backend_port: int, engine: FakeEngine | None = None) -> Itera
 
 
 OTHER_INFO = replace(INFO, tokenizer_fingerprint="another")
+
+
+class HeldEngine(FakeEngine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate.clear()
+        signal.signal(signal.SIGUSR1, lambda *_: self.gate.set())
+
+    def add(self, key: int, sequence: TeacherSequence) -> None:
+        super().add(key, sequence)
+        print(f"added {key}", flush=True)
+
+
+if __name__ == "__main__":
+    Worker(HeldEngine(), backend_port=int(sys.argv[1])).run(StopFlag())

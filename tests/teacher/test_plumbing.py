@@ -56,6 +56,7 @@ def test_hello_tells_what_the_service_is(proxy: Proxy, client: TeacherClient) ->
     with running_worker(proxy.backend_port), running_worker(proxy.backend_port):
         info = client.hello()
     assert (info.model_name, info.vocab_size, info.n_logprobs, info.max_model_len) == ("fake", 100, 4, 32)
+    assert info.eos_token_ids == (1, 7)
     assert (info.protocol_version, info.n_workers) == (protocol.PROTOCOL_VERSION, 2)
 
 

@@ -5,16 +5,25 @@ from __future__ import annotations
 import pickle
 import tracemalloc
 from dataclasses import asdict
+from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
 
 from teacher import errors, protocol
-from teacher.protocol import LIMITS, PROTOCOL_VERSION, Answer, Bye, Failure, Hello, Info, Ready, Score, Welcome
+from teacher.protocol import LIMITS, PROTOCOL_VERSION, Answer, Bye, Failure, Hello, Info, Probe, Ready, Score, Welcome
 from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
 
-MODEL = dict(model_name="m", vocab_size=9, tokenizer_fingerprint="f", max_model_len=8, n_logprobs=3, engine="e")
+MODEL: dict[str, Any] = dict(
+    model_name="m",
+    vocab_size=9,
+    tokenizer_fingerprint="f",
+    max_model_len=8,
+    n_logprobs=3,
+    engine="e",
+    eos_token_ids=(1, 7),
+)
 
 
 def sequences() -> list[TeacherSequence]:
@@ -48,6 +57,7 @@ def valid_messages() -> list[list[bytes]]:
             protocol.encode_error(1, errors.TeacherTimeout("late")),
             protocol.encode_ready(ModelInfo(**MODEL), 100),
             protocol.encode_welcome(),
+            protocol.encode_probe(),
             protocol.encode_bye("done"),
         )
     ]
@@ -79,11 +89,11 @@ def test_answers_survive_the_round_trip_without_a_copy() -> None:
 
 
 def test_small_messages_survive_the_round_trip() -> None:
-    hello, info, _, _, _, ready, welcome, bye = (protocol.decode(frames) for frames in valid_messages())
+    hello, info, _, _, _, ready, welcome, probe, bye = (protocol.decode(frames) for frames in valid_messages())
     assert hello == Hello(1, 2.0)
     assert info == Info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2))
     assert ready == Ready(ModelInfo(**MODEL), 100)
-    assert (welcome, bye) == (Welcome(), Bye("done"))
+    assert (welcome, probe, bye) == (Welcome(), Probe(), Bye("done"))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +137,17 @@ def test_a_sequence_that_cannot_be_scored_is_refused_before_it_is_sent(
 ) -> None:
     with pytest.raises(errors.TeacherRequestError, match=complaint):
         protocol.encode_score(1, 1.0, [sequence])
+
+
+def test_a_batch_that_is_too_large_for_one_request_is_told_its_size_and_the_key_to_change() -> None:
+    short, long = (TeacherSequence(np.zeros(n, np.int32), 1) for n in (2, LIMITS.sequence_tokens))
+    too_many, too_long = (
+        [short] * (LIMITS.sequences + 1),
+        [long] * (LIMITS.request_tokens // LIMITS.sequence_tokens + 1),
+    )
+    for batch, complaint in ((too_many, "4097 sequences in one request"), (too_long, "17825792 tokens in one request")):
+        with pytest.raises(errors.TeacherRequestError, match=f"{complaint}.*teacher.num_microbatches"):
+            protocol.check_sequences(batch)
 
 
 def test_another_protocol_version_is_refused_but_its_errors_can_be_read() -> None:
@@ -190,7 +211,11 @@ def absurd_messages() -> list[list[bytes]]:
         with_header(valid_messages()[5], capacity_tokens=0),
         with_header(valid_messages()[5], info={**MODEL, "vocab_size": "9"}),
         with_header(valid_messages()[5], info={**MODEL, "extra": 1}),
-        with_header(valid_messages()[7], reason="x" * (LIMITS.text_chars + 1)),
+        *(
+            with_header(valid_messages()[5], info={**MODEL, "eos_token_ids": ids})
+            for ids in (7, "7", [-1], [True], ["7"], [[7]], [2**62], [1] * (LIMITS.eos_token_ids + 1), {7: 7})
+        ),
+        with_header(valid_messages()[8], reason="x" * (LIMITS.text_chars + 1)),
         [*with_header(valid_messages()[0], arrays=[["i4", 4]]), ids],
     ]
 

@@ -37,6 +37,7 @@ def test_hello_describes_the_model_that_was_started(service: Service, client: Te
     info = client.hello()
     assert (info.vocab_size, info.n_logprobs, info.max_model_len) == (VOCAB_SIZE, VOCAB_SIZE, MAX_MODEL_LEN)
     assert info.model_name == service.ckpt_path.name and info.n_workers == 1 and "float32" in info.engine
+    assert info.eos_token_ids == (1,)
     assert info.tokenizer_fingerprint == tokenizer_fingerprint(AutoTokenizer.from_pretrained(service.ckpt_path))
 
 
@@ -126,8 +127,8 @@ def test_a_start_that_cannot_succeed_fails_fast_and_readably_and_leaves_no_proce
     ports = [f"--proxy-frontend-port={free_port()}", f"--proxy-backend-port={free_port()}"]
 
     began = time.monotonic()
-    failed = run_script("start_server.sh", *flags, *ports, "--run-dir", str(run_dir), timeout_s=60)
-    assert failed.returncode == 1 and time.monotonic() - began < 30
+    failed = run_script("start_server.sh", *flags, *ports, "--run-dir", str(run_dir))
+    assert failed.returncode == 1 and time.monotonic() - began < 90
     expected = {
         "missing": "model is no folder; expected a local model",
         "no model": "is no model: it has no config.json",
@@ -173,11 +174,9 @@ def test_a_joined_worker_serves_and_is_stopped_alone_even_if_it_does_not_react(
         stopped = run_script("stop_server.sh", "--run-dir", str(tmp_path), "--stop-timeout-s", "1")
     assert stopped.returncode == 0 and "killing" in stopped.stderr
     assert processes_of(tmp_path) == [] and len(processes_of(service.run_dir)) == 2
-    # The proxy finds out when it gives work to a connection that has ended, and then gives it to the other worker.
     deadline = time.monotonic() + 30
     while client.hello().n_workers > 1 and time.monotonic() < deadline:
-        for future in [client.submit(random_sequences([(8, 2)]), timeout_s=2) for _ in range(4)]:
-            future.exception()
+        threading.Event().wait(0.1)
     assert client.hello().n_workers == 1
     assert len(client.submit(random_sequences([(8, 2)])).result()) == 1
     assert "nothing to stop" in run_script("stop_server.sh", "--run-dir", str(tmp_path)).stdout

@@ -1,0 +1,131 @@
+"""A worker that is killed or hangs, a proxy that is restarted: what was asked is answered once, and soon."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from conftest import free_port, running_proxy
+from fake_worker import expected_answer, running_worker
+
+from teacher import TeacherAnswer, TeacherClient, TeacherSequence, protocol
+from teacher.proxy import Proxy
+from teacher.sockets import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
+
+pytestmark = pytest.mark.timeout(60)
+
+N_REQUESTS = 5
+SLACK_S = 4.0
+
+
+@contextmanager
+def worker_process(backend_port: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(Path(__file__).with_name("fake_worker.py")), str(backend_port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+@pytest.fixture
+def asker(proxy: Proxy) -> Iterator[zmq.Socket]:
+    """No TeacherClient: that one drops a second answer by itself, this one sees all that the proxy sends."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"tcp://127.0.0.1:{proxy.frontend_port}")
+        yield socket
+
+
+def asked(request_id: int) -> TeacherSequence:
+    return TeacherSequence(np.array([1, request_id], np.int32), prompt_len=1)
+
+
+def await_n_workers(client: TeacherClient, n_workers: int) -> None:
+    deadline = time.monotonic() + 20
+    while client.hello().n_workers != n_workers:
+        assert time.monotonic() < deadline, f"not {n_workers} workers after 20 s"
+        threading.Event().wait(0.05)
+
+
+def ask_of(process: subprocess.Popen[str], asker: zmq.Socket) -> None:
+    """Return once the process holds all requests."""
+    for request_id in range(N_REQUESTS):
+        asker.send_multipart(protocol.encode_score(request_id, 50.0, [asked(request_id)]))
+    assert process.stdout is not None
+    for _ in range(N_REQUESTS):
+        assert process.stdout.readline().startswith("added")
+
+
+def assert_each_is_answered_once(asker: zmq.Socket, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    pending = set(range(N_REQUESTS))
+    while pending:
+        assert asker.poll(int(1000 * max(0.0, deadline - time.monotonic()))), f"{pending} open after {timeout_s} s"
+        message = protocol.decode(asker.recv_multipart())
+        assert isinstance(message, protocol.Answer)
+        np.testing.assert_array_equal(
+            message.answers[0].topk_ids_TK, expected_answer(asked(message.request_id)).topk_ids_TK
+        )
+        pending.remove(message.request_id)
+
+
+def test_the_requests_of_a_killed_worker_are_answered_by_another_at_once(proxy: Proxy, asker: zmq.Socket) -> None:
+    with worker_process(proxy.backend_port) as victim:
+        ask_of(victim, asker)
+        with running_worker(proxy.backend_port):
+            victim.kill()
+            assert_each_is_answered_once(asker, HEARTBEAT_INTERVAL_S + SLACK_S)
+
+
+def test_the_requests_of_a_stopped_worker_are_answered_once_though_it_comes_back_and_answers_too(
+    proxy: Proxy, asker: zmq.Socket
+) -> None:
+    with worker_process(proxy.backend_port) as victim, TeacherClient(server_port=proxy.frontend_port) as client:
+        ask_of(victim, asker)
+        with running_worker(proxy.backend_port):
+            victim.send_signal(signal.SIGSTOP)
+            assert_each_is_answered_once(asker, 2 * HEARTBEAT_INTERVAL_S + HEARTBEAT_TIMEOUT_S + SLACK_S)
+            assert client.hello().n_workers == 1
+            victim.send_signal(signal.SIGUSR1)  # first thing when it goes on: answer what it still holds
+            victim.send_signal(signal.SIGCONT)
+            await_n_workers(client, 2)
+        await_n_workers(client, 1)
+        assert len(client.submit([asked(7)], timeout_s=10).result()) == 1
+        assert not asker.poll(100)
+
+
+def test_a_long_engine_step_does_not_look_like_death(proxy: Proxy) -> None:
+    with running_worker(proxy.backend_port) as worker, TeacherClient(server_port=proxy.frontend_port) as client:
+        busy, quick_step = threading.Event(), worker.engine.step
+
+        def step() -> list[tuple[int, TeacherAnswer]]:
+            busy.wait(HEARTBEAT_TIMEOUT_S + 2 * HEARTBEAT_INTERVAL_S + 1)
+            return quick_step()
+
+        worker.engine.step = step  # type: ignore[method-assign]
+        future = client.submit([asked(3)], timeout_s=30)
+        assert len(future.result()) == 1
+        assert worker.engine.n_scored == 1 and client.hello().n_workers == 1
+
+
+def test_a_restarted_proxy_gets_its_workers_back() -> None:
+    port, backend_port = free_port(), free_port()
+    with ExitStack() as stack:
+        client = stack.enter_context(TeacherClient(server_port=port, timeout_s=20))
+        with running_proxy(port, backend_port):
+            stack.enter_context(running_worker(backend_port))
+            assert client.hello().n_workers == 1
+        with running_proxy(port, backend_port):
+            assert len(client.submit([asked(3)]).result()) == 1
+            stack.close()  # while there is a proxy that hears the farewell
