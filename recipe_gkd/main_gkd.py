@@ -27,6 +27,7 @@ from recipe_gkd.trainer import Trainer
 from recipe_gkd.workers import start_workers
 from teacher.client import TeacherClient
 from teacher.errors import TeacherError
+from teacher.records import TeacherInfo
 
 log = logging.getLogger("recipe_gkd")
 
@@ -85,20 +86,20 @@ def run(config: Config) -> None:
             return
         log.info("%d prompts, steps %d to %d", len(data), progress.step + 1, last_step)
         with ray_cluster(config):
-            device = choose_device(config.trainer.device)
-            asyncio.run(_until_sigterm(_train(config, device, client, loader, progress, checkpoint)))
+            asyncio.run(_until_sigterm(_train(config, client, info, loader, progress, checkpoint)))
 
 
 async def _train(
     config: Config,
-    device: str,
     client: TeacherClient,
+    teacher: TeacherInfo,
     loader: PromptLoader,
     progress: Progress,
     checkpoint: Path | None,
 ) -> None:
+    device = choose_device(config.trainer.device)
     total_steps = loader.last_step(progress.prompts_trained, progress.step)
-    async with start_workers(config, device, total_steps) as workers:
+    async with start_workers(config, device, total_steps=total_steps, stop_token_ids=teacher.eos_token_ids) as workers:
         trainer = Trainer(config, workers, client, loader, progress)
         if checkpoint is not None:
             await trainer.call_actors("load_checkpoint", str(checkpoint.absolute() / "actor"))

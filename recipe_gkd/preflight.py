@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from recipe_gkd.actor.shape import check_fits, read_shape
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError, ModelError
 from teacher.client import TeacherClient
@@ -22,29 +22,33 @@ class Student:
     """The student's folder, as far as the driver needs it."""
 
     path: Path
-    hf_config: dict[str, Any]
+    vocab_size: int
     tokenizer: Any
     fingerprint: str
     """Of the tokenizer's vocabulary; see ``teacher.fingerprint``."""
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.hf_config["vocab_size"])
 
 
 def read_student(config: Config) -> Student:
     """Find the student's folder and load its config and tokenizer; :class:`ModelError` tells what is missing."""
     import transformers
 
-    path = find_model(config.actor_rollout_ref.model.path)
-    hf_config = json.loads((path / "config.json").read_text())
+    model = config.actor_rollout_ref.model
+    path = find_model(model.path)
+    shape = read_shape(path, trust_remote_code=model.trust_remote_code)
+    check_fits(shape, config.actor_rollout_ref.actor.megatron)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if shape.max_positions < longest:
+        raise ConfigError(
+            f"the student {path} has {shape.max_positions} positions, but data.max_prompt_length + "
+            f"data.max_response_length = {longest}; lower those"
+        )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code
+            str(path), local_files_only=True, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"the tokenizer in {path} cannot be loaded: {error}") from error
-    return Student(path, hf_config, tokenizer, tokenizer_fingerprint(tokenizer))
+    return Student(path, shape.vocab_size, tokenizer, tokenizer_fingerprint(tokenizer))
 
 
 def with_model_path(config: Config, path: Path) -> Config:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -64,10 +65,10 @@ class Trainer:
                         with span(metrics, "timing/update_actor"):
                             metrics |= await self.update(batch)
                     self.advance(batch)
-                    if self.save_is_due():
+                    if self.saving or self.save_is_due():
                         async with pipeline.actor():
                             with span(metrics, "timing/save_checkpoint"):
-                                await self.save()
+                                await (self.save() if self.save_is_due() else self.finish_save(wait=False))
                     step_began = self.finish(batch, step_began)
                     loggers.log(metrics, self.progress.step)
 
@@ -143,17 +144,17 @@ class Trainer:
         if not checkpoint.async_save:
             await self.finish_save()
 
-    async def finish_save(self) -> None:
-        if self.saving is not None:
-            await self.call_actors("finish_saves")
+    async def finish_save(self, wait: bool = True) -> None:
+        """Complete the checkpoint that is being written, if there is one; without waiting, only if it is written."""
+        if self.saving is not None and all(await self.call_actors("finish_saves", wait)):
             self.saving.complete()
             self.saving = None
 
     # ---- bookkeeping
 
-    async def call_actors(self, method: str, *args: object) -> None:
-        timeout_s = self.config.actor_rollout_ref.actor.timeout_s
-        await self.workers.actors.call(method, *args, timeout_s=timeout_s, phase=f"{method}, step {self.progress.step}")
+    async def call_actors(self, method: str, *args: object) -> list[Any]:
+        timeout_s, phase = self.config.actor_rollout_ref.actor.timeout_s, f"{method}, step {self.progress.step}"
+        return await self.workers.actors.call(method, *args, timeout_s=timeout_s, phase=phase)
 
     def advance(self, batch: ReadyBatch) -> None:
         prompts = len(batch.samples) // self.config.actor_rollout_ref.rollout.n

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
+from recipe_gkd.errors import ResourceError
 from recipe_gkd.groups import WorkerGroup
 from recipe_gkd.pools import check_devices, create_pools, pool_specs
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
@@ -37,10 +40,13 @@ class Workers:
 
 
 @asynccontextmanager
-async def start_workers(config: Config, device: str, total_steps: int) -> AsyncIterator[Workers]:
+async def start_workers(
+    config: Config, device: str, *, total_steps: int, stop_token_ids: Sequence[int]
+) -> AsyncIterator[Workers]:
     """Reserve the pools, start every worker, connect actor and rollout; on leaving, end all their processes.
 
-    Raises :class:`ResourceError` before anything is started if the cluster is too small, and a worker's own error as
+    ``stop_token_ids``: the teacher's; an answer ends there too, or the student would learn from what comes after the
+    end of a turn. Raises :class:`ResourceError` before anything is started if the cluster is too small, and a worker's own error as
     soon as one fails to start.
     """
     timeout_s = config.trainer.startup_timeout_s
@@ -63,7 +69,10 @@ async def start_workers(config: Config, device: str, total_steps: int) -> AsyncI
         "rollout",
         rollout_pool.spawn(
             RolloutWorker,
-            [dict(config=config, rank=rank, device=device) for rank in range(n_rollouts)],
+            [
+                dict(config=config, rank=rank, device=device, stop_token_ids=stop_token_ids)
+                for rank in range(n_rollouts)
+            ],
             slots=tp,
             env=rollout_environment(device),
         ),
@@ -79,6 +88,7 @@ async def start_workers(config: Config, device: str, total_steps: int) -> AsyncI
         }
         _log_placement(reports)
         check_devices(reports)
+        await _check_shared_folder(config, actors)
         bucket_bytes = int(config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * (1 << 20))
         weights = WeightSync(
             actors,
@@ -98,6 +108,20 @@ async def start_workers(config: Config, device: str, total_steps: int) -> AsyncI
 async def _set_up_actors(actors: WorkerGroup, timeout_s: float) -> list[dict[str, Any]]:
     address = await actors.call_one(0, "rendezvous", timeout_s=timeout_s, phase="start")
     return await actors.call("setup", *address, timeout_s=timeout_s, phase="start")
+
+
+async def _check_shared_folder(config: Config, actors: WorkerGroup) -> None:
+    """Each actor rank writes its part of a checkpoint: all must see the driver's folder, not one of the same name."""
+    if config.trainer.save_freq <= 0:
+        return
+    folder = Path(config.trainer.default_local_dir).expanduser().absolute()
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared_with_workers") as probe:
+        seen = await actors.call("sees", probe.name, timeout_s=SHUTDOWN_S, phase="look for the checkpoint folder")
+    if blind := [actors.label(rank) for rank, sees in enumerate(seen) if not sees]:
+        raise ResourceError(
+            f"{', '.join(blind)} cannot see trainer.default_local_dir={folder} of the driver; give a folder on a disk "
+            "that all nodes share, or trainer.save_freq=-1 to write no checkpoints"
+        )
 
 
 def _log_placement(reports: dict[str, dict[str, Any]]) -> None:

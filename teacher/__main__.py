@@ -15,6 +15,8 @@ from teacher.errors import TeacherError
 from teacher.records import TeacherSequence
 from teacher.sockets import BACKEND_PORT, FRONTEND_PORT
 
+logger = logging.getLogger("teacher")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done or stopped by a signal, 1 failed (the last line on stderr says why), 2 wrong arguments."""
@@ -26,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
         args.run(args)
     except TeacherError as error:
         print(f"teacher {args.command}: {error}", file=sys.stderr)
+        return 1
+    except Exception:  # not to the interpreter, whose long way out would bury the reason under others' last words
+        logger.exception("teacher %s failed", args.command)
         return 1
     return 0
 

@@ -99,6 +99,11 @@ class StateWriter:
                 )
         self._queue.maybe_finalize_async_calls(blocking=True)
 
+    def finish_if_written(self) -> bool:
+        """Collective: complete the background save if all ranks have written it; whether none is left open."""
+        self._queue.maybe_finalize_async_calls(blocking=False)
+        return not self._queue.get_num_unfinalized_calls()
+
 
 def load(path: Path, state: TrainingState, contents: Sequence[str]) -> int:
     """Collective: fill ``state`` from a checkpoint of any layout; return its step (0 without `extra` in ``contents``).

@@ -274,10 +274,12 @@ class MegatronActor:
         with cpu_compat.on_host():
             self._writer.save(Path(path), self._state(), self._step, contents, background=options.async_save)
 
-    def finish_saves(self) -> None:
-        """Wait until what :meth:`save_checkpoint` started is complete."""
+    def finish_saves(self, wait: bool = True) -> bool:
+        """Complete what :meth:`save_checkpoint` started, waiting for its writers or not; whether it is complete."""
         with cpu_compat.on_host():
-            self._writer.finish(self._actor.timeout_s)
+            if wait:
+                self._writer.finish(self._actor.timeout_s)
+            return self._writer.finish_if_written()
 
     def load_checkpoint(self, path: str | Path) -> int:
         """Restore ``checkpoint.load_contents`` from what :meth:`save_checkpoint` wrote, in this layout or another.

@@ -71,7 +71,8 @@ def find_store(address: tuple[str, int], *, rank: int, world_size: int, timeout_
     return store
 
 
-def _meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+    """Wait for all ranks at ``store``. Raises :class:`DeadlineError` that names those which have not come."""
     keys = [f"here/{other}" for other in range(world_size)]
     try:
         store.set(keys[rank], "")
@@ -102,7 +103,7 @@ def init_parallel(
     Every collective of every group gives up after ``timeout_s`` + ``COLLECTIVE_GRACE_S``.
     Raises :class:`DeadlineError` that names the ranks which have not come.
     """
-    _meet(store, rank, world_size, timeout_s)
+    meet(store, rank, world_size, timeout_s)
     collective_timeout_s = timeout_s + COLLECTIVE_GRACE_S
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

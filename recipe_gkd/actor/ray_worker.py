@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -28,6 +29,10 @@ class ActorWorker:
         self._arguments: dict[str, Any] = dict(
             config=config, total_steps=total_steps, rank=rank, world_size=world_size, device=device
         )
+
+    def sees(self, path: str) -> bool:
+        """Whether a file that the driver has written is there on this worker's node too."""
+        return Path(path).exists()
 
     def rendezvous(self) -> tuple[str, int]:
         """Asked of rank 0: open the store where all ranks are to meet; this node's address, and the store's port."""
@@ -71,8 +76,8 @@ class ActorWorker:
     def save_checkpoint(self, path: str) -> None:
         self.actor.save_checkpoint(path)
 
-    def finish_saves(self) -> None:
-        self.actor.finish_saves()
+    def finish_saves(self, wait: bool = True) -> bool:
+        return self.actor.finish_saves(wait)
 
     def load_checkpoint(self, path: str) -> int:
         return self.actor.load_checkpoint(path)

@@ -137,7 +137,7 @@ class TeacherConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ActorRolloutRefConfig:
     hybrid_engine: bool = key("Actor and rollout in one process.")
-    nccl_timeout: float = key("Seconds that any collective, and any wait in a weight sync, may take.", gt=0)
+    nccl_timeout: float = key("Seconds that a weight sync may wait; collectives of the actor get 60 more.", gt=0)
     model: ModelConfig
     actor: ActorConfig
     rollout: RolloutEngineConfig

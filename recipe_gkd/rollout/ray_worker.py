@@ -62,9 +62,10 @@ class RolloutWorker:
         """Answer ``prompts``; yields, each time, all answers that finished since the last time.
 
         Closing the iterator early drops what is unfinished. Who calls through Ray closes it by ``ray.cancel`` of the
-        ``ObjectRefGenerator``; Ray lets a generator that is merely deleted run on. Raises :class:`WeightSyncError` if a
-        failed update made this worker unfit, :class:`DeadlineError` after ``rollout.timeout_s``, and
-        :class:`WorkerError` if the engine fails.
+        ``ObjectRefGenerator``, again and again until its ``completed()`` is ready: Ray loses a cancel that overtakes
+        the call, and lets a generator that is merely deleted run on. Raises :class:`WeightSyncError` if a failed update
+        made this worker unfit, :class:`DeadlineError` after ``rollout.timeout_s``, and :class:`WorkerError` if the
+        engine fails.
         """
         timeout_s = self._config.actor_rollout_ref.rollout.timeout_s
         started = time.monotonic()
@@ -114,7 +115,7 @@ class RolloutWorker:
         check_announced(meta, self._config.actor_rollout_ref.model.path, self._folder_shapes)
         self._open.clear()
         started, timeout_s = time.monotonic(), self._config.actor_rollout_ref.nccl_timeout
-        late = f"it still generates, so v{version} cannot be loaded"
+        late = f"v{version} cannot be loaded: it still generates"
         try:
             await self._in_time(self._idle.wait(), started, timeout_s, late)
         except DeadlineError:

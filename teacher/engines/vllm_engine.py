@@ -9,9 +9,12 @@ Prefix caching is off: a request for prompt logprobs whose rows come from the ca
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -66,10 +69,11 @@ class VllmEngine:
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 
-        from transformers import AutoTokenizer
-        from vllm import SamplingParams, __version__
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.llm_engine import LLMEngine
+        with _no_garbage_in_imports():
+            from transformers import AutoTokenizer
+            from vllm import SamplingParams, __version__
+            from vllm.sampling_params import RequestOutputKind
+            from vllm.v1.engine.llm_engine import LLMEngine
 
         _keep_prompt_logprobs_as_tensors()
         self._k, self._tp_size = config.n_logprobs, config.tp_size
@@ -225,6 +229,18 @@ def _keep_prompt_logprobs_as_tensors() -> None:
         self.prompt_logprobs = prompt_logprobs_tensors
 
     logprobs.LogprobsProcessor._update_prompt_logprobs = keep  # type: ignore[method-assign]
+
+
+@contextmanager
+def _no_garbage_in_imports() -> Iterator[None]:
+    """What the imports make lives for ever: to look for garbage in it, now and in the collections that vLLM asks for
+    while it starts, costs a third of a small model's start (3 of 8.5 CPU seconds)."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _vllm_version() -> str:

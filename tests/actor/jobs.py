@@ -46,6 +46,22 @@ def resume_and_train(
         return step, update(actor, batch, 1), exported(actor)
 
 
+def logits_of_a_loss(
+    rank: int, world_size: int, port: int, config: Config, batch: list[Sample]
+) -> tuple[int, int, torch.dtype]:
+    """What the loss is given in one update: rows of all micro-batches together, columns, dtype."""
+    seen: list[Tensor] = []
+
+    def watch(loss: Any, logits_TW: Tensor, batch: Any) -> Any:
+        seen.append(logits_TW.detach())
+        return loss(logits_TW, batch)
+
+    with started(rank, world_size, port, config) as actor:
+        actor._loss = partial(watch, actor._loss)
+        update(actor, batch)
+        return sum(map(len, seen)), seen[0].size(1), seen[0].dtype
+
+
 POISONED_TOKEN = 95
 
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(150)
 BATCHES = [make_samples(9), make_samples(9, seed=1)]
 TP2, PP2 = f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.pipeline_model_parallel_size=2"
 SP, VPP2 = f"{MEGATRON}.sequence_parallel=true", f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"
+PADDED_VOCAB = 128
 PLAIN_OPTIMIZER = f"{MEGATRON}.use_distributed_optimizer=false"
 BY_SAMPLES = f"{ACTOR}.use_dynamic_bsz=false"
 RECOMPUTE = [
@@ -100,14 +101,28 @@ def test_bfloat16_trains_with_float32_copies(pool: WorkerPool, folders: dict[str
         assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=3e-2)
 
 
-def test_ranks_without_work_and_empty_batches_take_part(pool: WorkerPool, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("ranks", "overrides"), [(2, []), (4, [TP2, SP])])
+def test_ranks_without_work_and_empty_batches_take_part(
+    ranks: int, overrides: list[str], pool: WorkerPool, folders: dict[str, Path]
+) -> None:
     """One sample for two data-parallel ranks, then answers without a token, then no sample at all."""
     one = [next(sample for sample in BATCHES[0] if len(sample.answer.ids))]
     silent = [sample for seed in range(9) for sample in make_samples(9, seed=seed) if not len(sample.answer.ids)]
     want_metrics, want_weights = reference_training(folders["qwen2"], [one])
-    results = pool.run(2, jobs.train, make_config(folders["qwen2"], ranks=2), [one, silent, []])
+    config = make_config(folders["qwen2"], *overrides, ranks=ranks)
+    results = pool.run(ranks, jobs.train, config, [one, silent, []])
     for _, metrics, _, _ in results:
         assert_metrics(metrics[:1], want_metrics)
         assert [m["actor/n_tokens"] for m in metrics[1:]] == [0, 0]
         assert [m["actor/kl_loss"] for m in metrics[1:]] == [0, 0]
+        assert metrics == results[0][1], "every rank reports the same"
     assert_weights(results[0][2], want_weights)
+
+
+def test_logits_are_computed_only_where_there_is_a_loss_and_stay_in_the_dtype_of_training(
+    pool: WorkerPool, folders: dict[str, Path]
+) -> None:
+    config = make_config(folders["qwen2"], TP2, SP, f"{MEGATRON}.dtype=bfloat16", ranks=2)
+    n_tokens = sum(len(sample.answer.ids) for sample in BATCHES[0])
+    for rows, columns, dtype in pool.run(2, jobs.logits_of_a_loss, config, BATCHES[0]):
+        assert (rows, columns, dtype) == (n_tokens, PADDED_VOCAB // 2, torch.bfloat16)

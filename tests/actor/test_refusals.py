@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from recipe_gkd.actor.shape import read_shape
-from recipe_gkd.errors import ModelError
+from recipe_gkd.actor.shape import check_fits, read_shape
+from recipe_gkd.errors import ConfigError, ModelError
 from tests.actor import jobs
-from tests.actor.test_layouts import PP2, TP2
+from tests.actor.test_layouts import PP2, TP2, VPP2
 from tests.actor.tiny import MEGATRON, TOP_K, make_config, make_folder, make_sample, make_samples
 from tests.worker_pool import WorkerPool
 
@@ -64,7 +66,6 @@ def test_settings_that_do_not_fit_the_model_are_refused(
         f"{MEGATRON}.override_transformer_config.recompute_granularty=full"
     )
     assert "must divide the model's 4 heads, 2 key/value heads" in message(TP2.replace("=2", "=4"), ranks=4)
-    assert "4 layers cannot be divided equally into 3 pipeline stages" in message(PP2.replace("=2", "=3"), ranks=3)
 
     folder = make_folder(tmp_path / "broken", "qwen2")
     weights = load_file(folder / "model.safetensors")
@@ -78,10 +79,29 @@ def test_settings_that_do_not_fit_the_model_are_refused(
     assert "cannot be read as safetensors" in message(folder=folder)
 
 
+def test_layouts_that_do_not_divide_the_model_are_found_by_its_numbers_alone(folders: dict[str, Path]) -> None:
+    def check(*overrides: str, ranks: int) -> None:
+        config = make_config(folders["llama"], *overrides, ranks=ranks)
+        check_fits(read_shape(folders["llama"]), config.actor_rollout_ref.actor.megatron)
+
+    check(TP2, PP2, VPP2, ranks=4)
+    with pytest.raises(ConfigError, match="must divide the model's 4 heads, 2 key/value heads"):
+        check(TP2.replace("=2", "=4"), ranks=4)
+    with pytest.raises(ConfigError, match="4 layers cannot be divided equally into 3 pipeline stages"):
+        check(PP2.replace("=2", "=3"), ranks=3)
+
+
+def test_numbers_of_a_model_are_read_without_megatron() -> None:
+    program = "import sys; import recipe_gkd.actor.shape; sys.exit(bool({'megatron', 'torch'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"model_type": "gpt2"}, "is a 'gpt2' model; the actor can train: qwen2, qwen3, llama"),
+        ({"model_type": "from_the_future"}, "is a 'from_the_future' model; the actor can train: qwen2, qwen3, llama"),
+        ({"hidden_size": "wide"}, "config.json cannot be read .*'hidden_size' expected int"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rotary scaling .*yarn"),

@@ -82,7 +82,8 @@ def test_tensor_parallel_two_rollout_and_two_teacher_workers(start: Start) -> No
         "actor_rollout_ref.actor.megatron.sequence_parallel=true",
         "actor_rollout_ref.teacher.n_server_workers=2",
         "actor_rollout_ref.rollout.n=2",
-        "trainer.total_epochs=2", "trainer.total_training_steps=4",
+        "trainer.total_epochs=2",
+        "trainer.total_training_steps=4",
         "actor_rollout_ref.actor.checkpoint.async_save=true",
     ).finish()
     assert run.status == 0, run.output
