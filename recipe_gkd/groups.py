@@ -68,7 +68,7 @@ class WorkerGroup:
         except TimeoutError as error:
             raise _silent(phase, [self.label(rank)], [], timeout_s) from error
         finally:
-            del items  # tells Ray to cancel what is still being generated
+            await _close(items)
 
     async def stream_each(
         self, method: str, args: Sequence[Sequence[Any]], *, timeout_s: float, phase: str
@@ -121,6 +121,17 @@ async def gather(calls: dict[str, Awaitable[Any]], *, timeout_s: float, phase: s
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _close(items: Any) -> None:
+    """End what still generates. Ray loses a cancel that overtakes its call, so it is told until the call has ended."""
+    ended = asyncio.ensure_future(_result(items.completed()))
+    started = time.monotonic()
+    while not ended.done() and time.monotonic() - started < _GRACE_S:
+        ray.cancel(items)
+        await asyncio.wait([ended], timeout=0.2)
+    if not ended.cancel():
+        ended.exception()
 
 
 async def _result(call: Awaitable[Any]) -> Any:

@@ -46,8 +46,8 @@ async def start_workers(
     """Reserve the pools, start every worker, connect actor and rollout; on leaving, end all their processes.
 
     ``stop_token_ids``: the teacher's; an answer ends there too, or the student would learn from what comes after the
-    end of a turn. Raises :class:`ResourceError` before anything is started if the cluster is too small, and a worker's own error as
-    soon as one fails to start.
+    end of a turn. Raises :class:`ResourceError` before anything is started if the cluster is too small, and a worker's
+    own error as soon as one fails to start.
     """
     timeout_s = config.trainer.startup_timeout_s
     actor_pool, rollout_pool = await create_pools(pool_specs(config, device), timeout_s=timeout_s)

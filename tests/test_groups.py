@@ -18,6 +18,8 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 class Worker:
+    counting = False
+
     async def echo(self, value: Any) -> Any:
         return value
 
@@ -39,6 +41,18 @@ class Worker:
             yield i
         if n == 0:
             raise ZeroDivisionError("one over nothing")
+
+    async def count_for_ever(self) -> AsyncIterator[int]:
+        self.counting = True
+        try:
+            while True:
+                await asyncio.sleep(0.01)
+                yield 1
+        finally:
+            self.counting = False
+
+    async def is_counting(self) -> bool:
+        return self.counting
 
     async def shutdown(self) -> None:
         pass
@@ -116,6 +130,17 @@ def test_a_stream_that_breaks_or_stalls_is_told(group: WorkerGroup, args: Any, e
 
     with pytest.raises(error, match=says):
         run(collect())
+
+
+def test_a_stream_that_is_left_early_ends_on_the_workers_too(group: WorkerGroup) -> None:
+    async def take_one() -> None:
+        stream = group.stream_each("count_for_ever", [[], []], timeout_s=20, phase="generate")
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    run(take_one())
+    assert run(group.call("is_counting", timeout_s=20, phase="ask"))[:2] == [False, False]
 
 
 def test_stop_ends_the_processes_even_of_workers_that_are_stuck() -> None:
