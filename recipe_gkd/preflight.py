@@ -92,8 +92,8 @@ def meet_teacher(client: TeacherClient, student: Student, config: Config) -> Tea
         )
     if foreign := [token for token in info.eos_token_ids if token >= student.vocab_size]:
         raise ConfigError(
-            f"the teacher {info.model_name} ends its turns with {foreign}, but the student {student.path} has only the ids "
-            f"0 to {student.vocab_size - 1}; correct eos_token_id in the teacher's generation_config.json"
+            f"the teacher {info.model_name} ends its turns with {foreign}, but the student {student.path} has only "
+            f"ids 0 to {student.vocab_size - 1}; correct eos_token_id in the teacher's generation_config.json"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
     if info.max_model_len < longest:
