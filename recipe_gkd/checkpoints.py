@@ -48,7 +48,7 @@ class CheckpointWriter:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
-    def complete(self) -> None:
+    def complete(self) -> Path:
         """Everything is written: give the folder its name, and make it the latest."""
         (self.folder / "trainer.json").write_text(json.dumps(asdict(self.progress), indent=2) + "\n")
         final = self.root / f"global_step_{self.progress.step}"
@@ -57,6 +57,7 @@ class CheckpointWriter:
         fresh = self.root / f"{LATEST}.new"
         fresh.write_text(f"{self.progress.step}\n")
         fresh.replace(self.root / LATEST)
+        return final
 
     def discard(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -106,9 +106,16 @@ class Pipeline:
         try:
             await self._tasks.__aexit__(*error)
         except BaseExceptionGroup as group:
-            # The body's own failure came first, unless a stage's failure is why the body was cancelled.
-            body = error[1] if error[1] is not None and not isinstance(error[1], asyncio.CancelledError) else None
-            raise body or _first(group) from None
+            raise self._cause(error[1], group) from None
+
+    @staticmethod
+    def _cause(body: BaseException | None, group: BaseExceptionGroup[BaseException]) -> BaseException:
+        """What the body raised came first, unless it was only cancelled because a stage had failed."""
+        task = asyncio.current_task()
+        cancelled_from_outside = task is not None and task.cancelling() > 0
+        if body is not None and (cancelled_from_outside or not isinstance(body, asyncio.CancelledError)):
+            return body
+        return _first(group)
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._tasks.create_task(work)

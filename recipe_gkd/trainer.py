@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -26,6 +27,8 @@ from recipe_gkd.schedule import MAX_STALENESS, Pipeline, ReadyBatch, group_size
 from recipe_gkd.workers import Workers
 from teacher.client import TeacherClient
 from teacher.records import TeacherSequence
+
+log = logging.getLogger(__name__)
 
 MARGIN_S = 10.0
 """A worker's own deadline ends first: its error says more than that it did not answer."""
@@ -147,7 +150,7 @@ class Trainer:
     async def finish_save(self, wait: bool = True) -> None:
         """Complete the checkpoint that is being written, if there is one; without waiting, only if it is written."""
         if self.saving is not None and all(await self.call_actors("finish_saves", wait)):
-            self.saving.complete()
+            log.info("checkpoint of step %d: %s", self.saving.progress.step, self.saving.complete())
             self.saving = None
 
     # ---- bookkeeping

@@ -78,13 +78,13 @@ async def start_workers(
         ),
     )
     try:
-        async with asyncio.TaskGroup() as both:
-            actor_setup = both.create_task(_set_up_actors(actors, timeout_s))
-            rollout_setup = both.create_task(rollouts.call("setup", timeout_s=timeout_s, phase="start"))
+        layout, engines = await asyncio.gather(
+            _set_up_actors(actors, timeout_s), rollouts.call("setup", timeout_s=timeout_s, phase="start")
+        )
         reports = {
             group.label(rank): report
-            for group, task in ((actors, actor_setup), (rollouts, rollout_setup))
-            for rank, report in enumerate(task.result())
+            for group, own in ((actors, layout), (rollouts, engines))
+            for rank, report in enumerate(own)
         }
         _log_placement(reports)
         check_devices(reports)
@@ -97,7 +97,6 @@ async def start_workers(
             bucket_bytes=bucket_bytes,
             timeout_s=config.actor_rollout_ref.nccl_timeout,
         )
-        layout = actor_setup.result()
         yield Workers(actors, rollouts, weights, layout[0]["dp_size"], [report["dp_rank"] for report in layout])
     finally:
         await asyncio.gather(actors.stop(timeout_s=SHUTDOWN_S), rollouts.stop(timeout_s=SHUTDOWN_S))

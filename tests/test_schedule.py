@@ -28,6 +28,7 @@ class Stages:
         self.syncs: list[int] = []
         self.generated_during_update: list[int] = []
         self.asked_while_generating = 0
+        self.broken = False
 
     async def spend(self, stage: str) -> None:
         await asyncio.sleep(self.seconds.get(stage, 0.0) * self.rng.uniform(0.3, 1.7))
@@ -202,3 +203,47 @@ def test_leaving_early_cancels_what_is_under_way() -> None:
         raise AssertionError
 
     assert asyncio.run(asyncio.wait_for(first_batch_only(), 5)) == 0
+
+
+def test_a_failing_update_is_told_even_if_a_stage_breaks_while_it_is_cancelled() -> None:
+    stages = Stages(SHAPES["update_bound"], random.Random(0))
+
+    async def score_and_break(group: list[tuple[Prompt, Answer]]) -> list[Sample]:
+        try:
+            return await Stages.score(stages, group)
+        finally:
+            if stages.broken:
+                raise ZeroDivisionError("an echo")
+
+    async def run_and_fail() -> None:
+        async with Pipeline(
+            stages.batches(9), generate=stages.generate, score=score_and_break, sync=stages.sync, max_staleness=2
+        ) as pipeline:
+            async for batch in pipeline:
+                async with pipeline.updating(batch):
+                    stages.broken = True
+                    raise LookupError("the update")
+
+    with pytest.raises(LookupError, match="the update"):
+        asyncio.run(asyncio.wait_for(run_and_fail(), 20))
+
+
+def test_a_cancelled_run_stays_cancelled_whatever_its_stages_do() -> None:
+    stages = Stages(SHAPES["update_bound"], random.Random(0))
+
+    async def fail_when_cancelled(group: list[tuple[Prompt, Answer]]) -> list[Sample]:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise ZeroDivisionError("an echo") from None
+        return []
+
+    async def cancel_soon() -> None:
+        stages.score = fail_when_cancelled  # type: ignore[method-assign]
+        run = asyncio.ensure_future(stages.run(9, 1))
+        await asyncio.sleep(0.1)
+        run.cancel()
+        await run
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel_soon())

@@ -41,6 +41,11 @@ def test_more_slots_than_the_machine_has(start: Start) -> None:
     assert_refused(start("trainer.n_gpus_per_node=999"), "actor pool: 1 x 999 CPU slots")
 
 
+def test_a_worker_that_fails_to_start(start: Start) -> None:
+    field = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularty=full"
+    assert_refused(start(field), "recompute_granularity")
+
+
 def test_cuda_on_a_machine_without(start: Start) -> None:
     import torch
 
