@@ -72,8 +72,10 @@ def test_every_scheduler_trains_within_its_bound(start: Start, scheduler: str, b
     assert run.leftovers() == []
 
 
-def test_tensor_parallel_two_rollout_and_two_teacher_workers(start: Start) -> None:
+def test_tensor_parallel_two_rollout_and_two_teacher_workers(start: Start, tmp_path: Path) -> None:
     run = start(
+        f"ray_init.timeline_json_file={tmp_path}/timeline.json",
+        "trainer.save_freq=2",
         "trainer.scheduler=two_step_off",
         "trainer.n_gpus_per_node=2",
         "rollout.n_gpus_per_node=2",
@@ -88,7 +90,8 @@ def test_tensor_parallel_two_rollout_and_two_teacher_workers(start: Start) -> No
     ).finish()
     assert run.status == 0, run.output
     assert run.metrics[-1]["actor/kl_loss"] < run.metrics[0]["actor/kl_loss"]
-    assert (run.folder / "global_step_4" / "trainer.json").exists()
+    assert all((run.folder / f"global_step_{step}" / "trainer.json").exists() for step in (2, 4))
+    assert (tmp_path / "timeline.json").stat().st_size > 100
     assert run.leftovers() == []
 
 
