@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from tiny import TEACHERS_EOS, TinyActor, config_for, model_of, prompts
+from small_models import TEACHERS_EOS, TinyActor, config_for, model_of, prompts
 
 from recipe_gkd.groups import WorkerGroup
 from recipe_gkd.rollout.environment import worker_environment

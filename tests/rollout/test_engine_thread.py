@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny import prompts
+from small_models import prompts
 
 from recipe_gkd.errors import GkdError, ModelError, WorkerError
 from recipe_gkd.rollout import engine as module

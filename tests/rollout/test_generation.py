@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 from conftest import NEW, OLD, Pool
-from tiny import EOS, TEACHERS_EOS, config_for, model_of, prompts, reference_logprobs
+from small_models import EOS, TEACHERS_EOS, config_for, model_of, prompts, reference_logprobs
 
 from recipe_gkd.config import Config
 from recipe_gkd.errors import DeadlineError, WorkerError

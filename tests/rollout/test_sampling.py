@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import config_for
+from small_models import config_for
 
 from recipe_gkd.errors import ModelError
 from recipe_gkd.rollout.sampling import request_seed, sampling_from, stop_token_ids

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import ray
 from conftest import CHANNEL_TIMEOUT_S, NEW, OLD, Pool, environment
-from tiny import config_for, model_of, prompts, reference_logprobs
+from small_models import config_for, model_of, prompts, reference_logprobs
 
 from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.groups import WorkerGroup

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 from conftest import CHANNEL_TIMEOUT_S, NEW, OLD, Pool, environment
-from tiny import DoomedWorker, model_of, prompts, reference_logprobs
+from small_models import DoomedWorker, model_of, prompts, reference_logprobs
 
 from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.samples import Answer
