@@ -14,6 +14,9 @@ from typing import Any
 
 Job = Callable[..., Any]
 
+MOST_THREADS = 600
+"""Gloo leaves a polling thread for each group that a job made; thousands of them slow the whole machine down."""
+
 
 class WorkerPool:
     """Runs ``job(rank, world_size, port, *args)`` on the first ``world_size`` processes, started when needed."""
@@ -23,6 +26,8 @@ class WorkerPool:
 
     def run(self, world_size: int, job: Job, *args: Any, timeout_s: float = 90) -> list[Any]:
         """Results by rank. A failure or a missed deadline ends all processes: others may be waiting for that one."""
+        if any(len(os.listdir(f"/proc/{process.pid}/task")) > MOST_THREADS for process, _ in self._workers):
+            self.close()
         self._start(world_size)
         port = free_port()
         for rank, (_, pipe) in enumerate(self._workers[:world_size]):

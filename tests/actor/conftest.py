@@ -9,7 +9,7 @@ from tests.actor.tiny import make_folder
 from tests.worker_pool import WorkerPool
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
     """Up to four processes, which import Megatron once."""
     pool = WorkerPool()
@@ -17,7 +17,7 @@ def pool() -> Iterator[WorkerPool]:
     pool.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny models with random weights, by kind."""
     base = tmp_path_factory.mktemp("models")
