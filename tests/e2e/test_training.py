@@ -54,8 +54,8 @@ def test_a_student_that_is_its_own_teacher_has_nothing_to_learn(start: Start, ow
     assert run.metrics[0]["actor/grad_norm"] < 1e-3
 
 
-@pytest.mark.parametrize(("scheduler", "bound"), [("sync", 0), ("one_step_off", 1), ("two_step_off", 2)])
-def test_every_scheduler_trains_within_its_bound(start: Start, scheduler: str, bound: int) -> None:
+@pytest.mark.parametrize(("scheduler", "bound"), [("one_step_off", 1), ("two_step_off", 2)])  # sync: below
+def test_a_schedule_trains_within_its_bound(start: Start, scheduler: str, bound: int) -> None:
     run = start(
         f"trainer.scheduler={scheduler}",
         "trainer.total_epochs=2",
@@ -98,6 +98,7 @@ def test_tensor_parallel_two_rollout_and_two_teacher_workers(start: Start, tmp_p
 def test_a_run_that_was_cut_resumes_where_it_was_and_writes_a_model_that_loads(start: Start) -> None:
     whole = start("trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.save_freq=2").finish()
     assert whole.status == 0, whole.output
+    assert all(line["training/staleness_max"] == 0 for line in whole.metrics)
     part = start(
         "trainer.scheduler=sync",
         "trainer.total_epochs=2",

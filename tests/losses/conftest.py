@@ -7,7 +7,7 @@ import pytest
 from tests.worker_pool import WorkerPool
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool

@@ -51,14 +51,16 @@ def test_only_the_half_made_artefact_is_made_again(prepared: Path, instant_recip
 
 def test_a_model_that_does_not_get_there_is_not_put_in_place(tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPES["student"], steps_between_evaluations=1, max_steps=1)
+    others = set(multiprocessing.active_children())
     with pytest.raises(ModelError, match=r"the student was not made: ModelError: got .* after 1 steps"):
         prepare(tmp_path, recipes={"student": recipe}, timeout_s=100)
     assert not (tmp_path / "student").exists()
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_a_deadline_names_who_was_late_and_ends_it(tmp_path: Path) -> None:
+    others = set(multiprocessing.active_children())
     with pytest.raises(DeadlineError, match="training of the teacher and student"):
         prepare(tmp_path, timeout_s=0.1)
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= others
     assert [path.name for path in tmp_path.iterdir() if path.name in RECIPES] == []
