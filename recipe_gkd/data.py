@@ -90,6 +90,7 @@ class PromptLoader:
         self.data, self.config, self.n = data, config, n
         self.total_prompts = len(data) * epochs
         self.max_steps = max_steps
+        self._cached = (-1, np.arange(0))  # the order of the epoch last asked for
 
     def last_step(self, position: int, step: int) -> int:
         """The number of steps that the run will have done at its end, if ``step`` have brought it to ``position``."""
@@ -114,11 +115,11 @@ class PromptLoader:
         return int(self._order(epoch)[offset])
 
     def _order(self, epoch: int) -> np.ndarray:
-        if not hasattr(self, "_cached") or self._cached[0] != epoch:
+        if self._cached[0] != epoch:
             order = np.arange(len(self.data))
             if self.config.shuffle:
                 order = np.random.default_rng([self.config.seed, epoch]).permutation(len(self.data))
-            self._cached: tuple[int, np.ndarray] = (epoch, order)
+            self._cached = (epoch, order)
         return self._cached[1]
 
 

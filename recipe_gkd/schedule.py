@@ -36,7 +36,7 @@ MAX_STALENESS = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 
 Generate = Callable[[PromptBatch], AsyncIterator[list[Answer]]]
 """Answers of a batch, in any order, as they finish."""
-Score = Callable[[list[tuple[Prompt, Answer]]], Awaitable[list[Sample]]]
+Score = Callable[[list[tuple[Prompt, Answer]]], Coroutine[Any, Any, list[Sample]]]
 """The teacher's opinion of some answers."""
 Sync = Callable[[int], Awaitable[dict[str, float]]]
 """Send the actor's weights, which have this version, to every rollout worker; returns metrics."""
@@ -48,6 +48,8 @@ class ReadyBatch:
 
     step: int
     epoch: float
+    generated_at: float
+    """When its last answer was there, on `time.monotonic`'s clock."""
     samples: list[Sample] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -131,7 +133,7 @@ class Pipeline:
                 return
             batch = await task
             ready = time.monotonic()
-            generated = min(max(asked, batch.metrics.pop("_generated_at")), ready)
+            generated = min(max(asked, batch.generated_at), ready)
             batch.metrics["timing/wait_prev_gen"] = generated - asked
             batch.metrics["timing/wait_prev_teacher"] = ready - generated
             yield batch
@@ -200,18 +202,13 @@ class Pipeline:
                 group.append((waiting.pop(answer.uid), answer))
                 if len(group) == group_size or not waiting:
                     first_request = first_request or time.monotonic()
-                    requests.append(self._start(self._request(group)))
+                    requests.append(self._start(self._score(group)))
                     group = []
         if waiting:
             raise WorkerError(f"step {prompts.step}: {len(waiting)} of {len(prompts.prompts)} prompts got no answer")
         ended = time.monotonic()
-        batch = ReadyBatch(
-            prompts.step, prompts.epoch, metrics={"timing/generate_sequences": ended - started, "_generated_at": ended}
-        )
+        batch = ReadyBatch(prompts.step, prompts.epoch, ended, metrics={"timing/generate_sequences": ended - started})
         self._scored.put_nowait(self._start(self._collect(batch, requests, first_request or ended)))
-
-    async def _request(self, group: list[tuple[Prompt, Answer]]) -> list[Sample]:
-        return await self._score(group)
 
     async def _collect(
         self, batch: ReadyBatch, requests: list[asyncio.Task[list[Sample]]], first_request: float
