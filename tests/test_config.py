@@ -75,7 +75,7 @@ def test_an_unknown_key_in_a_file_of_ones_own_is_refused_too(tmp_path: Path) -> 
     ("override", "says"),
     [
         ("trainer.nnodes=two", "trainer.nnodes: got 'two'"),
-        ("trainer.scheduler=fast", "'sync', 'one_step_off' or 'two_step_off'"),
+        ("trainer.scheduler=fast", "'sync', 'one_step_off', 'two_step_off' or 'n_step_off'"),
         ("actor_rollout_ref.actor.optim.lr=-1", "greater than 0"),
         ("trainer.logger=[console,wandb]", "trainer.logger.1: got 'wandb'"),
         ("actor_rollout_ref.hybrid_engine=true", "set it to false"),

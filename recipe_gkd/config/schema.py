@@ -122,6 +122,9 @@ class RolloutEngineConfig:
     max_model_len: int | None = key("Longest sequence; null: prompt plus response length.", ge=1)
     enforce_eager: bool = key("No CUDA graphs (a CPU is always eager).")
     update_weights_bucket_megabytes: float = key("Weights are sent in buckets of this size.", gt=0)
+    weight_transport: Literal["auto", "collective", "ipc"] = key(
+        "`collective`: NCCL or gloo; `ipc`: memory shared on one node; `auto`: `ipc` where GPUs are shared."
+    )
     timeout_s: float = key("Seconds that the answers of one batch may take.", gt=0)
 
 
@@ -148,12 +151,17 @@ class ActorRolloutRefConfig:
 class RolloutPoolConfig:
     nnodes: int = key("Nodes of the rollout pool.", ge=1)
     n_gpus_per_node: int = key("GPUs (CPU slots when `trainer.device` is cpu) on each.", ge=1)
+    share_actor_gpus: bool = key("Each rollout worker lives on the GPU of an actor rank instead of one of its own.")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainerConfig:
-    scheduler: Literal["sync", "one_step_off", "two_step_off"] = key(
-        "Steps that generation may run ahead of training: 0, 1 or 2."
+    scheduler: Literal["sync", "one_step_off", "two_step_off", "n_step_off"] = key(
+        "Updates that the weights that generate may be behind: 0, 1, 2, or `max_staleness`."
+    )
+    max_staleness: int | None = key("The bound of `n_step_off`; null with the other schedulers.", ge=0)
+    inflight_update: bool = key(
+        "New weights do not wait for the answers under way: generation pauses, loads them and goes on."
     )
     device: Literal["auto", "cuda", "cpu"] = key("`auto` takes CUDA where Ray sees a GPU.")
     nnodes: int = key("Nodes of the actor pool.", ge=1)
@@ -172,6 +180,8 @@ class TrainerConfig:
     )
     resume_from_path: str | None = key("Checkpoint folder (`.../global_step_N`) for `resume_path`.")
     startup_timeout_s: float = key("Seconds that all workers together may take to start.", gt=0)
+    max_worker_restarts: int = key("Rollout workers that may be replaced in one run when they die; 0: none.", ge=0)
+    trace_file: str | None = key("Write a trace of every stage, worker and batch there, for Perfetto.")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

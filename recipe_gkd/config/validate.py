@@ -15,7 +15,7 @@ MEGATRON = "actor_rollout_ref.actor.megatron"
 
 def validate(config: Config) -> None:
     """Raise :class:`ConfigError` with every complaint at once."""
-    checks = (_not_supported, _actor_layout, _rollout_layout, _lengths, _ray, _resume)
+    checks = (_not_supported, _schedule, _actor_layout, _rollout_layout, _shared_gpus, _lengths, _ray, _resume)
     if complaints := [complaint for check in checks for complaint in check(config)]:
         raise ConfigError("\n".join(complaints))
 
@@ -49,6 +49,20 @@ def _not_supported(config: Config) -> Iterator[str]:
         )
 
 
+def _schedule(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if (trainer.scheduler == "n_step_off") != (trainer.max_staleness is not None):
+        yield (
+            f"trainer.scheduler={trainer.scheduler} with trainer.max_staleness={trainer.max_staleness}: n_step_off "
+            "needs a bound, such as trainer.max_staleness=4, and the other schedulers have theirs; change one of the two"
+        )
+    if trainer.scheduler == "sync" and trainer.inflight_update:
+        yield (
+            "trainer.inflight_update=true with trainer.scheduler=sync: nothing is under way when the weights change; "
+            "set it to false, or choose one_step_off or more"
+        )
+
+
 def _actor_layout(config: Config) -> Iterator[str]:
     megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
     slots = trainer.nnodes * trainer.n_gpus_per_node
@@ -77,6 +91,20 @@ def _rollout_layout(config: Config) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp} does not divide rollout.n_gpus_per_node="
             f"{per_node}; an engine lives on one node"
+        )
+
+
+def _shared_gpus(config: Config) -> Iterator[str]:
+    trainer, rollout = config.trainer, config.rollout
+    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if not rollout.share_actor_gpus:
+        return
+    if (trainer.nnodes, trainer.n_gpus_per_node) != (rollout.nnodes, rollout.n_gpus_per_node) or tp > 1:
+        yield (
+            f"rollout.share_actor_gpus=true puts one rollout worker beside each actor rank, but the actor pool has "
+            f"{trainer.nnodes} x {trainer.n_gpus_per_node} slots, the rollout pool {rollout.nnodes} x "
+            f"{rollout.n_gpus_per_node}, and an engine {tp}; give both pools the same size, and "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
         )
 
 
