@@ -35,7 +35,9 @@ class Answer:
     finish_reason: str
     """`stop`: the model ended; `length`: cut at `data.max_response_length`."""
     weights_version: int
-    """Number of optimiser steps behind the weights that generated it."""
+    """Number of optimiser steps behind the oldest weights that had a part in it: staleness is never understated."""
+    versions_T: np.ndarray
+    """int32 [T], ascending: the weights' version that sampled each token; they differ if weights changed in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +73,15 @@ class Sample:
         rows = len(self.answer.ids)
         if self.prompt.uid != self.answer.uid:
             raise ValueError(f"answer {self.answer.uid} was attached to prompt {self.prompt.uid}")
-        if not (len(self.teacher.logps_TK) == len(self.teacher.ids_TK) == len(self.answer.logprobs) == rows):
-            raise ValueError(
-                f"sample {self.prompt.uid}: {rows} response tokens, {len(self.answer.logprobs)} logprobs, "
-                f"{len(self.teacher.logps_TK)} and {len(self.teacher.ids_TK)} teacher rows; all must be equal"
-            )
+        lengths = {
+            "logprobs": len(self.answer.logprobs),
+            "versions": len(self.answer.versions_T),
+            "teacher rows": len(self.teacher.logps_TK),
+            "teacher id rows": len(self.teacher.ids_TK),
+        }
+        if set(lengths.values()) != {rows}:
+            told = ", ".join(f"{length} {what}" for what, length in lengths.items())
+            raise ValueError(f"sample {self.prompt.uid}: {rows} response tokens, {told}; all must be equal")
 
     @property
     def token_ids(self) -> np.ndarray:

@@ -58,6 +58,7 @@ class Stages:
                     logprobs=EMPTY,
                     finish_reason="stop",
                     weights_version=self.rollout_version,
+                    versions_T=EMPTY,
                 )
                 for prompt in some
             ]

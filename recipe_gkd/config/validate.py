@@ -54,7 +54,7 @@ def _schedule(config: Config) -> Iterator[str]:
     if (trainer.scheduler == "n_step_off") != (trainer.max_staleness is not None):
         yield (
             f"trainer.scheduler={trainer.scheduler} with trainer.max_staleness={trainer.max_staleness}: n_step_off "
-            "needs a bound, such as trainer.max_staleness=4, and the other schedulers have theirs; change one of the two"
+            "needs a bound, such as trainer.max_staleness=4, and the others have theirs; change one of the two"
         )
     if trainer.scheduler == "sync" and trainer.inflight_update:
         yield (

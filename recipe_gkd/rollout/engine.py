@@ -270,16 +270,19 @@ def _add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dic
     engine.add_request(request_id, {"prompt_token_ids": prompt.ids.tolist()}, sampling)
 
 
-def _answer(uid: int, output: RequestOutput) -> Answer:
-    """If weights changed while it was generated, it carries the oldest version: staleness is never understated."""
+def _answer(uid: int, output: RequestOutput, version: int) -> Answer:
+    """``version``: that of the engine now, which an answer without tokens carries."""
     from recipe_gkd.rollout.vllm_compat import FlatLogprobs
 
     completion = output.outputs[0]
-    assert isinstance(completion.logprobs, FlatLogprobs) and completion.weight_versions is not None
+    assert isinstance(completion.logprobs, FlatLogprobs)
+    spans = completion.weight_versions or []
+    versions_T = np.repeat([int(span.version) for span in spans], [span.end - span.start for span in spans])
     return Answer(
         uid=uid,
         ids=np.asarray(completion.token_ids, dtype=np.int32),
         logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
         finish_reason=completion.finish_reason or "length",
-        weights_version=min(int(span.version) for span in completion.weight_versions),
+        weights_version=min(versions_T.tolist(), default=version),
+        versions_T=versions_T.astype(np.int32),
     )

@@ -81,6 +81,7 @@ def make_sample(uid: int, prompt: Any, answer: Any, logps_TK: Any, ids_TK: Any) 
             logprobs=zeros,
             finish_reason="stop",
             weights_version=0,
+            versions_T=np.zeros(len(answer), np.int32),
         ),
         teacher=TeacherTopK(
             logps_TK=np.asarray(logps_TK, np.float32), ids_TK=np.asarray(ids_TK, np.int32), sampled_logps_T=zeros
