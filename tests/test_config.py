@@ -85,6 +85,10 @@ def test_an_unknown_key_in_a_file_of_ones_own_is_refused_too(tmp_path: Path) -> 
             f"{MEGATRON}.tensor_model_parallel_size=2",
             "= 1 slots, which tensor x pipeline parallel = 2 x 1 = 2 does not",
         ),
+        (
+            f"{MEGATRON}.expert_model_parallel_size=2",
+            "1 slots, which expert tensor x expert x pipeline parallel = 1 x 2 x 1 = 2 does not divide",
+        ),
         (f"{MEGATRON}.sequence_parallel=true", "needs actor_rollout_ref.actor.megatron.tensor_model_parallel_size > 1"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "does not divide rollout.n_gpus_per_node=1"),
         ("actor_rollout_ref.rollout.max_model_len=8", "raise it, or set it to null"),

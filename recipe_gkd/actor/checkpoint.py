@@ -174,12 +174,11 @@ def _model_state(state: TrainingState) -> dict[str, Any]:
 
 
 def _rng_state(layout: Layout) -> ShardedObject:
-    """One entry for each tensor and pipeline rank; data-parallel ranks agree."""
+    """One entry for each rank: those that share experts draw differently."""
     states = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    place = (layout.pp_rank, layout.tp_rank)
-    return ShardedObject("rng", states, (layout.pp_size, layout.tp_size), place, replica_id=layout.dp_rank)
+    return ShardedObject("rng", states, (layout.world_size,), (layout.rank,))
 
 
 def _restore_rng(states: dict[str, Any]) -> None:

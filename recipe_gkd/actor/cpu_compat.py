@@ -2,8 +2,8 @@
 
 Megatron has no device abstraction: it spells the device as ``torch.cuda.current_device()``, as the literal ``"cuda"``,
 or asks ``tensor.type() == "torch.cuda.FloatTensor"``. Where CUDA is absent, ``install`` and ``on_host`` take those
-assumptions back. (A worker on the CPU of a machine with GPUs sees none: ``environment.worker_environment``.) The two
-``_mend`` functions repair checkpoints of the distributed optimiser, on a GPU as well.
+assumptions back. (A worker on the CPU of a machine with GPUs sees none: ``environment.worker_environment``.) The
+``_mend`` functions repair what is wrong on a GPU as well.
 Places named are files of ``megatron/core``.
 
     install()          # once a process, before a model is built
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 HOST = torch.device("cpu")
@@ -26,6 +28,7 @@ def install() -> None:
     """Idempotent."""
     _mend_adam_steps()
     _mend_bucket_padding()
+    _mend_router()
     if not torch.cuda.is_available():
         _take_host_for_device()
 
@@ -57,6 +60,7 @@ class _OnHost(TorchFunctionMode):
 
 def _take_host_for_device() -> None:
     import megatron.core.tensor_parallel.random as megatron_random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def seed_host(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
@@ -70,8 +74,67 @@ def _take_host_for_device() -> None:
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     megatron_random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # transformer/moe/token_dispatcher.py:445 makes a stream for copies to the host, and waits for it at :862.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = False
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_on_host
+    _exchange_unequal_parts_with_gloo()
     # `jit_fuser` is torch.compile, which would start a C++ compiler for each fused operation.
     torch.compiler.set_stance("force_eager")
+
+
+def _splits_on_host(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """The copies to the host, where all is there already.
+
+    transformer/moe/moe_utils.py:1093 makes what ``all_to_all_single`` takes as splits of tensors on a GPU alone.
+    """
+    if point == self.cuda_dtoh_point and not self.drop_and_pad:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            if isinstance(splits := getattr(self, name), torch.Tensor):
+                setattr(self, name, splits.numpy())
+    return tokens_per_expert
+
+
+def _exchange_unequal_parts_with_gloo() -> None:
+    """Ranks that share experts gather and reduce parts of different length, which gloo does only in an all-to-all.
+
+    tensor_parallel/mappings.py:150 and :194, reached when expert tensor parallel meets different numbers of tokens.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    if gather.__module__ == __name__:
+        return
+
+    def gather_parts(
+        part: torch.Tensor, group: ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(part, group, output_split_sizes, use_global_buffer)
+        whole = part.new_empty(sum(output_split_sizes), *part.shape[1:])
+        copies = torch.cat([part] * group.size())
+        dist.all_to_all_single(whole, copies, output_split_sizes, [len(part)] * group.size(), group=group)
+        return whole
+
+    def reduce_parts(
+        whole: torch.Tensor, group: ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(whole, group, input_split_sizes, use_global_buffer)
+        own = input_split_sizes[group.rank()]
+        addends = whole.new_empty(group.size() * own, *whole.shape[1:])
+        dist.all_to_all_single(addends, whole.contiguous(), [own] * group.size(), input_split_sizes, group=group)
+        return addends.unflatten(0, (group.size(), own)).sum(0)
+
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = reduce_parts
+
+
+def _mend_router() -> None:
+    """transformer/moe/moe_utils.py:34 binds this name only with Transformer Engine installed; :1192 reads it always."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _mend_adam_steps() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from recipe_gkd.watch import nccl_environment
+
 
 def worker_environment(device: str) -> dict[str, str]:
     """For the ``env_vars`` of an actor worker's Ray ``runtime_env``; ``device`` is `cpu` or `cuda`."""
@@ -13,4 +15,5 @@ def worker_environment(device: str) -> dict[str, str]:
             # on the CPU must hear no from all of them.
             "CUDA_VISIBLE_DEVICES": "",
         }
-    return quiet | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron orders communication and compute by it
+    # Megatron orders communication and compute by the number of connections.
+    return quiet | nccl_environment() | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from recipe_gkd.actor.hf_layout import join_shards
+from recipe_gkd.actor.hf_layout import join_shards, shard_size
 from recipe_gkd.actor.hf_names import Cut, Weight, weights
 from recipe_gkd.actor.parallel import Layout
 from recipe_gkd.actor.shape import ModelShape
@@ -19,7 +18,7 @@ from recipe_gkd.weights.buckets import TensorMeta
 def weights_meta(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
     """What :func:`export_weights` yields, in its order.
 
-    All weights of a dense model are in the dtype of training. (A mixture's router may be float32: say so here then.)
+    All weights are in the dtype of training. (So is a mixture's router; it is computed with in float32.)
     """
     return [(name, size, str(dtype).removeprefix("torch.")) for weight in weights(shape) for name, size in weight.hf]
 
@@ -27,9 +26,9 @@ def weights_meta(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
 def stages_of_weights(
     parameters: Sequence[tuple[Weight, Tensor | None]], layout: Layout, device: torch.device
 ) -> list[int]:
-    """The pipeline stage that has each weight. Collective within the pipeline group."""
+    """The pipeline stage that has each weight. Collective."""
     stages = torch.tensor([-1 if p is None else layout.pp_rank for _, p in parameters], device=device)
-    dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=mpu.get_pipeline_model_parallel_group())
+    dist.all_reduce(stages, op=dist.ReduceOp.MAX)
     return stages.tolist()
 
 
@@ -40,36 +39,38 @@ def export_weights(
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Yields ``(name, tensor)`` on global rank 0, and nothing on the others, which must run it to its end all the same.
 
-    Each weight is gathered over the tensor-parallel group of its stage to that group's first rank, and sent from there
-    to rank 0: no other rank ever holds a whole tensor, and rank 0 holds one at a time. Only the first data-parallel
-    replica takes part. A tensor may share memory with the model (one that no rank cuts), so it is valid until the
-    next is asked for, and must not be written to.
+    The ranks that have a weight send their shards of it straight to rank 0: no other rank ever holds more than its own,
+    and rank 0 holds one weight at a time. Only the first replica takes part. A tensor may share memory with the model
+    (one that no rank cuts), so it is valid until the next is asked for, and must not be written to.
     """
-    if layout.dp_rank != 0:
-        return
-    ranks_per_stage = layout.world_size // layout.pp_size
     for (weight, parameter), stage in zip(parameters, stages, strict=True):
-        sender = stage * ranks_per_stage  # tensor-parallel rank 0 of replica 0 of that stage
-        tensors: list[Tensor] = []
-        if parameter is not None:
-            shards = _gather(parameter.detach(), weight, layout, sender)
-            tensors = join_shards(weight, shape, shards) if shards else []
-        if sender != 0:
-            if layout.rank == 0:
-                tensors = [torch.empty(size, dtype=dtype, device=device) for _, size in weight.hf]
-            for tensor in tensors:
-                if layout.rank == 0:
-                    dist.recv(tensor, src=sender, group=mpu.get_pipeline_model_parallel_group())
-                else:
-                    dist.send(tensor, dst=0, group=mpu.get_pipeline_model_parallel_group())
+        holders = _holders(weight, stage, shape, layout)
+        own = None if parameter is None else parameter.detach()
         if layout.rank == 0:
-            yield from zip((name for name, _ in weight.hf), tensors, strict=True)
+            size = shard_size(weight, shape, len(holders))
+            shards = {
+                rank: own if rank == 0 and own is not None else torch.empty(size, dtype=dtype, device=device)
+                for rank in holders
+            }
+            _exchange([dist.P2POp(dist.irecv, shard, rank) for rank, shard in shards.items() if rank != 0])
+            names = (name for name, _ in weight.hf)
+            yield from zip(names, join_shards(weight, shape, list(shards.values())), strict=True)
+        elif layout.rank in holders and own is not None:
+            _exchange([dist.P2POp(dist.isend, own.contiguous(), 0)])
 
 
-def _gather(shard: Tensor, weight: Weight, layout: Layout, root: int) -> list[Tensor]:
-    """All shards on global rank ``root``, an empty list on the other ranks of its tensor-parallel group."""
-    if weight.cut is Cut.NONE or layout.tp_size == 1:
-        return [shard] if layout.tp_rank == 0 else []
-    shards = [torch.empty_like(shard) for _ in range(layout.tp_size)] if layout.rank == root else None
-    dist.gather(shard.contiguous(), shards, dst=root, group=mpu.get_tensor_model_parallel_group())
-    return shards or []
+def _holders(weight: Weight, stage: int, shape: ModelShape, layout: Layout) -> range:
+    """Global ranks that have the shards of a weight in the first replica, in order; see :class:`Layout`."""
+    first = stage * (layout.world_size // layout.pp_size)
+    if weight.expert is None:
+        return range(first, first + (1 if weight.cut is Cut.NONE else layout.tp_size))
+    assert shape.mixture is not None
+    first += weight.expert // (shape.mixture.experts // layout.ep_size) * layout.etp_size
+    return range(first, first + layout.etp_size)
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    # As a batch even if it is one: NCCL sends batches over the communicator that it has, and may make another for each
+    # pair of ranks otherwise.
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()

@@ -15,7 +15,7 @@ ReadPart = Callable[[str, tuple[slice, ...]], Tensor]
 
 
 def read_shard(weight: Weight, shape: ModelShape, read: ReadPart, tp_rank: int, tp_size: int) -> Tensor:
-    """What tensor-parallel rank ``tp_rank`` holds of ``weight``, reading no more than that."""
+    """What rank ``tp_rank`` of the group that cuts ``weight`` holds of it, reading no more than that."""
 
     def rows(index: int) -> Tensor:
         name, size = weight.hf[index]
@@ -40,6 +40,20 @@ def read_shard(weight: Weight, shape: ModelShape, read: ReadPart, tp_rank: int, 
             return torch.cat(parts, dim=1).flatten(0, 1)
         case Cut.GATE_UP:
             return torch.cat([rows(0), rows(1)])
+
+
+def shard_size(weight: Weight, shape: ModelShape, parts: int) -> tuple[int, ...]:
+    """Of what each of ``parts`` ranks holds of ``weight``."""
+    _, size = weight.hf[0]
+    match weight.cut:
+        case Cut.NONE:
+            return size
+        case Cut.VOCAB:
+            return (shape.padded_vocab(parts) // parts, *size[1:])
+        case Cut.COLUMNS:
+            return (size[0], size[1] // parts)
+        case Cut.QKV | Cut.GATE_UP:
+            return (sum(rows for _, (rows, *_) in weight.hf) // parts, *size[1:])
 
 
 def join_shards(weight: Weight, shape: ModelShape, shards: Sequence[Tensor]) -> list[Tensor]:

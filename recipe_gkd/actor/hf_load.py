@@ -20,8 +20,8 @@ from recipe_gkd.actor.shape import ModelShape
 from recipe_gkd.errors import ModelError
 
 
-def own_parameters(chunks: Sequence[GPTModel], shape: ModelShape) -> list[tuple[Weight, Tensor | None]]:
-    """Every weight of the model in order, with this rank's parameter for it; None if another stage has it."""
+def own_parameters(chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout) -> list[tuple[Weight, Tensor | None]]:
+    """Every weight of the model in order, with this rank's parameter for it; None if only other ranks have it."""
     in_layers: dict[tuple[int, str], Tensor] = {}
     outside: dict[str, Tensor] = {}
     for chunk in chunks:
@@ -29,8 +29,17 @@ def own_parameters(chunks: Sequence[GPTModel], shape: ModelShape) -> list[tuple[
         for layer in chunk.decoder.layers:
             in_layers |= {(layer.layer_number - 1, name): p for name, p in layer.named_parameters()}
 
+    experts = range(0)
+    if shape.mixture is not None:
+        count = shape.mixture.experts // layout.ep_size
+        experts = range(layout.ep_rank * count, (layout.ep_rank + 1) * count)
+
     def find(weight: Weight) -> Tensor | None:
+        if weight.expert is not None and weight.expert not in experts:
+            return None
         for name in weight.mcore:
+            if weight.expert is not None:
+                name = name.format(experts.index(weight.expert))
             found = outside.get(name) if weight.layer is None else in_layers.get((weight.layer, name))
             if found is not None:
                 return found
@@ -45,7 +54,7 @@ def load_hf(path: str | Path, chunks: Sequence[GPTModel], shape: ModelShape, lay
     unfilled = {id(p): name for chunk in chunks for name, p in chunk.named_parameters()}
     with ExitStack() as stack:
         reader = _FolderReader(Path(path), stack)
-        for weight, parameter in own_parameters(chunks, shape):
+        for weight, parameter in own_parameters(chunks, shape, layout):
             targets = [] if parameter is None else [parameter]
             if shape.tied and weight.mcore == (EMBEDDING,):  # a last stage apart has its own copy, as output layer
                 targets += [p for chunk in chunks for name, p in chunk.named_parameters() if name == OUTPUT]
@@ -53,7 +62,10 @@ def load_hf(path: str | Path, chunks: Sequence[GPTModel], shape: ModelShape, lay
                 continue
             for name, size in weight.hf:
                 reader.expect(name, size)
-            shard = read_shard(weight, shape, reader.part, layout.tp_rank, layout.tp_size)
+            rank, parts = (
+                (layout.tp_rank, layout.tp_size) if weight.expert is None else (layout.etp_rank, layout.etp_size)
+            )
+            shard = read_shard(weight, shape, reader.part, rank, parts)
             for target in targets:
                 target.copy_(shard)
                 unfilled.pop(id(target), None)

@@ -5,15 +5,19 @@ One list in one order serves loading, exporting to the rollout workers, and savi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
-from recipe_gkd.actor.shape import ModelShape
+from recipe_gkd.actor.shape import Mixture, ModelShape
 
 
 class Cut(Enum):
-    """How the ranks of a tensor-parallel group divide a weight; :mod:`~recipe_gkd.actor.hf_layout` does it."""
+    """How the ranks of a tensor-parallel group divide a weight; :mod:`~recipe_gkd.actor.hf_layout` does it.
+
+    The group is that of the model, or for an expert's weight that of the expert.
+    """
 
     NONE = auto()
     """Every rank has all of it."""
@@ -35,10 +39,13 @@ class Weight:
     """Names and full shapes."""
     mcore: tuple[str, ...]
     """Its name in the model chunk, or in the layer for a layer's weight; then its other name with Transformer Engine,
-    which merges a norm into the linear layer that follows."""
+    which merges a norm into the linear layer that follows, and a rank's experts into one module. For an expert, `{}`
+    stands for its number among those of the rank."""
     cut: Cut
     layer: int | None
     """Global layer number; None outside the layers."""
+    expert: int | None = None
+    """Global number of the expert that it belongs to; None outside the experts."""
 
 
 def weights(shape: ModelShape) -> Iterator[Weight]:
@@ -54,49 +61,70 @@ def weights(shape: ModelShape) -> Iterator[Weight]:
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def _layer_weights(shape: ModelShape, layer: int) -> Iterator[Weight]:
-    def weight(cut: Cut, mcore: tuple[str, ...], **hf: tuple[int, ...]) -> Weight:
-        names = ((f"model.layers.{layer}.{name.replace('__', '.')}", size) for name, size in hf.items())
-        return Weight(tuple(names), mcore, cut, layer)
-
-    hidden, ffn, head = shape.hidden, shape.ffn, shape.head_dim
+    weight = partial(_weight, layer)
+    hidden, head = shape.hidden, shape.head_dim
     q, kv = shape.heads * head, shape.kv_heads * head
 
     yield weight(
         Cut.NONE,
         ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-        input_layernorm__weight=(hidden,),
+        {"input_layernorm.weight": (hidden,)},
     )
-    yield weight(
-        Cut.QKV,
-        ("self_attention.linear_qkv.weight",),
-        self_attn__q_proj__weight=(q, hidden),
-        self_attn__k_proj__weight=(kv, hidden),
-        self_attn__v_proj__weight=(kv, hidden),
-    )
-    if shape.qkv_bias:
+    for kind, tail in (("weight", (hidden,)), ("bias", ())) if shape.qkv_bias else (("weight", (hidden,)),):
         yield weight(
             Cut.QKV,
-            ("self_attention.linear_qkv.bias",),
-            self_attn__q_proj__bias=(q,),
-            self_attn__k_proj__bias=(kv,),
-            self_attn__v_proj__bias=(kv,),
+            (f"self_attention.linear_qkv.{kind}",),
+            {f"self_attn.{name}_proj.{kind}": (rows, *tail) for name, rows in (("q", q), ("k", kv), ("v", kv))},
         )
     if shape.qk_norm:
-        yield weight(Cut.NONE, ("self_attention.q_layernorm.weight",), self_attn__q_norm__weight=(head,))
-        yield weight(Cut.NONE, ("self_attention.k_layernorm.weight",), self_attn__k_norm__weight=(head,))
-    yield weight(Cut.COLUMNS, ("self_attention.linear_proj.weight",), self_attn__o_proj__weight=(hidden, q))
+        yield weight(Cut.NONE, ("self_attention.q_layernorm.weight",), {"self_attn.q_norm.weight": (head,)})
+        yield weight(Cut.NONE, ("self_attention.k_layernorm.weight",), {"self_attn.k_norm.weight": (head,)})
+    yield weight(Cut.COLUMNS, ("self_attention.linear_proj.weight",), {"self_attn.o_proj.weight": (hidden, q)})
     yield weight(
         Cut.NONE,
         ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-        post_attention_layernorm__weight=(hidden,),
+        {"post_attention_layernorm.weight": (hidden,)},
     )
-    yield weight(
-        Cut.GATE_UP,
-        ("mlp.linear_fc1.weight",),
-        mlp__gate_proj__weight=(ffn, hidden),
-        mlp__up_proj__weight=(ffn, hidden),
-    )
-    yield weight(Cut.COLUMNS, ("mlp.linear_fc2.weight",), mlp__down_proj__weight=(hidden, ffn))
+    if shape.mixture is not None and shape.mixture.layers[layer]:
+        yield from _mixture_weights(shape, shape.mixture, layer)
+    else:
+        yield from _mlp_weights(layer, "mlp", MLP_NAMES, ("mlp.{}.weight",), hidden, shape.ffn)
+
+
+def _mixture_weights(shape: ModelShape, mixture: Mixture, layer: int) -> Iterator[Weight]:
+    hidden = shape.hidden
+    block, names = ("block_sparse_moe", ("w1", "w3", "w2")) if shape.family == "mixtral" else ("mlp", MLP_NAMES)
+    yield _weight(layer, Cut.NONE, ("mlp.router.weight",), {f"{block}.gate.weight": (mixture.experts, hidden)})
+    if mixture.shared_ffn is not None:
+        gate = {f"{block}.shared_expert_gate.weight": (1, hidden)}
+        yield _weight(layer, Cut.NONE, ("mlp.shared_experts.gate_weight",), gate)
+        yield from _mlp_weights(
+            layer, f"{block}.shared_expert", names, ("mlp.shared_experts.{}.weight",), hidden, mixture.shared_ffn
+        )
+    of_expert = ("mlp.experts.local_experts.{{}}.{}.weight", "mlp.experts.{}.weight{{}}")
+    for expert in range(mixture.experts):
+        yield from _mlp_weights(
+            layer, f"{block}.experts.{expert}", names, of_expert, hidden, mixture.ffn, expert=expert
+        )
+
+
+def _mlp_weights(
+    layer: int, prefix: str, names: tuple[str, str, str], mcore: tuple[str, ...], hidden: int, ffn: int,
+    expert: int | None = None,
+) -> Iterator[Weight]:  # fmt: skip
+    """``names`` of gate, up and down after ``prefix``; in ``mcore`` `{}` stands for Megatron's name of the layer."""
+    gate, up, down = (f"{prefix}.{name}.weight" for name in names)
+    fc1, fc2 = (tuple(name.format(f"linear_{fc}") for name in mcore) for fc in ("fc1", "fc2"))
+    yield _weight(layer, Cut.GATE_UP, fc1, {gate: (ffn, hidden), up: (ffn, hidden)}, expert)
+    yield _weight(layer, Cut.COLUMNS, fc2, {down: (hidden, ffn)}, expert)
+
+
+def _weight(
+    layer: int, cut: Cut, mcore: tuple[str, ...], hf: Mapping[str, tuple[int, ...]], expert: int | None = None
+) -> Weight:
+    named = tuple((f"model.layers.{layer}.{name}", size) for name, size in hf.items())
+    return Weight(named, mcore, cut, layer, expert)

@@ -109,7 +109,7 @@ class MegatronActor:
                 self._chunks, transformer, self._actor.optim, distributed=megatron.use_distributed_optimizer
             )
             self._dtype = transformer.params_dtype
-            self._parameters = own_parameters(self._chunks, shape)
+            self._parameters = own_parameters(self._chunks, shape, layout)
             self._stages = stages_of_weights(self._parameters, layout, self.device)
         self._loss = distillation_loss(shape.vocab_size, tensor_group(layout))
         return {

@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipe_gkd.actor.layer_spec import decoder_spec, has_transformer_engine
-from recipe_gkd.actor.shape import ModelShape, check_fits
+from recipe_gkd.actor.shape import Mixture, ModelShape, check_fits
 from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError
 
@@ -53,6 +53,7 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, device: torch.
         calculate_per_token_loss=True,  # the sum over tokens is divided by their global number, once, at the end
         variable_seq_lengths=True,  # packed rows differ in length from one micro-batch to the next
         moe_token_dispatcher_type="alltoall",  # which variable_seq_lengths requires, of dense models too
+        **_mixture(shape.mixture, config),
         use_cpu_initialization=device.type == "cpu",
         # Every parameter is read from the Hugging Face folder. (Not perform_initialization=False: that would also leave
         # out the attributes by which the norm of the gradient knows which parameters are divided.)
@@ -71,6 +72,25 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, device: torch.
         persist_layer_norm=False,
     )
     return TransformerConfig(**values | _known(config.override_transformer_config))
+
+
+def _mixture(mixture: Mixture | None, config: MegatronConfig) -> dict[str, Any]:
+    """Without an auxiliary loss that balances the experts: Megatron's coefficient is 0 unless it is overridden."""
+    if mixture is None:
+        return {}
+    return dict(
+        num_moe_experts=mixture.experts,
+        moe_layer_freq=[int(is_mixture) for is_mixture in mixture.layers],
+        moe_ffn_hidden_size=mixture.ffn,
+        moe_shared_expert_intermediate_size=mixture.shared_ffn,
+        moe_shared_expert_gate=mixture.shared_ffn is not None,
+        moe_router_topk=mixture.top_k,
+        moe_router_pre_softmax=not mixture.normalized,
+        moe_router_dtype="fp32",  # which experts a token goes to is not left to bfloat16
+        moe_grouped_gemm=has_transformer_engine(),
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+    )
 
 
 def _leave_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,5 +128,18 @@ def build_chunks(shape: ModelShape, config: TransformerConfig, device: torch.dev
             rope_scaling_factor=shape.rope_llama3_factor or 1.0,
             vp_stage=vp_stage,
         )
+        _give_experts_their_own_buffers(chunk)
         chunks.append(chunk.to(device))
     return chunks
+
+
+def _give_experts_their_own_buffers(chunk: GPTModel) -> None:
+    """Gradients of experts are summed over the experts' data-parallel group, and have an optimiser of their own.
+
+    Megatron says so only of experts that are divided among ranks (tensor_parallel/layers.py:886). Said of all of them,
+    a whole set of experts on each tensor-parallel rank is right too, whose tokens differ, and the optimiser's state
+    moves between layouts that divide experts and those that do not.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False

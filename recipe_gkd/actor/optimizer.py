@@ -61,6 +61,7 @@ def wrap_and_optimize(
             use_distributed_optimizer=distributed,
         ),
         wrapped,
+        use_gloo_process_groups=False,
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

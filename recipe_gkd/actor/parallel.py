@@ -23,7 +23,11 @@ waits for the receivers, and its error, which names the receiver that is missing
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """This rank's coordinates: tensor, pipeline and data parallel."""
+    """This rank's coordinates: tensor, pipeline and data parallel; and among the experts of a mixture.
+
+    Megatron numbers ranks stage by stage. In a stage, the ranks of a tensor-parallel group are neighbours; for experts
+    the same ranks are counted anew: neighbours divide each expert, then follow those that divide the set of experts.
+    """
 
     rank: int
     world_size: int
@@ -33,13 +37,20 @@ class Layout:
     pp_size: int
     dp_rank: int
     dp_size: int
+    ep_rank: int
+    """Which of the ``ep_size`` equal parts of the experts this rank has."""
+    ep_size: int
+    etp_rank: int
+    """Which of the ``etp_size`` parts of each of them."""
+    etp_size: int
 
     @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
 
     def __str__(self) -> str:
-        return f"tensor {self.tp_size} x pipeline {self.pp_size} x data {self.dp_size}"
+        experts = f"expert {self.ep_size} x expert tensor {self.etp_size}"
+        return f"tensor {self.tp_size} x pipeline {self.pp_size} x data {self.dp_size}, {experts}"
 
 
 def check_world_size(config: MegatronConfig, world_size: int) -> None:
@@ -49,6 +60,13 @@ def check_world_size(config: MegatronConfig, world_size: int) -> None:
         raise ConfigError(
             f"{world_size} actor ranks cannot hold whole copies of a model that takes tensor {tp} x pipeline {pp} = "
             f"{tp * pp} ranks; start a multiple of that, or change actor_rollout_ref.actor.megatron"
+        )
+    ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size or tp
+    if world_size % (etp * ep * pp):
+        raise ConfigError(
+            f"{world_size} actor ranks cannot hold whole sets of experts that take expert tensor {etp} x expert {ep} "
+            f"x pipeline {pp} = {etp * ep * pp} ranks; start a multiple of that, or change "
+            "actor_rollout_ref.actor.megatron"
         )
 
 
@@ -121,6 +139,9 @@ def init_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        create_gloo_process_groups=False,  # second ones beside NCCL's, for ways to save that are not used here
         distributed_timeout_minutes=collective_timeout_s / 60,  # only ever multiplied, so a fraction is fine
     )
     torch.manual_seed(seed)
@@ -134,6 +155,10 @@ def init_parallel(
         pp_size=mpu.get_pipeline_model_parallel_world_size(),
         dp_rank=mpu.get_data_parallel_rank(),
         dp_size=mpu.get_data_parallel_world_size(),
+        ep_rank=mpu.get_expert_model_parallel_rank(),
+        ep_size=mpu.get_expert_model_parallel_world_size(),
+        etp_rank=mpu.get_expert_tensor_parallel_rank(),
+        etp_size=mpu.get_expert_tensor_parallel_world_size(),
     )
 
 

@@ -11,6 +11,7 @@ import ray
 from recipe_gkd.config.schema import Config
 from recipe_gkd.placement import where_am_i
 from recipe_gkd.samples import Sample
+from recipe_gkd.watch import watch_stacks
 from recipe_gkd.weights.actor_side import ActorWeights
 from recipe_gkd.weights.buckets import TensorMeta
 from recipe_gkd.weights.channel import open_store
@@ -24,6 +25,7 @@ class ActorWorker:
     """The methods of :class:`MegatronActor`, to be called on all ranks at once, and those of :class:`ActorWeights`."""
 
     def __init__(self, config: Config, *, total_steps: int, rank: int, world_size: int, device: str) -> None:
+        watch_stacks()
         self._config, self._device = config, device
         self._store: TCPStore | None = None
         self._arguments: dict[str, Any] = dict(
@@ -64,8 +66,8 @@ class ActorWorker:
     def open_weight_store(self) -> tuple[str, int]:
         return self.weights.open_store(ray.util.get_node_ip_address())
 
-    def connect_weight_channel(self, labels: list[str]) -> None:
-        self.weights.connect(labels)
+    def connect_weight_channel(self, labels: list[str], transport: str = "collective") -> None:
+        self.weights.connect(labels, transport)
 
     def send_weights(self, version: int, bucket_bytes: int) -> TransferStats | None:
         return self.weights.send(version, bucket_bytes)

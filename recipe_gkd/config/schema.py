@@ -56,7 +56,9 @@ class MegatronConfig:
     virtual_pipeline_model_parallel_size: int | None = key("Interleaved chunks of layers a stage.", ge=2)
     context_parallel_size: int = key("Ranks that share each sequence.", ge=1)
     expert_model_parallel_size: int = key("Ranks that share the experts of a mixture.", ge=1)
-    expert_tensor_parallel_size: int | None = key("Ranks that share each expert.", ge=1)
+    expert_tensor_parallel_size: int | None = key(
+        "Ranks that share each expert; null: as `tensor_model_parallel_size`.", ge=1
+    )
     sequence_parallel: bool = key("Divide activations between layers by sequence (needs tensor parallel > 1).")
     use_distributed_optimizer: bool = key("Divide the optimiser state between the data-parallel ranks.")
     dtype: Literal["bfloat16", "float32"] = key(

@@ -31,11 +31,6 @@ def _not_supported(config: Config) -> Iterator[str]:
     for name in ("param_offload", "grad_offload", "optimizer_offload"):
         if getattr(megatron, name):
             yield f"{MEGATRON}.{name}=true: offloading is not implemented; set it to false"
-    if megatron.expert_model_parallel_size > 1 or (megatron.expert_tensor_parallel_size or 1) > 1:
-        yield (
-            f"{MEGATRON}.expert_model_parallel_size={megatron.expert_model_parallel_size}, expert_tensor_parallel_size="
-            f"{megatron.expert_tensor_parallel_size}: mixtures of experts are not supported; set 1 and null"
-        )
     if megatron.context_parallel_size > 1:
         yield (
             f"{MEGATRON}.context_parallel_size={megatron.context_parallel_size}: context parallel is not supported; "
@@ -72,6 +67,13 @@ def _actor_layout(config: Config) -> Iterator[str]:
             f"the actor pool has trainer.nnodes x trainer.n_gpus_per_node = {trainer.nnodes} x "
             f"{trainer.n_gpus_per_node} = {slots} slots, which tensor x pipeline parallel = {tp} x {pp} = {tp * pp} "
             "does not divide; change the pool or the layout"
+        )
+    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size or tp
+    if slots % (etp * ep * pp):
+        yield (
+            f"the actor pool has {slots} slots, which expert tensor x expert x pipeline parallel = {etp} x {ep} x {pp} "
+            f"= {etp * ep * pp} does not divide; change the pool, {MEGATRON}.expert_model_parallel_size, or "
+            "expert_tensor_parallel_size (null: that of tensor parallel)"
         )
     if megatron.sequence_parallel and tp == 1:
         yield f"{MEGATRON}.sequence_parallel=true needs {MEGATRON}.tensor_model_parallel_size > 1; it is 1"

@@ -8,6 +8,8 @@ import pytest
 from tests.actor.tiny import make_folder
 from tests.worker_pool import WorkerPool
 
+KINDS = ("qwen2", "qwen2_untied", "qwen3", "llama", "qwen3_moe", "qwen2_moe", "mixtral")
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
@@ -21,4 +23,4 @@ def pool() -> Iterator[WorkerPool]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny models with random weights, by kind."""
     base = tmp_path_factory.mktemp("models")
-    return {kind: make_folder(base / kind, kind) for kind in ("qwen2", "qwen2_untied", "qwen3", "llama")}
+    return {kind: make_folder(base / kind, kind) for kind in KINDS}

@@ -26,6 +26,17 @@ def train(
         return logits, metrics, exported(actor), actor.weights_meta()
 
 
+def export_and_train(
+    rank: int, world_size: int, port: int, config: Config, batches: list[list[Sample]]
+) -> tuple[dict[str, Tensor], Tensor | None, list[dict[str, float]], dict[str, Tensor], list[Any]]:
+    """The weights as they were loaded; then what :func:`train` returns."""
+    with started(rank, world_size, port, config) as actor:
+        loaded = exported(actor)
+        logits = packed_logits(actor, [s for s in batches[0] if len(s.answer.ids)])
+        metrics = [update(actor, batch, step) for step, batch in enumerate(batches)]
+        return loaded, logits, metrics, exported(actor), actor.weights_meta()
+
+
 def train_and_save(
     rank: int, world_size: int, port: int, config: Config, first: list[Sample], second: list[Sample], path: Path
 ) -> tuple[dict[str, float], dict[str, Tensor]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 from recipe_gkd.samples import Sample
@@ -17,8 +19,12 @@ from tests.losses.dense import dense_forward_kl
 def reference_training(
     folder: Path, batches: Sequence[list[Sample]], *, lr: float = 0.01, clip: float = 0.5, decay: float = 0.05
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Metrics of each step, and the weights after the last."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    """Metrics of each step, and the weights after the last, under the names of a saved folder."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float64,
+        experts_implementation="eager",  # the grouped one knows no float64
+    )
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -33,7 +39,9 @@ def reference_training(
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         adam.step()
         metrics.append({"actor/kl_loss": loss.item(), "actor/grad_norm": norm.item(), "actor/n_tokens": n_tokens})
-    return metrics, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    with tempfile.TemporaryDirectory() as path:  # transformers names and cuts a mixture's weights anew when it saves
+        model.save_pretrained(path)
+        return metrics, load_file(Path(path) / "model.safetensors")
 
 
 def sample_loss(model: torch.nn.Module, sample: Sample) -> Tensor:

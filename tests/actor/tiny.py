@@ -38,10 +38,20 @@ def make_folder(path: Path, kind: str, seed: int = 0) -> Path:
         tie_word_embeddings=kind in ("qwen2", "qwen3"), dtype="float32",
     )  # fmt: skip
     torch.manual_seed(seed)
-    if kind.startswith("qwen2"):
+    if kind in ("qwen2", "qwen2_untied"):
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
     elif kind == "qwen3":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=12))
+    elif kind == "qwen3_moe":
+        experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, norm_topk_prob=True)
+        config = transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=12, mlp_only_layers=[1])
+        model = transformers.Qwen3MoeForCausalLM(config)
+    elif kind == "qwen2_moe":
+        experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20)
+        config = transformers.Qwen2MoeConfig(**sizes, **experts, shared_expert_intermediate_size=24)
+        model = transformers.Qwen2MoeForCausalLM(config)
+    elif kind == "mixtral":
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=4))
     else:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     with torch.no_grad():
