@@ -30,12 +30,31 @@ class WorkerError(GkdError, RuntimeError):
     """A worker of a pool failed or died; the message names it, the phase and the reason."""
 
 
+class WorkerDied(WorkerError):
+    """The process of a worker is gone; the work that it had can be done by another.
+
+    The driver sets ``label`` and ``rank`` where it notices.
+    """
+
+    label: str
+    rank: int
+
+
 class EchoError(WorkerError):
     """A failure whose cause another worker reports."""
 
 
 class DeadlineError(GkdError, TimeoutError):
-    """Something did not answer in time; the message names who, in which phase, and after how long."""
+    """Something did not answer in time; the message names who, in which phase, and after how long.
+
+    Where workers did not answer the driver, it sets what follows for the diagnosis.
+    """
+
+    phase: str
+    silent: list[str]
+    """Labels of the workers."""
+    answered: list[str]
+    waited_s: float
 
 
 class WeightSyncError(GkdError, RuntimeError):

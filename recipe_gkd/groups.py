@@ -9,24 +9,30 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from recipe_gkd.errors import DeadlineError, EchoError, GkdError, WorkerError
+from recipe_gkd.diagnosis.processes import end_workers, locate
+from recipe_gkd.errors import DeadlineError, EchoError, GkdError, WorkerDied, WorkerError
 
 _GRACE_S = 1.0
 """After a first failure, how long to collect others: the rank that failed first need not be the one that tells why."""
+_END_S = 2.0
+"""How long the end of processes may take; it takes a tenth of that."""
 
 
 class WorkerGroup:
     """Ray actors of one kind, ordered by rank.
 
     Every method raises :class:`WorkerError` (or the worker's own :class:`GkdError`) as soon as one worker fails, and
-    :class:`DeadlineError` naming the silent ones when ``timeout_s`` has passed.
+    :class:`DeadlineError` naming the silent ones when ``timeout_s`` has passed. A worker whose process has ended is a
+    :class:`WorkerDied`; :meth:`replace` puts another in its place.
     """
 
     def __init__(self, name: str, handles: Sequence[Any]) -> None:
         self.name = name
         self.handles = list(handles)
+        self._died: set[int] = set()
+        self._unanswered: set[int] = set()  # ranks that may still be busy with a call that was given up
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -40,15 +46,12 @@ class WorkerGroup:
 
     async def call_each(self, method: str, args: Sequence[Sequence[Any]], *, timeout_s: float, phase: str) -> list[Any]:
         """One call on each worker with arguments of its own, in rank order."""
-        calls = {
-            self.label(rank): getattr(handle, method).remote(*own)
-            for rank, (handle, own) in enumerate(zip(self.handles, args, strict=True))
-        }
-        return await gather(calls, timeout_s=timeout_s, phase=phase)
+        calls = [getattr(handle, method).remote(*own) for handle, own in zip(self.handles, args, strict=True)]
+        return await self._gather(dict(enumerate(calls)), timeout_s=timeout_s, phase=phase)
 
     async def call_one(self, rank: int, method: str, *args: Any, timeout_s: float, phase: str) -> Any:
-        call = {self.label(rank): getattr(self.handles[rank], method).remote(*args)}
-        return (await gather(call, timeout_s=timeout_s, phase=phase))[0]
+        call = {rank: getattr(self.handles[rank], method).remote(*args)}
+        return (await self._gather(call, timeout_s=timeout_s, phase=phase))[0]
 
     async def stream(self, rank: int, method: str, *args: Any, timeout_s: float, phase: str) -> AsyncIterator[Any]:
         """Iterate what an async generator of one worker yields; the deadline is for the whole of it."""
@@ -64,9 +67,10 @@ class WorkerGroup:
                     return
                 yield item
         except (RayTaskError, RayActorError) as error:  # first: a worker's own TimeoutError is also one of ours
-            raise _blame(self.label(rank), phase, error) from error
+            raise await self._blame(rank, phase, error) from error
         except TimeoutError as error:
-            raise _silent(phase, [self.label(rank)], [], timeout_s) from error
+            self._unanswered.add(rank)
+            raise self._silent(phase, [rank], [], timeout_s) from error
         finally:
             await _close(items)
 
@@ -96,31 +100,78 @@ class WorkerGroup:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
+    async def dead(self) -> list[int]:
+        """Ranks whose process has ended, or that a call could not reach; one that only does not answer is not dead."""
+        places = await locate(self.handles)
+        return [rank for rank, place in enumerate(places) if place.dead or rank in self._died]
+
+    def replace(self, rank: int, handle: Any) -> None:
+        """Put a new worker in the place of one that died, or that can no longer be reached."""
+        ray.kill(self.handles[rank], no_restart=True)
+        self.handles[rank] = handle
+        self._died.discard(rank)
+        self._unanswered.discard(rank)
+
     async def stop(self, *, timeout_s: float) -> None:
-        """Let each worker close what it holds, then end its process; never raises, never takes longer."""
-        with suppress(GkdError):  # one that is dead or stuck is killed below
-            await self.call("shutdown", timeout_s=timeout_s, phase="shutdown")
-        for handle in self.handles:
-            ray.kill(handle, no_restart=True)
+        """Let each worker close what it holds, then end its process and all that it has started.
 
+        Processes that do not answer, even stopped ones, are killed; workers that left a call unanswered get a short
+        time only. Never raises, never takes longer, though the killing has at least 2 s.
+        """
+        with suppress(GkdError):
+            close_s = min(max(0.0, timeout_s - _END_S), _GRACE_S if self._unanswered else timeout_s)
+            await self.call("shutdown", timeout_s=close_s, phase="shutdown")
+        await end_workers(self.handles, timeout_s=_END_S)
 
-async def gather(calls: dict[str, Awaitable[Any]], *, timeout_s: float, phase: str) -> list[Any]:
-    """Await all, in order; ``calls`` maps the label of who is called to what to wait for."""
-    tasks = {asyncio.ensure_future(_result(call)): label for label, call in calls.items()}
-    try:
-        _, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        if pending and any(task.done() and task.exception() for task in tasks):
-            _, pending = await asyncio.wait(pending, timeout=_GRACE_S)
-        done = [task for task in tasks if task.done()]
-        if failed := {tasks[task]: error for task in done if (error := task.exception())}:
-            raise _root_cause(failed, phase)
-        if pending:
-            silent = [label for task, label in tasks.items() if task in pending]
-            raise _silent(phase, silent, [tasks[task] for task in done], timeout_s)
-        return [task.result() for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()
+    async def _gather(self, calls: dict[int, Awaitable[Any]], *, timeout_s: float, phase: str) -> list[Any]:
+        """Await all, in the order of ``calls``: rank -> what to wait for."""
+        tasks = {asyncio.ensure_future(_result(call)): rank for rank, call in calls.items()}
+        try:
+            _, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            if pending and any(task.done() and task.exception() for task in tasks):
+                _, pending = await asyncio.wait(pending, timeout=_GRACE_S)
+            done = [task for task in tasks if task.done()]
+            if failed := {tasks[task]: error for task in done if (error := task.exception())}:
+                rank, error = _root_cause(failed)
+                raise await self._blame(rank, phase, error) from error
+            if pending:
+                silent = [rank for task, rank in tasks.items() if task in pending]
+                raise self._silent(phase, silent, [tasks[task] for task in done], timeout_s)
+            return [task.result() for task in tasks]
+        finally:
+            for task, rank in tasks.items():
+                (self._unanswered.discard if task.done() else self._unanswered.add)(rank)
+                task.cancel()
+
+    async def _blame(self, rank: int, phase: str, error: BaseException) -> GkdError:
+        """The error as the user sees it: who, in which phase, why; of the worker's own class if that is one of ours."""
+        error, label = _cause(error), self.label(rank)
+        who = label.partition(" of ")[0]
+        if isinstance(error, GkdError):
+            return error if who in str(error) else type(error)(f"{phase}: {label}: {error}")
+        if isinstance(error, RayActorError):
+            self._died.add(rank)
+            place = (await locate([self.handles[rank]]))[0]
+            # Ray is sure that a process has ended, or only that it no longer hears of it, as when its whole node dies.
+            how = "died or cannot be reached" if isinstance(error, ActorUnavailableError) else "died"
+            death = WorkerDied(
+                f"{phase}: {label} {how}, on node {place.node_ip or '(none yet)'} {place.node_id[:8]} "
+                f"({_reason(error)}); its log is in /tmp/ray/session_latest/logs there, and the kernel's log tells if "
+                "it was killed for want of memory"
+            )
+            death.label, death.rank = label, rank
+            return death
+        return WorkerError(f"{phase}: {label} failed: {type(error).__name__}: {error}")
+
+    def _silent(self, phase: str, silent: list[int], answered: list[int], timeout_s: float) -> DeadlineError:
+        labels, others = [self.label(rank) for rank in silent], [self.label(rank) for rank in answered]
+        did = f" ({', '.join(others)} did)" if others else ""
+        error = DeadlineError(
+            f"{phase}: {', '.join(labels)} did not answer within {timeout_s:g} s{did}; "
+            "look at that worker's log in /tmp/ray/session_latest/logs on its node, or give the phase more time"
+        )
+        error.phase, error.silent, error.answered, error.waited_s = phase, labels, others, timeout_s
+        return error
 
 
 async def _close(items: Any) -> None:
@@ -138,46 +189,23 @@ async def _result(call: Awaitable[Any]) -> Any:
     return await call
 
 
-def _root_cause(failed: dict[str, BaseException], phase: str) -> GkdError:
+def _root_cause(failed: dict[int, BaseException]) -> tuple[int, BaseException]:
     """Of failures in rank order, the one that explains the others.
 
     First what a worker says on purpose; then a death; last what may be its echo: a collective that broke.
     """
 
-    def rank(error: BaseException) -> int:
+    def order(error: BaseException) -> int:
         cause = _cause(error)
         if isinstance(cause, GkdError):
             return 2 if isinstance(cause, EchoError) else 0
         return 1 if isinstance(cause, RayActorError) else 2
 
-    label, error = min(failed.items(), key=lambda item: rank(item[1]))
-    return _blame(label, phase, error)
+    return min(failed.items(), key=lambda item: order(item[1]))
 
 
 def _cause(error: BaseException) -> BaseException:
     return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) else error
-
-
-def _blame(label: str, phase: str, error: BaseException) -> GkdError:
-    """The error as the user sees it: who, in which phase, why; of the worker's own class if that is one of ours."""
-    error = _cause(error)
-    who = label.partition(" of ")[0]
-    if isinstance(error, GkdError):
-        return error if who in str(error) else type(error)(f"{phase}: {label}: {error}")
-    if isinstance(error, RayActorError):
-        return WorkerError(
-            f"{phase}: {label} died ({_reason(error)}); its log is in /tmp/ray/session_latest/logs on its node, "
-            "and the kernel's log tells if it was killed for want of memory"
-        )
-    return WorkerError(f"{phase}: {label} failed: {type(error).__name__}: {error}")
-
-
-def _silent(phase: str, silent: list[str], answered: list[str], timeout_s: float) -> DeadlineError:
-    others = f" ({', '.join(answered)} did)" if answered else ""
-    return DeadlineError(
-        f"{phase}: {', '.join(silent)} did not answer within {timeout_s:g} s{others}; "
-        "look at that worker's log in /tmp/ray/session_latest/logs on its node, or give the phase more time"
-    )
 
 
 def _reason(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from omegaconf import OmegaConf
 
 from recipe_gkd.checkpoints import Progress, find_checkpoint, read_progress
+from recipe_gkd.cli import config_parser
 from recipe_gkd.cluster import choose_device, ray_cluster
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.config.load import compose_config
@@ -41,10 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         config = load_config(arguments.config_name, arguments.overrides, arguments.config_dir)
+        composed = OmegaConf.to_yaml(compose_config(arguments.config_name, arguments.overrides, arguments.config_dir))
         if arguments.cfg:
-            print(OmegaConf.to_yaml(compose_config(arguments.config_name, arguments.overrides, arguments.config_dir)))
+            print(composed)
             return 0
-        _start_logging(Path(config.trainer.default_local_dir).expanduser())
+        folder = Path(config.trainer.default_local_dir).expanduser()
+        _start_logging(folder)
+        (folder / "config.yaml").write_text(composed)
         signal.signal(signal.SIGTERM, _terminate)
         run(config)
     except (GkdError, TeacherError) as error:
@@ -149,16 +153,8 @@ def _start_logging(folder: Path) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipe_gkd.main_gkd",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All keys: python -m recipe_gkd.config",
-    )
-    parser.add_argument("--config-name", default="on_policy_distill_trainer", help="a YAML file of the config folder")
-    parser.add_argument("--config-dir", "--config-path", type=Path, help="a config folder of your own")
+    parser = config_parser("main_gkd", __doc__)
     parser.add_argument("--cfg", choices=["job"], help="check the composed configuration, print it and exit")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="what to change in it")
     return parser.parse_args(argv)
 
 

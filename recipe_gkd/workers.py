@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,11 @@ from typing import Any
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
-from recipe_gkd.errors import ResourceError
+from recipe_gkd.diagnosis import diagnose
+from recipe_gkd.errors import GkdError, ResourceError, WorkerDied
 from recipe_gkd.groups import WorkerGroup
-from recipe_gkd.pools import check_devices, create_pools, pool_specs
+from recipe_gkd.placement import check_devices, placement_table
+from recipe_gkd.pools import create_pools, pool_specs
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.weights.sync import WeightSync
@@ -27,16 +29,51 @@ SHUTDOWN_S = 10.0
 """What workers have to close themselves before they are killed."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Workers:
     """Both pools, ready to work."""
 
     actors: WorkerGroup
     rollouts: WorkerGroup
     weights: WeightSync
-    dp_size: int
     dp_ranks: list[int]
     """Of each actor rank."""
+    restarts: RolloutRestarts
+
+    @property
+    def dp_size(self) -> int:
+        return max(self.dp_ranks) + 1
+
+    async def replace_dead_rollouts(self, death: WorkerDied) -> None:
+        """Start new workers for those that died, if that is still allowed; they have no weights before a full sync."""
+        await self.restarts.replace_dead(death)
+        self.weights.forget()
+
+
+class RolloutRestarts:
+    """Starts rollout workers anew when they die, ``trainer.max_worker_restarts`` times in a run."""
+
+    def __init__(self, rollouts: WorkerGroup, start: Callable[[int], Any], *, allowed: int, timeout_s: float) -> None:
+        """``start``: rank -> handle of a new worker in that rank's place."""
+        self._rollouts, self._start, self._allowed, self._timeout_s = rollouts, start, allowed, timeout_s
+        self._used = 0
+
+    async def replace_dead(self, death: WorkerDied | None = None) -> None:
+        """Returns when every rank has a living worker that is set up. Raises ``death`` if no more may be replaced."""
+        dead = await self._rollouts.dead()
+        for rank in dead:
+            label = self._rollouts.label(rank)
+            if self._used == self._allowed:
+                raise WorkerDied(
+                    f"{death or f'{label} died'}; it was not replaced: trainer.max_worker_restarts={self._allowed} "
+                    f"{'are used up' if self._allowed else 'allows none'}"
+                )
+            self._used += 1
+            log.warning("%s died; starting another (%d of %d restarts)", label, self._used, self._allowed)
+            self._rollouts.replace(rank, self._start(rank))
+        await asyncio.gather(
+            *(self._rollouts.call_one(rank, "setup", timeout_s=self._timeout_s, phase="start again") for rank in dead)
+        )
 
 
 @asynccontextmanager
@@ -47,36 +84,26 @@ async def start_workers(
 
     ``stop_token_ids``: the teacher's; an answer ends there too, or the student would learn from what comes after the
     end of a turn. Raises :class:`ResourceError` before anything is started if the cluster is too small, and a worker's
-    own error as soon as one fails to start.
+    own error as soon as one fails to start. What goes wrong in the body is diagnosed while the workers still live; the
+    error then names the folder.
     """
     timeout_s = config.trainer.startup_timeout_s
     actor_pool, rollout_pool = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
-    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    rollout = config.actor_rollout_ref.rollout
+    tp = rollout.tensor_model_parallel_size
     n_actors = config.trainer.nnodes * config.trainer.n_gpus_per_node
     n_rollouts = config.rollout.nnodes * config.rollout.n_gpus_per_node // tp
-    actors = WorkerGroup(
-        "actor",
-        actor_pool.spawn(
-            ActorWorker,
-            [
-                dict(config=config, total_steps=total_steps, rank=rank, world_size=n_actors, device=device)
-                for rank in range(n_actors)
-            ],
-            env=actor_environment(device),
-        ),
-    )
-    rollouts = WorkerGroup(
-        "rollout",
-        rollout_pool.spawn(
-            RolloutWorker,
-            [
-                dict(config=config, rank=rank, device=device, stop_token_ids=stop_token_ids)
-                for rank in range(n_rollouts)
-            ],
-            slots=tp,
-            env=rollout_environment(device),
-        ),
-    )
+
+    def start_actor(rank: int) -> Any:
+        arguments = dict(config=config, total_steps=total_steps, rank=rank, world_size=n_actors, device=device)
+        return actor_pool.spawn(ActorWorker, rank, arguments, env=actor_environment(device))
+
+    def start_rollout(rank: int) -> Any:
+        arguments = dict(config=config, rank=rank, device=device, stop_token_ids=stop_token_ids)
+        return rollout_pool.spawn(RolloutWorker, rank, arguments, slots=tp, env=rollout_environment(device))
+
+    actors = WorkerGroup("actor", [start_actor(rank) for rank in range(n_actors)])
+    rollouts = WorkerGroup("rollout", [start_rollout(rank) for rank in range(n_rollouts)])
     try:
         layout, engines = await asyncio.gather(
             _set_up_actors(actors, timeout_s), rollouts.call("setup", timeout_s=timeout_s, phase="start")
@@ -86,22 +113,41 @@ async def start_workers(
             for group, own in ((actors, layout), (rollouts, engines))
             for rank, report in enumerate(own)
         }
-        _log_placement(reports)
-        check_devices(reports)
+        log.info("workers:\n%s", placement_table(reports))
+        check_devices(reports, shared=config.rollout.share_actor_gpus)
         await _check_shared_folder(config, actors)
-        bucket_bytes = int(config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * (1 << 20))
+        restarts = RolloutRestarts(
+            rollouts, start_rollout, allowed=config.trainer.max_worker_restarts, timeout_s=timeout_s
+        )
         weights = WeightSync(
             actors,
             rollouts,
             tensor_parallel_size=tp,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=int(rollout.update_weights_bucket_megabytes * (1 << 20)),
             timeout_s=config.actor_rollout_ref.nccl_timeout,
+            transport=_transport(config, device),
+            inflight=config.trainer.inflight_update,
+            engine_dtype=engines[0]["dtype"],
+            repair=restarts.replace_dead,
         )
-        yield Workers(actors, rollouts, weights, layout[0]["dp_size"], [report["dp_rank"] for report in layout])
+        yield Workers(actors, rollouts, weights, [report["dp_rank"] for report in layout], restarts)
+    except GkdError as error:
+        root = Path(config.trainer.default_local_dir).expanduser().absolute()
+        if folder := await diagnose(error, [actors, rollouts], root):
+            raise type(error)(f"{error}\ndiagnosis: {folder}") from error
+        raise
     finally:
         await asyncio.gather(actors.stop(timeout_s=SHUTDOWN_S), rollouts.stop(timeout_s=SHUTDOWN_S))
         actor_pool.release()
         rollout_pool.release()
+
+
+def _transport(config: Config, device: str) -> str:
+    """``rollout.weight_transport`` resolved: NCCL cannot have two ranks on one GPU."""
+    asked = config.actor_rollout_ref.rollout.weight_transport
+    if asked == "auto":
+        return "ipc" if config.rollout.share_actor_gpus and device == "cuda" else "collective"
+    return asked
 
 
 async def _set_up_actors(actors: WorkerGroup, timeout_s: float) -> list[dict[str, Any]]:
@@ -120,16 +166,4 @@ async def _check_shared_folder(config: Config, actors: WorkerGroup) -> None:
         raise ResourceError(
             f"{', '.join(blind)} cannot see trainer.default_local_dir={folder} of the driver; give a folder on a disk "
             "that all nodes share, or trainer.save_freq=-1 to write no checkpoints"
-        )
-
-
-def _log_placement(reports: dict[str, dict[str, Any]]) -> None:
-    for label, report in reports.items():
-        log.info(
-            "%s: %s on node %s, process %d, ready in %.1f s",
-            label,
-            report["device"],
-            report["node"],
-            report["pid"],
-            report["seconds"],
         )

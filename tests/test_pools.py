@@ -10,22 +10,21 @@ import ray
 
 from recipe_gkd.config import load_config
 from recipe_gkd.errors import ResourceError
-from recipe_gkd.pools import PoolSpec, check_devices, create_pools, fits, pool_specs
+from recipe_gkd.pools import PoolSpec, choose_nodes, create_pools, pool_specs
 
 GPUS = dict(CPU=8.0, GPU=4.0)
 
 
-def specs(device: str = "cuda", **sizes: int) -> tuple[PoolSpec, ...]:
+def specs(device: str = "cuda", *overrides: str, **sizes: int) -> tuple[PoolSpec, ...]:
     keys = dict(
         actor_nodes="trainer.nnodes",
         actor="trainer.n_gpus_per_node",
         rollout_nodes="rollout.nnodes",
         rollout="rollout.n_gpus_per_node",
     )
-    config = load_config(
-        "on_policy_distill_trainer",
-        ["data.train_files=x", "actor_rollout_ref.model.path=x", *(f"{keys[name]}={n}" for name, n in sizes.items())],
-    )
+    places = [f"{keys[name]}={n}" for name, n in sizes.items()]
+    needed = ["data.train_files=x", "actor_rollout_ref.model.path=x"]
+    config = load_config("on_policy_distill_trainer", [*needed, *places, *overrides])
     return pool_specs(config, device)
 
 
@@ -48,12 +47,12 @@ def specs(device: str = "cuda", **sizes: int) -> tuple[PoolSpec, ...]:
 def test_a_layout_fits_if_each_bundle_finds_a_node(
     sizes: dict[str, int], nodes: list[dict[str, float]], fit: bool
 ) -> None:
-    assert fits(specs(**sizes), nodes) == fit
+    assert (choose_nodes(specs(**sizes), nodes) is not None) == fit
 
 
 def test_cpu_slots_lay_out_the_same_numbers() -> None:
-    assert fits(specs("cpu", actor=2, rollout=2), [dict(CPU=4.0)])
-    assert not fits(specs("cpu", actor=2, rollout=3), [dict(CPU=4.0)])
+    assert choose_nodes(specs("cpu", actor=2, rollout=2), [dict(CPU=4.0)])
+    assert not choose_nodes(specs("cpu", actor=2, rollout=3), [dict(CPU=4.0)])
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -79,7 +78,7 @@ def test_workers_get_their_slots_their_arguments_and_their_environment() -> None
             )
 
     pools = asyncio.run(create_pools(specs("cpu", actor=2, rollout=4), timeout_s=20))
-    handles = pools[1].spawn(Worker, [dict(rank=0), dict(rank=1)], slots=2, env={"MARK": "x"})
+    handles = [pools[1].spawn(Worker, rank, dict(rank=rank), slots=2, env={"MARK": "x"}) for rank in range(2)]
     assert ray.get([handle.report.remote() for handle in handles], timeout=30) == [
         dict(rank=0, env="x", cpus=2.0),
         dict(rank=1, env="x", cpus=2.0),
@@ -90,13 +89,37 @@ def test_workers_get_their_slots_their_arguments_and_their_environment() -> None
         pool.release()
 
 
-def test_two_workers_on_one_gpu_are_an_error_that_names_both() -> None:
-    with pytest.raises(ResourceError, match="rollout worker 0 and actor worker 0 both got GPU-1 on node a"):
-        check_devices(
-            {"actor worker 0": dict(node="a", devices=["GPU-1"]), "rollout worker 0": dict(node="a", devices=["GPU-1"])}
-        )
-    check_devices({"a": dict(node="a", devices=["GPU-1"]), "b": dict(node="b", devices=["GPU-1"])})
-    check_devices({"a": dict(node="a", devices=["cpu"]), "b": dict(node="a", devices=["cpu"])})
+@pytest.mark.usefixtures("ray_session")
+def test_a_worker_that_died_leaves_its_slot_to_the_next_of_its_rank() -> None:
+    class Worker:
+        def bundle(self) -> int:
+            return 7
+
+    (pool, _) = pools = asyncio.run(create_pools(specs("cpu", actor=2, rollout=1), timeout_s=20))
+    handles = [pool.spawn(Worker, rank, {}) for rank in range(2)]
+    ray.get([handle.bundle.remote() for handle in handles], timeout=30)
+    ray.kill(handles[0])
+    again = pool.spawn(Worker, 0, {})
+    assert ray.get(again.bundle.remote(), timeout=30) == 7
+    for handle in (again, handles[1]):
+        ray.kill(handle)
+    for pool in pools:
+        pool.release()
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_shared_slots_take_an_actor_and_a_rollout_worker_each_and_no_more_of_the_cluster() -> None:
+    class Worker:
+        def cpus(self) -> float:
+            return float(ray.get_runtime_context().get_assigned_resources()["CPU"])
+
+    pools = asyncio.run(create_pools(specs("cpu", "rollout.share_actor_gpus=true", actor=6, rollout=6), timeout_s=20))
+    handles = [pool.spawn(Worker, rank, {}) for pool in pools for rank in range(2)]
+    assert ray.get([handle.cpus.remote() for handle in handles], timeout=30) == [0.5] * 4
+    for handle in handles:
+        ray.kill(handle)
+    for pool in pools:
+        pool.release()
 
 
 @pytest.mark.usefixtures("ray_session")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from recipe_gkd.watch import nccl_environment
+
 _ALWAYS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in our thread: commands run between its steps
     "VLLM_NO_USAGE_STATS": "1",
@@ -27,4 +29,4 @@ def worker_environment(device: str) -> dict[str, str]:
 
     What it says for `cuda` holds on every device.
     """
-    return _ALWAYS | (_CPU if device == "cpu" else {})
+    return _ALWAYS | (_CPU if device == "cpu" else nccl_environment())

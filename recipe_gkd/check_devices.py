@@ -1,0 +1,95 @@
+"""Show where the workers of both pools would be, and check that each has the devices that Ray gave it.
+
+python -m recipe_gkd.check_devices --config-name on_policy_distill_trainer key=value ...
+
+It starts a small process in the place of every worker, and ends it. No teacher, data or model is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from recipe_gkd.actor.environment import worker_environment as actor_environment
+from recipe_gkd.cli import config_parser
+from recipe_gkd.cluster import choose_device, ray_cluster
+from recipe_gkd.config import Config
+from recipe_gkd.config.load import compose_config, to_config
+from recipe_gkd.config.validate import validate
+from recipe_gkd.errors import GkdError
+from recipe_gkd.groups import WorkerGroup
+from recipe_gkd.placement import Reports, check_devices, placement_table, where_am_i
+from recipe_gkd.pools import create_pools, pool_specs
+from recipe_gkd.rollout.environment import worker_environment as rollout_environment
+
+
+class PlaceHolder:
+    """In the place of a worker: says where that is."""
+
+    def report(self, device: str) -> dict[str, Any]:
+        return where_am_i(device)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 every worker has its devices, 1 an error, 130 Ctrl-C."""
+    arguments = config_parser("check_devices", __doc__).parse_args(argv)
+    try:
+        composed = compose_config(arguments.config_name, arguments.overrides, arguments.config_dir)
+        for key in OmegaConf.missing_keys(composed):  # folders and files, which nobody looks for here
+            OmegaConf.update(composed, key, "none")
+        config = to_config(composed)
+        validate(config)
+        with ray_cluster(config):
+            device = choose_device(config.trainer.device)
+            reports = asyncio.run(find_places(config, device))
+        print(placement_table(reports))
+        check_devices(reports, shared=config.rollout.share_actor_gpus)
+    except GkdError as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    what = "the GPUs that Ray gave it" if device == "cuda" else "a CPU slot"
+    print(f"\nall {len(reports)} workers have their places: each has {what}")
+    return 0
+
+
+async def find_places(config: Config, device: str) -> Reports:
+    """What a process in the place of each worker says of it."""
+    timeout_s = config.trainer.startup_timeout_s
+    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    actor_pool, rollout_pool = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
+    groups = []
+    for pool, slots, env in (
+        (actor_pool, 1, actor_environment(device)),
+        (rollout_pool, tp, rollout_environment(device)),
+    ):
+        n = pool.spec.nnodes * pool.spec.n_per_node // slots
+        groups.append(
+            WorkerGroup(pool.spec.name, [pool.spawn(PlaceHolder, rank, {}, slots=slots, env=env) for rank in range(n)])
+        )
+    try:
+        places = await asyncio.gather(
+            *(group.call("report", device, timeout_s=timeout_s, phase="look at the devices") for group in groups)
+        )
+        return {
+            group.label(rank): report
+            for group, own in zip(groups, places, strict=True)
+            for rank, report in enumerate(own)
+        }
+    finally:
+        await asyncio.gather(*(group.stop(timeout_s=5) for group in groups))
+        actor_pool.release()
+        rollout_pool.release()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

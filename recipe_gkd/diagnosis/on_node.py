@@ -1,0 +1,216 @@
+"""What is done on the node where workers run, from outside their processes: look into them, end them.
+
+Plain functions on process ids that need no Ray; :mod:`.processes` runs them on the right node.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from recipe_gkd import watch
+
+GONE = "gone"
+_STATES = {
+    psutil.STATUS_SLEEPING: "waiting",
+    psutil.STATUS_IDLE: "waiting",
+    psutil.STATUS_STOPPED: "stopped (SIGSTOP?)",
+    psutil.STATUS_TRACING_STOP: "stopped (by a debugger)",
+    psutil.STATUS_DISK_SLEEP: "uninterruptible (in the kernel: a disk, a driver)",
+    psutil.STATUS_ZOMBIE: "zombie",
+}
+_FROZEN = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP)
+_TAIL_BYTES = 16_384
+_MAX_DUMP_BYTES = 64 << 20
+
+ProcessId = tuple[int, float]
+"""pid and time of creation, as a pid is given to another process when its own has ended."""
+
+
+@dataclass
+class ProcessReport:
+    """One process: its ``state`` for people, resident memory, and the Python stacks of all its threads."""
+
+    pid: int
+    name: str
+    state: str
+    memory_bytes: int
+    stacks: str
+
+
+@dataclass
+class WorkerReport:
+    """The worker's own process comes first, then its children, such as the ranks of a tensor-parallel engine."""
+
+    processes: list[ProcessReport]
+    logs: str = ""
+    nccl_dumps: dict[str, bytes] = field(default_factory=dict)
+
+
+def inspect(pids: Sequence[int], log_dir: str, timeout_s: float) -> dict[int, WorkerReport]:
+    """Look into each of ``pids`` and its children, all at once; ends in ``timeout_s`` with what it has got by then."""
+    deadline = time.monotonic() + timeout_s
+    asked = {pid: _ask_for_nccl_dumps(pid) for pid in pids}
+    trees = {pid: [pid, *(child for child, _ in tree([pid]) if child != pid)] for pid in pids}
+    with ThreadPoolExecutor(max_workers=32) as threads:
+        parts = {
+            pid: [threads.submit(_inspect_process, member, deadline) for member in members]
+            for pid, members in trees.items()
+        }
+        return {
+            pid: WorkerReport(
+                [part.result() for part in parts[pid]], _logs(pid, Path(log_dir)), _dumps(pid, asked[pid], deadline)
+            )
+            for pid in pids
+        }
+
+
+def tree(pids: Sequence[int]) -> list[ProcessId]:
+    """These processes and all that they have started; of one that is gone, created at 0."""
+    found: dict[int, ProcessId] = {}
+    for pid in pids:
+        found.setdefault(pid, (pid, 0.0))
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            for member in (process, *process.children(recursive=True)):
+                found[member.pid] = (member.pid, member.create_time())
+    return list(found.values())
+
+
+def end(processes: Sequence[ProcessId], grace_s: float, timeout_s: float) -> list[int]:
+    """Wait ``grace_s`` for them to end, then SIGKILL the rest; pids of those that live on after ``timeout_s``."""
+    started = time.monotonic()
+    left = _wait(processes, grace_s)
+    for pid, _ in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    left = _wait(left, timeout_s - (time.monotonic() - started))
+    for pid, _ in set(processes) - set(left):
+        watch.forget(pid)
+    return [pid for pid, _ in left]
+
+
+def _wait(processes: Sequence[ProcessId], seconds: float) -> list[ProcessId]:
+    """Those of ``processes``, no children of ours, that have not ended by then."""
+    deadline = time.monotonic() + seconds
+    while (left := [process for process in processes if _lives(process)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def _lives(process: ProcessId) -> bool:
+    pid, created = process
+    with suppress(psutil.NoSuchProcess):
+        found = psutil.Process(pid)
+        return found.create_time() == created and found.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
+
+
+def _inspect_process(pid: int, deadline: float) -> ProcessReport:
+    try:
+        process = psutil.Process(pid)
+        status = process.status()
+        name = " ".join(" ".join(process.cmdline()).split())[:80] or process.name()
+        report = ProcessReport(pid, name, _STATES.get(status, status), process.memory_info().rss, "")
+    except psutil.Error:
+        return ProcessReport(pid, "", GONE, 0, "")
+    if status != psutil.STATUS_ZOMBIE:
+        report.stacks = _stacks(pid, frozen=status in _FROZEN, deadline=deadline)
+    return report
+
+
+def _stacks(pid: int, *, frozen: bool, deadline: float) -> str:
+    """By py-spy; it can wait for a consistent moment unless the process is frozen. Else by faulthandler."""
+    py_spy, failures = Path(sys.executable).with_name("py-spy"), []
+    ways: list[list[str]] = [["--nonblocking"], []] if frozen else [[], ["--nonblocking"]]
+    for i, way in enumerate(ways):
+        left = deadline - time.monotonic()
+        try:
+            done = subprocess.run(
+                [py_spy, "dump", *way, "--pid", str(pid)],
+                capture_output=True,
+                text=True,
+                timeout=max(0.1, left if i else left * 0.6),
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            failures.append(str(error))
+            continue
+        if done.returncode == 0 and "Thread" in done.stdout:
+            return done.stdout
+        failures.append(" ".join((done.stderr or "no threads").split())[:300])
+    written = "" if frozen else _faulthandler_stacks(pid, deadline)
+    return written or "py-spy: " + "\npy-spy: ".join(failures) + "\n"
+
+
+def _faulthandler_stacks(pid: int, deadline: float) -> str:
+    """Of a process that called :func:`watch_stacks`: SIGUSR1 would end any other."""
+    file = watch.stacks_file(pid)
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+        if not caught & 1 << (signal.SIGUSR1 - 1):
+            return ""
+        before = file.stat().st_size
+        os.kill(pid, signal.SIGUSR1)
+        deadline, size = max(deadline, time.monotonic() + 0.2), -1
+        while time.monotonic() < deadline:  # written in many small parts, by a signal handler that cannot tell its end
+            time.sleep(0.05)
+            if size == (size := file.stat().st_size) > before:
+                break
+        with open(file) as text:
+            text.seek(before)
+            return text.read()
+    except (OSError, ValueError, IndexError):
+        return ""
+
+
+def _logs(pid: int, log_dir: Path) -> str:
+    """The ends of Ray's log files of a worker."""
+    parts = []
+    for file in sorted([*log_dir.glob(f"worker-*-{pid}.*"), *log_dir.glob(f"python-core-worker-*_{pid}.log")]):
+        with suppress(OSError), open(file, "rb") as log:
+            log.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+            if tail := log.read().decode(errors="replace"):
+                parts.append(f"==> {file} <==\n{tail}\n")
+    return "".join(parts)
+
+
+def _ask_for_nccl_dumps(pid: int) -> dict[Path, float]:
+    """Write to the recorder's pipes of a worker and its children; the dumps to come, and their time before that."""
+    asked = {}
+    prefix = watch.nccl_prefix(pid)
+    for pipe in prefix.parent.glob(f"{prefix.name}*.pipe"):
+        dump = pipe.with_suffix("")
+        before = dump.stat().st_mtime if dump.exists() else 0.0
+        with suppress(OSError):  # no reader: the process is gone
+            descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            os.write(descriptor, b"1")
+            os.close(descriptor)
+            asked[dump] = before
+    return asked
+
+
+def _dumps(pid: int, asked: dict[Path, float], deadline: float) -> dict[str, bytes]:
+    """The dumps that were asked for, when they are written, and those that a process has left of its own accord."""
+    while time.monotonic() < deadline and not all(
+        dump.exists() and dump.stat().st_mtime > before for dump, before in asked.items()
+    ):
+        time.sleep(0.05)  # NCCL's monitor looks at the pipe once a second
+    if asked:
+        time.sleep(0.1)  # a dump is there before its last byte is
+    prefix = watch.nccl_prefix(pid)
+    return {
+        dump.name.partition(".")[2]: dump.read_bytes()
+        for dump in prefix.parent.glob(f"{prefix.name}*")
+        if dump.is_file() and dump.stat().st_size <= _MAX_DUMP_BYTES
+    }
