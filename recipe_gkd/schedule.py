@@ -11,51 +11,75 @@ them. Batch ``i`` is trained on when the actor is at version ``i``; if version `
 
     two_step_off (s=2)  the same with generation two batches ahead, so that the teacher, too, has a step for itself
 
-Answers go to the teacher as they finish, in groups, whatever the trainer is doing. Weights are sent between two
-generations, never during one, and never during an update. Stages are callables: this module knows no worker.
+Samples flow one by one: answers go to the teacher as they finish, in small groups, and a batch is trained on when its
+last sample is scored. A batch is handed out as soon as the bound allows and a worker has a free place, so that workers
+do not idle on the last answers of the batch before. Weights are sent never during an update and, unless they may be
+updated in flight, never while answers are under way. Stages are callables: this module knows no worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from recipe_gkd.data import PromptBatch
-from recipe_gkd.errors import WorkerError
+from recipe_gkd.errors import WorkerDied, WorkerError
+from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.samples import Answer, Prompt, Sample
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MAX_STALENESS = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
-"""``trainer.scheduler`` -> how many updates the weights that generate may be behind those that are trained."""
+"""``trainer.scheduler`` -> updates that the weights that generate may be behind; ``n_step_off`` has a key for it."""
 
-Generate = Callable[[PromptBatch], AsyncIterator[list[Answer]]]
-"""Answers of a batch, in any order, as they finish."""
-Score = Callable[[list[tuple[Prompt, Answer]]], Coroutine[Any, Any, list[Sample]]]
-"""The teacher's opinion of some answers."""
+Generate = Callable[[int, Sequence[Prompt], int], AsyncIterator[list[Answer]]]
+"""(lane, prompts, step) -> their answers, in any order, as they finish. A lane is a rollout worker, by rank."""
+Score = Callable[[Sequence[tuple[Prompt, Answer]]], Awaitable[list[Sample]]]
+"""The teacher's opinion of some answers: one request."""
 Sync = Callable[[int], Awaitable[dict[str, float]]]
-"""Send the actor's weights, which have this version, to every rollout worker; returns metrics."""
+"""Send the actor's weights, which have this version, to every lane; returns metrics."""
+Replace = Callable[[int, WorkerDied], Awaitable[None]]
+"""See to it that this lane has a living worker, which may have no weights; raise if that is not to be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """How samples flow through the stages; every field is a number or a switch of the configuration."""
+
+    max_staleness: int
+    n_lanes: int = 1
+    capacity: int = 1
+    """Answers that all lanes together can have under way; the next batch is handed out when there are fewer."""
+    answers_per_prompt: int = 1
+    """Prompts that follow each other and go to the same lane."""
+    requests_per_batch: int = 1
+    """To the teacher, at least: a lane's last request may be a small one."""
+    inflight_update: bool = False
+    """Weights may be sent while answers are under way."""
 
 
 @dataclass
 class ReadyBatch:
-    """A batch that can be trained on, and what it took to get there (seconds)."""
+    """A batch that can be trained on, and what it took to get there. Times are the event loop's."""
 
     step: int
     epoch: float
-    generated_at: float
-    """When its last answer was there, on `time.monotonic`'s clock."""
+    handed_out_at: float
+    generated_at: float = 0.0
+    """When its last answer was there."""
     samples: list[Sample] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def staleness(self) -> list[int]:
-        """Of each sample: updates between the weights that generated it and those that it will update."""
+        """Of each sample: updates between the weights that began to generate it and those that it will update."""
         return [self.step - sample.answer.weights_version for sample in self.samples]
 
 
@@ -64,35 +88,42 @@ class Pipeline:
 
     ::
 
-        async with Pipeline(batches, generate=..., score=..., sync=..., max_staleness=1) as pipeline:
+        async with Pipeline(batches, flow, generate=..., score=..., sync=...) as pipeline:
             async for batch in pipeline:
                 async with pipeline.updating(batch):     # no weight sync while the actor trains
                     ... train on batch.samples ...
 
     The first sync happens before anything is generated, so the first weights used are those of the actor. A stage that
-    raises ends the ``async with`` with that exception, cancelling all the others.
+    raises ends the ``async with`` with that exception, cancelling all the others; only a lane that dies while it
+    generates (:class:`WorkerDied`) is first given to ``replace``, and its unfinished prompts are generated again.
     """
 
     def __init__(
         self,
         batches: Iterable[PromptBatch],
+        flow: Flow,
         *,
         generate: Generate,
         score: Score,
         sync: Sync,
-        max_staleness: int,
-        score_group: Callable[[int], int] = lambda batch_size: batch_size,
+        replace: Replace | None = None,
         first_version: int = 0,
+        timeline: Timeline | None = None,
     ) -> None:
-        """``score_group``: batch size -> answers of one request to the teacher. ``first_version``: the actor's."""
-        self._batches, self._max_staleness = batches, max_staleness
-        self._generate, self._score, self._sync, self._score_group = generate, score, sync, score_group
+        """``first_version``: the actor's."""
+        self._batches, self._flow = batches, flow
+        self._generate, self._score, self._sync, self._replace = generate, score, sync, replace
+        self.timeline = timeline or Timeline(now)
         self._version = first_version
         self._rollout_version: int | None = None  # unknown until the first sync
-        self._wanted: int | None = None  # the version without which generation cannot go on
+        self._wanted: list[int] = []  # versions without which somebody cannot go on generating
         self._actor_busy = False
-        self._changed = asyncio.Condition()
-        self._scored: asyncio.Queue[asyncio.Task[ReadyBatch] | None] = asyncio.Queue()
+        self._under_way = 0  # answers
+        self._handed_out_at = self._generate_s = self._update_s = 0.0  # of the last batch: what to expect of the next
+        self._changed = asyncio.Event()
+        self._replacing = asyncio.Lock()
+        self._deaths: dict[int, WorkerDied] = {}  # lane -> why it may not be given work
+        self._batches_under_way: asyncio.Queue[asyncio.Task[ReadyBatch] | None] = asyncio.Queue()
         self._sync_metrics: dict[str, float] = {}
         self._tasks = asyncio.TaskGroup()
         self._running: set[asyncio.Task[Any]] = set()
@@ -125,18 +156,29 @@ class Pipeline:
         task.add_done_callback(self._running.discard)
         return task
 
+    # ---- the trainer's side
+
     async def __aiter__(self) -> AsyncIterator[ReadyBatch]:
         while True:
-            asked = time.monotonic()
-            task = await self._scored.get()
+            asked = now()
+            task = await self._batches_under_way.get()
             if task is None:
                 return
             batch = await task
-            ready = time.monotonic()
-            generated = min(max(asked, batch.generated_at), ready)
-            batch.metrics["timing/wait_prev_gen"] = generated - asked
-            batch.metrics["timing/wait_prev_teacher"] = ready - generated
+            self._account_for_wait(batch, asked, now())
             yield batch
+
+    def _account_for_wait(self, batch: ReadyBatch, asked: float, ready: float) -> None:
+        """What the trainer waited for since it asked: first weights for the workers, then answers, then the teacher."""
+        teacher = "wait_prev_prev_teacher" if self._flow.max_staleness >= 2 else "wait_prev_teacher"
+        ends = {"wait_sync": batch.handed_out_at, "wait_prev_gen": batch.generated_at, teacher: ready}
+        since = asked
+        for name, end in ends.items():
+            until = min(max(since, end), ready)
+            batch.metrics[f"timing/{name}"] = until - since
+            if until > since:
+                self.timeline.record("trainer", name, since, until, step=batch.step)
+            since = until
 
     @asynccontextmanager
     async def updating(self, batch: ReadyBatch) -> AsyncIterator[None]:
@@ -144,85 +186,187 @@ class Pipeline:
 
         Adds to the batch's metrics what was waited for a weight sync, and the metrics of the last one, if new.
         """
-        asked = time.monotonic()
+        asked = now()
         async with self.actor():
-            batch.metrics["timing/wait_sync"] = time.monotonic() - asked
+            batch.metrics["timing/wait_sync"] += now() - asked
             batch.metrics |= self._sync_metrics
             self._sync_metrics = {}
-            yield
+            began = now()
+            with self.timeline.span("actor", "update", step=batch.step):
+                yield
             self._version += 1
+            self._update_s = now() - began
 
     @asynccontextmanager
     async def actor(self) -> AsyncIterator[None]:
         """The actor for oneself: no update, no weight sync meanwhile. A sync that generation waits for goes first."""
-        async with self._actor_when(lambda: self._wanted is None or self._version < self._wanted):
+        await self._until(lambda: not self._actor_busy and not self._sync_goes_first())
+        async with self._actor_now():
             yield
 
     @asynccontextmanager
-    async def _actor_when(self, ready: Callable[[], bool]) -> AsyncIterator[None]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._actor_busy and ready())
-            self._actor_busy = True
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._actor_busy = False
-                self._changed.notify_all()
+    async def _actor_now(self) -> AsyncIterator[None]:
+        self._actor_busy = True
+        yield
+        self._actor_busy = False  # not after a failure, which ends the run: nothing else shall begin
+        self._notify()
+
+    # ---- when a batch is handed out, and when weights are sent
 
     async def _produce(self) -> None:
         for batch in self._batches:
-            await self._freshen(oldest_version=batch.step - self._max_staleness)
-            await self._generate_one(batch)
-        self._scored.put_nowait(None)
+            await self._until(lambda: self._under_way < self._flow.capacity)
+            await self._freshen(oldest_version=batch.step - self._flow.max_staleness)
+            self._now_under_way(len(batch.prompts))
+            self._handed_out_at = now()
+            self._batches_under_way.put_nowait(self._start(self._prepare(batch)))
+        self._batches_under_way.put_nowait(None)
 
     async def _freshen(self, oldest_version: int) -> None:
-        """Before generating: wait for the weights that the bound asks for; take newer ones if the actor is idle."""
-        if self._rollout_version is None or self._rollout_version < oldest_version:
-            self._wanted = max(oldest_version, 0)
-        elif self._rollout_version == self._version or self._actor_busy:
-            return
-        async with self._actor_when(lambda: self._wanted is None or self._version >= self._wanted):
-            version = self._version
-            self._sync_metrics = await self._sync(version)
-            self._rollout_version, self._wanted = version, None
+        """Before generating: wait for the weights that the bound asks for; take newer ones if that holds up nobody."""
 
-    async def _generate_one(self, prompts: PromptBatch) -> None:
-        """Generate a batch; each group of answers goes to the teacher as soon as it is full."""
-        started = time.monotonic()
-        waiting = {prompt.uid: prompt for prompt in prompts.prompts}
-        group_size = self._score_group(len(waiting))
-        group: list[tuple[Prompt, Answer]] = []
-        requests: list[asyncio.Task[list[Sample]]] = []
-        first_request: float | None = None
-        async for answers in self._generate(prompts):
-            for answer in answers:
-                if answer.uid not in waiting:
-                    raise WorkerError(f"step {prompts.step}: an answer to prompt {answer.uid}, which was not asked")
-                group.append((waiting.pop(answer.uid), answer))
-                if len(group) == group_size or not waiting:
-                    first_request = first_request or time.monotonic()
-                    requests.append(self._start(self._score(group)))
-                    group = []
-        if waiting:
-            raise WorkerError(f"step {prompts.step}: {len(waiting)} of {len(prompts.prompts)} prompts got no answer")
-        ended = time.monotonic()
-        batch = ReadyBatch(prompts.step, prompts.epoch, ended, metrics={"timing/generate_sequences": ended - started})
-        self._scored.put_nowait(self._start(self._collect(batch, requests, first_request or ended)))
+        def behind() -> bool:
+            return self._rollout_version is None or self._rollout_version < oldest_version
 
-    async def _collect(
-        self, batch: ReadyBatch, requests: list[asyncio.Task[list[Sample]]], first_request: float
-    ) -> ReadyBatch:
+        if behind():
+            self._wanted.append(oldest_version)
+            try:
+                await self._until(lambda: not behind() or (self._version >= oldest_version and self._can_sync()))
+                if behind():
+                    await self._send_weights()
+            finally:
+                self._wanted.remove(oldest_version)
+                self._notify()
+        elif self._rollout_version != self._version and self._can_sync():
+            await self._send_weights()
+
+    def _can_sync(self) -> bool:
+        return not self._actor_busy and (self._flow.inflight_update or not self._under_way)
+
+    def _sync_goes_first(self) -> bool:
+        """Before another update: a sync that somebody waits for, unless the answers under way last longer than that."""
+        if not any(version <= self._version for version in self._wanted):
+            return False
+        seconds_left = self._handed_out_at + self._generate_s - now()
+        return self._flow.inflight_update or not self._under_way or seconds_left < self._update_s
+
+    async def _send_weights(self) -> None:
+        async with self._actor_now():
+            with ExitStack() as spans:
+                for track in ["actor", *(f"rollout {lane}" for lane in range(self._flow.n_lanes))]:
+                    spans.enter_context(self.timeline.span(track, "sync", version=self._version))
+                self._sync_metrics = await self._sync(self._version)
+            self._rollout_version = self._version
+            self.timeline.count("rollout", "weights version", self._version)
+
+    async def _until(self, true: Callable[[], bool]) -> None:
+        """Nothing else runs between the moment when it is true and the return."""
+        while not true():
+            await self._changed.wait()
+
+    def _now_under_way(self, more: int) -> None:
+        self._under_way += more
+        self.timeline.count("rollout", "answers under way", self._under_way)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # ---- a batch on its way: each lane's answers, group by group, to the teacher
+
+    async def _prepare(self, prompts: PromptBatch) -> ReadyBatch:
+        batch = ReadyBatch(prompts.step, prompts.epoch, handed_out_at=now())
+        shares = deal(prompts.prompts, self._flow.n_lanes, self._flow.answers_per_prompt)
+        group_size = math.ceil(len(prompts.prompts) / self._flow.requests_per_batch)
+        lanes = [
+            self._start(self._run_lane(lane, share, batch.step, group_size))
+            for lane, share in enumerate(shares)
+            if share
+        ]
+        requests = [request for lane in lanes for request in (await lane)[1]]
+        ended = [lane.result()[0] for lane in lanes]
+        batch.generated_at = max(ended)
+        self._generate_s = batch.generated_at - batch.handed_out_at
         for request in requests:
-            batch.samples += await request
+            batch.samples += (await request)[1]
         batch.samples.sort(key=lambda sample: sample.prompt.uid)
-        batch.metrics["timing/get_teacher_knowledge"] = time.monotonic() - first_request
+        seconds = [end - batch.handed_out_at for end in ended]
+        batch.metrics = {
+            "timing/generate_sequences": max(seconds),
+            "timing/generate_sequences_min": min(seconds),
+            "timing/generate_sequences_max": max(seconds),
+            "timing/generate_sequences_mean": sum(seconds) / len(seconds),
+            "timing/get_teacher_knowledge": now() - min(request.result()[0] for request in requests),
+            "timing/teacher_tail": now() - batch.generated_at,
+        }
         return batch
 
+    async def _run_lane(
+        self, lane: int, prompts: list[Prompt], step: int, group_size: int
+    ) -> tuple[float, list[asyncio.Task[tuple[float, list[Sample]]]]]:
+        """When its last answer was there, and its requests to the teacher."""
+        requests: list[asyncio.Task[tuple[float, list[Sample]]]] = []
+        group: list[tuple[Prompt, Answer]] = []
+        n_left = len(prompts)
+        with self.timeline.span(f"rollout {lane}", "generate", step=step, samples=n_left):
+            async for prompt, answer in self._answers(lane, prompts, step):
+                n_left -= 1
+                group.append((prompt, answer))
+                if len(group) == group_size or not n_left:
+                    requests.append(self._start(self._request(group, step)))
+                    group = []
+        return now(), requests
 
-def group_size(batch_size: int, n_requests: int) -> int:
-    """Answers of one request, so that a batch makes ``n_requests`` of them; any batch size is fine."""
-    return max(1, math.ceil(batch_size / n_requests))
+    async def _answers(self, lane: int, prompts: list[Prompt], step: int) -> AsyncIterator[tuple[Prompt, Answer]]:
+        """Each prompt's answer once, even if the lane's worker has to be replaced on the way."""
+        waiting = {prompt.uid: prompt for prompt in prompts}
+        while waiting:
+            if lane in self._deaths:
+                await self._revive(lane, len(waiting))
+            try:
+                async for answers in self._generate(lane, list(waiting.values()), step):
+                    self._now_under_way(-len(answers))
+                    for answer in answers:
+                        if answer.uid not in waiting:
+                            raise WorkerError(f"step {step}: an answer to prompt {answer.uid}, which was not asked")
+                        yield waiting.pop(answer.uid), answer
+            except WorkerDied as death:
+                self._deaths[lane] = death
+            else:
+                if waiting:
+                    raise WorkerError(f"step {step}: {len(waiting)} of {len(prompts)} prompts got no answer")
+
+    async def _revive(self, lane: int, n_waiting: int) -> None:
+        """A new worker for a lane, with weights. Its prompts are not under way meanwhile, or no sync could begin."""
+        if self._replace is None:
+            raise self._deaths[lane]
+        self._now_under_way(-n_waiting)
+        async with self._replacing:
+            if death := self._deaths.get(lane):
+                await self._replace(lane, death)
+                self._rollout_version = None
+                await self._freshen(oldest_version=0)
+                del self._deaths[lane]
+        self._now_under_way(n_waiting)
+
+    async def _request(self, group: Sequence[tuple[Prompt, Answer]], step: int) -> tuple[float, list[Sample]]:
+        """When it was made, and the samples."""
+        began = now()
+        with self.timeline.span("teacher", "score", step=step, samples=len(group)):
+            return began, await self._score(group)
+
+
+def now() -> float:
+    """Seconds on the one clock of all timings: the event loop's."""
+    return asyncio.get_running_loop().time()
+
+
+def deal(prompts: Sequence[Prompt], n_lanes: int, answers_per_prompt: int) -> list[list[Prompt]]:
+    """A share for each lane: round in turn, all answers to one prompt to the same lane, which then reads it once."""
+    starts = range(0, len(prompts), answers_per_prompt)
+    groups = [prompts[start : start + answers_per_prompt] for start in starts]
+    return [[prompt for group in groups[lane::n_lanes] for prompt in group] for lane in range(n_lanes)]
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

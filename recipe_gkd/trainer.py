@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +16,13 @@ import ray
 from recipe_gkd.actor.microbatch import shard_batch
 from recipe_gkd.checkpoints import CheckpointWriter, Progress
 from recipe_gkd.config import Config
-from recipe_gkd.data import PromptBatch, PromptLoader
-from recipe_gkd.errors import GkdError
-from recipe_gkd.metrics.batch import describe, host_memory_used_gb, span
+from recipe_gkd.data import PromptLoader
+from recipe_gkd.errors import GkdError, WorkerDied
 from recipe_gkd.metrics.loggers import Loggers
+from recipe_gkd.metrics.steps import StepMetrics, span
+from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
-from recipe_gkd.schedule import MAX_STALENESS, Pipeline, ReadyBatch, group_size
+from recipe_gkd.schedule import MAX_STALENESS, Flow, Pipeline, ReadyBatch
 from recipe_gkd.workers import Workers
 from teacher.client import TeacherClient
 from teacher.records import TeacherSequence
@@ -32,6 +31,8 @@ log = logging.getLogger(__name__)
 
 MARGIN_S = 10.0
 """A worker's own deadline ends first: its error says more than that it did not answer."""
+LAST_CHANCE_S = 1.0
+"""What workers, of which one has failed, have to say that a checkpoint is written."""
 
 
 class Trainer:
@@ -50,59 +51,74 @@ class Trainer:
         try:
             await self.loop()
             await self.finish_save()
+        except BaseException as error:  # one that was being written in the background may be whole by now
+            broken = isinstance(error, GkdError)
+            with suppress(GkdError):
+                await self.finish_save(wait=not broken, timeout_s=LAST_CHANCE_S if broken else None)
+            raise
         finally:
-            if self.saving is not None:  # one that was being written in the background may be whole by now
-                with suppress(GkdError):
-                    await self.finish_save()
             if self.saving is not None:
                 self.saving.discard()
 
     async def loop(self) -> None:
         """The algorithm."""
-        step_began = time.monotonic()
-        with Loggers(self.config.trainer, first_step=self.progress.step, last_step=self.last_step) as loggers:
-            async with self.pipeline() as pipeline:
+        trainer = self.config.trainer
+        with (
+            Loggers(trainer, first_step=self.progress.step, last_step=self.last_step) as loggers,
+            StepMetrics(self.config, n_rollouts=len(self.workers.rollouts)) as steps,
+        ):
+            async with self.pipeline(steps.timeline) as pipeline:
                 async for batch in pipeline:
-                    metrics = batch.metrics
                     async with pipeline.updating(batch):
-                        with span(metrics, "timing/update_actor"):
-                            metrics |= await self.update(batch)
+                        with span(batch.metrics, "timing/update_actor"):
+                            batch.metrics |= await self.update(batch)
                     self.advance(batch)
                     if self.saving or self.save_is_due():
                         async with pipeline.actor():
-                            with span(metrics, "timing/save_checkpoint"):
+                            with span(batch.metrics, "timing/save_checkpoint"):
                                 await (self.save() if self.save_is_due() else self.finish_save(wait=False))
-                    step_began = self.finish(batch, step_began)
-                    loggers.log(metrics, self.progress.step)
+                    steps.log(loggers, batch, self.progress.step)
 
-    def pipeline(self) -> Pipeline:
-        teacher = self.config.actor_rollout_ref.teacher
+    def pipeline(self, timeline: Timeline) -> Pipeline:
+        trainer, settings = self.config.trainer, self.config.actor_rollout_ref
+        flow = Flow(
+            max_staleness=MAX_STALENESS.get(trainer.scheduler, trainer.max_staleness or 0),
+            n_lanes=len(self.workers.rollouts),
+            capacity=len(self.workers.rollouts) * settings.rollout.max_num_seqs,
+            answers_per_prompt=settings.rollout.n,
+            requests_per_batch=settings.teacher.n_server_workers * settings.teacher.num_microbatches,
+            inflight_update=trainer.inflight_update,
+        )
         return Pipeline(
             self.loader.batches(self.progress.prompts_trained, first_step=self.progress.step),
+            flow,
             generate=self.generate,
             score=self.score,
             sync=self.workers.weights.sync,
-            max_staleness=MAX_STALENESS[self.config.trainer.scheduler],
+            replace=self.replace,
             first_version=self.progress.step,
-            score_group=lambda size: group_size(size, teacher.n_server_workers * teacher.num_microbatches),
+            timeline=timeline,
         )
 
     # ---- the stages
 
-    async def generate(self, batch: PromptBatch) -> AsyncIterator[list[Answer]]:
-        """Deal the prompts round to the rollout workers, all answers to one prompt to the same; as they finish."""
-        rollouts, settings = self.workers.rollouts, self.config.actor_rollout_ref.rollout
-        groups = [batch.prompts[start : start + settings.n] for start in range(0, len(batch.prompts), settings.n)]
-        shares = [list(itertools.chain(*groups[rank :: len(rollouts)])) for rank in range(len(rollouts))]
-        async for answers in rollouts.stream_each(
+    async def generate(self, rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Answer]]:
+        """One rollout worker's share of a batch, as its answers finish."""
+        async for answers in self.workers.rollouts.stream(
+            rank,
             "generate",
-            [(share, batch.step) for share in shares if share],
-            timeout_s=settings.timeout_s + MARGIN_S,
-            phase=f"generate, step {batch.step}",
+            list(prompts),
+            step,
+            timeout_s=self.config.actor_rollout_ref.rollout.timeout_s + MARGIN_S,
+            phase=f"generate, step {step}",
         ):
             yield answers
 
-    async def score(self, group: list[tuple[Prompt, Answer]]) -> list[Sample]:
+    async def replace(self, rank: int, death: WorkerDied) -> None:
+        """A rollout worker died: start another, if that is still allowed; its weights come with the next sync."""
+        await self.workers.replace_dead_rollouts(death)
+
+    async def score(self, group: Sequence[tuple[Prompt, Answer]]) -> list[Sample]:
         """Ask the teacher for its top-k at every response position; an empty answer has none, and is not asked for."""
         asked = [(prompt, answer) for prompt, answer in group if len(answer.ids)]
         sequences = [
@@ -147,16 +163,17 @@ class Trainer:
         if not checkpoint.async_save:
             await self.finish_save()
 
-    async def finish_save(self, wait: bool = True) -> None:
+    async def finish_save(self, wait: bool = True, timeout_s: float | None = None) -> None:
         """Complete the checkpoint that is being written, if there is one; without waiting, only if it is written."""
-        if self.saving is not None and all(await self.call_actors("finish_saves", wait)):
+        if self.saving is not None and all(await self.call_actors("finish_saves", wait, timeout_s=timeout_s)):
             log.info("checkpoint of step %d: %s", self.saving.progress.step, self.saving.complete())
             self.saving = None
 
     # ---- bookkeeping
 
-    async def call_actors(self, method: str, *args: object) -> list[Any]:
-        timeout_s, phase = self.config.actor_rollout_ref.actor.timeout_s, f"{method}, step {self.progress.step}"
+    async def call_actors(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
+        timeout_s = timeout_s or self.config.actor_rollout_ref.actor.timeout_s
+        phase = f"{method}, step {self.progress.step}"
         return await self.workers.actors.call(method, *args, timeout_s=timeout_s, phase=phase)
 
     def advance(self, batch: ReadyBatch) -> None:
@@ -168,15 +185,3 @@ class Trainer:
     def save_is_due(self) -> bool:
         every, step = self.config.trainer.save_freq, self.progress.step
         return every > 0 and (step == self.last_step or step % every == 0)
-
-    @staticmethod
-    def finish(batch: ReadyBatch, step_began: float) -> float:
-        """Complete the metrics of a step; returns when the next one began."""
-        now = time.monotonic()
-        batch.metrics.setdefault("timing/sync_rollout_weights", 0.0)
-        batch.metrics |= describe(batch) | {
-            "timing/step": now - step_began,
-            "perf/cpu_memory_used_gb": host_memory_used_gb(),
-        }
-        batch.metrics["perf/tokens_per_second"] = batch.metrics["perf/total_num_tokens"] / (now - step_began)
-        return now

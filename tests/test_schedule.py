@@ -1,157 +1,261 @@
-"""The pipeline's promises, over many batch counts and durations, with stages that only take time."""
+"""The pipeline's promises, over random durations, sizes, bounds and failures, in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from virtual_time import run
 
 from recipe_gkd.data import PromptBatch
+from recipe_gkd.errors import WorkerDied
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
-from recipe_gkd.schedule import MAX_STALENESS, Pipeline, group_size
+from recipe_gkd.schedule import MAX_STALENESS, Flow, Pipeline, deal, now
 
 EMPTY = np.zeros(0, np.int32)
 
 
-class Stages:
-    """Stages that keep a record of what they were asked, and check that nothing happens at a forbidden time."""
+@dataclass
+class Plan:
+    """What happens in a run: sizes, seconds, and which calls of a stage fail."""
 
-    def __init__(self, seconds: dict[str, float], rng: random.Random, batch_size: int = 5) -> None:
-        self.seconds, self.rng, self.batch_size = seconds, rng, batch_size
-        self.version, self.rollout_version = 0, -1
-        self.generating = self.updating = self.syncing = False
-        self.generated: list[int] = []
+    flow: Flow
+    n_batches: int = 5
+    batch_size: int = 5
+    first: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+    fails: tuple[str, int] | None = None
+    """(stage, call from 0) that raises."""
+    deaths: frozenset[int] = frozenset()
+    """Calls of generate, from 0, in which the worker dies."""
+
+
+@dataclass
+class Trained:
+    step: int
+    uids: list[int]
+    staleness: list[int]
+    metrics: dict[str, float]
+
+
+class Stages:
+    """Stages that only take time, keep a record of what they were asked, and check what must not overlap."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.rng = plan, random.Random(plan.seed)
+        self.version, self.rollout_version = plan.first, -1
+        self.generating = 0
+        self.updating = self.syncing = False
+        self.has_weights = [False] * plan.flow.n_lanes
+        self.n_generations = 0
+        self.calls = {"generate": 0, "score": 0, "sync": 0, "update": 0}
+        self.answered: list[int] = []
         self.requests: list[int] = []
         self.syncs: list[int] = []
-        self.generated_during_update: list[int] = []
-        self.asked_while_generating = 0
-        self.broken = False
+        self.dead: set[int] = set()
+        self.n_replaced = 0
+        self.overlaps = {"generate, update": 0, "generate, score": 0, "two batches": 0}
+        self.generated_during_sync = 0
+        self.steps_under_way: list[int] = []
 
     async def spend(self, stage: str) -> None:
-        await asyncio.sleep(self.seconds.get(stage, 0.0) * self.rng.uniform(0.3, 1.7))
+        self.calls[stage] += 1
+        await asyncio.sleep(self.plan.seconds.get(stage, 0.0) * self.rng.uniform(0.3, 1.7))
+        if self.plan.fails and self.plan.fails[0] == stage and self.calls[stage] > self.plan.fails[1]:
+            raise LookupError(stage)
 
-    def batches(self, n: int, first: int = 0) -> list[PromptBatch]:
-        size = self.batch_size
+    async def generate(self, lane: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Answer]]:
+        call, self.n_generations = self.n_generations, self.n_generations + 1
+        if lane in self.dead:
+            raise WorkerDied(f"rollout worker {lane}")
+        assert self.has_weights[lane] and (not self.syncing or self.plan.flow.inflight_update)
+        self.generating += 1
+        self.steps_under_way.append(step)
+        self.overlaps["two batches"] += len(set(self.steps_under_way)) > 1
+        version = self.rollout_version
+        order = self.rng.sample(list(prompts), len(prompts))
+        try:
+            while order:
+                if call in self.plan.deaths and len(order) <= len(prompts) // 2 + 1:
+                    self.dead.add(lane)
+                    raise WorkerDied(f"rollout worker {lane}")
+                some = [order.pop() for _ in range(min(len(order), self.rng.randint(1, 3)))]
+                await self.spend("generate")
+                assert not self.syncing or self.plan.flow.inflight_update
+                self.answered += [prompt.uid for prompt in some]
+                self.overlaps["generate, update"] += self.updating
+                self.generated_during_sync += self.syncing
+                yield [
+                    Answer(
+                        uid=prompt.uid,
+                        ids=EMPTY,
+                        logprobs=EMPTY,
+                        finish_reason="stop",
+                        weights_version=version,
+                        versions_T=EMPTY,
+                    )
+                    for prompt in some
+                ]
+        finally:
+            self.generating -= 1
+            self.steps_under_way.remove(step)
+
+    async def score(self, group: Sequence[tuple[Prompt, Answer]]) -> list[Sample]:
+        self.requests.append(len(group))
+        self.overlaps["generate, score"] += self.generating > 0
+        await self.spend("score")
+        return [Sample(prompt=prompt, answer=answer, teacher=TeacherTopK.empty()) for prompt, answer in group]
+
+    async def sync(self, version: int) -> dict[str, float]:
+        assert not self.updating and not self.syncing and version == self.version
+        assert not self.generating or self.plan.flow.inflight_update
+        self.syncing = True
+        await self.spend("sync")
+        self.rollout_version, self.syncing = version, False
+        self.has_weights = [True] * len(self.has_weights)
+        self.syncs.append(version)
+        return {"timing/sync_rollout_weights": 0.0}
+
+    async def replace(self, lane: int, death: WorkerDied) -> None:
+        if lane in self.dead:  # else it was noticed late, and is done
+            self.dead.remove(lane)
+            self.has_weights[lane] = False
+            self.n_replaced += 1
+
+    def batches(self) -> list[PromptBatch]:
+        size = self.plan.batch_size
         return [
             PromptBatch(
                 step, 0.0, [Prompt(uid=uid, ids=EMPTY, row=uid) for uid in range(step * size, (step + 1) * size)]
             )
-            for step in range(first, first + n)
+            for step in range(self.plan.first, self.plan.first + self.plan.n_batches)
         ]
 
-    async def generate(self, batch: PromptBatch) -> AsyncIterator[list[Answer]]:
-        assert not self.syncing and not self.generating
-        self.generating = True
-        order = self.rng.sample(batch.prompts, len(batch.prompts))
-        while order:
-            some = [order.pop() for _ in range(min(len(order), self.rng.randint(1, 3)))]
-            await self.spend("generate")
-            self.generated += [prompt.uid for prompt in some]
-            self.generated_during_update += [prompt.uid for prompt in some if self.updating]
-            yield [
-                Answer(
-                    uid=prompt.uid,
-                    ids=EMPTY,
-                    logprobs=EMPTY,
-                    finish_reason="stop",
-                    weights_version=self.rollout_version,
-                    versions_T=EMPTY,
-                )
-                for prompt in some
-            ]
-        self.generating = False
-
-    async def score(self, group: list[tuple[Prompt, Answer]]) -> list[Sample]:
-        self.requests.append(len(group))
-        self.asked_while_generating += self.generating
-        await self.spend("teacher")
-        rows = np.zeros((0, 4), np.float32)
-        return [
-            Sample(prompt=prompt, answer=answer, teacher=TeacherTopK(logps_TK=rows, ids_TK=rows, sampled_logps_T=EMPTY))
-            for prompt, answer in group
-        ]
-
-    async def sync(self, version: int) -> dict[str, float]:
-        assert not self.generating and not self.updating and version == self.version
-        self.syncing = True
-        await self.spend("sync")
-        self.rollout_version, self.syncing = version, False
-        self.syncs.append(version)
-        return {"timing/sync_rollout_weights": 0.0}
-
-    async def run(
-        self, n: int, bound: int, first: int = 0, n_requests: int = 2
-    ) -> list[tuple[int, list[int], list[int]]]:
-        """-> (step, uids, staleness) of each batch in the order of training."""
-        self.version, trained = first, []
-        async with Pipeline(
-            self.batches(n, first),
+    def pipeline(self) -> Pipeline:
+        return Pipeline(
+            self.batches(),
+            self.plan.flow,
             generate=self.generate,
             score=self.score,
             sync=self.sync,
-            max_staleness=bound,
-            score_group=lambda size: group_size(size, n_requests),
-            first_version=first,
-        ) as pipeline:
+            replace=self.replace,
+            first_version=self.plan.first,
+        )
+
+    async def run(self) -> list[Trained]:
+        trained = []
+        async with self.pipeline() as pipeline:
+            began = now()
             async for batch in pipeline:
                 async with pipeline.updating(batch):
-                    assert not self.syncing
+                    assert not self.syncing and not self.updating
                     self.updating = True
+                    update_began = now()
                     await self.spend("update")
-                    trained.append((batch.step, [sample.prompt.uid for sample in batch.samples], batch.staleness))
+                    batch.metrics["timing/update_actor"] = now() - update_began
                     self.version, self.updating = self.version + 1, False
+                batch.metrics["timing/step"], began = now() - began, now()
+                uids = [sample.prompt.uid for sample in batch.samples]
+                trained.append(Trained(batch.step, uids, batch.staleness, batch.metrics))
         return trained
 
 
 SHAPES = {
-    "balanced": dict(generate=2e-3, teacher=4e-3, update=6e-3, sync=1e-3),
-    "generation_bound": dict(generate=5e-3, teacher=1e-3, update=1e-3, sync=1e-3),
-    "teacher_bound": dict(generate=1e-3, teacher=2e-2, update=1e-3, sync=1e-3),
-    "update_bound": dict(generate=1e-3, teacher=1e-3, update=2e-2, sync=1e-3),
-    "instant": {},
+    "balanced": dict(generate=2.0, score=4.0, update=6.0, sync=1.0),
+    "generation_bound": dict(generate=5.0, score=1.0, update=1.0, sync=1.0),
+    "teacher_bound": dict(generate=1.0, score=20.0, update=1.0, sync=1.0),
+    "update_bound": dict(generate=1.0, score=1.0, update=20.0, sync=1.0),
 }
 
+flows = st.builds(
+    Flow,
+    max_staleness=st.integers(0, 4),
+    n_lanes=st.integers(1, 3),
+    capacity=st.integers(1, 12),
+    answers_per_prompt=st.integers(1, 3),
+    requests_per_batch=st.integers(1, 6),
+    inflight_update=st.booleans(),
+)
+plans = st.builds(
+    Plan,
+    flow=flows,
+    n_batches=st.integers(0, 7),
+    batch_size=st.integers(1, 7),
+    first=st.integers(0, 20),
+    seconds=st.fixed_dictionaries({stage: st.sampled_from([0.0, 0.1, 1.0, 5.0]) for stage in SHAPES["balanced"]}),
+    seed=st.integers(0, 1 << 30),
+)
 
-@pytest.mark.parametrize("bound", MAX_STALENESS.values(), ids=MAX_STALENESS.keys())
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("n", [1, 2, 3, 7])
-def test_every_prompt_is_generated_and_trained_on_once_in_order_within_the_bound(
-    n: int, shape: str, bound: int
-) -> None:
-    stages = Stages(SHAPES[shape], random.Random(n * 10 + bound))
-    trained = asyncio.run(asyncio.wait_for(stages.run(n, bound), 20))
-    assert [step for step, _, _ in trained] == list(range(n))
-    assert [uid for _, uids, _ in trained for uid in uids] == list(range(n * stages.batch_size))
-    assert sorted(stages.generated) == list(range(n * stages.batch_size))
-    staleness = [value for _, _, values in trained for value in values]
-    assert min(staleness) >= 0 and max(staleness) <= bound
-    if n > bound and shape == "update_bound":
-        assert max(staleness) == bound  # generation runs as far ahead as it may
+
+def check_exactness(plan: Plan, stages: Stages, trained: list[Trained]) -> None:
+    steps = range(plan.first, plan.first + plan.n_batches)
+    uids = range(steps.start * plan.batch_size, steps.stop * plan.batch_size)
+    assert [batch.step for batch in trained] == list(steps)
+    assert [uid for batch in trained for uid in batch.uids] == list(uids)
+    staleness = [value for batch in trained for value in batch.staleness]
+    assert all(0 <= value <= plan.flow.max_staleness for value in staleness)
+    assert stages.syncs[:1] == [plan.first][: plan.n_batches]
+    assert stages.syncs == sorted(stages.syncs)
 
 
-@pytest.mark.parametrize("bound", [0, 1, 2])
-def test_a_run_that_starts_later_counts_versions_from_there(bound: int) -> None:
-    stages = Stages(SHAPES["balanced"], random.Random(0))
-    trained = asyncio.run(asyncio.wait_for(stages.run(4, bound, first=10), 20))
-    assert [step for step, _, _ in trained] == [10, 11, 12, 13]
-    assert stages.syncs[0] == 10
-    assert all(0 <= value <= bound for _, _, values in trained for value in values)
+@settings(max_examples=150, deadline=None)
+@given(plan=plans)
+def test_every_prompt_is_generated_once_and_trained_on_once_in_order_within_the_bound(plan: Plan) -> None:
+    stages = Stages(plan)
+    trained = run(stages.run())
+    check_exactness(plan, stages, trained)
+    assert sorted(stages.answered) == [uid for batch in trained for uid in batch.uids]
+    assert len(stages.syncs) == len(set(stages.syncs))
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan=plans, deaths=st.frozensets(st.integers(0, 12), max_size=4))
+def test_a_worker_that_dies_costs_no_prompt_and_repeats_none(plan: Plan, deaths: frozenset[int]) -> None:
+    stages = Stages(replace(plan, deaths=deaths))
+    check_exactness(plan, stages, run(stages.run()))
+    assert not stages.dead
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan=plans, stage=st.sampled_from(["generate", "score", "sync", "update"]), call=st.integers(0, 8))
+def test_a_failing_stage_ends_the_run_with_its_own_error_and_nothing_left(plan: Plan, stage: str, call: int) -> None:
+    stages = Stages(replace(plan, fails=(stage, call)))
+    try:
+        check_exactness(plan, stages, run(stages.run()))
+    except LookupError as error:
+        assert error.args == (stage,)
+        assert stages.generating == 0
+    else:
+        assert stages.calls[stage] <= call
+
+
+@settings(max_examples=50, deadline=None)
+@given(plan=plans)
+def test_a_step_is_the_sum_of_what_the_trainer_waited_for_and_did(plan: Plan) -> None:
+    for batch in run(Stages(plan).run()):
+        teacher = "wait_prev_prev_teacher" if plan.flow.max_staleness >= 2 else "wait_prev_teacher"
+        parts = ["wait_sync", "wait_prev_gen", teacher, "update_actor"]
+        assert batch.metrics["timing/step"] == pytest.approx(sum(batch.metrics[f"timing/{part}"] for part in parts))
 
 
 def test_sync_is_strictly_on_policy_and_syncs_before_every_generation() -> None:
-    stages = Stages(SHAPES["balanced"], random.Random(0))
-    asyncio.run(asyncio.wait_for(stages.run(5, 0), 20))
+    stages = Stages(Plan(Flow(max_staleness=0, capacity=99), seconds=SHAPES["balanced"]))
+    run(stages.run())
     assert stages.syncs == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("bound", [1, 2])
+@pytest.mark.parametrize("bound", [1, 2, 3])
 def test_generation_gets_its_weights_before_the_next_update_begins(bound: int) -> None:
-    stages = Stages(SHAPES["update_bound"], random.Random(0))
-    trained = asyncio.run(asyncio.wait_for(stages.run(9, bound), 20))
-    assert [values[0] for _, _, values in trained] == [*range(bound), *[bound] * (9 - bound)]
+    stages = Stages(Plan(Flow(max_staleness=bound), n_batches=9, seconds=SHAPES["update_bound"]))
+    trained = run(stages.run())
+    assert [batch.staleness[0] for batch in trained] == [*range(bound), *[bound] * (9 - bound)]
     assert stages.syncs == list(range(9 - bound))
 
 
@@ -159,92 +263,113 @@ def test_generation_gets_its_weights_before_the_next_update_begins(bound: int) -
     ("size", "n_requests", "sizes"), [(5, 2, [3, 2]), (5, 1, [5]), (5, 9, [1] * 5), (6, 4, [2, 2, 2])]
 )
 def test_partial_groups_go_to_the_teacher_too(size: int, n_requests: int, sizes: list[int]) -> None:
-    stages = Stages({}, random.Random(0), batch_size=size)
-    asyncio.run(asyncio.wait_for(stages.run(1, 0, n_requests=n_requests), 20))
+    stages = Stages(Plan(Flow(max_staleness=0, requests_per_batch=n_requests), n_batches=1, batch_size=size))
+    run(stages.run())
     assert stages.requests == sizes
 
 
 @pytest.mark.parametrize(("bound", "overlaps"), [(0, False), (1, True), (2, True)])
 def test_generation_goes_on_during_updates_unless_the_schedule_is_sync(bound: int, overlaps: bool) -> None:
-    stages = Stages(dict(generate=2e-3, teacher=2e-3, update=1e-2), random.Random(0))
-    asyncio.run(asyncio.wait_for(stages.run(6, bound), 20))
-    assert bool(stages.generated_during_update) == overlaps
+    stages = Stages(Plan(Flow(max_staleness=bound), n_batches=6, seconds=dict(generate=2, score=2, update=10)))
+    run(stages.run())
+    assert bool(stages.overlaps["generate, update"]) == overlaps
 
 
 def test_the_teacher_is_asked_before_the_last_answer_is_there() -> None:
-    stages = Stages(dict(generate=2e-3, teacher=2e-3), random.Random(0), batch_size=12)
-    asyncio.run(asyncio.wait_for(stages.run(3, 0, n_requests=4), 20))
-    assert stages.asked_while_generating >= 3
+    flow = Flow(max_staleness=0, requests_per_batch=4)
+    stages = Stages(Plan(flow, n_batches=3, batch_size=12, seconds=dict(generate=2, score=2)))
+    run(stages.run())
+    assert stages.overlaps["generate, score"] >= 3
 
 
-@pytest.mark.parametrize("stage", ["generate", "score", "sync"])
-def test_a_failing_stage_ends_the_run_with_its_own_error(stage: str) -> None:
-    stages = Stages({}, random.Random(0))
+@pytest.mark.parametrize(("inflight", "bound"), [(False, 2), (True, 1)])
+def test_a_worker_does_not_idle_on_the_last_answers_while_the_bound_allows_it_more(inflight: bool, bound: int) -> None:
+    flow = Flow(max_staleness=bound, capacity=8, inflight_update=inflight)
+    stages = Stages(Plan(flow, n_batches=9, batch_size=8, seconds=SHAPES["generation_bound"]))
+    run(stages.run())
+    assert stages.overlaps["two batches"] >= 3
 
-    async def fail(*_: object) -> list[Sample]:
-        raise LookupError(stage)
 
-    async def fail_streaming(_: PromptBatch) -> AsyncIterator[list[Answer]]:
-        raise LookupError(stage)
-        yield []
-
-    setattr(stages, stage, fail_streaming if stage == "generate" else fail)
-    with pytest.raises(LookupError, match=stage):
-        asyncio.run(asyncio.wait_for(stages.run(3, 1), 20))
+def test_weights_wait_for_the_answers_under_way_unless_they_may_be_updated_in_flight() -> None:
+    for inflight in (False, True):
+        flow = Flow(max_staleness=1, capacity=8, inflight_update=inflight)
+        stages = Stages(Plan(flow, n_batches=9, batch_size=8, seconds=dict(generate=1, score=1, update=1, sync=10)))
+        run(stages.run())  # the stages assert it
+        assert bool(stages.generated_during_sync) == inflight
 
 
 def test_leaving_early_cancels_what_is_under_way() -> None:
+    stages = Stages(Plan(Flow(max_staleness=2), n_batches=50, seconds=SHAPES["balanced"]))
+
     async def first_batch_only() -> int:
-        stages = Stages(SHAPES["balanced"], random.Random(0))
-        async with Pipeline(
-            stages.batches(50), generate=stages.generate, score=stages.score, sync=stages.sync, max_staleness=2
-        ) as pipeline:
+        async with stages.pipeline() as pipeline:
             async for batch in pipeline:
                 return batch.step
         raise AssertionError
 
-    assert asyncio.run(asyncio.wait_for(first_batch_only(), 5)) == 0
+    assert run(first_batch_only()) == 0
+    assert stages.generating == 0
+
+
+def test_a_worker_that_dies_ends_the_run_if_it_may_not_be_replaced() -> None:
+    stages = Stages(Plan(Flow(max_staleness=1), deaths=frozenset({2})))
+
+    async def refuse(lane: int, death: WorkerDied) -> None:
+        raise death
+
+    stages.replace = refuse  # type: ignore[method-assign]
+    with pytest.raises(WorkerDied, match="rollout worker 0"):
+        run(stages.run())
 
 
 def test_a_failing_update_is_told_even_if_a_stage_breaks_while_it_is_cancelled() -> None:
-    stages = Stages(SHAPES["update_bound"], random.Random(0))
+    stages = Stages(Plan(Flow(max_staleness=2), n_batches=9, seconds=SHAPES["update_bound"]))
 
-    async def score_and_break(group: list[tuple[Prompt, Answer]]) -> list[Sample]:
+    async def score_and_break(group: Sequence[tuple[Prompt, Answer]]) -> list[Sample]:
         try:
             return await Stages.score(stages, group)
         finally:
-            if stages.broken:
+            if stages.updating:
                 raise ZeroDivisionError("an echo")
 
     async def run_and_fail() -> None:
-        async with Pipeline(
-            stages.batches(9), generate=stages.generate, score=score_and_break, sync=stages.sync, max_staleness=2
-        ) as pipeline:
+        async with stages.pipeline() as pipeline:
             async for batch in pipeline:
                 async with pipeline.updating(batch):
-                    stages.broken = True
+                    stages.updating = True
                     raise LookupError("the update")
 
+    stages.score = score_and_break  # type: ignore[method-assign]
     with pytest.raises(LookupError, match="the update"):
-        asyncio.run(asyncio.wait_for(run_and_fail(), 20))
+        run(run_and_fail())
 
 
 def test_a_cancelled_run_stays_cancelled_whatever_its_stages_do() -> None:
-    stages = Stages(SHAPES["update_bound"], random.Random(0))
+    stages = Stages(Plan(Flow(max_staleness=1), n_batches=9, seconds=SHAPES["update_bound"]))
 
-    async def fail_when_cancelled(group: list[tuple[Prompt, Answer]]) -> list[Sample]:
+    async def fail_when_cancelled(group: Sequence[tuple[Prompt, Answer]]) -> list[Sample]:
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             raise ZeroDivisionError("an echo") from None
         return []
 
     async def cancel_soon() -> None:
         stages.score = fail_when_cancelled  # type: ignore[method-assign]
-        run = asyncio.ensure_future(stages.run(9, 1))
-        await asyncio.sleep(0.1)
-        run.cancel()
-        await run
+        under_way = asyncio.ensure_future(stages.run())
+        await asyncio.sleep(100)
+        under_way.cancel()
+        await under_way
 
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(cancel_soon())
+        run(cancel_soon())
+
+
+def test_all_answers_to_one_prompt_go_to_one_worker_and_workers_get_equal_shares() -> None:
+    prompts = [Prompt(uid=uid, ids=EMPTY, row=uid // 2) for uid in range(12)]
+    shares = deal(prompts, n_lanes=3, answers_per_prompt=2)
+    assert [[prompt.row for prompt in share] for share in shares] == [[0, 0, 3, 3], [1, 1, 4, 4], [2, 2, 5, 5]]
+
+
+def test_each_schedule_has_its_bound() -> None:
+    assert MAX_STALENESS == {"sync": 0, "one_step_off": 1, "two_step_off": 2}

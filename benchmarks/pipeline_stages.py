@@ -1,0 +1,196 @@
+"""Stages that only take time, and the real schedule driven by them.
+
+A rollout lane has slots; each answer takes its own time in one of them, first come, first served. The teacher has
+workers; a request takes one of them for a time that goes with its number of answers. Update and sync take what is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from recipe_gkd.data import PromptBatch
+from recipe_gkd.metrics.timeline import Timeline
+from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
+from recipe_gkd.schedule import Flow, Pipeline, deal, now
+
+NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+BLINK_S = 1e-9
+"""Less than a timer can tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchTimes:
+    """Seconds that a batch takes in each stage."""
+
+    answers: Sequence[float]
+    """Of each answer, in a slot; every batch has equally many."""
+    teacher: float
+    """Of the whole batch, shared out to all workers."""
+    update: float
+    sync: float
+    """Of the sync that brings the version of this batch's number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pools:
+    n_lanes: int = 2
+    n_slots: int = 16
+    """Of each lane."""
+    n_teachers: int = 2
+
+
+@dataclass
+class Course:
+    """What happened: an entry a step."""
+
+    ended_at: list[float] = field(default_factory=list)
+    """When its update was done."""
+    staleness: list[int] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """As a run writes them to its metrics.jsonl, as far as stages that only take time have them."""
+
+
+class Stages:
+    """The callables that a :class:`Pipeline` asks for.
+
+    ``whole_batches``: the teacher begins a batch when its last answer is there, and returns all of it at once.
+    ``timeline`` has a track for each pool, of the work itself: while something waits for its turn, no span is open.
+    """
+
+    def __init__(self, times: Callable[[int], BatchTimes], pools: Pools, *, whole_batches: bool = False) -> None:
+        """``times``: of a step, from 0."""
+        self._times, self._whole_batches = times, whole_batches
+        self.n_lanes, self.n_teachers = pools.n_lanes, 1 if whole_batches else pools.n_teachers
+        self.batch_size = len(times(0).answers)
+        self._slots = [asyncio.Semaphore(pools.n_slots) for _ in range(pools.n_lanes)]
+        self._teachers = asyncio.Semaphore(self.n_teachers)
+        self._answered: defaultdict[int, int] = defaultdict(int)
+        self._scored: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self._paused_s, self._paused_since = 0.0, float("inf")
+        self._version = 0
+        self.timeline = Timeline(now)
+
+    def batch(self, step: int) -> PromptBatch:
+        uids = range(step * self.batch_size, (step + 1) * self.batch_size)
+        return PromptBatch(step, 0.0, [Prompt(uid=uid, ids=NO_IDS, row=uid) for uid in uids])
+
+    async def generate(self, lane: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Answer]]:
+        seconds, version = self._times(step).answers, self._version
+        done: asyncio.Queue[int] = asyncio.Queue()
+
+        async def answer(uid: int) -> None:
+            async with self._slots[lane]:
+                with self.timeline.span(f"rollout {lane}", "generate"):
+                    await self._generate_for(seconds[uid % self.batch_size])
+            done.put_nowait(uid)
+
+        answers = [asyncio.ensure_future(answer(prompt.uid)) for prompt in prompts]
+        try:
+            for _ in answers:
+                yield [_answer(await done.get(), version)]
+        finally:
+            for task in answers:
+                task.cancel()
+
+    async def _generate_for(self, seconds: float) -> None:
+        """The time of a sync does not count."""
+        due = now() + seconds - self._paused()
+        while (left := due + self._paused() - now()) > BLINK_S:
+            await asyncio.sleep(left)
+
+    def _paused(self) -> float:
+        """Seconds of all syncs until now."""
+        return self._paused_s + max(0.0, now() - self._paused_since)
+
+    async def score(self, group: Sequence[tuple[Prompt, Answer]]) -> list[Sample]:
+        step = group[0][0].uid // self.batch_size
+        if not self._whole_batches:
+            await self._teach(step, len(group))
+        else:
+            self._answered[step] += len(group)
+            if self._answered[step] == self.batch_size:
+                await self._teach(step, self.batch_size)
+                self._scored[step].set()
+            await self._scored[step].wait()
+        return [Sample(prompt=prompt, answer=answer, teacher=TeacherTopK.empty()) for prompt, answer in group]
+
+    async def _teach(self, step: int, n_answers: int) -> None:
+        async with self._teachers:
+            with self.timeline.span("teacher", "score"):
+                await asyncio.sleep(self._times(step).teacher * self.n_teachers * n_answers / self.batch_size)
+
+    async def update(self, step: int) -> None:
+        with self.timeline.span("actor", "update"):
+            await asyncio.sleep(self._times(step).update)
+
+    async def sync(self, version: int) -> dict[str, float]:
+        self._paused_since = now()
+        with self.timeline.span("actor", "sync"), self.timeline.span("sync", "sync"):
+            await asyncio.sleep(self._times(version).sync)
+        self._paused_s, self._paused_since = self._paused(), float("inf")
+        self._version = version
+        return {"timing/sync_rollout_weights": self._times(version).sync}
+
+    async def generate_alone(self, step: int) -> float:
+        """Seconds that a batch takes to be generated when there is no other."""
+        shares = deal(self.batch(step).prompts, self.n_lanes, 1)
+        began = now()
+
+        async def run_lane(lane: int) -> None:
+            async for _ in self.generate(lane, shares[lane], step):
+                pass
+
+        await asyncio.gather(*(run_lane(lane) for lane in range(self.n_lanes) if shares[lane]))
+        return now() - began
+
+
+async def drive(stages: Stages, flow: Flow, n_steps: int) -> Course:
+    """Train ``n_steps`` batches; the schedule decides when what happens."""
+    course, began = Course(), now()
+    pipeline = Pipeline(
+        (stages.batch(step) for step in range(n_steps)),
+        flow,
+        generate=stages.generate,
+        score=stages.score,
+        sync=stages.sync,
+    )
+    async with pipeline:
+        async for batch in pipeline:
+            async with pipeline.updating(batch):
+                await stages.update(batch.step)
+            ended = now()
+            batch.metrics |= {"timing/step": ended - began} | _idle(pipeline.timeline, stages, began, ended)
+            batch.metrics.setdefault("timing/sync_rollout_weights", 0.0)
+            course.ended_at.append(ended)
+            course.staleness.append(max(batch.staleness))
+            course.metrics.append(batch.metrics)
+            pipeline.timeline.forget(ended)
+            began = ended
+    return course
+
+
+def _idle(timeline: Timeline, stages: Stages, since: float, until: float) -> dict[str, float]:
+    """What a run reports: shares of the step in which a pool had nothing to do."""
+    lanes = [timeline.busy(f"rollout {lane}", since, until) for lane in range(stages.n_lanes)]
+    busy = {
+        "actor": timeline.busy("actor", since, until),
+        "rollout": sum(lanes) / len(lanes),
+        "teacher": timeline.busy("teacher", since, until, width=stages.n_teachers),
+    }
+    return {f"perf/idle_{pool}": 1 - seconds / (until - since) for pool, seconds in busy.items()}
+
+
+def _answer(uid: int, version: int) -> Answer:
+    return Answer(
+        uid=uid,
+        ids=NO_IDS,
+        logprobs=NO_LOGPROBS,
+        finish_reason="stop",
+        weights_version=version,
+        versions_T=NO_IDS,
+    )

@@ -1,0 +1,362 @@
+"""How fast weights go from the actor to the rollout workers, against what the transport itself can do.
+
+    python benchmarks/weight_sync.py [--quick] [--json FILE] [--max-params 1e9] [--receivers 1 2] [--transport ipc]
+
+Real processes, one sender and one or two receivers, without Ray or an engine: gloo on a CPU; NCCL where there is a GPU
+for each; ``--transport ipc`` shares memory instead. Every row is measured four ways in turn, repetition by repetition,
+and a ratio is the median of the repetitions' ratios, so that a noisy machine troubles all of them alike:
+
+    sync        ours: gather, pack, send, checksum at both ends, and load (copy into the parameters, as an engine does)
+    raw         the same buckets, packed before the clock starts: one broadcast after the other, and load
+    overlapped  the same, with the next broadcast in flight while the last one is loaded: the best there can be
+    per tensor  one broadcast a tensor, and load
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import queue
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from recipe_gkd.weights.buckets import Bucket, TensorMeta, pack, plan_buckets, views
+from recipe_gkd.weights.connect import connect
+from recipe_gkd.weights.ipc import SharedMemory
+from recipe_gkd.weights.receiver import receive_weights
+from recipe_gkd.weights.sender import send_weights
+from recipe_gkd.weights.transport import Transport, join_store, open_store
+
+TIMEOUT_S = 300.0
+WAYS = ("sync", "raw", "overlapped", "per_tensor")
+MANY_SMALL = "many small"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    name: str
+    meta: list[TensorMeta]
+
+    @property
+    def n_params(self) -> int:
+        return sum(math.prod(shape) for _, shape, _ in self.meta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    model: Model
+    bucket_mb: float
+    repeats: int
+
+    @property
+    def bucket_bytes(self) -> int:
+        return int(self.bucket_mb * (1 << 20))
+
+
+def transformer(name: str, *, hidden: int, layers: int, vocabulary: int, wide: float = 4.0) -> Model:
+    """The Hugging Face names and shapes of a Qwen2 of this size, tied, in bfloat16."""
+    inner, kv = int(hidden * wide), max(hidden // 4, 16)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for i in range(layers):
+        prefix = f"model.layers.{i}."
+        for part, rows in (("q", hidden), ("k", kv), ("v", kv)):
+            shapes[f"{prefix}self_attn.{part}_proj.weight"] = (rows, hidden)
+            shapes[f"{prefix}self_attn.{part}_proj.bias"] = (rows,)
+        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, hidden)
+        shapes[f"{prefix}mlp.gate_proj.weight"] = shapes[f"{prefix}mlp.up_proj.weight"] = (inner, hidden)
+        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
+        shapes[f"{prefix}input_layernorm.weight"] = shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    return Model(name=name, meta=[(tensor, shape, "bfloat16") for tensor, shape in shapes.items()])
+
+
+def models() -> list[Model]:
+    """By size; the last is deep and thin: 4802 tensors of 64 to 8192 numbers."""
+    return [
+        transformer("0.5M", hidden=96, layers=3, vocabulary=1024),
+        transformer("10M", hidden=320, layers=6, vocabulary=6000),
+        transformer("100M", hidden=768, layers=10, vocabulary=32000),
+        transformer("500M", hidden=896, layers=24, vocabulary=151936, wide=5.43),
+        transformer("1B", hidden=1536, layers=24, vocabulary=151936),
+        transformer(MANY_SMALL, hidden=64, layers=400, vocabulary=128, wide=2.0),
+    ]
+
+
+def cases(max_params: float, n_receivers: int, *, quick: bool, buckets_mb: list[float]) -> list[Case]:
+    """Those that take at most half of the memory that is free: weights and packed buckets, and a copy a receiver."""
+    free = psutil.virtual_memory().available
+    chosen = []
+    for model in models():
+        n_bytes = 2 * model.n_params
+        if model.n_params > max_params or n_bytes * (2 + n_receivers) > free / 2:
+            continue
+        sizes = [mb for mb in buckets_mb if mb * (1 << 20) <= 2 * n_bytes] or buckets_mb[:1]
+        repeats = 5 if quick or n_bytes > 500e6 else 9
+        chosen += [Case(model=model, bucket_mb=mb, repeats=repeats) for mb in sizes]
+    return chosen
+
+
+# ---- one end; the ends go through the same cases and ways in step
+
+
+def end(rank: int, world: int, transport: str, device_type: str, port: Any, todo: list[Case], results: Any) -> None:
+    """The main function of a process; rank 0 sends, and reports (case, way, seconds of each repetition)."""
+    torch.set_num_threads(1)
+    shared = transport == "ipc"
+    device = torch.device(device_type, 0 if shared else rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = open_store("127.0.0.1", TIMEOUT_S) if rank == 0 else join_store("127.0.0.1", port.get(), TIMEOUT_S)
+    if rank == 0:
+        for _ in range(1, world):
+            port.put(store.port)
+    labels = ["sender", *(f"receiver {i}" for i in range(1, world))]
+    channel = connect(transport, store, rank=rank, labels=labels, device=device, timeout_s=TIMEOUT_S)
+    for number, case in enumerate(todo):
+        ways = sending(channel, case) if rank == 0 else receiving(channel, case)
+        for repetition in range(-1, case.repeats):  # the first one warms up
+            for way in WAYS:
+                seconds = timed(channel, ways[way], repetition)
+                if rank == 0 and repetition >= 0:
+                    results.put((number, way, seconds))
+        del ways
+    channel.begin_update()
+    channel.meet("all done")
+    channel.close()
+
+
+def timed(channel: Transport, act: Callable[[int], None], repetition: int) -> float:
+    channel.begin_update()
+    channel.meet("start")
+    started = time.perf_counter()
+    act(repetition)
+    if channel.device.type == "cuda":
+        torch.cuda.synchronize(channel.device)
+    channel.begin_update()
+    channel.meet("end")
+    return time.perf_counter() - started
+
+
+def sending(channel: Transport, case: Case) -> dict[str, Callable[[int], None]]:
+    meta, buckets = case.model.meta, plan_buckets(case.model.meta, case.bucket_bytes)
+    weights = parameters(case.model, channel.device)
+    packed = packed_buckets(channel, buckets, weights)
+    alone = plan_buckets(meta, 1)
+    stage = channel.allocate(max(bucket.n_bytes for bucket in alone))
+
+    def per_tensor(_: int) -> None:
+        for bucket in alone:
+            tensor = weights[bucket.slots[0].name]
+            buffer_U = tensor.view(-1).view(torch.uint8)
+            if isinstance(channel, SharedMemory):
+                buffer_U = stage[: buffer_U.numel()].copy_(buffer_U)
+            channel.finish(channel.broadcast(buffer_U), "tensor")
+
+    def raw(_: int) -> None:
+        for buffer_U in packed:
+            channel.finish(channel.broadcast(buffer_U), "raw")
+
+    def overlapped(_: int) -> None:
+        works = []
+        for buffer_U in packed:
+            works.append(channel.broadcast(buffer_U))
+            if len(works) > 1:
+                channel.finish(works.pop(0), "overlapped")
+        channel.finish(works[0], "overlapped")
+
+    def sync(repetition: int) -> None:
+        send_weights(channel, repetition, meta, weights.items(), case.bucket_bytes)
+
+    return {"sync": sync, "raw": raw, "overlapped": overlapped, "per_tensor": per_tensor}
+
+
+def receiving(channel: Transport, case: Case) -> dict[str, Callable[[int], None]]:
+    meta, buckets = case.model.meta, plan_buckets(case.model.meta, case.bucket_bytes)
+    weights = parameters(case.model, channel.device)
+    sizes = max(bucket.n_bytes for bucket in buckets)
+    pair = [torch.empty(sizes, dtype=torch.uint8, device=channel.device).fill_(1) for _ in range(2)]
+
+    def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            weights[name].copy_(tensor)
+
+    def per_tensor(_: int) -> None:
+        for name, weight in weights.items():
+            buffer_U = pair[0][: weight.nbytes]
+            channel.finish(channel.broadcast(buffer_U), "tensor")
+            load([(name, buffer_U.view(weight.dtype).view(weight.shape))])
+
+    def raw(_: int) -> None:
+        for bucket in buckets:
+            buffer_U = pair[0][: bucket.n_bytes]
+            channel.finish(channel.broadcast(buffer_U), "raw")
+            load(views(bucket, buffer_U))
+
+    def overlapped(_: int) -> None:
+        works: list[tuple[Any, Bucket, torch.Tensor]] = []
+        for i, bucket in enumerate([*buckets, None]):
+            if bucket is not None:
+                buffer_U = pair[i % 2][: bucket.n_bytes]
+                works.append((channel.broadcast(buffer_U), bucket, buffer_U))
+            if i > 0:
+                work, done, received_U = works.pop(0)
+                channel.finish(work, "overlapped")
+                load(views(done, received_U))
+
+    def sync(repetition: int) -> None:
+        receive_weights(channel, repetition, meta, case.bucket_bytes, load)
+
+    return {"sync": sync, "raw": raw, "overlapped": overlapped, "per_tensor": per_tensor}
+
+
+def parameters(model: Model, device: torch.device) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.full(shape, i % 97, dtype=getattr(torch, dtype), device=device)
+        for i, (name, shape, dtype) in enumerate(model.meta)
+    }
+
+
+def packed_buckets(channel: Transport, buckets: list[Bucket], weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    memory_U = channel.allocate(sum(bucket.n_bytes for bucket in buckets))
+    packed = list(memory_U.split([bucket.n_bytes for bucket in buckets]))
+    tensors = iter(weights.items())
+    for bucket, buffer_U in zip(buckets, packed, strict=True):
+        pack(bucket, tensors, buffer_U)
+    return packed
+
+
+# ---- the parent
+
+
+def measure(todo: list[Case], n_receivers: int, transport: str, device_type: str) -> Iterator[dict[str, Any]]:
+    """A row for each case, in order. Raises :class:`RuntimeError` if an end fails, or is silent for TIMEOUT_S."""
+    context = multiprocessing.get_context("spawn")
+    results, port = context.Queue(), context.Queue()
+    world = 1 + n_receivers
+    ends = [
+        context.Process(target=end, args=(rank, world, transport, device_type, port, todo, results), daemon=True)
+        for rank in range(world)
+    ]
+    for process in ends:
+        process.start()
+    try:
+        for number, case in enumerate(todo):
+            seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+            for _ in range(case.repeats * len(WAYS)):
+                of, way, took = _next(results, ends)
+                assert of == number
+                seconds[way].append(took)
+            yield row(case, n_receivers, transport, seconds)
+        for process in ends:
+            process.join(30)
+    finally:
+        for process in ends:
+            process.kill()
+            process.join()
+
+
+def _next(results: Any, ends: list[Any]) -> Any:
+    silent_since = time.monotonic()
+    while time.monotonic() - silent_since < TIMEOUT_S:
+        try:
+            return results.get(timeout=1)
+        except queue.Empty:
+            if failed := [i for i, process in enumerate(ends) if process.exitcode]:
+                raise RuntimeError(f"end {failed[0]} failed; what it said stands above") from None
+    raise RuntimeError(f"no measurement within {TIMEOUT_S:g} s")
+
+
+def row(case: Case, n_receivers: int, transport: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    def ratio(way: str, to: str) -> float:
+        return statistics.median(a / b for a, b in zip(seconds[way], seconds[to], strict=True))
+
+    megabytes = sum(bucket.n_bytes for bucket in plan_buckets(case.model.meta, case.bucket_bytes)) / 1e6
+    middle = {way: statistics.median(seconds[way]) for way in WAYS}
+    return {
+        "model": case.model.name,
+        "params": case.model.n_params,
+        "tensors": len(case.model.meta),
+        "transport": transport,
+        "receivers": n_receivers,
+        "bucket_mb": case.bucket_mb,
+        "megabytes": megabytes,
+        **{f"{way}_s": middle[way] for way in WAYS},
+        **{f"{way}_min_s": min(seconds[way]) for way in WAYS},
+        "mb_per_s": megabytes / middle["sync"],
+        "sync_over_raw": ratio("sync", "raw"),
+        "sync_over_overlapped": ratio("sync", "overlapped"),
+        "speedup_over_per_tensor": ratio("per_tensor", "sync"),
+    }
+
+
+HEADER = (
+    f"{'model':>10} {'tensors':>7} {'MB':>7} {'recv':>4} {'bucket':>7} | "
+    f"{'sync':>8} {'raw':>8} {'overlap':>8} {'per tens':>8} | {'MB/s':>6} {'/raw':>5} {'/over':>5} {'x tens':>6}"
+)
+
+
+def line(found: dict[str, Any]) -> str:
+    times = " ".join(f"{1000 * found[f'{way}_s']:>6.1f}ms" for way in WAYS)
+    return (
+        f"{found['model']:>10} {found['tensors']:>7} {found['megabytes']:>7.1f} {found['receivers']:>4} "
+        f"{found['bucket_mb']:>5g}MB | {times} | {found['mb_per_s']:>6.0f} {found['sync_over_raw']:>5.2f} "
+        f"{found['sync_over_overlapped']:>5.2f} {found['speedup_over_per_tensor']:>6.2f}"
+    )
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the largest model, and of that of many small tensors, each in its best bucket size with fewest receivers."""
+
+    def best(of: list[dict[str, Any]]) -> dict[str, Any]:
+        fewest = min(found["receivers"] for found in of)
+        return min((found for found in of if found["receivers"] == fewest), key=lambda found: float(found["sync_s"]))
+
+    largest = max(found["params"] for found in rows)
+    top = best([found for found in rows if found["params"] == largest])
+    keys = ("model", "bucket_mb", "sync_over_raw", "sync_over_overlapped", "speedup_over_per_tensor", "mb_per_s")
+    found = {key: top[key] for key in keys}
+    if small := [found for found in rows if found["model"] == MANY_SMALL]:
+        found["many_small_tensors"] = {key: best(small)[key] for key in keys}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", help="only these, such as 1B, 'many small'")
+    parser.add_argument("--max-params", type=float, default=1.2e9, help="skip larger models (default: what fits)")
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--buckets", type=float, nargs="+", default=[1, 16, 64, 512], help="MiB")
+    parser.add_argument("--transport", choices=["collective", "ipc"], default="collective")
+    parser.add_argument("--quick", action="store_true", help="one receiver, up to 100M parameters, two bucket sizes")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    given = parser.parse_args()
+    if given.quick:
+        given.max_params, given.receivers, given.buckets = min(given.max_params, 1.2e8), [1], [16, 64]
+    n_gpus = torch.cuda.device_count()
+    rows = []
+    for n_receivers in given.receivers:
+        enough = n_gpus > 0 if given.transport == "ipc" else n_gpus > n_receivers
+        device_type = "cuda" if enough else "cpu"
+        todo = cases(given.max_params, n_receivers, quick=given.quick, buckets_mb=sorted(given.buckets))
+        todo = [case for case in todo if given.models is None or case.model.name in given.models]
+        print(f"{given.transport}, {device_type}, {n_receivers} receiver(s)\n{HEADER}", flush=True)
+        for found in measure(todo, n_receivers, given.transport, device_type):
+            rows.append(found | {"device": device_type})
+            print(line(found), flush=True)
+    found = summary(rows)
+    print(json.dumps(found, indent=1))
+    if given.json:
+        given.json.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""One line when a bottleneck lasts: what waits for what, how long, and what to change."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from recipe_gkd.bounds import step_seconds
+from recipe_gkd.config import Config
+from recipe_gkd.metrics.changes import (
+    NEEDED,
+    TEACHER_WAITS,
+    Change,
+    Setup,
+    free_changes,
+    mean,
+    more_devices,
+    stage_seconds,
+    usual,
+)
+
+LASTS = 10
+"""Steps that a bottleneck lasts before anything is said."""
+REPEAT = 100
+"""Steps before it is said again."""
+WAITING = 0.15
+"""Share of a step that the trainer may wait for one thing."""
+IDLE = 0.3
+"""Share of a step that the rollout pool may idle while the trainer is at work all the time."""
+WORTHWHILE = 0.05
+"""Share of a step that a change must save."""
+
+WAITS = {
+    "generation": ("answers", ("timing/wait_prev_gen",)),
+    "teacher": ("the teacher", TEACHER_WAITS),
+    "sync": ("weights to be sent", ("timing/wait_sync",)),
+}
+"""Bottleneck -> what the trainer waits for, and the metrics of that."""
+
+
+class Advisor:
+    """Watches the metrics of the last steps."""
+
+    def __init__(self, setup: Config | Setup) -> None:
+        self._setup = setup if isinstance(setup, Setup) else Setup.of(setup)
+        self._steps: deque[Mapping[str, float]] = deque(maxlen=LASTS)
+        self._bottleneck: str | None = None
+        self._for_steps = 0
+        self._said_at: dict[str, int] = {}
+
+    def observe(self, metrics: Mapping[str, float], step: int) -> str | None:
+        """The advice that is due after this step, if any."""
+        if any(name not in metrics for name in NEEDED):
+            return None
+        self._steps.append(dict(metrics))
+        steps = usual(self._steps)
+        bottleneck = find_bottleneck(steps)
+        self._for_steps = self._for_steps + 1 if bottleneck == self._bottleneck else 1
+        self._bottleneck = bottleneck
+        if bottleneck is None or self._for_steps < LASTS:
+            return None
+        if step - self._said_at.get(bottleneck, -REPEAT) < REPEAT:
+            return None
+        self._said_at[bottleneck] = step
+        return f"{describe(bottleneck, steps)}; {advise(self._setup, steps)}"
+
+
+def find_bottleneck(steps: Sequence[Mapping[str, float]]) -> str | None:
+    """What the trainer waits for most, if that is much; or ``update`` if it waits for little but the workers idle."""
+    seconds = mean(steps, "timing/step")
+    shares = {name: sum(mean(steps, wait) for wait in waits) / seconds for name, (_, waits) in WAITS.items()}
+    longest = max(shares, key=lambda name: shares[name])
+    if shares[longest] > WAITING:
+        return longest
+    if sum(shares.values()) < WAITING and mean(steps, "perf/idle_rollout") > IDLE:
+        return "update"
+    return None
+
+
+def describe(bottleneck: str, steps: Sequence[Mapping[str, float]]) -> str:
+    seconds, idle = mean(steps, "timing/step"), mean(steps, "perf/idle_rollout")
+    if bottleneck == "update":
+        update = mean(steps, "timing/update_actor")
+        return f"the rollout workers idle {idle:.0%} of a step: an update takes {update:.3g} s of {seconds:.3g} s"
+    what, waits = WAITS[bottleneck]
+    waited = sum(mean(steps, wait) for wait in waits)
+    return f"the trainer waits {waited:.3g} s of a step of {seconds:.3g} s ({waited / seconds:.0%}) for {what}"
+
+
+def advise(setup: Setup, steps: Sequence[Mapping[str, float]]) -> str:
+    """The change that the model expects most of; more devices only if nothing else is worth it."""
+    stages, measured = stage_seconds(steps), mean(steps, "timing/step")
+    modelled = step_seconds(stages, setup.staleness, inflight=setup.inflight)
+    for changes in (free_changes(setup, stages), more_devices(setup, stages)):
+        best = min(changes, key=lambda change: change.seconds, default=Change("", modelled))
+        saved = 1 - best.seconds / modelled
+        if saved >= WORTHWHILE:
+            at_best = " at best" if best.at_best else ""
+            return f"{best.text} would make it {measured * (1 - saved):.3g} s{at_best}, {saved:.0%} less"
+    return f"no other split, schedule or number of workers would save {WORTHWHILE:.0%} of it"

@@ -1,0 +1,176 @@
+"""What could be changed about a run to make its steps shorter, and what the model of a step expects of each."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from recipe_gkd.bounds import StageSeconds, step_seconds
+from recipe_gkd.config import Config
+from recipe_gkd.schedule import MAX_STALENESS
+
+TEACHER_WAITS = ("timing/wait_prev_teacher", "timing/wait_prev_prev_teacher")
+WAITS = ("timing/wait_sync", "timing/wait_prev_gen", *TEACHER_WAITS)
+NEEDED = (
+    "timing/step",
+    "timing/wait_prev_gen",
+    "timing/generate_sequences",
+    "timing/generate_sequences_mean",
+    "timing/teacher_tail",
+    "timing/sync_rollout_weights",
+    "perf/idle_rollout",
+    "perf/idle_teacher",
+)
+"""What :func:`stage_seconds` cannot do without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the model knows of a configuration. Devices are GPUs, or slots on a CPU."""
+
+    staleness: int
+    inflight: bool = False
+    actor: tuple[int, int] = (1, 1)
+    """Nodes, devices on each."""
+    rollout: tuple[int, int] = (1, 1)
+    actor_divisor: int = 1
+    """Devices of one replica of the model."""
+    rollout_divisor: int = 1
+    shared: bool = False
+    """Both pools live on the same devices."""
+    n_teachers: int = 1
+    bucket_megabytes: float = 512
+
+    @classmethod
+    def of(cls, config: Config) -> Setup:
+        trainer, settings = config.trainer, config.actor_rollout_ref
+        megatron = settings.actor.megatron
+        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        return cls(
+            staleness=MAX_STALENESS.get(trainer.scheduler, trainer.max_staleness or 0),
+            inflight=trainer.inflight_update,
+            actor=(trainer.nnodes, trainer.n_gpus_per_node),
+            rollout=(config.rollout.nnodes, config.rollout.n_gpus_per_node),
+            actor_divisor=pp
+            * max(tp, megatron.expert_model_parallel_size * (megatron.expert_tensor_parallel_size or tp)),
+            rollout_divisor=settings.rollout.tensor_model_parallel_size,
+            shared=config.rollout.share_actor_gpus,
+            n_teachers=settings.teacher.n_server_workers,
+            bucket_megabytes=settings.rollout.update_weights_bucket_megabytes,
+        )
+
+
+@dataclass(frozen=True)
+class Change:
+    """``seconds``: what the model says of a step with it; compare with what it says of the run as it is."""
+
+    text: str
+    seconds: float
+    at_best: bool = False
+    """The change may also give less."""
+
+
+def usual(steps: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    """Without those that took more than twice as long as most: the first ones, checkpoints."""
+    limit = 2 * statistics.median(step["timing/step"] for step in steps)
+    return [step for step in steps if step["timing/step"] <= limit]
+
+
+def mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
+    """Of a metric; a step that does not have it has 0."""
+    return statistics.fmean(step.get(name, 0.0) for step in steps)
+
+
+def stage_seconds(steps: Sequence[Mapping[str, float]]) -> StageSeconds:
+    """The stages of some steps of a run, from their metrics.
+
+    A worker counts as busy until its last answer, so that ``generate`` contains the stragglers of a worker; its
+    ``latency`` is that of the slowest worker, less the time in which the batch queued behind another one.
+    """
+    step, sync = mean(steps, "timing/step"), mean(steps, "timing/sync_rollout_weights")
+    generate = max(0.0, (1 - mean(steps, "perf/idle_rollout")) * step - sync)
+    latency = mean(steps, "timing/generate_sequences")
+    slowest = latency - mean(steps, "timing/generate_sequences_mean")
+    teacher = (1 - mean(steps, "perf/idle_teacher")) * step
+    return StageSeconds(
+        generate=generate,
+        latency=min(latency, generate + slowest),
+        teacher=teacher,
+        tail=min(mean(steps, "timing/teacher_tail"), teacher),
+        update=max(0.0, step - sum(mean(steps, name) for name in WAITS)),
+        sync=sync,
+    )
+
+
+def free_changes(setup: Setup, stages: StageSeconds) -> Iterator[Change]:
+    """Those that ask for no more devices, except the teacher's."""
+
+    def change(text: str, stages: StageSeconds, staleness: int = setup.staleness, at_best: bool = False) -> Change:
+        return Change(text, step_seconds(stages, staleness, inflight=setup.inflight), at_best)
+
+    n = setup.n_teachers
+    more = {k: change(_teachers(k, n), stages.scaled(teacher=k / n)) for k in range(n + 1, 4 * n + 1)}
+    yield _smallest(list(more.values()))
+    if splits := [change(text, stages.scaled(rollout=r, actor=a)) for text, r, a in splits_of(setup)]:
+        yield min(splits, key=lambda split: split.seconds)
+    staler = setup.staleness + 1
+    names = {bound: f"trainer.scheduler={name}" for name, bound in MAX_STALENESS.items()}
+    name = names.get(staler, f"trainer.scheduler=n_step_off trainer.max_staleness={staler}")
+    yield change(f"{name} (answers up to {staler} updates old)", stages, staler)
+    if setup.staleness and not setup.inflight:
+        seconds = step_seconds(stages, setup.staleness, inflight=True)
+        yield Change("trainer.inflight_update=true (an answer may then mix two versions)", seconds)
+    bucket = f"actor_rollout_ref.rollout.update_weights_bucket_megabytes={2 * setup.bucket_megabytes:g}"
+    yield change(bucket, stages.scaled(sync=2), at_best=True)
+
+
+def more_devices(setup: Setup, stages: StageSeconds) -> Iterator[Change]:
+    """Pools up to twice as large."""
+    if setup.shared:
+        return
+    for pool, key, divisor in (
+        ("rollout", "rollout", setup.rollout_divisor),
+        ("actor", "trainer", setup.actor_divisor),
+    ):
+        nodes, devices = getattr(setup, pool)
+        larger = []
+        for count in range(devices + 1, 2 * devices + 1):
+            if nodes * count % divisor == 0:
+                grown = stages.scaled(**{pool: count / devices})
+                seconds = step_seconds(grown, setup.staleness, inflight=setup.inflight)
+                larger.append(Change(f"{key}.n_gpus_per_node={count}", seconds))
+        if larger:
+            yield _smallest(larger)
+
+
+def splits_of(setup: Setup) -> Iterator[tuple[str, float, float]]:
+    """Other ways to share the same devices out: the keys, and the factors of the rollout and of the actor pool.
+
+    Devices of a node if each pool has one node; whole nodes if they are equal; else nothing can move.
+    """
+    (actor_nodes, actor_each), (rollout_nodes, rollout_each) = setup.actor, setup.rollout
+    if setup.shared:
+        return
+    if actor_nodes == rollout_nodes == 1:
+        actor, rollout, each, key = actor_each, rollout_each, 1, "n_gpus_per_node"
+    elif actor_each == rollout_each:
+        actor, rollout, each, key = actor_nodes, rollout_nodes, actor_each, "nnodes"
+    else:
+        return
+    for new_actor in range(1, actor + rollout):
+        new_rollout = actor + rollout - new_actor
+        fits = not (new_actor * each % setup.actor_divisor or new_rollout * each % setup.rollout_divisor)
+        if fits and new_actor != actor:
+            yield (f"trainer.{key}={new_actor} rollout.{key}={new_rollout}", new_rollout / rollout, new_actor / actor)
+
+
+def _smallest(changes: list[Change]) -> Change:
+    """The first that is about as good as the best."""
+    best = min(change.seconds for change in changes)
+    return next(change for change in changes if change.seconds <= 1.03 * best)
+
+
+def _teachers(wanted: int, now: int) -> str:
+    workers = "worker" if wanted - now == 1 else "workers"
+    return f"actor_rollout_ref.teacher.n_server_workers={wanted} and {wanted - now} more teacher {workers}"

@@ -1,0 +1,114 @@
+"""The metrics of a step, complete: what it took, what each pool idled, and numbers that follow from its samples."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import psutil
+
+from recipe_gkd.config import Config
+from recipe_gkd.metrics.advice import Advisor
+from recipe_gkd.metrics.loggers import Loggers
+from recipe_gkd.metrics.timeline import Timeline
+from recipe_gkd.metrics.trace import TraceFile
+from recipe_gkd.schedule import ReadyBatch, now
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+
+
+@contextmanager
+def span(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds that the body took to ``metrics[name]``."""
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        metrics[name] = metrics.get(name, 0.0) + time.monotonic() - started
+
+
+class StepMetrics:
+    """From the timeline that the schedule writes to the numbers of each step; a context manager that ends the trace.
+
+    A step lasts from the end of the last one to the moment when its metrics are complete, so ``timing/step`` is the sum
+    of what the trainer waited for (``wait_*``) and did (``update_actor``, ``save_checkpoint``, ``log``).
+    """
+
+    def __init__(self, config: Config, *, n_rollouts: int) -> None:
+        trainer = config.trainer
+        self._trace = TraceFile(trainer.trace_file) if trainer.trace_file else None
+        self.timeline = Timeline(now, sink=self._trace)
+        self._advisor = Advisor(config)
+        self._pools = {
+            "actor": ["actor"],
+            "rollout": [f"rollout {rank}" for rank in range(n_rollouts)],
+            "teacher": ["teacher"],
+        }
+        self._n_teachers = config.actor_rollout_ref.teacher.n_server_workers
+        self._began = now()
+        self._log_s = 0.0
+
+    def __enter__(self) -> StepMetrics:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._trace is not None:
+            self._trace.close()
+
+    def log(self, loggers: Loggers, batch: ReadyBatch, step: int) -> None:
+        """Of the step that has just ended; ``step`` is its number from 1. Its own time counts to the next step."""
+        metrics = self._complete(batch)
+        began = now()
+        loggers.log(metrics, step)
+        if advice := self._advisor.observe(metrics, step):
+            log.info("%s", advice)
+        self._log_s = now() - began
+
+    def _complete(self, batch: ReadyBatch) -> dict[str, float]:
+        ended = now()
+        seconds = ended - self._began
+        metrics = batch.metrics
+        metrics.setdefault("timing/sync_rollout_weights", 0.0)
+        metrics |= {"timing/step": seconds, "timing/log": self._log_s} | self._idle(ended) | describe(batch)
+        metrics["perf/cpu_memory_used_gb"] = host_memory_used_gb()
+        metrics["perf/tokens_per_second"] = metrics["perf/total_num_tokens"] / seconds
+        self.timeline.forget(ended)
+        self._began = ended
+        return metrics
+
+    def _idle(self, ended: float) -> dict[str, float]:
+        """Of each pool: the share of the step in which it had nothing to do; of several workers, the mean."""
+        shares = {}
+        for pool, tracks in self._pools.items():
+            width = self._n_teachers if pool == "teacher" else 1
+            busy = sum(self.timeline.busy(track, self._began, ended, width) for track in tracks) / len(tracks)
+            shares[f"perf/idle_{pool}"] = 1 - busy / (ended - self._began)
+        return shares
+
+
+def describe(batch: ReadyBatch) -> dict[str, float]:
+    """Metrics that follow from the samples alone."""
+    lengths = np.array([len(sample.answer.ids) for sample in batch.samples])
+    cut = np.array([sample.answer.finish_reason == "length" for sample in batch.samples])
+    return {
+        "response_seq_len/average": float(lengths.mean()),
+        "response_seq_len/max": float(lengths.max()),
+        "response_seq_len/min": float(lengths.min()),
+        "response_seq_len/cut_share": float(cut.mean()),
+        "training/epoch": batch.epoch,
+        "training/staleness_mean": float(np.mean(batch.staleness)),
+        "training/staleness_max": float(max(batch.staleness)),
+        "perf/total_num_tokens": float(sum(sample.n_tokens for sample in batch.samples)),
+    }
+
+
+def host_memory_used_gb() -> float:
+    """GiB in use on the driver's node, by everything."""
+    memory = psutil.virtual_memory()
+    return (memory.total - memory.available) / GIB

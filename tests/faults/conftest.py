@@ -1,0 +1,95 @@
+"""Both pools of real workers in this process's Ray session, trained with a teacher that thinks nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import faulty
+import numpy as np
+import pytest
+import ray.cloudpickle
+from faulty import DEADLINE_S, TrainerOf
+
+from recipe_gkd.checkpoints import Progress
+from recipe_gkd.config import load_config
+from recipe_gkd.data import PromptData, PromptLoader, read_table
+from recipe_gkd.trainer import Trainer
+from recipe_gkd.workers import start_workers
+from teacher.records import TeacherAnswer, TeacherSequence
+
+
+class IndifferentTeacher:
+    """In place of the service, which is not what these tests are about: four likely tokens, always the same."""
+
+    def submit(self, sequences: Sequence[TeacherSequence]) -> Future[list[TeacherAnswer]]:
+        done: Future[list[TeacherAnswer]] = Future()
+        rows = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
+        done.set_result(
+            [
+                TeacherAnswer(
+                    topk_logps_TK=np.full((n, 4), -2.0, np.float32),
+                    topk_ids_TK=np.tile(np.arange(4, dtype=np.int32), (n, 1)),
+                    sampled_logps_T=np.full(n, -2.0, np.float32),
+                )
+                for n in rows
+            ]
+        )
+        return done
+
+
+@pytest.fixture(scope="session")
+def tiny_student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.e2e.command import make_model
+
+    return make_model(tmp_path_factory.mktemp("faults") / "student", seed=1)
+
+
+@pytest.fixture
+def trainer_of(ray_session: None, tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerOf:
+    """``async with trainer_of(*overrides) as trainer``: workers that can be told to :func:`faulty.strike`."""
+    import transformers
+
+    from recipe_gkd.quickstart.task import make_splits, write_parquet
+
+    ray.cloudpickle.register_pickle_by_value(faulty)
+    monkeypatch.setattr("recipe_gkd.workers.ActorWorker", faulty.FaultyActor)
+    monkeypatch.setattr("recipe_gkd.workers.RolloutWorker", faulty.FaultyRollout)
+    write_parquet(make_splits(0, n_train=32, n_held_out=8, n_dev=8).train, tmp_path / "train.parquet")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(tiny_student))
+
+    @asynccontextmanager
+    async def start(*overrides: str) -> AsyncIterator[Trainer]:
+        config = load_config(
+            "on_policy_distill_trainer",
+            [
+                f"data.train_files={tmp_path}/train.parquet",
+                "data.max_prompt_length=16",
+                "data.max_response_length=12",
+                "data.train_batch_size=4",
+                f"actor_rollout_ref.model.path={tiny_student}",
+                f"actor_rollout_ref.nccl_timeout={DEADLINE_S}",
+                "actor_rollout_ref.actor.megatron.dtype=float32",
+                f"actor_rollout_ref.actor.timeout_s={DEADLINE_S}",
+                "actor_rollout_ref.rollout.dtype=float32",
+                f"actor_rollout_ref.rollout.timeout_s={DEADLINE_S}",
+                "actor_rollout_ref.rollout.kv_cache_memory_megabytes=32",
+                "actor_rollout_ref.rollout.update_weights_bucket_megabytes=0.05",
+                "rollout.n_gpus_per_node=2",
+                "trainer.save_freq=-1",
+                f"trainer.default_local_dir={tmp_path}/run",
+                "trainer.startup_timeout_s=90",
+                "trainer.logger=[jsonl]",
+                *overrides,
+            ],
+        )
+        data = PromptData(read_table(config.data.train_files, "prompt"), config.data, tokenizer)
+        loader = PromptLoader(data, config.data, n=1, epochs=1, max_steps=None)
+        progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        async with start_workers(config, "cpu", total_steps=8, stop_token_ids=()) as workers:
+            yield Trainer(config, workers, IndifferentTeacher(), loader, progress)  # type: ignore[arg-type]
+
+    return start
