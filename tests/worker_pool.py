@@ -53,7 +53,8 @@ class WorkerPool:
         self._workers.clear()
 
     def _start(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["recipe_gkd.actor.megatron_actor"])
         while len(self._workers) < world_size:
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there,))

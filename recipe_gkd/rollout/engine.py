@@ -68,7 +68,8 @@ class EngineOptions:
 class RolloutEngine:
     """Start it, submit prompts, run commands, close it. All methods return at once and may be called from any thread.
 
-    An exception out of the engine fails every request and every later command: it cannot be trusted any more.
+    An exception out of the engine fails every request and every later command: it cannot be trusted any more. Its
+    weights need a version (``LLMEngine.set_weight_version``, a number) before the first request.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -78,6 +79,7 @@ class RolloutEngine:
         self._ids = itertools.count()
         self._failure: GkdError | None = None
         self._closing = False
+        self._paused = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> Future[dict[str, Any]]:
@@ -116,6 +118,21 @@ class RolloutEngine:
             self._drain_commands(self._failure)  # the thread is gone: nobody else would answer
         return done
 
+    def pause(self) -> Future[None]:
+        """Take no further step until :meth:`resume`: requests stay as they are, commands still run."""
+        return self.run(lambda _: self._set_paused(True))
+
+    def resume(self, failure: GkdError | None = None) -> Future[None]:
+        """Go on with the requests under way, or end all of them with ``failure``. Does nothing to a running engine."""
+
+        def go_on(engine: LLMEngine) -> None:
+            if failure is not None:
+                engine.abort_request(list(self._running))
+                self._fail_requests(failure)
+            self._set_paused(False)
+
+        return self.run(go_on)
+
     def close(self) -> None:
         """Stop the thread and the engine; waits for the step or command in progress. Idempotent."""
         self._closing = True
@@ -145,8 +162,8 @@ class RolloutEngine:
         try:
             while not self._closing:
                 self._run_commands(engine)
-                if engine.has_unfinished_requests():
-                    self._deliver(engine.step())
+                if not self._paused and engine.has_unfinished_requests():
+                    self._deliver(engine.step(), engine)
             self._end(WorkerError("the rollout engine is closed"))
         except Exception as error:
             log.exception("the rollout engine failed")
@@ -155,8 +172,8 @@ class RolloutEngine:
             engine.engine_core.shutdown()
 
     def _run_commands(self, engine: LLMEngine) -> None:
-        """All that are queued; waits for one only if there is nothing to generate."""
-        wait = not engine.has_unfinished_requests()
+        """All that are queued; waits for one only if nothing can be generated."""
+        wait = self._paused or not engine.has_unfinished_requests()
         while not self._closing:
             try:
                 command, done = self._commands.get(block=wait)
@@ -170,12 +187,15 @@ class RolloutEngine:
             except Exception as error:  # noqa: BLE001 - handed to whoever gave the command
                 done.set_exception(error)
 
-    def _deliver(self, outputs: Sequence[Any]) -> None:
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _deliver(self, outputs: Sequence[Any], engine: LLMEngine) -> None:
         finished: dict[Deliver, list[Answer]] = {}
         for output in outputs:
             if output.finished and (owner := self._running.pop(output.request_id, None)):
                 uid, deliver = owner
-                finished.setdefault(deliver, []).append(_answer(uid, output))
+                finished.setdefault(deliver, []).append(_answer(uid, output, int(engine.get_weight_version())))
         for deliver, answers in finished.items():
             deliver(answers)
 
@@ -184,11 +204,14 @@ class RolloutEngine:
 
     def _end(self, failure: GkdError) -> None:
         self._failure = failure
+        self._fail_requests(failure)
+        self._drain_commands(failure)
+
+    def _fail_requests(self, failure: GkdError) -> None:
         owners = {deliver: None for _, deliver in self._running.values()}
         self._running.clear()
         for deliver in owners:
             deliver(failure)
-        self._drain_commands(failure)
 
     def _drain_commands(self, failure: GkdError) -> None:
         while True:
@@ -228,9 +251,7 @@ def _build(options: EngineOptions) -> LLMEngine:
         weight_transfer_config=vllm.WeightTransferConfig(backend=vllm_weights.BACKEND),
         worker_extension_cls=f"{vllm_weights.__name__}.{vllm_weights.WeightUpdateCalls.__name__}",
     )
-    engine = vllm.LLMEngine.from_engine_args(arguments)
-    engine.set_weight_version("0")
-    return engine
+    return vllm.LLMEngine.from_engine_args(arguments)
 
 
 def _whole_prompts(options: EngineOptions) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from recipe_gkd.config import Config
-from recipe_gkd.errors import DeadlineError, GkdError
+from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError
 from recipe_gkd.placement import where_am_i
 from recipe_gkd.rollout.checkpoint_names import check_announced, folder_shapes
 from recipe_gkd.rollout.engine import EngineOptions, RolloutEngine
 from recipe_gkd.rollout.sampling import sampling_from
 from recipe_gkd.rollout.weight_updates import WeightUpdates
 from recipe_gkd.samples import Answer, Prompt
+from recipe_gkd.watch import watch_stacks
 from recipe_gkd.weights.buckets import TensorMeta
 
 T = TypeVar("T")
@@ -28,15 +29,27 @@ T = TypeVar("T")
 class RolloutWorker:
     """Worker ``rank`` of the rollout pool, on ``device`` (`cpu` or `cuda`).
 
-    Answers end at ``stop_token_ids``, too, beside the model's own; see :func:`sampling_from`.
+    Answers end at ``stop_token_ids``, too, beside the model's own; see :func:`sampling_from`. The weights of the model
+    folder count as ``folder_version``; without one they are no version of a training run, whose first update must come
+    before the first ``generate``.
 
     Lifecycle: ``setup`` -> any number of ``generate`` at a time, and now and then an update (``begin_weight_update``
     -> ``receive_weights`` -> ``commit_weights`` or ``drop_weights``) -> ``shutdown``. Between begin and commit or drop,
-    new calls of ``generate`` wait.
+    new calls of ``generate`` wait; those that run end before it begins, or are paused where they are (``inflight``).
     """
 
-    def __init__(self, config: Config, *, rank: int, device: str, stop_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rank: int,
+        device: str,
+        stop_token_ids: Sequence[int] = (),
+        folder_version: int | None = None,
+    ) -> None:
+        watch_stacks()
         self._config, self._device, self._stop_token_ids = config, device, stop_token_ids
+        self._folder_version = folder_version
         self._name = f"rollout worker {rank}"
         self._engine = RolloutEngine(EngineOptions.from_config(config, device))
         self._updates = WeightUpdates(self._name)
@@ -45,6 +58,8 @@ class RolloutWorker:
         self._idle.set()
         self._open = asyncio.Event()
         self._open.set()
+        self._paused = False
+        self._unfit_before: str | None = None
 
     async def setup(self) -> dict[str, Any]:
         """Start the engine; what it is, where it runs, and how long the start took."""
@@ -55,6 +70,8 @@ class RolloutWorker:
             for greedy in (False, True)
         }
         described = await _on_engine(self._engine.start())
+        if (version := self._folder_version) is not None:
+            await _on_engine(self._engine.run(lambda eng: self._updates.adopt(eng, version)))
         self._folder_shapes = folder_shapes(folder)
         return described | where_am_i(self._device) | {"seconds": time.monotonic() - started}
 
@@ -63,9 +80,9 @@ class RolloutWorker:
 
         Closing the iterator early drops what is unfinished. Who calls through Ray closes it by ``ray.cancel`` of the
         ``ObjectRefGenerator``, again and again until its ``completed()`` is ready: Ray loses a cancel that overtakes
-        the call, and lets a generator that is merely deleted run on. Raises :class:`WeightSyncError` if a failed update
-        made this worker unfit, :class:`DeadlineError` after ``rollout.timeout_s``, and :class:`WorkerError` if the
-        engine fails.
+        the call, and lets a generator that is merely deleted run on. Raises :class:`WeightSyncError` if this worker has
+        no weights version or a failed update made it unfit, :class:`DeadlineError` after ``rollout.timeout_s``, and
+        :class:`WorkerError` if the engine fails.
         """
         timeout_s = self._config.actor_rollout_ref.rollout.timeout_s
         started = time.monotonic()
@@ -83,7 +100,8 @@ class RolloutWorker:
         self._idle.clear()
         request_ids, accepted = self._engine.submit(prompts, params, deliver)
         try:
-            await _on_engine(accepted)
+            late = "the engine, busy with a step or a weight update, did not take the prompts"
+            await self._in_time(_on_engine(accepted), started, timeout_s, late)
             while n_left:
                 late = f"{n_left} of {len(prompts)} answers of step {step} are unfinished"
                 results = [await self._in_time(finished.get(), started, timeout_s, late)]
@@ -103,23 +121,31 @@ class RolloutWorker:
 
     # Weight updates.
 
-    async def open_weight_channel(self, host: str, port: int, first_rank: int, labels: list[str]) -> None:
+    async def open_weight_channel(
+        self, host: str, port: int, first_rank: int, labels: list[str], transport: str = "collective"
+    ) -> None:
         """Join a new channel; blocks until all others, named in ``labels``, have joined."""
         timeout_s = self._config.actor_rollout_ref.nccl_timeout
         await _on_engine(
-            self._engine.run(lambda eng: self._updates.join(eng, host, port, first_rank, labels, timeout_s))
+            self._engine.run(lambda eng: self._updates.join(eng, host, port, first_rank, labels, transport, timeout_s))
         )
 
-    async def begin_weight_update(self, version: int, meta: Sequence[TensorMeta]) -> None:
-        """Check that the announced weights fit, hold new requests back, and wait until the running ones have ended."""
+    async def begin_weight_update(self, version: int, meta: Sequence[TensorMeta], inflight: bool = False) -> None:
+        """Check that the announced weights fit, hold new requests back, and wait until the running ones have ended.
+
+        ``inflight``: pause those that run instead. After a commit they go on with the new weights, after a drop with
+        the old ones. If the drop leaves this worker unfit they stay paused, as the next update may repair it; if that
+        fails, too, they end with :class:`WeightSyncError`.
+        """
         check_announced(meta, self._config.actor_rollout_ref.model.path, self._folder_shapes)
         self._open.clear()
+        self._paused, self._unfit_before = inflight or self._paused, self._updates.unfit
         started, timeout_s = time.monotonic(), self._config.actor_rollout_ref.nccl_timeout
-        late = f"v{version} cannot be loaded: it still generates"
+        quiet = _on_engine(self._engine.pause()) if self._paused else self._idle.wait()
         try:
-            await self._in_time(self._idle.wait(), started, timeout_s, late)
+            await self._in_time(quiet, started, timeout_s, f"v{version} cannot be loaded: it still generates")
         except DeadlineError:
-            self._open.set()
+            self._end_update()
             raise
 
     async def receive_weights(
@@ -134,15 +160,24 @@ class RolloutWorker:
         try:
             await _on_engine(self._engine.run(lambda eng: self._updates.commit(eng, version)))
         finally:
-            self._open.set()
+            self._end_update()
 
     async def drop_weights(self) -> str | None:
         """Give up an update; why this worker is now unfit, or None if it still has its old version."""
         try:
             await _on_engine(self._engine.run(self._updates.drop))
         finally:
-            self._open.set()
+            self._end_update()
         return self._updates.unfit
+
+    def _end_update(self) -> None:
+        unfit = self._updates.unfit
+        if self._paused and unfit and not self._unfit_before:
+            return  # the sync that repairs it comes next
+        failure = WeightSyncError(f"the answers under way were given up: {unfit}") if unfit else None
+        self._engine.resume(failure)
+        self._paused = False
+        self._open.set()
 
     async def shutdown(self) -> None:
         """End the engine. Waits for the step or update in progress, which have their own deadlines."""

@@ -47,14 +47,14 @@ __all__ = [
     "CompletionOutput", "EngineArgs", "FlatLogprobs", "LLMEngine", "RequestOutput", "RequestOutputKind",
     "SamplingParams", "WeightTransferConfig", "WeightTransferEngine", "WeightTransferEngineFactory",
     "WeightTransferInitInfo", "WeightTransferUpdateInfo", "check_platform", "finalize_layerwise_reload",
-    "initialize_layerwise_reload", "kv_cache_tokens", "model_parameter_names", "refresh_tied_head",
-    "set_current_vllm_config",
+    "give_back_expert_kernels", "initialize_layerwise_reload", "kv_cache_tokens", "model_parameter_names",
+    "refresh_tied_head", "set_current_vllm_config", "take_expert_kernels",
 ]  # fmt: skip
 
 _USED: dict[Any, tuple[str, ...]] = {
     LLMEngine: (
         "from_engine_args", "add_request", "abort_request", "step", "has_unfinished_requests", "collective_rpc",
-        "set_weight_version", "reset_prefix_cache",
+        "set_weight_version", "get_weight_version", "reset_prefix_cache",
     ),
     SamplingParams: ("seed", "flat_logprobs", "output_kind", "stop_token_ids", "detokenize"),
     EngineArgs: (
@@ -122,3 +122,26 @@ def refresh_tied_head(model: torch.nn.Module) -> None:
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
     if getattr(model.config, "tie_word_embeddings", False) or head is embedding:
         head.quant_method.process_weights_after_loading(head)
+
+
+def take_expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Before a reload: let it build the kernels of a mixture's experts anew; what is taken, to be given back after it.
+
+    Only needed on the CPU, where a kernel packs the weights when it is built: vLLM's reload leaves that out for a layer
+    that has a kernel (fused_moe/unquantized_fused_moe_method.py:189), and plain weights would then be read as packed
+    ones. Logprobs would silently be wrong.
+    """
+    if not current_platform.is_cpu():
+        return []
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
+    taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in taken:
+        method.moe_kernel = None
+    return taken
+
+
+def give_back_expert_kernels(taken: list[tuple[Any, Any]]) -> None:
+    """To layers that the reload did not reach."""
+    for method, kernel in taken:
+        if method.moe_kernel is None:
+            method.moe_kernel = kernel

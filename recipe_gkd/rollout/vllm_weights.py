@@ -25,14 +25,17 @@ from recipe_gkd.rollout.vllm_compat import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
     finalize_layerwise_reload,
+    give_back_expert_kernels,
     initialize_layerwise_reload,
     model_parameter_names,
     refresh_tied_head,
     set_current_vllm_config,
+    take_expert_kernels,
 )
-from recipe_gkd.weights.buckets import TensorMeta, plan_buckets
-from recipe_gkd.weights.channel import Channel, join_store
+from recipe_gkd.weights.buckets import TensorMeta
+from recipe_gkd.weights.connect import connect
 from recipe_gkd.weights.receiver import NamedTensors, receive_weights
+from recipe_gkd.weights.transport import Transport, join_store
 
 BACKEND = "recipe_gkd"
 
@@ -45,6 +48,8 @@ class JoinChannel(WeightTransferInitInfo):
     """Channel rank of this engine's first worker."""
     labels: list[str]
     timeout_s: float
+    transport: str = "collective"
+    """See ``recipe_gkd.weights.connect.TRANSPORTS``; all ends must be told the same."""
 
 
 @dataclass
@@ -66,16 +71,18 @@ class BucketReceiver(WeightTransferEngine[JoinChannel, ReceiveWeights]):
         super().__init__(*args, **kwargs)
         self.dirty = False
         self.outcome: dict[str, Any] = {}
-        self._channel: Channel | None = None
+        self._channel: Transport | None = None
         self._staged: NamedTensors = []
         self._loading = False
         self._expected: set[str] = set()
         self._loaded: set[str] = set()
+        self._expert_kernels: list[tuple[Any, Any]] = []
 
     def init_transfer_engine(self, init_info: JoinChannel) -> None:
         self.shutdown()
         store = join_store(init_info.host, init_info.port, init_info.timeout_s)
-        self._channel = Channel(
+        self._channel = connect(
+            init_info.transport,
             store,
             rank=init_info.first_rank + self.parallel_config.rank,
             labels=init_info.labels,
@@ -90,9 +97,9 @@ class BucketReceiver(WeightTransferEngine[JoinChannel, ReceiveWeights]):
     def receive_weights(self, update_info: ReceiveWeights) -> None:
         if self._channel is None:
             raise WeightSyncError("this rollout worker has no weight channel; connect one first")
-        n_bytes = sum(bucket.n_bytes for bucket in plan_buckets(update_info.meta, update_info.bucket_bytes))
         staged = update_info.staged
         if staged is None:
+            n_bytes = self._channel.plan(update_info.meta, update_info.bucket_bytes).n_bytes
             staged = room_to_stage(n_bytes, torch.device(self.device))
         try:
             stats = receive_weights(
@@ -136,6 +143,7 @@ class BucketReceiver(WeightTransferEngine[JoinChannel, ReceiveWeights]):
         if not self._loading:
             self._expected, self._loaded = model_parameter_names(self.model), set()
             self._loading = self.dirty = True
+            self._expert_kernels = take_expert_kernels(self.model)
             initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(iter(tensors))  # type: ignore[operator]
         self._loaded |= loaded if loaded is not None else self._expected
@@ -144,6 +152,7 @@ class BucketReceiver(WeightTransferEngine[JoinChannel, ReceiveWeights]):
         self._loading = False
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
+            give_back_expert_kernels(self._expert_kernels)
             refresh_tied_head(self.model)
 
 

@@ -23,21 +23,31 @@ class WeightUpdates:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.unfit: str | None = None
+        self.unfit: str | None = "it has no weights version yet: a full weight sync must come first"
         """Why it may not generate."""
         self._received: int | None = None
 
     def check_fit(self) -> None:
         if self.unfit is not None:
-            raise WeightSyncError(
-                f"{self.name} refuses to generate: it may hold a mixture of weights, since {self.unfit}; only a full "
-                "weight sync on a new channel makes it fit again"
-            )
+            raise WeightSyncError(f"{self.name} refuses to generate: {self.unfit}")
+
+    def adopt(self, engine: LLMEngine, version: int) -> None:
+        """What the engine was started with counts as ``version``."""
+        engine.set_weight_version(str(version))
+        self.unfit = None
 
     def join(
-        self, engine: LLMEngine, host: str, port: int, first_rank: int, labels: Sequence[str], timeout_s: float
-    ) -> None:
-        info = {"host": host, "port": port, "first_rank": first_rank, "labels": list(labels), "timeout_s": timeout_s}
+        self, engine: LLMEngine, host: str, port: int, first_rank: int, labels: Sequence[str], transport: str,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        info = {
+            "host": host,
+            "port": port,
+            "first_rank": first_rank,
+            "labels": list(labels),
+            "transport": transport,
+            "timeout_s": timeout_s,
+        }
         self._call(engine, "gkd_join_channel", info)
 
     def receive(
@@ -51,17 +61,16 @@ class WeightUpdates:
         return max(outcomes, key=lambda outcome: float(outcome["seconds"]))
 
     def commit(self, engine: LLMEngine, version: int) -> None:
-        """From here on answers are generated with, and stamped as, ``version``."""
+        """From here on tokens are generated with, and stamped as, ``version``; of running requests, the next ones."""
         if self._received != version:
             self.drop(engine)
             raise WeightSyncError(f"{self.name} was asked to commit v{version}, but has received {self._received}")
         self._received = None
         self._call(engine, "gkd_commit_weights")
-        engine.set_weight_version(str(version))
-        if not engine.reset_prefix_cache(reset_running_requests=True):
-            self.unfit = "the prefix cache of the old weights could not be emptied"
+        self.unfit = "the prefix cache of the old weights could not be emptied"
+        if not engine.reset_prefix_cache(reset_running_requests=True):  # they compute their cache anew, and go on
             self.check_fit()
-        self.unfit = None
+        self.adopt(engine, version)
 
     def drop(self, engine: LLMEngine) -> None:
         """Give up an update, in whatever state it is; the channel is closed."""
@@ -73,7 +82,10 @@ class WeightUpdates:
         outcomes: list[dict[str, Any]] = engine.collective_rpc(method, args=args)
         errors = dict.fromkeys(outcome["error"] for outcome in outcomes if outcome["error"])
         if any(outcome["dirty"] for outcome in outcomes) and (errors or reason):
-            self.unfit = self.unfit or "; ".join(errors) or reason
+            self.unfit = self.unfit or (
+                f"it may hold a mixture of weights, since {'; '.join(errors) or reason}; only a full weight sync on a "
+                "new channel makes it fit again"
+            )
         if errors:
             raise WeightSyncError(f"{self.name}: {'; '.join(errors)}")
         return outcomes

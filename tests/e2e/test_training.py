@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,14 +11,17 @@ from command import Start, Teacher, running_teacher
 
 pytestmark = pytest.mark.timeout(400)
 
+WAITS = {"one_step_off": "wait_prev_teacher", "two_step_off": "wait_prev_prev_teacher"}
+DONE = ("wait_sync", "wait_prev_gen", "update_actor", "log")
 TIMINGS = (
     "step",
     "generate_sequences",
+    "generate_sequences_min",
+    "generate_sequences_max",
+    "generate_sequences_mean",
     "get_teacher_knowledge",
-    "update_actor",
     "sync_rollout_weights",
-    "wait_prev_gen",
-    "wait_prev_teacher",
+    *DONE,
 )
 METRICS = (
     "actor/kl_loss",
@@ -33,6 +37,9 @@ METRICS = (
     "perf/tokens_per_second",
     "perf/cpu_memory_used_gb",
     "perf/max_memory_allocated_gb",
+    "perf/idle_actor",
+    "perf/idle_rollout",
+    "perf/idle_teacher",
     *(f"timing/{name}" for name in TIMINGS),
 )
 
@@ -55,12 +62,13 @@ def test_a_student_that_is_its_own_teacher_has_nothing_to_learn(start: Start, ow
 
 
 @pytest.mark.parametrize(("scheduler", "bound"), [("one_step_off", 1), ("two_step_off", 2)])  # sync: below
-def test_a_schedule_trains_within_its_bound(start: Start, scheduler: str, bound: int) -> None:
+def test_a_schedule_trains_within_its_bound(start: Start, tmp_path: Path, scheduler: str, bound: int) -> None:
     run = start(
         f"trainer.scheduler={scheduler}",
         "trainer.total_epochs=2",
         "trainer.save_freq=0",
         "trainer.logger=[console,jsonl,tensorboard]",
+        f"trainer.trace_file={tmp_path}/trace.json",
     ).finish()
     assert run.status == 0, run.output
     assert [line["training/global_step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
@@ -68,6 +76,13 @@ def test_a_schedule_trains_within_its_bound(start: Start, scheduler: str, bound:
     assert run.metrics[-1]["training/epoch"] == 2.0
     assert run.metrics[-1]["actor/kl_loss"] < run.metrics[0]["actor/kl_loss"]
     assert not [name for name in METRICS if name not in run.metrics[-1]]
+    for line in run.metrics:  # a step is the sum of what the trainer waited for and did
+        parts = [line[f"timing/{name}"] for name in (*DONE, WAITS[scheduler])] + [line.get("timing/save_checkpoint", 0)]
+        assert sum(parts) == pytest.approx(line["timing/step"], rel=0.02)
+        assert all(0 <= line[f"perf/idle_{pool}"] <= 1 for pool in ("actor", "rollout", "teacher"))
+    events = json.loads((tmp_path / "trace.json").read_text())
+    spans = [event["name"].split()[0] for event in events if event["ph"] == "B"]
+    assert spans.count("update") == 6 and {"generate", "score", "sync"} <= set(spans)
     assert "step 6/6" in run.output and list((run.folder / "tensorboard").rglob("events.*"))
     assert run.leftovers() == []
 
@@ -76,7 +91,9 @@ def test_tensor_parallel_two_rollout_and_two_teacher_workers(start: Start, tmp_p
     run = start(
         f"ray_init.timeline_json_file={tmp_path}/timeline.json",
         "trainer.save_freq=2",
-        "trainer.scheduler=two_step_off",
+        "trainer.scheduler=n_step_off",
+        "trainer.max_staleness=3",
+        "trainer.inflight_update=true",
         "trainer.n_gpus_per_node=2",
         "rollout.n_gpus_per_node=2",
         "ray_init.num_cpus=4",

@@ -17,11 +17,13 @@ from recipe_gkd.groups import WorkerGroup
 from recipe_gkd.rollout.environment import worker_environment
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.samples import Answer, Prompt
+from recipe_gkd.weights.buckets import TensorMeta
 from recipe_gkd.weights.sync import WeightSync
 
 OLD, NEW = 1, 2
 """Seeds of the weights before and after a sync."""
 CHANNEL_TIMEOUT_S = 5.0
+BUCKET_BYTES = 30_000
 SHAPED = ["actor_rollout_ref.rollout.temperature=0.7", "actor_rollout_ref.rollout.top_p=0.95"]
 
 
@@ -47,23 +49,40 @@ class Pool:
     def group(self, *ranks: int) -> WorkerGroup:
         return WorkerGroup("rollout", [self.handles[rank] for rank in ranks])
 
-    def sync(self, *ranks: int, bucket_bytes: int = 1 << 20) -> WeightSync:
+    def sync(self, *ranks: int, bucket_bytes: int = 1 << 20, inflight: bool = False) -> WeightSync:
         return WeightSync(
             self.actor, self.group(*ranks), tensor_parallel_size=1, bucket_bytes=bucket_bytes,
-            timeout_s=CHANNEL_TIMEOUT_S,
+            timeout_s=CHANNEL_TIMEOUT_S, inflight=inflight,
         )  # fmt: skip
 
     def tell_actor(self, method: str, *args: Any) -> Any:
         return ray.get(getattr(self.actor.handles[0], method).remote(*args), timeout=20)
 
+    async def connect(self, rank: int) -> list[TensorMeta]:
+        """A channel from the actor to one worker, for an update whose phases a test calls itself."""
+        (host, port), worker = self.tell_actor("open_weight_store"), self.group(rank)
+        labels = ["actor worker 0", worker.label(0)]
+        await asyncio.gather(
+            self.actor.call("connect_weight_channel", labels, timeout_s=10, phase="connect"),
+            worker.call("open_weight_channel", host, port, 1, labels, timeout_s=10, phase="connect"),
+        )
+        meta: list[TensorMeta] = self.tell_actor("weights_meta")
+        return meta
+
+    async def transfer(self, rank: int, version: int, meta: list[TensorMeta], staged: bool | None) -> list[Any]:
+        """What sender and receiver return or raise."""
+        return await asyncio.gather(
+            self.actor.call("send_weights", version, BUCKET_BYTES, timeout_s=20, phase="send"),
+            self.group(rank).call(
+                "receive_weights", version, meta, BUCKET_BYTES, staged, timeout_s=20, phase="receive"
+            ),
+            return_exceptions=True,
+        )
+
     async def answers(
         self, rank: int, given: list[Prompt], step: int = 0, *, greedy: bool = False
     ) -> dict[int, Answer]:
-        found: dict[int, Answer] = {}
-        group = self.group(rank)
-        async for batch in group.stream(0, "generate", given, step, greedy, timeout_s=30, phase="generate"):
-            found.update({answer.uid: answer for answer in batch})
-        return found
+        return await answers_of(self.group(rank), 0, given, step, greedy=greedy)
 
 
 @pytest.fixture(scope="session")
@@ -88,7 +107,13 @@ def pool(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[P
     ]
     timeout = f"actor_rollout_ref.nccl_timeout={CHANNEL_TIMEOUT_S}"
     handles = [
-        worker.remote(config_for(folders[model], timeout, *keys), rank=rank, device="cpu", stop_token_ids=stops)
+        worker.remote(
+            config_for(folders[model], timeout, *keys),
+            rank=rank,
+            device="cpu",
+            stop_token_ids=stops,
+            folder_version=0,
+        )
         for rank, (model, keys, stops) in enumerate(starts)
     ]
     actor = ray.remote(num_cpus=0, runtime_env=environment())(TinyActor).remote(CHANNEL_TIMEOUT_S)
@@ -103,3 +128,29 @@ def pool(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[P
     finally:
         for handle in [*handles, actor]:
             ray.kill(handle)
+
+
+@pytest.fixture(scope="session")
+def tensor_pair(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[WorkerGroup]:
+    """One engine of two tensor ranks, which has no weights version yet: the folder's are the tied weights OLD."""
+    config = config_for(
+        folders[OLD, True],
+        "rollout.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        f"actor_rollout_ref.nccl_timeout={CHANNEL_TIMEOUT_S}",
+    )
+    worker: Any = ray.remote(num_cpus=0, runtime_env=environment())(RolloutWorker).remote(config, rank=0, device="cpu")
+    group = WorkerGroup("rollout", [worker])
+    try:
+        ray.get(worker.setup.remote(), timeout=150)
+        yield group
+        asyncio.run(group.call("shutdown", timeout_s=30, phase="shutdown"))
+    finally:
+        ray.kill(worker)
+
+
+async def answers_of(
+    group: WorkerGroup, rank: int, given: list[Prompt], step: int = 0, *, greedy: bool = False
+) -> dict[int, Answer]:
+    stream = group.stream(rank, "generate", given, step, greedy, timeout_s=30, phase="generate")
+    return {answer.uid: answer async for batch in stream for answer in batch}

@@ -16,9 +16,10 @@ from recipe_gkd.config import Config, load_config
 from recipe_gkd.samples import Answer, Prompt
 from recipe_gkd.weights.actor_side import ActorWeights
 from recipe_gkd.weights.buckets import TensorMeta
-from recipe_gkd.weights.channel import Channel, join_store
+from recipe_gkd.weights.channel import Channel
 from recipe_gkd.weights.receiver import receive_weights
 from recipe_gkd.weights.stats import TransferStats
+from recipe_gkd.weights.transport import join_store
 
 VOCABULARY = 300
 EOS = 1
@@ -28,8 +29,8 @@ TEACHERS_EOS = 2
 def model_of(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=tied, eos_token_id=EOS,
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=tied, eos_token_id=EOS,
         initializer_range=0.1,
     )  # fmt: skip
     return Qwen2ForCausalLM(config).float().eval()
@@ -101,8 +102,8 @@ class TinyActor:
     def open_weight_store(self) -> tuple[str, int]:
         return self._weights.open_store("127.0.0.1")
 
-    def connect_weight_channel(self, labels: list[str]) -> None:
-        self._weights.connect(labels)
+    def connect_weight_channel(self, labels: list[str], transport: str = "collective") -> None:
+        self._weights.connect(labels, transport)
 
     def send_weights(self, version: int, bucket_bytes: int) -> TransferStats | None:
         return self._weights.send(version, bucket_bytes)
@@ -117,11 +118,11 @@ class DoomedWorker:
     def setup(self) -> None:
         """Answers when the process has started."""
 
-    def open_weight_channel(self, host: str, port: int, first_rank: int, labels: list[str]) -> None:
+    def open_weight_channel(self, host: str, port: int, first_rank: int, labels: list[str], transport: str) -> None:
         store = join_store(host, port, 10)
         self._channel = Channel(store, rank=first_rank, labels=labels, device=torch.device("cpu"), timeout_s=10)
 
-    def begin_weight_update(self, version: int, meta: list[TensorMeta]) -> None:
+    def begin_weight_update(self, version: int, meta: list[TensorMeta], inflight: bool) -> None:
         pass
 
     def receive_weights(self, version: int, meta: list[TensorMeta], bucket_bytes: int) -> Any:

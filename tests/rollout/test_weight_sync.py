@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
 from conftest import CHANNEL_TIMEOUT_S, NEW, OLD, Pool, environment
-from small_models import DoomedWorker, model_of, prompts, reference_logprobs
+from small_models import DoomedWorker, config_for, model_of, prompts, reference_logprobs
 
 from recipe_gkd.errors import WeightSyncError
+from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.samples import Answer
 from recipe_gkd.weights.sync import WeightSync
 
@@ -73,20 +75,25 @@ def test_weights_that_are_staged_and_weights_that_are_streamed_end_the_same(pool
 
 async def staged_sync(pool: Pool, staged: bool, *, expect_failure: bool = False) -> None:
     """The calls of a sync to worker 0, with the choice between staging and streaming taken out of its hands."""
-    actor, worker = pool.actor, pool.group(0)
-    sync = pool.sync(0, bucket_bytes=30_000)
-    await sync.connect()
-    meta = sync._meta
+    worker, meta = pool.group(0), await pool.connect(0)
     await worker.call("begin_weight_update", 7, meta, timeout_s=10, phase="begin")
-    sending = actor.call("send_weights", 7, 30_000, timeout_s=20, phase="send")
-    receiving = worker.call("receive_weights", 7, meta, 30_000, staged, timeout_s=20, phase="receive")
-    results = await asyncio.gather(sending, receiving, return_exceptions=True)
+    results = await pool.transfer(0, 7, meta, staged)
     if expect_failure:
         assert all(isinstance(result, Exception) for result in results)
         await worker.call("drop_weights", timeout_s=10, phase="drop")
     else:
         assert results[1][0]["staged"] is staged
         await worker.call("commit_weights", 7, timeout_s=10, phase="commit")
+
+
+def test_a_worker_that_was_started_in_the_middle_of_a_run_refuses_until_its_first_sync() -> None:
+    async def generate_at_once() -> None:
+        worker = RolloutWorker(config_for(Path("none")), rank=1, device="cpu")
+        async for _ in worker.generate(prompts(1), 17):
+            pass
+
+    with pytest.raises(WeightSyncError, match="rollout worker 1 refuses to generate: it has no weights version yet"):
+        asyncio.run(generate_at_once())
 
 
 def test_two_workers_get_one_version_in_one_sync(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
@@ -126,8 +133,7 @@ def test_a_staged_update_that_stops_midway_leaves_the_old_version(pool: Pool) ->
     before = generate(pool, 0)
     pool.tell_actor("become", NEW, True)
     pool.tell_actor("misbehave", 8, 0.0)
-    with pytest.raises(WeightSyncError, match=r"the export broke.*no other worker holds a mixture"):
-        asyncio.run(pool.sync(0, bucket_bytes=30_000).sync(5))
+    asyncio.run(staged_sync(pool, True, expect_failure=True))
     after = generate(pool, 0)
     assert same(after, before) and {answer.weights_version for answer in after.values()} == {0}
 
@@ -137,10 +143,9 @@ def test_a_sender_that_never_comes_leaves_the_old_version(pool: Pool) -> None:
     before = generate(pool, 0)
 
     async def only_receive() -> None:
-        sync, worker = pool.sync(0), pool.group(0)
-        await sync.connect()
-        await worker.call("begin_weight_update", 5, sync._meta, timeout_s=10, phase="begin")
-        await worker.call("receive_weights", 5, sync._meta, 1 << 20, False, timeout_s=20, phase="receive")
+        meta, worker = await pool.connect(0), pool.group(0)
+        await worker.call("begin_weight_update", 5, meta, timeout_s=10, phase="begin")
+        await worker.call("receive_weights", 5, meta, 1 << 20, False, timeout_s=20, phase="receive")
 
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"weights v5, begin: actor worker 0 .* did not answer"):
