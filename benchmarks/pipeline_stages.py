@@ -7,6 +7,7 @@ workers; a request takes one of them for a time that goes with its number of ans
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -136,17 +137,26 @@ class Stages:
         self._version = version
         return {"timing/sync_rollout_weights": self._times(version).sync}
 
-    async def generate_alone(self, step: int) -> float:
-        """Seconds that a batch takes to be generated when there is no other."""
-        shares = deal(self.batch(step).prompts, self.n_lanes, 1)
-        began = now()
+    async def alone(self, n_requests: int) -> tuple[float, float, float, float]:
+        """Seconds of each stage for a batch when nothing else goes on: generate, teacher, update, sync."""
+        prompts, ends = self.batch(0).prompts, [now()]
+        shares = [share for share in enumerate(deal(prompts, self.n_lanes, 1)) if share[1]]
 
-        async def run_lane(lane: int) -> None:
-            async for _ in self.generate(lane, shares[lane], step):
+        async def generate(lane: int, share: Sequence[Prompt]) -> None:
+            async for _ in self.generate(lane, share, 0):
                 pass
 
-        await asyncio.gather(*(run_lane(lane) for lane in range(self.n_lanes) if shares[lane]))
-        return now() - began
+        await asyncio.gather(*(generate(lane, share) for lane, share in shares))
+        ends.append(now())
+        answers = [(prompt, _answer(prompt.uid, 0)) for prompt in prompts]
+        await asyncio.gather(*(self.score(answers[i::n_requests]) for i in range(n_requests)))
+        ends.append(now())
+        await self.update(0)
+        ends.append(now())
+        await self.sync(0)
+        ends.append(now())
+        g, t, u, w = (end - since for since, end in itertools.pairwise(ends))
+        return g, t, u, w
 
 
 async def drive(stages: Stages, flow: Flow, n_steps: int) -> Course:
@@ -162,9 +172,11 @@ async def drive(stages: Stages, flow: Flow, n_steps: int) -> Course:
     async with pipeline:
         async for batch in pipeline:
             async with pipeline.updating(batch):
+                update_began = now()
                 await stages.update(batch.step)
             ended = now()
-            batch.metrics |= {"timing/step": ended - began} | _idle(pipeline.timeline, stages, began, ended)
+            batch.metrics |= {"timing/step": ended - began, "timing/update_actor": ended - update_began}
+            batch.metrics |= _idle(pipeline.timeline, stages, began, ended)
             batch.metrics.setdefault("timing/sync_rollout_weights", 0.0)
             course.ended_at.append(ended)
             course.staleness.append(max(batch.staleness))

@@ -100,7 +100,7 @@ def cases(max_params: float, n_receivers: int, *, quick: bool, buckets_mb: list[
         if model.n_params > max_params or n_bytes * (2 + n_receivers) > free / 2:
             continue
         sizes = [mb for mb in buckets_mb if mb * (1 << 20) <= 2 * n_bytes] or buckets_mb[:1]
-        repeats = 5 if quick or n_bytes > 500e6 else 9
+        repeats = 3 if quick else 5 if n_bytes > 500e6 else 9
         chosen += [Case(model=model, bucket_mb=mb, repeats=repeats) for mb in sizes]
     return chosen
 

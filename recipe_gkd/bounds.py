@@ -38,6 +38,8 @@ class StageSeconds:
     """Work of the teacher: with all its workers at once."""
     tail: float
     """From a batch's last answer to its last score; ``teacher`` if nothing is streamed."""
+    head_start: float = 0.0
+    """From the teacher's first answers of a batch to the batch's last one; 0 if nothing is streamed."""
     update: float
     """Of the trainer, with all that it does beside updates: checkpoints, logs."""
     sync: float
@@ -45,12 +47,18 @@ class StageSeconds:
     def scaled(
         self, *, rollout: float = 1.0, teacher: float = 1.0, actor: float = 1.0, sync: float = 1.0
     ) -> StageSeconds:
-        """With pools this many times as large, each of whose work is shared out without loss."""
+        """With pools this many times as large, each of whose work is shared out without loss.
+
+        The teacher's tail is what it could not do in its head start, and its last requests.
+        """
+        work, head_start = self.teacher / teacher, self.head_start / rollout
+        last_requests = max(0.0, self.tail - max(0.0, self.teacher - self.head_start))
         return StageSeconds(
             generate=self.generate / rollout,
             latency=self.latency / rollout,
-            teacher=self.teacher / teacher,
-            tail=self.tail / teacher,
+            teacher=work,
+            tail=max(0.0, work - head_start) + last_requests / teacher,
+            head_start=head_start,
             update=self.update / actor,
             sync=self.sync / sync,
         )

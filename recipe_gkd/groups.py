@@ -31,7 +31,7 @@ class WorkerGroup:
     def __init__(self, name: str, handles: Sequence[Any]) -> None:
         self.name = name
         self.handles = list(handles)
-        self._died: set[int] = set()
+        self._died: set[str] = set()  # Ray's ids: that a worker failed which was replaced is no news
         self._unanswered: set[int] = set()  # ranks that may still be busy with a call that was given up
 
     def __len__(self) -> int:
@@ -103,14 +103,16 @@ class WorkerGroup:
     async def dead(self) -> list[int]:
         """Ranks whose process has ended, or that a call could not reach; one that only does not answer is not dead."""
         places = await locate(self.handles)
-        return [rank for rank, place in enumerate(places) if place.dead or rank in self._died]
+        return [rank for rank, place in enumerate(places) if place.dead or self._id(rank) in self._died]
 
     def replace(self, rank: int, handle: Any) -> None:
         """Put a new worker in the place of one that died, or that can no longer be reached."""
         ray.kill(self.handles[rank], no_restart=True)
         self.handles[rank] = handle
-        self._died.discard(rank)
         self._unanswered.discard(rank)
+
+    def _id(self, rank: int) -> str:
+        return str(self.handles[rank]._actor_id.hex())
 
     async def stop(self, *, timeout_s: float) -> None:
         """Let each worker close what it holds, then end its process and all that it has started.
@@ -150,7 +152,7 @@ class WorkerGroup:
         if isinstance(error, GkdError):
             return error if who in str(error) else type(error)(f"{phase}: {label}: {error}")
         if isinstance(error, RayActorError):
-            self._died.add(rank)
+            self._died.add(error.actor_id or self._id(rank))
             place = (await locate([self.handles[rank]]))[0]
             # Ray is sure that a process has ended, or only that it no longer hears of it, as when its whole node dies.
             how = "died or cannot be reached" if isinstance(error, ActorUnavailableError) else "died"

@@ -117,6 +117,7 @@ class Pipeline:
         self._version = first_version
         self._rollout_version: int | None = None  # unknown until the first sync
         self._wanted: list[int] = []  # versions without which somebody cannot go on generating
+        self._next_step: int | None = None  # of the batch that will be handed out next
         self._actor_busy = False
         self._under_way = 0  # answers
         self._handed_out_at = self._generate_s = self._update_s = 0.0  # of the last batch: what to expect of the next
@@ -215,11 +216,14 @@ class Pipeline:
 
     async def _produce(self) -> None:
         for batch in self._batches:
+            self._next_step = batch.step
             await self._until(lambda: self._under_way < self._flow.capacity)
             await self._freshen(oldest_version=batch.step - self._flow.max_staleness)
             self._now_under_way(len(batch.prompts))
             self._handed_out_at = now()
             self._batches_under_way.put_nowait(self._start(self._prepare(batch)))
+        self._next_step = None
+        self._notify()
         self._batches_under_way.put_nowait(None)
 
     async def _freshen(self, oldest_version: int) -> None:
@@ -241,14 +245,28 @@ class Pipeline:
             await self._send_weights()
 
     def _can_sync(self) -> bool:
+        return self._is_quiet() and not self._deaths  # a new worker is sent its weights by who waits for it
+
+    def _is_quiet(self) -> bool:
         return not self._actor_busy and (self._flow.inflight_update or not self._under_way)
 
     def _sync_goes_first(self) -> bool:
-        """Before another update: a sync that somebody waits for, unless the answers under way last longer than that."""
-        if not any(version <= self._version for version in self._wanted):
+        """Before another update: a sync that somebody waits for, or will while that update goes on.
+
+        It may have to wait for the answers under way; the update is held back if they are there before it could end.
+        Else updates might begin, step after step, shortly before the sync can, and the workers idle through them.
+        """
+        if not any(version <= self._version for version in [*self._wanted, *self._wanted_next()]):
             return False
         seconds_left = self._handed_out_at + self._generate_s - now()
         return self._flow.inflight_update or not self._under_way or seconds_left < self._update_s
+
+    def _wanted_next(self) -> list[int]:
+        """The version that the next batch will wait for, unless the actor has two batches to train on till then."""
+        if self._flow.inflight_update or self._next_step is None or self._next_step > self._version + 2:
+            return []
+        version = self._next_step - self._flow.max_staleness
+        return [version] if self._rollout_version is not None and self._rollout_version < version else []
 
     async def _send_weights(self) -> None:
         async with self._actor_now():
@@ -345,9 +363,12 @@ class Pipeline:
         async with self._replacing:
             if death := self._deaths.get(lane):
                 await self._replace(lane, death)
-                self._rollout_version = None
-                await self._freshen(oldest_version=0)
+                self._wanted.append(0)  # a sync, of whatever version, goes before the next update
+                await self._until(self._is_quiet)
+                await self._send_weights()
+                self._wanted.remove(0)
                 del self._deaths[lane]
+                self._notify()
         self._now_under_way(n_waiting)
 
     async def _request(self, group: Sequence[tuple[Prompt, Answer]], step: int) -> tuple[float, list[Sample]]:

@@ -57,9 +57,14 @@ class RolloutRestarts:
         """``start``: rank -> handle of a new worker in that rank's place."""
         self._rollouts, self._start, self._allowed, self._timeout_s = rollouts, start, allowed, timeout_s
         self._used = 0
+        self._one_at_a_time = asyncio.Lock()
 
     async def replace_dead(self, death: WorkerDied | None = None) -> None:
         """Returns when every rank has a living worker that is set up. Raises ``death`` if no more may be replaced."""
+        async with self._one_at_a_time:
+            await self._replace_dead(death)
+
+    async def _replace_dead(self, death: WorkerDied | None) -> None:
         dead = await self._rollouts.dead()
         for rank in dead:
             label = self._rollouts.label(rank)

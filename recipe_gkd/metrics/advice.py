@@ -44,6 +44,7 @@ class Advisor:
     def __init__(self, setup: Config | Setup) -> None:
         self._setup = setup if isinstance(setup, Setup) else Setup.of(setup)
         self._steps: deque[Mapping[str, float]] = deque(maxlen=LASTS)
+        self._began = False
         self._bottleneck: str | None = None
         self._for_steps = 0
         self._said_at: dict[str, int] = {}
@@ -52,7 +53,10 @@ class Advisor:
         """The advice that is due after this step, if any."""
         if any(name not in metrics for name in NEEDED):
             return None
-        self._steps.append(dict(metrics))
+        if not self._began:  # the first step fills the pipeline
+            self._began = True
+            return None
+        self._steps.append(metrics)
         steps = usual(self._steps)
         bottleneck = find_bottleneck(steps)
         self._for_steps = self._for_steps + 1 if bottleneck == self._bottleneck else 1
@@ -78,23 +82,33 @@ def find_bottleneck(steps: Sequence[Mapping[str, float]]) -> str | None:
 
 
 def describe(bottleneck: str, steps: Sequence[Mapping[str, float]]) -> str:
-    seconds, idle = mean(steps, "timing/step"), mean(steps, "perf/idle_rollout")
+    seconds = mean(steps, "timing/step")
+    idle = ", ".join(f"{pool} {mean(steps, f'perf/idle_{pool}'):.0%}" for pool in ("actor", "rollout", "teacher"))
     if bottleneck == "update":
         update = mean(steps, "timing/update_actor")
-        return f"the rollout workers idle {idle:.0%} of a step: an update takes {update:.3g} s of {seconds:.3g} s"
+        return (
+            f"the rollout workers wait for the actor: an update takes {update:.3g} s of {seconds:.3g} s (idle: {idle})"
+        )
     what, waits = WAITS[bottleneck]
     waited = sum(mean(steps, wait) for wait in waits)
-    return f"the trainer waits {waited:.3g} s of a step of {seconds:.3g} s ({waited / seconds:.0%}) for {what}"
+    share = f"{waited / seconds:.0%}"
+    return f"the trainer waits {waited:.3g} s of a step of {seconds:.3g} s, {share}, for {what} (idle: {idle})"
 
 
 def advise(setup: Setup, steps: Sequence[Mapping[str, float]]) -> str:
     """The change that the model expects most of; more devices only if nothing else is worth it."""
     stages, measured = stage_seconds(steps), mean(steps, "timing/step")
     modelled = step_seconds(stages, setup.staleness, inflight=setup.inflight)
+
+    def saved(change: Change) -> float:
+        return 1 - change.seconds / modelled
+
+    def worth(change: Change) -> float:
+        return saved(change) / 2 if change.at_best else saved(change)
+
     for changes in (free_changes(setup, stages), more_devices(setup, stages)):
-        best = min(changes, key=lambda change: change.seconds, default=Change("", modelled))
-        saved = 1 - best.seconds / modelled
-        if saved >= WORTHWHILE:
+        best = max(changes, key=worth, default=None)
+        if best is not None and worth(best) >= WORTHWHILE:
             at_best = " at best" if best.at_best else ""
-            return f"{best.text} would make it {measured * (1 - saved):.3g} s{at_best}, {saved:.0%} less"
+            return f"{best.text} would make it {measured * (1 - saved(best)):.3g} s{at_best}, {saved(best):.0%} less"
     return f"no other split, schedule or number of workers would save {WORTHWHILE:.0%} of it"

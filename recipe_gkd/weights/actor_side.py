@@ -9,9 +9,10 @@ import torch
 
 from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.weights.buckets import TensorMeta
-from recipe_gkd.weights.channel import Channel, open_store
+from recipe_gkd.weights.connect import connect
 from recipe_gkd.weights.sender import send_weights
 from recipe_gkd.weights.stats import TransferStats
+from recipe_gkd.weights.transport import Transport, open_store
 
 
 class WeightSource(Protocol):
@@ -34,7 +35,7 @@ class ActorWeights:
     def __init__(self, source: WeightSource, *, rank: int, device: torch.device, timeout_s: float) -> None:
         self._source, self._rank, self._device, self._timeout_s = source, rank, device, timeout_s
         self._store: torch.distributed.TCPStore | None = None
-        self._channel: Channel | None = None
+        self._channel: Transport | None = None
 
     def open_store(self, host: str) -> tuple[str, int]:
         """Rank 0: open a new store under ``host``, this machine's address in the cluster; where others find it."""
@@ -42,11 +43,13 @@ class ActorWeights:
         self._store = open_store(host, self._timeout_s)
         return host, self._store.port
 
-    def connect(self, labels: list[str]) -> None:
-        """Rank 0: wait for the others to join; see :class:`Channel`."""
+    def connect(self, labels: list[str], transport: str = "collective") -> None:
+        """Rank 0: wait for the others to join; see :func:`connect`."""
         if self._store is None:
             raise WeightSyncError("connect() came before open_store(); call them in that order on the actor's rank 0")
-        self._channel = Channel(self._store, rank=0, labels=labels, device=self._device, timeout_s=self._timeout_s)
+        self._channel = connect(
+            transport, self._store, rank=0, labels=labels, device=self._device, timeout_s=self._timeout_s
+        )
 
     def send(self, version: int, bucket_bytes: int) -> TransferStats | None:
         """Send the present weights as ``version``; the statistics on rank 0, None elsewhere."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,33 +72,70 @@ def _dtype(name: str, dtype_name: str) -> torch.dtype:
     return dtype
 
 
-def pack(slot: Slot, tensor: torch.Tensor, buffer_U: torch.Tensor) -> None:
-    """Copy ``tensor`` bit by bit to its place in ``buffer_U`` (uint8 of the bucket's size), and zero the padding.
+class Plan:
+    """The buckets of one ``meta``; what making them costs at each update would be felt with thousands of tensors."""
 
-    Raises :class:`WeightSyncError` when shape or dtype are not the planned ones: nothing is ever converted on the way.
+    def __init__(self, meta: Sequence[TensorMeta], bucket_bytes: int) -> None:
+        self._of = list(meta), bucket_bytes
+        self.buckets = plan_buckets(meta, bucket_bytes)
+        self.n_bytes = sum(bucket.n_bytes for bucket in self.buckets)
+        record = json.dumps([bucket_bytes, [[name, list(shape), dtype] for name, shape, dtype in meta]])
+        self._digest = hashlib.blake2b(record.encode(), digest_size=12).hexdigest()
+
+    def is_of(self, meta: Sequence[TensorMeta], bucket_bytes: int) -> bool:
+        return self._of == (meta, bucket_bytes)
+
+    def fingerprint(self, version: int) -> str:
+        """Equal on both ends exactly when they are about to do the same update in the same buckets."""
+        return f"v{version}-{self._digest}"
+
+
+@torch.no_grad()
+def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer_U: torch.Tensor) -> None:
+    """Take the tensors of ``bucket``, and copy each bit by bit to its place in ``buffer_U`` (uint8 of its size).
+
+    Raises :class:`WeightSyncError` when a name, shape or dtype is not the planned one: nothing is ever converted on
+    the way.
     """
-    if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:
-        raise WeightSyncError(
-            f"{slot.name} was exported as {tuple(tensor.shape)} {tensor.dtype}, but announced as {slot.shape} "
-            f"{slot.dtype}; weights_meta() and export_weights() of the actor must agree"
-        )
-    end = slot.offset + slot.n_bytes
-    buffer_U[slot.offset : end].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8), non_blocking=True)
-    buffer_U[end : end + -slot.n_bytes % ALIGNMENT].zero_()
+    typed = _typed(bucket, buffer_U)
+    for slot in bucket.slots:
+        name, tensor = next(tensors, (None, None))
+        if name is None or tensor is None:
+            raise WeightSyncError(f"the actor's export ended where {slot.name} was due; weights_meta() announced it")
+        if name != slot.name:
+            raise WeightSyncError(
+                f"the actor exported {name} where {slot.name} was due; keep the order of weights_meta()"
+            )
+        if tensor.shape != slot.shape or tensor.dtype != slot.dtype:
+            raise WeightSyncError(
+                f"{slot.name} was exported as {tuple(tensor.shape)} {tensor.dtype}, but announced as {slot.shape} "
+                f"{slot.dtype}; weights_meta() and export_weights() of the actor must agree"
+            )
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        # One call instead of a slice and a view: with small tensors, calls are what packing costs.
+        place = torch.as_strided(typed[slot.dtype], slot.shape, tensor.stride(), slot.offset // slot.dtype.itemsize)
+        place.copy_(tensor, non_blocking=True)
+        if padding := -slot.n_bytes % ALIGNMENT:
+            buffer_U.narrow(0, slot.offset + slot.n_bytes, padding).zero_()
 
 
 def views(bucket: Bucket, buffer_U: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """The named tensors of a received bucket, sharing its memory."""
+    typed = _typed(bucket, buffer_U)
     return [
-        (slot.name, buffer_U[slot.offset : slot.offset + slot.n_bytes].view(slot.dtype).view(slot.shape))
+        (
+            slot.name,
+            typed[slot.dtype]
+            .narrow(0, slot.offset // slot.dtype.itemsize, slot.n_bytes // slot.dtype.itemsize)
+            .view(slot.shape),
+        )
         for slot in bucket.slots
     ]
 
 
-def fingerprint(version: int, meta: Sequence[TensorMeta], bucket_bytes: int) -> str:
-    """Equal on both ends exactly when they are about to do the same update in the same buckets."""
-    record = json.dumps([version, bucket_bytes, [[name, list(shape), dtype] for name, shape, dtype in meta]])
-    return f"v{version}-{hashlib.blake2b(record.encode(), digest_size=12).hexdigest()}"
+def _typed(bucket: Bucket, buffer_U: torch.Tensor) -> dict[torch.dtype, torch.Tensor]:
+    return {dtype: buffer_U.view(dtype) for dtype in {slot.dtype for slot in bucket.slots}}
 
 
 class Checksum:

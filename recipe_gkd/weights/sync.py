@@ -5,9 +5,9 @@
     transfer  buckets, then a checksum that all must confirm            (changes nothing on a worker that can stage)
     commit    load what is staged, new version number, empty cache
 
-A failure in any phase raises one :class:`WeightSyncError` that names who and where, after every worker was told to give
-the update up: it then has its old version, or is unfit and refuses to generate. The next :meth:`WeightSync.sync`
-connects anew and repairs it.
+A failure in any phase ends the attempt: every worker is told to give the update up, and then has its old version, or
+is unfit and refuses to generate. One more attempt follows, after ``repair`` and on a new channel; if that fails too,
+one :class:`WeightSyncError` names who and where, twice. The next :meth:`WeightSync.sync` connects anew.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-from recipe_gkd.errors import GkdError, WeightSyncError
+import torch
+
+from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError
 from recipe_gkd.weights.buckets import TensorMeta
-from recipe_gkd.weights.channel import interrupt
+from recipe_gkd.weights.transport import interrupt
 
 log = logging.getLogger(__name__)
 
-_MARGIN_S = 5.0
+_MARGIN_S = 2.5
 """The workers' own deadline ends first: their errors say more than that a worker did not answer."""
+_GRACE_S = 2.0
+"""What workers get to answer once they are told that the attempt has failed."""
 
 
 class Group(Protocol):
@@ -49,17 +53,36 @@ class WeightSync:
 
     The actors need the methods ``open_weight_store``, ``connect_weight_channel``, ``weights_meta`` and ``send_weights``
     (see :class:`ActorWeights`), the rollouts those of :class:`RolloutWorker`. ``timeout_s`` bounds each phase.
+    ``transport``: see ``connect.TRANSPORTS``. ``inflight``: workers need not finish their answers before an update.
+    ``engine_dtype``: what the workers load into, the name of a torch dtype. ``repair`` may replace dead workers in
+    ``rollouts``; it is awaited before the second attempt.
     """
 
     def __init__(
-        self, actors: Group, rollouts: Group, *, tensor_parallel_size: int, bucket_bytes: int, timeout_s: float
+        self,
+        actors: Group,
+        rollouts: Group,
+        *,
+        tensor_parallel_size: int,
+        bucket_bytes: int,
+        timeout_s: float,
+        transport: str = "collective",
+        inflight: bool = False,
+        engine_dtype: str | None = None,
+        repair: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         self._actors, self._rollouts = actors, rollouts
         self._tensor_parallel_size, self._bucket_bytes, self._timeout_s = tensor_parallel_size, bucket_bytes, timeout_s
+        self._transport, self._inflight, self._engine_dtype, self._repair = transport, inflight, engine_dtype, repair
         self._meta: list[TensorMeta] | None = None
         """None: not connected."""
-        self._store: tuple[str, int, int] = ("", 0, 0)
-        """Host, port, and the number of ranks that meet there."""
+        self._store: tuple[str, int] = ("", 0)
+        """Host and port of the store where all meet."""
+        self._conversion_told = False
+
+    def forget(self) -> None:
+        """Let the next sync connect anew: a worker was replaced."""
+        self._meta = None
 
     async def connect(self) -> None:
         """Build the channel, and learn what will be sent over it."""
@@ -73,15 +96,18 @@ class WeightSync:
             for rank in range(len(self._rollouts))
             for part in range(size)
         ]
-        self._store = host, port, len(labels)
-        joins = [(host, port, 1 + rank * size, labels) for rank in range(len(self._rollouts))]
+        self._store = host, port
+        joins = [(host, port, 1 + rank * size, labels, self._transport) for rank in range(len(self._rollouts))]
         phase = "weight sync, connect"
         await self._together(
             phase,
-            self._actors.call_one(0, "connect_weight_channel", labels, timeout_s=self._wait_s, phase=phase),
+            self._actors.call_one(
+                0, "connect_weight_channel", labels, self._transport, timeout_s=self._wait_s, phase=phase
+            ),
             self._rollouts.call_each("open_weight_channel", joins, timeout_s=self._wait_s, phase=phase),
         )
         metas = await self._actors.call("weights_meta", timeout_s=self._wait_s, phase="weight sync, list the weights")
+        self._tell_conversion(metas[0])
         self._meta = metas[0]
 
     async def sync(self, version: int) -> dict[str, float]:
@@ -89,42 +115,73 @@ class WeightSync:
         log.info("weight sync v%d: begins, %d rollout workers", version, len(self._rollouts))
         started = time.monotonic()
         try:
+            numbers = await self._attempt(version)
+            retries = 0
+        except WeightSyncError as first:
+            if isinstance(first.__cause__, DeadlineError):
+                raise  # a new channel does not make a silent worker answer, and the time is over
+            log.warning("weight sync v%d: is tried once more, on a new channel", version)
+            try:
+                if self._repair is not None:
+                    await self._repair()
+                numbers = await self._attempt(version)
+            except GkdError as second:
+                raise WeightSyncError(f"{second}; the first attempt, before it: {first}") from second
+            retries = 1
+        seconds = time.monotonic() - started
+        megabytes = numbers["weights/megabytes"]
+        log.info(
+            "weight sync v%d: %.1f MB in %.2f s (%.0f MB/s), %d rollout workers",
+            version, megabytes, seconds, megabytes / seconds, len(self._rollouts),
+        )  # fmt: skip
+        return numbers | {"timing/sync_rollout_weights": seconds, "weights/retries": float(retries)}
+
+    async def _attempt(self, version: int) -> dict[str, float]:
+        """One go through all phases. When it raises, every worker that lives was told to give the update up."""
+        name = f"weight sync v{version}"
+        started = time.monotonic()
+        try:
             if self._meta is None:
                 await self.connect()
-            assert self._meta is not None
-            name = f"weight sync v{version}"
-            await self._on_rollouts("begin_weight_update", version, self._meta, phase=f"{name}, begin")
+            meta = self._meta
+            await self._on_rollouts("begin_weight_update", version, meta, self._inflight, phase=f"{name}, begin")
             quiet = time.monotonic()
             sent, received = await self._together(
                 f"{name}, transfer",
                 self._actors.call(
                     "send_weights", version, self._bucket_bytes, timeout_s=self._wait_s, phase=f"{name}, send"
                 ),
-                self._on_rollouts("receive_weights", version, self._meta, self._bucket_bytes, phase=f"{name}, receive"),
+                self._on_rollouts("receive_weights", version, meta, self._bucket_bytes, phase=f"{name}, receive"),
             )
             transferred = time.monotonic()
             await self._on_rollouts("commit_weights", version, phase=f"{name}, commit")
         except GkdError as error:
             self._meta = None
-            aftermath = await self._give_up()
-            log.error("weight sync v%d: failed: %s; %s", version, error, aftermath)
-            raise WeightSyncError(f"{error}; {aftermath}") from error
-        done = time.monotonic()
+            aftermath, silent = await self._give_up()
+            log.error("%s: failed: %s; %s", name, error, aftermath)
+            raise WeightSyncError(f"{error}; {aftermath}") from silent or error
         stats = sent[0]
-        log.info(
-            "weight sync v%d: %.1f MB in %.2f s (%.0f MB/s), %d rollout workers",
-            version, stats.megabytes, done - started, stats.megabytes / (done - started), len(self._rollouts),
-        )  # fmt: skip
         return {
-            "timing/sync_rollout_weights": done - started,
             "timing/sync_rollout_weights_begin": quiet - started,
             "timing/sync_rollout_weights_transfer": transferred - quiet,
-            "timing/sync_rollout_weights_commit": done - transferred,
+            "timing/sync_rollout_weights_commit": time.monotonic() - transferred,
             "weights/version": float(version),
             "weights/megabytes": stats.megabytes,
             "weights/mb_per_s": stats.mb_per_s,
             "weights/staged_workers": float(sum(outcome["staged"] for outcome in received)),
         }
+
+    def _tell_conversion(self, meta: Sequence[TensorMeta]) -> None:
+        """Weights travel bit by bit; what the engine makes of another dtype is said once."""
+        sent = {dtype for _, _, dtype in meta if getattr(torch, dtype).is_floating_point}
+        if self._engine_dtype is None or self._conversion_told or not (other := sent - {self._engine_dtype}):
+            return
+        self._conversion_told = True
+        log.warning(
+            "the actor sends weights in %s, which the rollout engine converts to %s as it loads them "
+            "(actor_rollout_ref.rollout.dtype)",
+            ", ".join(sorted(other)), self._engine_dtype,
+        )  # fmt: skip
 
     @property
     def _wait_s(self) -> float:
@@ -141,11 +198,11 @@ class WeightSync:
             if pending:
                 reasons = "; ".join(str(task.exception()) for task in done if task.exception())
                 await asyncio.to_thread(interrupt, *self._store, reasons)
-                await asyncio.wait(pending)
+                await asyncio.wait(pending, timeout=_GRACE_S)
         finally:
             for task in tasks:
                 task.cancel()
-        errors = dict.fromkeys(error for task in tasks if (error := task.exception()))
+        errors = dict.fromkeys(error for task in tasks if task.done() and (error := task.exception()))
         if unexpected := [error for error in errors if not isinstance(error, GkdError)]:
             raise unexpected[0]
         if errors:
@@ -153,23 +210,20 @@ class WeightSync:
             raise WeightSyncError(f"{phase}: {told}") from next(iter(errors))
         return [task.result() for task in tasks]
 
-    async def _give_up(self) -> str:
-        """Have every rollout worker drop the update. A worker still in its transfer answers after its deadline."""
+    async def _give_up(self) -> tuple[str, DeadlineError | None]:
+        """Have every rollout worker drop the update: what came of it, and the error of one that does not answer."""
         phase = "weight sync, give up"
         states = await asyncio.gather(
             *(
-                self._rollouts.call_one(rank, "drop_weights", timeout_s=self._wait_s, phase=phase)
+                self._rollouts.call_one(rank, "drop_weights", timeout_s=_GRACE_S, phase=phase)
                 for rank in range(len(self._rollouts))
             ),
             return_exceptions=True,
         )
-        gone = [str(state) for state in states if isinstance(state, GkdError)]
+        gone = [state for state in states if isinstance(state, GkdError)]
         unfit = [self._rollouts.label(rank) for rank, state in enumerate(states) if isinstance(state, str)]
-        if unexpected := [state for state in states if isinstance(state, BaseException) and str(state) not in gone]:
+        if unexpected := [state for state in states if isinstance(state, BaseException) and state not in gone]:
             raise unexpected[0]
-        return "; ".join(
-            [
-                f"unfit until a full sync succeeds: {', '.join(unfit)}" if unfit else "no other worker holds a mixture",
-                *gone,
-            ]
-        )
+        mixed = f"unfit until a full sync succeeds: {', '.join(unfit)}" if unfit else "no other worker holds a mixture"
+        silent = next((error for error in gone if isinstance(error, DeadlineError)), None)
+        return "; ".join([mixed, *map(str, gone)]), silent

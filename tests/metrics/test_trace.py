@@ -102,7 +102,7 @@ def test_a_run_is_drawn_as_it_was(tmp_path: Path) -> None:
     assert {"rollout 0", "rollout 1", "teacher", "teacher (2)"} <= workers
     titles = {event.get("name") for event in events}
     assert {"generate 0", "score 5", "update 3"} <= titles
-    counted = [event["args"]["staleness"] for event in events if event["ph"] == "C"]
+    counted = [event["args"]["staleness"] for event in events if event.get("name") == "staleness"]
     assert counted[0] == 0 and max(counted) <= 2
 
 

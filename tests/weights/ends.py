@@ -11,10 +11,13 @@ from typing import Any
 import torch
 
 from recipe_gkd.weights.buckets import TensorMeta
-from recipe_gkd.weights.channel import Channel, join_store, open_store
+from recipe_gkd.weights.channel import Channel
+from recipe_gkd.weights.ipc import SharedMemory
+from recipe_gkd.weights.transport import Transport, join_store, open_store
 
 CPU = torch.device("cpu")
-LABELS = ["actor worker 0", "rollout worker 0", "rollout worker 1"]
+LABELS = ["actor worker 0", *(f"rollout worker {rank}" for rank in range(3))]
+KINDS = [Channel, SharedMemory]
 
 META: list[TensorMeta] = [(f"layer.{i}.weight", (40, 10), "float32") for i in range(5)] + [("bias", (3,), "bfloat16")]
 
@@ -38,14 +41,17 @@ def spawn(act: Callable[[], Any]) -> Future[Any]:
     return done
 
 
-def connect(n_receivers: int, timeout_s: float, kind: type[Channel] = Channel) -> list[Channel]:
-    """A channel of which all ends live here; the receivers are of ``kind``."""
+def connect(
+    n_receivers: int, timeout_s: float, kind: type[Transport] = Channel, receivers: type[Transport] | None = None
+) -> list[Any]:
+    """A transport of which all ends live here; ``receivers``: their class, if it is not the sender's."""
     store = open_store("127.0.0.1", timeout_s)
     labels = LABELS[: 1 + n_receivers]
 
-    def end(rank: int) -> Channel:
+    def end(rank: int) -> Transport:
         own = store if rank == 0 else join_store("127.0.0.1", store.port, timeout_s)
-        return (kind if rank else Channel)(own, rank=rank, labels=labels, device=CPU, timeout_s=timeout_s)
+        cls = (receivers or kind) if rank else kind
+        return cls(own, rank=rank, labels=labels, device=CPU, timeout_s=timeout_s)
 
     ends = [spawn(lambda rank=rank: end(rank)) for rank in range(1 + n_receivers)]  # type: ignore[misc]
     return [future.result(timeout_s + 5) for future in ends]

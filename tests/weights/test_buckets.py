@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipe_gkd.errors import WeightSyncError
-from recipe_gkd.weights.buckets import ALIGNMENT, Checksum, TensorMeta, fingerprint, pack, plan_buckets, views
+from recipe_gkd.weights.buckets import ALIGNMENT, Checksum, Plan, TensorMeta, pack, plan_buckets, views
 
 SHAPES = {
     "matrix": ((7, 5), torch.float32),
@@ -33,10 +33,10 @@ def meta_of(named: dict[str, torch.Tensor]) -> list[TensorMeta]:
 def test_every_tensor_arrives_with_its_bits_at_any_bucket_size(bucket_bytes: int) -> None:
     sent = tensors()
     received: dict[str, torch.Tensor] = {}
+    export = iter(sent.items())
     for bucket in plan_buckets(meta_of(sent), bucket_bytes):
         buffer = torch.full((bucket.n_bytes,), 255, dtype=torch.uint8)
-        for slot in bucket.slots:
-            pack(slot, sent[slot.name], buffer)
+        pack(bucket, export, buffer)
         received.update(views(bucket, buffer))
     assert list(received) == list(sent)
     for name, tensor in sent.items():
@@ -74,9 +74,17 @@ def test_nothing_is_converted_silently() -> None:
     (bucket,) = plan_buckets([("w", (2, 3), "bfloat16")], 100)
     buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8)
     with pytest.raises(WeightSyncError, match=r"w was exported as \(2, 3\) torch.float32, but announced as .*bfloat16"):
-        pack(bucket.slots[0], torch.zeros(2, 3), buffer)
+        pack(bucket, iter([("w", torch.zeros(2, 3))]), buffer)
     with pytest.raises(WeightSyncError, match=r"w was exported as \(3, 2\)"):
-        pack(bucket.slots[0], torch.zeros(3, 2, dtype=torch.bfloat16), buffer)
+        pack(bucket, iter([("w", torch.zeros(3, 2, dtype=torch.bfloat16))]), buffer)
+
+
+def test_a_tensor_that_is_not_contiguous_is_packed_in_its_own_order() -> None:
+    (bucket,) = plan_buckets([("w", (2, 3), "float32")], 100)
+    buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8)
+    tensor = torch.arange(6.0).view(3, 2).T
+    pack(bucket, iter([("w", tensor)]), buffer)
+    assert torch.equal(views(bucket, buffer)[0][1], tensor)
 
 
 def test_names_that_cannot_be_are_refused() -> None:
@@ -102,6 +110,7 @@ def test_the_checksum_sees_a_changed_byte_and_the_order_of_buckets() -> None:
 
 def test_the_fingerprint_is_that_of_the_whole_plan() -> None:
     meta = meta_of(tensors())
-    assert fingerprint(1, meta, 100) == fingerprint(1, [(n, (*s,), d) for n, s, d in meta], 100)
-    others = [(2, meta, 100), (1, meta[1:], 100), (1, meta, 99)]
-    assert len({fingerprint(*args) for args in [(1, meta, 100), *others]}) == 4
+    assert Plan(meta, 100).fingerprint(1) == Plan([(n, (*s,), d) for n, s, d in meta], 100).fingerprint(1)
+    plans = [Plan(meta, 100), Plan(meta[1:], 100), Plan(meta, 99)]
+    assert len({plan.fingerprint(version) for plan in plans for version in (1, 2)}) == 6
+    assert plans[0].is_of(list(meta), 100) and not plans[0].is_of(meta[1:], 100) and not plans[0].is_of(meta, 99)
