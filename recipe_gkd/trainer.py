@@ -29,7 +29,7 @@ from teacher.records import TeacherSequence
 
 log = logging.getLogger(__name__)
 
-MARGIN_S = 10.0
+MARGIN_S = 3.0
 """A worker's own deadline ends first: its error says more than that it did not answer."""
 LAST_CHANCE_S = 1.0
 """What workers, of which one has failed, have to say that a checkpoint is written."""

@@ -64,11 +64,10 @@ class StepMetrics:
     def log(self, loggers: Loggers, batch: ReadyBatch, step: int) -> None:
         """Of the step that has just ended; ``step`` is its number from 1. Its own time counts to the next step."""
         metrics = self._complete(batch)
-        began = now()
         loggers.log(metrics, step)
         if advice := self._advisor.observe(metrics, step):
             log.info("%s", advice)
-        self._log_s = now() - began
+        self._log_s = now() - self._began
 
     def _complete(self, batch: ReadyBatch) -> dict[str, float]:
         ended = now()

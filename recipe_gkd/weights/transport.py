@@ -11,6 +11,7 @@ one: build a new one, on a new port.
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -51,7 +52,8 @@ def interrupt(host: str, port: int, reason: str) -> None:
 
     Without it they would wait for the dead one until their deadline. Does nothing if the store is gone.
     """
-    with contextlib.suppress(dist.DistError, WeightSyncError):
+    with contextlib.suppress(OSError, dist.DistError, WeightSyncError):
+        socket.create_connection((host, port), timeout=_INTERRUPT_S).close()  # refused at once, where torch tries again
         store = join_store(host, port, _INTERRUPT_S)
         store.set(_INTERRUPTED, reason[:1000])  # first: rank 0 writes _AWAITED before it looks here
         for key in store.get(_AWAITED).decode().split() if store.check([_AWAITED]) else ():

@@ -36,13 +36,23 @@ def test_a_signal_ends_the_run_in_order(start: Start, number: signal.Signals, st
     assert_ended(run, status, says, timeout_s=30)
 
 
-@pytest.mark.parametrize("kind", ["ActorWorker", "RolloutWorker"])
-def test_a_killed_worker_is_named(start: Start, kind: str) -> None:
-    run = start(*LONG)
-    run.await_step(3)
+def kill(run: Run, kind: str) -> None:
     [victim] = [line for line in processes_marked(run.mark) if f"ray::{kind}" in line]
     os.kill(int(victim.split()[0]), signal.SIGKILL)
-    assert_ended(run, 1, f"{'actor' if kind == 'ActorWorker' else 'rollout'} worker 0 of 1 died", timeout_s=60)
+
+
+def test_a_killed_rollout_worker_is_replaced_and_a_killed_actor_is_named(start: Start) -> None:
+    run = start(*LONG)
+    run.await_step(3)
+    kill(run, "RolloutWorker")
+    at = len(run.metrics)
+    run.await_step(at + 6)
+    kill(run, "ActorWorker")
+    assert_ended(run, 1, "actor worker 0 of 1 died", timeout_s=60)
+    assert "rollout worker 0 of 1 died; starting another" in run.output
+    assert max(line["training/staleness_max"] for line in run.metrics) <= 1
+    [report] = run.folder.glob("diagnosis/*/report.md")
+    assert "actor worker 0 of 1" in report.read_text() and str(report.parent) in run.output
 
 
 @pytest.fixture

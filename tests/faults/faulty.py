@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import psutil
+
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.trainer import Trainer
@@ -41,6 +43,14 @@ def strike(moment: str, number: int, call: int) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, name, struck)
+
+
+def lives(pid: int) -> bool:
+    """Whether the process is there, and is not only waiting to be reaped."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 class FaultyRollout(RolloutWorker):

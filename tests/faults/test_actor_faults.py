@@ -8,9 +8,8 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
-from faulty import DEADLINE_S, TrainerOf
+from faulty import DEADLINE_S, TrainerOf, lives
 
 from recipe_gkd.errors import GkdError
 
@@ -26,12 +25,11 @@ TWO_RANKS = (
 @pytest.mark.parametrize(
     ("moment", "rank", "number"),
     [
-        ("update", 1, signal.SIGKILL),
-        ("gather", 1, signal.SIGKILL),
-        ("broadcast", 0, signal.SIGKILL),
-        ("update", 1, signal.SIGSTOP),
+        pytest.param("update", 1, signal.SIGKILL, id="killed in update"),
+        pytest.param("update", 1, signal.SIGSTOP, id="stopped in update"),
+        pytest.param("gather", 1, signal.SIGKILL, id="killed in gather", marks=pytest.mark.slow),
+        pytest.param("broadcast", 0, signal.SIGKILL, id="killed in broadcast", marks=pytest.mark.slow),
     ],
-    ids=["killed in update", "killed in gather", "killed in broadcast", "stopped in update"],
 )
 def test_a_rank_that_fails_is_named_and_ends_the_run_in_time(
     trainer_of: TrainerOf, moment: str, rank: int, number: signal.Signals
@@ -48,7 +46,7 @@ def test_a_rank_that_fails_is_named_and_ends_the_run_in_time(
 
     with pytest.raises(GkdError, match=f"actor worker {rank}") as caught:
         asyncio.run(train())
-    assert time.monotonic() - times[0] < 3 * DEADLINE_S + 5  # steps before, the deadline, the diagnosis, the end
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert time.monotonic() - times[0] < 3 * DEADLINE_S  # steps before, the deadline, the diagnosis, the end
+    assert not any(map(lives, pids))
     folder = Path(re.search(r"diagnosis: (\S+)", str(caught.value))[1])  # type: ignore[index]
     assert f"actor worker {rank}" in (folder / "report.md").read_text()

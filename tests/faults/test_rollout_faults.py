@@ -11,11 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from faulty import DEADLINE_S, TrainerOf
+from faulty import DEADLINE_S, TrainerOf, lives
 
 from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError, WorkerDied
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.schedule import now
+from recipe_gkd.trainer import MARGIN_S
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -44,7 +45,7 @@ def test_a_worker_killed_at_any_moment_is_replaced_and_no_prompt_is_lost_or_repe
     asyncio.run(train())
     assert trained == list(range(32))
     assert min(staleness) >= 0 and max(staleness) <= 1
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert not any(map(lives, pids))
 
 
 def test_a_worker_that_may_not_be_replaced_ends_the_run_at_once_with_a_diagnosis(
@@ -85,7 +86,8 @@ def test_a_stopped_worker_is_named_within_its_deadline_whatever_it_was_doing(
                     await act()
                 seconds = time.monotonic() - began
                 assert psutil.Process(pid).status() == psutil.STATUS_STOPPED
-                assert seconds < DEADLINE_S + (10 if moment == "generate" else 5) + 5, (moment, seconds)
+                margin_s = MARGIN_S if moment == "generate" else 0  # the driver's, beyond the worker's own deadline
+                assert seconds < DEADLINE_S + margin_s + 5, (moment, seconds)
                 assert isinstance(caught.value, DeadlineError | WeightSyncError)
                 os.kill(pid, signal.SIGCONT)
                 await asyncio.sleep(0.5)
