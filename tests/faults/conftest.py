@@ -57,7 +57,7 @@ def trainer_of(ray_session: None, tiny_student: Path, tmp_path: Path, monkeypatc
     ray.cloudpickle.register_pickle_by_value(faulty)
     monkeypatch.setattr("recipe_gkd.workers.ActorWorker", faulty.FaultyActor)
     monkeypatch.setattr("recipe_gkd.workers.RolloutWorker", faulty.FaultyRollout)
-    write_parquet(make_splits(0, n_train=32, n_held_out=8, n_dev=8).train, tmp_path / "train.parquet")
+    write_parquet(make_splits(0, n_train=40, n_held_out=8, n_dev=8).train, tmp_path / "train.parquet")
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(tiny_student))
 
     @asynccontextmanager

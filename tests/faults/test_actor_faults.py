@@ -25,8 +25,8 @@ TWO_RANKS = (
 @pytest.mark.parametrize(
     ("moment", "rank", "number"),
     [
-        pytest.param("update", 1, signal.SIGKILL, id="killed in update"),
         pytest.param("update", 1, signal.SIGSTOP, id="stopped in update"),
+        pytest.param("update", 1, signal.SIGKILL, id="killed in update", marks=pytest.mark.slow),
         pytest.param("gather", 1, signal.SIGKILL, id="killed in gather", marks=pytest.mark.slow),
         pytest.param("broadcast", 0, signal.SIGKILL, id="killed in broadcast", marks=pytest.mark.slow),
     ],
