@@ -41,7 +41,7 @@ def export_weights(
 
     The ranks that have a weight send their shards of it straight to rank 0: no other rank ever holds more than its own,
     and rank 0 holds one weight at a time. Only the first replica takes part. A tensor may share memory with the model
-    (one that no rank cuts), so it is valid until the next is asked for, and must not be written to.
+    (one that no rank cuts), so it is valid until the next update, and must not be written to.
     """
     for (weight, parameter), stage in zip(parameters, stages, strict=True):
         holders = _holders(weight, stage, shape, layout)

@@ -91,33 +91,41 @@ class Plan:
 
 
 @torch.no_grad()
-def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer_U: torch.Tensor) -> None:
+def pack(
+    bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer_U: torch.Tensor, *, in_place: bool = False
+) -> torch.Tensor:
     """Take the tensors of ``bucket``, and copy each bit by bit to its place in ``buffer_U`` (uint8 of its size).
 
+    Returns what is to be sent: the buffer, or with ``in_place`` the very memory of a tensor that fills a bucket alone.
     Raises :class:`WeightSyncError` when a name, shape or dtype is not the planned one: nothing is ever converted on
     the way.
     """
     typed = _typed(bucket, buffer_U)
     for slot in bucket.slots:
-        name, tensor = next(tensors, (None, None))
-        if name is None or tensor is None:
-            raise WeightSyncError(f"the actor's export ended where {slot.name} was due; weights_meta() announced it")
-        if name != slot.name:
-            raise WeightSyncError(
-                f"the actor exported {name} where {slot.name} was due; keep the order of weights_meta()"
-            )
-        if tensor.shape != slot.shape or tensor.dtype != slot.dtype:
-            raise WeightSyncError(
-                f"{slot.name} was exported as {tuple(tensor.shape)} {tensor.dtype}, but announced as {slot.shape} "
-                f"{slot.dtype}; weights_meta() and export_weights() of the actor must agree"
-            )
-        if not tensor.is_contiguous():
-            tensor = tensor.contiguous()
+        tensor = _take(slot, tensors)
+        if in_place and slot.n_bytes == bucket.n_bytes and not tensor.storage_offset() * tensor.itemsize % ALIGNMENT:
+            return tensor.view(-1).view(torch.uint8)
         # One call instead of a slice and a view: with small tensors, calls are what packing costs.
         place = torch.as_strided(typed[slot.dtype], slot.shape, tensor.stride(), slot.offset // slot.dtype.itemsize)
         place.copy_(tensor, non_blocking=True)
         if padding := -slot.n_bytes % ALIGNMENT:
             buffer_U.narrow(0, slot.offset + slot.n_bytes, padding).zero_()
+    return buffer_U
+
+
+def _take(slot: Slot, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """The next tensor, contiguous, if it is the one that belongs there."""
+    name, tensor = next(tensors, (None, None))
+    if name is None or tensor is None:
+        raise WeightSyncError(f"the actor's export ended where {slot.name} was due; weights_meta() announced it")
+    if name != slot.name:
+        raise WeightSyncError(f"the actor exported {name} where {slot.name} was due; keep the order of weights_meta()")
+    if tensor.shape != slot.shape or tensor.dtype != slot.dtype:
+        raise WeightSyncError(
+            f"{slot.name} was exported as {tuple(tensor.shape)} {tensor.dtype}, but announced as {slot.shape} "
+            f"{slot.dtype}; weights_meta() and export_weights() of the actor must agree"
+        )
+    return tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
 
 
 def views(bucket: Bucket, buffer_U: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -27,6 +27,8 @@ class Channel(Transport):
 
     _group: Any = None
 
+    sends_in_place = True
+
     def _open(self) -> None:
         self._group = _process_group(self.store, self.rank, self.world, self.device, self.timeout_s)
 

@@ -23,9 +23,9 @@ def send_weights(
 ) -> TransferStats:
     """Send ``tensors``, in the order and with the shapes and dtypes of ``meta``, to every other rank of ``channel``.
 
-    Packing the next bucket, and meeting for it, overlap with sending the last one, in two buffers. Returns when every
-    receiver has confirmed the checksum. Raises :class:`WeightSyncError` or :class:`DeadlineError`, and then the channel
-    is closed.
+    Packing the next bucket, and meeting for it, overlap with sending the last one, in two buffers; a tensor that fills
+    a bucket alone is sent from where it is, and must stay as it is until then. Returns when every receiver has
+    confirmed the checksum. Raises :class:`WeightSyncError` or :class:`DeadlineError`, and then the channel is closed.
     """
     channel.begin_update()
     name = f"weights v{version}"
@@ -66,18 +66,17 @@ def _send_buckets(
     size = max((bucket.n_bytes for bucket in buckets), default=0)
     buffers = channel.buffers(min(2, len(buckets)), size)
     checksum = Checksum(buffers[0].device if buffers else channel.device)
-    on_its_way: tuple[Any, str] | None = None
+    on_its_way: tuple[Any, str, torch.Tensor] | None = None
     for i, bucket in enumerate(buckets):
         phase = f"{name}, bucket {i + 1} of {len(buckets)}"
-        buffer_U = buffers[i % 2][: bucket.n_bytes]
-        pack(bucket, tensors, buffer_U)
+        buffer_U = pack(bucket, tensors, buffers[i % 2][: bucket.n_bytes], in_place=channel.sends_in_place)
         checksum.add(buffer_U)
         channel.meet(phase)
-        previous, on_its_way = on_its_way, (channel.broadcast(buffer_U), phase)
+        previous, on_its_way = on_its_way, (channel.broadcast(buffer_U), phase, buffer_U)
         if previous:
-            channel.finish(*previous)
+            channel.finish(*previous[:2])
     if on_its_way:
-        channel.finish(*on_its_way)
+        channel.finish(*on_its_way[:2])
     if (extra := next(tensors, None)) is not None:
         raise WeightSyncError(f"{name}: the actor exported {extra[0]} after all the weights that it had announced")
     return checksum.value()

@@ -72,6 +72,9 @@ class Transport:
     :class:`DeadlineError` (naming, on rank 0, who is missing).
     """
 
+    sends_in_place = False
+    """Whether :meth:`broadcast` takes any memory of the device, not only that of :meth:`buffers`."""
+
     def __init__(
         self, store: dist.TCPStore, *, rank: int, labels: Sequence[str], device: torch.device, timeout_s: float
     ) -> None:

@@ -27,7 +27,11 @@ def assert_ended(run: Run, status: int, says: str, timeout_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "says"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("number", "status", "says"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_the_run_in_order(start: Start, number: signal.Signals, status: int, says: str) -> None:
     run = start(*LONG)
@@ -60,6 +64,7 @@ def mortal_teacher(teacher_model: Path, tmp_path: Path) -> Iterator[Teacher]:
     yield from running_teacher(teacher_model, tmp_path / "teacher")
 
 
+@pytest.mark.slow
 def test_a_teacher_that_goes_away_is_named_after_its_deadline(start: Start, mortal_teacher: Teacher) -> None:
     run = start(
         *LONG, f"actor_rollout_ref.teacher.server_port={mortal_teacher.port}", "actor_rollout_ref.teacher.timeout_s=5"

@@ -80,6 +80,7 @@ def other_teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teacher]
     yield from running_teacher(folder, tmp_path_factory.mktemp("other_teacher"))
 
 
+@pytest.mark.slow
 def test_a_teacher_whose_vocabulary_does_not_fit(start: Start, other_teacher: Teacher) -> None:
     assert_refused(
         start(f"actor_rollout_ref.teacher.server_port={other_teacher.port}"),

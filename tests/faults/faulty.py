@@ -23,7 +23,7 @@ MOMENTS = {
     "receive": "recipe_gkd.weights.channel:Channel.broadcast",
     "load": "recipe_gkd.rollout.vllm_weights:BucketReceiver.finish_weight_update",
     "update": "recipe_gkd.actor.megatron_actor:MegatronActor.update",
-    "gather": "recipe_gkd.actor.export:_gather",
+    "gather": "recipe_gkd.actor.export:_exchange",
     "broadcast": "recipe_gkd.weights.channel:Channel.broadcast",
 }
 
