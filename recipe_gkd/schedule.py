@@ -118,7 +118,7 @@ class Pipeline:
         self._rollout_version: int | None = None  # unknown until the first sync
         self._wanted: list[int] = []  # versions without which somebody cannot go on generating
         self._next_step: int | None = None  # of the batch that will be handed out next
-        self._actor_busy = False
+        self._actor_busy = self._syncing = False
         self._under_way = 0  # answers
         self._handed_out_at = self._generate_s = self._update_s = 0.0  # of the last batch: what to expect of the next
         self._changed = asyncio.Event()
@@ -216,9 +216,12 @@ class Pipeline:
 
     async def _produce(self) -> None:
         for batch in self._batches:
-            self._next_step = batch.step
+            self._next_step, oldest_version = batch.step, batch.step - self._flow.max_staleness
+            if self._flow.inflight_update:  # the sync need not wait until there is a free place
+                await self._freshen(oldest_version)
             await self._until(lambda: self._under_way < self._flow.capacity)
-            await self._freshen(oldest_version=batch.step - self._flow.max_staleness)
+            await self._freshen(oldest_version)
+            await self._until(lambda: not self._syncing)  # for a worker that was replaced
             self._now_under_way(len(batch.prompts))
             self._handed_out_at = now()
             self._batches_under_way.put_nowait(self._start(self._prepare(batch)))
@@ -270,11 +273,12 @@ class Pipeline:
 
     async def _send_weights(self) -> None:
         async with self._actor_now():
+            self._syncing = True
             with ExitStack() as spans:
                 for track in ["actor", *(f"rollout {lane}" for lane in range(self._flow.n_lanes))]:
                     spans.enter_context(self.timeline.span(track, "sync", version=self._version))
                 self._sync_metrics = await self._sync(self._version)
-            self._rollout_version = self._version
+            self._rollout_version, self._syncing = self._version, False
             self.timeline.count("rollout", "weights version", self._version)
 
     async def _until(self, true: Callable[[], bool]) -> None:
@@ -369,6 +373,7 @@ class Pipeline:
                 self._wanted.remove(0)
                 del self._deaths[lane]
                 self._notify()
+        await self._until(lambda: not self._syncing)  # another may have begun while this one waited its turn
         self._now_under_way(n_waiting)
 
     async def _request(self, group: Sequence[tuple[Prompt, Answer]], step: int) -> tuple[float, list[Sample]]:

@@ -205,7 +205,7 @@ def check_exactness(plan: Plan, stages: Stages, trained: list[Trained]) -> None:
     assert stages.syncs == sorted(stages.syncs)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(plan=plans)
 def test_every_prompt_is_generated_once_and_trained_on_once_in_order_within_the_bound(plan: Plan) -> None:
     stages = Stages(plan)
@@ -215,7 +215,7 @@ def test_every_prompt_is_generated_once_and_trained_on_once_in_order_within_the_
     assert len(stages.syncs) == len(set(stages.syncs))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(plan=plans, deaths=st.frozensets(st.integers(0, 12), max_size=4))
 def test_a_worker_that_dies_costs_no_prompt_and_repeats_none(plan: Plan, deaths: frozenset[int]) -> None:
     stages = Stages(replace(plan, deaths=deaths))
