@@ -95,6 +95,7 @@ def describe(batch: ReadyBatch) -> dict[str, float]:
     """Metrics that follow from the samples alone."""
     lengths = np.array([len(sample.answer.ids) for sample in batch.samples])
     cut = np.array([sample.answer.finish_reason == "length" for sample in batch.samples])
+    versions = [sample.answer.versions_T for sample in batch.samples]
     return {
         "response_seq_len/average": float(lengths.mean()),
         "response_seq_len/max": float(lengths.max()),
@@ -103,6 +104,7 @@ def describe(batch: ReadyBatch) -> dict[str, float]:
         "training/epoch": batch.epoch,
         "training/staleness_mean": float(np.mean(batch.staleness)),
         "training/staleness_max": float(max(batch.staleness)),
+        "training/updated_in_flight_share": float(np.mean([len(set(own.tolist())) > 1 for own in versions])),
         "perf/total_num_tokens": float(sum(sample.n_tokens for sample in batch.samples)),
     }
 

@@ -34,6 +34,7 @@ METRICS = (
     "training/epoch",
     "training/staleness_mean",
     "training/staleness_max",
+    "training/updated_in_flight_share",
     "perf/tokens_per_second",
     "perf/cpu_memory_used_gb",
     "perf/max_memory_allocated_gb",
