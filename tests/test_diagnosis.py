@@ -155,12 +155,16 @@ def test_where_py_spy_is_not_allowed_the_process_writes_its_stacks_itself(hung: 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("Operation not permitted")
 
+    stranger = subprocess.Popen(["sleep", "60"])  # has no handler for SIGUSR1, and must not be ended by it
     monkeypatch.setattr(on_node.subprocess, "run", refuse)
     _, pids, _ = hung
     for rank in (1, 2, 3):
         assert HANGS[rank] in on_node._stacks(pids[rank], frozen=False, deadline=time.monotonic() + 1)
     assert "not permitted" in on_node._stacks(pids[STOPPED], frozen=True, deadline=time.monotonic() + 1)
-    assert "not permitted" in on_node._stacks(os.getpid(), frozen=False, deadline=time.monotonic() + 1)  # no handler
+    assert "not permitted" in on_node._stacks(stranger.pid, frozen=False, deadline=time.monotonic() + 1)
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
 
 
 def test_dumps_of_the_nccl_flight_recorder_are_asked_for_by_pipe_and_collected(

@@ -46,6 +46,7 @@ def test_a_worker_that_fails_to_start(start: Start) -> None:
     assert_refused(start(field), "recompute_granularity", within_s=60)  # Ray, Megatron and vLLM are started first
 
 
+@pytest.mark.slow
 def test_cuda_on_a_machine_without(start: Start) -> None:
     import torch
 
