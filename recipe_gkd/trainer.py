@@ -44,6 +44,8 @@ class Trainer:
         self.config, self.workers, self.teacher, self.loader = config, workers, teacher, loader
         self.progress = progress
         self.saving: CheckpointWriter | None = None
+        self.save_is_under_way = False
+        """Whether the workers have all that they need to complete it."""
         self.last_step = loader.last_step(progress.prompts_trained, progress.step)
 
     async def fit(self) -> None:
@@ -53,8 +55,9 @@ class Trainer:
             await self.finish_save()
         except BaseException as error:  # one that was being written in the background may be whole by now
             broken = isinstance(error, GkdError)
-            with suppress(GkdError):
-                await self.finish_save(wait=not broken, timeout_s=LAST_CHANCE_S if broken else None)
+            if self.save_is_under_way:
+                with suppress(GkdError):
+                    await self.finish_save(wait=not broken, timeout_s=LAST_CHANCE_S if broken else None)
             raise
         finally:
             if self.saving is not None:
@@ -155,11 +158,12 @@ class Trainer:
         """A complete checkpoint, or none; with ``async_save`` it is written while training goes on."""
         await self.finish_save()
         root = Path(self.config.trainer.default_local_dir).expanduser().absolute()
-        self.saving = CheckpointWriter(root, self.progress)
+        self.saving, self.save_is_under_way = CheckpointWriter(root, self.progress), False
         checkpoint = self.config.actor_rollout_ref.actor.checkpoint
         await self.call_actors("save_checkpoint", str(self.saving.folder / "actor"))
         if "hf_model" in checkpoint.save_contents:
             await self.call_actors("save_hf", str(self.saving.folder / "huggingface"))
+        self.save_is_under_way = True
         if not checkpoint.async_save:
             await self.finish_save()
 
