@@ -33,7 +33,7 @@ from pipeline_stages import BatchTimes, Pools, Stages, drive
 
 from recipe_gkd.bounds import step_bound
 from recipe_gkd.errors import GkdError
-from recipe_gkd.schedule import MAX_STALENESS, Flow, now
+from recipe_gkd.flow import MAX_STALENESS, Flow, now
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from pipeline_stages import BatchTimes, Pools, Stages, drive
 from recipe_gkd.bounds import StageSeconds
 from recipe_gkd.config.load import to_config
 from recipe_gkd.errors import ConfigError, DataError
+from recipe_gkd.flow import MAX_STALENESS, Flow
 from recipe_gkd.metrics.changes import NEEDED, WAITS, Setup, mean, splits_of, stage_seconds, usual
-from recipe_gkd.schedule import MAX_STALENESS, Flow
 
 ANSWERS_PER_LANE = 16
 MICROBATCHES = 8

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from recipe_gkd.data import PromptBatch
+from recipe_gkd.flow import Flow, deal, now
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
-from recipe_gkd.schedule import Flow, Pipeline, deal, now
+from recipe_gkd.schedule import Pipeline
 
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 BLINK_S = 1e-9

@@ -74,32 +74,6 @@ class WorkerGroup:
         finally:
             await _close(items)
 
-    async def stream_each(
-        self, method: str, args: Sequence[Sequence[Any]], *, timeout_s: float, phase: str
-    ) -> AsyncIterator[Any]:
-        """What the async generators of all workers yield, in the order in which it comes."""
-        items: asyncio.Queue[Any] = asyncio.Queue()
-
-        async def pump(rank: int, own: Sequence[Any]) -> None:
-            async for item in self.stream(rank, method, *own, timeout_s=timeout_s, phase=phase):
-                items.put_nowait(item)
-
-        running = {asyncio.create_task(pump(rank, own)) for rank, own in enumerate(args)}
-        for task in running:
-            task.add_done_callback(items.put_nowait)
-        try:
-            while running:
-                item = await items.get()
-                if isinstance(item, asyncio.Task):
-                    running.remove(item)
-                    item.result()  # raises what made it end early
-                else:
-                    yield item
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-
     async def dead(self) -> list[int]:
         """Ranks whose process has ended, or that a call could not reach; one that only does not answer is not dead."""
         places = await locate(self.handles)

@@ -20,67 +20,18 @@ updated in flight, never while answers are under way. Stages are callables: this
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from recipe_gkd.data import PromptBatch
 from recipe_gkd.errors import WorkerDied, WorkerError
+from recipe_gkd.flow import Flow, Generate, ReadyBatch, Replace, Score, Sync, deal, now
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.samples import Answer, Prompt, Sample
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
-
-MAX_STALENESS = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
-"""``trainer.scheduler`` -> updates that the weights that generate may be behind; ``n_step_off`` has a key for it."""
-
-Generate = Callable[[int, Sequence[Prompt], int], AsyncIterator[list[Answer]]]
-"""(lane, prompts, step) -> their answers, in any order, as they finish. A lane is a rollout worker, by rank."""
-Score = Callable[[Sequence[tuple[Prompt, Answer]]], Awaitable[list[Sample]]]
-"""The teacher's opinion of some answers: one request."""
-Sync = Callable[[int], Awaitable[dict[str, float]]]
-"""Send the actor's weights, which have this version, to every lane; returns metrics."""
-Replace = Callable[[int, WorkerDied], Awaitable[None]]
-"""See to it that this lane has a living worker, which may have no weights; raise if that is not to be."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flow:
-    """How samples flow through the stages; every field is a number or a switch of the configuration."""
-
-    max_staleness: int
-    n_lanes: int = 1
-    capacity: int = 1
-    """Answers that all lanes together can have under way; the next batch is handed out when there are fewer."""
-    answers_per_prompt: int = 1
-    """Prompts that follow each other and go to the same lane."""
-    requests_per_batch: int = 1
-    """To the teacher, at least: a lane's last request may be a small one."""
-    inflight_update: bool = False
-    """Weights may be sent while answers are under way."""
-
-
-@dataclass
-class ReadyBatch:
-    """A batch that can be trained on, and what it took to get there. Times are the event loop's."""
-
-    step: int
-    epoch: float
-    handed_out_at: float
-    generated_at: float = 0.0
-    """When its last answer was there."""
-    samples: list[Sample] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def staleness(self) -> list[int]:
-        """Of each sample: updates between the weights that began to generate it and those that it will update."""
-        return [self.step - sample.answer.weights_version for sample in self.samples]
 
 
 class Pipeline:
@@ -237,13 +188,11 @@ class Pipeline:
 
         if behind():
             self._wanted.append(oldest_version)
-            try:
-                await self._until(lambda: not behind() or (self._version >= oldest_version and self._can_sync()))
-                if behind():
-                    await self._send_weights()
-            finally:
-                self._wanted.remove(oldest_version)
-                self._notify()
+            await self._until(lambda: not behind() or (self._version >= oldest_version and self._can_sync()))
+            if behind():
+                await self._send_weights()
+            self._wanted.remove(oldest_version)
+            self._notify()
         elif self._rollout_version != self._version and self._can_sync():
             await self._send_weights()
 
@@ -381,18 +330,6 @@ class Pipeline:
         began = now()
         with self.timeline.span("teacher", "score", step=step, samples=len(group)):
             return began, await self._score(group)
-
-
-def now() -> float:
-    """Seconds on the one clock of all timings: the event loop's."""
-    return asyncio.get_running_loop().time()
-
-
-def deal(prompts: Sequence[Prompt], n_lanes: int, answers_per_prompt: int) -> list[list[Prompt]]:
-    """A share for each lane: round in turn, all answers to one prompt to the same lane, which then reads it once."""
-    starts = range(0, len(prompts), answers_per_prompt)
-    groups = [prompts[start : start + answers_per_prompt] for start in starts]
-    return [[prompt for group in groups[lane::n_lanes] for prompt in group] for lane in range(n_lanes)]
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

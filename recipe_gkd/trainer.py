@@ -18,11 +18,12 @@ from recipe_gkd.checkpoints import CheckpointWriter, Progress
 from recipe_gkd.config import Config
 from recipe_gkd.data import PromptLoader
 from recipe_gkd.errors import GkdError, WorkerDied
+from recipe_gkd.flow import Flow, ReadyBatch, staleness_bound
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
-from recipe_gkd.schedule import MAX_STALENESS, Flow, Pipeline, ReadyBatch
+from recipe_gkd.schedule import Pipeline
 from recipe_gkd.workers import Workers
 from teacher.client import TeacherClient
 from teacher.records import TeacherSequence
@@ -85,7 +86,7 @@ class Trainer:
     def pipeline(self, timeline: Timeline) -> Pipeline:
         trainer, settings = self.config.trainer, self.config.actor_rollout_ref
         flow = Flow(
-            max_staleness=MAX_STALENESS.get(trainer.scheduler, trainer.max_staleness or 0),
+            max_staleness=staleness_bound(trainer),
             n_lanes=len(self.workers.rollouts),
             capacity=len(self.workers.rollouts) * settings.rollout.max_num_seqs,
             answers_per_prompt=settings.rollout.n,

@@ -109,38 +109,38 @@ def test_a_death_is_told_as_such_unless_another_worker_knows_more() -> None:
     run(group.stop(timeout_s=5))
 
 
-def test_streams_of_all_workers_are_merged_as_they_come(group: WorkerGroup) -> None:
+def test_a_stream_gives_what_one_worker_yields_as_it_comes(group: WorkerGroup) -> None:
     async def collect() -> list[int]:
-        return [i async for i in group.stream_each("count", [[3, 0.01], [2, 0.02]], timeout_s=20, phase="generate")]
+        return [i async for i in group.stream(1, "count", 3, 0.01, timeout_s=20, phase="generate")]
 
-    assert sorted(run(collect())) == [0, 0, 1, 1, 2]
+    assert run(collect()) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
     ("args", "error", "says"),
     [
-        ([[3, 0.0], [0, 0.0]], WorkerError, "generate: test worker 1 of 3 failed: ZeroDivisionError"),
-        ([[3, 0.0], [5, 30.0]], DeadlineError, "generate: test worker 1 of 3 did not answer within 3 s"),
+        ((0, 0.0), WorkerError, "generate: test worker 1 of 3 failed: ZeroDivisionError"),
+        ((5, 30.0), DeadlineError, "generate: test worker 1 of 3 did not answer within 3 s"),
     ],
 )
 def test_a_stream_that_breaks_or_stalls_is_told(group: WorkerGroup, args: Any, error: type, says: str) -> None:
     async def collect() -> None:
-        async for _ in group.stream_each("count", args, timeout_s=3, phase="generate"):
+        async for _ in group.stream(1, "count", *args, timeout_s=3, phase="generate"):
             pass
 
     with pytest.raises(error, match=says):
         run(collect())
 
 
-def test_a_stream_that_is_left_early_ends_on_the_workers_too(group: WorkerGroup) -> None:
+def test_a_stream_that_is_left_early_ends_on_the_worker_too(group: WorkerGroup) -> None:
     async def take_one() -> None:
-        stream = group.stream_each("count_for_ever", [[], []], timeout_s=20, phase="generate")
+        stream = group.stream(0, "count_for_ever", timeout_s=20, phase="generate")
         async for _ in stream:
             break
         await stream.aclose()  # type: ignore[attr-defined]
 
     run(take_one())
-    assert run(group.call("is_counting", timeout_s=20, phase="ask"))[:2] == [False, False]
+    assert run(group.call("is_counting", timeout_s=20, phase="ask"))[0] is False
 
 
 def test_stop_ends_the_processes_even_of_workers_that_are_stuck() -> None:

@@ -15,8 +15,9 @@ from virtual_time import run
 
 from recipe_gkd.data import PromptBatch
 from recipe_gkd.errors import WorkerDied
+from recipe_gkd.flow import MAX_STALENESS, Flow, deal, now
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
-from recipe_gkd.schedule import MAX_STALENESS, Flow, Pipeline, deal, now
+from recipe_gkd.schedule import Pipeline
 
 EMPTY = np.zeros(0, np.int32)
 

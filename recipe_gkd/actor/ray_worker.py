@@ -14,8 +14,8 @@ from recipe_gkd.samples import Sample
 from recipe_gkd.watch import watch_stacks
 from recipe_gkd.weights.actor_side import ActorWeights
 from recipe_gkd.weights.buckets import TensorMeta
-from recipe_gkd.weights.channel import open_store
 from recipe_gkd.weights.stats import TransferStats
+from recipe_gkd.weights.transport import open_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from recipe_gkd.bounds import StageSeconds, step_seconds
 from recipe_gkd.config import Config
-from recipe_gkd.schedule import MAX_STALENESS
+from recipe_gkd.flow import MAX_STALENESS, staleness_bound
 
 TEACHER_WAITS = ("timing/wait_prev_teacher", "timing/wait_prev_prev_teacher")
 WAITS = ("timing/wait_sync", "timing/wait_prev_gen", *TEACHER_WAITS)
@@ -50,7 +50,7 @@ class Setup:
         megatron = settings.actor.megatron
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         return cls(
-            staleness=MAX_STALENESS.get(trainer.scheduler, trainer.max_staleness or 0),
+            staleness=staleness_bound(trainer),
             inflight=trainer.inflight_update,
             actor=(trainer.nnodes, trainer.n_gpus_per_node),
             rollout=(config.rollout.nnodes, config.rollout.n_gpus_per_node),

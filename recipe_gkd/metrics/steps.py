@@ -12,11 +12,11 @@ import numpy as np
 import psutil
 
 from recipe_gkd.config import Config
+from recipe_gkd.flow import ReadyBatch, now
 from recipe_gkd.metrics.advice import Advisor
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
-from recipe_gkd.schedule import ReadyBatch, now
 
 log = logging.getLogger(__name__)
 

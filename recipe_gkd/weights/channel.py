@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 
 from recipe_gkd.errors import GkdError
-from recipe_gkd.weights.transport import Transport, interrupt, join_store, open_store
-
-__all__ = ["Channel", "interrupt", "join_store", "open_store"]
+from recipe_gkd.weights.transport import Transport
 
 _POLL_S = 0.0002
 _LOOK_S = 0.2

@@ -14,8 +14,8 @@ import pytest
 from faulty import DEADLINE_S, TrainerOf, lives
 
 from recipe_gkd.errors import GkdError, WorkerDied
+from recipe_gkd.flow import now
 from recipe_gkd.metrics.timeline import Timeline
-from recipe_gkd.schedule import now
 from recipe_gkd.trainer import MARGIN_S, Trainer
 
 pytestmark = pytest.mark.timeout(250)

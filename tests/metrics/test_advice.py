@@ -10,9 +10,9 @@ from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
 from recipe_gkd.config import load_config
+from recipe_gkd.flow import Flow
 from recipe_gkd.metrics.advice import LASTS, REPEAT, Advisor
 from recipe_gkd.metrics.changes import Setup, splits_of, stage_seconds
-from recipe_gkd.schedule import Flow
 
 SETUP = Setup(staleness=1, actor=(1, 4), rollout=(1, 4), n_teachers=2)
 

@@ -13,7 +13,7 @@ from pipeline_replay import curve
 from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
-from recipe_gkd.schedule import Flow
+from recipe_gkd.flow import Flow
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,74 @@
+"""What flows through the schedule, and the stages that it flows through: records, signatures, the one clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from recipe_gkd.config.schema import TrainerConfig
+from recipe_gkd.errors import WorkerDied
+from recipe_gkd.samples import Answer, Prompt, Sample
+
+MAX_STALENESS = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
+"""``trainer.scheduler`` -> updates that the weights that generate may be behind; ``n_step_off`` has a key for it."""
+
+Generate = Callable[[int, Sequence[Prompt], int], AsyncIterator[list[Answer]]]
+"""(lane, prompts, step) -> their answers, in any order, as they finish. A lane is a rollout worker, by rank."""
+Score = Callable[[Sequence[tuple[Prompt, Answer]]], Awaitable[list[Sample]]]
+"""The teacher's opinion of some answers: one request."""
+Sync = Callable[[int], Awaitable[dict[str, float]]]
+"""Send the actor's weights, which have this version, to every lane; returns metrics."""
+Replace = Callable[[int, WorkerDied], Awaitable[None]]
+"""See to it that this lane has a living worker, which may have no weights; raise if that is not to be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """How samples flow through the stages; every field is a number or a switch of the configuration."""
+
+    max_staleness: int
+    n_lanes: int = 1
+    capacity: int = 1
+    """Answers that all lanes together can have under way; the next batch is handed out when there are fewer."""
+    answers_per_prompt: int = 1
+    """Prompts that follow each other and go to the same lane."""
+    requests_per_batch: int = 1
+    """To the teacher, at least: a lane's last request may be a small one."""
+    inflight_update: bool = False
+    """Weights may be sent while answers are under way."""
+
+
+@dataclass
+class ReadyBatch:
+    """A batch that can be trained on, and what it took to get there. Times are the event loop's."""
+
+    step: int
+    epoch: float
+    handed_out_at: float
+    generated_at: float = 0.0
+    """When its last answer was there."""
+    samples: list[Sample] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def staleness(self) -> list[int]:
+        """Of each sample: updates between the weights that began to generate it and those that it will update."""
+        return [self.step - sample.answer.weights_version for sample in self.samples]
+
+
+def staleness_bound(trainer: TrainerConfig) -> int:
+    """Of the schedule that the configuration chooses."""
+    return MAX_STALENESS.get(trainer.scheduler, trainer.max_staleness or 0)
+
+
+def now() -> float:
+    """Seconds on the one clock of all timings: the event loop's."""
+    return asyncio.get_running_loop().time()
+
+
+def deal(prompts: Sequence[Prompt], n_lanes: int, answers_per_prompt: int) -> list[list[Prompt]]:
+    """A share for each lane: round in turn, all answers to one prompt to the same lane, which then reads it once."""
+    starts = range(0, len(prompts), answers_per_prompt)
+    groups = [prompts[start : start + answers_per_prompt] for start in starts]
+    return [[prompt for group in groups[lane::n_lanes] for prompt in group] for lane in range(n_lanes)]
