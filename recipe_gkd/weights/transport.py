@@ -109,7 +109,8 @@ class Transport:
     def broadcast(self, buffer_U: torch.Tensor) -> Any:
         """Start to send (rank 0) or receive a bucket; it may not be touched until :meth:`finish` of what is returned.
 
-        Rank 0's is from :meth:`buffers` or :meth:`allocate`. At most two may be on their way at a time.
+        Rank 0's is from :meth:`buffers` or :meth:`allocate`, unless the transport sends in place. At most two may be on
+        their way at a time.
         """
         raise NotImplementedError
 

@@ -23,6 +23,7 @@ TIMINGS = (
     "sync_rollout_weights",
     *DONE,
 )
+EXACT = ("actor/", "response_seq_len/", "training/")
 METRICS = (
     "actor/kl_loss",
     "actor/grad_norm",
@@ -115,6 +116,22 @@ def test_tensor_parallel_two_rollout_and_two_teacher_workers(start: Start, tmp_p
     assert all((run.folder / f"global_step_{step}" / "trainer.json").exists() for step in (2, 4))
     assert (tmp_path / "timeline.json").stat().st_size > 100
     assert run.leftovers() == []
+
+
+@pytest.mark.slow
+def test_two_runs_of_the_sync_schedule_give_the_same_metrics_bit_by_bit(start: Start, tmp_path: Path) -> None:
+    runs = [
+        start(
+            "trainer.scheduler=sync", "trainer.total_training_steps=3", "trainer.save_freq=-1", folder=tmp_path / name
+        ).finish()
+        for name in ("first", "second")
+    ]
+    assert [run.status for run in runs] == [0, 0]
+    first, second = (
+        [{name: value for name, value in line.items() if name.startswith(EXACT)} for line in run.metrics]
+        for run in runs
+    )
+    assert first == second and len(first) == 3 and "actor/kl_loss" in first[0]
 
 
 def test_a_run_that_was_cut_resumes_where_it_was_and_writes_a_model_that_loads(start: Start) -> None:
