@@ -21,6 +21,7 @@ from recipe_gkd.metrics.trace import TraceFile
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
+OF_A_STEP = ("timing/wait_", "timing/update_actor", "timing/save_checkpoint", "timing/log")
 
 
 @contextmanager
@@ -36,8 +37,9 @@ def span(metrics: dict[str, float], name: str) -> Iterator[None]:
 class StepMetrics:
     """From the timeline that the schedule writes to the numbers of each step; a context manager that ends the trace.
 
-    A step lasts from the end of the last one to the moment when its metrics are complete, so ``timing/step`` is the sum
-    of what the trainer waited for (``wait_*``) and did (``update_actor``, ``save_checkpoint``, ``log``).
+    A step lasts from the end of the last one to the moment when its metrics are complete: ``timing/step`` is the sum of
+    what the trainer waited for (``wait_*``), what it did (``update_actor``, ``save_checkpoint``, ``log``), and what is
+    left between these (``other``: its own bookkeeping, and whatever the machine did instead).
     """
 
     def __init__(self, config: Config, *, n_rollouts: int) -> None:
@@ -74,7 +76,9 @@ class StepMetrics:
         seconds = ended - self._began
         metrics = batch.metrics
         metrics.setdefault("timing/sync_rollout_weights", 0.0)
-        metrics |= {"timing/step": seconds, "timing/log": self._log_s} | self._idle(ended) | describe(batch)
+        metrics |= {"timing/step": seconds, "timing/log": self._log_s}
+        metrics["timing/other"] = seconds - sum(value for name, value in metrics.items() if name.startswith(OF_A_STEP))
+        metrics |= self._idle(ended) | describe(batch)
         metrics["perf/cpu_memory_used_gb"] = host_memory_used_gb()
         metrics["perf/tokens_per_second"] = metrics["perf/total_num_tokens"] / seconds
         self.timeline.forget(ended)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 from command import Start, Teacher, running_teacher
@@ -12,7 +13,7 @@ from command import Start, Teacher, running_teacher
 pytestmark = pytest.mark.timeout(400)
 
 WAITS = {"one_step_off": "wait_prev_teacher", "two_step_off": "wait_prev_prev_teacher"}
-DONE = ("wait_sync", "wait_prev_gen", "update_actor", "log")
+DONE = ("wait_sync", "wait_prev_gen", "update_actor", "log", "other")
 TIMINGS = (
     "step",
     "generate_sequences",
@@ -84,8 +85,10 @@ def test_a_schedule_trains_within_its_bound(start: Start, tmp_path: Path, schedu
     assert not [name for name in METRICS if name not in run.metrics[-1]]
     for line in run.metrics:  # a step is the sum of what the trainer waited for and did
         parts = [line[f"timing/{name}"] for name in (*DONE, WAITS[scheduler])] + [line.get("timing/save_checkpoint", 0)]
-        assert sum(parts) == pytest.approx(line["timing/step"], rel=0.02)
+        assert sum(parts) == pytest.approx(line["timing/step"])
         assert all(0 <= line[f"perf/idle_{pool}"] <= 1 for pool in ("actor", "rollout", "teacher"))
+    unnamed = [line["timing/other"] / line["timing/step"] for line in run.metrics]
+    assert min(unnamed) > -1e-6 and median(unnamed) < 0.02  # one step may be interrupted by what else the machine does
     events = json.loads((tmp_path / "trace.json").read_text())
     spans = [event["name"].split()[0] for event in events if event["ph"] == "B"]
     assert spans.count("update") == 6 and {"generate", "score", "sync"} <= set(spans)
