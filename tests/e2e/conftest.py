@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import uuid
@@ -12,6 +13,12 @@ from pathlib import Path
 
 import pytest
 from command import MARK, Run, Start, Teacher, make_model, running_teacher
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard() -> None:
+    """Also by the runs: where the tests are a background job of a script, SIGINT is ignored, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

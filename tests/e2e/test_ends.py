@@ -37,7 +37,7 @@ def test_a_signal_ends_the_run_in_order(start: Start, number: signal.Signals, st
     run = start(*LONG)
     run.await_step(3)
     os.killpg(run.process.pid, number) if number == signal.SIGINT else run.process.send_signal(number)
-    assert_ended(run, status, says, timeout_s=60)
+    assert_ended(run, status, says, timeout_s=30)
 
 
 def kill(run: Run, kind: str) -> None:
