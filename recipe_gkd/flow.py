@@ -34,7 +34,7 @@ class Flow:
     answers_per_prompt: int = 1
     """Prompts that follow each other and go to the same lane."""
     requests_per_batch: int = 1
-    """To the teacher, at least: a lane's last request may be a small one."""
+    """To the teacher, of equally many answers each; fewer if a batch does not have so many, and the last is smaller."""
     inflight_update: bool = False
     """Weights may be sent while answers are under way."""
 

@@ -136,25 +136,28 @@ class Pipeline:
     async def updating(self, batch: ReadyBatch) -> AsyncIterator[None]:
         """The body is one update: when it ends, the actor's weights have the next version.
 
-        Adds to the batch's metrics what was waited for a weight sync, and the metrics of the last one, if new.
+        Adds the metrics of the last weight sync, if new, to the batch's; see :meth:`actor`.
         """
-        asked = now()
-        async with self.actor():
-            batch.metrics["timing/wait_sync"] += now() - asked
+        async with self.actor("update", batch):
             batch.metrics |= self._sync_metrics
             self._sync_metrics = {}
             began = now()
-            with self.timeline.span("actor", "update", step=batch.step):
-                yield
+            yield
             self._version += 1
             self._update_s = now() - began
 
     @asynccontextmanager
-    async def actor(self) -> AsyncIterator[None]:
-        """The actor for oneself: no update, no weight sync meanwhile. A sync that generation waits for goes first."""
+    async def actor(self, work: str, batch: ReadyBatch) -> AsyncIterator[None]:
+        """The actor for oneself: no update, no weight sync meanwhile. A sync that generation waits for goes first.
+
+        ``work`` is what the timeline calls it. Adds to the batch's metrics what was waited for a weight sync.
+        """
+        asked = now()
         await self._until(lambda: not self._actor_busy and not self._sync_goes_first())
+        batch.metrics["timing/wait_sync"] += now() - asked
         async with self._actor_now():
-            yield
+            with self.timeline.span("actor", work, step=batch.step):
+                yield
 
     @asynccontextmanager
     async def _actor_now(self) -> AsyncIterator[None]:
@@ -172,7 +175,7 @@ class Pipeline:
                 await self._freshen(oldest_version)
             await self._until(lambda: self._under_way < self._flow.capacity)
             await self._freshen(oldest_version)
-            await self._until(lambda: not self._syncing)  # for a worker that was replaced
+            await self._until(lambda: not self._syncing)  # else its wait for weights would pass for generation
             self._now_under_way(len(batch.prompts))
             self._handed_out_at = now()
             self._batches_under_way.put_nowait(self._start(self._prepare(batch)))
@@ -244,19 +247,30 @@ class Pipeline:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    # ---- a batch on its way: each lane's answers, group by group, to the teacher
+    # ---- a batch on its way: answers, from whatever lane, group by group to the teacher
 
     async def _prepare(self, prompts: PromptBatch) -> ReadyBatch:
         batch = ReadyBatch(prompts.step, prompts.epoch, handed_out_at=now())
         shares = deal(prompts.prompts, self._flow.n_lanes, self._flow.answers_per_prompt)
+        requests: list[asyncio.Task[tuple[float, list[Sample]]]] = []
+        group: list[tuple[Prompt, Answer]] = []
         group_size = math.ceil(len(prompts.prompts) / self._flow.requests_per_batch)
+        n_left = len(prompts.prompts)
+
+        def answered(prompt: Prompt, answer: Answer) -> None:
+            nonlocal group, n_left
+            group.append((prompt, answer))
+            n_left -= 1
+            if len(group) == group_size or not n_left:
+                requests.append(self._start(self._request(group, batch.step)))
+                group = []
+
         lanes = [
-            self._start(self._run_lane(lane, share, batch.step, group_size))
+            self._start(self._run_lane(lane, share, batch.step, answered))
             for lane, share in enumerate(shares)
             if share
         ]
-        requests = [request for lane in lanes for request in (await lane)[1]]
-        ended = [lane.result()[0] for lane in lanes]
+        ended = [await lane for lane in lanes]
         batch.generated_at = max(ended)
         self._generate_s = batch.generated_at - batch.handed_out_at
         for request in requests:
@@ -274,27 +288,22 @@ class Pipeline:
         return batch
 
     async def _run_lane(
-        self, lane: int, prompts: list[Prompt], step: int, group_size: int
-    ) -> tuple[float, list[asyncio.Task[tuple[float, list[Sample]]]]]:
-        """When its last answer was there, and its requests to the teacher."""
-        requests: list[asyncio.Task[tuple[float, list[Sample]]]] = []
-        group: list[tuple[Prompt, Answer]] = []
-        n_left = len(prompts)
-        with self.timeline.span(f"rollout {lane}", "generate", step=step, samples=n_left):
+        self, lane: int, prompts: list[Prompt], step: int, answered: Callable[[Prompt, Answer], None]
+    ) -> float:
+        """When its last answer was there."""
+        with self.timeline.span(f"rollout {lane}", "generate", step=step, samples=len(prompts)):
             async for prompt, answer in self._answers(lane, prompts, step):
-                n_left -= 1
-                group.append((prompt, answer))
-                if len(group) == group_size or not n_left:
-                    requests.append(self._start(self._request(group, step)))
-                    group = []
-        return now(), requests
+                answered(prompt, answer)
+        return now()
 
     async def _answers(self, lane: int, prompts: list[Prompt], step: int) -> AsyncIterator[tuple[Prompt, Answer]]:
         """Each prompt's answer once, even if the lane's worker has to be replaced on the way."""
         waiting = {prompt.uid: prompt for prompt in prompts}
         while waiting:
+            await self._until(lambda: lane in self._deaths or not self._syncing)  # which may replace a worker
             if lane in self._deaths:
                 await self._revive(lane, len(waiting))
+                continue
             try:
                 async for answers in self._generate(lane, list(waiting.values()), step):
                     self._now_under_way(-len(answers))
@@ -303,7 +312,8 @@ class Pipeline:
                             raise WorkerError(f"step {step}: an answer to prompt {answer.uid}, which was not asked")
                         yield waiting.pop(answer.uid), answer
             except WorkerDied as death:
-                self._deaths[lane] = death
+                if waiting:  # else whoever needs the worker next, a batch or a sync, meets its death
+                    self._deaths[lane] = death
             else:
                 if waiting:
                     raise WorkerError(f"step {step}: {len(waiting)} of {len(prompts)} prompts got no answer")
@@ -322,7 +332,6 @@ class Pipeline:
                 self._wanted.remove(0)
                 del self._deaths[lane]
                 self._notify()
-        await self._until(lambda: not self._syncing)  # another may have begun while this one waited its turn
         self._now_under_way(n_waiting)
 
     async def _request(self, group: Sequence[tuple[Prompt, Answer]], step: int) -> tuple[float, list[Sample]]:

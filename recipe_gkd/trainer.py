@@ -78,7 +78,7 @@ class Trainer:
                             batch.metrics |= await self.update(batch)
                     self.advance(batch)
                     if self.saving or self.save_is_due():
-                        async with pipeline.actor():
+                        async with pipeline.actor("save_checkpoint", batch):
                             with span(batch.metrics, "timing/save_checkpoint"):
                                 await (self.save() if self.save_is_due() else self.finish_save(wait=False))
                     steps.log(loggers, batch, self.progress.step)
