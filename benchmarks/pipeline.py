@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 import virtual_time
 from pipeline_replay import replay
-from pipeline_stages import BatchTimes, Pools, Stages, drive
+from pipeline_stages import BatchTimes, Pools, Stages, drive, idle
 
 from recipe_gkd.bounds import step_bound
 from recipe_gkd.errors import GkdError
@@ -126,10 +126,7 @@ class Bench:
         since, until = course.ended_at[warm_up - 1], course.ended_at[warm_up + self.n_steps - 1]
         step_s = (until - since) / self.n_steps
 
-        def idle(*tracks: str, width: int = 1) -> float:
-            busy = statistics.mean(stages.timeline.busy(track, since, until, width) for track in tracks)
-            return 1 - busy / (until - since)
-
+        idle_shares = idle(stages.timeline, stages, since, until)
         return Result(
             shape=shape,
             schedule=schedule,
@@ -138,9 +135,9 @@ class Bench:
             bound_s=bound,
             step_over_bound=step_s / bound,
             staleness=statistics.mean(course.staleness[warm_up:]),
-            idle_actor=idle("actor"),
-            idle_rollout=idle(*(f"rollout {lane}" for lane in range(self.pools.n_lanes))),
-            idle_teacher=idle("teacher", width=stages.n_teachers),
+            idle_actor=idle_shares["perf/idle_actor"],
+            idle_rollout=idle_shares["perf/idle_rollout"],
+            idle_teacher=idle_shares["perf/idle_teacher"],
         )
 
 

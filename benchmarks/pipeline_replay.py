@@ -18,11 +18,10 @@ import virtual_time
 from omegaconf import DictConfig, OmegaConf
 from pipeline_stages import BatchTimes, Pools, Stages, drive
 
-from recipe_gkd.bounds import StageSeconds
 from recipe_gkd.config.load import to_config
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.flow import MAX_STALENESS, Flow
-from recipe_gkd.metrics.changes import NEEDED, WAITS, Setup, mean, splits_of, stage_seconds, usual
+from recipe_gkd.metrics.changes import NEEDED, Setup, mean, splits_of, stage_seconds, usual
 
 ANSWERS_PER_LANE = 16
 MICROBATCHES = 8
@@ -97,7 +96,12 @@ def read_setup(
     path: Path, steps: Sequence[Mapping[str, float]], *, actor: int | None, rollout: int | None, teacher: int | None
 ) -> Setup:
     """From the run's ``config.yaml``, or from the command line where that is missing."""
+    given = [
+        name for name, value in (("actor", actor), ("rollout", rollout), ("teacher", teacher)) if value is not None
+    ]
     if path.is_file():
+        if given:
+            raise ConfigError(f"--{given[0]} was given, but {path} says what the run had; leave it out")
         config = OmegaConf.load(path)
         assert isinstance(config, DictConfig)
         return Setup.of(to_config(config))
@@ -110,7 +114,11 @@ def read_setup(
 def step_seconds(steps: Sequence[Mapping[str, float]], setup: Setup, variant: Variant) -> float:
     """Seconds of a step in steady state."""
     n_lanes = max(1, setup.rollout[0] * setup.rollout[1] // setup.rollout_divisor)
-    times = [batch_times(step, steps, n_lanes, setup, variant) for step in steps]
+    whole = stage_seconds(steps)
+    alone = whole.latency / max(mean(steps, "timing/generate_sequences"), 1e-9)  # the rest was queueing
+    syncs = [each["timing/sync_rollout_weights"] for each in steps if each["timing/sync_rollout_weights"] > 0]
+    sync = statistics.fmean(syncs) if syncs else 0.0
+    times = [batch_times(step, n_lanes, setup, variant, alone=alone, sync=sync) for step in steps]
     pools = Pools(n_lanes=n_lanes, n_slots=ANSWERS_PER_LANE, n_teachers=variant.n_teachers)
     flow = Flow(
         max_staleness=variant.staleness,
@@ -129,11 +137,9 @@ def step_seconds(steps: Sequence[Mapping[str, float]], setup: Setup, variant: Va
 
 
 def batch_times(
-    step: Mapping[str, float], steps: Sequence[Mapping[str, float]], n_lanes: int, setup: Setup, variant: Variant
+    step: Mapping[str, float], n_lanes: int, setup: Setup, variant: Variant, *, alone: float, sync: float
 ) -> BatchTimes:
-    """Of one recorded step, in the pools of the variant."""
-    whole: StageSeconds = stage_seconds(steps)
-    alone = whole.latency / max(mean(steps, "timing/generate_sequences"), 1e-9)  # the rest was queueing
+    """Of one recorded step, in the pools of the variant. ``alone``: the share of generation that was not queueing."""
     lanes = curve(n_lanes, step[GENERATE_MIN], step[GENERATE_MEAN], step[GENERATE_MAX])
     lengths = [step.get(f"response_seq_len/{what}", 1.0) for what in ("min", "average", "max")]
     shares = [length / max(lengths[2], 1.0) for length in curve(ANSWERS_PER_LANE, *lengths)]
@@ -141,13 +147,12 @@ def batch_times(
     answers = [
         alone * lanes[i % n_lanes] * shares[i // n_lanes] / variant.rollout for i in range(n_lanes * len(shares))
     ]
-    syncs = [each["timing/sync_rollout_weights"] for each in steps if each["timing/sync_rollout_weights"] > 0]
-    own = step["timing/step"] - sum(step.get(name, 0.0) for name in WAITS)
+    own = stage_seconds([step])
     return BatchTimes(
         answers=answers,
-        teacher=(1 - step["perf/idle_teacher"]) * step["timing/step"] * setup.n_teachers / variant.n_teachers,
-        update=max(0.0, own) / variant.actor,
-        sync=statistics.fmean(syncs) if syncs else 0.0,
+        teacher=own.teacher * setup.n_teachers / variant.n_teachers,
+        update=own.update / variant.actor,
+        sync=sync,
     )
 
 

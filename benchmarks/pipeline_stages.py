@@ -177,7 +177,7 @@ async def drive(stages: Stages, flow: Flow, n_steps: int) -> Course:
                 await stages.update(batch.step)
             ended = now()
             batch.metrics |= {"timing/step": ended - began, "timing/update_actor": ended - update_began}
-            batch.metrics |= _idle(pipeline.timeline, stages, began, ended)
+            batch.metrics |= idle(pipeline.timeline, stages, began, ended)
             batch.metrics.setdefault("timing/sync_rollout_weights", 0.0)
             course.ended_at.append(ended)
             course.staleness.append(max(batch.staleness))
@@ -187,15 +187,13 @@ async def drive(stages: Stages, flow: Flow, n_steps: int) -> Course:
     return course
 
 
-def _idle(timeline: Timeline, stages: Stages, since: float, until: float) -> dict[str, float]:
+def idle(timeline: Timeline, stages: Stages, since: float, until: float) -> dict[str, float]:
     """What a run reports: shares of the step in which a pool had nothing to do."""
-    lanes = [timeline.busy(f"rollout {lane}", since, until) for lane in range(stages.n_lanes)]
-    busy = {
-        "actor": timeline.busy("actor", since, until),
-        "rollout": sum(lanes) / len(lanes),
-        "teacher": timeline.busy("teacher", since, until, width=stages.n_teachers),
+    return {
+        "perf/idle_actor": timeline.idle(["actor"], since, until),
+        "perf/idle_rollout": timeline.idle([f"rollout {lane}" for lane in range(stages.n_lanes)], since, until),
+        "perf/idle_teacher": timeline.idle(["teacher"], since, until, stages.n_teachers),
     }
-    return {f"perf/idle_{pool}": 1 - seconds / (until - since) for pool, seconds in busy.items()}
 
 
 def _answer(uid: int, version: int) -> Answer:

@@ -1,4 +1,4 @@
-"""How long a step must take: the model behind the advice and the replay. Pure functions of a batch's stage times.
+"""How long a step must take: the model behind the advice. Pure functions of a batch's stage times.
 
 A batch is generated (``g`` seconds), scored by the teacher (``t``), trained on (``u``), and the weights are sent
 (``w``). With staleness bound ``s``, batch ``i`` may be generated with the weights of version ``i - s``: from the end of
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 def step_bound(g: float, t: float, u: float, w: float, staleness: int) -> float:
-    """Seconds a step that no schedule can beat which gives whole batches from stage to stage.
+    """Seconds a step that no schedule can beat which gives whole batches from stage to stage, if stages work evenly.
 
     No stage takes a step faster than its own time, and a batch that passes all of them has ``s + 1`` steps for it::
 
@@ -21,7 +21,9 @@ def step_bound(g: float, t: float, u: float, w: float, staleness: int) -> float:
     It counts ``w`` for the batch only, although a sync keeps both the actor and, unless weights are updated in flight,
     the rollout workers from anything else: where one of these two is the slowest stage, a real step takes at least
     ``g + w`` or ``u + w``. Streaming can beat the bound where the last term decides: the teacher scores the first
-    answers while the last are generated, so that a batch passes both in less than ``g + t``.
+    answers while the last are generated, so that a batch passes both in less than ``g + t``. And where ``g`` is that of
+    a batch alone, which leaves places idle while its last answers are generated, batches that share the workers take
+    less than ``g`` each.
     """
     return max(g, t, u, (g + t + u + w) / (staleness + 1))
 

@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import ResourceError
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -32,10 +35,17 @@ def ray_cluster(config: Config) -> Iterator[None]:
         ) from error
     try:
         yield
+    finally:  # also of a run that failed: what happened in it is then of interest
         if settings.timeline_json_file:
-            ray.timeline(filename=settings.timeline_json_file)
-    finally:
+            _write_timeline(settings.timeline_json_file)
         ray.shutdown()
+
+
+def _write_timeline(path: str) -> None:
+    try:
+        ray.timeline(filename=path)
+    except (OSError, RayError) as error:
+        log.warning("ray_init.timeline_json_file=%s could not be written: %s", path, error)
 
 
 def choose_device(asked: str) -> str:

@@ -19,8 +19,8 @@ Score = Callable[[Sequence[tuple[Prompt, Answer]]], Awaitable[list[Sample]]]
 """The teacher's opinion of some answers: one request."""
 Sync = Callable[[int], Awaitable[dict[str, float]]]
 """Send the actor's weights, which have this version, to every lane; returns metrics."""
-Replace = Callable[[int, WorkerDied], Awaitable[None]]
-"""See to it that this lane has a living worker, which may have no weights; raise if that is not to be."""
+Replace = Callable[[WorkerDied], Awaitable[None]]
+"""See to it that every lane has a living worker, which may have no weights; raise if that is not to be."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -46,11 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.cfg:
             print(composed)
             return 0
-        folder = Path(config.trainer.default_local_dir).expanduser()
-        _start_logging(folder)
-        (folder / "config.yaml").write_text(composed)
+        check_outputs(config)
+        _start_logging(_folder(config))
         signal.signal(signal.SIGTERM, _terminate)
-        run(config)
+        run(config, composed)
     except (GkdError, TeacherError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
@@ -61,8 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(config: Config) -> None:
-    """First all that needs no process, so that what is wrong is said at once; then Ray, the workers, the training."""
+def run(config: Config, composed: str) -> None:
+    """First all that needs no process, so that what is wrong is said at once; then Ray, the workers, the training.
+
+    ``composed``: the configuration as YAML, to be kept beside what the run writes.
+    """
     student = read_student(config)
     config = with_model_path(config, student.path)
     table = read_table(config.data.train_files, config.data.prompt_key)
@@ -89,6 +92,7 @@ def run(config: Config) -> None:
             log.info("%s is at step %d of %d: there is nothing left to train", checkpoint, progress.step, last_step)
             return
         log.info("%d prompts, steps %d to %d", len(data), progress.step + 1, last_step)
+        (_folder(config) / "config.yaml").write_text(composed)
         with ray_cluster(config):
             asyncio.run(_until_sigterm(_train(config, client, info, loader, progress, checkpoint)))
 
@@ -133,14 +137,32 @@ def _terminate(*_: object) -> NoReturn:
     raise Terminated
 
 
+def _folder(config: Config) -> Path:
+    return Path(config.trainer.default_local_dir).expanduser()
+
+
+def check_outputs(config: Config) -> None:
+    """Every file that the run will write can be written: else that would be told when it is, perhaps after hours."""
+    outputs = {
+        "trainer.default_local_dir": _folder(config) / "run.log",
+        "trainer.trace_file": config.trainer.trace_file,
+        "ray_init.timeline_json_file": config.ray_init.timeline_json_file,
+    }
+    for key, path in outputs.items():
+        if path is None:
+            continue
+        file = Path(path).expanduser()
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{key}: {file} cannot be written: {error}; choose another place") from error
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ConfigError(f"{key}: {file} cannot be written: it is a folder or protected; choose another place")
+
+
 def _start_logging(folder: Path) -> None:
     """Everything to ``run.log``; to the console what a person wants to see while it runs."""
-    console = logging.StreamHandler()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(folder / "run.log")
-    except OSError as error:
-        raise ConfigError(f"trainer.default_local_dir={folder} cannot be written: {error}") from error
+    console, file = logging.StreamHandler(), logging.FileHandler(folder / "run.log")
     console.addFilter(lambda record: record.levelno >= logging.WARNING or record.name != "recipe_gkd.weights.sync")
     logging.basicConfig(
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",

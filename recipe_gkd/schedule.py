@@ -266,9 +266,7 @@ class Pipeline:
                 group = []
 
         lanes = [
-            self._start(self._run_lane(lane, share, batch.step, answered))
-            for lane, share in enumerate(shares)
-            if share
+            self._start(self._run_lane(lane, share, batch.step, answered)) for lane, share in enumerate(shares) if share
         ]
         ended = [await lane for lane in lanes]
         batch.generated_at = max(ended)
@@ -301,7 +299,7 @@ class Pipeline:
         waiting = {prompt.uid: prompt for prompt in prompts}
         while waiting:
             await self._until(lambda: lane in self._deaths or not self._syncing)  # which may replace a worker
-            if lane in self._deaths:
+            if lane in self._deaths or self._replacing.locked():  # for another lane: this one may be dead unnoticed
                 await self._revive(lane, len(waiting))
                 continue
             try:
@@ -319,13 +317,16 @@ class Pipeline:
                     raise WorkerError(f"step {step}: {len(waiting)} of {len(prompts)} prompts got no answer")
 
     async def _revive(self, lane: int, n_waiting: int) -> None:
-        """A new worker for a lane, with weights. Its prompts are not under way meanwhile, or no sync could begin."""
+        """A new worker with weights for a lane whose worker died; for another, wait until there is no replacement.
+
+        Its prompts are not under way meanwhile, or no sync could begin.
+        """
         if self._replace is None:
             raise self._deaths[lane]
         self._now_under_way(-n_waiting)
         async with self._replacing:
             if death := self._deaths.get(lane):
-                await self._replace(lane, death)
+                await self._replace(death)
                 self._wanted.append(0)  # a sync, of whatever version, goes before the next update
                 await self._until(self._is_quiet)
                 await self._send_weights()

@@ -17,7 +17,7 @@ from recipe_gkd.actor.microbatch import shard_batch
 from recipe_gkd.checkpoints import CheckpointWriter, Progress
 from recipe_gkd.config import Config
 from recipe_gkd.data import PromptLoader
-from recipe_gkd.errors import GkdError, WorkerDied
+from recipe_gkd.errors import GkdError
 from recipe_gkd.flow import Flow, ReadyBatch, staleness_bound
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.steps import StepMetrics, span
@@ -99,7 +99,7 @@ class Trainer:
             generate=self.generate,
             score=self.score,
             sync=self.workers.weights.sync,
-            replace=self.replace,
+            replace=self.workers.replace_dead_rollouts,
             first_version=self.progress.step,
             timeline=timeline,
         )
@@ -117,10 +117,6 @@ class Trainer:
             phase=f"generate, step {step}",
         ):
             yield answers
-
-    async def replace(self, rank: int, death: WorkerDied) -> None:
-        """A rollout worker died: start another, if that is still allowed; its weights come with the next sync."""
-        await self.workers.replace_dead_rollouts(death)
 
     async def score(self, group: Sequence[tuple[Prompt, Answer]]) -> list[Sample]:
         """Ask the teacher for its top-k at every response position; an empty answer has none, and is not asked for."""

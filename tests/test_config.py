@@ -93,12 +93,19 @@ def test_an_unknown_key_in_a_file_of_ones_own_is_refused_too(tmp_path: Path) -> 
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "does not divide rollout.n_gpus_per_node=1"),
         ("actor_rollout_ref.rollout.max_model_len=8", "raise it, or set it to null"),
         ("trainer.resume_mode=resume_path", "resume_path needs a folder"),
+        ("trainer.scheduler=n_step_off", "n_step_off needs a bound"),
         ("trainer.test_freq=5", "there is no validation in the loop yet"),
         ("no_equals_sign", "not of the form key=value"),
     ],
 )
 def test_a_bad_value_or_combination_says_what_to_change(override: str, says: str) -> None:
     assert says in refusal(override)
+
+
+@pytest.mark.parametrize("zero", [["sync", "null"], ["n_step_off", "0"]])
+def test_updates_in_flight_need_a_schedule_that_has_something_in_flight(zero: list[str]) -> None:
+    overrides = f"trainer.scheduler={zero[0]}", f"trainer.max_staleness={zero[1]}", "trainer.inflight_update=true"
+    assert "nothing is under way when the weights change" in refusal(*overrides)
 
 
 def test_all_bad_values_are_told_at_once() -> None:

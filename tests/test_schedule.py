@@ -56,7 +56,7 @@ class Stages:
         self.updating = self.syncing = False
         self.has_weights = [False] * plan.flow.n_lanes
         self.n_generations = 0
-        self.calls = {"generate": 0, "score": 0, "sync": 0, "update": 0, "save": 0}
+        self.calls = {"generate": 0, "score": 0, "sync": 0, "update": 0, "save": 0, "replace": 0}
         self.answered: list[int] = []
         self.requests: list[int] = []
         self.syncs: list[int] = []
@@ -117,8 +117,8 @@ class Stages:
         return [Sample(prompt=prompt, answer=answer, teacher=TeacherTopK.empty()) for prompt, answer in group]
 
     async def sync(self, version: int) -> dict[str, float]:
-        for lane in list(self.dead):  # as the real one, which has dead workers replaced
-            await self.replace(lane, WorkerDied(f"rollout worker {lane}"))
+        if self.dead:  # as the real one, which has dead workers replaced
+            await self.replace(WorkerDied("a rollout worker"))
         assert not self.updating and not self.syncing and version == self.version
         assert not self.generating or self.plan.flow.inflight_update
         self.syncing = True
@@ -128,11 +128,12 @@ class Stages:
         self.syncs.append(version)
         return {"timing/sync_rollout_weights": 0.0}
 
-    async def replace(self, lane: int, death: WorkerDied) -> None:
-        if lane in self.dead:  # else it was noticed late, and is done
+    async def replace(self, death: WorkerDied) -> None:
+        for lane in list(self.dead):
             self.dead.remove(lane)
             self.has_weights[lane] = False
             self.n_replaced += 1
+        await self.spend("replace")
 
     def batches(self) -> list[PromptBatch]:
         size = self.plan.batch_size
@@ -227,9 +228,11 @@ def test_every_prompt_is_generated_once_and_trained_on_once_in_order_within_the_
 
 
 @settings(max_examples=200, deadline=None)
-@given(plan=plans, deaths=st.dictionaries(st.integers(0, 12), st.integers(0, 7), max_size=4))
-def test_a_worker_that_dies_costs_no_prompt_and_repeats_none(plan: Plan, deaths: dict[int, int]) -> None:
-    stages = Stages(replace(plan, deaths=deaths))
+@given(
+    plan=plans, deaths=st.dictionaries(st.integers(0, 12), st.integers(0, 7), max_size=4), s=st.sampled_from([0.0, 9.0])
+)
+def test_a_worker_that_dies_costs_no_prompt_and_repeats_none(plan: Plan, deaths: dict[int, int], s: float) -> None:
+    stages = Stages(replace(plan, deaths=deaths, seconds=plan.seconds | {"replace": s}))
     check_exactness(plan, stages, run(stages.run()))
 
 
@@ -348,7 +351,7 @@ def test_leaving_early_cancels_what_is_under_way() -> None:
 def test_a_worker_that_dies_ends_the_run_if_it_may_not_be_replaced() -> None:
     stages = Stages(Plan(Flow(max_staleness=1), deaths={2: 3}))
 
-    async def refuse(lane: int, death: WorkerDied) -> None:
+    async def refuse(death: WorkerDied) -> None:
         raise death
 
     stages.replace = refuse  # type: ignore[method-assign]

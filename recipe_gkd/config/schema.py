@@ -134,8 +134,8 @@ class RolloutEngineConfig:
 class TeacherConfig:
     server_ip: str = key("Address of the teacher's proxy.")
     server_port: int = key("Its front-end port (`PROXY_FRONTEND_PORT`).", ge=1, le=65535)
-    n_server_workers: int = key("Teacher workers behind the proxy; a batch is sent in a request or more for each.", ge=1)
-    num_microbatches: int = key("Requests of a batch for each teacher worker.", ge=1)
+    n_server_workers: int = key("Teacher workers behind the proxy.", ge=1)
+    num_microbatches: int = key("Requests to each teacher worker for a batch, of equally many answers.", ge=1)
     timeout_s: float = key("Seconds that the teacher may take for one request.", gt=0)
 
 

@@ -51,10 +51,10 @@ def _schedule(config: Config) -> Iterator[str]:
             f"trainer.scheduler={trainer.scheduler} with trainer.max_staleness={trainer.max_staleness}: n_step_off "
             "needs a bound, such as trainer.max_staleness=4, and the others have theirs; change one of the two"
         )
-    if trainer.scheduler == "sync" and trainer.inflight_update:
+    if trainer.inflight_update and (trainer.scheduler == "sync" or trainer.max_staleness == 0):
         yield (
-            "trainer.inflight_update=true with trainer.scheduler=sync: nothing is under way when the weights change; "
-            "set it to false, or choose one_step_off or more"
+            f"trainer.inflight_update=true with trainer.scheduler={trainer.scheduler} and a staleness bound of 0: "
+            "nothing is under way when the weights change; set it to false, or choose one_step_off or more"
         )
 
 

@@ -6,10 +6,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from recipe_gkd.bounds import step_seconds
-from recipe_gkd.config import Config
 from recipe_gkd.metrics.changes import (
     NEEDED,
-    TEACHER_WAITS,
+    WAITS,
     Change,
     Setup,
     free_changes,
@@ -17,6 +16,7 @@ from recipe_gkd.metrics.changes import (
     more_devices,
     stage_seconds,
     usual,
+    waited,
 )
 
 LASTS = 10
@@ -30,19 +30,14 @@ IDLE = 0.3
 WORTHWHILE = 0.05
 """Share of a step that a change must save."""
 
-WAITS = {
-    "generation": ("answers", ("timing/wait_prev_gen",)),
-    "teacher": ("the teacher", TEACHER_WAITS),
-    "sync": ("weights to be sent", ("timing/wait_sync",)),
-}
-"""Bottleneck -> what the trainer waits for, and the metrics of that."""
+WAITS_FOR = {"generation": "answers", "teacher": "the teacher", "sync": "weights to be sent"}
 
 
 class Advisor:
     """Watches the metrics of the last steps."""
 
-    def __init__(self, setup: Config | Setup) -> None:
-        self._setup = setup if isinstance(setup, Setup) else Setup.of(setup)
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
         self._steps: deque[Mapping[str, float]] = deque(maxlen=LASTS)
         self._began = False
         self._bottleneck: str | None = None
@@ -72,7 +67,7 @@ class Advisor:
 def find_bottleneck(steps: Sequence[Mapping[str, float]]) -> str | None:
     """What the trainer waits for most, if that is much; or ``update`` if it waits for little but the workers idle."""
     seconds = mean(steps, "timing/step")
-    shares = {name: sum(mean(steps, wait) for wait in waits) / seconds for name, (_, waits) in WAITS.items()}
+    shares = {what: waited(steps, what) / seconds for what in WAITS}
     longest = max(shares, key=lambda name: shares[name])
     if shares[longest] > WAITING:
         return longest
@@ -89,10 +84,9 @@ def describe(bottleneck: str, steps: Sequence[Mapping[str, float]]) -> str:
         return (
             f"the rollout workers wait for the actor: an update takes {update:.3g} s of {seconds:.3g} s (idle: {idle})"
         )
-    what, waits = WAITS[bottleneck]
-    waited = sum(mean(steps, wait) for wait in waits)
-    share = f"{waited / seconds:.0%}"
-    return f"the trainer waits {waited:.3g} s of a step of {seconds:.3g} s, {share}, for {what} (idle: {idle})"
+    wait = waited(steps, bottleneck)
+    share, what = f"{wait / seconds:.0%}", WAITS_FOR[bottleneck]
+    return f"the trainer waits {wait:.3g} s of a step of {seconds:.3g} s, {share}, for {what} (idle: {idle})"
 
 
 def advise(setup: Setup, steps: Sequence[Mapping[str, float]]) -> str:

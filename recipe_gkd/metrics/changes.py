@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,12 @@ from recipe_gkd.bounds import StageSeconds, step_seconds
 from recipe_gkd.config import Config
 from recipe_gkd.flow import MAX_STALENESS, staleness_bound
 
-TEACHER_WAITS = ("timing/wait_prev_teacher", "timing/wait_prev_prev_teacher")
-WAITS = ("timing/wait_sync", "timing/wait_prev_gen", *TEACHER_WAITS)
+WAITS = {
+    "generation": ("timing/wait_prev_gen",),
+    "teacher": ("timing/wait_prev_teacher", "timing/wait_prev_prev_teacher"),
+    "sync": ("timing/wait_sync",),
+}
+"""What the trainer may wait for, and the metrics of that."""
 NEEDED = (
     "timing/step",
     "timing/wait_prev_gen",
@@ -39,6 +44,7 @@ class Setup:
     actor_divisor: int = 1
     """Devices of one replica of the model."""
     rollout_divisor: int = 1
+    """Devices of one engine, which lives on one node."""
     shared: bool = False
     """Both pools live on the same devices."""
     n_teachers: int = 1
@@ -55,7 +61,7 @@ class Setup:
             actor=(trainer.nnodes, trainer.n_gpus_per_node),
             rollout=(config.rollout.nnodes, config.rollout.n_gpus_per_node),
             actor_divisor=pp
-            * max(tp, megatron.expert_model_parallel_size * (megatron.expert_tensor_parallel_size or tp)),
+            * math.lcm(tp, megatron.expert_model_parallel_size * (megatron.expert_tensor_parallel_size or tp)),
             rollout_divisor=settings.rollout.tensor_model_parallel_size,
             shared=config.rollout.share_actor_gpus,
             n_teachers=settings.teacher.n_server_workers,
@@ -84,6 +90,11 @@ def mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
     return statistics.fmean(step.get(name, 0.0) for step in steps)
 
 
+def waited(steps: Sequence[Mapping[str, float]], what: str) -> float:
+    """Seconds a step that the trainer waited for one of :data:`WAITS`."""
+    return sum(mean(steps, name) for name in WAITS[what])
+
+
 def stage_seconds(steps: Sequence[Mapping[str, float]]) -> StageSeconds:
     """The stages of some steps of a run, from their metrics.
 
@@ -101,7 +112,7 @@ def stage_seconds(steps: Sequence[Mapping[str, float]]) -> StageSeconds:
         teacher=teacher,
         tail=min(tail, teacher),
         head_start=max(0.0, mean(steps, "timing/get_teacher_knowledge") - tail),
-        update=max(0.0, step - sum(mean(steps, name) for name in WAITS)),
+        update=max(0.0, step - sum(waited(steps, what) for what in WAITS)),
         sync=sync,
     )
 
@@ -137,14 +148,13 @@ def more_devices(setup: Setup, stages: StageSeconds) -> Iterator[Change]:
     """Pools up to twice as large."""
     if setup.shared:
         return
-    for pool, key, divisor in (
-        ("rollout", "rollout", setup.rollout_divisor),
-        ("actor", "trainer", setup.actor_divisor),
+    for pool, key, devices, multiple_of in (
+        ("rollout", "rollout", setup.rollout[1], setup.rollout_divisor),
+        ("actor", "trainer", setup.actor[1], setup.actor_divisor // math.gcd(setup.actor[0], setup.actor_divisor)),
     ):
-        nodes, devices = getattr(setup, pool)
         larger = []
         for count in range(devices + 1, 2 * devices + 1):
-            if nodes * count % divisor == 0:
+            if count % multiple_of == 0:
                 grown = stages.scaled(**{pool: count / devices})
                 seconds = step_seconds(grown, setup.staleness, inflight=setup.inflight)
                 larger.append(Change(f"{key}.n_gpus_per_node={count}", seconds))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ import psutil
 from recipe_gkd.config import Config
 from recipe_gkd.flow import ReadyBatch, now
 from recipe_gkd.metrics.advice import Advisor
+from recipe_gkd.metrics.changes import WAITS, Setup
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
@@ -21,17 +21,18 @@ from recipe_gkd.metrics.trace import TraceFile
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
-OF_A_STEP = ("timing/wait_", "timing/update_actor", "timing/save_checkpoint", "timing/log")
+DONE = ("timing/update_actor", "timing/save_checkpoint", "timing/log")
+OF_A_STEP = [*(name for names in WAITS.values() for name in names), *DONE]
 
 
 @contextmanager
 def span(metrics: dict[str, float], name: str) -> Iterator[None]:
     """Add the seconds that the body took to ``metrics[name]``."""
-    started = time.monotonic()
+    began = now()
     try:
         yield
     finally:
-        metrics[name] = metrics.get(name, 0.0) + time.monotonic() - started
+        metrics[name] = metrics.get(name, 0.0) + now() - began
 
 
 class StepMetrics:
@@ -46,7 +47,7 @@ class StepMetrics:
         trainer = config.trainer
         self._trace = TraceFile(trainer.trace_file) if trainer.trace_file else None
         self.timeline = Timeline(now, sink=self._trace)
-        self._advisor = Advisor(config)
+        self._advisor = Advisor(Setup.of(config))
         self._pools = {
             "actor": ["actor"],
             "rollout": [f"rollout {rank}" for rank in range(n_rollouts)],
@@ -77,7 +78,7 @@ class StepMetrics:
         metrics = batch.metrics
         metrics.setdefault("timing/sync_rollout_weights", 0.0)
         metrics |= {"timing/step": seconds, "timing/log": self._log_s}
-        metrics["timing/other"] = seconds - sum(value for name, value in metrics.items() if name.startswith(OF_A_STEP))
+        metrics["timing/other"] = seconds - sum(metrics.get(name, 0.0) for name in OF_A_STEP)
         metrics |= self._idle(ended) | describe(batch)
         metrics["perf/cpu_memory_used_gb"] = host_memory_used_gb()
         metrics["perf/tokens_per_second"] = metrics["perf/total_num_tokens"] / seconds
@@ -86,20 +87,18 @@ class StepMetrics:
         return metrics
 
     def _idle(self, ended: float) -> dict[str, float]:
-        """Of each pool: the share of the step in which it had nothing to do; of several workers, the mean."""
-        shares = {}
-        for pool, tracks in self._pools.items():
-            width = self._n_teachers if pool == "teacher" else 1
-            busy = sum(self.timeline.busy(track, self._began, ended, width) for track in tracks) / len(tracks)
-            shares[f"perf/idle_{pool}"] = 1 - busy / (ended - self._began)
-        return shares
+        widths = {"teacher": self._n_teachers}
+        return {
+            f"perf/idle_{pool}": self.timeline.idle(tracks, self._began, ended, widths.get(pool, 1))
+            for pool, tracks in self._pools.items()
+        }
 
 
 def describe(batch: ReadyBatch) -> dict[str, float]:
     """Metrics that follow from the samples alone."""
     lengths = np.array([len(sample.answer.ids) for sample in batch.samples])
     cut = np.array([sample.answer.finish_reason == "length" for sample in batch.samples])
-    versions = [sample.answer.versions_T for sample in batch.samples]
+    versions = [sample.answer.versions_T for sample in batch.samples]  # ascending
     return {
         "response_seq_len/average": float(lengths.mean()),
         "response_seq_len/max": float(lengths.max()),
@@ -108,7 +107,7 @@ def describe(batch: ReadyBatch) -> dict[str, float]:
         "training/epoch": batch.epoch,
         "training/staleness_mean": float(np.mean(batch.staleness)),
         "training/staleness_max": float(max(batch.staleness)),
-        "training/updated_in_flight_share": float(np.mean([len(set(own.tolist())) > 1 for own in versions])),
+        "training/updated_in_flight_share": float(np.mean([len(own) > 0 and own[0] != own[-1] for own in versions])),
         "perf/total_num_tokens": float(sum(sample.n_tokens for sample in batch.samples)),
     }
 

@@ -7,7 +7,7 @@ may overlap. The timeline itself keeps only when spans were open; what they were
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -98,6 +98,11 @@ class Timeline:
             total += (at - before) * min(n_open, width)
             n_open, before = n_open + step, at
         return total / width
+
+    def idle(self, tracks: Sequence[str], since: float, until: float, width: int = 1) -> float:
+        """The share of the time between the two in which these had nothing to do; of several tracks, the mean."""
+        busy = sum(self.busy(track, since, until, width) for track in tracks) / len(tracks)
+        return 1 - busy / (until - since)
 
     def forget(self, before: float) -> None:
         """Nothing earlier than this will be asked for."""

@@ -10,6 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from command import Run, Start, Teacher, free_port, running_teacher
 
+from recipe_gkd.config import load_config
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.main_gkd import check_outputs
+
 pytestmark = pytest.mark.timeout(200)
 
 
@@ -35,6 +39,14 @@ def test_a_teacher_that_is_down(start: Start) -> None:
 def test_a_parquet_without_the_prompt_column(start: Start, tmp_path: Path) -> None:
     pq.write_table(pa.table({"question": ["a"]}), tmp_path / "q.parquet")
     assert_refused(start(f"data.train_files={tmp_path}/q.parquet"), "has no column 'prompt'; it has: question")
+
+
+@pytest.mark.parametrize("key", ["trainer.trace_file", "ray_init.timeline_json_file", "trainer.default_local_dir"])
+def test_a_place_that_cannot_be_written_to_is_told_before_anything_starts(key: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    needed = ["data.train_files=x", "actor_rollout_ref.model.path=x"]
+    with pytest.raises(ConfigError, match=f"{key}: .*file/there.* cannot be written"):
+        check_outputs(load_config("on_policy_distill_trainer", [*needed, f"{key}={tmp_path}/file/there"]))
 
 
 def test_more_slots_than_the_machine_has(start: Start) -> None:

@@ -12,7 +12,7 @@ from virtual_time import run
 from recipe_gkd.config import load_config
 from recipe_gkd.flow import Flow
 from recipe_gkd.metrics.advice import LASTS, REPEAT, Advisor
-from recipe_gkd.metrics.changes import Setup, splits_of, stage_seconds
+from recipe_gkd.metrics.changes import Setup, free_changes, more_devices, splits_of, stage_seconds
 
 SETUP = Setup(staleness=1, actor=(1, 4), rollout=(1, 4), n_teachers=2)
 
@@ -141,6 +141,37 @@ def test_splits_keep_to_the_layout() -> None:
     assert list(splits_of(nodes)) == [("trainer.nnodes=1 rollout.nnodes=2", 2.0, 0.5)]
     assert not list(splits_of(replace(SETUP, actor=(2, 8), rollout=(1, 4))))
     assert not list(splits_of(replace(SETUP, shared=True)))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"trainer.n_gpus_per_node": 6, "rollout.n_gpus_per_node": 6, "megatron.tensor_model_parallel_size": 2}
+        | {"megatron.expert_model_parallel_size": 3, "megatron.expert_tensor_parallel_size": 1},
+        {"trainer.nnodes": 3, "trainer.n_gpus_per_node": 4, "megatron.tensor_model_parallel_size": 6}
+        | {"rollout.nnodes": 2, "rollout.n_gpus_per_node": 4, "rollout.tensor_model_parallel_size": 4},
+    ],
+)
+def test_whatever_is_advised_is_a_configuration_that_loads(layout: dict[str, int]) -> None:
+    long_names = {
+        "megatron": "actor_rollout_ref.actor.megatron",
+        "rollout.tensor_model_parallel_size": "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    }
+
+    def full(name: str) -> str:
+        short = next((short for short in long_names if name.startswith(short)), "")
+        return long_names.get(short, "") + name[len(short) :]
+
+    overrides = ["data.train_files=x", "actor_rollout_ref.model.path=x"]
+    overrides += [f"{full(name)}={value}" for name, value in layout.items()]
+    setup = Setup.of(load_config("on_policy_distill_trainer", overrides))
+    stages = stage_seconds(train(3.0, 1.0, 3.0, n_steps=5))
+    changes = [*free_changes(setup, stages), *more_devices(setup, stages)]
+    advised = [re.findall(r"[\w.]+=\w+", change.text) for change in changes]
+    advised += [text.split() for text, _, _ in splits_of(setup)]
+    for keys in advised:
+        load_config("on_policy_distill_trainer", [*overrides, *keys])
+    assert len(changes) >= 5
 
 
 def test_a_configuration_says_what_the_model_needs() -> None:

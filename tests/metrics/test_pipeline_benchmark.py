@@ -9,10 +9,12 @@ from typing import Any
 
 import pipeline
 import pytest
+from omegaconf import OmegaConf
 from pipeline_replay import curve
 from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
+from recipe_gkd.config.load import compose_config
 from recipe_gkd.flow import Flow
 
 
@@ -27,8 +29,8 @@ def test_every_schedule_is_within_5_percent_of_its_bound(figures: dict[str, floa
     over = {name: value for name, value in figures.items() if name.endswith("step_over_bound")}
     assert len(over) == 2 * 3 * len(pipeline.SHAPES)
     assert {name: value for name, value in over.items() if value > 1.05} == {}
-    batchwise = [value for name, value in over.items() if "batchwise" in name]
-    assert min(batchwise) > 0.99  # it is a bound
+    equal = [value for name, value in over.items() if "batchwise" in name and name.startswith("balanced_equal")]
+    assert len(equal) == 3 and min(equal) > 1 - 1e-6  # stragglers leave places that the next batch fills: there less
 
 
 def test_overlap_pays(figures: dict[str, float]) -> None:
@@ -75,6 +77,10 @@ def test_a_replay_gives_the_run_and_what_another_split_would_have_given(
     assert float(row[1]) == pytest.approx(after, rel=0.05)
     assert "rollout.n_gpus_per_node=3" in report.split("of the best")[1]
     assert "<- the run" in report
+    config = compose_config("on_policy_distill_trainer", ["data.train_files=x", "actor_rollout_ref.model.path=x"])
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    with pytest.raises(SystemExit, match=r"--rollout was given, but .*config.yaml says what the run had"):
+        pipeline.main(["--replay", str(path), "--rollout", "2"])
 
 
 def test_a_replay_says_what_is_missing(tmp_path: Path) -> None:
