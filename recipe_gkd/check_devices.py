@@ -22,7 +22,7 @@ from recipe_gkd.config.load import compose_config, to_config
 from recipe_gkd.config.validate import validate
 from recipe_gkd.errors import GkdError
 from recipe_gkd.groups import WorkerGroup
-from recipe_gkd.placement import Reports, check_devices, placement_table, where_am_i
+from recipe_gkd.placement import Reports, check_devices, placement_table, places_of, where_am_i
 from recipe_gkd.pools import create_pools, pool_specs
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
 
@@ -30,8 +30,11 @@ from recipe_gkd.rollout.environment import worker_environment as rollout_environ
 class PlaceHolder:
     """In the place of a worker: says where that is."""
 
-    def report(self, device: str) -> dict[str, Any]:
-        return where_am_i(device)
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def where(self) -> dict[str, Any]:
+        return where_am_i(self._device)
 
     def shutdown(self) -> None:
         pass
@@ -48,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         validate(config)
         with ray_cluster(config):
             device = choose_device(config.trainer.device)
-            reports = asyncio.run(find_places(config, device))
+            reports = asyncio.run(visit_places(config, device))
         print(placement_table(reports))
         check_devices(reports, shared=config.rollout.share_actor_gpus)
     except GkdError as error:
@@ -62,33 +65,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def find_places(config: Config, device: str) -> Reports:
+async def visit_places(config: Config, device: str) -> Reports:
     """What a process in the place of each worker says of it."""
     timeout_s = config.trainer.startup_timeout_s
-    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    actor_pool, rollout_pool = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
-    groups = []
-    for pool, slots, env in (
-        (actor_pool, 1, actor_environment(device)),
-        (rollout_pool, tp, rollout_environment(device)),
-    ):
-        n = pool.spec.nnodes * pool.spec.n_per_node // slots
-        groups.append(
-            WorkerGroup(pool.spec.name, [pool.spawn(PlaceHolder, rank, {}, slots=slots, env=env) for rank in range(n)])
+    pools = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
+    groups = [
+        WorkerGroup(
+            pool.spec.name,
+            [pool.spawn(PlaceHolder, rank, {"device": device}, env=env) for rank in range(pool.spec.n_workers)],
         )
+        for pool, env in zip(pools, (actor_environment(device), rollout_environment(device)), strict=True)
+    ]
     try:
-        places = await asyncio.gather(
-            *(group.call("report", device, timeout_s=timeout_s, phase="look at the devices") for group in groups)
-        )
-        return {
-            group.label(rank): report
-            for group, own in zip(groups, places, strict=True)
-            for rank, report in enumerate(own)
-        }
+        return await places_of(groups, timeout_s=timeout_s)
     finally:
         await asyncio.gather(*(group.stop(timeout_s=5) for group in groups))
-        actor_pool.release()
-        rollout_pool.release()
+        for pool in pools:
+            pool.release()
 
 
 if __name__ == "__main__":

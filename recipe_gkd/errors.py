@@ -5,6 +5,8 @@ and takes one string, so that it survives pickling between Ray processes. Raise 
 ``teacher.errors`` holds those of the teacher service, which does not know this package.
 """
 
+from collections.abc import Sequence
+
 
 class GkdError(Exception):
     """Base of all of them: ``main_gkd`` prints its message without a traceback and exits with status 1."""
@@ -31,13 +33,7 @@ class WorkerError(GkdError, RuntimeError):
 
 
 class WorkerDied(WorkerError):
-    """The process of a worker is gone; the work that it had can be done by another.
-
-    The driver sets ``label`` and ``rank`` where it notices.
-    """
-
-    label: str
-    rank: int
+    """The process of a worker is gone; the work that it had can be done by another."""
 
 
 class EchoError(WorkerError):
@@ -47,14 +43,14 @@ class EchoError(WorkerError):
 class DeadlineError(GkdError, TimeoutError):
     """Something did not answer in time; the message names who, in which phase, and after how long.
 
-    Where workers did not answer the driver, it sets what follows for the diagnosis.
+    Where workers did not answer the driver, it sets what follows; see :func:`silence`.
     """
 
-    phase: str
-    silent: list[str]
+    phase: str = ""
+    silent: Sequence[str] = ()
     """Labels of the workers."""
-    answered: list[str]
-    waited_s: float
+    answered: Sequence[str] = ()
+    waited_s: float = 0.0
 
 
 class WeightSyncError(GkdError, RuntimeError):
@@ -63,3 +59,14 @@ class WeightSyncError(GkdError, RuntimeError):
 
 class CheckpointError(GkdError, RuntimeError):
     """A checkpoint that is missing, incomplete, or does not fit the run."""
+
+
+def silence(error: BaseException | None) -> DeadlineError | None:
+    """The first that names silent workers among this error and those that led to it."""
+    seen: list[BaseException] = []  # an error that is raised from itself, or from one that it led to, makes a circle
+    while error is not None and error not in seen:
+        if isinstance(error, DeadlineError) and error.silent:
+            return error
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return None

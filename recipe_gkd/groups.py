@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
@@ -124,19 +125,18 @@ class WorkerGroup:
         error, label = _cause(error), self.label(rank)
         who = label.partition(" of ")[0]
         if isinstance(error, GkdError):
-            return error if who in str(error) else type(error)(f"{phase}: {label}: {error}")
+            named = re.search(rf"\b{re.escape(who)}\b", str(error))  # worker 1 is not named by one of worker 12
+            return error if named else type(error)(f"{phase}: {label}: {error}")
         if isinstance(error, RayActorError):
             self._died.add(error.actor_id or self._id(rank))
             place = (await locate([self.handles[rank]]))[0]
             # Ray is sure that a process has ended, or only that it no longer hears of it, as when its whole node dies.
             how = "died or cannot be reached" if isinstance(error, ActorUnavailableError) else "died"
-            death = WorkerDied(
+            return WorkerDied(
                 f"{phase}: {label} {how}, on node {place.node_ip or '(none yet)'} {place.node_id[:8]} "
                 f"({_reason(error)}); its log is in /tmp/ray/session_latest/logs there, and the kernel's log tells if "
                 "it was killed for want of memory"
             )
-            death.label, death.rank = label, rank
-            return death
         return WorkerError(f"{phase}: {label} failed: {type(error).__name__}: {error}")
 
     def _silent(self, phase: str, silent: list[int], answered: list[int], timeout_s: float) -> DeadlineError:

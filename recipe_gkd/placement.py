@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from recipe_gkd.errors import ResourceError
+
+if TYPE_CHECKING:
+    from recipe_gkd.groups import WorkerGroup
 
 Reports = Mapping[str, Mapping[str, Any]]
 """Label of a worker, as ``rollout worker 0 of 2`` -> what :func:`where_am_i` says there."""
@@ -53,6 +57,16 @@ def _by_ray() -> dict[str, Any]:
         "node_id": context.get_node_id(),
         "node_ip": ray.util.get_node_ip_address(),
         "given": context.get_accelerator_ids().get("GPU", []),
+    }
+
+
+async def places_of(groups: Sequence[WorkerGroup], *, timeout_s: float) -> Reports:
+    """What each worker's ``where()`` says; all are asked at the same time, as soon as their processes run."""
+    calls = (group.call("where", timeout_s=timeout_s, phase="start, look at the devices") for group in groups)
+    return {
+        group.label(rank): report
+        for group, own in zip(groups, await asyncio.gather(*calls), strict=True)
+        for rank, report in enumerate(own)
     }
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -31,8 +32,14 @@ class PoolSpec:
     device: str
     sizes: str
     """The config keys that set the size, for messages."""
+    per_worker: int = 1
+    """Slots that a worker takes."""
     shared: bool = False
     """Whether each slot is divided between a worker of this pool and one of the other."""
+
+    @property
+    def n_workers(self) -> int:
+        return self.nnodes * self.n_per_node // self.per_worker
 
     @property
     def what(self) -> str:
@@ -55,24 +62,16 @@ class Pool:
     spec: PoolSpec
     group: PlacementGroup
 
-    def spawn(
-        self,
-        worker: type,
-        rank: int,
-        arguments: dict[str, Any],
-        *,
-        slots: int = 1,
-        env: dict[str, str] | None = None,
-    ) -> Any:
-        """Start ``worker(**arguments)`` in the ``slots`` slots of ``rank``: ranks fill node after node.
+    def spawn(self, worker: type, rank: int, arguments: dict[str, Any], *, env: dict[str, str] | None = None) -> Any:
+        """Start ``worker(**arguments)`` in the slots of ``rank``: ranks fill node after node.
 
         One that has died leaves its slots to the next of its rank.
         """
-        bundle = rank if self.spec.shared else rank * slots // self.spec.n_per_node
-        share = 0.5 if self.spec.shared else 1
+        bundle = rank if self.spec.shared else rank * self.spec.per_worker // self.spec.n_per_node
+        slots = self.spec.per_worker * (0.5 if self.spec.shared else 1)
         remote: Any = ray.remote(
-            num_cpus=slots * share,
-            num_gpus=slots * share * self.spec.slot.get("GPU", 0),
+            num_cpus=slots,
+            num_gpus=slots * self.spec.slot.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
             max_restarts=0,
             runtime_env={"env_vars": env or {}},
@@ -86,11 +85,11 @@ class Pool:
 def pool_specs(config: Config, device: str) -> tuple[PoolSpec, PoolSpec]:
     """The actor pool and the rollout pool."""
     trainer, rollout = config.trainer, config.rollout
-    shared = rollout.share_actor_gpus
+    shared, tp = rollout.share_actor_gpus, config.actor_rollout_ref.rollout.tensor_model_parallel_size
     sizes = "trainer.nnodes x trainer.n_gpus_per_node", "rollout.nnodes x rollout.n_gpus_per_node"
     return (
-        PoolSpec("actor", trainer.nnodes, trainer.n_gpus_per_node, device, sizes[0], shared),
-        PoolSpec("rollout", rollout.nnodes, rollout.n_gpus_per_node, device, sizes[1], shared),
+        PoolSpec("actor", trainer.nnodes, trainer.n_gpus_per_node, device, sizes[0], shared=shared),
+        PoolSpec("rollout", rollout.nnodes, rollout.n_gpus_per_node, device, sizes[1], tp, shared),
     )
 
 
@@ -101,6 +100,9 @@ async def create_pools(specs: tuple[PoolSpec, ...], *, timeout_s: float) -> tupl
     chosen = choose_nodes(specs, resources)
     if chosen is None:
         raise ResourceError(f"not enough {specs[0].what} for the two pools.\n{_asked_and_there(specs, resources)}")
+    if specs[0].shared:  # their nodes are named, so Ray cannot look for others when somebody holds these
+        free = available_resources_per_node()
+        chosen = choose_nodes(specs, [free.get(node, {}) for node in nodes]) or chosen
     groups = [_reserve(spec, [list(nodes)[i] for i in own]) for spec, own in zip(_distinct(specs), chosen, strict=True)]
     try:
         async with asyncio.timeout(timeout_s):

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
 
+from ray.exceptions import RayError
+
+from recipe_gkd.diagnosis import on_node
+from recipe_gkd.diagnosis.processes import locate, run_on_node
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.groups import WorkerGroup
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_NODE_S = 2.0
+"""What a node has to list or end processes; it takes a tenth of that."""
 
 
 class RolloutRestarts:
@@ -20,6 +28,8 @@ class RolloutRestarts:
         """``start``: rank -> handle of a new worker in that rank's place."""
         self._rollouts, self._start, self._allowed, self._timeout_s = rollouts, start, allowed, timeout_s
         self._used = 0
+        self._processes: dict[int, tuple[str, list[on_node.ProcessId]]] = {}
+        """Of each rank: its node, and all processes that it had there once it was set up."""
         self._one_at_a_time = asyncio.Lock()
 
     async def replace_dead(self, death: WorkerDied | None = None) -> None:
@@ -27,8 +37,27 @@ class RolloutRestarts:
         async with self._one_at_a_time:
             await self._replace_dead(death)
 
+    async def remember(self, ranks: Iterable[int]) -> None:
+        """Learn the processes of workers that are set up: once a worker has died, nobody knows its children."""
+        ranks = list(ranks)
+        places = await locate([self._rollouts.handles[rank] for rank in ranks])
+        trees = await asyncio.gather(*(_answer(run_on_node(at.node_id, on_node.tree, [at.pid])) for at in places))
+        for rank, place, tree in zip(ranks, places, trees, strict=True):
+            self._processes[rank] = place.node_id, tree or []
+
+    async def end_remains(self, ranks: Iterable[int]) -> None:
+        """End what is left of dead workers: the ranks of a tensor-parallel engine can be stuck, and keep their GPUs.
+
+        Never raises, and takes :data:`_NODE_S` at most.
+        """
+        known = [self._processes.pop(rank) for rank in ranks if rank in self._processes]
+        ends = (_answer(run_on_node(node, on_node.end, tree, 0.0, _NODE_S / 2)) for node, tree in known)
+        if left := [pid for pids in await asyncio.gather(*ends) for pid in pids or ()]:
+            log.warning("processes of dead rollout workers that could not be ended: %s", left)
+
     async def _replace_dead(self, death: WorkerDied | None) -> None:
         dead = await self._rollouts.dead()
+        await self.end_remains(dead)
         for rank in dead:
             label = self._rollouts.label(rank)
             if self._used == self._allowed:
@@ -42,3 +71,14 @@ class RolloutRestarts:
         await asyncio.gather(
             *(self._rollouts.call_one(rank, "setup", timeout_s=self._timeout_s, phase="start again") for rank in dead)
         )
+        await self.remember(dead)
+
+
+async def _answer(of_node: Awaitable[T]) -> T | None:
+    """None if the node is gone, or does not answer."""
+    try:
+        async with asyncio.timeout(_NODE_S):
+            return await of_node
+    except (RayError, TimeoutError) as error:
+        log.warning("a node of the rollout pool could not be asked for its processes: %s", error or "no answer")
+        return None

@@ -7,27 +7,42 @@ import faulthandler
 import os
 import signal
 import tempfile
+from functools import cache
 from pathlib import Path
 
 _PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)  # linux/prctl.h
 
 
 def watch_stacks() -> None:
-    """Call once in a worker, before it opens a process group.
+    """Call once in a worker, before it opens a process group: :func:`open_to_watchers`, and for NCCL's recorder, too.
+
+    With :func:`nccl_environment`, the flight recorder of this process and its children dumps into files that bear this
+    one's name, when asked by its pipe.
+    """
+    open_to_watchers()
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:
+        prefix = str(nccl_prefix(os.getpid()))  # torch appends the rank
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = prefix
+
+
+def open_to_watchers() -> None:
+    """Call in a worker and in every process that it spawns, as these inherit nothing of it; more than once, if need be.
 
     SIGUSR1 then writes the stacks of all threads to a file of this process, which serves where py-spy is not
-    allowed to look into it. With :func:`nccl_environment`, NCCL's flight recorder dumps there when asked by its pipe.
+    allowed to look into it.
     """
+    _open_to_watchers(os.getpid())
+
+
+@cache
+def _open_to_watchers(pid: int) -> None:
     os.makedirs(_folder(), mode=0o700, exist_ok=True)
     for file in _folder().iterdir():  # of processes that nobody has cleaned up after
         if not Path("/proc", file.name.partition(".")[0]).exists():
             file.unlink(missing_ok=True)
-    faulthandler.register(signal.SIGUSR1, file=open(stacks_file(os.getpid()), "w"), all_threads=True)  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=open(stacks_file(pid), "w"), all_threads=True)  # noqa: SIM115
     # Where Yama guards ptrace (most distributions), py-spy, no parent of this process, would be refused.
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:
-        prefix = str(nccl_prefix(os.getpid()))  # torch appends the rank
-        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = prefix
 
 
 def nccl_environment() -> dict[str, str]:

@@ -17,7 +17,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.diagnosis import diagnose
 from recipe_gkd.errors import GkdError, ResourceError, WorkerDied
 from recipe_gkd.groups import WorkerGroup
-from recipe_gkd.placement import check_devices, placement_table
+from recipe_gkd.placement import check_devices, placement_table, places_of
 from recipe_gkd.pools import create_pools, pool_specs
 from recipe_gkd.restarts import RolloutRestarts
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
@@ -65,9 +65,7 @@ async def start_workers(
     timeout_s = config.trainer.startup_timeout_s
     actor_pool, rollout_pool = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
     rollout = config.actor_rollout_ref.rollout
-    tp = rollout.tensor_model_parallel_size
-    n_actors = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    n_rollouts = config.rollout.nnodes * config.rollout.n_gpus_per_node // tp
+    n_actors, n_rollouts = actor_pool.spec.n_workers, rollout_pool.spec.n_workers
 
     def start_actor(rank: int) -> Any:
         arguments = dict(config=config, total_steps=total_steps, rank=rank, world_size=n_actors, device=device)
@@ -75,29 +73,25 @@ async def start_workers(
 
     def start_rollout(rank: int) -> Any:
         arguments = dict(config=config, rank=rank, device=device, stop_token_ids=stop_token_ids)
-        return rollout_pool.spawn(RolloutWorker, rank, arguments, slots=tp, env=rollout_environment(device))
+        return rollout_pool.spawn(RolloutWorker, rank, arguments, env=rollout_environment(device))
 
     actors = WorkerGroup("actor", [start_actor(rank) for rank in range(n_actors)])
     rollouts = WorkerGroup("rollout", [start_rollout(rank) for rank in range(n_rollouts)])
+    restarts = RolloutRestarts(rollouts, start_rollout, allowed=config.trainer.max_worker_restarts, timeout_s=timeout_s)
     try:
+        # What is wrong with the places is told before engines fail of it, with errors that do not name it.
+        places = await places_of([actors, rollouts], timeout_s=timeout_s)
+        log.info("workers:\n%s", placement_table(places))
+        check_devices(places, shared=config.rollout.share_actor_gpus)
+        await _check_shared_folder(config, actors)
         layout, engines = await asyncio.gather(
             _set_up_actors(actors, timeout_s), rollouts.call("setup", timeout_s=timeout_s, phase="start")
         )
-        reports = {
-            group.label(rank): report
-            for group, own in ((actors, layout), (rollouts, engines))
-            for rank, report in enumerate(own)
-        }
-        log.info("workers:\n%s", placement_table(reports))
-        check_devices(reports, shared=config.rollout.share_actor_gpus)
-        await _check_shared_folder(config, actors)
-        restarts = RolloutRestarts(
-            rollouts, start_rollout, allowed=config.trainer.max_worker_restarts, timeout_s=timeout_s
-        )
+        await restarts.remember(range(n_rollouts))
         weights = WeightSync(
             actors,
             rollouts,
-            tensor_parallel_size=tp,
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
             bucket_bytes=int(rollout.update_weights_bucket_megabytes * (1 << 20)),
             timeout_s=config.actor_rollout_ref.nccl_timeout,
             transport=_transport(config, device),
@@ -113,6 +107,7 @@ async def start_workers(
         raise
     finally:
         await asyncio.gather(actors.stop(timeout_s=SHUTDOWN_S), rollouts.stop(timeout_s=SHUTDOWN_S))
+        await restarts.end_remains(range(n_rollouts))
         actor_pool.release()
         rollout_pool.release()
 

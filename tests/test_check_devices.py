@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from recipe_gkd import check_devices as command
+from recipe_gkd import workers
+from recipe_gkd.config import load_config
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.placement import check_devices, placement_table, where_am_i
 
@@ -77,6 +80,45 @@ def test_without_ray_a_place_is_known_all_the_same() -> None:
     place = where_am_i("cpu")
     assert place["device"] == "cpu" and place["host_memory"] > 0 and place["pid"]
     check_devices({"a": place | {"given": None}})
+
+
+class Crowded:
+    """A worker on the one GPU that all have, where no engine would start."""
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    def where(self) -> dict[str, Any]:
+        return report(["0"])
+
+    def rendezvous(self) -> None:
+        raise MemoryError
+
+    def setup(self) -> None:
+        raise MemoryError
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_workers_on_one_gpu_are_shown_and_named_before_their_engines_start_and_fail(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers, "ActorWorker", Crowded)
+    monkeypatch.setattr(workers, "RolloutWorker", Crowded)
+    config = load_config("on_policy_distill_trainer", ["data.train_files=x", "actor_rollout_ref.model.path=x"])
+
+    async def start() -> None:
+        async with workers.start_workers(config, "cpu", total_steps=1, stop_token_ids=()):
+            pass
+
+    with (
+        caplog.at_level("INFO", "recipe_gkd.workers"),
+        pytest.raises(ResourceError, match="actor worker 0 of 1 and rollout worker 0 of 1 all got GPU-0"),
+    ):
+        asyncio.run(start())
+    assert caplog.text.count("H200 GPU-0") == 2
 
 
 def test_the_command_refuses_what_the_cluster_has_not_and_a_wrong_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from recipe_gkd.errors import DeadlineError, ModelError, WorkerError
+from recipe_gkd.errors import DeadlineError, ModelError, WeightSyncError, WorkerError
 from recipe_gkd.groups import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -98,6 +98,15 @@ def test_a_failure_ends_the_call_at_once_and_names_worker_and_phase(group: Worke
 def test_a_workers_own_error_keeps_its_class_and_message(group: WorkerGroup) -> None:
     with pytest.raises(ModelError, match=r"^load: test worker 0 of 3: no such model; give another$"):
         run(group.call("fail_after", 0, "own", timeout_s=20, phase="load"))
+
+
+def test_an_error_that_tells_of_worker_12_is_still_given_the_name_of_worker_1_who_raised_it() -> None:
+    group = WorkerGroup("test", [None] * 13)
+    told = [run(group._blame(rank, "load", WeightSyncError("test worker 12 did not come"))) for rank in (1, 12)]
+    assert [str(error) for error in told] == [
+        "load: test worker 1 of 13: test worker 12 did not come",
+        "test worker 12 did not come",
+    ]
 
 
 def test_a_death_is_told_as_such_unless_another_worker_knows_more() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,14 @@ def test_shared_gpus_pair_the_actor_and_the_rollout_worker_of_a_rank_on_every_no
     assert actors == rollouts
     assert actors[0][0] == actors[1][0] != actors[2][0] == actors[3][0]
     assert len(set(actors)) == 4
+
+
+def test_shared_pools_go_to_a_node_that_is_free_rather_than_wait_for_one_that_another_job_holds(
+    told: dict[str, Any],
+) -> None:
+    nodes = [held for held, _ in told["beside"]]
+    assert [landed for _, landed in told["beside"]] == [[node] for node in reversed(nodes)]
+    assert told["beside_s"] < 10
 
 
 def test_too_few_nodes_say_what_was_asked_and_what_there_is(told: dict[str, Any]) -> None:
@@ -59,9 +68,9 @@ def test_stop_ends_a_stopped_worker_on_another_node(told: dict[str, Any]) -> Non
 
 
 def test_when_a_node_dies_its_worker_is_named_and_the_rest_can_be_stopped(told: dict[str, Any]) -> None:
-    death = told["death"]
+    message = told["death"]["message"]
+    named = int(re.match(r"generate: rollout worker (\d) of 4 died", message)[1])  # type: ignore[index]
     ranks = [rank for rank, place in enumerate(told["rollouts"]) if place[0] == told["second"]]
-    assert death["rank"] in ranks and death["rank"] in told["dead"] and set(told["dead"]) <= set(ranks)
-    assert f"generate: rollout worker {death['rank']} of 4 died" in death["message"]
-    assert told["second"][:8] in death["message"]
+    assert named in ranks and named in told["dead"] and set(told["dead"]) <= set(ranks)
+    assert told["second"][:8] in message
     assert told["stop_after_death_s"] < 5.5

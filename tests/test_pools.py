@@ -77,8 +77,10 @@ def test_workers_get_their_slots_their_arguments_and_their_environment() -> None
                 rank=self.rank, env=os.environ["MARK"], cpus=ray.get_runtime_context().get_assigned_resources()["CPU"]
             )
 
-    pools = asyncio.run(create_pools(specs("cpu", actor=2, rollout=4), timeout_s=20))
-    handles = [pools[1].spawn(Worker, rank, dict(rank=rank), slots=2, env={"MARK": "x"}) for rank in range(2)]
+    pair = specs("cpu", "actor_rollout_ref.rollout.tensor_model_parallel_size=2", actor=2, rollout=4)
+    pools = asyncio.run(create_pools(pair, timeout_s=20))
+    assert [pool.spec.n_workers for pool in pools] == [2, 2]
+    handles = [pools[1].spawn(Worker, rank, dict(rank=rank), env={"MARK": "x"}) for rank in range(2)]
     assert ray.get([handle.report.remote() for handle in handles], timeout=30) == [
         dict(rank=0, env="x", cpus=2.0),
         dict(rank=1, env="x", cpus=2.0),

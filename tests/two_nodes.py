@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from recipe_gkd import check_devices
 from recipe_gkd.config import load_config
@@ -47,11 +48,15 @@ def overrides(actors: str, rollouts: str, *more: str) -> list[str]:
     return [*keys, *more]
 
 
-async def start(device: str, *arguments: str) -> tuple[tuple[Pool, ...], WorkerGroup, WorkerGroup]:
+async def reserve(device: str, *arguments: str) -> tuple[Pool, ...]:
     config = load_config(
         "on_policy_distill_trainer", [*overrides(*arguments), "data.train_files=x", "actor_rollout_ref.model.path=x"]
     )
-    pools = await create_pools(pool_specs(config, device), timeout_s=30)
+    return await create_pools(pool_specs(config, device), timeout_s=30)
+
+
+async def start(device: str, *arguments: str) -> tuple[tuple[Pool, ...], WorkerGroup, WorkerGroup]:
+    pools = await reserve(device, *arguments)
     sizes = [pool.spec.nnodes * pool.spec.n_per_node for pool in pools]
     rollouts = [pools[1].spawn(Worker, rank, {}) for rank in reversed(range(sizes[1]))][::-1]
     actors = [pools[0].spawn(Worker, rank, {}) for rank in range(sizes[0])]
@@ -70,12 +75,27 @@ async def end(pools: tuple[Pool, ...], *groups: WorkerGroup) -> float:
     return time.monotonic() - started
 
 
+async def land_beside(held: str) -> set[str]:
+    """Where shared pools of one node's size land while another job holds a GPU of the node ``held``."""
+    job = placement_group([{"GPU": 1}], bundle_label_selector=[{"ray.io/node-id": held}])
+    await job.ready()
+    pools = await reserve("cuda", "1x2", "1x2", "rollout.share_actor_gpus=true")
+    landed = set(placement_group_table(pools[0].group)["bundles_to_node_id"].values())
+    for group in (pools[0].group, job):
+        remove_placement_group(group)
+    return landed
+
+
 async def scenario(cluster: Cluster, second: Any) -> dict[str, Any]:
     told: dict[str, Any] = {"second": second.node_id}
     try:
         await start("cpu", "3x1", "1x1")
     except ResourceError as error:
         told["refused"] = str(error)
+
+    began = time.monotonic()
+    told["beside"] = [(node, list(await land_beside(node))) for node in (cluster.head_node.node_id, second.node_id)]
+    told["beside_s"] = time.monotonic() - began
 
     pools, actors, rollouts = await start("cuda", "2x2", "2x2", "rollout.share_actor_gpus=true")
     told["actors"], told["rollouts"] = await places(actors), await places(rollouts)
@@ -102,7 +122,7 @@ async def scenario(cluster: Cluster, second: Any) -> dict[str, Any]:
     try:
         await hanging
     except WorkerDied as error:
-        told["death"] = dict(message=str(error), rank=error.rank, s=time.monotonic() - started)
+        told["death"] = dict(message=str(error), s=time.monotonic() - started)
         told["dead"] = await rollouts.dead()
     told["stop_after_death_s"] = await end(pools, rollouts)
     return told

@@ -32,6 +32,9 @@ class ActorWorker:
             config=config, total_steps=total_steps, rank=rank, world_size=world_size, device=device
         )
 
+    def where(self) -> dict[str, Any]:
+        return where_am_i(self._device)
+
     def sees(self, path: str) -> bool:
         """Whether a file that the driver has written is there on this worker's node too."""
         return Path(path).exists()
@@ -55,7 +58,7 @@ class ActorWorker:
             device=self.actor.device,
             timeout_s=self._config.actor_rollout_ref.nccl_timeout,
         )
-        return report | where_am_i(self._device)
+        return report
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         return self.actor.update(samples, step)
@@ -66,7 +69,7 @@ class ActorWorker:
     def open_weight_store(self) -> tuple[str, int]:
         return self.weights.open_store(ray.util.get_node_ip_address())
 
-    def connect_weight_channel(self, labels: list[str], transport: str = "collective") -> None:
+    def connect_weight_channel(self, labels: list[str], transport: str) -> None:
         self.weights.connect(labels, transport)
 
     def send_weights(self, version: int, bucket_bytes: int) -> TransferStats | None:

@@ -6,23 +6,29 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from recipe_gkd.diagnosis.on_node import GONE, WorkerReport
 from recipe_gkd.diagnosis.processes import inspect_here, locate, run_on_node
 from recipe_gkd.diagnosis.report import Subject, render
-from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError, WorkerError
+from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError, WorkerError, silence
 
 if TYPE_CHECKING:
     from recipe_gkd.groups import WorkerGroup
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TIMEOUT_S = 3.0
 """A run that has failed is to end within seconds of its deadline."""
+_TO_COME_BACK_S = 0.5
+"""What is kept of it for the last stacks, and for the way from a node."""
 _TO_WRITE_S = 0.5
+"""What is kept of it for writing."""
+_WRITE_S = 2.0
+"""What writing gets if it needs more: what was found is not thrown away."""
 
 
 async def diagnose(
@@ -32,31 +38,54 @@ async def diagnose(
 
     ``report.md`` names who answered and who did not, and tells each worker's node, process, state and memory. Beside it
     stand, for each worker, the Python stacks of its process and its children, the ends of its log files, and on CUDA
-    the dump of NCCL's flight recorder. None for an error of another kind. Never raises; ends within ``timeout_s``.
+    the dump of NCCL's flight recorder. None for an error of another kind, and if not even the report could be written.
+    Never raises. What is not found out in ``timeout_s`` is left out; a slow disk may take 2 s more.
     """
     if not isinstance(error, DeadlineError | WorkerError | WeightSyncError):
         return None
+    deadline = time.monotonic() + timeout_s - _TO_WRITE_S
     try:
-        async with asyncio.timeout(timeout_s):
-            subjects = [
-                Subject(group.label(rank), place)
-                for group in groups
-                for rank, place in enumerate(await locate(group.handles))
-            ]
-            await _look(subjects, timeout_s - _TO_WRITE_S)
-            return await asyncio.to_thread(_write, error, subjects, root)
+        subjects = await _locate(groups, deadline)
+        await _look(subjects, deadline)
+        files = _files(subjects)
+        writing = time.monotonic() + _WRITE_S
+        folder = await _in_time(writing, _write_report, error, subjects, sorted(files), root)
     except Exception:  # the error itself matters more
         log.warning("the diagnosis failed", exc_info=True)
         return None
+    try:
+        await _in_time(writing, _write_files, folder, files)
+    except Exception:
+        log.warning("not all files of the diagnosis in %s could be written", folder, exc_info=True)
+    return folder
 
 
-async def _look(subjects: Sequence[Subject], timeout_s: float) -> None:
+async def _in_time(deadline: float, act: Callable[..., T], *args: Any) -> T:
+    """In a thread, which is left to itself if it takes longer."""
+    return await asyncio.wait_for(asyncio.to_thread(act, *args), max(0.0, deadline - time.monotonic()))
+
+
+async def _locate(groups: Sequence[WorkerGroup], deadline: float) -> list[Subject]:
+    """All workers, of as many groups as Ray tells of in time."""
+    subjects: list[Subject] = []
+    try:
+        async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+            for group in groups:
+                places = await locate(group.handles)
+                subjects += [Subject(group.label(rank), place) for rank, place in enumerate(places)]
+    except TimeoutError:
+        log.warning("Ray did not tell in time where all workers are")
+    return subjects
+
+
+async def _look(subjects: Sequence[Subject], deadline: float) -> None:
     """Fill in the reports of all nodes that answer in time."""
+    timeout_s = max(0.0, deadline - time.monotonic())
     looks: dict[asyncio.Task[dict[int, WorkerReport]], list[Subject]] = {}
     for node in {subject.place.node_id for subject in subjects if subject.place.pid}:
         here = [subject for subject in subjects if subject.place.node_id == node and subject.place.pid]
         pids = [subject.place.pid for subject in here]
-        look = asyncio.create_task(run_on_node(node, inspect_here, pids, timeout_s - _TO_WRITE_S))
+        look = asyncio.create_task(run_on_node(node, inspect_here, pids, timeout_s - _TO_COME_BACK_S))
         looks[look] = here
     if looks:
         await asyncio.wait(looks, timeout=timeout_s)
@@ -70,11 +99,9 @@ async def _look(subjects: Sequence[Subject], timeout_s: float) -> None:
                 subject.report = look.result().get(subject.place.pid)
 
 
-def _write(error: GkdError, subjects: Sequence[Subject], root: Path) -> Path:
-    blamed = _origin(error)
-    phase = getattr(blamed, "phase", "") or str(error).partition(":")[0]
-    folder = root / "diagnosis" / f"{time.strftime('%Y%m%d-%H%M%S')}-{_slug(phase)}"
-    folder.mkdir(parents=True, exist_ok=True)
+def _files(subjects: Sequence[Subject]) -> dict[str, bytes]:
+    """What stands beside the report: name -> content."""
+    files: dict[str, bytes] = {}
     for subject in subjects:
         if (report := subject.report) is None:
             continue
@@ -84,25 +111,26 @@ def _write(error: GkdError, subjects: Sequence[Subject], root: Path) -> Path:
             for process in report.processes
         )
         if report.processes[0].state != GONE:
-            (folder / f"{name}.stacks.txt").write_text("\n".join(stacks))
+            files[f"{name}.stacks.txt"] = "\n".join(stacks).encode(errors="replace")
         if report.logs:
-            (folder / f"{name}.log.txt").write_text(report.logs)
-        for dump, content in report.nccl_dumps.items():
-            (folder / f"{name}.{dump}").write_bytes(content)
-    (folder / "report.md").write_text(
-        render(error, blamed, subjects, files=sorted(file.name for file in folder.iterdir()))
-    )
+            files[f"{name}.log.txt"] = report.logs.encode()
+        files |= {f"{name}.{dump}": content for dump, content in report.nccl_dumps.items()}
+    return files
+
+
+def _write_report(error: GkdError, subjects: Sequence[Subject], files: Sequence[str], root: Path) -> Path:
+    """The folder. First, so that it is there even if the disk is too slow for the rest."""
+    late = silence(error)
+    phase = late.phase if late else str(error).partition(":")[0]
+    folder = root / "diagnosis" / f"{time.strftime('%Y%m%d-%H%M%S')}-{_slug(phase)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.md").write_text(render(error, subjects, files), errors="replace")
     return folder
 
 
-def _origin(error: BaseException) -> BaseException:
-    """Of the errors that led to this one, the one that knows the phase; else the error itself."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if getattr(cause, "phase", ""):
-            return cause
-        cause = cause.__cause__ or cause.__context__
-    return error
+def _write_files(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
 
 
 def _slug(text: str) -> str:

@@ -153,7 +153,7 @@ def _stacks(pid: int, *, frozen: bool, deadline: float) -> str:
 
 
 def _faulthandler_stacks(pid: int, deadline: float) -> str:
-    """Of a process that called :func:`watch_stacks`: SIGUSR1 would end any other."""
+    """Of a process that called :func:`open_to_watchers`: SIGUSR1 would end any other."""
     file = watch.stacks_file(pid)
     try:
         status = Path(f"/proc/{pid}/status").read_text()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from recipe_gkd.diagnosis.on_node import GONE, WorkerReport
 from recipe_gkd.diagnosis.processes import Place
+from recipe_gkd.errors import DeadlineError, silence
 
 
 @dataclass
@@ -19,20 +20,18 @@ class Subject:
     report: WorkerReport | None = None
 
 
-def render(error: Exception, blamed: BaseException, subjects: Sequence[Subject], files: Sequence[str]) -> str:
-    """Markdown. ``blamed`` is the error that may know `phase`, `silent`, `answered` and `waited_s`."""
-    silent: list[str] = getattr(blamed, "silent", [])
-    answered: list[str] = getattr(blamed, "answered", [])
+def render(error: Exception, subjects: Sequence[Subject], files: Sequence[str]) -> str:
+    """Markdown; ``files`` are the names of those that stand beside it."""
+    late = silence(error) or DeadlineError()
     about = [f"time: {time.strftime('%Y-%m-%d %H:%M:%S %z')}"]
-    if phase := getattr(blamed, "phase", ""):
-        about.append(f"phase: {phase}")
-    if silent:
-        about.append(f"did not answer within {blamed.waited_s:g} s: {', '.join(silent)}")  # type: ignore[attr-defined]
-        about.append(f"answered: {', '.join(answered) or 'nobody'}")
+    if late.silent:
+        about.append(f"phase: {late.phase}")
+        about.append(f"did not answer within {late.waited_s:g} s: {', '.join(late.silent)}")
+        about.append(f"answered: {', '.join(late.answered) or 'nobody'}")
     head = ("worker", "asked", "node", "pid", "state", "memory")
     rows: list[tuple[str, ...]] = []
-    for subject in sorted(subjects, key=lambda subject: subject.label not in silent):
-        asked = "silent" if subject.label in silent else "answered" if subject.label in answered else "-"
+    for subject in sorted(subjects, key=lambda subject: subject.label not in late.silent):
+        asked = "silent" if subject.label in late.silent else "answered" if subject.label in late.answered else "-"
         rows += _rows(subject, asked)
     causes = [f"{subject.label}: {subject.place.cause}" for subject in subjects if subject.place.cause]
     parts = [

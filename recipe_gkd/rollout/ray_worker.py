@@ -61,8 +61,11 @@ class RolloutWorker:
         self._paused = False
         self._unfit_before: str | None = None
 
+    async def where(self) -> dict[str, Any]:
+        return where_am_i(self._device)
+
     async def setup(self) -> dict[str, Any]:
-        """Start the engine; what it is, where it runs, and how long the start took."""
+        """Start the engine; what it is, and how long the start took."""
         started = time.monotonic()
         folder = self._config.actor_rollout_ref.model.path
         self._sampling = {
@@ -73,7 +76,7 @@ class RolloutWorker:
         if (version := self._folder_version) is not None:
             await _on_engine(self._engine.run(lambda eng: self._updates.adopt(eng, version)))
         self._folder_shapes = folder_shapes(folder)
-        return described | where_am_i(self._device) | {"seconds": time.monotonic() - started}
+        return described | {"seconds": time.monotonic() - started}
 
     async def generate(self, prompts: list[Prompt], step: int, greedy: bool = False) -> AsyncIterator[list[Answer]]:
         """Answer ``prompts``; yields, each time, all answers that finished since the last time.
@@ -122,7 +125,7 @@ class RolloutWorker:
     # Weight updates.
 
     async def open_weight_channel(
-        self, host: str, port: int, first_rank: int, labels: list[str], transport: str = "collective"
+        self, host: str, port: int, first_rank: int, labels: list[str], transport: str
     ) -> None:
         """Join a new channel; blocks until all others, named in ``labels``, have joined."""
         timeout_s = self._config.actor_rollout_ref.nccl_timeout

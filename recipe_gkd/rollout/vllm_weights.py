@@ -32,6 +32,7 @@ from recipe_gkd.rollout.vllm_compat import (
     set_current_vllm_config,
     take_expert_kernels,
 )
+from recipe_gkd.watch import open_to_watchers
 from recipe_gkd.weights.buckets import TensorMeta
 from recipe_gkd.weights.connect import connect
 from recipe_gkd.weights.receiver import NamedTensors, receive_weights
@@ -48,7 +49,7 @@ class JoinChannel(WeightTransferInitInfo):
     """Channel rank of this engine's first worker."""
     labels: list[str]
     timeout_s: float
-    transport: str = "collective"
+    transport: str
     """See ``recipe_gkd.weights.connect.TRANSPORTS``; all ends must be told the same."""
 
 
@@ -69,6 +70,7 @@ class BucketReceiver(WeightTransferEngine[JoinChannel, ReceiveWeights]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        open_to_watchers()  # here, as vLLM makes this one at the start of each of its worker processes
         self.dirty = False
         self.outcome: dict[str, Any] = {}
         self._channel: Transport | None = None

@@ -43,7 +43,7 @@ class ActorWeights:
         self._store = open_store(host, self._timeout_s)
         return host, self._store.port
 
-    def connect(self, labels: list[str], transport: str = "collective") -> None:
+    def connect(self, labels: list[str], transport: str) -> None:
         """Rank 0: wait for the others to join; see :func:`connect`."""
         if self._store is None:
             raise WeightSyncError("connect() came before open_store(); call them in that order on the actor's rank 0")

@@ -37,6 +37,11 @@ class Bucket:
     n_bytes: int
     """Exactly what the slots need, a multiple of :data:`ALIGNMENT`: a part-filled bucket is not sent at full size."""
 
+    @property
+    def is_one_tensor(self) -> bool:
+        """Whether its bytes are those of one tensor, so that they need not be packed."""
+        return len(self.slots) == 1 and self.slots[0].n_bytes == self.n_bytes
+
 
 def plan_buckets(meta: Sequence[TensorMeta], bucket_bytes: int) -> list[Bucket]:
     """Fill buckets of at most ``bucket_bytes`` in the order of ``meta``; a tensor larger than that gets its own.
@@ -91,26 +96,32 @@ class Plan:
 
 
 @torch.no_grad()
-def pack(
-    bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer_U: torch.Tensor, *, in_place: bool = False
-) -> torch.Tensor:
+def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer_U: torch.Tensor) -> None:
     """Take the tensors of ``bucket``, and copy each bit by bit to its place in ``buffer_U`` (uint8 of its size).
 
-    Returns what is to be sent: the buffer, or with ``in_place`` the very memory of a tensor that fills a bucket alone.
     Raises :class:`WeightSyncError` when a name, shape or dtype is not the planned one: nothing is ever converted on
     the way.
     """
     typed = _typed(bucket, buffer_U)
     for slot in bucket.slots:
         tensor = _take(slot, tensors)
-        if in_place and slot.n_bytes == bucket.n_bytes and not tensor.storage_offset() * tensor.itemsize % ALIGNMENT:
-            return tensor.view(-1).view(torch.uint8)
         # One call instead of a slice and a view: with small tensors, calls are what packing costs.
         place = torch.as_strided(typed[slot.dtype], slot.shape, tensor.stride(), slot.offset // slot.dtype.itemsize)
         place.copy_(tensor, non_blocking=True)
         if padding := -slot.n_bytes % ALIGNMENT:
             buffer_U.narrow(0, slot.offset + slot.n_bytes, padding).zero_()
-    return buffer_U
+
+
+@torch.no_grad()
+def in_place(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """Take the tensor that is all of ``bucket``: its own memory as bytes, or that of a copy if it is not aligned.
+
+    Raises as :func:`pack` does.
+    """
+    tensor = _take(bucket.slots[0], tensors)
+    if tensor.storage_offset() * tensor.itemsize % ALIGNMENT:
+        tensor = tensor.clone()
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _take(slot: Slot, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:

@@ -60,13 +60,7 @@ def receive_weights(
         raise
     except Exception as error:  # noqa: BLE001 - raised again, and told to the sender
         channel.fail(f"{name}, load", error)
-    return TransferStats(
-        version=version,
-        seconds=time.monotonic() - started,
-        n_bytes=plan.n_bytes,
-        n_buckets=len(plan.buckets),
-        checksum=value,
-    )
+    return TransferStats(seconds=time.monotonic() - started, n_bytes=plan.n_bytes, checksum=value)
 
 
 class _Arrivals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from recipe_gkd.errors import GkdError, WeightSyncError
-from recipe_gkd.weights.buckets import Bucket, Checksum, TensorMeta, pack
+from recipe_gkd.weights.buckets import Bucket, Checksum, TensorMeta, in_place, pack
 from recipe_gkd.weights.stats import TransferStats
 from recipe_gkd.weights.transport import Transport
 
@@ -24,8 +25,9 @@ def send_weights(
     """Send ``tensors``, in the order and with the shapes and dtypes of ``meta``, to every other rank of ``channel``.
 
     Packing the next bucket, and meeting for it, overlap with sending the last one, in two buffers; a tensor that fills
-    a bucket alone is sent from where it is, and must stay as it is until then. Returns when every receiver has
-    confirmed the checksum. Raises :class:`WeightSyncError` or :class:`DeadlineError`, and then the channel is closed.
+    a bucket alone is sent from where it is, if ``channel`` can do that, and must stay as it is until then. Returns when
+    every receiver has confirmed the checksum. Raises :class:`WeightSyncError` or :class:`DeadlineError`, and then the
+    channel is closed.
     """
     channel.begin_update()
     name = f"weights v{version}"
@@ -40,13 +42,7 @@ def send_weights(
         raise
     except Exception as error:  # noqa: BLE001 - of the export, say: the receivers must not wait for the rest of it
         channel.fail(f"{name}, export", error)
-    return TransferStats(
-        version=version,
-        seconds=time.monotonic() - started,
-        n_bytes=plan.n_bytes,
-        n_buckets=len(plan.buckets),
-        checksum=checksum,
-    )
+    return TransferStats(seconds=time.monotonic() - started, n_bytes=plan.n_bytes, checksum=checksum)
 
 
 def _agree(channel: Transport, own: str, name: str) -> None:
@@ -63,13 +59,21 @@ def _agree(channel: Transport, own: str, name: str) -> None:
 def _send_buckets(
     channel: Transport, buckets: Sequence[Bucket], tensors: Iterator[tuple[str, torch.Tensor]], name: str
 ) -> str:
-    size = max((bucket.n_bytes for bucket in buckets), default=0)
-    buffers = channel.buffers(min(2, len(buckets)), size)
+    def is_packed(bucket: Bucket) -> bool:
+        return not (channel.sends_in_place and bucket.is_one_tensor)
+
+    sizes = [bucket.n_bytes for bucket in buckets if is_packed(bucket)]
+    buffers = channel.buffers(min(2, len(sizes)), max(sizes, default=0))
     checksum = Checksum(buffers[0].device if buffers else channel.device)
+    turns = itertools.cycle(buffers)
     on_its_way: tuple[Any, str, torch.Tensor] | None = None
     for i, bucket in enumerate(buckets):
         phase = f"{name}, bucket {i + 1} of {len(buckets)}"
-        buffer_U = pack(bucket, tensors, buffers[i % 2][: bucket.n_bytes], in_place=channel.sends_in_place)
+        if is_packed(bucket):
+            buffer_U = next(turns)[: bucket.n_bytes]
+            pack(bucket, tensors, buffer_U)
+        else:
+            buffer_U = in_place(bucket, tensors)
         checksum.add(buffer_U)
         channel.meet(phase)
         previous, on_its_way = on_its_way, (channel.broadcast(buffer_U), phase, buffer_U)

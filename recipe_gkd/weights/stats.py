@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TransferStats:
-    version: int
     seconds: float
     """From the moment all ends were ready to the moment all had everything."""
     n_bytes: int
-    n_buckets: int
     checksum: str
 
     @property

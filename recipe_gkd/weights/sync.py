@@ -6,8 +6,9 @@
     commit    load what is staged, new version number, empty cache
 
 A failure in any phase ends the attempt: every worker is told to give the update up, and then has its old version, or
-is unfit and refuses to generate. One more attempt follows, after ``repair`` and on a new channel; if that fails too,
-one :class:`WeightSyncError` names who and where, twice. The next :meth:`WeightSync.sync` connects anew.
+is unfit and refuses to generate; only if the commit of some failed do others have the new version already. One more
+attempt follows, after ``repair`` and on a new channel, unless a worker was silent until its deadline; if that fails
+too, one :class:`WeightSyncError` names who and where, twice. The next :meth:`WeightSync.sync` connects anew.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError
+from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError, silence
 from recipe_gkd.weights.buckets import TensorMeta
 from recipe_gkd.weights.transport import interrupt
 
@@ -28,8 +29,10 @@ log = logging.getLogger(__name__)
 
 _MARGIN_S = 2.5
 """The workers' own deadline ends first: their errors say more than that a worker did not answer."""
-_GRACE_S = 2.0
-"""What workers get to answer once they are told that the attempt has failed."""
+_DROP_S = 2.0, 10.0
+"""What a worker gets to drop an update, at least and at most: it makes whole the layers that were loaded in part."""
+_SILENT_DROP_S = 1.0
+"""The same for one that did not answer before: it is told, and hardly waited for."""
 
 
 class Group(Protocol):
@@ -66,7 +69,7 @@ class WeightSync:
         tensor_parallel_size: int,
         bucket_bytes: int,
         timeout_s: float,
-        transport: str = "collective",
+        transport: str,
         inflight: bool = False,
         engine_dtype: str | None = None,
         repair: Callable[[], Awaitable[object]] | None = None,
@@ -118,7 +121,7 @@ class WeightSync:
             numbers = await self._attempt(version)
             retries = 0
         except WeightSyncError as first:
-            if isinstance(first.__cause__, DeadlineError):
+            if isinstance(first.__cause__, DeadlineError) or silence(first):
                 raise  # a new channel does not make a silent worker answer, and the time is over
             log.warning("weight sync v%d: is tried once more, on a new channel", version)
             try:
@@ -139,27 +142,27 @@ class WeightSync:
     async def _attempt(self, version: int) -> dict[str, float]:
         """One go through all phases. When it raises, every worker that lives was told to give the update up."""
         name = f"weight sync v{version}"
-        started = time.monotonic()
+        started, phase = time.monotonic(), "weight sync, connect"
         try:
             if self._meta is None:
                 await self.connect()
-            meta = self._meta
-            await self._on_rollouts("begin_weight_update", version, meta, self._inflight, phase=f"{name}, begin")
-            quiet = time.monotonic()
+            meta, phase = self._meta, f"{name}, begin"
+            await self._on_rollouts("begin_weight_update", version, meta, self._inflight, phase=phase)
+            quiet, phase = time.monotonic(), f"{name}, transfer"
             sent, received = await self._together(
-                f"{name}, transfer",
+                phase,
                 self._actors.call(
                     "send_weights", version, self._bucket_bytes, timeout_s=self._wait_s, phase=f"{name}, send"
                 ),
                 self._on_rollouts("receive_weights", version, meta, self._bucket_bytes, phase=f"{name}, receive"),
             )
-            transferred = time.monotonic()
-            await self._on_rollouts("commit_weights", version, phase=f"{name}, commit")
+            transferred, phase = time.monotonic(), f"{name}, commit"
+            await self._on_rollouts("commit_weights", version, phase=phase)
         except GkdError as error:
             self._meta = None
-            aftermath, silent = await self._give_up()
+            aftermath, cause = await self._give_up(error, phase, started)
             log.error("%s: failed: %s; %s", name, error, aftermath)
-            raise WeightSyncError(f"{error}; {aftermath}") from silent or error
+            raise WeightSyncError(f"{error}; {aftermath}") from cause
         stats = sent[0]
         return {
             "timing/sync_rollout_weights_begin": quiet - started,
@@ -191,39 +194,73 @@ class WeightSync:
         return await self._rollouts.call(method, *args, timeout_s=self._wait_s, phase=phase)
 
     async def _together(self, phase: str, *calls: Awaitable[Any]) -> list[Any]:
-        """Both sides of the channel. When one fails, the other is told and awaited; all errors are raised as one."""
+        """Both sides of the channel. When one fails, the other is told and awaited; all errors are raised as one.
+
+        Each of ``calls`` has a deadline. To be awaited until then is what names those that do not answer: of a frozen
+        actor rank the rollout workers know no more than that nothing comes.
+        """
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if pending:
                 reasons = "; ".join(str(task.exception()) for task in done if task.exception())
                 await asyncio.to_thread(interrupt, *self._store, reasons)
-                await asyncio.wait(pending, timeout=_GRACE_S)
+                await asyncio.wait(pending)
         finally:
             for task in tasks:
                 task.cancel()
-        errors = dict.fromkeys(error for task in tasks if task.done() and (error := task.exception()))
+        errors = list(dict.fromkeys(error for task in tasks if (error := task.exception())))
         if unexpected := [error for error in errors if not isinstance(error, GkdError)]:
             raise unexpected[0]
         if errors:
             told = " | ".join(dict.fromkeys(str(error) for error in errors))
-            raise WeightSyncError(f"{phase}: {told}") from next(iter(errors))
+            raise WeightSyncError(f"{phase}: {told}") from (_joint_silence(errors) or errors[0])
         return [task.result() for task in tasks]
 
-    async def _give_up(self) -> tuple[str, DeadlineError | None]:
-        """Have every rollout worker drop the update: what came of it, and the error of one that does not answer."""
-        phase = "weight sync, give up"
+    async def _give_up(self, error: GkdError, phase: str, started: float) -> tuple[str, GkdError]:
+        """Have every rollout worker drop the update, after ``error``: what came of it, and the cause of it all.
+
+        The cause is ``error``, or, if workers do not answer now, an error that names all that were silent in ``phase``.
+        """
+        known, (least, most) = silence(error), _DROP_S
+        drop_s = min(max(least, self._timeout_s / 2), most)
+        labels = [self._rollouts.label(rank) for rank in range(len(self._rollouts))]
         states = await asyncio.gather(
             *(
-                self._rollouts.call_one(rank, "drop_weights", timeout_s=_GRACE_S, phase=phase)
-                for rank in range(len(self._rollouts))
+                self._rollouts.call_one(
+                    rank,
+                    "drop_weights",
+                    timeout_s=_SILENT_DROP_S if known and label in known.silent else drop_s,
+                    phase="weight sync, give up",
+                )
+                for rank, label in enumerate(labels)
             ),
             return_exceptions=True,
         )
         gone = [state for state in states if isinstance(state, GkdError)]
-        unfit = [self._rollouts.label(rank) for rank, state in enumerate(states) if isinstance(state, str)]
+        unfit = [label for label, state in zip(labels, states, strict=True) if isinstance(state, str)]
         if unexpected := [state for state in states if isinstance(state, BaseException) and state not in gone]:
             raise unexpected[0]
         mixed = f"unfit until a full sync succeeds: {', '.join(unfit)}" if unfit else "no other worker holds a mixture"
-        silent = next((error for error in gone if isinstance(error, DeadlineError)), None)
-        return "; ".join([mixed, *map(str, gone)]), silent
+        aftermath = "; ".join([mixed, *map(str, gone)])
+        late = _joint_silence([known, *gone] if known else gone)
+        if late is None or (known and set(late.silent) == set(known.silent)):
+            return aftermath, error
+        late.phase, late.waited_s = known.phase if known else phase, round(time.monotonic() - started, 1)
+        answered = [label for label, state in zip(labels, states, strict=True) if not isinstance(state, BaseException)]
+        late.answered = [label for label in dict.fromkeys([*late.answered, *answered]) if label not in late.silent]
+        late.__cause__ = error
+        return aftermath, late
+
+
+def _joint_silence(errors: Sequence[BaseException]) -> DeadlineError | None:
+    """One error for all workers that these say did not answer the driver; None if they say so of nobody."""
+    late = [error for error in errors if isinstance(error, DeadlineError) and error.silent]
+    if not late:
+        return None
+    joint = DeadlineError("; ".join(map(str, late)))
+    joint.phase, joint.waited_s = late[0].phase, late[0].waited_s
+    joint.silent = list(dict.fromkeys(label for error in late for label in error.silent))
+    joint.answered = [label for error in late for label in error.answered if label not in joint.silent]
+    joint.__cause__ = late[0]
+    return joint

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -24,7 +25,8 @@ from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError
 from recipe_gkd.weights.buckets import Plan, TensorMeta
 from recipe_gkd.weights.memory import BufferPool, host_buffer
 
-_INTERRUPT_S = 10.0
+_INTERRUPT_S = 2.0
+_NOTE_S = 1.0
 _FAILED = "failed: "
 _INTERRUPTED = "interrupted"
 _AWAITED = "awaited"
@@ -50,8 +52,15 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 def interrupt(host: str, port: int, reason: str) -> None:
     """Let rank 0 fail at its present or next wait, and through it all others: for whoever knows of a death, say.
 
-    Without it they would wait for the dead one until their deadline. Does nothing if the store is gone.
+    Without it they would wait for the dead one until their deadline. Does nothing if the store is gone; returns within
+    2 s even if its process is stopped, which torch would wait for without end.
     """
+    thread = threading.Thread(target=_interrupt, args=(host, port, reason), name="interrupt-weights", daemon=True)
+    thread.start()
+    thread.join(_INTERRUPT_S)
+
+
+def _interrupt(host: str, port: int, reason: str) -> None:
     with contextlib.suppress(OSError, dist.DistError, WeightSyncError):
         socket.create_connection((host, port), timeout=_INTERRUPT_S).close()  # refused at once, where torch tries again
         store = join_store(host, port, _INTERRUPT_S)
@@ -70,6 +79,9 @@ class Transport:
 
     Only one thread at a time may use it. The constructor returns when all have arrived, or raises
     :class:`DeadlineError` (naming, on rank 0, who is missing).
+
+    No deadline holds on other ranks while rank 0's process is stopped: torch asks its store without one. They go on
+    when it does, or ends: whoever drives all ends has deadlines of its own, and kills it.
     """
 
     sends_in_place = False
@@ -192,8 +204,8 @@ class Transport:
         return heard
 
     def check_interrupted(self, phase: str) -> None:
-        if self._has(_INTERRUPTED):
-            self.fail(phase, WeightSyncError(f"weight channel, {phase}: {self.store.get(_INTERRUPTED).decode()}"))
+        if (reason := self._note(_INTERRUPTED)) is not None:
+            self.fail(phase, WeightSyncError(f"weight channel, {phase}: {reason}"))
 
     def interrupt(self, reason: str) -> None:
         """:func:`interrupt`, which may be called while another thread of this end waits."""
@@ -221,6 +233,8 @@ class Transport:
         else:
             failure = WeightSyncError(f"weight channel, {phase}: {own} failed: {flat(error)}{told}")
         self.abandon(str(failure))
+        if failure is error:
+            raise failure
         raise failure from error
 
     def abandon(self, reason: str) -> None:
@@ -241,8 +255,8 @@ class Transport:
         found: dict[int, str] = {}
         for rank in range(self.world):
             for topic in self._due():
-                if rank != self.rank and self._has(key := _key(topic, rank)):
-                    found[rank] = self.store.get(key).decode()
+                if rank != self.rank and (note := self._note(_key(topic, rank))) is not None:
+                    found[rank] = note
         return self._told({rank: text for rank, text in found.items() if text.startswith(_FAILED)})
 
     def _told(self, failed: dict[int, str]) -> str:
@@ -265,6 +279,16 @@ class Transport:
             return bool(self.store.check([key]))
         except dist.DistError:
             return False  # the store's own process is gone
+
+    def _note(self, key: str) -> str | None:
+        """What is there already; None, too, if the store cannot tell."""
+        if not self._has(key):
+            return None
+        self.store.set_timeout(timedelta(seconds=_NOTE_S))  # that of the last wait may be over
+        try:
+            return str(self.store.get(key).decode())
+        except dist.DistError:
+            return None
 
     def left(self) -> timedelta:
         """At least a moment: to torch, a timeout of nothing means the default one."""

@@ -11,7 +11,7 @@ import faulty
 import numpy as np
 import pytest
 import ray.cloudpickle
-from faulty import DEADLINE_S, TrainerOf
+from faulty import DEADLINE_S, Census, TrainerOf
 
 from recipe_gkd.checkpoints import Progress
 from recipe_gkd.config import load_config
@@ -48,8 +48,18 @@ def tiny_student(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trainer_of(ray_session: None, tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerOf:
-    """``async with trainer_of(*overrides) as trainer``: workers that can be told to :func:`faulty.strike`."""
+def census() -> Census:
+    return Census()
+
+
+@pytest.fixture
+def trainer_of(
+    ray_session: None, tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, census: Census
+) -> TrainerOf:
+    """``async with trainer_of(*overrides) as trainer``: workers that can be told to :func:`faulty.strike`.
+
+    However it is left, none of their processes may live then.
+    """
     import transformers
 
     from recipe_gkd.quickstart.task import make_splits, write_parquet
@@ -89,7 +99,14 @@ def trainer_of(ray_session: None, tiny_student: Path, tmp_path: Path, monkeypatc
         loader = PromptLoader(data, config.data, n=1, epochs=1, max_steps=None)
         progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
         (tmp_path / "run").mkdir(exist_ok=True)
-        async with start_workers(config, "cpu", total_steps=8, stop_token_ids=()) as workers:
-            yield Trainer(config, workers, IndifferentTeacher(), loader, progress)  # type: ignore[arg-type]
+        try:
+            async with start_workers(config, "cpu", total_steps=8, stop_token_ids=()) as workers:
+                await census.take(workers)
+                try:
+                    yield Trainer(config, workers, IndifferentTeacher(), loader, progress)  # type: ignore[arg-type]
+                finally:
+                    await census.take(workers)
+        finally:
+            assert len(census) >= 3 and census.alive() == []
 
     return start

@@ -1,19 +1,27 @@
-"""Real workers that send themselves a signal at a chosen moment."""
+"""Real workers that send themselves a signal at a chosen moment, and a list of all their processes."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from recipe_gkd.actor.ray_worker import ActorWorker
+from recipe_gkd.config import Config
+from recipe_gkd.diagnosis import on_node
+from recipe_gkd.diagnosis.processes import locate
+from recipe_gkd.groups import WorkerGroup
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.trainer import Trainer
+from recipe_gkd.workers import Workers
 
 DEADLINE_S = 6.0
 TrainerOf = Callable[..., AbstractAsyncContextManager[Trainer]]
@@ -28,21 +36,66 @@ MOMENTS = {
 }
 
 
-def strike(moment: str, number: int, call: int) -> None:
-    """Send this process the signal ``number`` at the ``call``-th call, from 1, of what is called at that moment."""
+@dataclass(frozen=True)
+class Strike:
+    """One that is to come, or has come; on this machine, whose processes have one monotonic clock."""
+
+    pid: int
+    note: Path
+    """The process writes the time there before it sends itself the signal."""
+
+    @property
+    def seconds(self) -> float:
+        """Since it came."""
+        return time.monotonic() - float(self.note.read_text())
+
+
+async def arm(group: WorkerGroup, rank: int, moment: str, number: int, call: int = 2) -> Strike:
+    """Have a worker send itself the signal ``number`` at the ``call``-th call, from 1, of what is called then."""
+    strike: Strike = await group.call_one(rank, "strike", moment, number, call, timeout_s=20, phase="arm")
+    return strike
+
+
+def strike(moment: str, number: int, call: int, config: Config) -> Strike:
+    """What :func:`arm` does, within the worker."""
     module, _, path = MOMENTS[moment].partition(":")
     owner: Any = importlib.import_module(module)
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
     original, calls = getattr(owner, name), itertools.count(1)
+    note = Path(config.trainer.default_local_dir) / f"struck-{os.getpid()}"
+    note.unlink(missing_ok=True)
 
     def struck(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == call:
+            note.write_text(str(time.monotonic()))
             os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
     setattr(owner, name, struck)
+    return Strike(os.getpid(), note)
+
+
+class Census:
+    """The processes of all workers, and their children, that were there at any time when it was taken."""
+
+    def __init__(self) -> None:
+        self._seen: set[on_node.ProcessId] = set()
+
+    async def take(self, workers: Workers) -> None:
+        places = await locate([*workers.actors.handles, *workers.rollouts.handles])
+        self._seen.update(on_node.tree([place.pid for place in places]))
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def alive(self) -> list[str]:
+        return [
+            f"{pid}: {' '.join(psutil.Process(pid).cmdline())}"
+            for pid, created in self._seen
+            if lives(pid) and psutil.Process(pid).create_time() == created
+        ]
 
 
 def lives(pid: int) -> bool:
@@ -54,12 +107,10 @@ def lives(pid: int) -> bool:
 
 
 class FaultyRollout(RolloutWorker):
-    async def strike(self, moment: str, number: int, call: int = 2) -> int:
-        strike(moment, number, call)
-        return os.getpid()
+    async def strike(self, moment: str, number: int, call: int) -> Strike:
+        return strike(moment, number, call, self._config)
 
 
 class FaultyActor(ActorWorker):
-    def strike(self, moment: str, number: int, call: int = 2) -> int:
-        strike(moment, number, call)
-        return os.getpid()
+    def strike(self, moment: str, number: int, call: int) -> Strike:
+        return strike(moment, number, call, self._config)

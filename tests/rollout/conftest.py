@@ -52,7 +52,7 @@ class Pool:
     def sync(self, *ranks: int, bucket_bytes: int = 1 << 20, inflight: bool = False) -> WeightSync:
         return WeightSync(
             self.actor, self.group(*ranks), tensor_parallel_size=1, bucket_bytes=bucket_bytes,
-            timeout_s=CHANNEL_TIMEOUT_S, inflight=inflight,
+            timeout_s=CHANNEL_TIMEOUT_S, transport="collective", inflight=inflight,
         )  # fmt: skip
 
     def tell_actor(self, method: str, *args: Any) -> Any:
@@ -63,8 +63,8 @@ class Pool:
         (host, port), worker = self.tell_actor("open_weight_store"), self.group(rank)
         labels = ["actor worker 0", worker.label(0)]
         await asyncio.gather(
-            self.actor.call("connect_weight_channel", labels, timeout_s=10, phase="connect"),
-            worker.call("open_weight_channel", host, port, 1, labels, timeout_s=10, phase="connect"),
+            self.actor.call("connect_weight_channel", labels, "collective", timeout_s=10, phase="connect"),
+            worker.call("open_weight_channel", host, port, 1, labels, "collective", timeout_s=10, phase="connect"),
         )
         meta: list[TensorMeta] = self.tell_actor("weights_meta")
         return meta

@@ -26,9 +26,9 @@ def generate(pool: Pool, rank: int, given: list[Prompt], step: int = 0, *, greed
     return asyncio.run(pool.answers(rank, given, step, greedy=greedy))
 
 
-def test_setup_tells_what_the_engine_is_and_where_it_runs(pool: Pool) -> None:
+def test_setup_tells_what_the_engine_is(pool: Pool) -> None:
     for described in pool.described:
-        assert described["device"] == "cpu" and described["pid"] and described["dtype"] == "float32"
+        assert described["dtype"] == "float32"
         assert described["max_model_len"] == 32 + 48 and described["kv_cache_tokens"] > 1000
         assert described["seconds"] > 0
 

@@ -83,7 +83,14 @@ def test_engines_after_a_sync_say_what_a_fresh_engine_says_of_the_export(
             ("2 workers", pool.group(0, 1), 1),
             ("TP2", tensor_pair, 2),
         ]:
-            sync = WeightSync(actor, group, tensor_parallel_size=tp, bucket_bytes=30_000, timeout_s=CHANNEL_TIMEOUT_S)
+            sync = WeightSync(
+                actor,
+                group,
+                tensor_parallel_size=tp,
+                bucket_bytes=30_000,
+                timeout_s=CHANNEL_TIMEOUT_S,
+                transport="collective",
+            )
             version = 10 + len(found)
             await sync.sync(version)
             for rank in range(len(group)):

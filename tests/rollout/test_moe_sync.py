@@ -65,7 +65,14 @@ def test_engine_after_a_sync_from_divided_experts_says_what_the_export_says(ray_
         await actor.call("save_hf", str(export), timeout_s=30, phase="export")
         await ready
         before = await answers()
-        sync = WeightSync(actor, rollout, tensor_parallel_size=1, bucket_bytes=30_000, timeout_s=CHANNEL_TIMEOUT_S)
+        sync = WeightSync(
+            actor,
+            rollout,
+            tensor_parallel_size=1,
+            bucket_bytes=30_000,
+            timeout_s=CHANNEL_TIMEOUT_S,
+            transport="collective",
+        )
         await sync.sync(1)
         await sync.sync(2)
         return before, await answers()

@@ -202,7 +202,14 @@ def test_a_worker_that_dies_midway_is_named_and_the_others_stay_usable(pool: Poo
     doomed = ray.remote(num_cpus=0, runtime_env=environment())(DoomedWorker).remote()
     ray.get(doomed.setup.remote(), timeout=60)
     group.handles.append(doomed)
-    sync = WeightSync(pool.actor, group, tensor_parallel_size=1, bucket_bytes=30_000, timeout_s=CHANNEL_TIMEOUT_S)
+    sync = WeightSync(
+        pool.actor,
+        group,
+        tensor_parallel_size=1,
+        bucket_bytes=30_000,
+        timeout_s=CHANNEL_TIMEOUT_S,
+        transport="collective",
+    )
     asyncio.run(sync.connect())
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match="rollout worker 1 of 2 died"):

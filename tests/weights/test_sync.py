@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from ends import CPU, META, Timer, weights
+from ends import CPU, META, Timer, spawn, weights
 
-from recipe_gkd.errors import WeightSyncError, WorkerDied
+from recipe_gkd.errors import DeadlineError, WeightSyncError, WorkerDied, silence
+from recipe_gkd.weights import sync
 from recipe_gkd.weights.actor_side import ActorWeights
 from recipe_gkd.weights.buckets import TensorMeta
 from recipe_gkd.weights.connect import connect
@@ -27,7 +29,19 @@ pytestmark = pytest.mark.timeout(60)
 TIMEOUT_S = 10.0
 
 
-class Actor:
+class Freezer:
+    """A worker that stops answering, for ever, at its next call of ``freeze_in``."""
+
+    freeze_in, frozen = "", False
+
+    def answer(self, method: str, *args: Any) -> Any:
+        self.frozen = self.frozen or method == self.freeze_in
+        if self.frozen:
+            threading.Event().wait()
+        return getattr(self, method)(*args)
+
+
+class Actor(Freezer):
     """Rank 0; breaks as many exports as it was told to."""
 
     def __init__(self) -> None:
@@ -57,7 +71,7 @@ class Actor:
         return self._weights.send(version, bucket_bytes)
 
 
-class Rollout:
+class Rollout(Freezer):
     """Stages what it receives."""
 
     def __init__(self) -> None:
@@ -110,19 +124,31 @@ class Group:
     async def call_one(self, rank: int, method: str, *args: Any, timeout_s: float, phase: str) -> Any:
         member = self.members[rank]
         if not getattr(member, "dead", False):
-            result = await asyncio.wait_for(asyncio.to_thread(getattr(member, method), *args), timeout_s)
+            call = asyncio.wrap_future(spawn(lambda: member.answer(method, *args)))
+            if not (await asyncio.wait([call], timeout=timeout_s))[0]:
+                error = DeadlineError(f"{phase}: {self.label(rank)} did not answer")
+                error.phase, error.silent, error.waited_s = phase, [self.label(rank)], timeout_s
+                raise error
+            result = call.result()
         if getattr(member, "dead", False):
             raise WorkerDied(f"{phase}: {self.label(rank)} died")
         return result
 
 
 class Parties:
-    def __init__(self, n_rollouts: int = 2, **options: Any) -> None:
+    def __init__(self, n_rollouts: int = 2, *, transport: str = "collective", **options: Any) -> None:
         self.actor, self.rollouts = Actor(), [Rollout() for _ in range(n_rollouts)]
         self.sync = WeightSync(
             Group("actor", [self.actor]), Group("rollout", self.rollouts), tensor_parallel_size=1, bucket_bytes=3000,
-            timeout_s=TIMEOUT_S, **options,
+            timeout_s=TIMEOUT_S, transport=transport, **options,
         )  # fmt: skip
+
+    def hurry(self, timeout_s: float) -> None:
+        """A shorter deadline from now on, when all are connected."""
+        self.sync._timeout_s = timeout_s
+        ends: list[Any] = [self.actor._weights, *self.rollouts]
+        for end in ends:
+            end._channel.timeout_s = timeout_s
 
     def have(self, version: int) -> bool:
         sent = weights()
@@ -164,6 +190,32 @@ def test_a_worker_that_dies_in_the_transfer_is_noticed_at_once_and_its_successor
     with Timer() as timer:
         assert asyncio.run(parties.sync.sync(1))["weights/retries"] == 1
     assert parties.have(1) and timer.seconds < TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("freeze", "phase", "silent", "answered"),
+    [
+        ("actor", "send", ["actor worker 0 of 1"], []),
+        ("rollout", "transfer", ["rollout worker 1 of 2"], ["rollout worker 0 of 2"]),
+    ],
+)
+def test_a_frozen_worker_is_named_with_the_phase_in_which_it_froze_and_is_not_waited_for_again(
+    monkeypatch: pytest.MonkeyPatch, freeze: str, phase: str, silent: list[str], answered: list[str]
+) -> None:
+    parties = Parties()
+    asyncio.run(parties.sync.sync(1))
+    parties.hurry(1.0)
+    monkeypatch.setattr(sync, "_MARGIN_S", 0.5)
+    if freeze == "actor":
+        parties.actor.freeze_in = "send_weights"
+    else:
+        parties.rollouts[1].freeze_in = "receive_weights"
+    with Timer() as timer, pytest.raises(WeightSyncError, match=silent[0]) as caught:
+        asyncio.run(parties.sync.sync(2))
+    late = silence(caught.value)
+    assert late is not None and late.phase == f"weight sync v2, {phase}"
+    assert (list(late.silent), list(late.answered)) == (silent, answered)
+    assert 1.0 <= late.waited_s <= timer.seconds + 0.1 and timer.seconds < 5 and len(parties.actor.stores) == 1
 
 
 def test_what_the_repair_says_is_raised_together_with_what_it_was_to_repair() -> None:

@@ -6,16 +6,22 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ends import CPU, KINDS, LABELS, META, Timer, connect, spawn, stalls, weights
 
 from recipe_gkd.errors import DeadlineError, WeightSyncError
 from recipe_gkd.weights.actor_side import ActorWeights
+from recipe_gkd.weights.buckets import TensorMeta
 from recipe_gkd.weights.channel import Channel
 from recipe_gkd.weights.ipc import SharedMemory
 from recipe_gkd.weights.memory import BufferPool
@@ -52,7 +58,7 @@ def test_all_receivers_get_the_bits_in_order_and_agree_on_the_checksum_at_any_bu
             assert [name for name, _ in received] == list(sent)
             assert all(t.dtype == sent[name].dtype and torch.equal(t, sent[name]) for name, t in received)
         assert {result.checksum for result in results} == {stats.checksum}
-        assert stats.n_bytes == sum(-(-t.nbytes // 16) * 16 for t in sent.values()) and stats.version == version
+        assert stats.n_bytes == sum(-(-t.nbytes // 16) * 16 for t in sent.values())
         sums.add(stats.checksum)
     assert len(sums) == 5
 
@@ -154,6 +160,58 @@ def test_a_driver_can_end_the_wait_for_a_receiver_that_it_knows_to_be_dead(kind:
     assert timer.seconds < 5
 
 
+_HOLD_A_STORE = """
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+input()
+"""
+
+
+def test_to_interrupt_ends_soon_even_if_the_stores_process_is_stopped() -> None:
+    process = subprocess.Popen([sys.executable, "-c", _HOLD_A_STORE], stdin=-1, stdout=-1, text=True)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGSTOP)
+        with Timer() as timer:
+            spawn(lambda: interrupt("127.0.0.1", port, "rollout worker 1 died")).result(5)
+        assert timer.seconds < 3
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class Hasty:
+    """A store that answers no sooner than within 0.1 s."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._timeout_s = store, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+        self._timeout_s = timeout.total_seconds()
+
+    def get(self, key: str) -> Any:
+        if self._timeout_s < 0.1:
+            raise dist.DistStoreError("wait timeout")
+        return self._store.get(key)
+
+
+def test_what_others_reported_is_told_and_the_channel_closed_even_when_the_time_is_over() -> None:
+    sender, bad, _ = connect(2, 0.5)
+    bad.abandon("the device is full")
+    sender.store = Hasty(sender.store)
+    sender.deadline = time.monotonic() - 1
+    with pytest.raises((WeightSyncError, DeadlineError), match=r"rollout worker 0 .* reported: the device is full"):
+        sender.meet("late")
+    with pytest.raises(WeightSyncError, match="this weight channel is closed"):
+        sender.check_alive()
+
+
 def test_who_does_not_join_is_named() -> None:
     store = open_store("127.0.0.1", 1.0)
     joining = spawn(
@@ -247,6 +305,33 @@ def test_the_next_bucket_is_received_while_one_is_loaded(kind: type[Transport]) 
     receiving = spawn(lambda: receive_weights(receiver, 3, META, BUCKET, take))
     send_weights(sender, 3, META, export(), BUCKET)
     receiving.result(10)
+
+
+class Recording(Channel):
+    """Knows what was asked for to pack into, and what was sent."""
+
+    def buffers(self, n: int, n_bytes: int) -> list[torch.Tensor]:
+        self.asked = n, n_bytes
+        return super().buffers(n, n_bytes)
+
+    def broadcast(self, buffer_U: torch.Tensor) -> Any:
+        self.sent = [*getattr(self, "sent", []), buffer_U.data_ptr()]
+        return super().broadcast(buffer_U)
+
+
+def test_what_is_sent_in_place_takes_no_memory_to_pack_into() -> None:
+    shapes = [("embed", 4000), *((f"layer.{i}", 64) for i in range(8)), ("head", 4000), ("late", 64)]
+    sent = {name: torch.rand(n) for name, n in shapes}
+    sent["head"] = torch.rand(4001)[1:]  # not where a bucket may start
+    meta: list[TensorMeta] = [(name, (n,), "float32") for name, n in shapes]
+    sender, receiver = connect(1, 10, Recording, Channel)
+    taken: NamedTensors = []
+    receiving = spawn(lambda: receive_weights(receiver, 1, meta, 1024, taken.extend))
+    send_weights(sender, 1, meta, sent.items(), 1024)
+    receiving.result(10)
+    assert sender.asked == (2, 1024)
+    assert sent["embed"].data_ptr() in sender.sent and sent["head"].data_ptr() not in sender.sent
+    assert [name for name, _ in taken] == list(sent) and all(torch.equal(tensor, sent[name]) for name, tensor in taken)
 
 
 def test_memory_is_used_again_only_when_nobody_holds_it() -> None:
