@@ -21,6 +21,8 @@ class Prompt:
     """int32 [P]."""
     row: int
     """Row of the data set it came from; the other columns stay there."""
+    given_ids: np.ndarray | None = None
+    """int32 [T]: the answer of the data, which is trained on instead of a sampled one (``gkd.sft_share``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,19 @@ class Sample:
     prompt: Prompt
     answer: Answer
     teacher: TeacherTopK
+    reward: float | None = None
+    """What the reward function said of it, if it was asked."""
+    advantage: float = 0.0
+    """Of its reward, among the answers to the same prompt; 0 without rewards."""
+    baseline: float = 0.0
+    """Subtracted from the sampled-token rewards log p - log q of `k1`."""
+    scale: float = 1.0
+    """They are divided by it then."""
+
+    @property
+    def is_given(self) -> bool:
+        """Its answer is of the data, not sampled from the student."""
+        return self.prompt.given_ids is not None
 
     def __post_init__(self) -> None:
         rows = len(self.answer.ids)

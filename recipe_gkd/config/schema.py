@@ -27,11 +27,23 @@ Files = Annotated[list[str], BeforeValidator(_as_list)]
 """A list of paths; one string stands for a list of one."""
 
 
+LossType = Literal[
+    "forward_kl", "reverse_kl", "jsd", "kl_rkl", "skewed_forward_kl", "skewed_reverse_kl", "tvd", "k1", "k2", "k3"
+]
+Tail = Literal["bucket", "renormalise", "none"]
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
     train_files: Files = key("Parquet files (or one) with the training prompts.")
     val_files: Files = key("Parquet files with held-out prompts; may be empty.")
     prompt_key: str = key("Column of the prompt: a list of {role, content} messages, or a string.")
+    response_key: str = key("Column of the given answer, a string: for `gkd.sft_share`.")
+    ground_truth_key: str = key(
+        "Column of what the reward function compares an answer with; dots lead into a structure, such as "
+        "`reward_model.ground_truth`."
+    )
+    data_source_key: str = key("Column that says where a row comes from: validation is reported by it.")
     max_prompt_length: int = key("Longest prompt, in tokens after the chat template.", ge=1)
     max_response_length: int = key("Longest answer, in tokens; generation is cut there.", ge=1)
     train_batch_size: int = key("Prompts of one training step.", ge=1)
@@ -108,6 +120,14 @@ class ActorConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ValidationSamplingConfig:
+    n: int = key("Answers to each validation prompt; their rewards are averaged.", ge=1)
+    temperature: float = key("Of validation answers; 0 is greedy.", ge=0)
+    top_p: float = key("Nucleus sampling of validation answers; 1: off.", gt=0, le=1)
+    top_k: int = key("Sample validation answers among the k likeliest tokens; -1: among all.", ge=-1)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutEngineConfig:
     name: Literal["vllm"] = key("Generation engine.")
     n: int = key("Answers to each prompt.", ge=1)
@@ -128,6 +148,7 @@ class RolloutEngineConfig:
         "`collective`: NCCL or gloo; `ipc`: memory shared on one node; `auto`: `ipc` where GPUs are shared."
     )
     timeout_s: float = key("Seconds that the answers of one batch may take.", gt=0)
+    val_kwargs: ValidationSamplingConfig
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -147,6 +168,60 @@ class ActorRolloutRefConfig:
     actor: ActorConfig
     rollout: RolloutEngineConfig
     teacher: TeacherConfig
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GkdConfig:
+    """The objective: distillation, a reward, and given answers, each with its coefficient."""
+
+    distill_loss_type: LossType = key(
+        "Divergence of teacher P and student Q at each position, from the teacher's top-k; or `k1`, `k2`, `k3`, from the "
+        "sampled token alone: `k1` is reverse KL by policy gradient."
+    )
+    distill_loss_coef: float = key("Weight of the distillation loss; 0: it is only measured.", ge=0)
+    distill_temperature: float = key("Both distributions are those of logits / this.", gt=0)
+    tail: Tail = key(
+        "All ids outside the teacher's top-k: `bucket`: one outcome; `renormalise`: left out, and both sides divided by "
+        "what is left (biased); `none`: left out of the sum (biased)."
+    )
+    beta: float = key("Of `jsd`: the teacher's share of the mixture; near 0 forward KL, near 1 reverse KL.", gt=0, lt=1)
+    rkl_ratio: float = key("Of `kl_rkl`: the share of reverse KL.", ge=0, le=1)
+    skew_alpha: float = key(
+        "Of the skewed divergences: how much of the first distribution is mixed into the second.", gt=0, lt=1
+    )
+    use_rl_loss: bool = key("Add a GRPO policy loss on the reward of `custom_reward_function`.")
+    rl_loss_coef: float = key("Weight of the policy loss.", ge=0)
+    clip_ratio_low: float = key("The policy loss stops at a probability ratio of 1 - this.", ge=0, le=1)
+    clip_ratio_high: float = key("The policy loss stops at a probability ratio of 1 + this.", ge=0)
+    norm_adv_by_std: bool = key("Divide advantages by the standard deviation of the rewards of the same prompt.")
+    importance: Literal["none", "truncate", "mask"] = key(
+        "Of `k1`, `k2`, `k3`: correct for the weights that sampled being older, by the probability ratio: at most "
+        "`importance_cap`, or tokens above it left out."
+    )
+    importance_cap: float = key("Largest probability ratio of the correction.", ge=1)
+    group_normalize: bool = key(
+        "Of `k1`: subtract the mean over the tokens of all answers to the same prompt, and divide by their deviation."
+    )
+    sft_share: float = key("Share of the prompts that are trained on the given answer, not a sampled one.", ge=0, le=1)
+    sft_target: Literal["data", "teacher"] = key(
+        "Given answers teach by cross-entropy with their own tokens, or by the teacher's distributions along them."
+    )
+    sft_loss_coef: float = key("Weight of the cross-entropy with given answers.", ge=0)
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = key(
+        "Every token of the global batch counts the same, or every answer that has tokens."
+    )
+    chunk_tokens: int | None = key("Positions that the loss takes at a time; null: what suits the device.", ge=1)
+    fuse_lm_head: bool = key(
+        "Compute the output layer inside the loss, chunk by chunk: the logits are never whole, and computed twice."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RewardFunctionConfig:
+    path: str | None = key("Python file of the reward function; null: there is none.")
+    name: str = key("Its name there: a function (prompt, answer, ground_truth, extra) -> float.")
+    timeout_s: float = key("Seconds that one call may take.", gt=0)
+    num_workers: int = key("Processes that call it.", ge=1)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -173,6 +248,10 @@ class TrainerConfig:
     save_freq: int = key("Save every so many steps and at the end; -1: never.", ge=-1)
     test_freq: int = key("Validate every so many steps; -1: never.", ge=-1)
     val_before_train: bool = key("Validate before the first step.")
+    log_val_generations: int = key("Validation answers shown in the log, each time.", ge=0)
+    best_metric: str | None = key(
+        "A validation metric, such as `val/gsm8k/compute_score`: the checkpoint where it was highest is kept as `best`."
+    )
     logger: list[Literal["console", "jsonl", "tensorboard"]] = key("Where metrics go.")
     project_name: str = key("First folder of the logs.")
     experiment_name: str = key("Second folder of the logs.")
@@ -200,5 +279,7 @@ class Config:
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
     rollout: RolloutPoolConfig
+    gkd: GkdConfig
+    custom_reward_function: RewardFunctionConfig
     trainer: TrainerConfig
     ray_init: RayInitConfig
