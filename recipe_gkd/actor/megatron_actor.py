@@ -15,11 +15,13 @@ from torch import Tensor
 
 from recipe_gkd.actor import cpu_compat
 from recipe_gkd.actor.checkpoint import StateWriter, TrainingState, load
+from recipe_gkd.actor.components import Totals
 from recipe_gkd.actor.export import export_weights, stages_of_weights, weights_meta
 from recipe_gkd.actor.hf_load import load_hf, own_parameters
 from recipe_gkd.actor.hf_save import save_hf_folder
 from recipe_gkd.actor.microbatch import PackedBatch, micro_batches, pack
 from recipe_gkd.actor.model import build_chunks, transformer_config
+from recipe_gkd.actor.objective import Objective, metrics, names_of_sums
 from recipe_gkd.actor.optimizer import (
     clip_and_step,
     gradient_norm,
@@ -29,14 +31,13 @@ from recipe_gkd.actor.optimizer import (
 )
 from recipe_gkd.actor.parallel import check_world_size, find_store, init_parallel, leave_parallel, tensor_group
 from recipe_gkd.actor.shape import read_shape
-from recipe_gkd.actor.step import distillation_loss, run_micro_batches
+from recipe_gkd.actor.step import run_micro_batches
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import DataError, EchoError, WorkerError
 from recipe_gkd.samples import Sample
 from recipe_gkd.weights.buckets import TensorMeta
 
 UIDS_IN_MESSAGE = 8
-REPORTED = ("loss", "n_tokens", "teacher_topk_mass", "student_topk_mass")
 
 
 class MegatronActor:
@@ -66,7 +67,7 @@ class MegatronActor:
         Raises :class:`ConfigError` for a layout that cannot work; nothing has been started then.
         """
         self._config = config
-        self._actor = config.actor_rollout_ref.actor
+        self._actor, self._gkd = config.actor_rollout_ref.actor, config.gkd
         check_world_size(self._actor.megatron, world_size)
         self._total_steps = total_steps
         self._rank, self._world_size = rank, world_size
@@ -111,7 +112,7 @@ class MegatronActor:
             self._dtype = transformer.params_dtype
             self._parameters = own_parameters(self._chunks, shape, layout)
             self._stages = stages_of_weights(self._parameters, layout, self.device)
-        self._loss = distillation_loss(shape.vocab_size, tensor_group(layout))
+        self._loss = Objective(gkd=self._gkd, vocab_size=shape.vocab_size, tp_group=tensor_group(layout))
         return {
             "rank": layout.rank,
             "dp_rank": layout.dp_rank,
@@ -141,11 +142,10 @@ class MegatronActor:
 
         ``step`` counts from 0; it sets the learning rate, and brings the weights from version ``step`` to ``step + 1``.
 
-        Returns, the same on every rank: `actor/kl_loss` (mean over all response tokens of the global batch),
-        `actor/grad_norm` (before clipping), `actor/lr`, `actor/n_tokens`, `actor/teacher_topk_mass`,
-        `actor/student_topk_mass`, `actor/micro_batches` (of each rank), `perf/max_memory_allocated_gb` (the most that
-        any rank has had so far, up to this backward pass). A batch without any response token leaves the weights as
-        they are.
+        Returns, the same on every rank: those of :func:`recipe_gkd.actor.objective.metrics`, `actor/grad_norm` (before
+        clipping), `actor/lr`, `actor/micro_batches` (of each rank), `perf/max_memory_allocated_gb` (the most that any
+        rank has had so far, up to this backward pass). A batch without any response token leaves the weights as they
+        are.
 
         Raises :class:`DataError` for a sample that cannot be trained on (:class:`EchoError` on the other ranks), and
         :class:`WorkerError` if the loss or the gradient is not finite; the weights are unchanged then.
@@ -153,37 +153,42 @@ class MegatronActor:
         self._step = step
         lr = learning_rate(step, self._total_steps, self._actor.optim)
         with cpu_compat.on_host():
-            batches = self._plan(samples)
+            batches, totals = self._plan(samples)
             for chunk in self._wrapped:
                 chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
-            reports = run_micro_batches(self._wrapped, batches, self._loss, device=self.device)
-            totals = self._sum_over_ranks(reports)
-            if not math.isfinite(totals["loss"]):
+            reports = run_micro_batches(
+                self._wrapped,
+                batches,
+                self._loss,
+                totals=totals,
+                gkd=self._gkd,
+                tp_group=tensor_group(self.layout),
+                device=self.device,
+            )
+            sums, peak_bytes = self._sum_over_ranks(reports)
+            if not math.isfinite(sums["loss"]):
                 culprits = [uid for report in reports for uid in report["uids_T"][_not_finite(report["loss_T"])]]
                 raise self._not_finite_error("loss", culprits)
             norm = gradient_norm(self._optimizer)
             if not math.isfinite(norm):
                 raise self._not_finite_error("gradient", [sample.prompt.uid for sample in samples])
-            n_tokens = totals["n_tokens"]
-            if n_tokens:
+            if sums["n_tokens"]:
                 set_learning_rate(self._optimizer, lr, self._actor.optim.weight_decay)
                 clip_and_step(self._optimizer, norm, self._actor.optim.clip_grad)
         self._step = step + 1
-        metrics = {
-            "actor/kl_loss": totals["loss"] / max(n_tokens, 1),
+        return metrics(self._gkd, sums) | {
             "actor/grad_norm": norm,
             "actor/lr": lr,
-            "actor/n_tokens": n_tokens,
-            "actor/teacher_topk_mass": totals["teacher_topk_mass"] / max(n_tokens, 1),
-            "actor/student_topk_mass": totals["student_topk_mass"] / max(n_tokens, 1),
             "actor/micro_batches": float(len(batches)),
-            "perf/max_memory_allocated_gb": totals["peak_bytes"] / 2**30,
+            "perf/max_memory_allocated_gb": peak_bytes / 2**30,
         }
-        return metrics
 
-    def _plan(self, samples: Sequence[Sample]) -> list[PackedBatch]:
-        """This rank's micro-batches, as many as every other rank has; empty ones make up for missing ones."""
+    def _plan(self, samples: Sequence[Sample]) -> tuple[list[PackedBatch], Totals]:
+        """This rank's micro-batches, as many as every other rank has: empty ones make up for missing ones.
+
+        And the totals of the global batch.
+        """
         multiple_of = self.layout.tp_size if self._actor.megatron.sequence_parallel else 1
         refusal: DataError | None = None
         batches: list[PackedBatch] = []
@@ -205,23 +210,27 @@ class MegatronActor:
             raise refusal
         if any_refused:
             raise EchoError(f"update {self._step}: another rank refused a sample; its error says which, and why")
+        mine = Totals.counts(batches)
+        counted_here = self.layout.is_last_stage and self.layout.tp_rank == 0  # by one rank of those with these samples
+        sums = torch.tensor(mine, dtype=torch.float64, device=self.device) * counted_here
+        dist.all_reduce(sums)
         # Interleaved pipeline stages take micro-batches in rounds of the number of stages.
         interleaved = self._actor.megatron.virtual_pipeline_model_parallel_size is not None
         most = math.ceil(max(most, 1) / self.layout.pp_size) * self.layout.pp_size if interleaved else max(most, 1)
-        return batches + [pack([], multiple_of=multiple_of)] * (most - len(batches))
+        return batches + [pack([], multiple_of=multiple_of)] * (most - len(batches)), Totals.of(sums.tolist())
 
-    def _sum_over_ranks(self, reports: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Sums over the global batch, and `peak_bytes`, a maximum; the same on every rank."""
-        sums = torch.zeros(len(REPORTED), dtype=torch.float64, device=self.device)
+    def _sum_over_ranks(self, reports: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
+        """Sums over the global batch, and the most bytes that any rank has had; the same on every rank."""
+        names = names_of_sums(self._gkd)
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         if self.layout.is_last_stage and self.layout.tp_rank == 0:  # each token is counted by one rank of its group
             for report in reports:
-                sums += torch.stack([report["sums"][name] for name in REPORTED])
+                sums += torch.stack([report["sums"][name] for name in names])
         peaks = torch.zeros(self._world_size, dtype=torch.float64, device=self.device)
         peaks[self._rank] = _peak_memory_bytes(self.device)
         both = torch.cat([sums, peaks])  # one entry a rank, so that one sum over ranks carries the maximum as well
         dist.all_reduce(both)
-        totals = dict(zip(REPORTED, both.tolist(), strict=False))
-        return totals | {"peak_bytes": both[len(REPORTED) :].max().item()}
+        return dict(zip(names, both.tolist(), strict=False)), both[len(names) :].max().item()
 
     def _not_finite_error(self, what: str, uids: Sequence[int]) -> WorkerError:
         """The same on every rank, although only some know the samples. Collective."""

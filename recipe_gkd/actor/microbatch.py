@@ -5,7 +5,7 @@ Axis names: N tokens of a packed row, T response tokens in it, K teacher top-k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +75,26 @@ class PackedBatch:
     """int64; -1 there."""
     uids_T: np.ndarray
     """int64: whose token it is."""
+    answer_ids_T: np.ndarray
+    """int64: the response tokens themselves."""
+    positions_T: np.ndarray
+    """int64: their positions in the answers, from 0."""
+    answer_lengths_T: np.ndarray
+    """int64: of the answer that it belongs to."""
+    sampling_logps_T: np.ndarray
+    """float32, under the weights that sampled it."""
+    teacher_logps_T: np.ndarray
+    """float32, the teacher's of the token."""
+    has_teacher_T: np.ndarray
+    """bool: whether the teacher was asked."""
+    is_given_T: np.ndarray
+    """bool: it is of the data, not sampled."""
+    advantages_T: np.ndarray
+    """float32, of the answer; see :class:`Sample`."""
+    baselines_T: np.ndarray
+    """float32, likewise."""
+    scales_T: np.ndarray
+    """float32, likewise."""
 
     @property
     def position_ids_N(self) -> np.ndarray:
@@ -109,13 +129,31 @@ def pack(samples: Sequence[Sample], *, multiple_of: int = 1) -> PackedBatch:
         width = sample.teacher.ids_TK.shape[1]
         logps_TK[rows_of_sample, :width] = sample.teacher.logps_TK
         ids_TK[rows_of_sample, :width] = sample.teacher.ids_TK
+    answer_lengths = [len(sample.answer.ids) for sample in samples]
+
+    def of_tokens(arrays: Iterable[np.ndarray], dtype: type) -> np.ndarray:
+        return np.concatenate([np.zeros(0), *arrays]).astype(dtype)
+
+    def of_samples(values: Iterable[float], dtype: type) -> np.ndarray:
+        return np.repeat(list(values), answer_lengths).astype(dtype)
+
     return PackedBatch(
         token_ids_N=np.concatenate(ids).astype(np.int64),
         lengths=lengths,
-        loss_rows_T=np.concatenate([np.zeros(0), *rows]).astype(np.int64),
+        loss_rows_T=of_tokens(rows, np.int64),
         logps_TK=logps_TK,
         ids_TK=ids_TK,
-        uids_T=np.repeat([s.prompt.uid for s in samples], [len(s.answer.ids) for s in samples]).astype(np.int64),
+        uids_T=of_samples((sample.prompt.uid for sample in samples), np.int64),
+        answer_ids_T=of_tokens((sample.answer.ids for sample in samples), np.int64),
+        positions_T=of_tokens(map(np.arange, answer_lengths), np.int64),
+        answer_lengths_T=of_samples(answer_lengths, np.int64),
+        sampling_logps_T=of_tokens((sample.answer.logprobs for sample in samples), np.float32),
+        teacher_logps_T=of_tokens((sample.teacher.sampled_logps_T for sample in samples), np.float32),
+        has_teacher_T=np.asarray((ids_TK >= 0).any(1)),
+        is_given_T=of_samples((sample.is_given for sample in samples), np.bool_),
+        advantages_T=of_samples((sample.advantage for sample in samples), np.float32),
+        baselines_T=of_samples((sample.baseline for sample in samples), np.float32),
+        scales_T=of_samples((sample.scale for sample in samples), np.float32),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,9 @@ def logits_of_a_loss(
     """What the loss is given in one update: rows of all micro-batches together, columns, dtype."""
     seen: list[Tensor] = []
 
-    def watch(loss: Any, logits_TW: Tensor, batch: Any) -> Any:
-        seen.append(logits_TW.detach())
-        return loss(logits_TW, batch)
+    def watch(loss: Any, student: Any, batch: Any) -> Any:
+        seen.append(student.logits_TW.detach())
+        return loss(student, batch)
 
     with started(rank, world_size, port, config) as actor:
         actor._loss = partial(watch, actor._loss)
@@ -99,10 +100,10 @@ def refused(
         return message, same, 0 < update(actor, good, 3)["actor/kl_loss"] < 10
 
 
-def _overflow_backwards(loss: Any, logits_TW: Tensor, batch: Any) -> Any:
+def _overflow_backwards(loss: Any, student: Any, batch: Any) -> Any:
     """The same loss, with a gradient beyond float32."""
-    total, *rest = loss(logits_TW, batch)
-    return total + ((logits_TW - logits_TW.detach()) * 3e38).sum(), *rest
+    losses, logits_TW = loss(student, batch), student.logits_TW
+    return replace(losses, loss_T=losses.loss_T + ((logits_TW - logits_TW.detach()) * 3e38).sum(1))
 
 
 def fails_to_start(rank: int, world_size: int, port: int, config: Config, of_ranks: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,12 +12,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from recipe_gkd.samples import Sample
-from tests.actor.tiny import VOCAB
-from tests.losses.dense import dense_forward_kl
+
+Objective = Callable[[Sequence[tuple[Sample, Tensor]]], dict[str, Tensor]]
+"""Of the samples with a response, each with the float64 logits [T, V] that predict it: `actor/*`, with `actor/loss`."""
 
 
 def reference_training(
-    folder: Path, batches: Sequence[list[Sample]], *, lr: float = 0.01, clip: float = 0.5, decay: float = 0.05
+    folder: Path,
+    batches: Sequence[list[Sample]],
+    objective: Objective | None = None,
+    *,
+    lr: float = 0.01,
+    clip: float = 0.5,
+    decay: float = 0.05,
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Metrics of each step, and the weights after the last, under the names of a saved folder."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -31,24 +38,38 @@ def reference_training(
     adam = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
     metrics = []
     for batch in batches:
-        n_tokens = sum(len(sample.answer.ids) for sample in batch)
-        losses = [sample_loss(model, sample) for sample in batch if len(sample.answer.ids)]
-        loss = torch.stack(losses).sum() / n_tokens
+        answered = [sample for sample in batch if len(sample.answer.ids)]
+        losses = (objective or forward_kl)([(sample, predicting(model, sample)) for sample in answered])
+        loss = losses["actor/loss"]
         adam.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         adam.step()
-        metrics.append({"actor/kl_loss": loss.item(), "actor/grad_norm": norm.item(), "actor/n_tokens": n_tokens})
+        n_tokens = float(sum(len(sample.answer.ids) for sample in answered))
+        found = {name: value.item() for name, value in losses.items()}
+        metrics.append(found | {"actor/grad_norm": norm.item(), "actor/n_tokens": n_tokens})
     with tempfile.TemporaryDirectory() as path:  # transformers names and cuts a mixture's weights anew when it saves
         model.save_pretrained(path)
         return metrics, load_file(Path(path) / "model.safetensors")
 
 
-def sample_loss(model: torch.nn.Module, sample: Sample) -> Tensor:
-    """Sum over the response: the logits at position p - 1 predict token p."""
+def predicting(model: torch.nn.Module, sample: Sample) -> Tensor:
+    """The logits at position p - 1 predict token p."""
     logits = model(torch.as_tensor(sample.token_ids).long()[None]).logits[0]
     first = len(sample.prompt.ids)
-    predicting = logits[first - 1 : first - 1 + len(sample.answer.ids)]
-    teacher = sample.teacher
-    ids = torch.as_tensor(teacher.ids_TK).long()
-    return dense_forward_kl(predicting, torch.as_tensor(teacher.logps_TK), ids, VOCAB).sum()
+    return logits[first - 1 : first - 1 + len(sample.answer.ids)]
+
+
+def forward_kl(samples: Sequence[tuple[Sample, Tensor]]) -> dict[str, Tensor]:
+    loss = torch.cat([forward_kl_T(sample, logits) for sample, logits in samples]).mean()
+    return {"actor/loss": loss, "actor/kl_loss": loss}
+
+
+def forward_kl_T(sample: Sample, logits_TV: Tensor) -> Tensor:
+    """With one bucket for all ids that are not among the teacher's."""
+    p_TK = torch.as_tensor(sample.teacher.logps_TK).double().exp()
+    ids_TK = torch.as_tensor(sample.teacher.ids_TK).long()
+    q_TK = logits_TV.double().softmax(1).gather(1, ids_TK)
+    p_TB = torch.cat([p_TK, 1 - p_TK.sum(1, keepdim=True)], 1)
+    q_TB = torch.cat([q_TK, 1 - q_TK.sum(1, keepdim=True)], 1)
+    return (p_TB * (p_TB.log() - q_TB.log())).sum(1)

@@ -16,8 +16,10 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from recipe_gkd.actor import cpu_compat
+from recipe_gkd.actor.components import Totals
 from recipe_gkd.actor.megatron_actor import MegatronActor
 from recipe_gkd.actor.microbatch import pack, shard_batch
+from recipe_gkd.actor.objective import Losses
 from recipe_gkd.actor.parallel import leave_parallel
 from recipe_gkd.actor.step import run_micro_batches
 from recipe_gkd.config import Config, load_config
@@ -139,18 +141,21 @@ def exported(actor: Any) -> dict[str, Tensor]:
 def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
     """[N, V] logits of one packed row of all samples, where this rank is on the last stage; None elsewhere."""
 
-    def capture(logits_NW: Tensor, _: Any) -> Any:
+    def capture(student: Any, _: Any) -> Losses:
+        logits_NW = student.logits(torch.arange(sum(packed.lengths)))
         parts = [torch.empty_like(logits_NW) for _ in range(actor.layout.tp_size)]
         dist.all_gather(parts, logits_NW.contiguous(), group=mpu.get_tensor_model_parallel_group())
-        kept = {"logits": torch.cat(parts, 1)[:, :VOCAB]}
-        return logits_NW.sum(), torch.tensor(1, dtype=torch.int), kept
+        return Losses(loss_T=logits_NW.sum(1), sums={"logits": torch.cat(parts, 1)[:, :VOCAB]})
 
     packed = pack(samples, multiple_of=actor.layout.tp_size)
     every_row = dataclasses.replace(packed, loss_rows_T=np.arange(sum(packed.lengths)))
     batches = [every_row] * 2
     with cpu_compat.on_host(), torch.no_grad():
-        reports = run_micro_batches(actor._wrapped, batches, capture, device=torch.device("cpu"), forward_only=True)
-    return reports[0]["logits"] if reports else None
+        reports = run_micro_batches(
+            actor._wrapped, batches, capture, totals=Totals.of(Totals.counts(batches)), gkd=actor._gkd, tp_group=None,
+            device=torch.device("cpu"), forward_only=True,
+        )  # fmt: skip
+    return reports[0]["sums"]["logits"] if reports else None
 
 
 def transformers_logits(model: Any, samples: Sequence[Sample]) -> Tensor:

@@ -1,0 +1,77 @@
+"""A packed micro-batch on the device that trains on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recipe_gkd.actor.layer_spec import PackedRow
+from recipe_gkd.actor.microbatch import PackedBatch, similar_lengths
+
+AS_THEY_ARE = (
+    "loss_rows_T", "logps_TK", "ids_TK", "answer_ids_T", "positions_T", "sampling_logps_T", "teacher_logps_T",
+    "has_teacher_T", "is_given_T", "advantages_T", "baselines_T", "scales_T",
+)  # fmt: skip
+"""Arrays of a packed batch that become tensors, under the same names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBatch:
+    """A :class:`PackedBatch` as tensors, and what its tokens weigh."""
+
+    token_ids_1N: Tensor
+    position_ids_1N: Tensor
+    row: PackedRow
+    loss_rows_T: Tensor
+    logps_TK: Tensor
+    ids_TK: Tensor
+    answer_ids_T: Tensor
+    positions_T: Tensor
+    sampling_logps_T: Tensor
+    teacher_logps_T: Tensor
+    has_teacher_T: Tensor
+    is_given_T: Tensor
+    advantages_T: Tensor
+    baselines_T: Tensor
+    scales_T: Tensor
+    weights: dict[str, Tensor]
+    """[T], by component of the objective; see :mod:`~recipe_gkd.actor.components`."""
+
+
+def to_device(packed: PackedBatch, weights: Mapping[str, np.ndarray], device: torch.device) -> DeviceBatch:
+    def tensor(array: Any) -> Tensor:
+        return torch.as_tensor(array).to(device, non_blocking=True)
+
+    bounds = torch.tensor([0, *packed.lengths]).cumsum(0).to(torch.int32).to(device)
+    longest = max(packed.lengths)
+    blocks = similar_lengths(packed.lengths)
+    row = PackedRow(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        blocks=[tensor(np.maximum(block, 0)) for block in blocks],
+        places_N=tensor(_places(blocks)),
+    )
+    return DeviceBatch(
+        token_ids_1N=tensor(packed.token_ids_N)[None],
+        position_ids_1N=tensor(packed.position_ids_N)[None],
+        row=row,
+        weights={name: tensor(weights_T) for name, weights_T in weights.items()},
+        **{name: tensor(getattr(packed, name)) for name in AS_THEY_ARE},
+    )
+
+
+def _places(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """[N]: where each row of the packed row is in the blocks, flattened and one after the other."""
+    rows = np.concatenate([block.ravel() for block in blocks])
+    (real,) = np.nonzero(rows >= 0)
+    places_N = np.empty(len(real), dtype=np.int64)
+    places_N[rows[real]] = real
+    return places_N

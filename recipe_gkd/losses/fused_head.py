@@ -1,0 +1,91 @@
+"""The same reading from hidden states and the output layer's weights: logits exist one block of positions at a time.
+
+The backward pass computes each block again: one matrix product more, for memory that does not grow with T x V.
+
+Axis names: T positions, D hidden, W = V / tp columns of one rank, R rows (positions) of a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from recipe_gkd.losses.question import Question, Reading
+from recipe_gkd.losses.reading import CHUNK_ELEMENTS, Grads, Plan, chunks, reading_of
+
+BLOCK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
+"""Logits of a block: enough rows for a matrix product to be efficient."""
+
+
+def read_hidden(
+    hidden_TD: Tensor,
+    weight_WD: Tensor,
+    question: Question,
+    *,
+    tp_group: ProcessGroup | None = None,
+    chunk_tokens: int | None = None,
+) -> Reading:
+    """As :func:`~recipe_gkd.losses.reading.read_logits` of ``hidden_TD @ weight_WD.T``; differentiable in both.
+
+    ``hidden_TD`` is whole on every rank of ``tp_group``, and so is its gradient; rank r has the rows
+    [r W, (r + 1) W) of the weight. ``chunk_tokens``: positions of a block; None: as many as suit the device.
+    """
+    width = len(weight_WD)
+    plan = Plan.make(question, width, tp_group)
+    rows = chunk_tokens or max(1, BLOCK_ELEMENTS[hidden_TD.device.type] // max(width, 1))
+    return reading_of(question, *_ReadHidden.apply(hidden_TD, weight_WD, plan, chunks(len(hidden_TD), rows)))
+
+
+class _ReadHidden(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_WD: Tensor, plan: Plan, blocks: list[slice]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        shares = []
+        for block in blocks:
+            logits_RW = hidden_TD[block] @ weight_WD.T
+            shares += [plan.read(logits_RW[rows], _within(block, rows)) for rows in _cache_sized(logits_RW)]
+        gathered = plan.gather(shares)
+        ctx.save_for_backward(hidden_TD, weight_WD, gathered.u_tail_TH, gathered.rounding_TH)
+        ctx.plan, ctx.blocks = plan, blocks
+        ctx.mark_non_differentiable(gathered.entropy_T)
+        return gathered.outputs()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden_TD, weight_WD, u_tail_TH, rounding_TH = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        dtype = torch.promote_types(weight_WD.dtype, torch.float32)  # a sum over many blocks
+        grad_TD = torch.empty_like(hidden_TD) if needs_hidden else None
+        grad_WD = torch.zeros_like(weight_WD, dtype=dtype) if needs_weight else None
+        for block in ctx.blocks:
+            logits_RW = hidden_TD[block] @ weight_WD.T
+            for rows in _cache_sized(logits_RW):
+                part, chunk_CW = _within(block, rows), logits_RW[rows]
+                ctx.plan.write_gradient(chunk_CW, chunk_CW, part, u_tail_TH, rounding_TH, Grads(*grads[:3]))
+            if grad_TD is not None:
+                torch.matmul(logits_RW, weight_WD, out=grad_TD[block])
+            if grad_WD is not None:
+                _add_product(grad_WD, logits_RW.T, hidden_TD[block])
+        if grad_TD is not None and ctx.plan.tp_group is not None and len(grad_TD):
+            dist.all_reduce(grad_TD, group=ctx.plan.tp_group)
+        return grad_TD, None if grad_WD is None else grad_WD.to(weight_WD.dtype), None, None
+
+
+def _cache_sized(logits_RW: Tensor) -> list[slice]:
+    return chunks(len(logits_RW), max(1, CHUNK_ELEMENTS[logits_RW.device.type] // max(logits_RW.shape[1], 1)))
+
+
+def _within(block: slice, rows: slice) -> slice:
+    return slice(block.start + rows.start, block.start + rows.stop)
+
+
+def _add_product(total_WD: Tensor, left_WR: Tensor, right_RD: Tensor) -> None:
+    if left_WR.dtype == total_WD.dtype:
+        total_WD.addmm_(left_WR, right_RD)
+    else:
+        total_WD += left_WR @ right_RD

@@ -1,0 +1,71 @@
+"""Which arithmetic reads the logits: PyTorch's, or on a GPU the kernels in Triton, which is never required."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.losses import chunk
+from recipe_gkd.losses.question import Head
+
+CHOICE = "RECIPE_GKD_ARITHMETIC"
+"""Environment variable: ``torch`` or ``triton`` for all tensors, for tests and benchmarks; ``auto`` if it is unset."""
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Arithmetic(Protocol):
+    """What :mod:`~recipe_gkd.losses.chunk` documents."""
+
+    def tail_sums(self, logits_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> Tensor: ...
+
+    def write_gradient(
+        self,
+        out_CW: Tensor,
+        logits_CW: Tensor,
+        heads: Sequence[Head],
+        u_tail_CH: Tensor,
+        grad_tail_CH: Tensor,
+        grad_support_CK: Tensor,
+        picked_columns_C1: Tensor,
+        grad_picked_C1: Tensor,
+    ) -> None: ...
+
+
+def arithmetic_for(tensor: Tensor, choice: str | None = None) -> Arithmetic:
+    """``choice``: ``auto`` (Triton on a GPU, if it is installed), ``torch`` or ``triton``; None: what the environment
+    says. Raises ConfigError for others, and for ``triton`` where that cannot work."""
+    choice = choice or os.environ.get(CHOICE) or "auto"
+    if choice not in ("auto", "torch", "triton"):
+        raise ConfigError(f"{CHOICE}: got {choice!r}, expected 'auto', 'torch' or 'triton'")
+    if choice == "torch" or (choice == "auto" and not (tensor.is_cuda and tensor.dtype in TRITON_DTYPES)):
+        return chunk
+    found = _triton()
+    if choice == "auto":
+        return found or chunk
+    if found is None:
+        raise ConfigError(f"{CHOICE}=triton, but the package triton cannot be imported: install it, or unset {CHOICE}")
+    if tensor.dtype not in TRITON_DTYPES:
+        raise ConfigError(
+            f"{CHOICE}=triton, but the logits are {tensor.dtype}, expected {TRITON_DTYPES}: unset {CHOICE}"
+        )
+    if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            f"{CHOICE}=triton, but the logits are on {tensor.device}, expected a GPU: unset {CHOICE}, or set "
+            "TRITON_INTERPRET=1 for a test"
+        )
+    return found
+
+
+@functools.cache
+def _triton() -> Arithmetic | None:
+    try:
+        from recipe_gkd.losses import triton_chunk
+    except ImportError:
+        return None
+    return triton_chunk

@@ -1,0 +1,44 @@
+"""The whole way from logits and a teacher's top-k to a divergence at each position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from recipe_gkd.losses.buckets import Outcomes, outcomes, present_entries
+from recipe_gkd.losses.divergences import Divergence
+from recipe_gkd.losses.question import Question
+from recipe_gkd.losses.reading import read_logits
+
+
+def topk_divergence(
+    logits_TW: Tensor,
+    teacher_logps_TK: Tensor,
+    teacher_ids_TK: Tensor,
+    divergence: Divergence,
+    *,
+    vocab_size: int,
+    tp_group: ProcessGroup | None = None,
+    chunk_tokens: int | None = None,
+    in_place: bool = False,
+) -> tuple[Tensor, Outcomes]:
+    """Nats ``[T]``, differentiable in the logits, and what they were computed from; the same on all of ``tp_group``.
+
+    ``logits_TW``: this rank's columns of the student's logits, W = (padded V) / tp, any float dtype.
+    ``teacher_logps_TK``: float32 log-probabilities of the teacher's whole distribution at ``divergence.temperature``,
+    not renormalised; -inf: no entry. ``teacher_ids_TK``: int64 global ids, distinct in a row; one that the student does
+    not have is no entry. ``vocab_size``: ids from here on are padding of the student's vocabulary.
+    ``chunk_tokens``, ``in_place``: see :func:`~recipe_gkd.losses.reading.read_logits`.
+    """
+    present_TK = present_entries(teacher_logps_TK, teacher_ids_TK, vocab_size)
+    question = Question(
+        ids_TK=teacher_ids_TK,
+        present_TK=present_TK,
+        picked_T=torch.zeros(len(logits_TW), dtype=torch.int64, device=logits_TW.device),
+        vocab_size=vocab_size,
+        temperature=divergence.temperature,
+    )
+    reading = read_logits(logits_TW, question, tp_group=tp_group, chunk_tokens=chunk_tokens, in_place=in_place)
+    result = outcomes(reading.u_TB, teacher_logps_TK, present_TK, divergence.tail)
+    return divergence(result), result
