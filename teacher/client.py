@@ -27,7 +27,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from teacher import protocol
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
-from teacher.protocol import LIMITS, Answer, Failure, Frame, Info
+from teacher.messages import LIMITS, Answer, Failure, Info
+from teacher.protocol import Frame
 from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence
 from teacher.sockets import FRONTEND_PORT, LOOK_HINT, START_HINT, make_socket, receive, send
 
@@ -111,9 +112,11 @@ class TeacherClient:
         return future.result()  # bounded: the thread settles each future at its deadline
 
     def submit(
-        self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None
+        self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None, *, temperature: float = 1.0
     ) -> Future[list[TeacherAnswer]]:
-        """Have `sequences` scored as one request; the answers keep their order.
+        """Have `sequences` scored as one request, with log_softmax(logits / temperature); the answers keep their order.
+
+        A worker scores one temperature at a time: requests of another wait until it has finished those before them.
 
         Every failure of a request arrives through its future: TeacherRequestError (this request is at fault),
         TeacherTimeout, TeacherUnavailable, TeacherProtocolError. Callbacks of the future run in the I/O thread: keep
@@ -126,7 +129,7 @@ class TeacherClient:
         future.set_running_or_notify_cancel()
         try:
             timeout_s = self._timeout_s if timeout_s is None else _checked_timeout_s(timeout_s)
-            frames = protocol.encode_score(request_id, timeout_s, sequences)
+            frames = protocol.encode_score(request_id, timeout_s, sequences, temperature)
         except TeacherRequestError as error:
             future.set_exception(error)
             return future

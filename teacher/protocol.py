@@ -13,113 +13,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
-from enum import StrEnum
+from dataclasses import asdict, fields
 from typing import Any
 
 import msgpack
 import numpy as np
 
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
+from teacher.messages import (
+    LIMITS,
+    PROTOCOL_VERSION,
+    Answer,
+    Bye,
+    Failure,
+    Hello,
+    Info,
+    Kind,
+    Message,
+    Probe,
+    Ready,
+    Score,
+    Welcome,
+    check_sequences,
+    check_temperature,
+)
 from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
 
-PROTOCOL_VERSION = 2
-
 Frame = Any  # anything with the buffer protocol: bytes, memoryview, zmq.Frame
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Upper bounds of one message. They bound memory, not usefulness: no sane request comes near them."""
-
-    header_bytes: int = 4 << 20
-    text_chars: int = 16 << 10
-    sequences: int = 4096
-    sequence_tokens: int = 1 << 20
-    request_tokens: int = 16 << 20
-    vocab_size: int = 1 << 24
-    eos_token_ids: int = 256
-    request_frame_bytes: int = 4 << 20  # the largest legal request frame: one sequence, or the header
-    answer_frame_bytes: int = 16 << 30  # 1M tokens x top-4096, or 16k tokens x a whole vocabulary of 256k
-    timeout_s: float = 7 * 24 * 3600.0
-
-    @property
-    def frames(self) -> int:
-        return 1 + 3 * self.sequences
-
-
-LIMITS = Limits()
-
-
-class Kind(StrEnum):
-    HELLO = "hello"  # client -> proxy: who are you?
-    INFO = "info"  # proxy -> client
-    SCORE = "score"  # client -> proxy -> worker
-    ANSWER = "answer"  # worker -> proxy -> client
-    ERROR = "error"  # anybody -> whoever asked
-    READY = "ready"  # worker -> proxy: my model is loaded
-    WELCOME = "welcome"  # proxy -> worker: registered
-    PROBE = "probe"  # proxy -> worker: no answer wanted, sending it shows whether there is still a connection
-    BYE = "bye"  # worker -> proxy: I leave
-
-
-@dataclass(frozen=True)
-class Hello:
-    request_id: int
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class Info:
-    request_id: int
-    info: TeacherInfo
-
-
-@dataclass(frozen=True)
-class Score:
-    request_id: int
-    timeout_s: float
-    sequences: list[TeacherSequence]
-
-    @property
-    def n_tokens(self) -> int:
-        return sum(len(sequence.token_ids) for sequence in self.sequences)
-
-
-@dataclass(frozen=True)
-class Answer:
-    request_id: int
-    answers: list[TeacherAnswer]
-
-
-@dataclass(frozen=True)
-class Failure:
-    request_id: int
-    error: TeacherError
-
-
-@dataclass(frozen=True)
-class Ready:
-    info: ModelInfo
-    capacity_tokens: int
-
-
-@dataclass(frozen=True)
-class Welcome:
-    pass
-
-
-@dataclass(frozen=True)
-class Probe:
-    pass
-
-
-@dataclass(frozen=True)
-class Bye:
-    reason: str
-
-
-Message = Hello | Info | Score | Answer | Failure | Ready | Welcome | Probe | Bye
 
 _ERROR_OF_CODE: dict[str, type[TeacherError]] = {
     "timeout": TeacherTimeout,
@@ -128,40 +48,7 @@ _ERROR_OF_CODE: dict[str, type[TeacherError]] = {
     "unavailable": TeacherUnavailable,
 }
 _CODE_OF_ERROR = {error: code for code, error in _ERROR_OF_CODE.items()}
-_SPLIT_HINT = "ask for less at once: raise actor_rollout_ref.teacher.num_microbatches"
 _DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4")}
-
-
-# --- checks on a request, for the sender as well as for the receiver -------------------------------------------------
-
-
-def check_sequences(sequences: Sequence[TeacherSequence]) -> None:
-    """Raise TeacherRequestError unless `sequences` can be sent: count, dtype, shapes, lengths."""
-    if not sequences:
-        raise TeacherRequestError("a request has one sequence at least, got none")
-    if len(sequences) > LIMITS.sequences:
-        raise TeacherRequestError(
-            f"{len(sequences)} sequences in one request, at most {LIMITS.sequences} can be sent; {_SPLIT_HINT}"
-        )
-    for i, sequence in enumerate(sequences):
-        ids = sequence.token_ids
-        if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
-            got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
-            raise TeacherRequestError(
-                f"sequence {i}: token_ids must be a numpy int32 array [N], got {got}; use np.asarray(ids, np.int32)"
-            )
-        if len(ids) > LIMITS.sequence_tokens:
-            raise TeacherRequestError(f"sequence {i}: {len(ids)} tokens, at most {LIMITS.sequence_tokens} can be sent")
-        if type(sequence.prompt_len) is not int or not 1 <= sequence.prompt_len < len(ids):
-            raise TeacherRequestError(
-                f"sequence {i}: expected 1 <= prompt_len < number of tokens, got prompt_len={sequence.prompt_len!r} "
-                f"with {len(ids)} tokens; a prompt needs one token at least, and an empty response has nothing to score"
-            )
-    n_tokens = sum(len(sequence.token_ids) for sequence in sequences)
-    if n_tokens > LIMITS.request_tokens:
-        raise TeacherRequestError(
-            f"{n_tokens} tokens in one request, at most {LIMITS.request_tokens} can be sent; {_SPLIT_HINT}"
-        )
 
 
 # --- encode ----------------------------------------------------------------------------------------------------------
@@ -175,15 +62,20 @@ def encode_info(request_id: int, info: TeacherInfo) -> list[Frame]:
     return _encode(Kind.INFO, request_id, info=asdict(info))
 
 
-def encode_score(request_id: int, timeout_s: float, sequences: Sequence[TeacherSequence]) -> list[Frame]:
+def encode_score(
+    request_id: int, timeout_s: float, sequences: Sequence[TeacherSequence], temperature: float = 1.0
+) -> list[Frame]:
     """Token ids are copied: the caller may change its arrays while the message waits in a queue.
 
-    Raises: TeacherRequestError, see `check_sequences`.
+    Raises: TeacherRequestError, see `check_sequences` and `check_temperature`.
     """
     check_sequences(sequences)
+    temperature = check_temperature(temperature)
     arrays = [sequence.token_ids.copy() for sequence in sequences]
     prompt_lens = [sequence.prompt_len for sequence in sequences]
-    return _encode(Kind.SCORE, request_id, arrays, timeout_s=timeout_s, prompt_lens=prompt_lens)
+    return _encode(
+        Kind.SCORE, request_id, arrays, timeout_s=timeout_s, prompt_lens=prompt_lens, temperature=temperature
+    )
 
 
 def encode_answer(request_id: int, answers: Sequence[TeacherAnswer]) -> list[Frame]:
@@ -328,9 +220,10 @@ def _decode_score(header: dict[str, Any], arrays: list[np.ndarray]) -> Score:
     sequences = [TeacherSequence(ids, n) for ids, n in zip(arrays, prompt_lens, strict=True)]
     try:
         check_sequences(sequences)
+        temperature = check_temperature(header.get("temperature", 1.0))
     except TeacherRequestError as error:
         raise TeacherProtocolError(str(error)) from None
-    return Score(_request_id(header), _timeout_s(header), sequences)
+    return Score(_request_id(header), _timeout_s(header), sequences, temperature)
 
 
 def _decode_answer(header: dict[str, Any], arrays: list[np.ndarray]) -> Answer:

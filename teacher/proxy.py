@@ -16,17 +16,8 @@ import zmq
 from teacher import protocol
 from teacher.dispatch import MAX_WAITING, Dispatcher
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout, TeacherUnavailable
-from teacher.protocol import (
-    LIMITS,
-    PROTOCOL_VERSION,
-    Answer,
-    Bye,
-    Failure,
-    Frame,
-    Hello,
-    Ready,
-    Score,
-)
+from teacher.messages import LIMITS, PROTOCOL_VERSION, Answer, Bye, Failure, Hello, Ready, Score
+from teacher.protocol import Frame
 from teacher.records import TeacherInfo
 from teacher.sockets import (
     BACKEND_PORT,

@@ -27,7 +27,9 @@ class TeacherSequence:
 class TeacherAnswer:
     """The teacher's distributions at the response positions of one sequence.
 
-    Row r is the distribution that predicts response token r given everything before it, at temperature 1.
+    Row r is log_softmax(logits / temperature) over the whole vocabulary, in fp32, for the logits that predict response
+    token r given everything before it, after whatever the model itself does to them (soft cap, scale). `temperature` is
+    the request's, 1 by default, and applies to all three arrays: `sampled_logps_T` too.
 
     Attributes:
         topk_logps_TK: float32 [T, K], natural logarithms, highest first.

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import zmq
 
-from teacher.protocol import LIMITS, Frame
+from teacher.messages import LIMITS
+from teacher.protocol import Frame
 
 FRONTEND_PORT = 15555
 BACKEND_PORT = 15556

@@ -1,7 +1,7 @@
 """One engine behind the proxy: takes requests, scores them together, answers each as it is done.
 
 Requests are not cut into batches: the sequences of all of them are in the engine at once, and each engine step takes as
-many tokens as fit, whoever they belong to.
+many tokens as fit, whoever they belong to. Only the temperature is the whole engine's: see `_fill_engine`.
 
 A lost connection ends what the worker was given, not the worker: the proxy gives that work to others, and when the
 connection is back (the network is, the proxy was restarted, this process was stopped for a while) it registers anew.
@@ -21,7 +21,8 @@ from zmq.utils.monitor import recv_monitor_message
 from teacher import protocol
 from teacher.engines.base import ScoringEngine
 from teacher.errors import TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
-from teacher.protocol import LIMITS, Failure, Frame, Probe, Score, Welcome
+from teacher.messages import LIMITS, Failure, Probe, Score, Welcome
+from teacher.protocol import Frame
 from teacher.records import TeacherAnswer
 from teacher.sockets import BACKEND_PORT, make_socket, receive, send
 from teacher.stop_signal import Stoppable
@@ -35,7 +36,7 @@ _FAREWELL_MS = 2000
 class _Job:
     """One request: its sequences' engine keys, and the answers that are there."""
 
-    request_id: int
+    request: Score
     deadline: float
     keys: list[int]
     answers: dict[int, TeacherAnswer] = field(default_factory=dict)  # by key
@@ -48,7 +49,8 @@ class Worker:
         self.address = f"tcp://{server_ip}:{backend_port}"
         self._engine = engine
         self._keys = itertools.count()
-        self._jobs: dict[int, _Job] = {}  # by request id
+        self._jobs: dict[int, _Job] = {}  # by request id, all that have no answer yet
+        self._waiting: dict[int, _Job] = {}  # those of them that are not in the engine, in order
         self._job_of_key: dict[int, _Job] = {}
         self._context = zmq.Context()
         self._socket = make_socket(
@@ -109,13 +111,14 @@ class Worker:
         poller = zmq.Poller()
         for source in (self._socket, reconnected, stop.fileno()):
             poller.register(source, zmq.POLLIN)
-        while stop.fileno() not in (ready := dict(poller.poll(0 if self._engine.has_work() else None))):
+        while stop.fileno() not in (ready := dict(poller.poll(0 if self._jobs else None))):
             if reconnected in ready:
                 recv_monitor_message(reconnected)
                 self._start_afresh()
             while (frames := receive(self._socket)) is not None:
                 self._receive(frames)
             self._drop_expired()
+            self._fill_engine()
             if self._engine.has_work():
                 for key, answer in self._engine.step():
                     self._collect(key, answer)
@@ -143,28 +146,54 @@ class Worker:
             logger.warning("dropped a %s message from %s", type(message).__name__, self.address)
             return
         try:
-            self._start(message)
+            self._accept(message)
         except TeacherRequestError as error:
             send(self._socket, protocol.encode_error(message.request_id, error))
 
-    def _start(self, request: Score) -> None:
-        """Raises: TeacherRequestError, with nothing of the request left in the engine."""
+    def _accept(self, request: Score) -> None:
+        """Raises: TeacherRequestError, with nothing of the request kept."""
         for i, sequence in enumerate(request.sequences):
             try:
-                self._engine.check(sequence)
+                self._engine.check(sequence, request.temperature)
             except TeacherRequestError as error:
                 raise TeacherRequestError(f"sequence {i}: {error}") from None
-        deadline = time.monotonic() + request.timeout_s
-        job = _Job(request.request_id, deadline, [next(self._keys) for _ in request.sequences])
-        self._jobs[job.request_id] = job
+        job = _Job(request, time.monotonic() + request.timeout_s, [next(self._keys) for _ in request.sequences])
+        self._jobs[request.request_id] = self._waiting[request.request_id] = job
+
+    def _fill_engine(self) -> None:
+        """Start the waiting requests that the engine may score now.
+
+        While it works, those that have its temperature, up to the first that has another: nobody is overtaken for
+        ever. Once it is empty, it takes the temperature of the first, and all that have it.
+        """
+        if not self._waiting:
+            return
+
+        def suits(job: _Job) -> bool:
+            return job.request.temperature == self._engine.temperature
+
+        waiting = list(self._waiting.values())
+        if self._engine.has_work():
+            startable = list(itertools.takewhile(suits, waiting))
+        else:
+            if not suits(waiting[0]):
+                self._engine.set_temperature(waiting[0].request.temperature)
+            startable = list(filter(suits, waiting))
+        for job in startable:
+            self._start(job)
+
+    def _start(self, job: _Job) -> None:
+        """Hand a waiting request to the engine; if it refuses, nothing of it is left there and its client is told."""
+        del self._waiting[job.request.request_id]
         try:
-            for key, sequence in zip(job.keys, request.sequences, strict=True):
+            for key, sequence in zip(job.keys, job.request.sequences, strict=True):
                 self._job_of_key[key] = job
                 self._engine.add(key, sequence)
         except Exception as error:  # the engine's own refusal, of whatever type: it concerns this request only
             logger.exception("the engine refused a sequence")
             self._forget(job)
-            raise TeacherRequestError(f"the engine refused the request: {type(error).__name__}: {error}") from None
+            refusal = TeacherRequestError(f"the engine refused the request: {type(error).__name__}: {error}")
+            send(self._socket, protocol.encode_error(job.request.request_id, refusal))
 
     def _collect(self, key: int, answer: TeacherAnswer) -> None:
         job = self._job_of_key.pop(key, None)
@@ -172,16 +201,18 @@ class Worker:
             return
         job.answers[key] = answer
         if len(job.answers) == len(job.keys):
-            del self._jobs[job.request_id]
-            send(self._socket, protocol.encode_answer(job.request_id, [job.answers[key] for key in job.keys]))
+            del self._jobs[job.request.request_id]
+            send(self._socket, protocol.encode_answer(job.request.request_id, [job.answers[key] for key in job.keys]))
 
     def _drop_expired(self) -> None:
         now = time.monotonic()
         for job in [job for job in self._jobs.values() if job.deadline <= now]:
             self._forget(job)
             # The client has been told by the proxy; this tells the proxy that the worker is free again.
-            send(self._socket, protocol.encode_error(job.request_id, TeacherTimeout("deadline passed in the engine")))
+            late = TeacherTimeout("deadline passed in the engine")
+            send(self._socket, protocol.encode_error(job.request.request_id, late))
 
     def _forget(self, job: _Job) -> None:
-        del self._jobs[job.request_id]
+        del self._jobs[job.request.request_id]
+        self._waiting.pop(job.request.request_id, None)
         self._engine.discard([key for key in job.keys if self._job_of_key.pop(key, None) is not None])

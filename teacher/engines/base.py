@@ -37,9 +37,10 @@ class EngineConfig:
 
 
 class ScoringEngine(Protocol):
-    """Sequences go in under keys and come out, in any order, as steps complete them.
+    """Sequences go in under keys and come out, in any order, as steps complete them, all at one temperature.
 
-    An exception out of `step` means that the engine is dead; one out of `check` or `add` concerns that sequence only.
+    An exception out of `step` or `set_temperature` means that the engine is dead; one out of `check` or `add` concerns
+    that sequence only.
     """
 
     @property
@@ -50,8 +51,17 @@ class ScoringEngine(Protocol):
         """How many tokens may wait here so that no step runs half empty."""
         ...
 
-    def check(self, sequence: TeacherSequence) -> None:
-        """Raise TeacherRequestError if this model cannot score the sequence."""
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by, 1 at first."""
+        ...
+
+    def set_temperature(self, temperature: float) -> None:
+        """For the sequences added from now on. Only while there is no work, and only what `check` let through."""
+        ...
+
+    def check(self, sequence: TeacherSequence, temperature: float) -> None:
+        """Raise TeacherRequestError if this model cannot score the sequence, or not at this temperature."""
         ...
 
     def add(self, key: int, sequence: TeacherSequence) -> None: ...

@@ -1,10 +1,12 @@
 """vLLM as a scorer: prompt logprobs, kept as tensors, of sequences that are never continued.
 
 The only file of the service that imports vLLM, public parts and internals alike. What it relies on beyond the public
-interface is one method, replaced in `_keep_prompt_logprobs_as_tensors`; `VllmEngine._self_check` scores a sequence at
-start-up and refuses to serve if the result is not what the rest of this file expects.
+interface is one method, replaced in `_keep_prompt_logprobs_as_tensors`, and the model's `compute_logits`, see
+`vllm_worker`. `VllmEngine._self_check` scores a sequence at start-up and refuses to serve if the result is not what the
+rest of this file expects; if only the temperature does not do what it must, requests at another than 1 are refused.
 
-Prefix caching is off: a request for prompt logprobs whose rows come from the cache gets uninitialised memory.
+Prefix caching is off: a request for prompt logprobs whose rows come from the cache gets uninitialised memory. So what
+outlives a request is the model alone, and a change of temperature leaves nothing stale.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numpy as np
 
 from teacher.engines.base import EngineConfig
 from teacher.engines.checkpoint import read_checkpoint
+from teacher.engines.vllm_worker import TemperatureCalls
 from teacher.errors import TeacherError, TeacherRequestError
 from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
@@ -77,6 +80,8 @@ class VllmEngine:
 
         _keep_prompt_logprobs_as_tensors()
         self._k, self._tp_size = config.n_logprobs, config.tp_size
+        self._temperature = 1.0
+        self._why_only_temperature_1 = ""
         args = self._engine_args(config, vocab_size)
         self._engine: Any = LLMEngine.from_engine_args(args)
         self._params = SamplingParams(
@@ -105,7 +110,20 @@ class VllmEngine:
     def info(self) -> ModelInfo:
         return self._info
 
-    def check(self, sequence: TeacherSequence) -> None:
+    @property
+    def temperature(self) -> float:
+        return self._temperature
+
+    def set_temperature(self, temperature: float) -> None:
+        self._engine.collective_rpc(TemperatureCalls.set_logits_temperature.__name__, args=(temperature,))
+        self._temperature = temperature
+
+    def check(self, sequence: TeacherSequence, temperature: float) -> None:
+        if temperature != 1.0 and self._why_only_temperature_1:
+            raise TeacherRequestError(
+                f"this teacher scores at temperature 1 only, got {temperature:g}: {self._why_only_temperature_1}; "
+                f"set gkd.distill_temperature=1, or serve it with vLLM {TESTED_VLLM}"
+            )
         ids, info = sequence.token_ids, self._info
         if len(ids) > info.max_model_len:
             raise TeacherRequestError(
@@ -170,6 +188,7 @@ class VllmEngine:
             enforce_eager=True,  # prefill only: there is no decode loop that a captured graph would speed up
             tensor_parallel_size=config.tp_size,
             distributed_executor_backend="uni" if config.tp_size == 1 else "mp",
+            worker_extension_cls=f"{TemperatureCalls.__module__}.{TemperatureCalls.__name__}",
             kv_cache_memory_bytes=kv_cache_mib * 2**20 or None,
             gpu_memory_utilization=config.gpu_memory_utilization,
             disable_log_stats=True,
@@ -194,14 +213,9 @@ class VllmEngine:
 
     def _self_check(self) -> None:
         """Score one short sequence and look at the result, before the first client does."""
-        n_tokens = min(4, self._info.max_model_len)
-        probe = TeacherSequence(np.arange(n_tokens, dtype=np.int32) % self._info.vocab_size, 1)
         try:
-            self.add(-1, probe)
-            done: list[tuple[int, TeacherAnswer]] = []
-            while self.has_work() and not done:
-                done = self.step()
-            logps_TK = done[0][1].topk_logps_TK
+            answer = self._score_probe()
+            logps_TK = answer.topk_logps_TK
             mass_T = np.exp(logps_TK.astype(np.float64)).sum(axis=1)
             if not (np.diff(logps_TK, axis=1) <= 0).all() or not (mass_T < 1.001).all():
                 raise RuntimeError(f"top-k rows are not sorted logprobs; their mass is {mass_T.tolist()}")
@@ -210,6 +224,38 @@ class VllmEngine:
                 f"vLLM {_vllm_version()} failed the start-up check ({type(error).__name__}: {error}); this engine was "
                 f"tested with vLLM {TESTED_VLLM}"
             ) from error
+        try:
+            self._check_temperature(answer)
+        except (RuntimeError, AttributeError, TypeError, ValueError, IndexError) as error:
+            self._why_only_temperature_1 = f"vLLM {_vllm_version()} failed the check of it ({error})"
+            logger.warning("requests at another temperature than 1 will be refused: %s", self._why_only_temperature_1)
+
+    def _score_probe(self) -> TeacherAnswer:
+        n_tokens = min(4, self._info.max_model_len)
+        self.add(-1, TeacherSequence(np.arange(n_tokens, dtype=np.int32) % self._info.vocab_size, 1))
+        done: list[tuple[int, TeacherAnswer]] = []
+        while self.has_work() and not done:
+            done = self.step()
+        return done[0][1]
+
+    def _check_temperature(self, at_1: TeacherAnswer) -> None:
+        """At temperature T, differences between logprobs are those at 1, divided by T; raise RuntimeError if not."""
+        temperature = 1 / 16
+        try:
+            self.set_temperature(temperature)
+            expected, got = _spread(at_1) / temperature, _spread(self._score_probe())
+        finally:
+            self.set_temperature(1.0)
+        # Wide, because bf16 on a GPU need not repeat itself; a temperature that is ignored is off by a factor of 16.
+        if not abs(got - expected) <= 0.5 * expected + 1e-3:
+            raise RuntimeError(f"logprobs at temperature {temperature:g} differ by {got:.4g}, expected {expected:.4g}")
+
+
+def _spread(answer: TeacherAnswer) -> float:
+    """By how much the first logprob of each row exceeds the others, in total."""
+    logps = np.column_stack([answer.topk_logps_TK, answer.sampled_logps_T]).astype(np.float64)
+    below = logps[:, :1] - logps
+    return float(below[np.isfinite(below)].sum())
 
 
 def _keep_prompt_logprobs_as_tensors() -> None:

@@ -31,15 +31,22 @@ INFO = ModelInfo(
 )
 
 
-def expected_answer(sequence: TeacherSequence) -> TeacherAnswer:
-    """Depends on every token and position, so that a mixed-up answer shows."""
+TOO_COLD = 0.125
+
+
+def expected_answer(sequence: TeacherSequence, temperature: float = 1.0) -> TeacherAnswer:
+    """Depends on every token, position and the temperature, so that a mixed-up answer shows."""
     response_T = sequence.token_ids[sequence.prompt_len :]
     topk_ids_TK = (response_T[:, None] + np.arange(4, dtype=np.int32)) % 100
-    return TeacherAnswer(-topk_ids_TK.astype(np.float32), topk_ids_TK, -response_T.astype(np.float32))
+    topk_logps_TK = -topk_ids_TK.astype(np.float32) / np.float32(temperature)
+    return TeacherAnswer(topk_logps_TK, topk_ids_TK, -response_T.astype(np.float32) / np.float32(temperature))
 
 
 class FakeEngine:
-    """Scores while `gate` is open, newest sequence first: answers come out of order. Token 99 breaks the engine."""
+    """Scores while `gate` is open, newest sequence first: answers come out of order. Token 99 breaks the engine.
+
+    `temperatures` is the history of them; TOO_COLD is refused.
+    """
 
     def __init__(self, info: ModelInfo = INFO, capacity_tokens: int = 1000) -> None:
         self.info, self.capacity_tokens = info, capacity_tokens
@@ -47,9 +54,21 @@ class FakeEngine:
         self.gate.set()
         self.added = threading.Semaphore(0)
         self.n_scored = 0
+        self.temperatures = [1.0]
         self._waiting: dict[int, TeacherSequence] = {}
 
-    def check(self, sequence: TeacherSequence) -> None:
+    @property
+    def temperature(self) -> float:
+        return self.temperatures[-1]
+
+    def set_temperature(self, temperature: float) -> None:
+        if self._waiting:
+            raise RuntimeError(f"temperature {temperature} for {len(self._waiting)} sequences of another")
+        self.temperatures.append(temperature)
+
+    def check(self, sequence: TeacherSequence, temperature: float) -> None:
+        if temperature == TOO_COLD:
+            raise TeacherRequestError(f"temperature {temperature} is not for this model")
         if sequence.token_ids.max() >= self.info.vocab_size:
             raise TeacherRequestError(f"token id {sequence.token_ids.max()} is outside the vocabulary")
 
@@ -71,7 +90,7 @@ class FakeEngine:
         if 99 in sequence.token_ids:
             raise RuntimeError("the device fell off the bus")
         self.n_scored += 1
-        return [(key, expected_answer(sequence))]
+        return [(key, expected_answer(sequence, self.temperature))]
 
     def close(self) -> None:
         self._waiting.clear()

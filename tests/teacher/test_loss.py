@@ -18,6 +18,7 @@ from conftest import free_port, running_proxy
 from fake_worker import expected_answer, running_worker
 
 from teacher import TeacherAnswer, TeacherClient, TeacherSequence, protocol
+from teacher.messages import Answer
 from teacher.proxy import Proxy
 from teacher.sockets import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
 
@@ -73,7 +74,7 @@ def assert_each_is_answered_once(asker: zmq.Socket, timeout_s: float) -> None:
     while pending:
         assert asker.poll(int(1000 * max(0.0, deadline - time.monotonic()))), f"{pending} open after {timeout_s} s"
         message = protocol.decode(asker.recv_multipart())
-        assert isinstance(message, protocol.Answer)
+        assert isinstance(message, Answer)
         np.testing.assert_array_equal(
             message.answers[0].topk_ids_TK, expected_answer(asked(message.request_id)).topk_ids_TK
         )

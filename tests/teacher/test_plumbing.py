@@ -28,6 +28,7 @@ from teacher import (
     TeacherUnavailable,
     protocol,
 )
+from teacher.messages import LIMITS, PROTOCOL_VERSION, Failure
 from teacher.proxy import Proxy
 from teacher.worker import Worker
 
@@ -57,7 +58,7 @@ def test_hello_tells_what_the_service_is(proxy: Proxy, client: TeacherClient) ->
         info = client.hello()
     assert (info.model_name, info.vocab_size, info.n_logprobs, info.max_model_len) == ("fake", 100, 4, 32)
     assert info.eos_token_ids == (1, 7)
-    assert (info.protocol_version, info.n_workers) == (protocol.PROTOCOL_VERSION, 2)
+    assert (info.protocol_version, info.n_workers) == (PROTOCOL_VERSION, 2)
 
 
 def test_many_requests_in_flight_from_many_threads_each_get_their_own_answer(
@@ -278,15 +279,13 @@ def test_garbage_on_both_ports_does_not_stop_the_service(proxy: Proxy, client: T
                 garbage.send_multipart([rng.bytes(50) for _ in range(5)])
                 garbage.send_multipart(protocol.encode_welcome())
                 garbage.send_multipart(protocol.encode_answer(1, [expected_answer(sequence(1, 2))]))
-                garbage.send_multipart([b"x"] * (protocol.LIMITS.frames + 100))
+                garbage.send_multipart([b"x"] * (LIMITS.frames + 100))
                 # The last one carries an id: it is answered.
                 garbage.send_multipart([protocol.encode_hello(77, 1.0)[0], b"an array that nobody announced"])
                 replies = []
                 while garbage.poll(2000) and not (replies and replies[-1].request_id == 77):
                     replies.append(protocol.decode(garbage.recv_multipart()))
-                assert isinstance(replies[-1], protocol.Failure) and "0 arrays, 1 array frames" in str(
-                    replies[-1].error
-                )
+                assert isinstance(replies[-1], Failure) and "0 arrays, 1 array frames" in str(replies[-1].error)
         asked = [sequence(1, 2, 3)]
         assert_answers(client.submit(asked).result(timeout=5), asked)
 
@@ -300,8 +299,8 @@ def test_another_protocol_version_gets_an_error_that_names_both(proxy: Proxy) ->
         old.send(msgpack.packb(header))
         assert old.poll(5000)
         message = protocol.decode(old.recv_multipart())
-    assert isinstance(message, protocol.Failure) and message.request_id == 5
-    assert "version 99" in str(message.error) and f"speaks {protocol.PROTOCOL_VERSION}" in str(message.error)
+    assert isinstance(message, Failure) and message.request_id == 5
+    assert "version 99" in str(message.error) and f"speaks {PROTOCOL_VERSION}" in str(message.error)
 
 
 def test_a_port_in_use_is_refused_readably(proxy: Proxy) -> None:

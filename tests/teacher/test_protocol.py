@@ -11,8 +11,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from teacher import errors, protocol
-from teacher.protocol import LIMITS, PROTOCOL_VERSION, Answer, Bye, Failure, Hello, Info, Probe, Ready, Score, Welcome
+from teacher import errors, messages, protocol
+from teacher.messages import LIMITS, PROTOCOL_VERSION, Answer, Bye, Failure, Hello, Info, Probe, Ready, Score, Welcome
 from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
 
 MODEL: dict[str, Any] = dict(
@@ -52,7 +52,7 @@ def valid_messages() -> list[list[bytes]]:
         for frames in (
             protocol.encode_hello(1, 2.0),
             protocol.encode_info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2)),
-            protocol.encode_score(1, 2.0, sequences()),
+            protocol.encode_score(1, 2.0, sequences(), 0.7),
             protocol.encode_answer(1, answers()),
             protocol.encode_error(1, errors.TeacherTimeout("late")),
             protocol.encode_ready(ModelInfo(**MODEL), 100),
@@ -68,12 +68,20 @@ def with_header(frames: list[bytes], **changes: object) -> list[bytes]:
 
 
 def test_sequences_survive_the_round_trip() -> None:
-    message = protocol.decode(as_bytes(protocol.encode_score(7, 2.5, sequences())))
+    message = protocol.decode(as_bytes(protocol.encode_score(7, 2.5, sequences(), 0.7)))
     assert isinstance(message, Score)
-    assert (message.request_id, message.timeout_s, message.n_tokens) == (7, 2.5, 14)
+    assert (message.request_id, message.timeout_s, message.n_tokens, message.temperature) == (7, 2.5, 14, 0.7)
     for got, sent in zip(message.sequences, sequences(), strict=True):
         np.testing.assert_array_equal(got.token_ids, sent.token_ids)
         assert got.token_ids.dtype == np.int32 and got.prompt_len == sent.prompt_len
+
+
+def test_a_request_without_a_temperature_is_one_at_1() -> None:
+    header = msgpack.unpackb(protocol.encode_score(7, 2.5, sequences())[0])
+    frames = as_bytes(protocol.encode_score(7, 2.5, sequences(), 0.7))
+    for default in (header, {key: value for key, value in header.items() if key != "temperature"}):
+        message = protocol.decode([msgpack.packb(default), *frames[1:]])
+        assert isinstance(message, Score) and message.temperature == 1.0
 
 
 def test_answers_survive_the_round_trip_without_a_copy() -> None:
@@ -107,9 +115,10 @@ def test_errors_keep_their_type_and_text_on_the_wire_and_in_a_pickle(kind: type[
 
 
 def test_a_readdressed_message_differs_in_id_and_time_only() -> None:
-    frames = protocol.encode_score(7, 2.5, sequences())
+    frames = protocol.encode_score(7, 2.5, sequences(), 0.7)
     message = protocol.decode(protocol.readdress(frames, 8, 1.5))
     assert isinstance(message, Score) and (message.request_id, message.timeout_s) == (8, 1.5)
+    assert message.temperature == 0.7
     np.testing.assert_array_equal(message.sequences[0].token_ids, sequences()[0].token_ids)
 
 
@@ -147,7 +156,7 @@ def test_a_batch_that_is_too_large_for_one_request_is_told_its_size_and_the_key_
     )
     for batch, complaint in ((too_many, "4097 sequences in one request"), (too_long, "17825792 tokens in one request")):
         with pytest.raises(errors.TeacherRequestError, match=f"{complaint}.*teacher.num_microbatches"):
-            protocol.check_sequences(batch)
+            messages.check_sequences(batch)
 
 
 def test_another_protocol_version_is_refused_but_its_errors_can_be_read() -> None:
@@ -192,6 +201,23 @@ def absurd_messages() -> list[list[bytes]]:
         with_header(score, timeout_s=float("nan")),
         with_header(score, timeout_s=float("inf")),
         with_header(score, timeout_s="1"),
+        *(
+            with_header(score, temperature=value)
+            for value in (
+                0,
+                -1.0,
+                1e-300,
+                1e300,
+                2**64 - 1,
+                float("nan"),
+                float("inf"),
+                True,
+                "1",
+                None,
+                [1.0],
+                {"T": 1},
+            )
+        ),
         with_header(score, prompt_lens=[1, 1]),
         with_header(score, prompt_lens=[5, 1, 1]),
         with_header(score, prompt_lens=[0, 1, 1]),

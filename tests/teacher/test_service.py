@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,18 +41,35 @@ def test_hello_describes_the_model_that_was_started(service: Service, client: Te
     assert info.tokenizer_fingerprint == tokenizer_fingerprint(AutoTokenizer.from_pretrained(service.ckpt_path))
 
 
-def test_answers_agree_with_transformers(service: Service, client: TeacherClient) -> None:
-    """Whole distributions, from the shortest possible sequence to one of exactly the maximal length."""
+ResponseLogits = Callable[[TeacherSequence], np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def response_logits(service: Service) -> ResponseLogits:
+    """transformers' float32 logits [T, V] of the service's model."""
     import torch
     from transformers import Qwen2ForCausalLM
 
     model = Qwen2ForCausalLM.from_pretrained(service.ckpt_path, dtype=torch.float32).eval()
+
+    def logits_of(sequence: TeacherSequence) -> np.ndarray:
+        with torch.no_grad():
+            logits_NV = model(torch.from_numpy(sequence.token_ids).long()[None]).logits[0]
+        return logits_NV[sequence.prompt_len - 1 : -1].numpy()
+
+    return logits_of
+
+
+def log_softmax(logits_TV: np.ndarray) -> np.ndarray:
+    shifted_TV = logits_TV.astype(np.float64) - logits_TV.max(axis=1, keepdims=True)
+    return shifted_TV - np.log(np.exp(shifted_TV).sum(axis=1, keepdims=True))
+
+
+def test_answers_agree_with_transformers(client: TeacherClient, response_logits: ResponseLogits) -> None:
+    """Whole distributions, from the shortest possible sequence to one of exactly the maximal length."""
     sequences = random_sequences([(MAX_MODEL_LEN, 1), (MAX_MODEL_LEN, MAX_MODEL_LEN - 1), (2, 1), (10, 4), (33, 20)])
     for sequence, answer in zip(sequences, client.submit(sequences).result(), strict=True):
-        ids = torch.from_numpy(sequence.token_ids).long()
-        with torch.no_grad():
-            logits_NV = model(ids[None]).logits[0]
-        logps_TV = torch.log_softmax(logits_NV, dim=-1)[sequence.prompt_len - 1 : -1].numpy()
+        logps_TV = log_softmax(response_logits(sequence))
         response_T1 = sequence.token_ids[sequence.prompt_len :, None]
 
         sorted_TV = -np.sort(-logps_TV, axis=1)
@@ -63,6 +80,26 @@ def test_answers_agree_with_transformers(service: Service, client: TeacherClient
         np.testing.assert_array_equal(
             np.sort(answer.topk_ids_TK, axis=1), np.tile(np.arange(VOCAB_SIZE), (len(response_T1), 1))
         )
+        assert np.abs(np.exp(answer.topk_logps_TK.astype(np.float64)).sum(axis=1) - 1).max() < 1e-5
+
+
+def test_interleaved_clients_get_the_distributions_at_their_own_temperatures(
+    service: Service, client: TeacherClient, response_logits: ResponseLogits
+) -> None:
+    """Long sequences are cut across the engine's steps, so that the requests really meet in it."""
+    sequences = random_sequences([(n, 1 + n // 3) for n in range(MAX_MODEL_LEN - 20, MAX_MODEL_LEN)])
+    with TeacherClient(server_port=service.port, timeout_s=30) as other:
+        futures = [
+            (temperature, sequence, who.submit([sequence], temperature=temperature))
+            for sequence in sequences
+            for who, temperature in ((client, 0.5), (other, 2.0), (other, 1.0))
+        ]
+        answers = [(temperature, sequence, future.result()[0]) for temperature, sequence, future in futures]
+    for temperature, sequence, answer in answers:
+        logps_TV = log_softmax(response_logits(sequence) / temperature)
+        response_T1 = sequence.token_ids[sequence.prompt_len :, None]
+        assert np.abs(answer.topk_logps_TK - np.take_along_axis(logps_TV, answer.topk_ids_TK, 1)).max() < 1e-5
+        assert np.abs(answer.sampled_logps_T - np.take_along_axis(logps_TV, response_T1, 1)[:, 0]).max() < 1e-5
         assert np.abs(np.exp(answer.topk_logps_TK.astype(np.float64)).sum(axis=1) - 1).max() < 1e-5
 
 
