@@ -8,6 +8,7 @@ from typing import Any
 
 from recipe_gkd.actor.shape import check_fits, read_shape
 from recipe_gkd.config import Config
+from recipe_gkd.config.objective import SAMPLED
 from recipe_gkd.errors import ConfigError, ModelError
 from teacher.client import TeacherClient
 from teacher.fingerprint import tokenizer_fingerprint
@@ -94,6 +95,13 @@ def meet_teacher(client: TeacherClient, student: Student, config: Config) -> Tea
         raise ConfigError(
             f"the teacher {info.model_name} ends its turns with {foreign}, but the student {student.path} has only "
             f"ids 0 to {student.vocab_size - 1}; correct eos_token_id in the teacher's generation_config.json"
+        )
+    gkd = config.gkd
+    if info.n_logprobs == 1 and gkd.tail == "renormalise" and gkd.distill_loss_type not in SAMPLED:
+        raise ConfigError(
+            f"gkd.tail=renormalise with a teacher that returns its top 1 ({info.model_name}): one id, renormalised, "
+            "has probability 1 on both sides, and the gradient is zero; set gkd.tail=bucket, or start the "
+            "teacher with a larger N_LOGPROBS"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
     if info.max_model_len < longest:

@@ -94,12 +94,37 @@ def test_an_unknown_key_in_a_file_of_ones_own_is_refused_too(tmp_path: Path) -> 
         ("actor_rollout_ref.rollout.max_model_len=8", "raise it, or set it to null"),
         ("trainer.resume_mode=resume_path", "resume_path needs a folder"),
         ("trainer.scheduler=n_step_off", "n_step_off needs a bound"),
-        ("trainer.test_freq=5", "there is no validation in the loop yet"),
+        ("trainer.test_freq=5", "without validation data"),
+        ("trainer.val_before_train=true", "and there is none; set custom_reward_function.path"),
+        ("actor_rollout_ref.rollout.val_kwargs.n=2", "greedy answers to the same prompt are all the same"),
+        ("trainer.best_metric=val/x/y", "needs validation in the loop"),
+        ("gkd.distill_loss_coef=0", "the gradient is zero"),
+        ("gkd.use_rl_loss=true", "needs a reward: set custom_reward_function.path"),
+        ("gkd.use_rl_loss=true", "asks for one: its advantage would always be 0"),
+        ("gkd.group_normalize=true", "has no effect on gkd.distill_loss_type=forward_kl"),
+        ("gkd.beta=1", "gkd.beta: got 1"),
         ("no_equals_sign", "not of the form key=value"),
     ],
 )
 def test_a_bad_value_or_combination_says_what_to_change(override: str, says: str) -> None:
     assert says in refusal(override)
+
+
+@pytest.mark.parametrize(
+    ("others", "says"),
+    [
+        (["gkd.distill_temperature=2"], "belongs to no other"),
+        (["gkd.sft_share=0.5", "gkd.sft_target=teacher"], "their tokens estimate nothing"),
+        (["actor_rollout_ref.rollout.temperature=0.7"], "its gradient is right for answers drawn from the student"),
+        (["actor_rollout_ref.rollout.top_p=0.9"], "its gradient is right for answers drawn from the student"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_estimates_from_sampled_tokens_need_tokens_sampled_from_the_student(
+    kind: str, others: list[str], says: str
+) -> None:
+    assert says in refusal(f"gkd.distill_loss_type={kind}", *others)
+    load_config(NAME, [*NEEDED, "gkd.distill_loss_type=forward_kl", *others])
 
 
 @pytest.mark.parametrize("zero", [["sync", "null"], ["n_step_off", "0"]])

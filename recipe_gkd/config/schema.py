@@ -175,14 +175,14 @@ class GkdConfig:
     """The objective: distillation, a reward, and given answers, each with its coefficient."""
 
     distill_loss_type: LossType = key(
-        "Divergence of teacher P and student Q at each position, from the teacher's top-k; or `k1`, `k2`, `k3`, from the "
-        "sampled token alone: `k1` is reverse KL by policy gradient."
+        "Divergence of teacher P and student Q at each position, from the teacher's top-k; or `k1`, `k2`, `k3`, from "
+        "the sampled token alone: `k1` is reverse KL by policy gradient."
     )
     distill_loss_coef: float = key("Weight of the distillation loss; 0: it is only measured.", ge=0)
-    distill_temperature: float = key("Both distributions are those of logits / this.", gt=0)
+    distill_temperature: float = key("Both distributions are those of logits / this.", ge=1e-3, le=1e3)
     tail: Tail = key(
-        "All ids outside the teacher's top-k: `bucket`: one outcome; `renormalise`: left out, and both sides divided by "
-        "what is left (biased); `none`: left out of the sum (biased)."
+        "All ids outside the teacher's top-k: `bucket`: one outcome; `renormalise`: left out, and both sides divided "
+        "by what is left (biased); `none`: left out of the sum (biased)."
     )
     beta: float = key("Of `jsd`: the teacher's share of the mixture; near 0 forward KL, near 1 reverse KL.", gt=0, lt=1)
     rkl_ratio: float = key("Of `kl_rkl`: the share of reverse KL.", ge=0, le=1)
@@ -202,7 +202,7 @@ class GkdConfig:
     group_normalize: bool = key(
         "Of `k1`: subtract the mean over the tokens of all answers to the same prompt, and divide by their deviation."
     )
-    sft_share: float = key("Share of the prompts that are trained on the given answer, not a sampled one.", ge=0, le=1)
+    sft_share: float = key("Share of the prompts that are trained on the given answer, not a sampled one.", ge=0, lt=1)
     sft_target: Literal["data", "teacher"] = key(
         "Given answers teach by cross-entropy with their own tokens, or by the teacher's distributions along them."
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from recipe_gkd.config.objective import objective_complaints
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import ConfigError
 
@@ -15,14 +16,25 @@ MEGATRON = "actor_rollout_ref.actor.megatron"
 
 def validate(config: Config) -> None:
     """Raise :class:`ConfigError` with every complaint at once."""
-    checks = (_not_supported, _schedule, _actor_layout, _rollout_layout, _shared_gpus, _lengths, _ray, _resume)
+    checks = (
+        _not_supported,
+        _schedule,
+        _actor_layout,
+        _rollout_layout,
+        _shared_gpus,
+        _lengths,
+        _ray,
+        _resume,
+        objective_complaints,
+        _validation,
+    )
     if complaints := [complaint for check in checks for complaint in check(config)]:
         raise ConfigError("\n".join(complaints))
 
 
 def _not_supported(config: Config) -> Iterator[str]:
     """Values that this family of recipes knows and this one cannot honour yet: refused, never ignored."""
-    megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
+    megatron = config.actor_rollout_ref.actor.megatron
     if config.actor_rollout_ref.hybrid_engine:
         yield (
             "actor_rollout_ref.hybrid_engine=true: actor and rollout workers have pools of their own here; "
@@ -35,12 +47,6 @@ def _not_supported(config: Config) -> Iterator[str]:
         yield (
             f"{MEGATRON}.context_parallel_size={megatron.context_parallel_size}: context parallel is not supported; "
             "set it to 1, and tensor_model_parallel_size with sequence_parallel higher for long sequences"
-        )
-    if trainer.test_freq > 0 or trainer.val_before_train or config.data.val_files:
-        yield (
-            "trainer.test_freq, trainer.val_before_train, data.val_files: there is no validation in the loop yet. "
-            "Set trainer.test_freq=-1 trainer.val_before_train=false data.val_files=[], and evaluate the saved folders "
-            "(actor_rollout_ref.actor.checkpoint.save_contents with hf_model)"
         )
 
 
@@ -142,4 +148,29 @@ def _resume(config: Config) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.actor.checkpoint.load_contents has {unsaved}, which save_contents does not have; "
             "a run could not resume from its own checkpoints"
+        )
+
+
+def _validation(config: Config) -> Iterator[str]:
+    trainer, sampling = config.trainer, config.actor_rollout_ref.rollout.val_kwargs
+    wanted = trainer.test_freq > 0 or trainer.val_before_train
+    if wanted and not config.data.val_files:
+        yield (
+            f"trainer.test_freq={trainer.test_freq}, trainer.val_before_train={str(trainer.val_before_train).lower()} "
+            "without validation data; set data.val_files, or trainer.test_freq=-1 and trainer.val_before_train=false"
+        )
+    if wanted and config.custom_reward_function.path is None:
+        yield (
+            "validation scores answers with the reward function, and there is none; set custom_reward_function.path, "
+            "or trainer.test_freq=-1 and trainer.val_before_train=false"
+        )
+    if sampling.n > 1 and sampling.temperature == 0:
+        yield (
+            f"actor_rollout_ref.rollout.val_kwargs.n={sampling.n} with temperature 0: greedy answers to the same "
+            "prompt are all the same; set n=1, or a temperature above 0"
+        )
+    if trainer.best_metric is not None and trainer.test_freq <= 0:
+        yield (
+            f"trainer.best_metric={trainer.best_metric} needs validation in the loop: set trainer.test_freq, or "
+            "trainer.best_metric=null"
         )

@@ -52,12 +52,12 @@ def present_entries(logps_TK: Tensor, ids_TK: Tensor, vocab_size: int) -> Tensor
     An id outside the student's vocabulary (a teacher padded to another size) and an entry of probability zero
     (a shorter top-k filled up) are not: what mass they have is part of the tail.
     """
-    return (ids_TK >= 0) & (ids_TK < vocab_size) & (logps_TK > float("-inf"))
+    return (ids_TK >= 0) & (ids_TK < vocab_size) & (logps_TK != float("-inf"))
 
 
 def outcomes(u_TB: Tensor, teacher_logps_TK: Tensor, present_TK: Tensor, tail: Tail) -> Outcomes:
     """``u_TB`` as in :class:`~recipe_gkd.losses.question.Reading`; ``teacher_logps_TK``: of the whole distribution."""
-    there_TB = u_TB > float("-inf")
+    there_TB = u_TB != float("-inf")
     log_p_TB = teacher_log_buckets(teacher_logps_TK, present_TK, has_tail_T=there_TB[:, -1]).to(u_TB.dtype)
     there_TC = there_TB if tail == "bucket" else there_TB[:, :-1]
     n_columns = there_TC.shape[1]

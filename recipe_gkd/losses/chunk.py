@@ -31,7 +31,7 @@ def _tail_sums(logits_CW: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
     if not x_CW.shape[1]:
         return x_CW.new_tensor([float("-inf"), 0, 0]).expand(len(x_CW), 3)
     m_C = x_CW.amax(1)
-    exists_C = m_C > float("-inf")
+    exists_C = m_C != float("-inf")
     share_CW = torch.softmax(x_CW, 1, out=_scratch("share", x_CW.shape, dtype, x_CW.device))
     sum_C = share_CW.amax(1).reciprocal()
     x_CW.sub_(m_C[:, None]).clamp_(min=FAR_BELOW)

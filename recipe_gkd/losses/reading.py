@@ -91,7 +91,7 @@ class Plan:
         if self.tp_group is not None and len(share_TX):
             top_TH = own_top_TH.clone()
             dist.all_reduce(top_TH, op=dist.ReduceOp.MAX, group=self.tp_group)
-        exists_TH = top_TH > float("-inf")
+        exists_TH = top_TH != float("-inf")
         top_TH = top_TH.where(exists_TH, 0)
         # exp(x - top) = exp(x - own) exp(own - top), and likewise for the sum that has (x - top) as a factor.
         lower_TH = (own_top_TH - top_TH).clamp(min=-1e30)

@@ -13,7 +13,7 @@ from torch import Tensor
 from recipe_gkd.actor.parallel import leave_parallel
 from recipe_gkd.config import Config
 from recipe_gkd.errors import GkdError
-from recipe_gkd.samples import Sample
+from recipe_gkd.samples import Sample, TeacherTopK
 from tests.actor.tiny import exported, packed_logits, started, transformers_logits, update
 
 
@@ -136,3 +136,37 @@ def save_hf(rank: int, world_size: int, port: int, config: Config, batch: list[S
 
 def transformers_rows(model: Any, batch: list[Sample]) -> Tensor:
     return transformers_logits(model, [sample for sample in batch if len(sample.answer.ids)])
+
+
+def student_of_a_loss(rank: int, world_size: int, port: int, config: Config, batch: list[Sample]) -> set[str]:
+    """The kinds of output that the loss is given in one update."""
+    seen: set[str] = set()
+
+    def watch(loss: Any, student: Any, batch: Any) -> Any:
+        seen.add(type(student).__name__)
+        return loss(student, batch)
+
+    with started(rank, world_size, port, config) as actor:
+        actor._loss = partial(watch, actor._loss)
+        update(actor, batch)
+        return seen
+
+
+def teach_itself(
+    rank: int, world_size: int, port: int, config: Config, batch: list[Sample], k: int
+) -> dict[str, float]:
+    """The metrics of an update towards the student's own top-k."""
+    with started(rank, world_size, port, config) as actor:
+        answered = [sample for sample in batch if len(sample.answer.ids)]
+        rows_NV = packed_logits(actor, answered)
+        assert rows_NV is not None
+        log_q_NV = rows_NV.log_softmax(1)
+        taught, start = [], 0
+        for sample in answered:
+            rows = log_q_NV[start + len(sample.prompt.ids) - 1 : start + sample.n_tokens - 1]
+            start += sample.n_tokens - 1
+            top = rows.topk(k, dim=1)
+            own = rows.gather(1, torch.as_tensor(sample.answer.ids).long()[:, None])[:, 0].numpy()
+            teacher = TeacherTopK(logps_TK=top.values.numpy(), ids_TK=top.indices.numpy(), sampled_logps_T=own)
+            taught.append(replace(sample, answer=replace(sample.answer, logprobs=own), teacher=teacher))
+        return update(actor, taught)

@@ -24,7 +24,7 @@ from teacher.records import TeacherAnswer, TeacherSequence
 class IndifferentTeacher:
     """In place of the service, which is not what these tests are about: four likely tokens, always the same."""
 
-    def submit(self, sequences: Sequence[TeacherSequence]) -> Future[list[TeacherAnswer]]:
+    def submit(self, sequences: Sequence[TeacherSequence], *, temperature: float = 1.0) -> Future[list[TeacherAnswer]]:
         done: Future[list[TeacherAnswer]] = Future()
         rows = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
         done.set_result(

@@ -1,0 +1,109 @@
+"""Each objective trains as a plain float64 program does, however the batch is divided; a perfect student stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recipe_gkd.samples import Sample, TeacherTopK
+from tests.actor import jobs
+from tests.actor.plain_objectives import plain_objective
+from tests.actor.reference import reference_training
+from tests.actor.test_layouts import assert_metrics, assert_weights
+from tests.actor.tiny import ACTOR, MEGATRON, VOCAB, make_config, make_samples
+from tests.worker_pool import WorkerPool
+
+pytestmark = pytest.mark.timeout(150)
+
+SEQUENCE_MEAN = "gkd.loss_agg_mode=seq-mean-token-mean"
+FUSED = "gkd.fuse_lm_head=true"
+RL = ["gkd.use_rl_loss=true", "gkd.rl_loss_coef=0.7", "custom_reward_function.path=reward.py",
+      "actor_rollout_ref.rollout.n=3"]  # fmt: skip
+SFT = ["gkd.sft_share=0.3", "gkd.sft_loss_coef=0.5"]
+OBJECTIVES: dict[str, list[str]] = {
+    "reverse KL": ["gkd.distill_loss_type=reverse_kl"],
+    "reverse KL, renormalised, mean of answers": ["gkd.distill_loss_type=reverse_kl", "gkd.tail=renormalise",
+                                                  SEQUENCE_MEAN],
+    "forward KL without the tail, chunks of 2": ["gkd.tail=none", "gkd.chunk_tokens=2"],
+    "JSD at temperature 2, fused": ["gkd.distill_loss_type=jsd", "gkd.beta=0.3", "gkd.distill_temperature=2", FUSED],
+    "mixture of KLs at temperature 0.7": ["gkd.distill_loss_type=kl_rkl", "gkd.distill_temperature=0.7"],
+    "skewed forward KL": ["gkd.distill_loss_type=skewed_forward_kl"],
+    "skewed reverse KL": ["gkd.distill_loss_type=skewed_reverse_kl"],
+    "total variation": ["gkd.distill_loss_type=tvd"],
+    "k1, truncated": ["gkd.distill_loss_type=k1", "gkd.importance_cap=1.2"],
+    "k2, masked, fused": ["gkd.distill_loss_type=k2", "gkd.importance=mask", "gkd.importance_cap=1.5", FUSED],
+    "k3": ["gkd.distill_loss_type=k3", "gkd.importance=none"],
+    "reward and given answers": [*RL, *SFT],
+    "reward, given answers, mean of answers, fused": [*RL, *SFT, SEQUENCE_MEAN, FUSED],
+    "reward alone": [*RL, "gkd.distill_loss_coef=0"],
+}  # fmt: skip
+TP2 = f"{MEGATRON}.tensor_model_parallel_size=2"
+BY_SAMPLES = f"{ACTOR}.use_dynamic_bsz=false"
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "1": (1, [BY_SAMPLES, f"{ACTOR}.micro_batch_size=1"]),
+    "3": (1, [BY_SAMPLES, f"{ACTOR}.micro_batch_size=3"]),
+    "dynamic, data 2": (2, []),
+    "tensor 2, sequence parallel": (2, [TP2, f"{MEGATRON}.sequence_parallel=true"]),
+    "tensor 2 x pipeline 2": (4, [TP2, f"{MEGATRON}.pipeline_model_parallel_size=2"]),
+}  # fmt: skip
+
+
+def batch(seed: int, *, with_given: bool) -> list[Sample]:
+    """Sampled by something near the student, some with better rewards than others; some answers are of the data."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for number, sample in enumerate(make_samples(9, seed=seed)):
+        length = len(sample.answer.ids)
+        answer = replace(sample.answer, logprobs=rng.normal(-4.5, 0.4, length).astype(np.float32))
+        teacher = replace(sample.teacher, sampled_logps_T=rng.normal(-4.5, 0.4, length).astype(np.float32))
+        sample = replace(sample, answer=answer, teacher=teacher, advantage=rng.normal(), baseline=0.1, scale=1.3)
+        if with_given and number % 3 == 2:
+            prompt = replace(sample.prompt, given_ids=sample.answer.ids)
+            sample = replace(sample, prompt=prompt, teacher=TeacherTopK.absent(length), advantage=0.0)
+        samples.append(sample)
+    return samples
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objective_trains_as_a_plain_program_does(name: str, pool: WorkerPool, folders: dict[str, Path]) -> None:
+    overrides = OBJECTIVES[name]
+    batches = [batch(seed, with_given=SFT[0] in overrides) for seed in (0, 1)]
+    gkd = make_config(folders["qwen2"], *overrides).gkd
+    want = reference_training(folders["qwen2"], batches, partial(plain_objective, gkd))
+    layouts = LAYOUTS if "given" in name else {key: LAYOUTS[key] for key in ("3", "tensor 2, sequence parallel")}
+    for ranks, layout in layouts.values():
+        config = make_config(folders["qwen2"], *overrides, *layout, ranks=ranks)
+        results = pool.run(ranks, jobs.train, config, batches)
+        for _, metrics, _, _ in results:
+            assert_metrics(metrics, want[0])
+        assert_weights(results[0][2], want[1])
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "k1", "k2"])
+def test_student_that_is_its_own_teacher_has_no_loss_and_no_gradient(
+    kind: str, pool: WorkerPool, folders: dict[str, Path]
+) -> None:
+    config = make_config(folders["qwen2_untied"], f"gkd.distill_loss_type={kind}")
+    for k in (7, VOCAB):
+        [metrics] = pool.run(1, jobs.teach_itself, config, make_samples(6), k)
+        assert abs(metrics["actor/kl_loss"]) < 1e-6 and metrics["actor/grad_norm"] < 1e-5
+
+
+def test_fused_output_layer_needs_no_whole_logits(pool: WorkerPool, folders: dict[str, Path]) -> None:
+    config = make_config(folders["qwen2"], FUSED)
+    names = pool.run(1, jobs.student_of_a_loss, config, make_samples(6))[0]
+    assert names == {"HiddenStates"}
+
+
+def test_metrics_say_where_student_and_teacher_differ(pool: WorkerPool, folders: dict[str, Path]) -> None:
+    [metrics] = pool.run(1, jobs.train, make_config(folders["qwen2"]), [batch(0, with_given=True)])[0][1]
+    for whose in ("teacher", "student"):
+        whole = metrics[f"actor/{whose}_topk_mass"] + metrics[f"actor/{whose}_tail_mass"]
+        assert whole == pytest.approx(1, abs=1e-5)
+    assert 0 <= metrics["actor/topk_overlap"] <= 1 and metrics["actor/teacher_entropy"] > 0
+    assert metrics["actor/kl_loss_at/0"] == pytest.approx(metrics["actor/kl_loss"], rel=1e-5)  # 20 tokens at most
+    assert metrics["actor/distill_coef"] == 1 and metrics["actor/loss"] == pytest.approx(metrics["actor/kl_loss"])
