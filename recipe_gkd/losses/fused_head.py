@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from recipe_gkd.losses.kernels import chunk_positions
 from recipe_gkd.losses.question import Question, Reading
-from recipe_gkd.losses.reading import CHUNK_ELEMENTS, Grads, Plan, chunks, reading_of
+from recipe_gkd.losses.reading import Grads, Plan, chunks, reading_of
 
 BLOCK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Logits of a block: enough rows for a matrix product to be efficient."""
@@ -48,7 +49,10 @@ class _ReadHidden(torch.autograd.Function):
         shares = []
         for block in blocks:
             logits_RW = hidden_TD[block] @ weight_WD.T
-            shares += [plan.read(logits_RW[rows], _within(block, rows)) for rows in _cache_sized(logits_RW)]
+            shares += [
+                plan.read(logits_RW[rows], _within(block, rows))
+                for rows in chunks(len(logits_RW), chunk_positions(logits_RW))
+            ]
         gathered = plan.gather(shares)
         ctx.save_for_backward(hidden_TD, weight_WD, gathered.u_tail_TH, gathered.rounding_TH)
         ctx.plan, ctx.blocks = plan, blocks
@@ -64,7 +68,7 @@ class _ReadHidden(torch.autograd.Function):
         grad_WD = torch.zeros_like(weight_WD, dtype=dtype) if needs_weight else None
         for block in ctx.blocks:
             logits_RW = hidden_TD[block] @ weight_WD.T
-            for rows in _cache_sized(logits_RW):
+            for rows in chunks(len(logits_RW), chunk_positions(logits_RW)):
                 part, chunk_CW = _within(block, rows), logits_RW[rows]
                 ctx.plan.write_gradient(chunk_CW, chunk_CW, part, u_tail_TH, rounding_TH, Grads(*grads[:3]))
             if grad_TD is not None:
@@ -74,10 +78,6 @@ class _ReadHidden(torch.autograd.Function):
         if grad_TD is not None and ctx.plan.tp_group is not None and len(grad_TD):
             dist.all_reduce(grad_TD, group=ctx.plan.tp_group)
         return grad_TD, None if grad_WD is None else grad_WD.to(weight_WD.dtype), None, None
-
-
-def _cache_sized(logits_RW: Tensor) -> list[slice]:
-    return chunks(len(logits_RW), max(1, CHUNK_ELEMENTS[logits_RW.device.type] // max(logits_RW.shape[1], 1)))
 
 
 def _within(block: slice, rows: slice) -> slice:

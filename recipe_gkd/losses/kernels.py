@@ -62,6 +62,13 @@ def arithmetic_for(tensor: Tensor, choice: str | None = None) -> Arithmetic:
     return found
 
 
+def chunk_positions(logits_TW: Tensor) -> int:
+    """Positions to take at a time: what stays in a core's cache, what is little of a GPU's memory, or all."""
+    if arithmetic_for(logits_TW) is not chunk:
+        return max(1, len(logits_TW))  # the kernels allocate nothing of the logits' size
+    return max(1, (1 << 26 if logits_TW.is_cuda else 1 << 20) // max(logits_TW.shape[1], 1))
+
+
 @functools.cache
 def _triton() -> Arithmetic | None:
     try:

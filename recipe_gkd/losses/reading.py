@@ -19,11 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from recipe_gkd.losses.kernels import arithmetic_for
+from recipe_gkd.losses.kernels import arithmetic_for, chunk_positions
 from recipe_gkd.losses.question import Head, Question, Reading, heads_of, local_columns
-
-CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Logits in a chunk of positions: what stays in a core's cache, and what keeps a GPU busy."""
 
 
 def read_logits(
@@ -40,9 +37,8 @@ def read_logits(
     ``in_place``: the gradient is written over the logits, which nobody else may need after the forward pass; a second
     backward pass then ends with PyTorch's error about a tensor that was modified.
     """
-    width = logits_TW.shape[1]
-    plan = Plan.make(question, width, tp_group)
-    parts = chunks(len(logits_TW), chunk_tokens or max(1, CHUNK_ELEMENTS[logits_TW.device.type] // max(width, 1)))
+    plan = Plan.make(question, logits_TW.shape[1], tp_group)
+    parts = chunks(len(logits_TW), chunk_tokens or chunk_positions(logits_TW))
     return reading_of(question, *_ReadLogits.apply(logits_TW, plan, parts, in_place))
 
 

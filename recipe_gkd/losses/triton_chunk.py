@@ -188,7 +188,7 @@ def _check(matrix_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> None
             f"got {matrix_CW.dtype} logits and sums in {dtype}, expected one of {DTYPES} and sums in torch.float32: "
             "recipe_gkd.losses.chunk computes in float64"
         )
-    if matrix_CW.stride(1) != 1 and matrix_CW.numel():
+    if matrix_CW.stride(1) != 1 and matrix_CW.shape[1] > 1:
         raise ValueError(
             f"got logits of strides {matrix_CW.stride()}, expected 1 along the vocabulary: call contiguous()"
         )

@@ -121,13 +121,17 @@ def _add_columns(m_R, sum_R, weighted_R, logit_RL, rate):
 
 @triton.jit
 def _store_sums(where, m_X, sum_X, weighted_X, rate, unit):
-    """Merge sums that each have a maximum of their own, and write the three numbers, in units of l times ``unit``."""
+    """Merge sums that each have a maximum of their own, and write the three numbers, in units of l times ``unit``.
+
+    A maximum passes over nan, the sums do not: all three are nan then.
+    """
     m = tl.max(m_X, axis=0)
     base = tl.where(m > float("-inf"), m, 0.0)
     lower_X = tl.maximum(m_X - base, FAR_BELOW)
     scale_X = tl.exp2(lower_X * rate)
-    tl.store(where, m * unit)
-    tl.store(where + 1, tl.sum(sum_X * scale_X, axis=0))
+    total = tl.sum(sum_X * scale_X, axis=0)
+    tl.store(where, tl.where(total == total, m * unit, total))
+    tl.store(where + 1, total)
     tl.store(where + 2, tl.sum((weighted_X + sum_X * lower_X) * scale_X, axis=0) * unit)
 
 
