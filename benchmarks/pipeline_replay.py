@@ -84,6 +84,7 @@ def read_steps(path: Path) -> list[dict[str, float]]:
         steps = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not the metrics.jsonl of a run, a JSON object a line: {error}") from error
+    steps = [step for step in steps if "timing/step" in step or "timing/validate" not in step]  # validated before them
     needed = (*NEEDED, GENERATE_MIN, GENERATE_MAX)
     if not steps:
         raise DataError(f"{path} has no step; give the metrics.jsonl of a run that made some")

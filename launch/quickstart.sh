@@ -28,7 +28,8 @@ export QUICKSTART_DIR=${QUICKSTART_DIR:-outputs/quickstart} OMP_NUM_THREADS=1
 export PROXY_FRONTEND_PORT=${PROXY_FRONTEND_PORT:-15555} PROXY_BACKEND_PORT=${PROXY_BACKEND_PORT:-15556}
 python=.venv/bin/python
 name=default
-if [ ${#overrides[@]} -gt 0 ]; then name=$(printf '%s,' "${overrides[@]}" | sed 's/,$//' | tr -c 'A-Za-z0-9=._,-' '_' | cut -c1-100); fi
+if [ ${#overrides[@]} -gt 0 ]; then name=$(printf '%s,' "${overrides[@]}" | sed 's/,$//' | tr -c 'A-Za-z0-9=._,-' '_'); fi
+if [ ${#name} -gt 100 ]; then name=${name:0:89}-$(printf '%s' "$name" | cksum | cut -d' ' -f1); fi
 run=$QUICKSTART_DIR/runs/$name
 teacher_dir=$QUICKSTART_DIR/teacher_service
 stages=$run/stages.jsonl

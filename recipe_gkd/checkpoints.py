@@ -8,6 +8,8 @@
             actor/                            Megatron's distributed checkpoint
             huggingface/                      if checkpoint.save_contents has hf_model
             trainer.json                      step, position in the data, and what they are counted in
+        best.json                             by trainer.best_metric, each that was the best so far; the last still is
+        best -> global_step_40                that one; what removes checkpoints must spare it
 
 A checkpoint is written under a temporary name and renamed when it is complete, so a folder that is there is whole.
 """
@@ -23,6 +25,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.errors import CheckpointError
 
 LATEST = "latest_checkpointed_iteration.txt"
+BEST, LINK = "best.json", "best"
 
 
 @dataclass(frozen=True)
@@ -39,28 +42,95 @@ class Progress:
     shuffle: bool
 
 
+@dataclass(frozen=True)
+class Best:
+    """A checkpoint that was the best when it was made."""
+
+    metric: str
+    value: float
+    step: int
+
+
 class CheckpointWriter:
     """``folder`` is there to be written into; then ``complete`` it, perhaps much later, or ``discard`` it."""
 
-    def __init__(self, root: Path, progress: Progress) -> None:
-        self.root, self.progress = root, progress
+    def __init__(self, root: Path, progress: Progress, best: Best | None = None) -> None:
+        """``best``: this checkpoint is the best of the run."""
+        self.root, self.progress, self.best = root, progress, best
         self.folder = root / f".writing_global_step_{progress.step}"
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
     def complete(self) -> Path:
-        """Everything is written: give the folder its name, and make it the latest."""
+        """Everything is written: give the folder its name, and make it the latest, and perhaps the best."""
         (self.folder / "trainer.json").write_text(json.dumps(asdict(self.progress), indent=2) + "\n")
-        final = self.root / f"global_step_{self.progress.step}"
+        final = _folder(self.root, self.progress.step)
         shutil.rmtree(final, ignore_errors=True)
         self.folder.rename(final)
-        fresh = self.root / f"{LATEST}.new"
-        fresh.write_text(f"{self.progress.step}\n")
-        fresh.replace(self.root / LATEST)
+        if self.best is not None:
+            keep_best(self.root, self.best)
+        _write(self.root / LATEST, f"{self.progress.step}\n")
         return final
 
     def discard(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def keep_best(root: Path, best: Best) -> None:
+    """Name a complete checkpoint the best. ``best.json`` decides; the link, if a crash kept it back, follows later."""
+    _write_bests(root, [*_read_bests(root), best])
+
+
+def read_best(root: Path, metric: str | None, *, until: int) -> Best | None:
+    """The best checkpoint of the run up to a step; None for ``metric``: by whichever.
+
+    Those of later steps, or by another metric, count no more: a run that starts before them makes these steps anew.
+    They stay as checkpoints, but are not called the best.
+    """
+    bests = _read_bests(root)
+    kept = [
+        best
+        for best in bests
+        if best.step <= until
+        and metric in (None, best.metric)
+        and (_folder(root, best.step) / "trainer.json").is_file()
+    ]
+    if bests:
+        _write_bests(root, kept)
+    return kept[-1] if kept else None
+
+
+def _read_bests(root: Path) -> list[Best]:
+    try:
+        return [Best(**best) for best in json.loads((root / BEST).read_text())]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{root / BEST} cannot be read: {error}; remove it, and the best checkpoint is sought from here on"
+        ) from error
+
+
+def _write_bests(root: Path, bests: list[Best]) -> None:
+    _write(root / BEST, json.dumps([asdict(best) for best in bests], indent=2) + "\n")
+    if not bests:
+        (root / LINK).unlink(missing_ok=True)
+        return
+    draft = root / f".{LINK}.new"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(_folder(root, bests[-1].step).name)
+    draft.replace(root / LINK)
+
+
+def _folder(root: Path, step: int) -> Path:
+    return root / f"global_step_{step}"
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing."""
+    draft = path.with_name(f"{path.name}.new")
+    draft.write_text(text)
+    draft.replace(path)
 
 
 def find_checkpoint(config: Config) -> Path | None:

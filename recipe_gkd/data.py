@@ -2,7 +2,8 @@
 
 The run's prompts are one endless-looking stream: epoch after epoch, each a permutation drawn from ``data.seed`` and
 its number. Batch ``i`` is the stream's slice ``[i * B, (i + 1) * B)``, across the ends of epochs, so each prompt is
-used exactly once an epoch, no batch but the run's last is short, and the position is a single number.
+used exactly once an epoch, no batch but the run's last is short, and the position is a single number. Which prompts are
+trained on the answer that the data gives them (``gkd.sft_share``) follows from their places in the stream, too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,14 @@ import pyarrow.parquet as pq
 
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.errors import DataError
-from recipe_gkd.samples import Prompt
+from recipe_gkd.samples import Answer, Prompt
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """The prompts of one training step, ``rollout.n`` times each."""
+    """The prompts of one training step: ``rollout.n`` times each, and once with a given answer."""
 
     step: int
     """From 0; the step that trains on it brings the weights from version ``step`` to ``step + 1``."""
@@ -40,10 +42,20 @@ class PromptBatch:
 class PromptData:
     """The tokenised prompts of some parquet files.
 
-    ``ids[i]`` int32 [P] are the tokens of row ``rows[i]`` of ``table``; overlong rows were dropped or cut.
+    ``ids[i]`` int32 [P] are the tokens of row ``rows[i]`` of ``table``; overlong rows were dropped or cut. With
+    ``given_answers``, ``given_ids[i]`` int32 [T] are those of its ``data.response_key``.
     """
 
-    def __init__(self, table: pa.Table, config: DataConfig, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        table: pa.Table,
+        config: DataConfig,
+        tokenizer: Any,
+        *,
+        given_answers: bool = False,
+        name: str = "the training data",
+    ) -> None:
+        """``name``: of the data, for messages."""
         self.table = table
         prompts = table.column(config.prompt_key).to_pylist()
         began = time.monotonic()
@@ -51,7 +63,7 @@ class PromptData:
         self.rows: list[int] = []
         dropped = 0
         for row, prompt in enumerate(prompts):
-            ids = _tokenise(prompt, tokenizer, f"row {row} of the training data")
+            ids = _tokenise(prompt, tokenizer, f"row {row} of {name}")
             if len(ids) > config.max_prompt_length:
                 if config.filter_overlong_prompts:
                     dropped += 1
@@ -61,33 +73,61 @@ class PromptData:
             self.rows.append(row)
         if dropped:
             log.warning(
-                "%d of %d prompts are longer than data.max_prompt_length=%d and were dropped",
+                "%s: %d of %d prompts are longer than data.max_prompt_length=%d and were dropped",
+                name,
                 dropped,
                 len(prompts),
                 config.max_prompt_length,
             )
-        log.info("tokenised %d prompts in %.1f s", len(prompts), time.monotonic() - began)
+        log.info("tokenised %d prompts of %s in %.1f s", len(prompts), name, time.monotonic() - began)
         if not self.ids:
             raise DataError(
                 f"no prompt is left of the {len(prompts)} given: all are longer than "
                 f"data.max_prompt_length={config.max_prompt_length}; raise it"
             )
+        self.eos_token_id: int | None = tokenizer.eos_token_id if given_answers else None
+        self.given_ids = _given_answers(table, self.rows, config, tokenizer) if given_answers else []
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def prompt(self, index: int, uid: int) -> Prompt:
-        return Prompt(uid=uid, ids=self.ids[index], row=self.rows[index])
+    def prompt(self, index: int, uid: int, *, given: bool = False) -> Prompt:
+        given_ids = self.given_ids[index] if given else None
+        return Prompt(uid=uid, ids=self.ids[index], row=self.rows[index], given_ids=given_ids)
+
+    def given_answer(self, prompt: Prompt, version: int) -> Answer:
+        """Of a prompt that has one, as if weights of ``version`` had sampled it, with certainty."""
+        assert prompt.given_ids is not None
+        ids = prompt.given_ids
+        return Answer(
+            uid=prompt.uid,
+            ids=ids,
+            logprobs=np.zeros(len(ids), np.float32),
+            finish_reason="stop" if ids[-1] == self.eos_token_id else "length",
+            weights_version=version,
+            versions_T=np.full(len(ids), version, np.int32),
+        )
 
 
 class PromptLoader:
     """Batches of prompts from any position of the run.
 
-    ``position`` is the number of prompts that have been trained on: all that a checkpoint needs to keep.
+    ``position`` is the number of prompts that have been trained on: all that a checkpoint needs to keep. A share of the
+    prompts, ``sft_share``, comes once, with its given answer; the others ``n`` times.
     """
 
-    def __init__(self, data: PromptData, config: DataConfig, *, n: int, epochs: int, max_steps: int | None) -> None:
+    def __init__(
+        self,
+        data: PromptData,
+        config: DataConfig,
+        *,
+        n: int,
+        epochs: int,
+        max_steps: int | None,
+        sft_share: float = 0.0,
+    ) -> None:
         self.data, self.config, self.n = data, config, n
+        self._share = Fraction(sft_share).limit_denominator(1_000_000)  # 0.29 times 100 is 29
         self.total_prompts = len(data) * epochs
         self.max_steps = max_steps
         self._cached = (-1, np.arange(0))  # the order of the epoch last asked for
@@ -102,12 +142,19 @@ class PromptLoader:
         for step in range(first_step, self.last_step(position, first_step)):
             start = position + (step - first_step) * size
             places = range(start, min(start + size, self.total_prompts))
-            prompts = [
-                self.data.prompt(self._index(place), uid=place * self.n + answer)
-                for place in places
-                for answer in range(self.n)
-            ]
+            prompts = [prompt for place in places for prompt in self._prompts_at(place)]
             yield PromptBatch(step=step, epoch=places.stop / len(self.data), prompts=prompts)
+
+    def _prompts_at(self, place: int) -> Iterator[Prompt]:
+        index, first_uid = self._index(place), place * self.n
+        if self._is_given(place):
+            yield self.data.prompt(index, first_uid, given=True)
+        else:
+            yield from (self.data.prompt(index, first_uid + answer) for answer in range(self.n))
+
+    def _is_given(self, place: int) -> bool:
+        """Evenly spread: among the first P places are floor(share * P)."""
+        return math.floor((place + 1) * self._share) > math.floor(place * self._share)
 
     def _index(self, place: int) -> int:
         """Which prompt stands at a place of the stream."""
@@ -170,6 +217,34 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> np.ndarray:
     if len(ids) == 0:
         raise DataError(f"{where}: the prompt has no tokens; remove the row")
     return np.asarray(ids, dtype=np.int32)
+
+
+def _given_answers(table: pa.Table, rows: list[int], config: DataConfig, tokenizer: Any) -> list[np.ndarray]:
+    """int32 [T] of each row: the answer and the end-of-sequence token, or what ``max_response_length`` leaves of it."""
+    key, limit = config.response_key, config.max_response_length
+    advice = "Set data.response_key to the column of the answers, or gkd.sft_share=0 to train without them"
+    if key not in table.column_names:
+        raise DataError(
+            f"gkd.sft_share is above 0, but the data has no column data.response_key={key}; it has: "
+            f"{', '.join(table.column_names)}. {advice}"
+        )
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "the student's tokenizer has no end-of-sequence token, with which given answers end: set eos_token in its "
+            "tokenizer_config.json, or gkd.sft_share=0"
+        )
+    answers = table.column(key).to_pylist()
+    given = []
+    for row in rows:
+        text = answers[row]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else []
+        if len(ids) == 0:
+            raise DataError(
+                f"row {row} of the training data: the answer in column {key!r} is {text!r:.200}; expected a string "
+                f"that is not empty. Remove the row. {advice}"
+            )
+        given.append(np.asarray([*ids, tokenizer.eos_token_id][:limit], dtype=np.int32))
+    return given
 
 
 def _truncate(ids: np.ndarray, config: DataConfig, row: int) -> np.ndarray:

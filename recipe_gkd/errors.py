@@ -20,6 +20,10 @@ class DataError(GkdError, ValueError):
     """A data file or a row that cannot be used."""
 
 
+class RewardError(GkdError, RuntimeError):
+    """The reward function raised, took too long, or returned no number; the message names the sample."""
+
+
 class ModelError(GkdError, ValueError):
     """A model folder that is missing, unreadable, or of a kind that is not supported."""
 

@@ -68,7 +68,12 @@ def now() -> float:
 
 
 def deal(prompts: Sequence[Prompt], n_lanes: int, answers_per_prompt: int) -> list[list[Prompt]]:
-    """A share for each lane: round in turn, all answers to one prompt to the same lane, which then reads it once."""
-    starts = range(0, len(prompts), answers_per_prompt)
-    groups = [prompts[start : start + answers_per_prompt] for start in starts]
-    return [[prompt for group in groups[lane::n_lanes] for prompt in group] for lane in range(n_lanes)]
+    """A share for each lane: round in turn, all answers to one prompt to the same lane, which then reads it once.
+
+    Prompts with a given answer, which cost a lane nothing, are dealt after the others: those are shared out evenly.
+    """
+    groups: dict[int, list[Prompt]] = {}
+    for prompt in sorted(prompts, key=lambda prompt: prompt.given_ids is not None):
+        groups.setdefault(prompt.uid // answers_per_prompt, []).append(prompt)
+    dealt = list(groups.values())
+    return [[prompt for group in dealt[lane::n_lanes] for prompt in group] for lane in range(n_lanes)]

@@ -11,7 +11,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,8 +25,10 @@ from recipe_gkd.config import Config, load_config
 from recipe_gkd.config.load import compose_config
 from recipe_gkd.data import PromptData, PromptLoader, read_table
 from recipe_gkd.errors import ConfigError, GkdError
-from recipe_gkd.preflight import meet_teacher, read_student, with_model_path
+from recipe_gkd.preflight import Student, meet_teacher, read_student, with_model_path
+from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.trainer import Trainer
+from recipe_gkd.validation import Validation, read_validation
 from recipe_gkd.workers import start_workers
 from teacher.client import TeacherClient
 from teacher.errors import TeacherError
@@ -75,14 +78,16 @@ def run(config: Config, composed: str) -> None:
         log.info(
             "student %s; teacher %s, top %d of %d ids", student.path, info.model_name, info.n_logprobs, info.vocab_size
         )
-        data = PromptData(table, config.data, student.tokenizer)
+        data = PromptData(table, config.data, student.tokenizer, given_answers=config.gkd.sft_share > 0)
         loader = PromptLoader(
             data,
             config.data,
             n=config.actor_rollout_ref.rollout.n,
             epochs=config.trainer.total_epochs,
             max_steps=config.trainer.total_training_steps,
+            sft_share=config.gkd.sft_share,
         )
+        validation = read_validation(config, student.tokenizer)
         progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
         checkpoint = find_checkpoint(config)
         if checkpoint is not None:
@@ -93,8 +98,20 @@ def run(config: Config, composed: str) -> None:
             return
         log.info("%d prompts, steps %d to %d", len(data), progress.step + 1, last_step)
         (_folder(config) / "config.yaml").write_text(composed)
-        with ray_cluster(config):
-            asyncio.run(_until_sigterm(_train(config, client, info, loader, progress, checkpoint)))
+        with _rewards(config, data, student) as rewards, ray_cluster(config):
+            training = _train(config, client, info, loader, progress, checkpoint, rewards, validation)
+            asyncio.run(_until_sigterm(training))
+
+
+@contextmanager
+def _rewards(config: Config, data: PromptData, student: Student) -> Iterator[tuple[RewardScorer, RewardItems] | None]:
+    """The reward function, ready, and what it will be given of the training data; None if there is none."""
+    if config.custom_reward_function.path is None:
+        yield None
+        return
+    items = RewardItems(data, config.data, student.tokenizer)
+    with RewardScorer(config.custom_reward_function) as scorer:
+        yield scorer, items
 
 
 async def _train(
@@ -104,11 +121,13 @@ async def _train(
     loader: PromptLoader,
     progress: Progress,
     checkpoint: Path | None,
+    rewards: tuple[RewardScorer, RewardItems] | None,
+    validation: Validation | None,
 ) -> None:
     device = choose_device(config.trainer.device)
     total_steps = loader.last_step(progress.prompts_trained, progress.step)
     async with start_workers(config, device, total_steps=total_steps, stop_token_ids=teacher.eos_token_ids) as workers:
-        trainer = Trainer(config, workers, client, loader, progress)
+        trainer = Trainer(config, workers, client, loader, progress, rewards, validation)
         if checkpoint is not None:
             await trainer.call_actors("load_checkpoint", str(checkpoint.absolute() / "actor"))
             log.info("resumed from %s", checkpoint)

@@ -62,6 +62,15 @@ class TeacherTopK:
             sampled_logps_T=np.zeros(0, np.float32),
         )
 
+    @classmethod
+    def absent(cls, rows: int) -> TeacherTopK:
+        """For an answer that the teacher is not asked about: no probability anywhere."""
+        return cls(
+            logps_TK=np.full((rows, 1), -np.inf, np.float32),
+            ids_TK=np.full((rows, 1), -1, np.int32),
+            sampled_logps_T=np.zeros(rows, np.float32),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:

@@ -15,6 +15,9 @@ Samples flow one by one: answers go to the teacher as they finish, in small grou
 last sample is scored. A batch is handed out as soon as the bound allows and a worker has a free place, so that workers
 do not idle on the last answers of the batch before. Weights are sent never during an update and, unless they may be
 updated in flight, never while answers are under way. Stages are callables: this module knows no worker.
+
+Between two updates the trainer may have all workers for itself (:meth:`Pipeline.answers_now`, for validation): what is
+under way ends first, and the next batch is handed out afterwards.
 """
 
 from __future__ import annotations
@@ -70,7 +73,9 @@ class Pipeline:
         self._wanted: list[int] = []  # versions without which somebody cannot go on generating
         self._next_step: int | None = None  # of the batch that will be handed out next
         self._actor_busy = self._syncing = False
+        self._reserved = False  # for answers that the trainer waits for: no batch is handed out
         self._under_way = 0  # answers
+        self._set_aside = 0  # answers that wait for a new worker
         self._handed_out_at = self._generate_s = self._update_s = 0.0  # of the last batch: what to expect of the next
         self._changed = asyncio.Event()
         self._replacing = asyncio.Lock()
@@ -166,6 +171,39 @@ class Pipeline:
         self._actor_busy = False  # not after a failure, which ends the run: nothing else shall begin
         self._notify()
 
+    async def answers_now(
+        self, prompts: Sequence[Prompt], generate: Generate, *, answers_per_prompt: int = 1
+    ) -> list[Answer]:
+        """Answers outside the run, for validation, with the actor's weights as they are now; in the prompts' order.
+
+        Only for who updates the actor, between two updates or before the first. The answers under way end first, the
+        workers get these weights if theirs are older, and no batch is handed out until the last of these answers is
+        there. A worker that dies is replaced as ever. ``generate`` is called with the weights' version as the step.
+        """
+        self._reserved = True
+        with self.timeline.span("trainer", "validate", version=self._version):
+            await self._until(lambda: not self._actor_busy and not self._under_way and not self._set_aside)
+            if self._rollout_version != self._version:
+                await self._send_weights()
+            answers: dict[int, Answer] = {}
+            self._now_under_way(len(prompts))
+            shares = deal(prompts, self._flow.n_lanes, answers_per_prompt)
+            lanes = [
+                self._start(self._validate(lane, share, generate, answers))
+                for lane, share in enumerate(shares)
+                if share
+            ]
+            for ended in lanes:
+                await ended
+        self._reserved = False
+        self._notify()
+        return [answers[prompt.uid] for prompt in prompts]
+
+    async def _validate(self, lane: int, prompts: list[Prompt], generate: Generate, answers: dict[int, Answer]) -> None:
+        with self.timeline.span(f"rollout {lane}", "validate", version=self._version, samples=len(prompts)):
+            async for prompt, answer in self._answers(lane, prompts, self._version, generate):
+                answers[prompt.uid] = answer
+
     # ---- when a batch is handed out, and when weights are sent
 
     async def _produce(self) -> None:
@@ -175,7 +213,8 @@ class Pipeline:
                 await self._freshen(oldest_version)
             await self._until(lambda: self._under_way < self._flow.capacity)
             await self._freshen(oldest_version)
-            await self._until(lambda: not self._syncing)  # else its wait for weights would pass for generation
+            # Not during a sync, or its wait for weights would pass for generation.
+            await self._until(lambda: not self._syncing and not self._reserved)
             self._now_under_way(len(batch.prompts))
             self._handed_out_at = now()
             self._batches_under_way.put_nowait(self._start(self._prepare(batch)))
@@ -290,11 +329,13 @@ class Pipeline:
     ) -> float:
         """When its last answer was there."""
         with self.timeline.span(f"rollout {lane}", "generate", step=step, samples=len(prompts)):
-            async for prompt, answer in self._answers(lane, prompts, step):
+            async for prompt, answer in self._answers(lane, prompts, step, self._generate):
                 answered(prompt, answer)
         return now()
 
-    async def _answers(self, lane: int, prompts: list[Prompt], step: int) -> AsyncIterator[tuple[Prompt, Answer]]:
+    async def _answers(
+        self, lane: int, prompts: list[Prompt], step: int, generate: Generate
+    ) -> AsyncIterator[tuple[Prompt, Answer]]:
         """Each prompt's answer once, even if the lane's worker has to be replaced on the way."""
         waiting = {prompt.uid: prompt for prompt in prompts}
         while waiting:
@@ -303,7 +344,7 @@ class Pipeline:
                 await self._revive(lane, len(waiting))
                 continue
             try:
-                async for answers in self._generate(lane, list(waiting.values()), step):
+                async for answers in generate(lane, list(waiting.values()), step):
                     self._now_under_way(-len(answers))
                     for answer in answers:
                         if answer.uid not in waiting:
@@ -323,6 +364,7 @@ class Pipeline:
         """
         if self._replace is None:
             raise self._deaths[lane]
+        self._set_aside += n_waiting
         self._now_under_way(-n_waiting)
         async with self._replacing:
             if death := self._deaths.get(lane):
@@ -333,6 +375,7 @@ class Pipeline:
                 self._wanted.remove(0)
                 del self._deaths[lane]
                 self._notify()
+        self._set_aside -= n_waiting
         self._now_under_way(n_waiting)
 
     async def _request(self, group: Sequence[tuple[Prompt, Answer]], step: int) -> tuple[float, list[Sample]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 import ray
 
 from recipe_gkd.actor.microbatch import shard_batch
-from recipe_gkd.checkpoints import CheckpointWriter, Progress
+from recipe_gkd.checkpoints import Best, CheckpointWriter, Progress, read_best
 from recipe_gkd.config import Config
 from recipe_gkd.data import PromptLoader
 from recipe_gkd.errors import GkdError
@@ -22,8 +22,11 @@ from recipe_gkd.flow import Flow, ReadyBatch, staleness_bound
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.metrics.timeline import Timeline
+from recipe_gkd.rewards import RewardItems, RewardScorer
+from recipe_gkd.rewards.advantages import prepare
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
 from recipe_gkd.schedule import Pipeline
+from recipe_gkd.validation import Validation
 from recipe_gkd.workers import Workers
 from teacher.client import TeacherClient
 from teacher.records import TeacherSequence
@@ -40,10 +43,20 @@ class Trainer:
     """Student answers; the teacher's top-k at every position of the answers; an update towards it; and again."""
 
     def __init__(
-        self, config: Config, workers: Workers, teacher: TeacherClient, loader: PromptLoader, progress: Progress
+        self,
+        config: Config,
+        workers: Workers,
+        teacher: TeacherClient,
+        loader: PromptLoader,
+        progress: Progress,
+        rewards: tuple[RewardScorer, RewardItems] | None = None,
+        validation: Validation | None = None,
     ) -> None:
+        """``rewards``: the reward function and what it is given, if there is one; ``validation`` cannot do without."""
         self.config, self.workers, self.teacher, self.loader = config, workers, teacher, loader
-        self.progress = progress
+        self.progress, self.rewards, self.validation = progress, rewards, validation
+        self.root = Path(config.trainer.default_local_dir).expanduser().absolute()
+        self.best = read_best(self.root, config.trainer.best_metric, until=progress.step)
         self.saving: CheckpointWriter | None = None
         self.save_is_under_way = False
         """Whether the workers have all that they need to complete it."""
@@ -72,11 +85,17 @@ class Trainer:
             StepMetrics(self.config, n_rollouts=len(self.workers.rollouts)) as steps,
         ):
             async with self.pipeline(steps.timeline) as pipeline:
+                if trainer.val_before_train:
+                    steps.log_validation(loggers, await self.validate(pipeline), self.progress.step)
                 async for batch in pipeline:
                     async with pipeline.updating(batch):
                         with span(batch.metrics, "timing/update_actor"):
                             batch.metrics |= await self.update(batch)
                     self.advance(batch)
+                    if self.validation_is_due():
+                        with span(batch.metrics, "timing/validate"):
+                            batch.metrics |= await self.validate(pipeline)
+                        self.choose_best(batch.metrics)
                     if self.saving or self.save_is_due():
                         async with pipeline.actor("save_checkpoint", batch):
                             with span(batch.metrics, "timing/save_checkpoint"):
@@ -107,11 +126,17 @@ class Trainer:
     # ---- the stages
 
     async def generate(self, rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Answer]]:
-        """One rollout worker's share of a batch, as its answers finish."""
+        """One rollout worker's share of a batch, as its answers finish; given ones are there already."""
+        given = [prompt for prompt in prompts if prompt.given_ids is not None]
+        if given:
+            yield [self.loader.data.given_answer(prompt, version=step) for prompt in given]
+        asked = [prompt for prompt in prompts if prompt.given_ids is None]
+        if not asked:
+            return
         async for answers in self.workers.rollouts.stream(
             rank,
             "generate",
-            list(prompts),
+            asked,
             step,
             timeout_s=self.config.actor_rollout_ref.rollout.timeout_s + MARGIN_S,
             phase=f"generate, step {step}",
@@ -119,30 +144,58 @@ class Trainer:
             yield answers
 
     async def score(self, group: Sequence[tuple[Prompt, Answer]]) -> list[Sample]:
-        """Ask the teacher for its top-k at every response position; an empty answer has none, and is not asked for."""
-        asked = [(prompt, answer) for prompt, answer in group if len(answer.ids)]
+        """What the teacher and the reward function say of some answers; they are asked at the same time."""
+        async with asyncio.TaskGroup() as asked:
+            teacher = asked.create_task(self.ask_teacher(group))
+            rewards = asked.create_task(self.ask_reward(group))
+        return [
+            Sample(
+                prompt=prompt,
+                answer=answer,
+                teacher=teacher.result().get(answer.uid) or TeacherTopK.absent(len(answer.ids)),
+                reward=rewards.result().get(answer.uid),
+            )
+            for prompt, answer in group
+        ]
+
+    async def ask_teacher(self, group: Sequence[tuple[Prompt, Answer]]) -> dict[int, TeacherTopK]:
+        """By uid: its top-k at every response position. An empty answer has none; the data's may not need them."""
+        asks_of_given = self.config.gkd.sft_target == "teacher"
+        asked = [
+            (prompt, answer)
+            for prompt, answer in group
+            if len(answer.ids) and (prompt.given_ids is None or asks_of_given)
+        ]
+        if not asked:
+            return {}
         sequences = [
             TeacherSequence(token_ids=np.concatenate([prompt.ids, answer.ids]), prompt_len=len(prompt.ids))
             for prompt, answer in asked
         ]
-        opinions = {}
-        if sequences:
-            scores = await asyncio.wrap_future(self.teacher.submit(sequences))
-            opinions = {
-                answer.uid: TeacherTopK(
-                    logps_TK=score.topk_logps_TK, ids_TK=score.topk_ids_TK, sampled_logps_T=score.sampled_logps_T
-                )
-                for (_, answer), score in zip(asked, scores, strict=True)
-            }
-        return [
-            Sample(prompt=prompt, answer=answer, teacher=opinions.get(answer.uid) or TeacherTopK.empty())
-            for prompt, answer in group
-        ]
+        scores = await asyncio.wrap_future(
+            self.teacher.submit(sequences, temperature=self.config.gkd.distill_temperature)
+        )
+        return {
+            answer.uid: TeacherTopK(
+                logps_TK=score.topk_logps_TK, ids_TK=score.topk_ids_TK, sampled_logps_T=score.sampled_logps_T
+            )
+            for (_, answer), score in zip(asked, scores, strict=True)
+        }
+
+    async def ask_reward(self, group: Sequence[tuple[Prompt, Answer]]) -> dict[int, float]:
+        """By uid, of the sampled answers, if there is a reward function."""
+        sampled = [(prompt, answer) for prompt, answer in group if prompt.given_ids is None]
+        if self.rewards is None or not sampled:
+            return {}
+        scorer, items = self.rewards
+        described = await asyncio.to_thread(lambda: [items.of(prompt, answer) for prompt, answer in sampled])
+        return dict(zip([item.uid for item in described], await scorer.score(described), strict=True))
 
     async def update(self, batch: ReadyBatch) -> dict[str, float]:
         """One optimiser step on the whole batch; each data-parallel rank gets its share."""
         actors = self.workers.actors
-        shards = [await asyncio.to_thread(ray.put, shard) for shard in shard_batch(batch.samples, self.workers.dp_size)]
+        samples = prepare(batch.samples, self.config.gkd, self.config.actor_rollout_ref.rollout.n)
+        shards = [await asyncio.to_thread(ray.put, shard) for shard in shard_batch(samples, self.workers.dp_size)]
         results = await actors.call_each(
             "update",
             [(shards[dp_rank], batch.step) for dp_rank in self.workers.dp_ranks],
@@ -151,11 +204,34 @@ class Trainer:
         )
         return dict(results[0])
 
+    async def validate(self, pipeline: Pipeline) -> dict[str, float]:
+        """Of the actor's weights as they are; while the reward function judges, generation goes on."""
+        assert self.validation is not None and self.rewards is not None  # or the configuration would be refused
+        prompts, scorer = self.validation.prompts, self.rewards[0]
+        answers = await pipeline.answers_now(prompts, self.answer_validation, answers_per_prompt=self.validation.n)
+        return await self.validation.report(answers, scorer, self.progress.step)
+
+    async def answer_validation(self, rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Answer]]:
+        """One rollout worker's share of the validation prompts."""
+        assert self.validation is not None
+        timeout_s = self.validation.timeout_s
+        async for answers in self.workers.rollouts.stream(
+            rank,
+            "generate",
+            list(prompts),
+            step,
+            "validation",
+            timeout_s,
+            timeout_s=timeout_s + MARGIN_S,
+            phase=f"validate after step {step}",
+        ):
+            yield answers
+
     async def save(self) -> None:
         """A complete checkpoint, or none; with ``async_save`` it is written while training goes on."""
         await self.finish_save()
-        root = Path(self.config.trainer.default_local_dir).expanduser().absolute()
-        self.saving, self.save_is_under_way = CheckpointWriter(root, self.progress), False
+        best = self.best if self.is_best() else None
+        self.saving, self.save_is_under_way = CheckpointWriter(self.root, self.progress, best), False
         checkpoint = self.config.actor_rollout_ref.actor.checkpoint
         await self.call_actors("save_checkpoint", str(self.saving.folder / "actor"))
         if "hf_model" in checkpoint.save_contents:
@@ -178,11 +254,28 @@ class Trainer:
         return await self.workers.actors.call(method, *args, timeout_s=timeout_s, phase=phase)
 
     def advance(self, batch: ReadyBatch) -> None:
-        prompts = len(batch.samples) // self.config.actor_rollout_ref.rollout.n
+        answers_per_prompt = self.config.actor_rollout_ref.rollout.n
+        prompts = len({sample.prompt.uid // answers_per_prompt for sample in batch.samples})
         self.progress = replace(
             self.progress, step=self.progress.step + 1, prompts_trained=self.progress.prompts_trained + prompts
         )
 
+    def validation_is_due(self) -> bool:
+        return self._is_due(self.config.trainer.test_freq)
+
     def save_is_due(self) -> bool:
-        every, step = self.config.trainer.save_freq, self.progress.step
+        return self._is_due(self.config.trainer.save_freq) or self.is_best()
+
+    def _is_due(self, every: int) -> bool:
+        step = self.progress.step
         return every > 0 and (step == self.last_step or step % every == 0)
+
+    def choose_best(self, metrics: Mapping[str, float]) -> None:
+        """By ``trainer.best_metric``; of equal ones the first."""
+        metric = self.config.trainer.best_metric
+        if metric is not None and (self.best is None or metrics[metric] > self.best.value):
+            self.best = Best(metric, metrics[metric], self.progress.step)
+
+    def is_best(self) -> bool:
+        """Whether the weights as they are did best of all."""
+        return self.best is not None and self.best.step == self.progress.step

@@ -127,7 +127,7 @@ async def _set_up_actors(actors: WorkerGroup, timeout_s: float) -> list[dict[str
 
 async def _check_shared_folder(config: Config, actors: WorkerGroup) -> None:
     """Each actor rank writes its part of a checkpoint: all must see the driver's folder, not one of the same name."""
-    if config.trainer.save_freq <= 0:
+    if config.trainer.save_freq <= 0 and config.trainer.best_metric is None:
         return
     folder = Path(config.trainer.default_local_dir).expanduser().absolute()
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared_with_workers") as probe:
@@ -135,5 +135,5 @@ async def _check_shared_folder(config: Config, actors: WorkerGroup) -> None:
     if blind := [actors.label(rank) for rank, sees in enumerate(seen) if not sees]:
         raise ResourceError(
             f"{', '.join(blind)} cannot see trainer.default_local_dir={folder} of the driver; give a folder on a disk "
-            "that all nodes share, or trainer.save_freq=-1 to write no checkpoints"
+            "that all nodes share, or trainer.save_freq=-1 trainer.best_metric=null to write no checkpoints"
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from recipe_gkd.checkpoints import CheckpointWriter, Progress, find_checkpoint, read_progress
+from recipe_gkd.checkpoints import Best, CheckpointWriter, Progress, find_checkpoint, read_best, read_progress
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.errors import CheckpointError
 
@@ -57,6 +58,33 @@ def test_an_incomplete_folder_is_refused_by_name(tmp_path: Path) -> None:
     chosen = config(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_3")
     with pytest.raises(CheckpointError, match="global_step_3 is no complete checkpoint"):
         find_checkpoint(chosen)
+
+
+def test_the_best_is_a_link_that_follows_its_record_even_after_a_crash(tmp_path: Path) -> None:
+    for step, value in ((2, 0.1), (4, 0.3), (6, None)):
+        best = None if value is None else Best("val/data/score", value, step)
+        CheckpointWriter(tmp_path, replace(PROGRESS, step=step), best).complete()
+    assert (tmp_path / "best").readlink() == Path("global_step_4")
+    assert find_checkpoint(config(tmp_path)) == tmp_path / "global_step_6"
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").symlink_to("global_step_2")  # the crash came between record and link
+    assert read_best(tmp_path, "val/data/score", until=6) == Best("val/data/score", 0.3, 4)
+    assert (tmp_path / "best").readlink() == Path("global_step_4")
+
+
+def test_of_the_best_count_those_that_are_there_by_this_metric_up_to_this_step(tmp_path: Path) -> None:
+    assert read_best(tmp_path, "val/data/score", until=9) is None and not list(tmp_path.iterdir())
+    for step in (2, 4, 6, 8):
+        CheckpointWriter(tmp_path, replace(PROGRESS, step=step), Best("a" if step < 8 else "b", step, step)).complete()
+    assert read_best(tmp_path, None, until=8) == Best("b", 8, 8)
+    assert read_best(tmp_path, "a", until=8) == Best("a", 6, 6)
+    shutil.rmtree(tmp_path / "global_step_6")
+    assert read_best(tmp_path, "a", until=6) == Best("a", 4, 4)
+    assert read_best(tmp_path, "a", until=3) == Best("a", 2, 2)
+    assert read_best(tmp_path, "b", until=3) is None and not (tmp_path / "best").is_symlink()
+    (tmp_path / "best.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"best\.json cannot be read"):
+        read_best(tmp_path, "a", until=3)
 
 
 @pytest.mark.parametrize("change", [{"n_prompts": 999}, {"data_seed": 2}, {"shuffle": False}])

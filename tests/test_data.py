@@ -17,9 +17,11 @@ from recipe_gkd.errors import DataError
 
 
 class Bytes:
-    """A tokenizer: UTF-8 bytes; a chat is its contents with a 1 before each message, and a 2 to answer."""
+    """A tokenizer: UTF-8 bytes; a chat is its contents with a 1 before each message, and a 2 to answer. 3 ends it."""
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    eos_token_id: int | None = 3
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": list(text.encode())}
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
@@ -46,9 +48,9 @@ def parquet(folder: Path, rows: dict[str, list[Any]], name: str = "data.parquet"
     return [str(folder / name)]
 
 
-def load(files: list[str], **values: Any) -> PromptData:
+def load(files: list[str], given_answers: bool = False, **values: Any) -> PromptData:
     config = settings(**values)
-    return PromptData(read_table(files, config.prompt_key), config, Bytes())
+    return PromptData(read_table(files, config.prompt_key), config, Bytes(), given_answers=given_answers)
 
 
 def test_chats_strings_and_other_alphabets_are_tokenised(tmp_path: Path) -> None:
@@ -156,3 +158,68 @@ def test_a_limit_of_steps_counts_steps_even_if_the_batch_size_changes_on_resume(
     prompts = loader(tmp_path, 10, epochs=9, max_steps=5, train_batch_size=batch)  # 3 steps of 4 are done
     assert len(list(prompts.batches(12, first_step=3))) == steps_left
     assert prompts.last_step(12, step=3) == 5
+
+
+def given_loader(tmp_path: Path, rows: int, share: float, *, n: int = 2, **values: Any) -> PromptLoader:
+    columns = {"prompt": [f"{i:03}" for i in range(rows)], "response": [f"answer {i}" for i in range(rows)]}
+    data = load(parquet(tmp_path, columns), given_answers=True, **values)
+    return PromptLoader(data, settings(**values), n=n, epochs=2, max_steps=None, sft_share=share)
+
+
+def is_given_by_place(prompts: PromptLoader, position: int = 0) -> list[bool]:
+    """Of each prompt of the stream, once."""
+    batches = prompts.batches(position, first_step=position // prompts.config.train_batch_size)
+    by_place: dict[int, list[bool]] = {}
+    for batch in batches:
+        for prompt in batch.prompts:
+            by_place.setdefault(prompt.uid // prompts.n, []).append(prompt.given_ids is not None)
+    assert all(given in ([True], [False] * prompts.n) for given in by_place.values())  # once, or n times
+    assert list(by_place) == list(range(position, prompts.total_prompts))
+    return [given[0] for given in by_place.values()]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.29, 1 / 3, 0.5, 0.9, 1.0])
+def test_a_share_of_the_prompts_comes_once_with_its_given_answer_evenly_in_any_window(
+    tmp_path: Path, share: float
+) -> None:
+    given = np.cumsum([0, *is_given_by_place(given_loader(tmp_path, 100, share, train_batch_size=7))])
+    assert given[100] == int(share * 100 + 1e-9)
+    for width in (1, 7, 30, 100):
+        assert (np.abs(given[width:] - given[:-width] - share * width) < 1 + 1e-3).all()
+
+
+def test_given_answers_are_at_the_same_places_after_a_restart(tmp_path: Path) -> None:
+    prompts = given_loader(tmp_path, 50, 0.3, train_batch_size=4)
+    assert is_given_by_place(prompts, position=36) == is_given_by_place(prompts)[36:]
+
+
+def test_a_given_answer_ends_with_the_end_of_sequence_unless_it_is_cut(tmp_path: Path) -> None:
+    rows = {"prompt": ["a"] * 3, "solution": ["12345", "1234", "123456789"]}
+    data = load(parquet(tmp_path, rows), given_answers=True, response_key="solution", max_response_length=5)
+    answers = [data.given_answer(data.prompt(i, uid=7, given=True), version=4) for i in range(3)]
+    assert [bytes(answer.ids.tolist()) for answer in answers] == [b"12345", b"1234\x03", b"12345"]
+    assert [answer.finish_reason for answer in answers] == ["length", "stop", "length"]
+    assert answers[1].uid == 7 and answers[1].weights_version == 4 and answers[1].versions_T.tolist() == [4] * 5
+    assert answers[1].logprobs.tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ({"answer": ["b"]}, "no column data.response_key=response; it has: prompt, answer. Set data.response_key"),
+        ({"response": [""]}, "row 0 .* the answer in column 'response' is ''; expected a string that is not empty"),
+        ({"response": pa.array([None], pa.string())}, "row 0 .* is None"),
+        ({"response": [["b"]]}, r"row 0 .* is \['b'\]; expected a string"),
+    ],
+)
+def test_a_given_answer_that_cannot_be_used_is_named(tmp_path: Path, rows: dict[str, Any], says: str) -> None:
+    files = parquet(tmp_path, {"prompt": ["a"], **rows})
+    with pytest.raises(DataError, match=says):
+        load(files, given_answers=True)
+    load(files)  # as long as nobody needs it
+
+
+def test_given_answers_need_an_end_of_sequence_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bytes, "eos_token_id", None)
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        load(parquet(tmp_path, {"prompt": ["a"], "response": ["b"]}), given_answers=True)

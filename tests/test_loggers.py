@@ -44,6 +44,36 @@ def test_a_resumed_run_keeps_the_lines_before_it_and_rewrites_the_rest(tmp_path:
     assert [json.loads(line)["training/global_step"] for line in path.open()] == [1, 2, 3]
 
 
+def test_what_is_validated_before_a_resumed_run_goes_into_the_line_of_the_step_before(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for first_step in (0, 2, 2):
+        logger = Jsonl(path, first_step)
+        logger.log({"val/data/score": 0.5 + first_step, "timing/validate": 9.0}, first_step)
+        for step in (first_step + 1, first_step + 2):
+            logger.log({"timing/step": 1.0}, step)
+        logger.close()
+    assert [json.loads(line) for line in path.open()] == [
+        {"training/global_step": 0, "val/data/score": 0.5, "timing/validate": 9.0},
+        {"training/global_step": 1, "timing/step": 1.0},
+        {"training/global_step": 2, "timing/step": 1.0, "val/data/score": 2.5},
+        {"training/global_step": 3, "timing/step": 1.0},
+        {"training/global_step": 4, "timing/step": 1.0},
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_the_console_shows_validation_in_a_line_of_its_own() -> None:
+    stream, results = io.StringIO(), {"val/math/score": 0.5, "timing/validate": 2.0}
+    console = Console(0, 10, stream)
+    console.log(results, 0)
+    console.log(METRICS | results, 7)
+    assert stream.getvalue().splitlines() == [
+        "val   0/10  math/score 0.5000  time 2.00s",
+        "step  7/10  kl 0.2500  len 12.0  step 1.50s",
+        "val   7/10  math/score 0.5000  time 2.00s",
+    ]
+
+
 def test_the_console_shows_what_there_is() -> None:
     stream = io.StringIO()
     Console(0, 10, stream).log(METRICS, 7)

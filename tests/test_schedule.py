@@ -6,6 +6,8 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +18,13 @@ from virtual_time import run
 from recipe_gkd.data import PromptBatch
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.flow import MAX_STALENESS, Flow, deal, now
+from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
 from recipe_gkd.schedule import Pipeline
 
 EMPTY = np.zeros(0, np.int32)
+VALIDATION = -1
+"""Stands for the step of what is under way."""
 
 
 @dataclass
@@ -36,6 +41,10 @@ class Plan:
     """(stage, call from 0) that raises."""
     deaths: dict[int, int] = field(default_factory=dict)
     """Calls of generate, from 0, in which the worker dies, and how many prompts are then unanswered, at most."""
+    validated: frozenset[int] = frozenset()
+    """The trainer validates when so many batches have been trained on; 0: before the first."""
+    n_validated: int = 5
+    """Prompts of a validation."""
 
 
 @dataclass
@@ -65,6 +74,7 @@ class Stages:
         self.overlaps = {"generate, update": 0, "generate, score": 0, "two batches": 0}
         self.generated_during_sync = 0
         self.steps_under_way: list[int] = []
+        self.validated: list[int] = []
 
     async def spend(self, stage: str) -> None:
         self.calls[stage] += 1
@@ -72,13 +82,18 @@ class Stages:
         if self.plan.fails and self.plan.fails[0] == stage and self.calls[stage] > self.plan.fails[1]:
             raise LookupError(stage)
 
-    async def generate(self, lane: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Answer]]:
+    async def generate(
+        self, lane: int, prompts: Sequence[Prompt], step: int, validation: bool = False
+    ) -> AsyncIterator[list[Answer]]:
         call, self.n_generations = self.n_generations, self.n_generations + 1
         if lane in self.dead:
             raise WorkerDied(f"rollout worker {lane}")
         assert self.has_weights[lane] and (not self.syncing or self.plan.flow.inflight_update)
+        assert not validation or (step == self.version == self.rollout_version and not self.updating)
+        step = VALIDATION if validation else step
         self.generating += 1
         self.steps_under_way.append(step)
+        assert VALIDATION not in self.steps_under_way or len(set(self.steps_under_way)) == 1
         self.overlaps["two batches"] += len(set(self.steps_under_way)) > 1
         version = self.rollout_version
         order = self.rng.sample(list(prompts), len(prompts))
@@ -92,7 +107,8 @@ class Stages:
                 some = [order.pop() for _ in range(min(len(order), self.rng.randint(1, 3)))]
                 await self.spend("generate")
                 assert not self.syncing or self.plan.flow.inflight_update
-                self.answered += [prompt.uid for prompt in some]
+                assert not validation or version == self.version == self.rollout_version
+                self.answered += [prompt.uid for prompt in some if not validation]
                 self.overlaps["generate, update"] += self.updating
                 self.generated_during_sync += self.syncing
                 yield [
@@ -135,6 +151,21 @@ class Stages:
             self.n_replaced += 1
         await self.spend("replace")
 
+    async def validate(self, pipeline: Pipeline) -> float:
+        """How long it took."""
+        began = now()
+        if self.version - self.plan.first in self.plan.validated:
+            uids = list(range(self.plan.n_validated))
+            answers = await pipeline.answers_now(
+                [Prompt(uid=uid, ids=EMPTY, row=uid) for uid in uids],
+                partial(self.generate, validation=True),
+                answers_per_prompt=self.plan.flow.answers_per_prompt,
+            )
+            assert [answer.uid for answer in answers] == uids
+            assert {answer.weights_version for answer in answers} <= {self.version}
+            self.validated.append(self.version)
+        return now() - began
+
     def batches(self) -> list[PromptBatch]:
         size = self.plan.batch_size
         return [
@@ -144,7 +175,7 @@ class Stages:
             for step in range(self.plan.first, self.plan.first + self.plan.n_batches)
         ]
 
-    def pipeline(self) -> Pipeline:
+    def pipeline(self, timeline: Timeline | None = None) -> Pipeline:
         return Pipeline(
             self.batches(),
             self.plan.flow,
@@ -153,11 +184,13 @@ class Stages:
             sync=self.sync,
             replace=self.replace,
             first_version=self.plan.first,
+            timeline=timeline,
         )
 
     async def run(self) -> list[Trained]:
         trained = []
         async with self.pipeline() as pipeline:
+            await self.validate(pipeline)
             began = now()
             async for batch in pipeline:
                 async with pipeline.updating(batch):
@@ -167,6 +200,7 @@ class Stages:
                     await self.spend("update")
                     batch.metrics["timing/update_actor"] = now() - update_began
                     self.version, self.updating = self.version + 1, False
+                batch.metrics["timing/validate"] = await self.validate(pipeline)
                 if "save" in self.plan.seconds:
                     async with pipeline.actor("save", batch):
                         assert not self.syncing
@@ -177,6 +211,26 @@ class Stages:
                 uids = [sample.prompt.uid for sample in batch.samples]
                 trained.append(Trained(batch.step, uids, batch.staleness, batch.metrics))
         return trained
+
+
+@dataclass
+class Spans:
+    """A timeline's sink."""
+
+    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
+
+    def begin(self, track: str, name: str, since: float, args: dict[str, Any]) -> tuple[str, str, float]:
+        return track, name, since
+
+    def end(self, span: tuple[str, str, float], until: float) -> None:
+        self.spans.append((*span, until))
+
+    def record(self, *_: Any) -> None: ...
+
+    def count(self, *_: Any) -> None: ...
+
+    def of(self, track: str, name: str) -> list[tuple[float, float]]:
+        return [span[2:] for span in self.spans if span[:2] == (track, name)]
 
 
 SHAPES = {
@@ -203,6 +257,8 @@ plans = st.builds(
     first=st.integers(0, 20),
     seconds=st.fixed_dictionaries({stage: st.sampled_from([0.0, 0.1, 1.0, 5.0]) for stage in SHAPES["balanced"]}),
     seed=st.integers(0, 1 << 30),
+    validated=st.sampled_from([frozenset(), frozenset(range(9))]) | st.frozensets(st.integers(0, 7)),
+    n_validated=st.integers(1, 7),
 )
 
 
@@ -213,8 +269,9 @@ def check_exactness(plan: Plan, stages: Stages, trained: list[Trained]) -> None:
     assert [uid for batch in trained for uid in batch.uids] == list(uids)
     staleness = [value for batch in trained for value in batch.staleness]
     assert all(0 <= value <= plan.flow.max_staleness for value in staleness)
-    assert stages.syncs[:1] == [plan.first][: plan.n_batches]
+    assert stages.syncs[:1] == [plan.first][: plan.n_batches or 0 in plan.validated]
     assert stages.syncs == sorted(stages.syncs)
+    assert stages.validated == [plan.first + n for n in sorted(plan.validated) if n <= plan.n_batches]
 
 
 @settings(max_examples=200, deadline=None)
@@ -262,19 +319,27 @@ def test_a_failing_stage_ends_the_run_with_its_own_error_and_nothing_left(plan: 
 def test_a_step_is_the_sum_of_what_the_trainer_waited_for_and_did(plan: Plan, save_s: float) -> None:
     for batch in run(Stages(replace(plan, seconds=plan.seconds | {"save": save_s})).run()):
         teacher = "wait_prev_prev_teacher" if plan.flow.max_staleness >= 2 else "wait_prev_teacher"
-        parts = ["wait_sync", "wait_prev_gen", teacher, "update_actor", "save_checkpoint"]
+        parts = ["wait_sync", "wait_prev_gen", teacher, "update_actor", "validate", "save_checkpoint"]
         assert batch.metrics["timing/step"] == pytest.approx(sum(batch.metrics[f"timing/{part}"] for part in parts))
 
 
 @settings(max_examples=50, deadline=None)
-@given(bound=st.integers(0, 1), lanes=st.integers(1, 3), seeds=st.tuples(*[st.integers(0, 1 << 30)] * 2))
-def test_up_to_one_step_off_which_weights_generate_does_not_depend_on_timing(
-    bound: int, lanes: int, seeds: tuple[int, int]
+@given(
+    bound=st.integers(0, 1),
+    lanes=st.integers(1, 3),
+    seeds=st.tuples(*[st.integers(0, 1 << 30)] * 2),
+    validated=st.frozensets(st.integers(0, 7)),
+)
+def test_up_to_one_step_off_which_weights_generate_does_not_depend_on_timing_nor_on_validation(
+    bound: int, lanes: int, seeds: tuple[int, int], validated: frozenset[int]
 ) -> None:
     flow = Flow(max_staleness=bound, n_lanes=lanes, capacity=4)
-    runs = [run(Stages(Plan(flow, n_batches=7, seconds=SHAPES["balanced"], seed=seed)).run()) for seed in seeds]
-    first, second = ([batch.staleness for batch in trained] for trained in runs)
-    assert first == second
+    plan = Plan(flow, n_batches=7, seconds=SHAPES["balanced"])
+    runs = [
+        Stages(replace(plan, seed=seed, validated=steps)).run() for seed in seeds for steps in (frozenset(), validated)
+    ]
+    first, *others = ([batch.staleness for batch in run(trained)] for trained in runs)
+    assert others == [first] * 3
 
 
 def test_sync_is_strictly_on_policy_and_syncs_before_every_generation() -> None:
@@ -333,6 +398,44 @@ def test_weights_wait_for_the_answers_under_way_unless_they_may_be_updated_in_fl
         stages = Stages(Plan(flow, n_batches=9, batch_size=8, seconds=dict(generate=1, score=1, update=1, sync=10)))
         run(stages.run())  # the stages assert it
         assert bool(stages.generated_during_sync) == inflight
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_validation_before_training_comes_before_the_first_batch(bound: int) -> None:
+    stages = Stages(Plan(Flow(max_staleness=bound), n_batches=2, seconds=SHAPES["balanced"], validated=frozenset({0})))
+
+    async def first_batch_handed_out_at() -> tuple[float, float]:
+        async with stages.pipeline() as pipeline:
+            validated_s = await stages.validate(pipeline)
+            async for batch in pipeline:
+                return validated_s, batch.handed_out_at
+        raise AssertionError
+
+    validated_s, handed_out_at = run(first_batch_handed_out_at())
+    assert handed_out_at >= validated_s > 0
+
+
+@pytest.mark.parametrize("bound", [1, 2])
+def test_validation_shows_in_the_timeline_while_the_teacher_and_later_generation_go_on(bound: int) -> None:
+    plan = Plan(Flow(max_staleness=bound), seconds=SHAPES["teacher_bound"], validated=frozenset({2}))
+    stages, sink = Stages(plan), Spans()
+
+    async def validated_once() -> None:
+        pipeline = stages.pipeline(Timeline(now, sink))
+        async with pipeline:
+            async for batch in pipeline:
+                async with pipeline.updating(batch):
+                    stages.version += 1
+                if batch.step == 1:
+                    await stages.validate(pipeline)
+
+    run(validated_once())
+    [whole], [lane] = (sink.of(track, "validate") for track in ("trainer", "rollout 0"))
+    assert whole[0] <= lane[0] < lane[1] <= whole[1]
+    generated = sink.of("rollout 0", "generate")
+    assert all(until <= lane[0] or since >= lane[1] for since, until in generated)
+    assert any(since >= lane[1] for since, _ in generated)
+    assert any(since < lane[1] and until > lane[0] for since, until in sink.of("teacher", "score"))
 
 
 def test_leaving_early_cancels_what_is_under_way() -> None:

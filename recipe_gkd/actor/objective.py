@@ -5,6 +5,7 @@ Axis names: T response tokens of a micro-batch, K teacher top-k, B = K + 1 bucke
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +96,7 @@ class Objective:
     def _diagnostics(self, reading: Reading, batch: DeviceBatch, present_TK: Tensor, kl_T: Tensor) -> dict[str, Tensor]:
         both = outcomes(reading.u_TB, batch.logps_TK, present_TK, "bucket")
         asked_T, sampled_T = batch.has_teacher_T, ~batch.is_given_T
-        capped_T = reading.picked_logp_T - batch.sampling_logps_T > torch.tensor(self.gkd.importance_cap).log()
+        capped_T = reading.picked_logp_T - batch.sampling_logps_T > math.log(self.gkd.importance_cap)
         found = {
             "teacher_topk_mass": both.p_TC[:, :-1].sum(1) * asked_T,
             "student_topk_mass": both.q_TC[:, :-1].sum(1) * asked_T,

@@ -14,7 +14,7 @@ from recipe_gkd.config.schema import TrainerConfig
 
 
 class Logger(Protocol):
-    """One destination. ``log`` gets the complete metrics of one step."""
+    """One destination. ``log`` gets the complete metrics of one step, or a validation's before the first one."""
 
     def log(self, metrics: dict[str, float], step: int) -> None: ...
 
@@ -49,7 +49,7 @@ class Loggers:
 
 
 class Console:
-    """One line a step; on a terminal also a progress bar."""
+    """One line a step, and one a validation; on a terminal also a progress bar."""
 
     FIELDS = (
         ("kl", "actor/kl_loss", "{:.4f}"),
@@ -72,13 +72,20 @@ class Console:
             self._bar = tqdm(total=last_step, initial=first_step, file=self._stream, unit="step", leave=False)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
+        done = f"{step:>{len(str(self._last))}}/{self._last}"
         parts = [f"{label} {form.format(metrics[name])}" for label, name, form in self.FIELDS if name in metrics]
-        line = f"step {step:>{len(str(self._last))}}/{self._last}  " + "  ".join(parts)
+        if parts:
+            self._print(f"step {done}  " + "  ".join(parts))
+        if results := [f"{name[4:]} {value:.4f}" for name, value in metrics.items() if name.startswith("val/")]:
+            self._print(f"val  {done}  " + "  ".join([*results, f"time {metrics['timing/validate']:.2f}s"]))
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def _print(self, line: str) -> None:
         if self._bar is None:
             print(line, file=self._stream, flush=True)
         else:
             self._bar.write(line, file=self._stream)
-            self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -86,17 +93,35 @@ class Console:
 
 
 class Jsonl:
-    """One JSON object a step. A resumed run drops the lines of steps that it will do again."""
+    """One JSON object a step; what is validated before the first step has the number 0.
+
+    A resumed run drops the lines of steps that it will do again. If it validates before its first step, the results go
+    into the line of the step that it resumes from.
+    """
 
     def __init__(self, path: Path, first_step: int) -> None:
-        kept = []
+        self._kept: list[str] = []
         if first_step and path.is_file():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= first_step]
-        path.write_text("".join(line + "\n" for line in kept))
-        self._file = path.open("a", buffering=1)
+            self._kept = [line for line in path.read_text().splitlines() if _step_of(line) <= first_step]
+        path.write_text("".join(line + "\n" for line in self._kept))
+        self._path, self._file = path, path.open("a", buffering=1)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        self._file.write(json.dumps({"training/global_step": step, **metrics}) + "\n")
+        if self._kept and _step_of(self._kept[-1]) == step:
+            self._add_to_last(metrics)
+        else:
+            self._file.write(json.dumps({"training/global_step": step, **metrics}) + "\n")
+
+    def _add_to_last(self, metrics: dict[str, float]) -> None:
+        """To the last line that was there already; not the times, which are no part of that step."""
+        self._kept[-1] = json.dumps(
+            json.loads(self._kept[-1]) | {name: metrics[name] for name in metrics if not name.startswith("timing/")}
+        )
+        draft = self._path.with_suffix(".writing")
+        draft.write_text("".join(line + "\n" for line in self._kept))
+        draft.replace(self._path)
+        self._file.close()
+        self._file = self._path.open("a", buffering=1)
 
     def close(self) -> None:
         self._file.close()

@@ -17,11 +17,12 @@ from recipe_gkd.metrics.changes import WAITS, Setup
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
+from recipe_gkd.samples import Sample
 
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
-DONE = ("timing/update_actor", "timing/save_checkpoint", "timing/log")
+DONE = ("timing/update_actor", "timing/validate", "timing/save_checkpoint", "timing/log")
 OF_A_STEP = [*(name for names in WAITS.values() for name in names), *DONE]
 
 
@@ -39,8 +40,8 @@ class StepMetrics:
     """From the timeline that the schedule writes to the numbers of each step; a context manager that ends the trace.
 
     A step lasts from the end of the last one to the moment when its metrics are complete: ``timing/step`` is the sum of
-    what the trainer waited for (``wait_*``), what it did (``update_actor``, ``save_checkpoint``, ``log``), and what is
-    left between these (``other``: its own bookkeeping, and whatever the machine did instead).
+    what the trainer waited for (``wait_*``), what it did (``update_actor``, ``validate``, ``save_checkpoint``,
+    ``log``), and what is left between these (``other``: its own bookkeeping, and whatever the machine did instead).
     """
 
     def __init__(self, config: Config, *, n_rollouts: int) -> None:
@@ -53,6 +54,7 @@ class StepMetrics:
             "rollout": [f"rollout {rank}" for rank in range(n_rollouts)],
             "teacher": ["teacher"],
         }
+        self._answers_per_prompt = config.actor_rollout_ref.rollout.n
         self._n_teachers = config.actor_rollout_ref.teacher.n_server_workers
         self._began = now()
         self._log_s = 0.0
@@ -72,6 +74,13 @@ class StepMetrics:
             log.info("%s", advice)
         self._log_s = now() - self._began
 
+    def log_validation(self, loggers: Loggers, metrics: dict[str, float], step: int) -> None:
+        """Of the weights that the training starts from, which have seen ``step`` steps; the first step begins now."""
+        ended = now()
+        loggers.log(metrics | {"timing/validate": ended - self._began}, step)
+        self.timeline.forget(ended)
+        self._began, self._log_s = ended, now() - ended
+
     def _complete(self, batch: ReadyBatch) -> dict[str, float]:
         ended = now()
         seconds = ended - self._began
@@ -79,7 +88,7 @@ class StepMetrics:
         metrics.setdefault("timing/sync_rollout_weights", 0.0)
         metrics |= {"timing/step": seconds, "timing/log": self._log_s}
         metrics["timing/other"] = seconds - sum(metrics.get(name, 0.0) for name in OF_A_STEP)
-        metrics |= self._idle(ended) | describe(batch)
+        metrics |= self._idle(ended) | describe(batch, self._answers_per_prompt)
         metrics["perf/cpu_memory_used_gb"] = host_memory_used_gb()
         metrics["perf/tokens_per_second"] = metrics["perf/total_num_tokens"] / seconds
         self.timeline.forget(ended)
@@ -94,21 +103,47 @@ class StepMetrics:
         }
 
 
-def describe(batch: ReadyBatch) -> dict[str, float]:
-    """Metrics that follow from the samples alone."""
-    lengths = np.array([len(sample.answer.ids) for sample in batch.samples])
-    cut = np.array([sample.answer.finish_reason == "length" for sample in batch.samples])
-    versions = [sample.answer.versions_T for sample in batch.samples]  # ascending
-    return {
+def describe(batch: ReadyBatch, answers_per_prompt: int = 1) -> dict[str, float]:
+    """Metrics that follow from the samples alone; what is said of answers is said of the sampled ones."""
+    metrics = {
+        "training/epoch": batch.epoch,
+        "training/sft_share": float(np.mean([sample.is_given for sample in batch.samples])),
+        "perf/total_num_tokens": float(sum(sample.n_tokens for sample in batch.samples)),
+    }
+    sampled = [sample for sample in batch.samples if not sample.is_given]
+    if not sampled:
+        return metrics
+    lengths = np.array([len(sample.answer.ids) for sample in sampled])
+    cut = np.array([sample.answer.finish_reason == "length" for sample in sampled])
+    staleness = np.array([batch.step - sample.answer.weights_version for sample in sampled])
+    versions = [sample.answer.versions_T for sample in sampled]  # ascending
+    metrics |= {
         "response_seq_len/average": float(lengths.mean()),
         "response_seq_len/max": float(lengths.max()),
         "response_seq_len/min": float(lengths.min()),
         "response_seq_len/cut_share": float(cut.mean()),
-        "training/epoch": batch.epoch,
-        "training/staleness_mean": float(np.mean(batch.staleness)),
-        "training/staleness_max": float(max(batch.staleness)),
+        "training/staleness_mean": float(staleness.mean()),
+        "training/staleness_max": float(staleness.max()),
         "training/updated_in_flight_share": float(np.mean([len(own) > 0 and own[0] != own[-1] for own in versions])),
-        "perf/total_num_tokens": float(sum(sample.n_tokens for sample in batch.samples)),
+    }
+    return metrics | _rewards(sampled, answers_per_prompt)
+
+
+def _rewards(sampled: list[Sample], answers_per_prompt: int) -> dict[str, float]:
+    """Empty if no reward function was asked."""
+    groups: dict[int, list[float]] = {}
+    for sample in sampled:
+        if sample.reward is not None:
+            groups.setdefault(sample.prompt.uid // answers_per_prompt, []).append(sample.reward)
+    if not groups:
+        return {}
+    rewards = np.concatenate(list(groups.values()))
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        "reward/std": float(rewards.std()),
+        "reward/equal_share": float(np.mean([min(group) == max(group) for group in groups.values()])),
     }
 
 

@@ -60,7 +60,7 @@ def build_report(
                 f"the evaluation {name!r} is of {evaluation['n']} problems of {evaluation['data']}, that of the "
                 f"teacher of {teacher['n']} of {teacher['data']}: evaluate all three with the same --data and --limit"
             )
-    steps = _merge_steps(metrics)
+    steps = [step for step in _merge_steps(metrics) if step[STEP] > 0]  # 0: what was validated before the first
     losses, lengths = _column(steps, LOSS), _column(steps, RESPONSE_LENGTH)
     tokens = _column(steps, TOKENS)
     stale_mean, stale_max = _column(steps, STALENESS_MEAN), _column(steps, STALENESS_MAX)

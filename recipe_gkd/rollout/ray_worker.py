@@ -10,14 +10,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from recipe_gkd.config import Config
 from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError
 from recipe_gkd.placement import where_am_i
 from recipe_gkd.rollout.checkpoint_names import check_announced, folder_shapes
 from recipe_gkd.rollout.engine import EngineOptions, RolloutEngine
-from recipe_gkd.rollout.sampling import sampling_from
+from recipe_gkd.rollout.sampling import SamplingName, sampling_from
 from recipe_gkd.rollout.weight_updates import WeightUpdates
 from recipe_gkd.samples import Answer, Prompt
 from recipe_gkd.watch import watch_stacks
@@ -69,8 +69,8 @@ class RolloutWorker:
         started = time.monotonic()
         folder = self._config.actor_rollout_ref.model.path
         self._sampling = {
-            greedy: sampling_from(self._config, greedy=greedy, also_stop_at=self._stop_token_ids)
-            for greedy in (False, True)
+            name: sampling_from(self._config, name, also_stop_at=self._stop_token_ids)
+            for name in get_args(SamplingName)
         }
         described = await _on_engine(self._engine.start())
         if (version := self._folder_version) is not None:
@@ -78,16 +78,20 @@ class RolloutWorker:
         self._folder_shapes = folder_shapes(folder)
         return described | {"seconds": time.monotonic() - started}
 
-    async def generate(self, prompts: list[Prompt], step: int, greedy: bool = False) -> AsyncIterator[list[Answer]]:
+    async def generate(
+        self, prompts: list[Prompt], step: int, sampling: SamplingName = "train", timeout_s: float | None = None
+    ) -> AsyncIterator[list[Answer]]:
         """Answer ``prompts``; yields, each time, all answers that finished since the last time.
+
+        ``timeout_s``: instead of ``rollout.timeout_s``, which is meant for a share of a training batch.
 
         Closing the iterator early drops what is unfinished. Who calls through Ray closes it by ``ray.cancel`` of the
         ``ObjectRefGenerator``, again and again until its ``completed()`` is ready: Ray loses a cancel that overtakes
         the call, and lets a generator that is merely deleted run on. Raises :class:`WeightSyncError` if this worker has
-        no weights version or a failed update made it unfit, :class:`DeadlineError` after ``rollout.timeout_s``, and
+        no weights version or a failed update made it unfit, :class:`DeadlineError` after ``timeout_s``, and
         :class:`WorkerError` if the engine fails.
         """
-        timeout_s = self._config.actor_rollout_ref.rollout.timeout_s
+        timeout_s = timeout_s or self._config.actor_rollout_ref.rollout.timeout_s
         started = time.monotonic()
         await self._in_time(self._open.wait(), started, timeout_s, "the weight update before it did not end")
         self._updates.check_fit()
@@ -97,7 +101,7 @@ class RolloutWorker:
         def deliver(result: list[Answer] | GkdError) -> None:
             loop.call_soon_threadsafe(finished.put_nowait, result)
 
-        params = [self._sampling[greedy].for_request(prompt.uid, step) for prompt in prompts]
+        params = [self._sampling[sampling].for_request(prompt.uid, step) for prompt in prompts]
         n_left = len(prompts)
         self._n_generating += 1
         self._idle.clear()

@@ -8,10 +8,15 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ModelError
+
+SamplingName = Literal["train", "validation"]
+"""``actor_rollout_ref.rollout`` has the parameters of training itself, and those of validation in ``val_kwargs``."""
+VALIDATION_STEP = -1
+"""Stands for the step in the seeds of validation: the same at every step, and none of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,8 @@ class Sampling:
     """Ascending. The one that ends an answer is part of it."""
     seed: int
     """``data.seed``; see :func:`request_seed`."""
+    fixed_step: int | None = None
+    """Enters the seeds instead of the step."""
 
     def for_request(self, uid: int, step: int) -> dict[str, Any]:
         """Keyword arguments of vLLM's ``SamplingParams`` for the prompt ``uid`` at training step ``step``."""
@@ -37,7 +44,7 @@ class Sampling:
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
-            "seed": request_seed(self.seed, uid, step),
+            "seed": request_seed(self.seed, uid, step if self.fixed_step is None else self.fixed_step),
             **shared,
         }
 
@@ -52,21 +59,23 @@ def request_seed(seed: int, uid: int, step: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def sampling_from(config: Config, *, greedy: bool = False, also_stop_at: Sequence[int] = ()) -> Sampling:
-    """From ``actor_rollout_ref.rollout`` and ``data``; ``greedy`` overrides the temperature, for validation.
+def sampling_from(config: Config, name: SamplingName = "train", *, also_stop_at: Sequence[int] = ()) -> Sampling:
+    """From ``actor_rollout_ref.rollout`` (``validation``: its ``val_kwargs``) and ``data``.
 
     An answer ends at the student's own end-of-sequence ids and at ``also_stop_at``, which are the teacher's: a base
     student and an instruct teacher end a turn with different tokens, and what the teacher thinks of tokens behind its
     own end of turn is noise.
     """
     rollout = config.actor_rollout_ref.rollout
+    chosen = rollout.val_kwargs if name == "validation" else rollout
     return Sampling(
-        temperature=0.0 if greedy else rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
         max_tokens=config.data.max_response_length,
         stop_token_ids=tuple(sorted({*stop_token_ids(config.actor_rollout_ref.model.path), *also_stop_at})),
         seed=config.data.seed,
+        fixed_step=VALIDATION_STEP if name == "validation" else None,
     )
 
 

@@ -42,6 +42,23 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def validated(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides with which a run validates after every other step, on 6 problems; the reward is an exact answer."""
+    from recipe_gkd.quickstart import reward
+    from recipe_gkd.quickstart.task import make_splits, write_parquet
+
+    path = tmp_path_factory.mktemp("data") / "val.parquet"
+    write_parquet(make_splits(0, n_train=8, n_held_out=6, n_dev=8).held_out, path)
+    return [
+        f"data.val_files={path}",
+        "data.ground_truth_key=answer",
+        f"custom_reward_function.path={reward.__file__}",
+        "custom_reward_function.num_workers=1",
+        "trainer.test_freq=2",
+    ]
+
+
+@pytest.fixture(scope="session")
 def teacher(teacher_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teacher]:
     """A service of two workers."""
     yield from running_teacher(teacher_model, tmp_path_factory.mktemp("teacher"), n_workers=2)

@@ -24,6 +24,7 @@ TIMINGS = (
     "sync_rollout_weights",
     *DONE,
 )
+REWARD = "val/quickstart/addition/compute_score"
 EXACT = ("actor/", "response_seq_len/", "training/")
 METRICS = (
     "actor/kl_loss",
@@ -69,8 +70,11 @@ def test_a_student_that_is_its_own_teacher_has_nothing_to_learn(start: Start, ow
     ("scheduler", "bound"),
     [("two_step_off", 2), pytest.param("one_step_off", 1, marks=pytest.mark.slow)],
 )  # sync: below
-def test_a_schedule_trains_within_its_bound(start: Start, tmp_path: Path, scheduler: str, bound: int) -> None:
+def test_a_schedule_trains_within_its_bound(
+    start: Start, tmp_path: Path, validated: list[str], scheduler: str, bound: int
+) -> None:
     run = start(
+        *validated,
         f"trainer.scheduler={scheduler}",
         "trainer.total_epochs=2",
         "trainer.save_freq=2",
@@ -78,14 +82,16 @@ def test_a_schedule_trains_within_its_bound(start: Start, tmp_path: Path, schedu
         f"trainer.trace_file={tmp_path}/trace.json",
     ).finish()
     assert run.status == 0, run.output
-    assert ["timing/save_checkpoint" in line for line in run.metrics] == [False, True] * 3
+    for metric in ("timing/save_checkpoint", "timing/validate", REWARD, "val/quickstart/addition/response_len"):
+        assert [metric in line for line in run.metrics] == [False, True] * 3
     assert [line["training/global_step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
     assert all(0 <= line["training/staleness_max"] <= bound for line in run.metrics)
     assert run.metrics[-1]["training/epoch"] == 2.0
     assert run.metrics[-1]["actor/kl_loss"] < run.metrics[0]["actor/kl_loss"]
     assert not [name for name in METRICS if name not in run.metrics[-1]]
     for line in run.metrics:  # a step is the sum of what the trainer waited for and did
-        parts = [line[f"timing/{name}"] for name in (*DONE, WAITS[scheduler])] + [line.get("timing/save_checkpoint", 0)]
+        parts = [line[f"timing/{name}"] for name in (*DONE, WAITS[scheduler])]
+        parts += [line.get(f"timing/{name}", 0) for name in ("validate", "save_checkpoint")]
         assert sum(parts) == pytest.approx(line["timing/step"])
         assert all(0 <= line[f"perf/idle_{pool}"] <= 1 for pool in ("actor", "rollout", "teacher"))
     for steps in (run.metrics[0::2], run.metrics[1::2]):  # the latter save
@@ -93,13 +99,21 @@ def test_a_schedule_trains_within_its_bound(start: Start, tmp_path: Path, schedu
         assert min(unnamed) > -1e-6 and median(unnamed) < 0.02  # the machine may interrupt one step
     events = json.loads((tmp_path / "trace.json").read_text())
     spans = [event["name"].split()[0] for event in events if event["ph"] == "B"]
-    assert spans.count("update") == 6 and {"generate", "score", "sync"} <= set(spans)
-    assert "step 6/6" in run.output and list((run.folder / "tensorboard").rglob("events.*"))
+    assert spans.count("update") == 6 and {"generate", "score", "sync", "validate"} <= set(spans)
+    assert "step 6/6" in run.output and "val  6/6  quickstart/addition/" in run.output
+    assert "validation after step 6: 3 of 6 answers, all in " in (run.folder / "run.log").read_text()
+    assert list((run.folder / "tensorboard").rglob("events.*"))
     assert run.leftovers() == []
 
 
-def test_tensor_parallel_two_rollout_and_two_teacher_workers(start: Start, tmp_path: Path) -> None:
+def test_tensor_parallel_two_rollout_and_two_teacher_workers(
+    start: Start, tmp_path: Path, validated: list[str]
+) -> None:
     run = start(
+        *validated,
+        "actor_rollout_ref.rollout.val_kwargs.n=3",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1",
+        f"trainer.best_metric={REWARD}/best@3",
         f"ray_init.timeline_json_file={tmp_path}/timeline.json",
         "trainer.save_freq=2",
         "trainer.scheduler=n_step_off",
@@ -119,6 +133,10 @@ def test_tensor_parallel_two_rollout_and_two_teacher_workers(start: Start, tmp_p
     assert run.status == 0, run.output
     assert run.metrics[-1]["actor/kl_loss"] < run.metrics[0]["actor/kl_loss"]
     assert all((run.folder / f"global_step_{step}" / "trainer.json").exists() for step in (2, 4))
+    best = max(run.metrics, key=lambda line: line.get(f"{REWARD}/best@3", -1))["training/global_step"]
+    assert (run.folder / "best").readlink() == Path(f"global_step_{best}")
+    answers = (run.folder / "validation" / f"step_{best}.jsonl").read_text().splitlines()
+    assert [json.loads(line)["row"] for line in answers] == [row for row in range(6) for _ in range(3)]
     assert (tmp_path / "timeline.json").stat().st_size > 100
     assert run.leftovers() == []
 
@@ -139,8 +157,10 @@ def test_two_runs_of_the_sync_schedule_give_the_same_metrics_bit_by_bit(start: S
     assert first == second and len(first) == 3 and "actor/kl_loss" in first[0]
 
 
-def test_a_run_that_was_cut_resumes_where_it_was_and_writes_a_model_that_loads(start: Start) -> None:
-    whole = start("trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.save_freq=2").finish()
+def test_a_run_that_was_cut_resumes_where_it_was_and_writes_a_model_that_loads(
+    start: Start, validated: list[str]
+) -> None:
+    whole = start("trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.save_freq=2", *validated).finish()
     assert whole.status == 0, whole.output
     assert all(line["training/staleness_max"] == 0 for line in whole.metrics)
     part = start(
@@ -148,11 +168,18 @@ def test_a_run_that_was_cut_resumes_where_it_was_and_writes_a_model_that_loads(s
         "trainer.total_epochs=2",
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={whole.folder}/global_step_4",
+        *validated,
+        "trainer.val_before_train=true",
         folder=whole.folder / "again",
     ).finish()
     assert part.status == 0, part.output
-    assert [line["training/global_step"] for line in part.metrics] == [5, 6]
-    for resumed, first in zip(part.metrics, whole.metrics[4:], strict=True):
+    before, *steps = part.metrics
+    assert before.pop("training/global_step") == 4 and before.pop("timing/validate") > 0
+    assert before == {name: value for name, value in whole.metrics[3].items() if name.startswith("val/")}
+    answers = [(run.folder / "validation" / "step_4.jsonl").read_text() for run in (whole, part)]
+    assert answers[0] == answers[1]  # greedy, by the same weights
+    assert [line["training/global_step"] for line in steps] == [5, 6]
+    for resumed, first in zip(steps, whole.metrics[4:], strict=True):
         assert resumed["actor/kl_loss"] == pytest.approx(first["actor/kl_loss"], rel=1e-5)
         assert resumed["actor/lr"] == first["actor/lr"]
 

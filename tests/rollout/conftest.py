@@ -152,5 +152,6 @@ def tensor_pair(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Ite
 async def answers_of(
     group: WorkerGroup, rank: int, given: list[Prompt], step: int = 0, *, greedy: bool = False
 ) -> dict[int, Answer]:
-    stream = group.stream(rank, "generate", given, step, greedy, timeout_s=30, phase="generate")
+    sampling = "validation" if greedy else "train"  # which is greedy by default
+    stream = group.stream(rank, "generate", given, step, sampling, timeout_s=30, phase="generate")
     return {answer.uid: answer async for batch in stream for answer in batch}

@@ -55,7 +55,7 @@ def test_engine_after_a_sync_from_divided_experts_says_what_the_export_says(ray_
 
     async def answers() -> dict[int, Answer]:
         found: dict[int, Answer] = {}
-        async for batch in rollout.stream(0, "generate", GIVEN, 0, True, timeout_s=30, phase="generate"):
+        async for batch in rollout.stream(0, "generate", GIVEN, 0, "validation", timeout_s=30, phase="generate"):
             found |= {answer.uid: answer for answer in batch}
         return found
 

@@ -53,9 +53,22 @@ def test_answers_end_at_the_students_ids_and_at_those_that_are_given(tmp_path: P
     assert sampling_from(config_for(tmp_path), also_stop_at=[9, 7, 3]).stop_token_ids == (3, 7, 9)
 
 
-def test_greedy_needs_no_seed_and_can_be_had_by_override_or_temperature(tmp_path: Path) -> None:
+def test_greedy_needs_no_seed_and_validation_is_greedy_by_default(tmp_path: Path) -> None:
     folder_with(tmp_path, config={"eos_token_id": 7})
     greedy = {"temperature": 0.0, "max_tokens": 48, "stop_token_ids": [7]}
-    assert sampling_from(config_for(tmp_path), greedy=True).for_request(uid=2, step=3) == greedy
+    assert sampling_from(config_for(tmp_path), "validation").for_request(uid=2, step=3) == greedy
     cold = config_for(tmp_path, "actor_rollout_ref.rollout.temperature=0")
     assert sampling_from(cold).for_request(uid=2, step=3) == greedy
+
+
+def test_sampled_validation_has_parameters_of_its_own_and_the_same_seeds_at_every_step(tmp_path: Path) -> None:
+    folder_with(tmp_path, config={"eos_token_id": 7})
+    keys = [f"actor_rollout_ref.rollout.val_kwargs.{key}" for key in ("temperature=0.6", "top_p=0.8", "top_k=20")]
+    sampling = sampling_from(config_for(tmp_path, *keys), "validation", also_stop_at=[9])
+    first, later = (sampling.for_request(uid=2, step=step) for step in (0, 40))
+    assert first == later == {
+        "temperature": 0.6, "top_p": 0.8, "top_k": 20, "max_tokens": 48, "stop_token_ids": [7, 9],
+        "seed": first["seed"],
+    }  # fmt: skip
+    assert first["seed"] not in {request_seed(0, 2, step) for step in range(1000)}
+    assert sampling.for_request(uid=3, step=0)["seed"] != first["seed"]

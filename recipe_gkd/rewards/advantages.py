@@ -1,0 +1,78 @@
+"""What the rewards of a group of answers to one prompt say of each of them. Pure: samples in, samples out.
+
+A group is the samples whose ``uid // answers_per_prompt`` is the same; given answers are in none and stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from recipe_gkd.config.schema import GkdConfig
+from recipe_gkd.samples import Sample
+
+EPS = 1e-6
+"""Rewards, or logprobs, whose deviation is not above it are equal but for rounding."""
+
+
+def prepare(samples: Sequence[Sample], gkd: GkdConfig, answers_per_prompt: int) -> list[Sample]:
+    """What the objective needs before the batch is divided among ranks, which may part a group."""
+    samples = list(samples)
+    if gkd.use_rl_loss:
+        samples = with_advantages(samples, answers_per_prompt, by_std=gkd.norm_adv_by_std)
+    if gkd.distill_loss_type == "k1" and gkd.group_normalize:
+        samples = with_baselines(samples, answers_per_prompt)
+    return samples
+
+
+def with_advantages(samples: Sequence[Sample], answers_per_prompt: int, *, by_std: bool) -> list[Sample]:
+    """GRPO (Shao et al. 2024, arXiv 2402.03300): the reward less the mean of its group, and by its deviation.
+
+    The deviation is that of a sample, over n - 1, as in other implementations. Equal rewards have advantage 0. Raises
+    ValueError if a sampled answer has no reward.
+    """
+    prepared = list(samples)
+    for places in _groups(samples, answers_per_prompt):
+        rewards = np.array([_reward(samples[place]) for place in places])
+        advantages = rewards - rewards.mean()
+        std = rewards.std(ddof=1) if len(places) > 1 else 0.0
+        if std <= EPS:
+            advantages = np.zeros(len(places))
+        elif by_std:
+            advantages /= std
+        for place, advantage in zip(places, advantages, strict=True):
+            prepared[place] = replace(samples[place], advantage=float(advantage))
+    return prepared
+
+
+def with_baselines(samples: Sequence[Sample], answers_per_prompt: int) -> list[Sample]:
+    """Mean and deviation, over all tokens of a group, of the rewards of ``k1``: log p - log q of the sampled token."""
+    prepared = list(samples)
+    for places in _groups(samples, answers_per_prompt):
+        rewards = np.concatenate(
+            [samples[place].teacher.sampled_logps_T - samples[place].answer.logprobs for place in places],
+            dtype=np.float64,
+        )
+        if not len(rewards):
+            continue
+        baseline, std = float(rewards.mean()), float(rewards.std())
+        for place in places:
+            prepared[place] = replace(samples[place], baseline=baseline, scale=std if std > EPS else 1.0)
+    return prepared
+
+
+def _groups(samples: Sequence[Sample], answers_per_prompt: int) -> list[list[int]]:
+    """The places of each group's samples."""
+    groups: dict[int, list[int]] = {}
+    for place, sample in enumerate(samples):
+        if not sample.is_given:
+            groups.setdefault(sample.prompt.uid // answers_per_prompt, []).append(place)
+    return list(groups.values())
+
+
+def _reward(sample: Sample) -> float:
+    if sample.reward is None:
+        raise ValueError(f"sample {sample.prompt.uid} has no reward, from which its advantage would follow")
+    return sample.reward

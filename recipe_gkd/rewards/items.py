@@ -1,0 +1,74 @@
+"""What a reward function is given: one answer, in words, with what the data says about its prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from recipe_gkd.config.schema import DataConfig
+from recipe_gkd.data import PromptData
+from recipe_gkd.errors import DataError
+from recipe_gkd.samples import Answer, Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardItem:
+    """The four arguments of ``fn(prompt, answer, ground_truth, extra)``, and whose they are."""
+
+    uid: int
+    """Of the sample, for errors."""
+    prompt: str | list[dict[str, Any]]
+    """As it stands in the data."""
+    answer: str
+    """Decoded, without special tokens."""
+    ground_truth: Any
+    """From ``data.ground_truth_key``."""
+    extra: dict[str, Any]
+    """All other columns of the row."""
+
+
+class RewardItems:
+    """Makes them, from the data set that the prompts came from.
+
+    Raises :class:`DataError` at once if the data has no ``data.ground_truth_key``.
+    """
+
+    def __init__(self, data: PromptData, config: DataConfig, tokenizer: Any) -> None:
+        self._table, self._config, self._tokenizer = data.table, config, tokenizer
+        self._truth = column_path(data.table, config.ground_truth_key)
+
+    def of(self, prompt: Prompt, answer: Answer) -> RewardItem:
+        row = self._table.slice(prompt.row, 1).to_pylist()[0]
+        text = self._tokenizer.decode(answer.ids.tolist(), skip_special_tokens=True)
+        truth: Any = row
+        for name in self._truth:
+            truth = None if truth is None else truth[name]
+        taken = {self._config.prompt_key}
+        if len(self._truth) == 1:  # else it stays, with what is beside the truth
+            taken.add(self._truth[0])
+        extra = {name: value for name, value in row.items() if name not in taken}
+        return RewardItem(
+            uid=answer.uid, prompt=row[self._config.prompt_key], answer=text, ground_truth=truth, extra=extra
+        )
+
+
+def column_path(table: pa.Table, key: str) -> list[str]:
+    """Of a column whose name is ``key``, or of a field of a structure that its dots lead into."""
+    if key in table.column_names:
+        return [key]
+    path = key.split(".")
+    fields: Any = table.schema
+    for depth, name in enumerate(path):
+        names = [field.name for field in fields] if isinstance(fields, pa.Schema | pa.StructType) else []
+        if name not in names:
+            inside = f"column {'.'.join(path[:depth])} has {', '.join(names) or 'no fields'}" if depth else ""
+            raise DataError(
+                f"data.ground_truth_key={key}: the data has no such column; "
+                + (inside or f"it has: {', '.join(names)}")
+                + ". Set data.ground_truth_key to the column that the reward function compares answers with"
+            )
+        field = fields.field(name)
+        fields = field.type if isinstance(field, pa.Field) else field
+    return path

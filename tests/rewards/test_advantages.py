@@ -1,0 +1,79 @@
+"""Advantages and baselines are those of the group, whatever the order of the batch and whoever else is in it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe_gkd.rewards.advantages import with_advantages, with_baselines
+from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
+
+NO_IDS = np.zeros(0, np.int32)
+
+
+def sample(uid: int, reward: float | None = None, *, r_T: list[float] | None = None, given: bool = False) -> Sample:
+    """``r_T``: the teacher's logprob of each token less the student's."""
+    length = len(r_T or [])
+    ids = np.zeros(length, np.int32)
+    logprobs = -np.arange(length, dtype=np.float32)
+    teacher = TeacherTopK.absent(length)
+    teacher.sampled_logps_T[:] = logprobs + np.array(r_T or [], np.float32)
+    answer = Answer(
+        uid=uid, ids=ids, logprobs=logprobs, finish_reason="stop", weights_version=0, versions_T=np.zeros(length)
+    )
+    prompt = Prompt(uid=uid, ids=NO_IDS, row=0, given_ids=ids if given else None)
+    return Sample(prompt=prompt, answer=answer, teacher=teacher, reward=reward)
+
+
+groups = st.lists(st.lists(st.floats(-100, 100), min_size=3, max_size=3), min_size=1, max_size=5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(groups=groups, by_std=st.booleans(), seed=st.integers(0, 99))
+def test_advantages_sum_to_zero_in_each_group_and_have_the_deviation_asked_for(
+    groups: list[list[float]], by_std: bool, seed: int
+) -> None:
+    batch = [sample(3 * place + i, reward) for place, group in enumerate(groups) for i, reward in enumerate(group)]
+    random.Random(seed).shuffle(batch)
+    prepared = {s.prompt.uid: s.advantage for s in with_advantages(batch, 3, by_std=by_std)}
+    for place, group in enumerate(groups):
+        rewards, advantages = np.array(group), np.array([prepared[3 * place + i] for i in range(3)])
+        std = rewards.std(ddof=1)
+        if std <= 1e-6:
+            assert (advantages == 0).all()
+        else:
+            expected = (rewards - rewards.mean()) / (std if by_std else 1.0)
+            assert advantages == pytest.approx(expected, abs=1e-9)
+            assert advantages.sum() == pytest.approx(0, abs=1e-6)
+
+
+def test_equal_rewards_and_single_answers_say_nothing_even_if_they_are_not_exact_in_binary() -> None:
+    equal = [sample(0, 0.1 + 0.2), sample(1, 0.3), sample(2, 0.3)]
+    assert [s.advantage for s in with_advantages(equal, 3, by_std=True)] == [0, 0, 0]
+    assert with_advantages([sample(5, 7.0)], 1, by_std=True)[0].advantage == 0
+
+
+def test_given_answers_take_no_part_and_the_order_stays() -> None:
+    batch = [sample(0, 1.0), sample(2, given=True), sample(1, 3.0)]
+    prepared = with_advantages(batch, 2, by_std=False)
+    assert [(s.prompt.uid, s.advantage) for s in prepared] == [(0, -1.0), (2, 0.0), (1, 1.0)]
+    assert with_baselines(batch, 2)[1] == batch[1]
+
+
+def test_an_answer_without_a_reward_is_an_error() -> None:
+    with pytest.raises(ValueError, match="sample 1 has no reward"):
+        with_advantages([sample(0, 1.0), sample(1)], 2, by_std=True)
+
+
+def test_baseline_and_scale_are_over_all_tokens_of_a_group_and_empty_answers_add_none() -> None:
+    batch = [sample(0, r_T=[1.0, 2.0, 3.0]), sample(1, r_T=[]), sample(2, r_T=[5.0]), sample(3, r_T=[5.0] * 4)]
+    prepared = with_baselines(batch, 3)
+    tokens = np.array([1.0, 2.0, 3.0, 5.0])
+    assert [s.baseline for s in prepared[:3]] == pytest.approx([tokens.mean()] * 3)
+    assert [s.scale for s in prepared[:3]] == pytest.approx([tokens.std()] * 3)
+    assert (prepared[3].baseline, prepared[3].scale) == (5.0, 1.0)  # equal ones are not blown up
+    assert with_baselines([sample(0)], 1)[0].baseline == 0.0

@@ -1,0 +1,246 @@
+"""Given answers and rewards in the schedule: the trainer's own stages, on workers that only answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from reward_files import reward_file, settings
+
+from recipe_gkd.checkpoints import Progress
+from recipe_gkd.config import Config, load_config
+from recipe_gkd.data import PromptData, PromptLoader, read_table
+from recipe_gkd.errors import GkdError, RewardError, WorkerDied
+from recipe_gkd.flow import ReadyBatch, now
+from recipe_gkd.metrics.steps import describe
+from recipe_gkd.metrics.timeline import Timeline
+from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from recipe_gkd.rewards import RewardItems, RewardScorer
+from recipe_gkd.samples import Answer, Prompt, Sample
+from recipe_gkd.trainer import Trainer
+from teacher.errors import TeacherError
+from teacher.records import TeacherAnswer, TeacherSequence
+
+N, BATCH, ROWS = 2, 4, 24
+SAMPLED = "12"
+
+
+def configured(folder: Path, *overrides: str) -> Config:
+    rows = {"prompt": [f"{i}+0=" for i in range(ROWS)], "response": [str(i) for i in range(ROWS)]}
+    pq.write_table(pa.table(rows | {"ground_truth": rows["response"]}), folder / "data.parquet")
+    return load_config(
+        "on_policy_distill_trainer",
+        [
+            f"data.train_files={folder / 'data.parquet'}",
+            f"data.train_batch_size={BATCH}",
+            "actor_rollout_ref.model.path=x",
+            f"actor_rollout_ref.rollout.n={N}",
+            "trainer.scheduler=two_step_off",
+            *overrides,
+        ],
+    )
+
+
+class Workers:
+    """Rollout workers and a teacher that answer at once; worker 0 dies in calls of generate of these numbers."""
+
+    def __init__(self, n_lanes: int, deaths: Sequence[int] = ()) -> None:
+        self.n_lanes, self.deaths = n_lanes, deaths
+        self.asked: list[Prompt] = []
+        self.scored: list[TeacherSequence] = []
+        self.n_calls = self.n_replaced = 0
+        self.rollouts, self.weights, self.version = self, self, -1
+
+    def __len__(self) -> int:
+        return self.n_lanes
+
+    async def stream(
+        self, rank: int, method: str, prompts: list[Prompt], step: int, **_: Any
+    ) -> AsyncIterator[list[Answer]]:
+        assert prompts and all(prompt.given_ids is None for prompt in prompts)
+        call, self.n_calls = self.n_calls, self.n_calls + 1
+        for place, prompt in enumerate(prompts):
+            if call in self.deaths and place == len(prompts) // 2:
+                raise WorkerDied(f"rollout worker {rank}")
+            await asyncio.sleep(0)
+            self.asked.append(prompt)
+            ids = np.array(build_ids(SAMPLED), np.int32)
+            logprobs = np.full(len(ids), -0.5, np.float32)
+            versions = np.full(len(ids), self.version, np.int32)
+            yield [
+                Answer(
+                    uid=prompt.uid,
+                    ids=ids,
+                    logprobs=logprobs,
+                    finish_reason="stop",
+                    weights_version=self.version,
+                    versions_T=versions,
+                )
+            ]
+
+    async def sync(self, version: int) -> dict[str, float]:
+        self.version = version
+        return {}
+
+    async def replace_dead_rollouts(self, death: WorkerDied) -> None:
+        self.n_replaced += 1
+
+    def submit(self, sequences: list[TeacherSequence]) -> Future[list[TeacherAnswer]]:
+        self.scored += sequences
+        answers: Future[list[TeacherAnswer]] = Future()
+        rows = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
+        answers.set_result(
+            [
+                TeacherAnswer(np.full((T, 2), -1.0, np.float32), np.zeros((T, 2), np.int32), np.full(T, -1, np.float32))
+                for T in rows
+            ]
+        )
+        return answers
+
+
+TOKENIZER = build_tokenizer()
+
+
+def build_ids(text: str) -> list[int]:
+    return [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
+
+
+def trainer_of(config: Config, workers: Workers, scorer: RewardScorer | None = None, teacher: Any = None) -> Trainer:
+    table = read_table(config.data.train_files, config.data.prompt_key)
+    data = PromptData(table, config.data, TOKENIZER, given_answers=True)
+    loader = PromptLoader(data, config.data, n=N, epochs=1, max_steps=None, sft_share=config.gkd.sft_share)
+    rewards = (scorer, RewardItems(data, config.data, TOKENIZER)) if scorer else None
+    progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
+    return Trainer(config, workers, teacher or workers, loader, progress, rewards)  # type: ignore[arg-type]
+
+
+async def batches_of(trainer: Trainer) -> list[ReadyBatch]:
+    batches = []
+    async with trainer.pipeline(Timeline(now)) as pipeline:
+        async for batch in pipeline:
+            async with pipeline.updating(batch):
+                trainer.advance(batch)
+            batches.append(batch)
+    return batches
+
+
+@pytest.mark.parametrize("target", ["data", "teacher"])
+@pytest.mark.parametrize(
+    ("share", "n_lanes", "deaths"), [(0.5, 3, (1, 4)), (0.25, 1, (0,)), (1.0, 2, ()), (0.0, 2, ())]
+)
+def test_given_answers_are_trained_on_once_without_a_rollout_worker(
+    tmp_path: Path, share: float, n_lanes: int, deaths: tuple[int, ...], target: str
+) -> None:
+    config = configured(tmp_path, f"gkd.sft_share={share}", f"gkd.sft_target={target}")
+    workers = Workers(n_lanes, deaths)
+    trainer = trainer_of(config, workers)
+    batches = asyncio.run(batches_of(trainer))
+
+    samples = [sample for batch in batches for sample in batch.samples]
+    given = [sample for sample in samples if sample.is_given]
+    sampled = [sample for sample in samples if not sample.is_given]
+    assert len(given) == share * ROWS and len(sampled) == (1 - share) * ROWS * N
+    assert sorted({sample.prompt.row for sample in samples}) == list(range(ROWS))
+    assert sorted(prompt.uid for prompt in workers.asked) == [sample.prompt.uid for sample in sampled]
+    assert workers.n_replaced == len(deaths)
+    assert trainer.progress.prompts_trained == ROWS and trainer.progress.step == len(batches)
+    for sample in given:
+        assert sample.answer.ids.tolist() == build_ids(str(sample.prompt.row))
+        assert not sample.answer.logprobs.any() and sample.answer.finish_reason == "stop"
+        assert np.isneginf(sample.teacher.logps_TK).all() == (target == "data")
+    assert all(
+        batch.step == sample.answer.weights_version for batch in batches for sample in batch.samples if sample.is_given
+    )
+    assert len(workers.scored) == len(sampled) + len(given) * (target == "teacher")
+
+
+def test_sampled_answers_are_shared_out_evenly_wherever_given_ones_stand(tmp_path: Path) -> None:
+    workers = Workers(n_lanes=2)
+    asyncio.run(batches_of(trainer_of(configured(tmp_path, "gkd.sft_share=0.5"), workers)))
+    assert workers.n_calls == 2 * ROWS // BATCH  # both workers in every batch, which has two sampled prompts
+
+
+def test_rewards_are_of_sampled_answers_and_described(tmp_path: Path) -> None:
+    path = reward_file(tmp_path, "return float(answer == ground_truth)")
+    config = configured(tmp_path, "gkd.sft_share=0.5", "data.shuffle=false")
+    with RewardScorer(settings(path)) as scorer:
+        batches = asyncio.run(batches_of(trainer_of(config, Workers(2), scorer)))
+    for batch in batches:
+        for sample in batch.samples:
+            assert sample.reward == (None if sample.is_given else float(str(sample.prompt.row) == SAMPLED))
+    with_reward = next(batch for batch in batches if any(sample.prompt.row == 12 for sample in batch.samples))
+    metrics = describe(with_reward, N)
+    assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
+        "reward/mean": 0.5,
+        "reward/min": 0.0,
+        "reward/max": 1.0,
+        "reward/std": 0.5,
+        "reward/equal_share": 1.0,
+    }
+    assert metrics["training/sft_share"] == pytest.approx(2 / 6)
+    assert metrics["response_seq_len/min"] == metrics["response_seq_len/max"] == 3
+    assert metrics["training/staleness_max"] == with_reward.step - min(
+        sample.answer.weights_version for sample in with_reward.samples
+    )
+
+
+def test_a_batch_of_given_answers_alone_has_no_metrics_of_sampled_ones(tmp_path: Path) -> None:
+    batch = asyncio.run(batches_of(trainer_of(configured(tmp_path, "gkd.sft_share=1.0"), Workers(1))))[0]
+    assert set(describe(batch, N)) == {"training/epoch", "training/sft_share", "perf/total_num_tokens"}
+
+
+def test_teacher_and_reward_are_asked_at_the_same_time_and_each_tells_its_own_failure(tmp_path: Path) -> None:
+    under_way = asyncio.Event()
+
+    class Scorer:
+        async def score(self, items: Sequence[Any]) -> list[float]:
+            under_way.set()
+            raise RewardError("the function")
+
+    class Silent(Workers):
+        def submit(self, sequences: list[TeacherSequence]) -> Future[list[TeacherAnswer]]:
+            return Future()  # never answered: cancelled when the other fails
+
+    class Refusing(Workers):
+        def submit(self, sequences: list[TeacherSequence]) -> Future[list[TeacherAnswer]]:
+            raise TeacherError("the teacher")
+
+    config = configured(tmp_path)
+    with pytest.raises(RewardError, match="the function"):
+        asyncio.run(batches_of(trainer_of(config, Workers(1), Scorer(), Silent(1))))  # type: ignore[arg-type]
+    with pytest.raises(TeacherError, match="the teacher"):
+        asyncio.run(batches_of(trainer_of(config, Workers(1), None, Refusing(1))))
+
+
+def test_a_batch_gets_advantages_before_it_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ByUid:
+        async def score(self, items: Sequence[Any]) -> list[float]:
+            return [float(item.uid % 2) for item in items]
+
+    def shard_batch(samples: Sequence[Sample], dp_size: int) -> list[list[Sample]]:
+        raise GkdError(f"{[sample.advantage for sample in samples]}")
+
+    monkeypatch.setattr("recipe_gkd.trainer.shard_batch", shard_batch)
+    path = "custom_reward_function.path=x.py"
+    config = configured(tmp_path, "gkd.use_rl_loss=true", path, "gkd.norm_adv_by_std=false")
+    trainer = trainer_of(config, Workers(1), ByUid())  # type: ignore[arg-type]
+    batch = asyncio.run(first_batch(trainer))
+    trainer.workers = SimpleNamespace(actors=None, dp_size=1)  # type: ignore[assignment]
+    with pytest.raises(GkdError, match=re.escape(str([-0.5, 0.5] * BATCH))):
+        asyncio.run(trainer.update(batch))
+
+
+async def first_batch(trainer: Trainer) -> ReadyBatch:
+    async with trainer.pipeline(Timeline(now)) as pipeline:
+        async for batch in pipeline:
+            return batch
+    raise AssertionError

@@ -1,0 +1,89 @@
+"""What a reward function is given of a row of the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recipe_gkd.config import load_config
+from recipe_gkd.config.schema import DataConfig
+from recipe_gkd.data import PromptData, read_table
+from recipe_gkd.errors import DataError
+from recipe_gkd.quickstart.reward import compute_score
+from recipe_gkd.quickstart.task import Problem, write_parquet
+from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from recipe_gkd.rewards import RewardItem, RewardItems
+from recipe_gkd.samples import Answer
+
+
+def settings(files: list[Path], **values: Any) -> DataConfig:
+    overrides = [f"data.train_files={[str(file) for file in files]}", "actor_rollout_ref.model.path=x"]
+    return load_config(
+        "on_policy_distill_trainer", [*overrides, *(f"data.{key}={value}" for key, value in values.items())]
+    ).data
+
+
+def described(files: list[Path], index: int, text: str, **values: Any) -> RewardItem:
+    """The item of prompt ``index`` with the answer ``text``."""
+    tokenizer, config = build_tokenizer(), settings(files, **values)
+    data = PromptData(read_table(config.train_files, config.prompt_key), config, tokenizer)
+    ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], np.int32)
+    answer = Answer(
+        uid=9,
+        ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
+        finish_reason="stop",
+        weights_version=0,
+        versions_T=np.zeros(len(ids), np.int32),
+    )
+    return RewardItems(data, config, tokenizer).of(data.prompt(index, uid=9), answer)
+
+
+def table(folder: Path, **columns: list[Any]) -> list[Path]:
+    pq.write_table(pa.table({"prompt": ["1+1=", "2+2="], **columns}), folder / "data.parquet")
+    return [folder / "data.parquet"]
+
+
+def test_the_quickstarts_reward_is_1_for_an_exact_answer(tmp_path: Path) -> None:
+    problems = [Problem(123, 456), Problem(111, 222)]
+    write_parquet(problems, tmp_path / "data.parquet")
+    for text, reward in [(problems[1].answer, 1.0), (problems[0].answer, 0.0), ("12", 0.0)]:
+        item = described([tmp_path / "data.parquet"], 1, text, ground_truth_key="answer")
+        assert item.prompt == [{"role": "user", "content": "111+222="}] and item.answer == text
+        assert item.extra == {"data_source": "quickstart/addition"}
+        assert compute_score(item.prompt, item.answer, item.ground_truth, item.extra) == reward
+
+
+def test_dots_lead_into_a_structure_which_stays_among_the_other_columns(tmp_path: Path) -> None:
+    model = [{"style": "rule", "inner": {"truth": "2"}}, None]
+    files = table(tmp_path, reward_model=model, level=[1, 2])
+    item = described(files, 0, "2", ground_truth_key="reward_model.inner.truth")
+    assert item == RewardItem(
+        uid=9, prompt="1+1=", answer="2", ground_truth="2", extra={"reward_model": model[0], "level": 1}
+    )
+    assert described(files, 1, "2", ground_truth_key="reward_model.inner.truth").ground_truth is None
+
+
+def test_a_column_may_have_dots_in_its_name(tmp_path: Path) -> None:
+    item = described(table(tmp_path, **{"a.b": ["2", "4"]}), 1, "4", ground_truth_key="a.b")
+    assert item.ground_truth == "4" and item.extra == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("truth", "data.ground_truth_key=truth: the data has no such column; it has: prompt, model, level"),
+        ("model.truth", "column model has answer. Set data.ground_truth_key"),
+        ("model.answer.truth", "column model.answer has no fields"),
+        ("level.truth", "column level has no fields"),
+    ],
+)
+def test_a_missing_column_is_told_with_those_that_there_are(tmp_path: Path, key: str, says: str) -> None:
+    files = table(tmp_path, model=[{"answer": "2"}, {"answer": "4"}], level=[1, 2])
+    with pytest.raises(DataError, match=says):
+        described(files, 0, "2", ground_truth_key=key)
