@@ -97,7 +97,7 @@ def figures(run: Path) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| objective | exact answers, before → after | `actor/kl_loss`, first, last | `actor/entropy` | seconds a step |",
+        "| objective | exact answers, before → after | `actor/kl_loss`, first, last | entropy | seconds a step |",
         "|---|---|---|---|---|",
     ]
     for row in rows:

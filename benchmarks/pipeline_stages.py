@@ -119,7 +119,7 @@ class Stages:
                 await self._teach(step, self.batch_size)
                 self._scored[step].set()
             await self._scored[step].wait()
-        return [Sample(prompt=prompt, answer=answer, teacher=TeacherTopK.empty()) for prompt, answer in group]
+        return [Sample(prompt=prompt, answer=answer, teacher=TeacherTopK.absent(0)) for prompt, answer in group]
 
     async def _teach(self, step: int, n_answers: int) -> None:
         async with self._teachers:

@@ -17,6 +17,8 @@ Generate = Callable[[int, Sequence[Prompt], int], AsyncIterator[list[Answer]]]
 """(lane, prompts, step) -> their answers, in any order, as they finish. A lane is a rollout worker, by rank."""
 Score = Callable[[Sequence[tuple[Prompt, Answer]]], Awaitable[list[Sample]]]
 """The teacher's opinion of some answers: one request."""
+Judge = Callable[[Sequence[tuple[Prompt, Answer]]], Awaitable[dict[int, float]]]
+"""By uid: the rewards of those of some answers that are given one."""
 Sync = Callable[[int], Awaitable[dict[str, float]]]
 """Send the actor's weights, which have this version, to every lane; returns metrics."""
 Replace = Callable[[WorkerDied], Awaitable[None]]
@@ -48,6 +50,8 @@ class ReadyBatch:
     handed_out_at: float
     generated_at: float = 0.0
     """When its last answer was there."""
+    scored_at: float = 0.0
+    """When the teacher had said what it thinks of them."""
     samples: list[Sample] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 

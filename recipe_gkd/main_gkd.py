@@ -11,8 +11,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ from recipe_gkd.cluster import choose_device, ray_cluster
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.config.load import compose_config
 from recipe_gkd.data import PromptData, PromptLoader, read_table
-from recipe_gkd.errors import ConfigError, GkdError
+from recipe_gkd.errors import ConfigError, DataError, GkdError
 from recipe_gkd.preflight import Student, meet_teacher, read_student, with_model_path
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.trainer import Trainer
@@ -98,20 +98,31 @@ def run(config: Config, composed: str) -> None:
             return
         log.info("%d prompts, steps %d to %d", len(data), progress.step + 1, last_step)
         (_folder(config) / "config.yaml").write_text(composed)
-        with _rewards(config, data, student) as rewards, ray_cluster(config):
-            training = _train(config, client, info, loader, progress, checkpoint, rewards, validation)
+        items = _items(config, data, student)
+        with _scorer(config) as scorer, ray_cluster(config):
+            training = _train(config, client, info, loader, progress, checkpoint, scorer, items, validation)
             asyncio.run(_until_sigterm(training))
 
 
-@contextmanager
-def _rewards(config: Config, data: PromptData, student: Student) -> Iterator[tuple[RewardScorer, RewardItems] | None]:
-    """The reward function, ready, and what it will be given of the training data; None if there is none."""
+def _items(config: Config, data: PromptData, student: Student) -> RewardItems | None:
+    """What the reward function is given of the training data; None: its answers are not judged.
+
+    They are if a loss needs it, or else if the data has what answers are compared with: then rewards are measured.
+    """
     if config.custom_reward_function.path is None:
-        yield None
-        return
-    items = RewardItems(data, config.data, student.tokenizer)
-    with RewardScorer(config.custom_reward_function) as scorer:
-        yield scorer, items
+        return None
+    try:
+        return RewardItems(data, config.data, student.tokenizer)
+    except DataError as error:
+        if config.gkd.use_rl_loss:
+            raise
+        log.info("training answers are not judged: %s", error)
+        return None
+
+
+def _scorer(config: Config) -> AbstractContextManager[RewardScorer | None]:
+    function = config.custom_reward_function
+    return nullcontext() if function.path is None else RewardScorer(function)
 
 
 async def _train(
@@ -121,13 +132,14 @@ async def _train(
     loader: PromptLoader,
     progress: Progress,
     checkpoint: Path | None,
-    rewards: tuple[RewardScorer, RewardItems] | None,
+    scorer: RewardScorer | None,
+    items: RewardItems | None,
     validation: Validation | None,
 ) -> None:
     device = choose_device(config.trainer.device)
     total_steps = loader.last_step(progress.prompts_trained, progress.step)
     async with start_workers(config, device, total_steps=total_steps, stop_token_ids=teacher.eos_token_ids) as workers:
-        trainer = Trainer(config, workers, client, loader, progress, rewards, validation)
+        trainer = Trainer(config, workers, client, loader, progress, scorer, items, validation)
         if checkpoint is not None:
             await trainer.call_actors("load_checkpoint", str(checkpoint.absolute() / "actor"))
             log.info("resumed from %s", checkpoint)

@@ -54,17 +54,8 @@ class TeacherTopK:
     """float32, the teacher's logprob of the token that the student sampled."""
 
     @classmethod
-    def empty(cls) -> TeacherTopK:
-        """For an answer without tokens."""
-        return cls(
-            logps_TK=np.zeros((0, 1), np.float32),
-            ids_TK=np.zeros((0, 1), np.int32),
-            sampled_logps_T=np.zeros(0, np.float32),
-        )
-
-    @classmethod
     def absent(cls, rows: int) -> TeacherTopK:
-        """For an answer that the teacher is not asked about: no probability anywhere."""
+        """For an answer that the teacher is not asked about, or that has no tokens: no probability anywhere."""
         return cls(
             logps_TK=np.full((rows, 1), -np.inf, np.float32),
             ids_TK=np.full((rows, 1), -1, np.int32),

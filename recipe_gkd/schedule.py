@@ -26,11 +26,12 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from recipe_gkd.data import PromptBatch
 from recipe_gkd.errors import WorkerDied, WorkerError
-from recipe_gkd.flow import Flow, Generate, ReadyBatch, Replace, Score, Sync, deal, now
+from recipe_gkd.flow import Flow, Generate, Judge, ReadyBatch, Replace, Score, Sync, deal, now
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.samples import Answer, Prompt, Sample
 
@@ -60,13 +61,14 @@ class Pipeline:
         generate: Generate,
         score: Score,
         sync: Sync,
+        judge: Judge | None = None,
         replace: Replace | None = None,
         first_version: int = 0,
         timeline: Timeline | None = None,
     ) -> None:
         """``first_version``: the actor's."""
         self._batches, self._flow = batches, flow
-        self._generate, self._score, self._sync, self._replace = generate, score, sync, replace
+        self._generate, self._score, self._judge, self._sync, self._replace = generate, score, judge, sync, replace
         self.timeline = timeline or Timeline(now)
         self._version = first_version
         self._rollout_version: int | None = None  # unknown until the first sync
@@ -126,9 +128,11 @@ class Pipeline:
             yield batch
 
     def _account_for_wait(self, batch: ReadyBatch, asked: float, ready: float) -> None:
-        """What the trainer waited for since it asked: first weights for the workers, then answers, then the teacher."""
+        """What the trainer waited for since it asked: first weights for the workers, then answers, teacher, rewards."""
         teacher = "wait_prev_prev_teacher" if self._flow.max_staleness >= 2 else "wait_prev_teacher"
-        ends = {"wait_sync": batch.handed_out_at, "wait_prev_gen": batch.generated_at, teacher: ready}
+        ends = {"wait_sync": batch.handed_out_at, "wait_prev_gen": batch.generated_at, teacher: batch.scored_at}
+        if self._judge is not None:
+            ends["wait_reward"] = ready
         since = asked
         for name, end in ends.items():
             until = min(max(since, end), ready)
@@ -292,6 +296,7 @@ class Pipeline:
         batch = ReadyBatch(prompts.step, prompts.epoch, handed_out_at=now())
         shares = deal(prompts.prompts, self._flow.n_lanes, self._flow.answers_per_prompt)
         requests: list[asyncio.Task[tuple[float, list[Sample]]]] = []
+        judgements: list[asyncio.Task[dict[int, float]]] = []
         group: list[tuple[Prompt, Answer]] = []
         group_size = math.ceil(len(prompts.prompts) / self._flow.requests_per_batch)
         n_left = len(prompts.prompts)
@@ -302,6 +307,8 @@ class Pipeline:
             n_left -= 1
             if len(group) == group_size or not n_left:
                 requests.append(self._start(self._request(group, batch.step)))
+                if self._judge is not None:
+                    judgements.append(self._start(self._judgement(self._judge, group, batch.step)))
                 group = []
 
         lanes = [
@@ -312,6 +319,9 @@ class Pipeline:
         self._generate_s = batch.generated_at - batch.handed_out_at
         for request in requests:
             batch.samples += (await request)[1]
+        batch.scored_at = now()
+        rewards = {uid: reward for judgement in judgements for uid, reward in (await judgement).items()}
+        batch.samples = [replace(sample, reward=rewards.get(sample.prompt.uid)) for sample in batch.samples]
         batch.samples.sort(key=lambda sample: sample.prompt.uid)
         seconds = [end - batch.handed_out_at for end in ended]
         batch.metrics = {
@@ -319,8 +329,8 @@ class Pipeline:
             "timing/generate_sequences_min": min(seconds),
             "timing/generate_sequences_max": max(seconds),
             "timing/generate_sequences_mean": sum(seconds) / len(seconds),
-            "timing/get_teacher_knowledge": now() - min(request.result()[0] for request in requests),
-            "timing/teacher_tail": now() - batch.generated_at,
+            "timing/get_teacher_knowledge": batch.scored_at - min(request.result()[0] for request in requests),
+            "timing/teacher_tail": batch.scored_at - batch.generated_at,
         }
         return batch
 
@@ -383,6 +393,10 @@ class Pipeline:
         began = now()
         with self.timeline.span("teacher", "score", step=step, samples=len(group)):
             return began, await self._score(group)
+
+    async def _judgement(self, judge: Judge, group: Sequence[tuple[Prompt, Answer]], step: int) -> dict[int, float]:
+        with self.timeline.span("reward", "judge", step=step, samples=len(group)):
+            return await judge(group)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -49,12 +49,14 @@ class Trainer:
         teacher: TeacherClient,
         loader: PromptLoader,
         progress: Progress,
-        rewards: tuple[RewardScorer, RewardItems] | None = None,
+        scorer: RewardScorer | None = None,
+        items: RewardItems | None = None,
         validation: Validation | None = None,
     ) -> None:
-        """``rewards``: the reward function and what it is given, if there is one; ``validation`` cannot do without."""
+        """``scorer``: the reward function, without which there is no ``validation``; ``items``: what it is given of the
+        training data, if its answers are to be judged."""
         self.config, self.workers, self.teacher, self.loader = config, workers, teacher, loader
-        self.progress, self.rewards, self.validation = progress, rewards, validation
+        self.progress, self.scorer, self.items, self.validation = progress, scorer, items, validation
         self.root = Path(config.trainer.default_local_dir).expanduser().absolute()
         self.best = read_best(self.root, config.trainer.best_metric, until=progress.step)
         self.saving: CheckpointWriter | None = None
@@ -117,6 +119,7 @@ class Trainer:
             flow,
             generate=self.generate,
             score=self.score,
+            judge=self.judge if self.items is not None else None,
             sync=self.workers.weights.sync,
             replace=self.workers.replace_dead_rollouts,
             first_version=self.progress.step,
@@ -144,50 +147,37 @@ class Trainer:
             yield answers
 
     async def score(self, group: Sequence[tuple[Prompt, Answer]]) -> list[Sample]:
-        """What the teacher and the reward function say of some answers; they are asked at the same time."""
-        async with asyncio.TaskGroup() as asked:
-            teacher = asked.create_task(self.ask_teacher(group))
-            rewards = asked.create_task(self.ask_reward(group))
-        return [
-            Sample(
-                prompt=prompt,
-                answer=answer,
-                teacher=teacher.result().get(answer.uid) or TeacherTopK.absent(len(answer.ids)),
-                reward=rewards.result().get(answer.uid),
-            )
-            for prompt, answer in group
-        ]
-
-    async def ask_teacher(self, group: Sequence[tuple[Prompt, Answer]]) -> dict[int, TeacherTopK]:
-        """By uid: its top-k at every response position. An empty answer has none; the data's may not need them."""
-        asks_of_given = self.config.gkd.sft_target == "teacher"
-        asked = [
-            (prompt, answer)
-            for prompt, answer in group
-            if len(answer.ids) and (prompt.given_ids is None or asks_of_given)
-        ]
-        if not asked:
-            return {}
+        """The teacher's top-k at every response position. An empty answer has none; the data's may not need them."""
+        given_too = self.config.gkd.sft_target == "teacher"
+        asked = [pair for pair in group if len(pair[1].ids) and (given_too or pair[0].given_ids is None)]
         sequences = [
             TeacherSequence(token_ids=np.concatenate([prompt.ids, answer.ids]), prompt_len=len(prompt.ids))
             for prompt, answer in asked
         ]
-        scores = await asyncio.wrap_future(
-            self.teacher.submit(sequences, temperature=self.config.gkd.distill_temperature)
-        )
-        return {
-            answer.uid: TeacherTopK(
-                logps_TK=score.topk_logps_TK, ids_TK=score.topk_ids_TK, sampled_logps_T=score.sampled_logps_T
+        opinions = {}
+        if sequences:
+            temperature = self.config.gkd.distill_temperature
+            scores = await asyncio.wrap_future(self.teacher.submit(sequences, temperature=temperature))
+            opinions = {
+                answer.uid: TeacherTopK(
+                    logps_TK=score.topk_logps_TK, ids_TK=score.topk_ids_TK, sampled_logps_T=score.sampled_logps_T
+                )
+                for (_, answer), score in zip(asked, scores, strict=True)
+            }
+        return [
+            Sample(
+                prompt=prompt,
+                answer=answer,
+                teacher=opinions.get(answer.uid) or TeacherTopK.absent(len(answer.ids)),
             )
-            for (_, answer), score in zip(asked, scores, strict=True)
-        }
+            for prompt, answer in group
+        ]
 
-    async def ask_reward(self, group: Sequence[tuple[Prompt, Answer]]) -> dict[int, float]:
-        """By uid, of the sampled answers, if there is a reward function."""
-        sampled = [(prompt, answer) for prompt, answer in group if prompt.given_ids is None]
-        if self.rewards is None or not sampled:
-            return {}
-        scorer, items = self.rewards
+    async def judge(self, group: Sequence[tuple[Prompt, Answer]]) -> dict[int, float]:
+        """What the reward function says of the sampled answers, by uid."""
+        scorer, items = self.scorer, self.items
+        assert scorer is not None and items is not None
+        sampled = [pair for pair in group if pair[0].given_ids is None]
         described = await asyncio.to_thread(lambda: [items.of(prompt, answer) for prompt, answer in sampled])
         return dict(zip([item.uid for item in described], await scorer.score(described), strict=True))
 
@@ -206,8 +196,8 @@ class Trainer:
 
     async def validate(self, pipeline: Pipeline) -> dict[str, float]:
         """Of the actor's weights as they are; while the reward function judges, generation goes on."""
-        assert self.validation is not None and self.rewards is not None  # or the configuration would be refused
-        prompts, scorer = self.validation.prompts, self.rewards[0]
+        assert self.validation is not None and self.scorer is not None  # or the configuration would be refused
+        prompts, scorer = self.validation.prompts, self.scorer
         answers = await pipeline.answers_now(prompts, self.answer_validation, answers_per_prompt=self.validation.n)
         return await self.validation.report(answers, scorer, self.progress.step)
 

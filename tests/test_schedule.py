@@ -130,7 +130,7 @@ class Stages:
         self.requests.append(len(group))
         self.overlaps["generate, score"] += self.generating > 0
         await self.spend("score")
-        return [Sample(prompt=prompt, answer=answer, teacher=TeacherTopK.empty()) for prompt, answer in group]
+        return [Sample(prompt=prompt, answer=answer, teacher=TeacherTopK.absent(0)) for prompt, answer in group]
 
     async def sync(self, version: int) -> dict[str, float]:
         if self.dead:  # as the real one, which has dead workers replaced

@@ -227,10 +227,10 @@ def train(config: Config, scores: Sequence[float] = range(9), *, crash_after: in
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
     if (checkpoint := find_checkpoint(config)) is not None:
         progress = read_progress(checkpoint, expected=progress)
-    rewards: Any = (Scorer(scores), None)
+    scorer: Any = Scorer(scores)
     workers: Any = Workers()
     teacher: Any = None
-    trainer = Run(config, workers, teacher, loader, progress, rewards, read_validation(config, TOKENIZER))
+    trainer = Run(config, workers, teacher, loader, progress, scorer, None, read_validation(config, TOKENIZER))
     if crash_after is not None:
 
         async def crash() -> None:

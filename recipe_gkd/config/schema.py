@@ -202,7 +202,7 @@ class GkdConfig:
     group_normalize: bool = key(
         "Of `k1`: subtract the mean over the tokens of all answers to the same prompt, and divide by their deviation."
     )
-    sft_share: float = key("Share of the prompts that are trained on the given answer, not a sampled one.", ge=0, lt=1)
+    sft_share: float = key("Share of the prompts that are trained on the given answer, not a sampled one.", ge=0, le=1)
     sft_target: Literal["data", "teacher"] = key(
         "Given answers teach by cross-entropy with their own tokens, or by the teacher's distributions along them."
     )

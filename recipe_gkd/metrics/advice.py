@@ -30,7 +30,10 @@ IDLE = 0.3
 WORTHWHILE = 0.05
 """Share of a step that a change must save."""
 
-WAITS_FOR = {"generation": "answers", "teacher": "the teacher", "sync": "weights to be sent"}
+WAITS_FOR = {"generation": "answers", "teacher": "the teacher", "sync": "weights to be sent", "reward": "rewards"}
+FASTER_REWARDS = (
+    "more processes (custom_reward_function.num_workers), or a faster function, would make it shorter"
+)
 
 
 class Advisor:
@@ -61,7 +64,8 @@ class Advisor:
         if step - self._said_at.get(bottleneck, -REPEAT) < REPEAT:
             return None
         self._said_at[bottleneck] = step
-        return f"{describe(bottleneck, steps)}; {advise(self._setup, steps)}"
+        advice = FASTER_REWARDS if bottleneck == "reward" else advise(self._setup, steps)
+        return f"{describe(bottleneck, steps)}; {advice}"
 
 
 def find_bottleneck(steps: Sequence[Mapping[str, float]]) -> str | None:

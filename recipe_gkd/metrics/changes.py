@@ -15,6 +15,7 @@ WAITS = {
     "generation": ("timing/wait_prev_gen",),
     "teacher": ("timing/wait_prev_teacher", "timing/wait_prev_prev_teacher"),
     "sync": ("timing/wait_sync",),
+    "reward": ("timing/wait_reward",),
 }
 """What the trainer may wait for, and the metrics of that."""
 NEEDED = (

@@ -53,6 +53,7 @@ class Console:
 
     FIELDS = (
         ("kl", "actor/kl_loss", "{:.4f}"),
+        ("reward", "reward/mean", "{:.3f}"),
         ("grad", "actor/grad_norm", "{:.2f}"),
         ("len", "response_seq_len/average", "{:.1f}"),
         ("tok/s", "perf/tokens_per_second", "{:.0f}"),

@@ -94,7 +94,7 @@ class Workers:
     async def replace_dead_rollouts(self, death: WorkerDied) -> None:
         self.n_replaced += 1
 
-    def submit(self, sequences: list[TeacherSequence]) -> Future[list[TeacherAnswer]]:
+    def submit(self, sequences: list[TeacherSequence], *, temperature: float) -> Future[list[TeacherAnswer]]:
         self.scored += sequences
         answers: Future[list[TeacherAnswer]] = Future()
         rows = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
@@ -118,9 +118,9 @@ def trainer_of(config: Config, workers: Workers, scorer: RewardScorer | None = N
     table = read_table(config.data.train_files, config.data.prompt_key)
     data = PromptData(table, config.data, TOKENIZER, given_answers=True)
     loader = PromptLoader(data, config.data, n=N, epochs=1, max_steps=None, sft_share=config.gkd.sft_share)
-    rewards = (scorer, RewardItems(data, config.data, TOKENIZER)) if scorer else None
+    items = RewardItems(data, config.data, TOKENIZER) if scorer else None
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
-    return Trainer(config, workers, teacher or workers, loader, progress, rewards)  # type: ignore[arg-type]
+    return Trainer(config, workers, teacher or workers, loader, progress, scorer, items)  # type: ignore[arg-type]
 
 
 async def batches_of(trainer: Trainer) -> list[ReadyBatch]:
@@ -207,11 +207,11 @@ def test_teacher_and_reward_are_asked_at_the_same_time_and_each_tells_its_own_fa
             raise RewardError("the function")
 
     class Silent(Workers):
-        def submit(self, sequences: list[TeacherSequence]) -> Future[list[TeacherAnswer]]:
+        def submit(self, sequences: list[TeacherSequence], *, temperature: float) -> Future[list[TeacherAnswer]]:
             return Future()  # never answered: cancelled when the other fails
 
     class Refusing(Workers):
-        def submit(self, sequences: list[TeacherSequence]) -> Future[list[TeacherAnswer]]:
+        def submit(self, sequences: list[TeacherSequence], *, temperature: float) -> Future[list[TeacherAnswer]]:
             raise TeacherError("the teacher")
 
     config = configured(tmp_path)
