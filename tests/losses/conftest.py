@@ -7,7 +7,7 @@ import pytest
 from tests.worker_pool import WorkerPool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def pool() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool

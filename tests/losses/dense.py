@@ -1,58 +1,80 @@
-"""The same objectives, written the obvious way on whole float64 distributions, for autograd to differentiate."""
+"""The same objectives, written the obvious way on whole float64 distributions, for autograd to differentiate.
+
+One position after the other, with a python dict for the support. Nothing is shared with the code under test but the
+names of the choices and, as a definition, what the teacher's tail has at least.
+"""
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from recipe_gkd.losses import forward_kl
+from recipe_gkd.losses import Divergence
+
+LEAST_TAIL = 2.0**-24
 
 
-def dense_forward_kl(logits_TV: Tensor, logps_TK: Tensor, ids_TK: Tensor, vocab_size: int) -> Tensor:
-    """[T], one position after the other, with python sets for the support."""
+def dense_divergence(
+    logits_TV: Tensor, logps_TK: Tensor, ids_TK: Tensor, divergence: Divergence, vocab_size: int
+) -> Tensor:
+    """Nats ``[T]``, float64; the arguments are those of :func:`recipe_gkd.losses.topk_divergence`."""
     losses = []
     for logits_V, logps_K, ids_K in zip(logits_TV[:, :vocab_size].double(), logps_TK.double(), ids_TK, strict=True):
-        log_q_V = logits_V.log_softmax(0)
-        support = [k for k, id in enumerate(ids_K.tolist()) if 0 <= id < vocab_size and logps_K[k] > -torch.inf]
-        ids = ids_K[support]
-        p_K = logps_K[support].exp()
-        off = sorted(set(range(vocab_size)) - set(ids.tolist()))
-        p_tail = (1 - p_K.sum()).clamp(min=0) if off else p_K.new_zeros(())
-        total = p_K.sum() + p_tail
-        loss = (p_K / total * (logps_K[support] - total.log() - log_q_V[ids])).sum()
-        if p_tail > 0:
-            loss = loss + p_tail / total * ((p_tail / total).log() - log_q_V[off].logsumexp(0))
-        losses.append(loss)
+        log_q_V = (logits_V / divergence.temperature).log_softmax(0)
+        entries = zip(ids_K.tolist(), logps_K, strict=True)
+        support = {id: logp for id, logp in entries if 0 <= id < vocab_size and logp > -torch.inf}
+        p_C, log_q_C = shared_outcomes(log_q_V, support, divergence.tail)
+        losses.append(of_distributions(p_C, log_q_C, divergence))
     return torch.stack(losses) if losses else logits_TV.double().sum(1)
 
 
-def random_case(
-    rows: int, columns: int, k: int, *, vocab_size: int, teacher_vocab: int, scale: float, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [T, columns], and the top-k of a random teacher over ``teacher_vocab`` ids."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(rows, columns, generator=generator) * scale
-    teacher = (torch.randn(rows, teacher_vocab, generator=generator) * 2).log_softmax(1)
-    top = teacher.topk(k, dim=1)
-    return logits, top.values, top.indices
+def shared_outcomes(log_q_V: Tensor, support: dict[int, Tensor], tail: str) -> tuple[Tensor, Tensor]:
+    """p and log q of the outcomes that the tail mode leaves."""
+    ids = torch.tensor(list(support), dtype=torch.int64)
+    p_C = torch.stack([logp.exp() for logp in support.values()]) if support else log_q_V.new_zeros(0)
+    log_q_C = log_q_V[ids]
+    if off := sorted(set(range(len(log_q_V))) - support.keys()):
+        p_C = torch.cat([p_C, (1 - p_C.sum()).clamp(min=LEAST_TAIL)[None]])
+        log_q_C = torch.cat([log_q_C, log_q_V[off].logsumexp(0)[None]])
+    p_C = p_C / p_C.sum()
+    if tail != "bucket":
+        p_C, log_q_C = p_C[: len(ids)], log_q_C[: len(ids)]
+    if tail == "renormalise":
+        p_C, log_q_C = p_C / p_C.sum(), log_q_C.log_softmax(0)
+    return p_C, log_q_C
 
 
-def check_shard(
-    rank: int, world_size: int, port: int, cases: list[tuple[Tensor, Tensor, Tensor, int]]
-) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-    """Run in one process of a tensor-parallel group: loss, this rank's gradient and diagnostics of every case."""
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    results = []
-    for logits, logps, ids, vocab_size in cases:
-        shard = logits.chunk(world_size, 1)[rank].clone().requires_grad_()
-        loss, diagnostics = forward_kl(shard, logps, ids, vocab_size=vocab_size, tp_group=dist.group.WORLD)
-        (loss * row_weights(loss)).sum().backward()
-        results.append((loss.detach(), shard.grad, diagnostics))
-    dist.destroy_process_group()
-    return results
+def of_distributions(p_C: Tensor, log_q_C: Tensor, divergence: Divergence) -> Tensor:
+    log_p_C, q_C = p_C.log(), log_q_C.exp()
+
+    def log_mixture(teacher_share: float) -> Tensor:
+        return (teacher_share * p_C + (1 - teacher_share) * q_C).log()
+
+    def from_p(log_other_C: Tensor) -> Tensor:
+        return (p_C * (log_p_C - log_other_C)).sum()
+
+    def from_q(log_other_C: Tensor) -> Tensor:
+        return (q_C * (log_q_C - log_other_C)).sum()
+
+    b, r, a = divergence.beta, divergence.rkl_ratio, divergence.skew_alpha
+    match divergence.kind:
+        case "forward_kl":
+            return from_p(log_q_C)
+        case "reverse_kl":
+            return from_q(log_p_C)
+        case "kl_rkl":
+            return (1 - r) * from_p(log_q_C) + r * from_q(log_p_C)
+        case "jsd":
+            return b * from_p(log_mixture(b)) + (1 - b) * from_q(log_mixture(b))
+        case "skewed_forward_kl":
+            return from_p(log_mixture(a))
+        case "skewed_reverse_kl":
+            return from_q(log_mixture(1 - a))
+        case "tvd":
+            return (p_C - q_C).abs().sum() / 2
 
 
-def row_weights(loss_T: Tensor) -> Tensor:
-    """Uneven, so that a gradient that forgets the incoming one is noticed."""
-    return torch.linspace(0.5, 2, len(loss_T), dtype=loss_T.dtype)
+def dense_picked_and_entropy(logits_TV: Tensor, picked_T: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the picked ids, and the entropy, both of the whole distribution at temperature 1."""
+    log_q_TV = logits_TV[:, :vocab_size].double().log_softmax(1)
+    return log_q_TV.gather(1, picked_T[:, None])[:, 0], -(log_q_TV.exp() * log_q_TV).sum(1)

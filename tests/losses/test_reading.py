@@ -1,0 +1,138 @@
+"""What is read of the logits: buckets at one temperature, the picked id and the entropy at temperature 1."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from recipe_gkd.losses.buckets import present_entries
+from recipe_gkd.losses.question import Question, Reading
+from recipe_gkd.losses.reading import read_logits
+from tests.losses.cases import ROWS, TEMPERATURES, VOCABULARY, Case, make_case, row_weights
+from tests.losses.dense import dense_picked_and_entropy
+from tests.losses.runs import group
+from tests.worker_pool import WorkerPool
+
+ALL = [(k, temperature) for k in (0, 5, VOCABULARY) for temperature in TEMPERATURES]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def question_of(case: Case, temperature: float) -> Question:
+    """Picked: ids in the support and off it, the likeliest and the least likely, of every rank's columns."""
+    rows = len(case.logits_TW)
+    picked = torch.randint(VOCABULARY, (rows,), generator=torch.Generator().manual_seed(rows))
+    picked[0] = VOCABULARY - 1
+    picked[1] = case.ids_TK[1, 0] if case.ids_TK.shape[1] else 0
+    picked[ROWS.index("far apart")] = case.logits_TW[ROWS.index("far apart"), :VOCABULARY].argmax()
+    picked[ROWS.index("student sure of one id")] = 40
+    return Question(
+        ids_TK=case.ids_TK,
+        present_TK=present_entries(case.logps_TK, case.ids_TK, VOCABULARY),
+        picked_T=picked,
+        vocab_size=VOCABULARY,
+        temperature=temperature,
+    )
+
+
+@functools.cache
+def case_of(k: int, temperature: float) -> Case:
+    return make_case(k, temperature)
+
+
+def scalar(log_q_TB: Tensor, picked_logp_T: Tensor) -> Tensor:
+    """Something that depends on both: bounded functions, so that the extreme rows do not drown the others."""
+    weights_T = row_weights(len(picked_logp_T)).to(picked_logp_T.dtype)
+    return ((log_q_TB.exp().square().sum(1) + 0.5 * picked_logp_T) * weights_T).sum()
+
+
+def reading_and_gradient(
+    k: int, temperature: float, dtype: torch.dtype, chunk_tokens: int | None, tp_group: ProcessGroup | None = None
+) -> tuple[Reading, Tensor]:
+    case = case_of(k, temperature)
+    shards = (case.logits_TW,) if tp_group is None else case.logits_TW.chunk(tp_group.size(), dim=1)
+    leaf = shards[0 if tp_group is None else tp_group.rank()].to(dtype, copy=True).requires_grad_()
+    reading = read_logits(leaf, question_of(case, temperature), tp_group=tp_group, chunk_tokens=chunk_tokens)
+    scalar(reading.u_TB.log_softmax(1), reading.picked_logp_T).backward()
+    assert leaf.grad is not None and not reading.entropy_T.requires_grad
+    return reading, leaf.grad
+
+
+@functools.cache
+def dense(k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log q of the buckets, picked log-probabilities, entropy, gradient."""
+    case = case_of(k, temperature)
+    question = question_of(case, temperature)
+    logits = case.logits_TW.double().requires_grad_()
+    rows = []
+    for logits_V, ids_K, present_K in zip(logits[:, :VOCABULARY], question.ids_TK, question.present_TK, strict=True):
+        log_q_V = (logits_V / temperature).log_softmax(0)
+        ids = [id if there else None for id, there in zip(ids_K.tolist(), present_K.tolist(), strict=True)]
+        off = sorted(set(range(VOCABULARY)) - {id for id in ids if id is not None})
+        nothing = log_q_V.new_tensor(-torch.inf)
+        entries = [nothing if id is None else log_q_V[id] for id in ids]
+        rows.append(torch.stack([*entries, log_q_V[off].logsumexp(0) if off else nothing]))
+    log_q_TB = torch.stack(rows)
+    picked_T, entropy_T = dense_picked_and_entropy(logits, question.picked_T, VOCABULARY)
+    scalar(log_q_TB, picked_T).backward()
+    assert logits.grad is not None
+    return log_q_TB.detach(), picked_T.detach(), entropy_T.detach(), logits.grad
+
+
+def check(got: tuple[Tensor, ...], want: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    names = ("log q of the buckets", "picked log-probability", "entropy", "gradient")
+    for name, one, other in zip(names, got, want, strict=True):
+        tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+        if name == "gradient" and dtype == torch.bfloat16:
+            tolerance = 1e-2
+        wrong = ~((one.double() - other).abs() <= tolerance * (1 + other.abs())) & (
+            one != other
+        )  # -inf is equal to -inf
+        assert not wrong.any(), f"{name}: got {one[wrong]}, expected {other[wrong]}"
+    assert (got[-1][:, VOCABULARY:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k, temperature", ALL)
+def test_reading_equals_dense_float64(k: int, temperature: float, dtype: torch.dtype) -> None:
+    for chunk_tokens in (None, 1, 4):
+        reading, grad = reading_and_gradient(k, temperature, dtype, chunk_tokens)
+        got = (reading.u_TB.detach().log_softmax(1), reading.picked_logp_T.detach(), reading.entropy_T, grad)
+        check(got, dense(k, temperature), dtype)
+
+
+def shard(rank: int, world_size: int, port: int) -> list[list[np.ndarray]]:
+    with group(rank, world_size, port) as tp_group:
+        results = []
+        for k, temperature in ALL:
+            for dtype in DTYPES:
+                reading, grad = reading_and_gradient(k, temperature, dtype, 6, tp_group)
+                log_q_TB = reading.u_TB.detach().log_softmax(1)
+                parts = (log_q_TB, reading.picked_logp_T.detach(), reading.entropy_T, grad)
+                results.append([part.double().numpy() for part in parts])
+        return results
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_reading_of_any_tensor_parallel_size_equals_dense_float64(pool: WorkerPool, world_size: int) -> None:
+    ranks = pool.run(world_size, shard)
+    runs = [(k, temperature, dtype) for k, temperature in ALL for dtype in DTYPES]
+    for number, (k, temperature, dtype) in enumerate(runs):
+        grad = np.concatenate([results[number][-1] for results in ranks], axis=1)
+        for results in ranks:
+            got = tuple(torch.from_numpy(part) for part in (*results[number][:-1], grad))
+            check(got, dense(k, temperature), dtype)
+
+
+def test_chunks_of_positions_change_nothing() -> None:
+    for k, temperature in ((5, 1.0), (5, 2.0)):
+        whole, grad = reading_and_gradient(k, temperature, torch.float32, None)
+        for chunk_tokens in (1, 2, 3, len(ROWS) - 1, len(ROWS), 1000):
+            chunked, chunked_grad = reading_and_gradient(k, temperature, torch.float32, chunk_tokens)
+            assert torch.equal(grad, chunked_grad)
+            for name in ("u_TB", "picked_logp_T", "entropy_T"):
+                assert torch.equal(getattr(whole, name), getattr(chunked, name)), name
