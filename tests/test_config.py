@@ -100,8 +100,7 @@ def test_an_unknown_key_in_a_file_of_ones_own_is_refused_too(tmp_path: Path) -> 
         ("trainer.best_metric=val/x/y", "needs validation in the loop"),
         ("gkd.distill_loss_coef=0", "the gradient is zero"),
         ("gkd.use_rl_loss=true", "needs a reward: set custom_reward_function.path"),
-        ("gkd.use_rl_loss=true", "asks for one: its advantage would always be 0"),
-        ("gkd.group_normalize=true", "has no effect on gkd.distill_loss_type=forward_kl"),
+        ("gkd.use_rl_loss=true", "compares the answers to the same prompt, and actor_rollout_ref.rollout.n=1"),
         ("gkd.beta=1", "gkd.beta: got 1"),
         ("no_equals_sign", "not of the form key=value"),
     ],
@@ -125,6 +124,10 @@ def test_estimates_from_sampled_tokens_need_tokens_sampled_from_the_student(
 ) -> None:
     assert says in refusal(f"gkd.distill_loss_type={kind}", *others)
     load_config(NAME, [*NEEDED, "gkd.distill_loss_type=forward_kl", *others])
+
+
+def test_a_baseline_of_the_group_needs_a_group() -> None:
+    assert "compares the answers to the same prompt" in refusal("gkd.distill_loss_type=k1", "gkd.baseline=group")
 
 
 @pytest.mark.parametrize("zero", [["sync", "null"], ["n_step_off", "0"]])

@@ -16,7 +16,7 @@ from recipe_gkd.actor.device_batch import DeviceBatch
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.buckets import outcomes, present_entries
 from recipe_gkd.losses.diagnostics import entropy, topk_overlap
-from recipe_gkd.losses.divergences import Divergence
+from recipe_gkd.losses.divergences import Divergence, reverse_kl
 from recipe_gkd.losses.policy import grpo_loss
 from recipe_gkd.losses.question import Question, Reading
 from recipe_gkd.losses.sampled import importance_weights, k1, k2, k3
@@ -80,7 +80,10 @@ class Objective:
         gkd, logp_T, teacher_logp_T = self.gkd, reading.picked_logp_T, batch.teacher_logps_T
         match gkd.distill_loss_type:
             case "k1":
-                estimate_T = k1(logp_T, teacher_logp_T, batch.baselines_T, batch.scales_T)
+                baseline_T = batch.baselines_T
+                if gkd.baseline == "expected":
+                    baseline_T = -reverse_kl(outcomes(reading.u_TB, batch.logps_TK, present_TK, "bucket")).detach()
+                estimate_T = k1(logp_T, teacher_logp_T, baseline_T, batch.scales_T)
             case "k2":
                 estimate_T = k2(logp_T, teacher_logp_T)
             case "k3":

@@ -39,20 +39,13 @@ def _reward(config: Config) -> Iterator[str]:
             "gkd.use_rl_loss=true needs a reward: set custom_reward_function.path (and name) to a Python function "
             "(prompt, answer, ground_truth, extra) -> float, or gkd.use_rl_loss=false"
         )
-    for wanted, what in (
-        (gkd.use_rl_loss, "gkd.use_rl_loss=true"),
-        (gkd.group_normalize, "gkd.group_normalize=true"),
-    ):
+    by_group = gkd.distill_loss_type == "k1" and gkd.baseline == "group"
+    for wanted, what in ((gkd.use_rl_loss, "gkd.use_rl_loss=true"), (by_group, "gkd.baseline=group")):
         if wanted and n == 1:
             yield (
-                f"{what} compares the answers to the same prompt, and actor_rollout_ref.rollout.n=1 asks for one: its "
-                "advantage would always be 0; set actor_rollout_ref.rollout.n to 4 or more"
+                f"{what} compares the answers to the same prompt, and actor_rollout_ref.rollout.n=1 asks for one; set "
+                "actor_rollout_ref.rollout.n to 4 or more"
             )
-    if gkd.group_normalize and gkd.distill_loss_type != "k1":
-        yield (
-            f"gkd.group_normalize=true has no effect on gkd.distill_loss_type={gkd.distill_loss_type}: only the policy "
-            "gradient of k1 has a baseline; set it to false, or distill_loss_type=k1"
-        )
 
 
 def _sampled_tokens(config: Config) -> Iterator[str]:

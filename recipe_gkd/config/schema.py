@@ -199,8 +199,10 @@ class GkdConfig:
         "`importance_cap`, or tokens above it left out."
     )
     importance_cap: float = key("Largest probability ratio of the correction.", ge=1)
-    group_normalize: bool = key(
-        "Of `k1`: subtract the mean over the tokens of all answers to the same prompt, and divide by their deviation."
+    baseline: Literal["none", "expected", "group"] = key(
+        "Of `k1`, subtracted from log p - log q of the sampled token: `expected`: what it is on average at this "
+        "position, from the teacher's top-k; `group`: the mean over the tokens of all answers to the same prompt, then "
+        "divided by their deviation."
     )
     sft_share: float = key("Share of the prompts that are trained on the given answer, not a sampled one.", ge=0, le=1)
     sft_target: Literal["data", "teacher"] = key(
@@ -220,6 +222,7 @@ class GkdConfig:
 class RewardFunctionConfig:
     path: str | None = key("Python file of the reward function; null: there is none.")
     name: str = key("Its name there: a function (prompt, answer, ground_truth, extra) -> float.")
+    on_training: bool = key("Judge training answers also where no loss needs it: `reward/*` is then measured.")
     timeout_s: float = key("Seconds that one call may take.", gt=0)
     num_workers: int = key("Processes that call it.", ge=1)
 

@@ -8,6 +8,8 @@ With r = log p(y) - log q(y) for a token y that was sampled from q (Schulman 202
 
 As a loss k1 is therefore a policy gradient: the reward of a token is r, and  -(r - b) / s  d log q  has, for b = 0 and
 s = 1, the expected gradient of reverse KL at every position. Only the position itself is credited, as with the others.
+No b that does not depend on the token changes the expectation; the mean of r, which is minus the reverse KL, makes it
+less noisy.
 """
 
 from __future__ import annotations

@@ -31,9 +31,7 @@ WORTHWHILE = 0.05
 """Share of a step that a change must save."""
 
 WAITS_FOR = {"generation": "answers", "teacher": "the teacher", "sync": "weights to be sent", "reward": "rewards"}
-FASTER_REWARDS = (
-    "more processes (custom_reward_function.num_workers), or a faster function, would make it shorter"
-)
+FASTER_REWARDS = "more processes (custom_reward_function.num_workers), or a faster function, would make it shorter"
 
 
 class Advisor:

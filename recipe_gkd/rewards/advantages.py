@@ -22,7 +22,7 @@ def prepare(samples: Sequence[Sample], gkd: GkdConfig, answers_per_prompt: int) 
     samples = list(samples)
     if gkd.use_rl_loss:
         samples = with_advantages(samples, answers_per_prompt, by_std=gkd.norm_adv_by_std)
-    if gkd.distill_loss_type == "k1" and gkd.group_normalize:
+    if gkd.distill_loss_type == "k1" and gkd.baseline == "group":
         samples = with_baselines(samples, answers_per_prompt)
     return samples
 

@@ -54,22 +54,21 @@ def distillation(gkd: GkdConfig, sample: Sample, logits_TV: Tensor, log_q_T: Ten
     w_T = {"none": torch.ones_like(w_T), "truncate": w_T.clamp(max=gkd.importance_cap),
            "mask": w_T * (w_T <= gkd.importance_cap)}[gkd.importance]  # fmt: skip
     if gkd.distill_loss_type == "k1":
-        advantage_T = (r_T.detach() - sample.baseline) / sample.scale
+        if gkd.baseline == "expected":
+            p_TC, q_TC = buckets(gkd, sample, logits_TV)
+            baseline_T = (q_TC * (p_TC / q_TC).log()).sum(1).detach()
+        else:
+            baseline_T = torch.full_like(r_T, sample.baseline)
+        advantage_T = (r_T.detach() - baseline_T) / sample.scale
         surrogate_T = -advantage_T * log_q_T
         return w_T * (surrogate_T - surrogate_T.detach() - r_T.detach())
     if gkd.distill_loss_type == "k2":
         return w_T * r_T**2 / 2
     if gkd.distill_loss_type == "k3":
         return w_T * (r_T.exp() - 1 - r_T)
-    p_TK = torch.as_tensor(sample.teacher.logps_TK).double().exp()
-    q_TV = (logits_TV / gkd.distill_temperature).softmax(1)
-    ids_TK = torch.as_tensor(sample.teacher.ids_TK).long()
-    q_TK = q_TV.gather(1, ids_TK)
-    off_T = q_TV.scatter(1, ids_TK, 0).sum(1, keepdim=True)
-    p_TC = torch.cat([p_TK, (1 - p_TK.sum(1, keepdim=True)).clamp(min=LEAST_TAIL)], 1)
-    q_TC = torch.cat([q_TK, off_T], 1)
+    p_TC, q_TC = buckets(gkd, sample, logits_TV)
     if gkd.tail != "bucket":
-        p_TC, q_TC = p_TK, q_TK
+        p_TC, q_TC = p_TC[:, :-1], q_TC[:, :-1]
     if gkd.tail == "renormalise":
         p_TC, q_TC = p_TC / p_TC.sum(1, keepdim=True), q_TC / q_TC.sum(1, keepdim=True)
 
@@ -88,3 +87,13 @@ def distillation(gkd: GkdConfig, sample: Sample, logits_TV: Tensor, log_q_T: Ten
         "skewed_reverse_kl": lambda: kl(q_TC, mix(1 - gkd.skew_alpha)),
         "tvd": lambda: (p_TC - q_TC).abs().sum(1) / 2,
     }[gkd.distill_loss_type]()
+
+
+def buckets(gkd: GkdConfig, sample: Sample, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
+    """Of teacher and student: the teacher's ids, and all others."""
+    p_TK = torch.as_tensor(sample.teacher.logps_TK).double().exp()
+    q_TV = (logits_TV / gkd.distill_temperature).softmax(1)
+    ids_TK = torch.as_tensor(sample.teacher.ids_TK).long()
+    off_T1 = q_TV.scatter(1, ids_TK, 0).sum(1, keepdim=True)
+    p_TC = torch.cat([p_TK, (1 - p_TK.sum(1, keepdim=True)).clamp(min=LEAST_TAIL)], 1)
+    return p_TC, torch.cat([q_TV.gather(1, ids_TK), off_T1], 1)
