@@ -113,7 +113,7 @@ def autograd(case: Case, given: Inputs, logits_TV: Tensor) -> tuple[Tensor, ...]
     log_q_TV = (logits_TV.float() / case.divergence.temperature).log_softmax(1)
     tail_T1 = log_q_TV.scatter(1, given.ids_TK, float("-inf")).logsumexp(1, keepdim=True)
     u_TB = torch.cat([log_q_TV.gather(1, given.ids_TK), tail_T1], dim=1)
-    loss = case.divergence(buckets(case, given, u_TB)).sum()
+    loss = case.divergence.of(buckets(case, given, u_TB)).sum()
     return torch.autograd.grad(loss, logits_TV)
 
 
@@ -149,7 +149,7 @@ def fused_head(case: Case, given: Inputs, hidden_TD: Tensor, weight_VD: Tensor) 
         temperature=case.divergence.temperature,
     )
     reading = read_hidden(hidden_TD, weight_VD, question)
-    loss = case.divergence(buckets(case, given, reading.u_TB)).sum()
+    loss = case.divergence.of(buckets(case, given, reading.u_TB)).sum()
     return torch.autograd.grad(loss, (hidden_TD, weight_VD))
 
 

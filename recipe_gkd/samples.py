@@ -93,6 +93,7 @@ class Sample:
             "versions": len(self.answer.versions_T),
             "teacher rows": len(self.teacher.logps_TK),
             "teacher id rows": len(self.teacher.ids_TK),
+            "teacher logprobs of them": len(self.teacher.sampled_logps_T),
         }
         if set(lengths.values()) != {rows}:
             told = ", ".join(f"{length} {what}" for what, length in lengths.items())

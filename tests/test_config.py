@@ -96,6 +96,10 @@ def test_an_unknown_key_in_a_file_of_ones_own_is_refused_too(tmp_path: Path) -> 
         ("trainer.scheduler=n_step_off", "n_step_off needs a bound"),
         ("trainer.test_freq=5", "without validation data"),
         ("trainer.val_before_train=true", "and there is none; set custom_reward_function.path"),
+        (
+            "actor_rollout_ref.rollout.timeout_s=.inf",
+            "actor_rollout_ref.rollout.timeout_s: got '.inf'; input should be a valid",
+        ),
         ("actor_rollout_ref.rollout.val_kwargs.n=2", "greedy answers to the same prompt are all the same"),
         ("trainer.best_metric=val/x/y", "needs validation in the loop"),
         ("gkd.distill_loss_coef=0", "the gradient is zero"),
@@ -124,6 +128,22 @@ def test_estimates_from_sampled_tokens_need_tokens_sampled_from_the_student(
 ) -> None:
     assert says in refusal(f"gkd.distill_loss_type={kind}", *others)
     load_config(NAME, [*NEEDED, "gkd.distill_loss_type=forward_kl", *others])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["gkd.sft_share=1", "gkd.sft_loss_coef=0"], "would be trained on nothing"),
+        (["gkd.sft_share=1", "gkd.sft_target=teacher", "gkd.distill_loss_coef=0"], "the gradient is zero"),
+        (["gkd.sft_share=0.5", "gkd.sft_target=teacher", "gkd.distill_loss_coef=0"], "would be trained on nothing"),
+        (["gkd.sft_share=0.5", "gkd.sft_loss_coef=0"], "would be trained on nothing"),
+        (["gkd.sft_share=1", "gkd.use_rl_loss=true"], "needs sampled answers"),
+        (["gkd.use_rl_loss=true", "gkd.rl_loss_coef=0"], "adds nothing"),
+        (["gkd.baseline=group"], "has no effect on gkd.distill_loss_type=forward_kl"),
+    ],
+)
+def test_answers_that_nothing_is_learnt_from_are_refused(overrides: list[str], says: str) -> None:
+    assert says in refusal(*overrides)
 
 
 def test_a_baseline_of_the_group_needs_a_group() -> None:

@@ -52,8 +52,8 @@ class Totals:
     def weights(self, batch: PackedBatch, mode: AggMode) -> dict[str, np.ndarray]:
         """float32 [T], by component; 0 for tokens that do not belong to it.
 
-        The sum of weight x loss over the global batch, divided by ``n_tokens`` (which Megatron does), is the mean over
-        the component's tokens, or over its answers of the mean over their tokens.
+        The sum of weight x loss over the global batch, divided by ``n_tokens``, is the mean over the component's
+        tokens, or over its answers of the mean over their tokens. Megatron divides (``calculate_per_token_loss``).
         """
         weights = {}
         for name, own_T in members(batch).items():

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from recipe_gkd.actor.layer_spec import PackedRow
 from recipe_gkd.actor.microbatch import PackedBatch, similar_lengths
+from recipe_gkd.actor.report import POSITION_BUCKETS
 
+OVERLAP_ROWS = 8
+"""Positions of a micro-batch at which the student's own top-k is looked for."""
 AS_THEY_ARE = (
-    "loss_rows_T", "logps_TK", "ids_TK", "answer_ids_T", "positions_T", "sampling_logps_T", "teacher_logps_T",
+    "loss_rows_T", "logps_TK", "ids_TK", "answer_ids_T", "sampling_logps_T", "teacher_logps_T",
     "has_teacher_T", "is_given_T", "advantages_T", "baselines_T", "scales_T",
 )  # fmt: skip
 """Arrays of a packed batch that become tensors, under the same names."""
@@ -31,7 +34,10 @@ class DeviceBatch:
     logps_TK: Tensor
     ids_TK: Tensor
     answer_ids_T: Tensor
-    positions_T: Tensor
+    position_buckets_T: Tensor
+    """int64: which of :data:`POSITION_BUCKETS` the token's position in its answer is in."""
+    overlap_rows_R: Tensor
+    """int64: some of the positions that the teacher was asked about, evenly spread."""
     sampling_logps_T: Tensor
     teacher_logps_T: Tensor
     has_teacher_T: Tensor
@@ -63,9 +69,15 @@ def to_device(packed: PackedBatch, weights: Mapping[str, np.ndarray], device: to
         token_ids_1N=tensor(packed.token_ids_N)[None],
         position_ids_1N=tensor(packed.position_ids_N)[None],
         row=row,
+        position_buckets_T=tensor(np.searchsorted(POSITION_BUCKETS, packed.positions_T, side="right") - 1),
+        overlap_rows_R=tensor(_evenly(np.flatnonzero(packed.has_teacher_T), OVERLAP_ROWS)),
         weights={name: tensor(weights_T) for name, weights_T in weights.items()},
         **{name: tensor(getattr(packed, name)) for name in AS_THEY_ARE},
     )
+
+
+def _evenly(rows: np.ndarray, most: int) -> np.ndarray:
+    return rows[:: max(1, -(-len(rows) // most))]
 
 
 def _places(blocks: Sequence[np.ndarray]) -> np.ndarray:

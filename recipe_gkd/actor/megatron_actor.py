@@ -21,7 +21,7 @@ from recipe_gkd.actor.hf_load import load_hf, own_parameters
 from recipe_gkd.actor.hf_save import save_hf_folder
 from recipe_gkd.actor.microbatch import PackedBatch, micro_batches, pack
 from recipe_gkd.actor.model import build_chunks, transformer_config
-from recipe_gkd.actor.objective import Objective, metrics, names_of_sums
+from recipe_gkd.actor.objective import Objective
 from recipe_gkd.actor.optimizer import (
     clip_and_step,
     gradient_norm,
@@ -30,6 +30,7 @@ from recipe_gkd.actor.optimizer import (
     wrap_and_optimize,
 )
 from recipe_gkd.actor.parallel import check_world_size, find_store, init_parallel, leave_parallel, tensor_group
+from recipe_gkd.actor.report import metrics, names_of_sums
 from recipe_gkd.actor.shape import read_shape
 from recipe_gkd.actor.step import run_micro_batches
 from recipe_gkd.config.schema import Config
@@ -142,7 +143,7 @@ class MegatronActor:
 
         ``step`` counts from 0; it sets the learning rate, and brings the weights from version ``step`` to ``step + 1``.
 
-        Returns, the same on every rank: those of :func:`recipe_gkd.actor.objective.metrics`, `actor/grad_norm` (before
+        Returns, the same on every rank: those of :func:`recipe_gkd.actor.report.metrics`, `actor/grad_norm` (before
         clipping), `actor/lr`, `actor/micro_batches` (of each rank), `perf/max_memory_allocated_gb` (the most that any
         rank has had so far, up to this backward pass). A batch without any response token leaves the weights as they
         are.

@@ -166,6 +166,12 @@ def _check(sample: Sample) -> None:
             f"sample {sample.prompt.uid}: the teacher's top-k has probability {mass_T.max():.4g} at response position "
             f"{int(np.argmax(np.nan_to_num(mass_T, nan=np.inf)))}; expected log-probabilities that sum to at most 1"
         )
+    for whose, logps_T in (("teacher", sample.teacher.sampled_logps_T), ("student", sample.answer.logprobs)):
+        if not (logps_T <= TEACHER_MASS_TOLERANCE).all():
+            raise DataError(
+                f"sample {sample.prompt.uid}: the {whose}'s log-probability of a response token is "
+                f"{np.max(logps_T):.4g}; expected at most 0"
+            )
 
 
 def similar_lengths(lengths: Sequence[int], least_fill: float = 0.75) -> list[np.ndarray]:

@@ -97,7 +97,20 @@ def _leave_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+OURS = {
+    "calculate_per_token_loss": "the objective is a mean over the global batch",
+    "variable_seq_lengths": "sequences are packed",
+    "mtp_num_layers": "there is no loss for tokens further ahead",
+}
+"""Fields that may not be overridden, and why."""
+
+
 def _known(overrides: dict[str, Any]) -> dict[str, Any]:
+    for name in sorted(OURS.keys() & overrides.keys()):
+        raise ConfigError(
+            f"actor_rollout_ref.actor.megatron.override_transformer_config.{name}={overrides[name]}: {OURS[name]}, "
+            "which depends on it; remove the override"
+        )
     names = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
     for name in overrides:
         if name not in names:

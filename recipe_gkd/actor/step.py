@@ -59,7 +59,7 @@ def run_micro_batches(
                     hidden_TD=output_TX, weight_WD=weight_WD, tp_group=tp_group, chunk_tokens=chunk_tokens
                 )
             losses = loss(student, batch)
-            n_tokens = torch.tensor(len(losses.loss_T), dtype=torch.int, device=device)
+            n_tokens = torch.full((), len(losses.loss_T), dtype=torch.int, device=device)
             report = {"sums": losses.sums, "loss_T": losses.loss_T.detach(), "uids_T": packed.uids_T}
             return losses.loss_T.sum(), n_tokens, report
 

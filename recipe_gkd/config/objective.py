@@ -18,17 +18,28 @@ def objective_complaints(config: Config) -> Iterator[str]:
 
 
 def _nothing_to_learn(config: Config) -> Iterator[str]:
+    """Each part of the objective needs a coefficient, and answers to learn from."""
     gkd = config.gkd
-    coefficients = {
-        "gkd.distill_loss_coef": gkd.distill_loss_coef,
-        "gkd.rl_loss_coef": gkd.rl_loss_coef if gkd.use_rl_loss else 0,
-        "gkd.sft_loss_coef": gkd.sft_loss_coef if gkd.sft_share and gkd.sft_target == "data" else 0,
-    }
-    if not any(coefficients.values()):
+    sampled, of_data = gkd.sft_share < 1, gkd.sft_share > 0 and gkd.sft_target == "data"
+    has_distillation = sampled or not of_data
+    if gkd.use_rl_loss and not sampled:
+        yield "gkd.use_rl_loss=true needs sampled answers, and with gkd.sft_share=1 there are none; lower the share"
+    if gkd.use_rl_loss and not gkd.rl_loss_coef:
+        yield "gkd.use_rl_loss=true with gkd.rl_loss_coef=0 adds nothing; raise it, or set gkd.use_rl_loss=false"
+    if of_data and not gkd.sft_loss_coef:
         yield (
-            "the gradient is zero: gkd.distill_loss_coef=0, and neither a policy loss (gkd.use_rl_loss, "
-            "gkd.rl_loss_coef) nor given answers (gkd.sft_share with gkd.sft_target=data, gkd.sft_loss_coef) have a "
-            "coefficient above 0; raise one of them"
+            f"gkd.sft_share={gkd.sft_share:g} with gkd.sft_loss_coef=0: these prompts would be trained on nothing; "
+            "raise the coefficient, or set gkd.sft_share=0"
+        )
+    if gkd.sft_share and not of_data and not gkd.distill_loss_coef:
+        yield (
+            f"gkd.sft_share={gkd.sft_share:g} gkd.sft_target=teacher with gkd.distill_loss_coef=0: these prompts would "
+            "be trained on nothing; raise the coefficient, or set gkd.sft_share=0"
+        )
+    if not ((gkd.distill_loss_coef and has_distillation) or gkd.use_rl_loss or of_data):
+        yield (
+            f"the gradient is zero: gkd.distill_loss_coef={gkd.distill_loss_coef:g}, and neither a reward "
+            "(gkd.use_rl_loss) nor given answers (gkd.sft_share); raise the coefficient, or add one of these"
         )
 
 
@@ -56,12 +67,14 @@ def _sampled_tokens(config: Config) -> Iterator[str]:
             f"gkd.distill_loss_type={kind} with gkd.distill_temperature={gkd.distill_temperature:g}: an estimate from "
             "tokens sampled at temperature 1 belongs to no other; set it to 1, or choose a divergence of the top-k"
         )
+    if gkd.baseline == "group" and kind != "k1":
+        yield f"gkd.baseline=group has no effect on gkd.distill_loss_type={kind}, only on k1; set it to expected"
     if kind in SAMPLED and gkd.sft_share and gkd.sft_target == "teacher":
         yield (
             f"gkd.distill_loss_type={kind} with gkd.sft_target=teacher: given answers are not sampled from the "
             "student, so their tokens estimate nothing; set gkd.sft_target=data, or choose a divergence of the top-k"
         )
-    drawn_otherwise = rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k != -1
+    drawn_otherwise = rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k > 0
     if drawn_otherwise and (kind in SAMPLED or gkd.use_rl_loss):
         what = f"gkd.distill_loss_type={kind}" if kind in SAMPLED else "gkd.use_rl_loss=true"
         yield (

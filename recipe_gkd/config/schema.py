@@ -11,12 +11,21 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-STRICT = ConfigDict(extra="forbid")
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+LONGEST_S = 30 * 24 * 3600.0
+"""A wait that has an end."""
 
 
 def key(doc: str, **bounds: Any) -> Any:
     """A documented field; bounds are pydantic's ``ge``, ``gt``, ``le``, ``lt``."""
     return Field(description=doc, **bounds)
+
+
+def seconds(doc: str) -> Any:
+    """The deadline of a wait."""
+    return key(f"Seconds that {doc}", gt=0, le=LONGEST_S)
 
 
 def _as_list(value: Any) -> Any:
@@ -113,7 +122,7 @@ class ActorConfig:
     micro_batch_size: int = key("Samples of one forward pass on one rank, when `use_dynamic_bsz` is off.", ge=1)
     use_dynamic_bsz: bool = key("Fill micro-batches by tokens, up to `max_token_len`, instead of by samples.")
     max_token_len: int = key("Tokens of one micro-batch when `use_dynamic_bsz` is on.", ge=1)
-    timeout_s: float = key("Seconds that one update, save or load may take.", gt=0)
+    timeout_s: float = seconds("one update, save or load may take.")
     megatron: MegatronConfig
     optim: OptimConfig
     checkpoint: CheckpointConfig
@@ -124,7 +133,7 @@ class ValidationSamplingConfig:
     n: int = key("Answers to each validation prompt; their rewards are averaged.", ge=1)
     temperature: float = key("Of validation answers; 0 is greedy.", ge=0)
     top_p: float = key("Nucleus sampling of validation answers; 1: off.", gt=0, le=1)
-    top_k: int = key("Sample validation answers among the k likeliest tokens; -1: among all.", ge=-1)
+    top_k: int = key("Sample validation answers among the k likeliest tokens; -1 or 0: among all.", ge=-1)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -133,7 +142,7 @@ class RolloutEngineConfig:
     n: int = key("Answers to each prompt.", ge=1)
     temperature: float = key("Of sampling; 0 is greedy.", ge=0)
     top_p: float = key("Nucleus sampling; 1: off.", gt=0, le=1)
-    top_k: int = key("Sample among the k likeliest tokens; -1: among all.", ge=-1)
+    top_k: int = key("Sample among the k likeliest tokens; -1 or 0: among all.", ge=-1)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key("Precision of the rollout engine.")
     gpu_memory_utilization: float = key("Share of a GPU's memory for vLLM (CUDA only).", gt=0, le=1)
     kv_cache_memory_megabytes: int | None = key(
@@ -147,7 +156,7 @@ class RolloutEngineConfig:
     weight_transport: Literal["auto", "collective", "ipc"] = key(
         "`collective`: NCCL or gloo; `ipc`: memory shared on one node; `auto`: `ipc` where GPUs are shared."
     )
-    timeout_s: float = key("Seconds that the answers of one batch may take.", gt=0)
+    timeout_s: float = seconds("the answers of one batch may take.")
     val_kwargs: ValidationSamplingConfig
 
 
@@ -157,13 +166,13 @@ class TeacherConfig:
     server_port: int = key("Its front-end port (`PROXY_FRONTEND_PORT`).", ge=1, le=65535)
     n_server_workers: int = key("Teacher workers behind the proxy.", ge=1)
     num_microbatches: int = key("Requests to each teacher worker for a batch, of equally many answers.", ge=1)
-    timeout_s: float = key("Seconds that the teacher may take for one request.", gt=0)
+    timeout_s: float = seconds("the teacher may take for one request.")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ActorRolloutRefConfig:
     hybrid_engine: bool = key("Actor and rollout in one process.")
-    nccl_timeout: float = key("Seconds that a weight sync may wait; collectives of the actor get 60 more.", gt=0)
+    nccl_timeout: float = seconds("a weight sync may wait; collectives of the actor get 60 more.")
     model: ModelConfig
     actor: ActorConfig
     rollout: RolloutEngineConfig
@@ -191,8 +200,9 @@ class GkdConfig:
     )
     use_rl_loss: bool = key("Add a GRPO policy loss on the reward of `custom_reward_function`.")
     rl_loss_coef: float = key("Weight of the policy loss.", ge=0)
-    clip_ratio_low: float = key("The policy loss stops at a probability ratio of 1 - this.", ge=0, le=1)
-    clip_ratio_high: float = key("The policy loss stops at a probability ratio of 1 + this.", ge=0)
+    clip_ratio_low: float = key("The policy loss stops at a probability ratio of 1 - this.", gt=0, le=1)
+    clip_ratio_high: float = key("The policy loss stops at a probability ratio of 1 + this.", gt=0)
+    clip_ratio_c: float = key("For answers below the mean it stops at this ratio (dual clip).", gt=1)
     norm_adv_by_std: bool = key("Divide advantages by the standard deviation of the rewards of the same prompt.")
     importance: Literal["none", "truncate", "mask"] = key(
         "Of `k1`, `k2`, `k3`: correct for the weights that sampled being older, by the probability ratio: at most "
@@ -201,8 +211,8 @@ class GkdConfig:
     importance_cap: float = key("Largest probability ratio of the correction.", ge=1)
     baseline: Literal["none", "expected", "group"] = key(
         "Of `k1`, subtracted from log p - log q of the sampled token: `expected`: what it is on average at this "
-        "position, from the teacher's top-k; `group`: the mean over the tokens of all answers to the same prompt, then "
-        "divided by their deviation."
+        "position, from the teacher's top-k; `group`: the mean over the tokens of the other answers to the same "
+        "prompt, then divided by their deviation."
     )
     sft_share: float = key("Share of the prompts that are trained on the given answer, not a sampled one.", ge=0, le=1)
     sft_target: Literal["data", "teacher"] = key(
@@ -223,7 +233,7 @@ class RewardFunctionConfig:
     path: str | None = key("Python file of the reward function; null: there is none.")
     name: str = key("Its name there: a function (prompt, answer, ground_truth, extra) -> float.")
     on_training: bool = key("Judge training answers also where no loss needs it: `reward/*` is then measured.")
-    timeout_s: float = key("Seconds that one call may take.", gt=0)
+    timeout_s: float = seconds("one call may take.")
     num_workers: int = key("Processes that call it.", ge=1)
 
 
@@ -263,7 +273,7 @@ class TrainerConfig:
         "`auto`: from the last checkpoint in `default_local_dir`, if there is one."
     )
     resume_from_path: str | None = key("Checkpoint folder (`.../global_step_N`) for `resume_path`.")
-    startup_timeout_s: float = key("Seconds that all workers together may take to start.", gt=0)
+    startup_timeout_s: float = seconds("all workers together may take to start.")
     max_worker_restarts: int = key("Rollout workers that may be replaced in one run when they die; 0: none.", ge=0)
     trace_file: str | None = key("Write a trace of every stage, worker and batch there, for Perfetto.")
 

@@ -164,11 +164,13 @@ def _validation(config: Config) -> Iterator[str]:
             "validation scores answers with the reward function, and there is none; set custom_reward_function.path, "
             "or trainer.test_freq=-1 and trainer.val_before_train=false"
         )
-    if sampling.n > 1 and sampling.temperature == 0:
-        yield (
-            f"actor_rollout_ref.rollout.val_kwargs.n={sampling.n} with temperature 0: greedy answers to the same "
-            "prompt are all the same; set n=1, or a temperature above 0"
-        )
+    rollout = config.actor_rollout_ref.rollout
+    for name, own in (("rollout", rollout), ("rollout.val_kwargs", sampling)):
+        if own.n > 1 and own.temperature == 0:
+            yield (
+                f"actor_rollout_ref.{name}.n={own.n} with temperature 0: greedy answers to the same prompt are all the "
+                "same; set n=1, or a temperature above 0"
+            )
     if trainer.best_metric is not None and trainer.test_freq <= 0:
         yield (
             f"trainer.best_metric={trainer.best_metric} needs validation in the loop: set trainer.test_freq, or "

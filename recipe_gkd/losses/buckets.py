@@ -7,7 +7,8 @@
   q(. | support), and student mass off the support costs nothing, so it can grow unseen (verl's issue 5041 is a
   collapse of that kind).
 - ``none``: the sum runs over the support alone, with the true p and q. Biased: the sum of a part is no divergence. It
-  may be negative, and it need not be least at q = p (forward KL pulls all mass of q to the support).
+  may be negative, and but for ``jsd`` and ``tvd`` it is not least at q = p: forward KL pulls all mass of q to the
+  support; reverse KL, least at q = p / e on each id, pushes most of it off.
 
 With every id in the support there is no tail, and the three are equal.
 
@@ -57,7 +58,7 @@ def present_entries(logps_TK: Tensor, ids_TK: Tensor, vocab_size: int) -> Tensor
 
 def outcomes(u_TB: Tensor, teacher_logps_TK: Tensor, present_TK: Tensor, tail: Tail) -> Outcomes:
     """``u_TB`` as in :class:`~recipe_gkd.losses.question.Reading`; ``teacher_logps_TK``: of the whole distribution."""
-    there_TB = u_TB != float("-inf")
+    there_TB = torch.cat([present_TK, u_TB[:, -1:] != float("-inf")], dim=1)
     log_p_TB = teacher_log_buckets(teacher_logps_TK, present_TK, has_tail_T=there_TB[:, -1]).to(u_TB.dtype)
     there_TC = there_TB if tail == "bucket" else there_TB[:, :-1]
     n_columns = there_TC.shape[1]

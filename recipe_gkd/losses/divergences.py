@@ -18,7 +18,8 @@ Kind = Literal["forward_kl", "reverse_kl", "jsd", "kl_rkl", "skewed_forward_kl",
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """A choice among the functions below, and their parameters."""
+    """A choice among the functions below, with their parameters, of outcomes that were read with this tail and this
+    temperature."""
 
     kind: Kind = "forward_kl"
     tail: Tail = "bucket"
@@ -29,7 +30,7 @@ class Divergence:
     rkl_ratio: float = 0.5
     skew_alpha: float = 0.1
 
-    def __call__(self, outcomes: Outcomes) -> Tensor:
+    def of(self, outcomes: Outcomes) -> Tensor:
         match self.kind:
             case "forward_kl":
                 return forward_kl(outcomes)

@@ -1,6 +1,7 @@
 """The same reading from hidden states and the output layer's weights: logits exist one block of positions at a time.
 
-The backward pass computes each block again: one matrix product more, for memory that does not grow with T x V.
+The backward pass computes each block again: one matrix product more, for memory that does not grow with T x V. What it
+needs beside a block is the weight's gradient in float32, and for a bfloat16 weight one more in bfloat16.
 
 Axis names: T positions, D hidden, W = V / tp columns of one rank, R rows (positions) of a block.
 """
@@ -12,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from recipe_gkd.losses.kernels import chunk_positions
 from recipe_gkd.losses.question import Question, Reading
-from recipe_gkd.losses.reading import Grads, Plan, chunks, reading_of
+from recipe_gkd.losses.reading import Plan, chunks, reading_of
 
 BLOCK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Logits of a block: enough rows for a matrix product to be efficient."""
@@ -57,20 +59,22 @@ class _ReadHidden(torch.autograd.Function):
         ctx.save_for_backward(hidden_TD, weight_WD, gathered.u_tail_TH, gathered.rounding_TH)
         ctx.plan, ctx.blocks = plan, blocks
         ctx.mark_non_differentiable(gathered.entropy_T)
+        ctx.set_materialize_grads(False)
         return gathered.outputs()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden_TD, weight_WD, u_tail_TH, rounding_TH = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         dtype = torch.promote_types(weight_WD.dtype, torch.float32)  # a sum over many blocks
         grad_TD = torch.empty_like(hidden_TD) if needs_hidden else None
         grad_WD = torch.zeros_like(weight_WD, dtype=dtype) if needs_weight else None
+        backward = ctx.plan.backward(u_tail_TH, rounding_TH, grads)
         for block in ctx.blocks:
             logits_RW = hidden_TD[block] @ weight_WD.T
             for rows in chunks(len(logits_RW), chunk_positions(logits_RW)):
-                part, chunk_CW = _within(block, rows), logits_RW[rows]
-                ctx.plan.write_gradient(chunk_CW, chunk_CW, part, u_tail_TH, rounding_TH, Grads(*grads[:3]))
+                backward.write(logits_RW[rows], logits_RW[rows], _within(block, rows))
             if grad_TD is not None:
                 torch.matmul(logits_RW, weight_WD, out=grad_TD[block])
             if grad_WD is not None:

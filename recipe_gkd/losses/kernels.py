@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,6 +14,8 @@ from torch import Tensor
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses import chunk
 from recipe_gkd.losses.question import Head
+
+log = logging.getLogger(__name__)
 
 CHOICE = "RECIPE_GKD_ARITHMETIC"
 """Environment variable: ``torch`` or ``triton`` for all tensors, for tests and benchmarks; ``auto`` if it is unset."""
@@ -71,8 +74,21 @@ def chunk_positions(logits_TW: Tensor) -> int:
 
 @functools.cache
 def _triton() -> Arithmetic | None:
+    """None if it is not installed, or cannot compile here (there is no C compiler, say): it is never required."""
     try:
         from recipe_gkd.losses import triton_chunk
     except ImportError:
         return None
+    if torch.cuda.is_available():
+        head = Head(
+            columns_TK=torch.zeros(1, 0, dtype=torch.int64, device="cuda"),
+            own_TK=torch.zeros(1, 0, dtype=torch.bool, device="cuda"),
+            real_columns=1,
+            inverse_temperature=1.0,
+        )
+        try:
+            triton_chunk.tail_sums(torch.zeros(1, 1, device="cuda"), [head], torch.float32)
+        except Exception as error:  # noqa: BLE001  # whatever a compiler raises
+            log.warning("Triton cannot be used (%s); PyTorch computes the losses, with more passes", error)
+            return None
     return triton_chunk

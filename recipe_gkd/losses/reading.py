@@ -11,12 +11,14 @@ The backward pass needs no collective, and nothing of the logits' size but their
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from recipe_gkd.losses.kernels import arithmetic_for, chunk_positions
@@ -115,21 +117,49 @@ class Plan:
             rounding_TH=((top_TH - u_tail_TH) + log_sum_TH).neg().exp(),
         )
 
-    def write_gradient(
-        self, out_CW: Tensor, logits_CW: Tensor, part: slice, u_tail_TH: Tensor, rounding_TH: Tensor, grads: Grads
-    ) -> None:
+    def backward(self, u_tail_TH: Tensor, rounding_TH: Tensor, grads: Sequence[Tensor | None]) -> Backward:
+        """``grads``: of the outputs of :class:`Gathered`; None where nothing depends on one."""
+        grad_u_TB, grad_picked_T, grad_full_T, _ = grads
+        rows, dtype = len(u_tail_TH), u_tail_TH.dtype
+        if grad_u_TB is None:
+            grad_u_TB = u_tail_TH.new_zeros(rows, self.present_TK.shape[1] + 1)
+        grad_picked_T = u_tail_TH.new_zeros(rows) if grad_picked_T is None else grad_picked_T
+        heads, tails = self.heads[:1], [grad_u_TB[:, -1]]
+        if len(self.heads) > 1 and grad_full_T is not None:  # else it is derived from the buckets, or not needed
+            heads, tails = self.heads, [*tails, grad_full_T]
+        grad_support_TK = grad_u_TB[:, :-1] * heads[0].inverse_temperature
+        return Backward(
+            heads=heads,
+            u_tail_TH=u_tail_TH[:, : len(heads)],
+            grad_tail_TH=torch.stack(tails, dim=1).to(dtype) * rounding_TH[:, : len(heads)],
+            grad_support_TK=grad_support_TK.where(heads[0].own_TK, 0),
+            picked_columns_T1=self.picked_columns_T1,
+            grad_picked_T1=grad_picked_T[:, None].where(self.picked_own_T1, 0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """What a chunk of positions needs for its gradient in the logits."""
+
+    heads: list[Head]
+    u_tail_TH: Tensor
+    grad_tail_TH: Tensor
+    grad_support_TK: Tensor
+    picked_columns_T1: Tensor
+    grad_picked_T1: Tensor
+
+    def write(self, out_CW: Tensor, logits_CW: Tensor, part: slice) -> None:
         """``out_CW``: where to; may be ``logits_CW`` itself."""
-        heads = [head.rows(part) for head in self.heads]
-        tails = [grads.u_TB[part, -1], grads.full_T[part]][: len(heads)]
         arithmetic_for(logits_CW).write_gradient(
             out_CW,
             logits_CW,
-            heads,
-            u_tail_TH[part],
-            torch.stack(tails, dim=1) * rounding_TH[part],
-            (grads.u_TB[part, :-1] * heads[0].inverse_temperature).where(heads[0].own_TK, 0),
+            [head.rows(part) for head in self.heads],
+            self.u_tail_TH[part],
+            self.grad_tail_TH[part],
+            self.grad_support_TK[part],
             self.picked_columns_T1[part],
-            grads.picked_T[part, None].where(self.picked_own_T1[part], 0),
+            self.grad_picked_T1[part],
         )
 
 
@@ -155,15 +185,6 @@ class Gathered:
         return self.u_TB, self.picked_T, self.full_T, self.entropy_T
 
 
-@dataclass(frozen=True)
-class Grads:
-    """What the loss sends back."""
-
-    u_TB: Tensor
-    picked_T: Tensor
-    full_T: Tensor
-
-
 def reading_of(question: Question, u_TB: Tensor, picked_T: Tensor, full_T: Tensor, entropy_T: Tensor) -> Reading:
     """See :class:`Gathered`."""
     if question.temperature == 1:
@@ -172,7 +193,8 @@ def reading_of(question: Question, u_TB: Tensor, picked_T: Tensor, full_T: Tenso
         q_TB = log_q_TB.exp()
         # The chain rule of entropy: which bucket, then which id of the tail.
         entropy_T = q_TB[:, -1] * entropy_T - (q_TB * log_q_TB.where(q_TB > 0, 0)).sum(1)
-    return Reading(u_TB=u_TB, picked_logp_T=picked_T - full_T, entropy_T=entropy_T)
+    is_id_T = (question.picked_T >= 0) & (question.picked_T < question.vocab_size)
+    return Reading(u_TB=u_TB, picked_logp_T=(picked_T - full_T).where(is_id_T, float("-inf")), entropy_T=entropy_T)
 
 
 def chunks(rows: int, step: int) -> list[slice]:
@@ -189,16 +211,17 @@ class _ReadLogits(torch.autograd.Function):
         ctx.save_for_backward(logits_TW, gathered.u_tail_TH, gathered.rounding_TH)
         ctx.plan, ctx.parts, ctx.in_place = plan, parts, in_place
         ctx.mark_non_differentiable(gathered.entropy_T)
+        ctx.set_materialize_grads(False)
         return gathered.outputs()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
         logits_TW, u_tail_TH, rounding_TH = ctx.saved_tensors
         grad_TW = logits_TW if ctx.in_place else torch.empty_like(logits_TW)
+        backward = ctx.plan.backward(u_tail_TH, rounding_TH, grads)
         for part in ctx.parts:
-            ctx.plan.write_gradient(grad_TW[part], logits_TW[part], part, u_tail_TH, rounding_TH, Grads(*grads[:3]))
-        if ctx.in_place:
-            torch.autograd.graph.increment_version(
-                logits_TW
-            )  # a kernel of our own does not, but whoever needs it must know
+            backward.write(grad_TW[part], logits_TW[part], part)
+        if ctx.in_place:  # a kernel of our own does not say so, and who needs the logits later must know
+            torch.autograd.graph.increment_version(logits_TW)
         return grad_TW, None, None, None

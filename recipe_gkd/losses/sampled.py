@@ -14,6 +14,7 @@ less noisy.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -38,8 +39,10 @@ def k2(logp_T: Tensor, teacher_logp_T: Tensor) -> Tensor:
 
 
 def k3(logp_T: Tensor, teacher_logp_T: Tensor) -> Tensor:
-    r_T = (teacher_logp_T - logp_T).clamp(max=FARTHEST)
-    return r_T.expm1() - r_T
+    """Beyond r = 20 exp(r) goes on as its tangent there, so that the gradient stays finite, and stays."""
+    r_T = teacher_logp_T - logp_T
+    near_T, beyond_T = r_T.clamp(max=FARTHEST), (r_T - FARTHEST).clamp(min=0)
+    return near_T.expm1() + beyond_T * math.exp(FARTHEST) - r_T
 
 
 def importance_weights(logp_T: Tensor, sampling_logp_T: Tensor, importance: Importance, cap: float) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from recipe_gkd.losses.buckets import Outcomes, outcomes, present_entries
+from recipe_gkd.losses.buckets import outcomes, present_entries
 from recipe_gkd.losses.divergences import Divergence
-from recipe_gkd.losses.question import Question
+from recipe_gkd.losses.question import Question, Reading
 from recipe_gkd.losses.reading import read_logits
 
 
@@ -22,8 +22,8 @@ def topk_divergence(
     tp_group: ProcessGroup | None = None,
     chunk_tokens: int | None = None,
     in_place: bool = False,
-) -> tuple[Tensor, Outcomes]:
-    """Nats ``[T]``, differentiable in the logits, and what they were computed from; the same on all of ``tp_group``.
+) -> tuple[Tensor, Reading]:
+    """Nats ``[T]``, differentiable in the logits, and what was read of them; the same on all of ``tp_group``.
 
     ``logits_TW``: this rank's columns of the student's logits, W = (padded V) / tp, any float dtype.
     ``teacher_logps_TK``: float32 log-probabilities of the teacher's whole distribution at ``divergence.temperature``,
@@ -40,5 +40,4 @@ def topk_divergence(
         temperature=divergence.temperature,
     )
     reading = read_logits(logits_TW, question, tp_group=tp_group, chunk_tokens=chunk_tokens, in_place=in_place)
-    result = outcomes(reading.u_TB, teacher_logps_TK, present_TK, divergence.tail)
-    return divergence(result), result
+    return divergence.of(outcomes(reading.u_TB, teacher_logps_TK, present_TK, divergence.tail)), reading

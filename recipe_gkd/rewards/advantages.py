@@ -13,11 +13,11 @@ import numpy as np
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.samples import Sample
 
-EPS = 1e-6
-"""Rewards, or logprobs, whose deviation is not above it are equal but for rounding."""
+EPS = 1e-9
+"""Rewards whose deviation is not above this share of the largest are equal but for rounding; so are logprobs."""
 
 
-def prepare(samples: Sequence[Sample], gkd: GkdConfig, answers_per_prompt: int) -> list[Sample]:
+def with_group_statistics(samples: Sequence[Sample], gkd: GkdConfig, answers_per_prompt: int) -> list[Sample]:
     """What the objective needs before the batch is divided among ranks, which may part a group."""
     samples = list(samples)
     if gkd.use_rl_loss:
@@ -38,7 +38,7 @@ def with_advantages(samples: Sequence[Sample], answers_per_prompt: int, *, by_st
         rewards = np.array([_reward(samples[place]) for place in places])
         advantages = rewards - rewards.mean()
         std = rewards.std(ddof=1) if len(places) > 1 else 0.0
-        if std <= EPS:
+        if std <= EPS * np.abs(rewards).max():
             advantages = np.zeros(len(places))
         elif by_std:
             advantages /= std
@@ -48,18 +48,20 @@ def with_advantages(samples: Sequence[Sample], answers_per_prompt: int, *, by_st
 
 
 def with_baselines(samples: Sequence[Sample], answers_per_prompt: int) -> list[Sample]:
-    """Mean and deviation, over all tokens of a group, of the rewards of ``k1``: log p - log q of the sampled token."""
+    """Mean and deviation of the rewards of ``k1``, log p - log q of each sampled token, over the tokens of the *other*
+    answers to the same prompt: an answer's own tokens depend on each other, and would bias its baseline."""
     prepared = list(samples)
     for places in _groups(samples, answers_per_prompt):
-        rewards = np.concatenate(
-            [samples[place].teacher.sampled_logps_T - samples[place].answer.logprobs for place in places],
-            dtype=np.float64,
-        )
-        if not len(rewards):
-            continue
-        baseline, std = float(rewards.mean()), float(rewards.std())
+        rewards = {
+            place: np.subtract(samples[place].teacher.sampled_logps_T, samples[place].answer.logprobs, dtype=np.float64)
+            for place in places
+        }
         for place in places:
-            prepared[place] = replace(samples[place], baseline=baseline, scale=std if std > EPS else 1.0)
+            others = np.concatenate([np.zeros(0), *(rewards[other] for other in places if other != place)])
+            if len(others):
+                std = float(others.std())
+                baseline = float(others.mean())
+                prepared[place] = replace(samples[place], baseline=baseline, scale=std if std > EPS else 1.0)
     return prepared
 
 

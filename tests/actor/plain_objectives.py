@@ -36,7 +36,8 @@ def plain_objective(gkd: GkdConfig, samples: Sequence[tuple[Sample, Tensor]]) ->
     if gkd.sft_share:
         loss = loss + gkd.sft_loss_coef * parts["sft"]
         found["actor/sft_loss"] = parts["sft"]
-    entropies = torch.cat([-(l.softmax(1) * l.log_softmax(1)).sum(1) for _, l in samples])  # noqa: E741
+    sampled = [logits for sample, logits in samples if not sample.is_given]
+    entropies = torch.cat([-(logits.softmax(1) * logits.log_softmax(1)).sum(1) for logits in sampled])
     return found | {"actor/loss": loss, "actor/entropy": entropies.mean()}
 
 

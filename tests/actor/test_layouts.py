@@ -114,7 +114,7 @@ def test_ranks_without_work_and_empty_batches_take_part(
     for _, metrics, _, _ in results:
         assert_metrics(metrics[:1], want_metrics)
         assert [m["actor/n_tokens"] for m in metrics[1:]] == [0, 0]
-        assert [m["actor/kl_loss"] for m in metrics[1:]] == [0, 0]
+        assert not any("actor/kl_loss" in m for m in metrics[1:]), "a mean over nothing is no number"
         assert metrics == results[0][1], "every rank reports the same"
     assert_weights(results[0][2], want_weights)
 

@@ -40,6 +40,7 @@ OBJECTIVES: dict[str, list[str]] = {
     "k3": ["gkd.distill_loss_type=k3", "gkd.importance=none"],
     "reward and given answers": [*RL, *SFT],
     "reward, given answers, mean of answers, fused": [*RL, *SFT, SEQUENCE_MEAN, FUSED],
+    "towards the teacher along given answers": ["gkd.sft_share=0.3", "gkd.sft_target=teacher", *RL],
     "reward alone": [*RL, "gkd.distill_loss_coef=0"],
 }  # fmt: skip
 TP2 = f"{MEGATRON}.tensor_model_parallel_size=2"
@@ -49,12 +50,25 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "3": (1, [BY_SAMPLES, f"{ACTOR}.micro_batch_size=3"]),
     "dynamic, data 2": (2, []),
     "tensor 2, sequence parallel": (2, [TP2, f"{MEGATRON}.sequence_parallel=true"]),
-    "tensor 2 x pipeline 2": (4, [TP2, f"{MEGATRON}.pipeline_model_parallel_size=2"]),
+    "tensor 2 x pipeline 2, interleaved, recomputed": (
+        4,
+        [
+            TP2,
+            f"{MEGATRON}.pipeline_model_parallel_size=2",
+            f"{MEGATRON}.virtual_pipeline_model_parallel_size=2",
+            f"{MEGATRON}.override_transformer_config.recompute_granularity=full",
+            f"{MEGATRON}.override_transformer_config.recompute_method=uniform",
+            f"{MEGATRON}.override_transformer_config.recompute_num_layers=1",
+        ],
+    ),
 }  # fmt: skip
 
 
-def batch(seed: int, *, with_given: bool) -> list[Sample]:
-    """Sampled by something near the student, some with better rewards than others; some answers are of the data."""
+def batch(seed: int, *, given: str = "") -> list[Sample]:
+    """Sampled by something near the student, some with better rewards than others; some answers are of the data.
+
+    ``given``: none of them, or what teaches along them: `data` or `teacher`.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for number, sample in enumerate(make_samples(9, seed=seed)):
@@ -62,9 +76,10 @@ def batch(seed: int, *, with_given: bool) -> list[Sample]:
         answer = replace(sample.answer, logprobs=rng.normal(-4.5, 0.4, length).astype(np.float32))
         teacher = replace(sample.teacher, sampled_logps_T=rng.normal(-4.5, 0.4, length).astype(np.float32))
         sample = replace(sample, answer=answer, teacher=teacher, advantage=rng.normal(), baseline=0.1, scale=1.3)
-        if with_given and number % 3 == 2:
+        if given and number % 3 == 2:
             prompt = replace(sample.prompt, given_ids=sample.answer.ids)
-            sample = replace(sample, prompt=prompt, teacher=TeacherTopK.absent(length), advantage=0.0)
+            teacher = teacher if given == "teacher" else TeacherTopK.absent(length)
+            sample = replace(sample, prompt=prompt, teacher=teacher, advantage=0.0)
         samples.append(sample)
     return samples
 
@@ -72,8 +87,8 @@ def batch(seed: int, *, with_given: bool) -> list[Sample]:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_objective_trains_as_a_plain_program_does(name: str, pool: WorkerPool, folders: dict[str, Path]) -> None:
     overrides = OBJECTIVES[name]
-    batches = [batch(seed, with_given=SFT[0] in overrides) for seed in (0, 1)]
     gkd = make_config(folders["qwen2"], *overrides).gkd
+    batches = [batch(seed, given=gkd.sft_target if gkd.sft_share else "") for seed in (0, 1)]
     want = reference_training(folders["qwen2"], batches, partial(plain_objective, gkd))
     layouts = LAYOUTS if "given" in name else {key: LAYOUTS[key] for key in ("3", "tensor 2, sequence parallel")}
     for ranks, layout in layouts.values():
@@ -101,10 +116,10 @@ def test_fused_output_layer_needs_no_whole_logits(pool: WorkerPool, folders: dic
 
 
 def test_metrics_say_where_student_and_teacher_differ(pool: WorkerPool, folders: dict[str, Path]) -> None:
-    [metrics] = pool.run(1, jobs.train, make_config(folders["qwen2"]), [batch(0, with_given=True)])[0][1]
+    [metrics] = pool.run(1, jobs.train, make_config(folders["qwen2"]), [batch(0, given="data")])[0][1]
     for whose in ("teacher", "student"):
         whole = metrics[f"actor/{whose}_topk_mass"] + metrics[f"actor/{whose}_tail_mass"]
         assert whole == pytest.approx(1, abs=1e-5)
-    assert 0 <= metrics["actor/topk_overlap"] <= 1 and metrics["actor/teacher_entropy"] > 0
+    assert 0 <= metrics["actor/topk_overlap"] <= 1 and metrics["actor/teacher_topk_entropy"] > 0
     assert metrics["actor/kl_loss_at/0"] == pytest.approx(metrics["actor/kl_loss"], rel=1e-5)  # 20 tokens at most
     assert metrics["actor/distill_coef"] == 1 and metrics["actor/loss"] == pytest.approx(metrics["actor/kl_loss"])

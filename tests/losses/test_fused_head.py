@@ -56,7 +56,7 @@ def question_of(case: Case, temperature: float) -> Question:
 
 def finish(reading: Reading, case: Case, question: Question, hidden: Tensor, weight: Tensor) -> Result:
     of_buckets = outcomes(reading.u_TB, case.logps_TK, question.present_TK, "bucket")
-    loss_T = Divergence(kind="kl_rkl")(of_buckets)
+    loss_T = Divergence(kind="kl_rkl").of(of_buckets)
     total = ((loss_T + 0.5 * reading.picked_logp_T) * row_weights(len(loss_T)).to(loss_T.dtype)).sum()
     grads = torch.autograd.grad(total, (hidden, weight))
     return loss_T.detach(), reading.picked_logp_T.detach(), reading.entropy_T, *grads
@@ -125,7 +125,7 @@ def test_frozen_output_layer_or_frozen_trunk_get_no_gradient() -> None:
     for frozen, other, number in ((weight, hidden, 3), (hidden, weight, 4)):
         frozen.requires_grad_(False)
         reading = read_hidden(hidden, weight, question)
-        loss_T = Divergence(kind="kl_rkl")(outcomes(reading.u_TB, case.logps_TK, question.present_TK, "bucket"))
+        loss_T = Divergence(kind="kl_rkl").of(outcomes(reading.u_TB, case.logps_TK, question.present_TK, "bucket"))
         total = (loss_T + 0.5 * reading.picked_logp_T) * row_weights(len(loss_T)).float()
         torch.testing.assert_close(torch.autograd.grad(total.sum(), other)[0], want[number], rtol=1e-5, atol=1e-5)
         frozen.requires_grad_(True)

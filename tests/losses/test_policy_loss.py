@@ -9,7 +9,7 @@ import torch
 
 from recipe_gkd.losses.policy import grpo_loss
 
-LOW, HIGH = 0.2, 0.3
+LOW, HIGH, C = 0.2, 0.3, 3.0
 
 
 @pytest.mark.parametrize(
@@ -23,13 +23,15 @@ LOW, HIGH = 0.2, 0.3
         (0.5, -2.0, 1.6, False),  # made unlikelier enough already
         (0.5, 2.0, -1.0, True),  # went the wrong way: the way back is never cut
         (1.5, -2.0, 3.0, True),
+        (2.9, -2.0, 5.8, True),
+        (3.1, -2.0, 6.0, False),  # so far the wrong way that one answer would rule the batch
         (1.5, 0.0, 0.0, True),  # a gradient of zero, but not because it is clipped
     ],
 )
 def test_clip_region(ratio: float, advantage: float, loss: float, has_gradient: bool) -> None:
     logp_T = torch.tensor([math.log(ratio) - 3], dtype=torch.float64, requires_grad=True)
     older_T, advantage_T = torch.tensor([-3.0], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
-    loss_T, clipped_T = grpo_loss(logp_T, older_T, advantage_T, clip_low=LOW, clip_high=HIGH)
+    loss_T, clipped_T = grpo_loss(logp_T, older_T, advantage_T, clip_low=LOW, clip_high=HIGH, clip_c=C)
     loss_T.sum().backward()
     assert loss_T.item() == pytest.approx(loss)
     assert logp_T.grad is not None
@@ -39,6 +41,8 @@ def test_clip_region(ratio: float, advantage: float, loss: float, has_gradient: 
 
 def test_ratios_that_no_float_holds_stay_finite() -> None:
     logp_T = torch.tensor([0.0, -1e4], requires_grad=True)
-    loss_T, _ = grpo_loss(logp_T, torch.tensor([-1e4, 0.0]), torch.tensor([-1.0, 1.0]), clip_low=LOW, clip_high=HIGH)
+    loss_T, _ = grpo_loss(
+        logp_T, torch.tensor([-1e4, 0.0]), torch.tensor([-1.0, 1.0]), clip_low=LOW, clip_high=HIGH, clip_c=C
+    )
     loss_T.sum().backward()
     assert loss_T.isfinite().all() and logp_T.grad is not None and logp_T.grad.isfinite().all()
