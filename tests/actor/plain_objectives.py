@@ -24,7 +24,8 @@ def plain_objective(gkd: GkdConfig, samples: Sequence[tuple[Sample, Tensor]]) ->
         if not sample.is_given:
             ratio_T = (log_q_T - torch.as_tensor(sample.answer.logprobs)).exp()
             bounded_T = ratio_T.clamp(1 - gkd.clip_ratio_low, 1 + gkd.clip_ratio_high)
-            policy.append(-torch.minimum(ratio_T * sample.advantage, bounded_T * sample.advantage))
+            loss_T = -torch.minimum(ratio_T * sample.advantage, bounded_T * sample.advantage)
+            policy.append(loss_T.clamp(max=-gkd.clip_ratio_c * sample.advantage) if sample.advantage < 0 else loss_T)
         elif not asked:
             given.append(-log_q_T)
     parts = {"distill": mean(gkd, distill), "pg": mean(gkd, policy), "sft": mean(gkd, given)}
