@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -51,25 +53,49 @@ class Best:
     step: int
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins."""
+
+    progress: Progress
+    checkpoint: Path | None = None
+    """That its weights come from; None: those of the model."""
+    best: Best | None = None
+    """Of the run up to there."""
+
+    def is_of(self, root: Path) -> bool:
+        """Whether its weights are those of a checkpoint that a run with this folder made itself."""
+        own = _folder(root, self.progress.step)
+        return self.checkpoint is not None and self.checkpoint.resolve() == own.resolve()
+
+
 class CheckpointWriter:
-    """``folder`` is there to be written into; then ``complete`` it, perhaps much later, or ``discard`` it."""
+    """``folder`` is there to be written into; then ``complete`` it, perhaps much later, or ``discard`` it.
+
+    Raises :class:`CheckpointError` where the disk refuses.
+    """
 
     def __init__(self, root: Path, progress: Progress, best: Best | None = None) -> None:
         """``best``: this checkpoint is the best of the run."""
         self.root, self.progress, self.best = root, progress, best
         self.folder = root / f".writing_global_step_{progress.step}"
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        self.discard()
+        with _writing(self.folder):
+            self.folder.mkdir(parents=True)
 
     def complete(self) -> Path:
         """Everything is written: give the folder its name, and make it the latest, and perhaps the best."""
-        (self.folder / "trainer.json").write_text(json.dumps(asdict(self.progress), indent=2) + "\n")
         final = _folder(self.root, self.progress.step)
-        shutil.rmtree(final, ignore_errors=True)
-        self.folder.rename(final)
-        if self.best is not None:
-            keep_best(self.root, self.best)
-        _write(self.root / LATEST, f"{self.progress.step}\n")
+        try:
+            with _writing(final):
+                (self.folder / "trainer.json").write_text(json.dumps(asdict(self.progress), indent=2) + "\n")
+                shutil.rmtree(final, ignore_errors=True)
+                self.folder.rename(final)
+                if self.best is not None:
+                    keep_best(self.root, self.best)
+                _write(self.root / LATEST, f"{self.progress.step}\n")
+        finally:
+            self.discard()  # nothing, once it has its name
         return final
 
     def discard(self) -> None:
@@ -78,7 +104,7 @@ class CheckpointWriter:
 
 def keep_best(root: Path, best: Best) -> None:
     """Name a complete checkpoint the best. ``best.json`` decides; the link, if a crash kept it back, follows later."""
-    _write_bests(root, [*_read_bests(root), best])
+    _write_bests(root, [*(other for other in _read_bests(root) if other.step < best.step), best])
 
 
 def read_best(root: Path, metric: str | None, *, until: int) -> Best | None:
@@ -112,18 +138,30 @@ def _read_bests(root: Path) -> list[Best]:
 
 
 def _write_bests(root: Path, bests: list[Best]) -> None:
-    _write(root / BEST, json.dumps([asdict(best) for best in bests], indent=2) + "\n")
-    if not bests:
-        (root / LINK).unlink(missing_ok=True)
-        return
-    draft = root / f".{LINK}.new"
-    draft.unlink(missing_ok=True)
-    draft.symlink_to(_folder(root, bests[-1].step).name)
-    draft.replace(root / LINK)
+    with _writing(root / LINK):
+        _write(root / BEST, json.dumps([asdict(best) for best in bests], indent=2) + "\n")
+        if not bests:
+            (root / LINK).unlink(missing_ok=True)
+            return
+        draft = root / f".{LINK}.new"
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(_folder(root, bests[-1].step).name)
+        draft.replace(root / LINK)
 
 
 def _folder(root: Path, step: int) -> Path:
     return root / f"global_step_{step}"
+
+
+@contextmanager
+def _writing(what: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{what} cannot be written: {error}; see to it that {what.parent} can be written to, has space left, and "
+            "has nothing else of that name; with trainer.resume_mode=auto the run then goes on from the last checkpoint"
+        ) from error
 
 
 def _write(path: Path, text: str) -> None:

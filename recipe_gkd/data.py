@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -56,7 +57,7 @@ class PromptData:
         name: str = "the training data",
     ) -> None:
         """``name``: of the data, for messages."""
-        self.table = table
+        self.table, self.name = table, name
         prompts = table.column(config.prompt_key).to_pylist()
         began = time.monotonic()
         self.ids: list[np.ndarray] = []
@@ -180,8 +181,11 @@ def read_table(files: list[str], prompt_key: str) -> pa.Table:
         if not path.is_file():
             raise DataError(f"data file {path} does not exist (working directory: {Path.cwd()})")
         try:
+            names = Counter(pq.read_schema(path).names)
+            if twice := [column for column, count in names.items() if count > 1]:
+                raise DataError(f"data file {path}: two columns are named {twice[0]}; rename or remove one of them")
             table = pq.read_table(path)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise DataError(f"data file {path} cannot be read as parquet: {error}") from error
         if prompt_key not in table.column_names:
             raise DataError(
@@ -192,9 +196,11 @@ def read_table(files: list[str], prompt_key: str) -> pa.Table:
             raise DataError(f"data file {path} has no rows")
         tables.append(table)
     try:
-        return pa.concat_tables(tables, promote_options="default")
-    except pa.ArrowInvalid as error:
-        raise DataError(f"the columns of {', '.join(files)} do not fit together: {error}") from error
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise DataError(
+            f"the columns of {', '.join(files)} do not fit together: {error}. Give a column one type in all files"
+        ) from error
 
 
 def _tokenise(prompt: Any, tokenizer: Any, where: str) -> np.ndarray:

@@ -11,14 +11,14 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
-from recipe_gkd.checkpoints import Progress, find_checkpoint, read_progress
+from recipe_gkd.checkpoints import LINK, Progress, Start, find_checkpoint, read_best, read_progress
 from recipe_gkd.cli import config_parser
 from recipe_gkd.cluster import choose_device, ray_cluster
 from recipe_gkd.config import Config, load_config
@@ -27,7 +27,7 @@ from recipe_gkd.data import PromptData, PromptLoader, read_table
 from recipe_gkd.errors import ConfigError, DataError, GkdError
 from recipe_gkd.preflight import Student, meet_teacher, read_student, with_model_path
 from recipe_gkd.rewards import RewardItems, RewardScorer
-from recipe_gkd.trainer import Trainer
+from recipe_gkd.trainer import Judging, Trainer
 from recipe_gkd.validation import Validation, read_validation
 from recipe_gkd.workers import start_workers
 from teacher.client import TeacherClient
@@ -38,11 +38,15 @@ log = logging.getLogger("recipe_gkd")
 
 
 class Terminated(BaseException):
-    """SIGTERM, on its way up to :func:`main`."""
+    """SIGTERM, or SIGHUP of a terminal that is gone, on its way up to :func:`main`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 trained to the end, 1 an error, 130 Ctrl-C, 143 SIGTERM."""
+    """Exit status: 0 trained to the end, 1 an error, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP."""
     arguments = _parse(argv)
     try:
         config = load_config(arguments.config_name, arguments.overrides, arguments.config_dir)
@@ -52,16 +56,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         check_outputs(config)
         _start_logging(_folder(config))
-        signal.signal(signal.SIGTERM, _terminate)
+        for number in _terminating():
+            signal.signal(number, _terminate)
         run(config, composed)
     except (GkdError, TeacherError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
-    except (KeyboardInterrupt, Terminated) as stop:
-        interrupted = isinstance(stop, KeyboardInterrupt)
-        print(f"\n{'interrupted' if interrupted else 'terminated'}; complete checkpoints are kept", file=sys.stderr)
-        return 128 + (signal.SIGINT if interrupted else signal.SIGTERM)
+    except KeyboardInterrupt:
+        return _stopped("interrupted", signal.SIGINT)
+    except Terminated as stop:
+        return _stopped("terminated", stop.number)
     return 0
+
+
+def _stopped(how: str, number: int) -> int:
+    with suppress(OSError):  # the terminal may be gone
+        print(f"\n{how}; complete checkpoints are kept", file=sys.stderr)
+    return 128 + number
 
 
 def run(config: Config, composed: str) -> None:
@@ -97,22 +108,27 @@ def run(config: Config, composed: str) -> None:
             log.info("%s is at step %d of %d: there is nothing left to train", checkpoint, progress.step, last_step)
             return
         log.info("%d prompts, steps %d to %d", len(data), progress.step + 1, last_step)
-        (_folder(config) / "config.yaml").write_text(composed)
         items = _items(config, data, student)
-        with _scorer(config) as scorer, ray_cluster(config):
-            training = _train(config, client, info, loader, progress, checkpoint, scorer, items, validation)
-            asyncio.run(_until_sigterm(training))
+        best = read_best(_folder(config), config.trainer.best_metric, until=progress.step)
+        (_folder(config) / "config.yaml").write_text(composed, encoding="utf-8")
+        with _judging(config, items, validation) as judging, ExitStack() as opened:
+            with _hangup_ignored():
+                opened.enter_context(ray_cluster(config))
+            training = _train(config, client, info, loader, Start(progress, checkpoint, best), judging)
+            asyncio.run(_until_terminated(training))
 
 
 def _items(config: Config, data: PromptData, student: Student) -> RewardItems | None:
     """What the reward function is given of the training data; None: its answers are not judged.
 
-    They are if a loss needs it, or else if the data has what answers are compared with: then rewards are measured.
+    They are if a loss needs it, or else if they may be and the data has what answers are compared with: then rewards
+    are measured.
     """
-    if config.custom_reward_function.path is None:
+    function = config.custom_reward_function
+    if function.path is None or not (function.on_training or config.gkd.use_rl_loss):
         return None
     try:
-        return RewardItems(data, config.data, student.tokenizer)
+        return RewardItems(data, config.data, student.tokenizer, must_have_truth=config.gkd.use_rl_loss)
     except DataError as error:
         if config.gkd.use_rl_loss:
             raise
@@ -120,9 +136,14 @@ def _items(config: Config, data: PromptData, student: Student) -> RewardItems | 
         return None
 
 
-def _scorer(config: Config) -> AbstractContextManager[RewardScorer | None]:
-    function = config.custom_reward_function
-    return nullcontext() if function.path is None else RewardScorer(function)
+@contextmanager
+def _judging(config: Config, items: RewardItems | None, validation: Validation | None) -> Iterator[Judging | None]:
+    """The reward function in its processes; None if nothing is to be judged."""
+    if items is None and validation is None:
+        yield None
+    else:
+        with RewardScorer(config.custom_reward_function) as scorer:
+            yield Judging(scorer, items, validation)
 
 
 async def _train(
@@ -130,42 +151,60 @@ async def _train(
     client: TeacherClient,
     teacher: TeacherInfo,
     loader: PromptLoader,
-    progress: Progress,
-    checkpoint: Path | None,
-    scorer: RewardScorer | None,
-    items: RewardItems | None,
-    validation: Validation | None,
+    start: Start,
+    judging: Judging | None,
 ) -> None:
     device = choose_device(config.trainer.device)
-    total_steps = loader.last_step(progress.prompts_trained, progress.step)
+    total_steps = loader.last_step(start.progress.prompts_trained, start.progress.step)
     async with start_workers(config, device, total_steps=total_steps, stop_token_ids=teacher.eos_token_ids) as workers:
-        trainer = Trainer(config, workers, client, loader, progress, scorer, items, validation)
-        if checkpoint is not None:
-            await trainer.call_actors("load_checkpoint", str(checkpoint.absolute() / "actor"))
-            log.info("resumed from %s", checkpoint)
+        trainer = Trainer(config, workers, client, loader, start, judging)
+        if start.checkpoint is not None:
+            await trainer.call_actors("load_checkpoint", str(start.checkpoint.absolute() / "actor"))
+            log.info("resumed from %s", start.checkpoint)
         await trainer.fit()
 
 
-async def _until_sigterm(work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work``; SIGTERM cancels it, so that it closes what it opened, and then raises :class:`Terminated`."""
+async def _until_terminated(work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work``; a signal cancels it, so that it closes what it opened, and then raises :class:`Terminated`."""
     task = asyncio.ensure_future(work)
-    terminated = asyncio.Event()
+    got: list[int] = []
 
-    def stop() -> None:
-        terminated.set()
-        task.cancel()
+    def stop(number: int) -> None:
+        if not got:  # a terminal that goes away may say so twice, which must not disturb the closing
+            task.cancel()
+        got.append(number)
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)  # after ray.init, which sets one of its own
+    for number in _terminating():  # after ray.init, which sets handlers of its own
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
         await task
     except asyncio.CancelledError:
-        if terminated.is_set():
-            raise Terminated from None
+        if got:
+            raise Terminated(got[0]) from None
         raise
 
 
-def _terminate(*_: object) -> NoReturn:
-    raise Terminated
+def _terminating() -> list[signal.Signals]:
+    """The signals that end the run in order; not one that is ignored, as SIGHUP is by nohup."""
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+
+
+@contextmanager
+def _hangup_ignored() -> Iterator[None]:
+    """Processes that are started meanwhile, and those that they start, ignore SIGHUP.
+
+    A terminal that goes away sends it to all of them, and the driver could no longer close them in order.
+    """
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _terminate(number: int, _: object) -> NoReturn:
+    raise Terminated(number)
 
 
 def _folder(config: Config) -> Path:
@@ -189,11 +228,17 @@ def check_outputs(config: Config) -> None:
             raise ConfigError(f"{key}: {file} cannot be written: {error}; choose another place") from error
         if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
             raise ConfigError(f"{key}: {file} cannot be written: it is a folder or protected; choose another place")
+    link = _folder(config) / LINK
+    if config.trainer.best_metric is not None and link.exists() and not link.is_symlink():
+        raise ConfigError(
+            f"trainer.best_metric={config.trainer.best_metric}: {link} is to be a link to the best checkpoint, and "
+            "something else has that name; rename it, or choose another trainer.default_local_dir"
+        )
 
 
 def _start_logging(folder: Path) -> None:
     """Everything to ``run.log``; to the console what a person wants to see while it runs."""
-    console, file = logging.StreamHandler(), logging.FileHandler(folder / "run.log")
+    console, file = logging.StreamHandler(), logging.FileHandler(folder / "run.log", encoding="utf-8")
     console.addFilter(lambda record: record.levelno >= logging.WARNING or record.name != "recipe_gkd.weights.sync")
     logging.basicConfig(
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",

@@ -6,16 +6,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from recipe_gkd.actor.shape import check_fits, read_shape
 from recipe_gkd.config import Config
 from recipe_gkd.config.objective import SAMPLED
 from recipe_gkd.errors import ConfigError, ModelError
 from teacher.client import TeacherClient
 from teacher.fingerprint import tokenizer_fingerprint
-from teacher.records import TeacherInfo
+from teacher.records import TeacherInfo, TeacherSequence
 
 HELLO_TIMEOUT_S = 10.0
 """A teacher that is there answers in milliseconds, however busy."""
+SCORE_TIMEOUT_S = 30.0
+"""Of two tokens, which wait for those that a busy teacher has."""
 
 
 @dataclass(frozen=True)
@@ -109,4 +113,7 @@ def meet_teacher(client: TeacherClient, student: Student, config: Config) -> Tea
             f"the teacher scores at most {info.max_model_len} tokens, but data.max_prompt_length + "
             f"data.max_response_length = {longest}; lower those, or start the teacher with a larger MAX_MODEL_LEN"
         )
+    if gkd.distill_temperature != 1:  # not every engine can
+        two_tokens = TeacherSequence(np.zeros(2, np.int32), prompt_len=1)
+        client.submit([two_tokens], SCORE_TIMEOUT_S, temperature=gkd.distill_temperature).result()
     return info

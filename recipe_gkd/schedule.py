@@ -37,6 +37,9 @@ from recipe_gkd.samples import Answer, Prompt, Sample
 
 T = TypeVar("T")
 
+ANY_VERSION = 0
+"""What a new worker wants: a sync, of whatever version, before the next update."""
+
 
 class Pipeline:
     """Yields every batch once, in order, ready to be trained on; prepares the next ones meanwhile.
@@ -379,10 +382,10 @@ class Pipeline:
         async with self._replacing:
             if death := self._deaths.get(lane):
                 await self._replace(death)
-                self._wanted.append(0)  # a sync, of whatever version, goes before the next update
+                self._wanted.append(ANY_VERSION)
                 await self._until(self._is_quiet)
                 await self._send_weights()
-                self._wanted.remove(0)
+                self._wanted.remove(ANY_VERSION)
                 del self._deaths[lane]
                 self._notify()
         self._set_aside -= n_waiting

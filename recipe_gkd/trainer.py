@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import ray
 
 from recipe_gkd.actor.microbatch import shard_batch
-from recipe_gkd.checkpoints import Best, CheckpointWriter, Progress, read_best
+from recipe_gkd.checkpoints import Best, CheckpointWriter, Start, keep_best
 from recipe_gkd.config import Config
 from recipe_gkd.data import PromptLoader
 from recipe_gkd.errors import GkdError
@@ -23,7 +24,7 @@ from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.rewards import RewardItems, RewardScorer
-from recipe_gkd.rewards.advantages import prepare
+from recipe_gkd.rewards.advantages import with_group_statistics
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
 from recipe_gkd.schedule import Pipeline
 from recipe_gkd.validation import Validation
@@ -39,6 +40,16 @@ LAST_CHANCE_S = 1.0
 """What workers, of which one has failed, have to say that a checkpoint is written."""
 
 
+@dataclass(frozen=True)
+class Judging:
+    """The reward function, and what it judges."""
+
+    scorer: RewardScorer
+    items: RewardItems | None = None
+    """What it is given of the training data; None: training answers are not judged."""
+    validation: Validation | None = None
+
+
 class Trainer:
     """Student answers; the teacher's top-k at every position of the answers; an update towards it; and again."""
 
@@ -48,21 +59,18 @@ class Trainer:
         workers: Workers,
         teacher: TeacherClient,
         loader: PromptLoader,
-        progress: Progress,
-        scorer: RewardScorer | None = None,
-        items: RewardItems | None = None,
-        validation: Validation | None = None,
+        start: Start,
+        judging: Judging | None = None,
     ) -> None:
-        """``scorer``: the reward function, without which there is no ``validation``; ``items``: what it is given of the
-        training data, if its answers are to be judged."""
+        """``judging``: None if nothing is judged."""
         self.config, self.workers, self.teacher, self.loader = config, workers, teacher, loader
-        self.progress, self.scorer, self.items, self.validation = progress, scorer, items, validation
+        self.start, self.judging = start, judging
+        self.progress, self.best = start.progress, start.best
         self.root = Path(config.trainer.default_local_dir).expanduser().absolute()
-        self.best = read_best(self.root, config.trainer.best_metric, until=progress.step)
         self.saving: CheckpointWriter | None = None
         self.save_is_under_way = False
         """Whether the workers have all that they need to complete it."""
-        self.last_step = loader.last_step(progress.prompts_trained, progress.step)
+        self.last_step = loader.last_step(self.progress.prompts_trained, self.progress.step)
 
     async def fit(self) -> None:
         """Train to the last step. Raises whatever ended it early; complete checkpoints stay, half a one does not."""
@@ -88,7 +96,10 @@ class Trainer:
         ):
             async with self.pipeline(steps.timeline) as pipeline:
                 if trainer.val_before_train:
-                    steps.log_validation(loggers, await self.validate(pipeline), self.progress.step)
+                    metrics = await self.validate(pipeline)
+                    steps.log_validation(loggers, metrics, self.progress.step)
+                    if self.start.is_of(self.root) and (best := self.choose_best(metrics)):
+                        keep_best(self.root, best)
                 async for batch in pipeline:
                     async with pipeline.updating(batch):
                         with span(batch.metrics, "timing/update_actor"):
@@ -119,7 +130,7 @@ class Trainer:
             flow,
             generate=self.generate,
             score=self.score,
-            judge=self.judge if self.items is not None else None,
+            judge=self.judge if self.judging is not None and self.judging.items is not None else None,
             sync=self.workers.weights.sync,
             replace=self.workers.replace_dead_rollouts,
             first_version=self.progress.step,
@@ -175,8 +186,8 @@ class Trainer:
 
     async def judge(self, group: Sequence[tuple[Prompt, Answer]]) -> dict[int, float]:
         """What the reward function says of the sampled answers, by uid."""
-        scorer, items = self.scorer, self.items
-        assert scorer is not None and items is not None
+        assert self.judging is not None and self.judging.items is not None
+        scorer, items = self.judging.scorer, self.judging.items
         sampled = [pair for pair in group if pair[0].given_ids is None]
         described = await asyncio.to_thread(lambda: [items.of(prompt, answer) for prompt, answer in sampled])
         return dict(zip([item.uid for item in described], await scorer.score(described), strict=True))
@@ -184,7 +195,7 @@ class Trainer:
     async def update(self, batch: ReadyBatch) -> dict[str, float]:
         """One optimiser step on the whole batch; each data-parallel rank gets its share."""
         actors = self.workers.actors
-        samples = prepare(batch.samples, self.config.gkd, self.config.actor_rollout_ref.rollout.n)
+        samples = with_group_statistics(batch.samples, self.config.gkd, self.config.actor_rollout_ref.rollout.n)
         shards = [await asyncio.to_thread(ray.put, shard) for shard in shard_batch(samples, self.workers.dp_size)]
         results = await actors.call_each(
             "update",
@@ -196,15 +207,16 @@ class Trainer:
 
     async def validate(self, pipeline: Pipeline) -> dict[str, float]:
         """Of the actor's weights as they are; while the reward function judges, generation goes on."""
-        assert self.validation is not None and self.scorer is not None  # or the configuration would be refused
-        prompts, scorer = self.validation.prompts, self.scorer
-        answers = await pipeline.answers_now(prompts, self.answer_validation, answers_per_prompt=self.validation.n)
-        return await self.validation.report(answers, scorer, self.progress.step)
+        assert self.judging is not None and self.judging.validation is not None  # the configuration would be refused
+        validation = self.judging.validation
+        generate = partial(self.answer_validation, timeout_s=validation.timeout_s)
+        answers = await pipeline.answers_now(validation.prompts, generate, answers_per_prompt=validation.n)
+        return await validation.report(answers, self.judging.scorer, self.progress.step)
 
-    async def answer_validation(self, rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Answer]]:
+    async def answer_validation(
+        self, rank: int, prompts: Sequence[Prompt], step: int, *, timeout_s: float
+    ) -> AsyncIterator[list[Answer]]:
         """One rollout worker's share of the validation prompts."""
-        assert self.validation is not None
-        timeout_s = self.validation.timeout_s
         async for answers in self.workers.rollouts.stream(
             rank,
             "generate",
@@ -233,8 +245,8 @@ class Trainer:
     async def finish_save(self, wait: bool = True, timeout_s: float | None = None) -> None:
         """Complete the checkpoint that is being written, if there is one; without waiting, only if it is written."""
         if self.saving is not None and all(await self.call_actors("finish_saves", wait, timeout_s=timeout_s)):
-            log.info("checkpoint of step %d: %s", self.saving.progress.step, self.saving.complete())
-            self.saving = None
+            saving, self.saving = self.saving, None  # whatever becomes of it, it is not completed twice
+            log.info("checkpoint of step %d: %s", saving.progress.step, saving.complete())
 
     # ---- bookkeeping
 
@@ -260,11 +272,13 @@ class Trainer:
         step = self.progress.step
         return every > 0 and (step == self.last_step or step % every == 0)
 
-    def choose_best(self, metrics: Mapping[str, float]) -> None:
-        """By ``trainer.best_metric``; of equal ones the first."""
+    def choose_best(self, metrics: Mapping[str, float]) -> Best | None:
+        """The weights as they are, if they did better by ``trainer.best_metric`` than all before."""
         metric = self.config.trainer.best_metric
-        if metric is not None and (self.best is None or metrics[metric] > self.best.value):
-            self.best = Best(metric, metrics[metric], self.progress.step)
+        if metric is None or (self.best is not None and metrics[metric] <= self.best.value):
+            return None
+        self.best = Best(metric, metrics[metric], self.progress.step)
+        return self.best
 
     def is_best(self) -> bool:
         """Whether the weights as they are did best of all."""

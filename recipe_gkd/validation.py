@@ -55,7 +55,7 @@ class Validation:
         try:
             table = read_table(config.data.val_files, config.data.prompt_key)
             data = PromptData(table, config.data, tokenizer, name="the validation data")
-            self._items = RewardItems(data, config.data, tokenizer)
+            self._items = RewardItems(data, config.data, tokenizer, must_have_truth=True)
         except DataError as error:
             raise DataError(f"data.val_files: {error}") from error
         self.prompts = [data.prompt(index, index * self.n + k) for index in range(len(data)) for k in range(self.n)]
@@ -69,9 +69,9 @@ class Validation:
 
     @property
     def metric_names(self) -> list[str]:
-        """Those that a checkpoint can be the best by."""
+        """Those that a checkpoint can be the best by: of answers it is not said whether longer ones are better."""
         rewards = [self._reward, *([f"{self._reward}/best@{self.n}"] if self.n > 1 else [])]
-        return [f"val/{source}/{name}" for source in np.unique(self._sources) for name in [*rewards, LENGTH, CUT]]
+        return [f"val/{source}/{name}" for source in np.unique(self._sources) for name in rewards]
 
     def _check_names(self, best_metric: str | None) -> None:
         if self._reward in (LENGTH, CUT):
@@ -81,7 +81,7 @@ class Validation:
             )
         if best_metric is not None and best_metric not in self.metric_names:
             raise ConfigError(
-                f"trainer.best_metric={best_metric}: validation has no such metric; it has: "
+                f"trainer.best_metric={best_metric}: no metric of validation that can be the best by; there are: "
                 f"{', '.join(self.metric_names)}. Choose one of them, or null"
             )
 
@@ -146,7 +146,7 @@ def write_answers(path: Path, judged: Sequence[Judged]) -> None:
     """An object a line; a file that is there is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".writing")
-    with draft.open("w") as file:
+    with draft.open("w", encoding="utf-8") as file:
         for one in judged:
             line = {
                 "data_source": one.data_source,

@@ -220,7 +220,7 @@ def _decode_score(header: dict[str, Any], arrays: list[np.ndarray]) -> Score:
     sequences = [TeacherSequence(ids, n) for ids, n in zip(arrays, prompt_lens, strict=True)]
     try:
         check_sequences(sequences)
-        temperature = check_temperature(header.get("temperature", 1.0))
+        temperature = check_temperature(header.get("temperature"))
     except TeacherRequestError as error:
         raise TeacherProtocolError(str(error)) from None
     return Score(_request_id(header), _timeout_s(header), sequences, temperature)

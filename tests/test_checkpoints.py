@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,7 +89,7 @@ def test_of_the_best_count_those_that_are_there_by_this_metric_up_to_this_step(t
 
 
 @pytest.mark.parametrize("change", [{"n_prompts": 999}, {"data_seed": 2}, {"shuffle": False}])
-def test_other_data_or_another_order_is_refused(tmp_path: Path, change: dict[str, int]) -> None:
+def test_other_data_or_another_order_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     write(tmp_path)
     with pytest.raises(CheckpointError, match=next(iter(change))):
         read_progress(tmp_path / "global_step_4", expected=replace(PROGRESS, **change))

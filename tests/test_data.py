@@ -67,6 +67,50 @@ def test_several_files_are_one_data_set(tmp_path: Path) -> None:
     assert [data.table["source"][data.prompt(i, uid=i).row].as_py() for i in range(3)] == ["one", None, None]
 
 
+CHAT = pa.array([[{"role": "user", "content": "b"}]])
+
+
+@pytest.mark.parametrize(
+    ("column", "other"),
+    [
+        (pa.array([1], pa.int32()), pa.array([1], pa.int64())),
+        (pa.array(["1"]), pa.array(["1"], pa.large_string())),
+        (pa.array([["1"]]), pa.array([["1"]], pa.large_list(pa.large_string()))),
+        (pa.array([{"a": 1}], pa.struct({"a": pa.int32()})), pa.array([{"a": 1}], pa.struct({"a": pa.int64()}))),
+        (pa.array([1], pa.int64()), pa.array([1.0])),
+    ],
+)
+def test_files_whose_types_differ_only_in_width_fit_together(tmp_path: Path, column: pa.Array, other: pa.Array) -> None:
+    a = parquet(tmp_path, {"prompt": ["a"], "column": column}, "a.parquet")
+    b = parquet(tmp_path, {"prompt": pa.array(["b"], pa.large_string()), "column": other}, "b.parquet")
+    for files in (a + b, b + a):
+        data = load(files)
+        assert len(data) == 2 and len({repr(value) for value in data.table["column"].to_pylist()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (
+            {"prompt": CHAT},
+            "Field prompt has incompatible types: string vs list.*. Give a column one type in all files",
+        ),
+        ({"prompt": ["b"], "level": ["high"]}, "Field level has incompatible types: int64 vs string"),
+        ({"prompt": ["b"], "level": [0.5]}, "Integer value .* not in range"),
+    ],
+)
+def test_files_whose_types_do_not_fit_together_are_named(tmp_path: Path, rows: dict[str, Any], says: str) -> None:
+    files = parquet(tmp_path, {"prompt": ["a"], "level": [2**60 + 1]}) + parquet(tmp_path, rows, "b.parquet")
+    with pytest.raises(DataError, match=rf"(?s)data\.parquet, .*b\.parquet do not fit together: .*{says}"):
+        load(files)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table([pa.array(["a"])] * 3, names=["prompt", "x", "x"]), tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match=r"twice\.parquet: two columns are named x; rename"):
+        load([str(tmp_path / "twice.parquet")])
+
+
 @pytest.mark.parametrize(("truncation", "kept"), [("left", "23456789"), ("right", "01234567"), ("middle", "01236789")])
 def test_an_overlong_prompt_is_cut_as_configured(tmp_path: Path, truncation: str, kept: str) -> None:
     data = load(parquet(tmp_path, {"prompt": ["0123456789"]}), truncation=truncation)

@@ -45,6 +45,7 @@ class Plan:
     """The trainer validates when so many batches have been trained on; 0: before the first."""
     n_validated: int = 5
     """Prompts of a validation."""
+    judged: bool = False
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Stages:
         self.updating = self.syncing = False
         self.has_weights = [False] * plan.flow.n_lanes
         self.n_generations = 0
-        self.calls = {"generate": 0, "score": 0, "sync": 0, "update": 0, "save": 0, "replace": 0}
+        self.calls = {"generate": 0, "score": 0, "sync": 0, "update": 0, "save": 0, "replace": 0, "judge": 0}
         self.answered: list[int] = []
         self.requests: list[int] = []
         self.syncs: list[int] = []
@@ -132,6 +133,10 @@ class Stages:
         await self.spend("score")
         return [Sample(prompt=prompt, answer=answer, teacher=TeacherTopK.absent(0)) for prompt, answer in group]
 
+    async def judge(self, group: Sequence[tuple[Prompt, Answer]]) -> dict[int, float]:
+        await self.spend("judge")
+        return {prompt.uid: reward_of(prompt.uid) for prompt, _ in group if prompt.uid % 3}
+
     async def sync(self, version: int) -> dict[str, float]:
         if self.dead:  # as the real one, which has dead workers replaced
             await self.replace(WorkerDied("a rollout worker"))
@@ -181,6 +186,7 @@ class Stages:
             self.plan.flow,
             generate=self.generate,
             score=self.score,
+            judge=self.judge if self.plan.judged else None,
             sync=self.sync,
             replace=self.replace,
             first_version=self.plan.first,
@@ -209,8 +215,14 @@ class Stages:
                         batch.metrics["timing/save_checkpoint"] = now() - save_began
                 batch.metrics["timing/step"], began = now() - began, now()
                 uids = [sample.prompt.uid for sample in batch.samples]
+                rewards = [reward_of(uid) if self.plan.judged and uid % 3 else None for uid in uids]
+                assert [sample.reward for sample in batch.samples] == rewards
                 trained.append(Trained(batch.step, uids, batch.staleness, batch.metrics))
         return trained
+
+
+def reward_of(uid: int) -> float:
+    return uid / 2
 
 
 @dataclass
@@ -255,10 +267,13 @@ plans = st.builds(
     n_batches=st.integers(0, 7),
     batch_size=st.integers(1, 7),
     first=st.integers(0, 20),
-    seconds=st.fixed_dictionaries({stage: st.sampled_from([0.0, 0.1, 1.0, 5.0]) for stage in SHAPES["balanced"]}),
+    seconds=st.fixed_dictionaries(
+        {stage: st.sampled_from([0.0, 0.1, 1.0, 5.0]) for stage in [*SHAPES["balanced"], "judge"]}
+    ),
     seed=st.integers(0, 1 << 30),
     validated=st.sampled_from([frozenset(), frozenset(range(9))]) | st.frozensets(st.integers(0, 7)),
     n_validated=st.integers(1, 7),
+    judged=st.booleans(),
 )
 
 
@@ -302,7 +317,7 @@ def test_a_worker_that_dies_after_its_last_answer_is_met_by_who_needs_it_next(bo
 
 
 @settings(max_examples=100, deadline=None)
-@given(plan=plans, stage=st.sampled_from(["generate", "score", "sync", "update"]), call=st.integers(0, 8))
+@given(plan=plans, stage=st.sampled_from(["generate", "score", "judge", "sync", "update"]), call=st.integers(0, 8))
 def test_a_failing_stage_ends_the_run_with_its_own_error_and_nothing_left(plan: Plan, stage: str, call: int) -> None:
     stages = Stages(replace(plan, fails=(stage, call)))
     try:
@@ -320,6 +335,7 @@ def test_a_step_is_the_sum_of_what_the_trainer_waited_for_and_did(plan: Plan, sa
     for batch in run(Stages(replace(plan, seconds=plan.seconds | {"save": save_s})).run()):
         teacher = "wait_prev_prev_teacher" if plan.flow.max_staleness >= 2 else "wait_prev_teacher"
         parts = ["wait_sync", "wait_prev_gen", teacher, "update_actor", "validate", "save_checkpoint"]
+        parts += ["wait_reward"] if plan.judged else []
         assert batch.metrics["timing/step"] == pytest.approx(sum(batch.metrics[f"timing/{part}"] for part in parts))
 
 
@@ -382,6 +398,14 @@ def test_the_teacher_is_asked_before_the_last_answer_is_there(n_lanes: int) -> N
     stages = Stages(Plan(flow, n_batches=3, batch_size=12, seconds=dict(generate=2, score=2)))
     run(stages.run())
     assert stages.overlaps["generate, score"] >= 3
+
+
+def test_a_slow_judge_is_waited_for_beside_the_teacher_and_only_for_the_rest() -> None:
+    seconds = dict(generate=1.0, score=6.0, judge=16.0, update=1.0)
+    plan = Plan(Flow(max_staleness=0), seconds=seconds, judged=True)
+    for batch in run(Stages(plan).run()):
+        score_s, rest_s = (batch.metrics[f"timing/{name}"] for name in ("wait_prev_teacher", "wait_reward"))
+        assert score_s > 0 and rest_s >= 0 and max(score_s, 0.3 * 16) <= score_s + rest_s <= max(score_s, 1.7 * 16)
 
 
 @pytest.mark.parametrize(("inflight", "bound"), [(False, 2), (True, 1)])

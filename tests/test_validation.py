@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe_gkd.checkpoints import Progress, find_checkpoint, read_progress
+from recipe_gkd.checkpoints import Progress, Start, find_checkpoint, read_best, read_progress
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.data import PromptData, PromptLoader, read_table
-from recipe_gkd.errors import ConfigError, DataError
+from recipe_gkd.errors import CheckpointError, ConfigError, DataError
 from recipe_gkd.flow import ReadyBatch
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItem
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
-from recipe_gkd.trainer import Trainer
+from recipe_gkd.trainer import Judging, Trainer
 from recipe_gkd.validation import Validation, read_validation
 
 TOKENIZER: Any = build_tokenizer()
@@ -109,10 +110,8 @@ def test_metrics_are_means_over_prompts_by_data_source(tmp_path: Path) -> None:
 def test_without_the_column_all_rows_are_of_one_source(tmp_path: Path) -> None:
     rows = {name: ROWS[name] for name in ("prompt", "ground_truth")}
     validation = Validation(configured(tmp_path, rows=rows), TOKENIZER)
-    assert validation.metric_names == ["val/data/score", "val/data/response_len", "val/data/cut_share"]
-    assert set(report(validation, [answer_to(prompt, "1") for prompt in validation.prompts])) == {
-        *validation.metric_names
-    }
+    metrics = report(validation, [answer_to(prompt, "1") for prompt in validation.prompts])
+    assert set(metrics) == {"val/data/score", "val/data/response_len", "val/data/cut_share"}
 
 
 def test_all_answers_are_in_the_file_and_some_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,6 +155,7 @@ def test_a_run_that_does_not_validate_reads_no_files(tmp_path: Path) -> None:
     [
         ({"question": ["a"]}, "data.val_files: .* has no column 'prompt'; it has: question"),
         ({"prompt": ["1+1="]}, "data.val_files: data.ground_truth_key=ground_truth: the data has no such column"),
+        ({"prompt": ["1+1=", "2+2="], "ground_truth": ["2", None]}, "data.val_files: .*row 1 of the validation data"),
         ({"prompt": [3], "ground_truth": ["a"]}, "data.val_files: row 0 of the validation data: the prompt is 3"),
     ],
 )
@@ -164,10 +164,11 @@ def test_validation_data_that_cannot_be_used(tmp_path: Path, rows: dict[str, lis
         Validation(configured(tmp_path, rows=rows), TOKENIZER)
 
 
-def test_a_best_metric_that_there_is_not_names_those_that_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"best_metric=val/easy/acc: .* it has: val/data/score, .*val/easy/score,"):
-        Validation(configured(tmp_path, "trainer.best_metric=val/easy/acc"), TOKENIZER)
-    Validation(configured(tmp_path, "trainer.best_metric=val/easy/response_len"), TOKENIZER)
+@pytest.mark.parametrize("name", ["acc", "response_len", "cut_share"])
+def test_a_best_metric_is_a_reward_and_another_is_told_those_that_there_are(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"={re.escape(f'val/easy/{name}')}: .*: val/data/score, .*val/easy/score, "):
+        Validation(configured(tmp_path, f"trainer.best_metric=val/easy/{name}"), TOKENIZER)
+    Validation(configured(tmp_path, "trainer.best_metric=val/easy/score"), TOKENIZER)
 
 
 def test_a_reward_named_as_another_metric_is_refused(tmp_path: Path) -> None:
@@ -227,10 +228,12 @@ def train(config: Config, scores: Sequence[float] = range(9), *, crash_after: in
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
     if (checkpoint := find_checkpoint(config)) is not None:
         progress = read_progress(checkpoint, expected=progress)
+    best = read_best(Path(config.trainer.default_local_dir), config.trainer.best_metric, until=progress.step)
     scorer: Any = Scorer(scores)
     workers: Any = Workers()
     teacher: Any = None
-    trainer = Run(config, workers, teacher, loader, progress, scorer, None, read_validation(config, TOKENIZER))
+    judging = Judging(scorer, validation=read_validation(config, TOKENIZER))
+    trainer = Run(config, workers, teacher, loader, Start(progress, checkpoint, best), judging)
     if crash_after is not None:
 
         async def crash() -> None:
@@ -322,3 +325,28 @@ def test_a_crash_before_the_best_is_saved_leaves_the_one_before(tmp_path: Path) 
     train(config, scores)
     assert (tmp_path / "best").resolve() == tmp_path / "global_step_4" and bests(tmp_path) == [2, 4]
     assert [line["training/global_step"] for line in lines(tmp_path)] == list(range(1, 9))
+
+
+def test_the_checkpoint_that_a_run_resumes_from_competes_if_it_is_its_own(tmp_path: Path) -> None:
+    scores = [0, 0, 2, 0, 5, 0, 0, 0, 0]
+    train(configured(tmp_path, "trainer.save_freq=4", "trainer.total_training_steps=4"), scores)  # without a best
+    resumed = [BEST, "trainer.val_before_train=true", "trainer.total_training_steps=8"]
+    trainer = train(configured(tmp_path, *resumed), scores)
+    assert trainer.best is not None and trainer.best.step == 4 and bests(tmp_path) == [4]
+    assert (tmp_path / "best").resolve() == tmp_path / "global_step_4"
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_4"]
+    there = [f"trainer.default_local_dir={tmp_path}/other", "trainer.resume_mode=resume_path"]
+    elsewhere = configured(tmp_path, *resumed, *there, f"trainer.resume_from_path={tmp_path}/best")
+    trainer = train(elsewhere, scores)
+    assert trainer.best is not None and trainer.best.step == 6 and bests(tmp_path / "other") == [6]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_checkpoint_that_cannot_be_completed_says_why_and_leaves_no_half_of_one(
+    tmp_path: Path, async_save: bool
+) -> None:
+    (tmp_path / "best").mkdir()
+    saves = f"actor_rollout_ref.actor.checkpoint.async_save={str(async_save).lower()}"
+    with pytest.raises(CheckpointError, match=r"best cannot be written: .*Is a directory.* nothing else of that name"):
+        train(configured(tmp_path, "trainer.total_training_steps=5", BEST, saves))
+    assert not list(tmp_path.glob(".writing_*"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -101,28 +101,23 @@ class Jsonl:
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
-        self._kept: list[str] = []
-        if first_step and path.is_file():
-            self._kept = [line for line in path.read_text().splitlines() if _step_of(line) <= first_step]
-        path.write_text("".join(line + "\n" for line in self._kept))
-        self._path, self._file = path, path.open("a", buffering=1)
+        self._last, self._last_at = b"", 0  # of the lines that were there already, and where it begins
+        draft = path.with_suffix(".writing")
+        with draft.open("wb") as kept:
+            for line in _lines_until(path, first_step) if first_step else ():
+                self._last, self._last_at = line, kept.tell()
+                kept.write(line + b"\n")
+        draft.replace(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        if self._kept and _step_of(self._kept[-1]) == step:
-            self._add_to_last(metrics)
-        else:
-            self._file.write(json.dumps({"training/global_step": step, **metrics}) + "\n")
-
-    def _add_to_last(self, metrics: dict[str, float]) -> None:
-        """To the last line that was there already; not the times, which are no part of that step."""
-        self._kept[-1] = json.dumps(
-            json.loads(self._kept[-1]) | {name: metrics[name] for name in metrics if not name.startswith("timing/")}
-        )
-        draft = self._path.with_suffix(".writing")
-        draft.write_text("".join(line + "\n" for line in self._kept))
-        draft.replace(self._path)
-        self._file.close()
-        self._file = self._path.open("a", buffering=1)
+        line: dict[str, Any] = {"training/global_step": step}
+        last, self._last = self._last, b""
+        if last and _step_of(last) == step:  # nothing comes after it yet
+            self._file.truncate(self._last_at)
+            line = json.loads(last)
+            metrics = {name: metrics[name] for name in metrics if not name.startswith("timing/")}  # not of that step
+        self._file.write(json.dumps(line | metrics) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -144,7 +139,13 @@ class TensorBoard:
         self._writer.close()
 
 
-def _step_of(line: str) -> float:
+def _lines_until(path: Path, step: int) -> Iterator[bytes]:
+    if path.is_file():
+        with path.open("rb") as lines:
+            yield from (line.rstrip(b"\n") for line in lines if _step_of(line) <= step)
+
+
+def _step_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["training/global_step"])
     except (ValueError, KeyError, TypeError):

@@ -115,7 +115,7 @@ def describe(batch: ReadyBatch, answers_per_prompt: int = 1) -> dict[str, float]
         return metrics
     lengths = np.array([len(sample.answer.ids) for sample in sampled])
     cut = np.array([sample.answer.finish_reason == "length" for sample in sampled])
-    staleness = np.array([batch.step - sample.answer.weights_version for sample in sampled])
+    staleness = np.array(batch.staleness)[[not sample.is_given for sample in batch.samples]]
     versions = [sample.answer.versions_T for sample in sampled]  # ascending
     metrics |= {
         "response_seq_len/average": float(lengths.mean()),

@@ -1,7 +1,8 @@
 """The process that calls the reward function; started by its path, so that nothing of the project is imported here.
 
-Its arguments are two descriptors: a connection to :class:`~recipe_gkd.rewards.process.RewardProcess`, and a file for
-stacks, which faulthandler writes when a deadline passes or the process crashes.
+Its arguments are three descriptors: a connection to :class:`~recipe_gkd.rewards.process.RewardProcess`; a file for
+stacks, which faulthandler writes when a deadline passes or the process crashes; and the driver's stderr. Its own stderr
+is that file at first, so that the driver can tell why an interpreter does not even start.
 """
 
 from __future__ import annotations
@@ -9,16 +10,22 @@ from __future__ import annotations
 import faulthandler
 import importlib.machinery
 import importlib.util
+import inspect
 import math
-import numbers
 import os
+import select
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+LONGEST_TRACE = 4000
+"""Characters; the text of an error may have any number of them."""
 
 
 def main(connection: Connection, stacks: int) -> None:
@@ -65,7 +72,7 @@ def load(path: str, name: str) -> Callable[..., Any] | str:
         return f"it cannot be imported:\n{trace(error)}"
     function = getattr(module, name, None)
     if callable(function):
-        return function
+        return unfit(function, name) or function
     others = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     there = f"it defines: {', '.join(others) or 'nothing that can be called'}"
     if not hasattr(module, name):
@@ -73,29 +80,85 @@ def load(path: str, name: str) -> Callable[..., Any] | str:
     return f"its {name} is {function!r:.100}, which cannot be called; {there}"
 
 
+def unfit(function: Callable[..., Any], name: str) -> str | None:
+    """Why it cannot be called as it will be; None: as far as can be told, it can."""
+    if inspect.iscoroutinefunction(function):
+        return f"its {name} is async; make it an ordinary function"
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin, perhaps
+        return None
+    try:
+        signature.bind(*"1234")
+    except TypeError as error:
+        return f"its {name}{signature!s:.300} cannot be called with four arguments: {error}"
+    return None
+
+
 def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float | str:
     try:
         reward = function(*arguments)
-    except BaseException as error:  # noqa: BLE001 - a function of the user's may raise anything, and sys.exit
-        return f"it raised\n{trace(error)}"
-    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        number = as_number(reward)
+        if math.isfinite(number):
+            return number
         return f"it returned {reward!r:.200} ({type(reward).__name__}), expected a finite number"
-    return float(reward)
+    except BaseException as error:  # noqa: BLE001 - the user's function, or what it returned, may raise anything
+        return f"it raised\n{trace(error)}"
+
+
+def as_number(reward: Any) -> float:
+    """What ``float`` makes of it, as of a bool, a Decimal, or an array without dimensions; nan if it is no number."""
+    if isinstance(reward, str | bytes | bytearray):
+        return math.nan
+    try:
+        return float(reward)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def trace(error: BaseException) -> str:
-    """The user's own frames: those after this file's and the importer's, if there are any."""
+    """The user's own frames: those after this file's and the importer's, if there are any; long ones are cut."""
     frames = traceback.TracebackException.from_exception(error)
     ours = (__file__, "<frozen importlib")
     while frames.stack and frames.stack[0].filename.startswith(ours):
         del frames.stack[0]
-    return "".join(frames.format()).rstrip()
+    text = "".join(frames.format()).rstrip()
+    half = LONGEST_TRACE // 2
+    return text if len(text) <= LONGEST_TRACE else f"{text[:half]}\n... cut ...\n{text[-half:]}"
+
+
+def restore_stderr(stderr: int, stacks: int) -> None:
+    """Pass on what the interpreter wrote as it started, and leave the file to stacks."""
+    early = os.pread(stacks, 1 << 16, 0)
+    os.ftruncate(stacks, 0)
+    os.lseek(stacks, 0, os.SEEK_SET)
+    os.dup2(stderr, 2)
+    os.close(stderr)
+    with suppress(OSError):  # nobody may be reading
+        os.write(2, early)
+
+
+def end_with_driver(connection: int) -> None:
+    """Wait until the driver has closed its end, which it does last, or is gone: then nobody else ends this group."""
+    hangup = select.poll()
+    hangup.register(connection, 0)
+    hangup.poll()
+    end_group()
+
+
+def end_group() -> None:
+    """This process, the leader of its group, and what the function started."""
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    to_driver, stacks_file = map(int, sys.argv[1:])
+    to_driver, stacks_file, drivers_stderr = map(int, sys.argv[1:])
+    restore_stderr(drivers_stderr, stacks_file)
     for descriptor in (to_driver, stacks_file):  # processes that the function starts shall not hold them
         os.set_inheritable(descriptor, False)
     faulthandler.enable(file=stacks_file)
-    with suppress(EOFError, ConnectionError):  # the driver is gone
+    threading.Thread(target=end_with_driver, args=(to_driver,), daemon=True).start()
+    try:
         main(Connection(to_driver), stacks_file)
+    except (EOFError, ConnectionError):  # the driver is gone
+        end_group()

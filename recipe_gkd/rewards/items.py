@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data import PromptData
@@ -19,6 +20,8 @@ class RewardItem:
 
     uid: int
     """Of the sample, for errors."""
+    where: str
+    """Its row, for errors: ``row 17 of the training data``."""
     prompt: str | list[dict[str, Any]]
     """As it stands in the data."""
     answer: str
@@ -32,12 +35,16 @@ class RewardItem:
 class RewardItems:
     """Makes them, from the data set that the prompts came from.
 
-    Raises :class:`DataError` at once if the data has no ``data.ground_truth_key``.
+    Raises :class:`DataError` at once if the data has no ``data.ground_truth_key``; with ``must_have_truth`` also if a
+    prompt has nothing there.
     """
 
-    def __init__(self, data: PromptData, config: DataConfig, tokenizer: Any) -> None:
+    def __init__(self, data: PromptData, config: DataConfig, tokenizer: Any, *, must_have_truth: bool = False) -> None:
         self._table, self._config, self._tokenizer = data.table, config, tokenizer
+        self._name = data.name
         self._truth = column_path(data.table, config.ground_truth_key)
+        if must_have_truth:
+            self._refuse_nulls(data.rows)
 
     def of(self, prompt: Prompt, answer: Answer) -> RewardItem:
         row = self._table.slice(prompt.row, 1).to_pylist()[0]
@@ -50,8 +57,26 @@ class RewardItems:
             taken.add(self._truth[0])
         extra = {name: value for name, value in row.items() if name not in taken}
         return RewardItem(
-            uid=answer.uid, prompt=row[self._config.prompt_key], answer=text, ground_truth=truth, extra=extra
+            uid=answer.uid,
+            where=f"row {prompt.row} of {self._name}",
+            prompt=row[self._config.prompt_key],
+            answer=text,
+            ground_truth=truth,
+            extra=extra,
         )
+
+    def _refuse_nulls(self, rows: list[int]) -> None:
+        truths = self._table.column(self._truth[0])
+        for name in self._truth[1:]:
+            truths = pc.struct_field(truths, [name])
+        is_null = truths.is_null().to_numpy()
+        without = [row for row in rows if is_null[row]]
+        if without:
+            raise DataError(
+                f"data.ground_truth_key={self._config.ground_truth_key}: row {without[0]} of {self._name} has nothing "
+                f"there, as {len(without)} of {len(rows)} rows in use; expected something to compare answers with in "
+                "each. Fill the column in all files, or remove these rows"
+            )
 
 
 def column_path(table: pa.Table, key: str) -> list[str]:

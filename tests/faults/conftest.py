@@ -13,7 +13,7 @@ import pytest
 import ray.cloudpickle
 from faulty import DEADLINE_S, Census, TrainerOf
 
-from recipe_gkd.checkpoints import Progress
+from recipe_gkd.checkpoints import Progress, Start
 from recipe_gkd.config import load_config
 from recipe_gkd.data import PromptData, PromptLoader, read_table
 from recipe_gkd.trainer import Trainer
@@ -103,7 +103,7 @@ def trainer_of(
             async with start_workers(config, "cpu", total_steps=8, stop_token_ids=()) as workers:
                 await census.take(workers)
                 try:
-                    yield Trainer(config, workers, IndifferentTeacher(), loader, progress)  # type: ignore[arg-type]
+                    yield Trainer(config, workers, IndifferentTeacher(), loader, Start(progress))  # type: ignore[arg-type]
                 finally:
                     await census.take(workers)
         finally:

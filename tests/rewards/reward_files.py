@@ -13,7 +13,7 @@ HEAD = "def compute_score(prompt, answer, ground_truth, extra):\n"
 
 
 def settings(path: Path | str, **values: Any) -> RewardFunctionConfig:
-    defaults: dict[str, Any] = {"name": "compute_score", "timeout_s": 20.0, "num_workers": 1}
+    defaults: dict[str, Any] = {"name": "compute_score", "on_training": True, "timeout_s": 20.0, "num_workers": 1}
     return RewardFunctionConfig(path=str(path), **(defaults | values))
 
 
@@ -26,5 +26,8 @@ def reward_file(folder: Path, body: str, *, before: str = "") -> Path:
 
 def item(uid: int = 0, answer: str = "an answer", **values: Any) -> RewardItem:
     return RewardItem(
-        uid=uid, answer=answer, **({"prompt": "a prompt", "ground_truth": "a truth", "extra": {}} | values)
+        uid=uid,
+        where=f"row {uid} of the tests",
+        answer=answer,
+        **({"prompt": "a prompt", "ground_truth": "a truth", "extra": {}} | values),
     )

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from reward_files import reward_file, settings
 
-from recipe_gkd.checkpoints import Progress
+from recipe_gkd.checkpoints import Progress, Start
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.data import PromptData, PromptLoader, read_table
 from recipe_gkd.errors import GkdError, RewardError, WorkerDied
@@ -26,7 +26,7 @@ from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.samples import Answer, Prompt, Sample
-from recipe_gkd.trainer import Trainer
+from recipe_gkd.trainer import Judging, Trainer
 from teacher.errors import TeacherError
 from teacher.records import TeacherAnswer, TeacherSequence
 
@@ -118,9 +118,9 @@ def trainer_of(config: Config, workers: Workers, scorer: RewardScorer | None = N
     table = read_table(config.data.train_files, config.data.prompt_key)
     data = PromptData(table, config.data, TOKENIZER, given_answers=True)
     loader = PromptLoader(data, config.data, n=N, epochs=1, max_steps=None, sft_share=config.gkd.sft_share)
-    items = RewardItems(data, config.data, TOKENIZER) if scorer else None
+    judging = Judging(scorer, RewardItems(data, config.data, TOKENIZER)) if scorer else None
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
-    return Trainer(config, workers, teacher or workers, loader, progress, scorer, items)  # type: ignore[arg-type]
+    return Trainer(config, workers, teacher or workers, loader, Start(progress), judging)  # type: ignore[arg-type]
 
 
 async def batches_of(trainer: Trainer) -> list[ReadyBatch]:

@@ -28,10 +28,14 @@ def settings(files: list[Path], **values: Any) -> DataConfig:
     ).data
 
 
+def loaded(files: list[Path], **values: Any) -> tuple[PromptData, DataConfig, Any]:
+    tokenizer, config = build_tokenizer(), settings(files, **values)
+    return PromptData(read_table(config.train_files, config.prompt_key), config, tokenizer), config, tokenizer
+
+
 def described(files: list[Path], index: int, text: str, **values: Any) -> RewardItem:
     """The item of prompt ``index`` with the answer ``text``."""
-    tokenizer, config = build_tokenizer(), settings(files, **values)
-    data = PromptData(read_table(config.train_files, config.prompt_key), config, tokenizer)
+    data, config, tokenizer = loaded(files, **values)
     ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], np.int32)
     answer = Answer(
         uid=9,
@@ -64,7 +68,12 @@ def test_dots_lead_into_a_structure_which_stays_among_the_other_columns(tmp_path
     files = table(tmp_path, reward_model=model, level=[1, 2])
     item = described(files, 0, "2", ground_truth_key="reward_model.inner.truth")
     assert item == RewardItem(
-        uid=9, prompt="1+1=", answer="2", ground_truth="2", extra={"reward_model": model[0], "level": 1}
+        uid=9,
+        where="row 0 of the training data",
+        prompt="1+1=",
+        answer="2",
+        ground_truth="2",
+        extra={"reward_model": model[0], "level": 1},
     )
     assert described(files, 1, "2", ground_truth_key="reward_model.inner.truth").ground_truth is None
 
@@ -72,6 +81,33 @@ def test_dots_lead_into_a_structure_which_stays_among_the_other_columns(tmp_path
 def test_a_column_may_have_dots_in_its_name(tmp_path: Path) -> None:
     item = described(table(tmp_path, **{"a.b": ["2", "4"]}), 1, "4", ground_truth_key="a.b")
     assert item.ground_truth == "4" and item.extra == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("truth", "data.ground_truth_key=truth: row 1 of the training data has nothing there, as 2 of 4 rows in use"),
+        ("model.inner.truth", "row 0 of the training data has nothing there, as 3 of 4 rows in use"),
+    ],
+)
+def test_prompts_without_a_truth_are_refused_where_each_must_have_one(tmp_path: Path, key: str, says: str) -> None:
+    prompts = ["1+1=", "2+2=", "1+" * 99, "3+3="]  # the third is too long, and dropped
+    model = [{"inner": None}, None, {"inner": {"truth": None}}, {"inner": {"truth": "6"}}]
+    pq.write_table(
+        pa.table({"prompt": prompts, "truth": ["2", None, None, "6"], "model": model}), tmp_path / "a.parquet"
+    )
+    pq.write_table(pa.table({"prompt": ["4+4="]}), tmp_path / "b.parquet")
+    files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    data, config, tokenizer = loaded(files, ground_truth_key=key, max_prompt_length=20, filter_overlong_prompts="true")
+    with pytest.raises(DataError, match=says):
+        RewardItems(data, config, tokenizer, must_have_truth=True)
+    RewardItems(data, config, tokenizer)  # as long as it is only measured
+
+
+def test_data_whose_prompts_all_have_a_truth_is_taken(tmp_path: Path) -> None:
+    files = table(tmp_path, truth=["2", "4"], model=[{"truth": 2}, {"truth": 4}])
+    for key in ("truth", "model.truth"):
+        RewardItems(*loaded(files, ground_truth_key=key), must_have_truth=True)
 
 
 @pytest.mark.parametrize(

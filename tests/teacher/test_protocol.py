@@ -76,12 +76,12 @@ def test_sequences_survive_the_round_trip() -> None:
         assert got.token_ids.dtype == np.int32 and got.prompt_len == sent.prompt_len
 
 
-def test_a_request_without_a_temperature_is_one_at_1() -> None:
-    header = msgpack.unpackb(protocol.encode_score(7, 2.5, sequences())[0])
-    frames = as_bytes(protocol.encode_score(7, 2.5, sequences(), 0.7))
-    for default in (header, {key: value for key, value in header.items() if key != "temperature"}):
-        message = protocol.decode([msgpack.packb(default), *frames[1:]])
-        assert isinstance(message, Score) and message.temperature == 1.0
+def test_a_request_always_says_its_temperature_and_one_that_does_not_is_refused() -> None:
+    frames = as_bytes(protocol.encode_score(7, 2.5, sequences()))
+    header = msgpack.unpackb(frames[0])
+    assert header.pop("temperature") == 1.0
+    with pytest.raises(errors.TeacherProtocolError, match=r"temperature must be a number .*, got None"):
+        protocol.decode([msgpack.packb(header), *frames[1:]])
 
 
 def test_answers_survive_the_round_trip_without_a_copy() -> None:
