@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 REWARD = ["gkd.use_rl_loss=true", "custom_reward_function.path=recipe_gkd/quickstart/reward.py",
           "actor_rollout_ref.rollout.n=4", "data.train_batch_size=16"]  # fmt: skip
+LR = "actor_rollout_ref.actor.optim.lr={}"
 OBJECTIVES: dict[str, list[str]] = {
     "forward_kl": [],
     "reverse_kl": ["gkd.distill_loss_type=reverse_kl"],
@@ -28,9 +29,11 @@ OBJECTIVES: dict[str, list[str]] = {
     "skewed_forward_kl": ["gkd.distill_loss_type=skewed_forward_kl"],
     "skewed_reverse_kl": ["gkd.distill_loss_type=skewed_reverse_kl"],
     "tvd": ["gkd.distill_loss_type=tvd"],
-    "k1": ["gkd.distill_loss_type=k1"],
-    "k2": ["gkd.distill_loss_type=k2"],
-    "k3": ["gkd.distill_loss_type=k3"],
+    "k1, lr 1e-3": ["gkd.distill_loss_type=k1", LR.format("1e-3")],
+    "k1, lr 1e-3, 128 prompts": ["gkd.distill_loss_type=k1", LR.format("1e-3"), "data.train_batch_size=128"],
+    "k1, lr 1e-3, no baseline": ["gkd.distill_loss_type=k1", LR.format("1e-3"), "gkd.baseline=none"],
+    "k2, lr 5e-4": ["gkd.distill_loss_type=k2", LR.format("5e-4")],
+    "k3, lr 5e-4": ["gkd.distill_loss_type=k3", LR.format("5e-4")],
     "forward_kl, temperature 2": ["gkd.distill_temperature=2"],
     "forward_kl, fused head": ["gkd.fuse_lm_head=true"],
     "forward_kl + reward": REWARD,
