@@ -91,7 +91,7 @@ def test_a_schedule_trains_within_its_bound(
     assert not [name for name in METRICS if name not in run.metrics[-1]]
     for line in run.metrics:  # a step is the sum of what the trainer waited for and did
         parts = [line[f"timing/{name}"] for name in (*DONE, WAITS[scheduler])]
-        parts += [line.get(f"timing/{name}", 0) for name in ("validate", "save_checkpoint")]
+        parts += [line.get(f"timing/{name}", 0) for name in ("wait_reward", "validate", "save_checkpoint")]
         assert sum(parts) == pytest.approx(line["timing/step"])
         assert all(0 <= line[f"perf/idle_{pool}"] <= 1 for pool in ("actor", "rollout", "teacher"))
     for steps in (run.metrics[0::2], run.metrics[1::2]):  # the latter save
