@@ -104,8 +104,8 @@ class Objective:
             return self._divergence.of(buckets).to(logp_T.dtype)
         match gkd.distill_loss_type:
             case "k1":
-                expected_T = -reverse_kl(buckets).detach() if gkd.baseline == "expected" else None
-                baseline_T = batch.baselines_T if expected_T is None else expected_T
+                by_position = gkd.baseline == "expected"
+                baseline_T = -reverse_kl(buckets).detach() if by_position else batch.baselines_T
                 estimate_T = k1(logp_T, teacher_logp_T, baseline_T, batch.scales_T)
             case "k2":
                 estimate_T = k2(logp_T, teacher_logp_T)

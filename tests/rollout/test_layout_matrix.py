@@ -44,7 +44,7 @@ class FreshEngines:
     async def answers(self, folder: str, given: list[Prompt]) -> dict[int, Answer]:
         worker = RolloutWorker(config_for(Path(folder)), rank=0, device="cpu", folder_version=0)
         await worker.setup()
-        found = {answer.uid: answer async for batch in worker.generate(given, 0, True) for answer in batch}
+        found = {answer.uid: answer async for batch in worker.generate(given, 0, "validation") for answer in batch}
         await worker.shutdown()
         return found
 
