@@ -100,15 +100,19 @@ def figures(run: Path) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| objective | exact answers, before → after | `actor/kl_loss`, first, last | entropy | seconds a step |",
+        "| objective | exact answers, before → after | `actor/kl_loss`, first and last | entropy | reward |",
         "|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
             f"| {row['objective']} | {row['before']:.1%} → {row['after']:.1%} | {row['loss_first']:.3f}, "
-            f"{row['loss_last']:.4f} | {row['entropy']:.3f} | {row['seconds_a_step']:.3f} |"
+            f"{row['loss_last']:.4f} | {row['entropy']:.3f} | {shown(row['reward'])} |"
         )
     return "\n".join(lines)
+
+
+def shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 if __name__ == "__main__":
