@@ -20,7 +20,7 @@ from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.samples import Answer, Prompt
 from recipe_gkd.weights.sync import WeightSync
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 TP2, PP2 = f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.pipeline_model_parallel_size=2"

@@ -20,7 +20,7 @@ from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.samples import Answer
 from recipe_gkd.weights.sync import WeightSync
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 GIVEN = prompts(12)
