@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recipe_gkd.losses.question import Head
+from recipe_gkd.losses.question import Backward, Head
 
 FAR_BELOW = -80.0
 """A finite stand-in for all that lies further below the maximum, -inf too: exp of it is nothing beside 1 in float64,
@@ -39,29 +39,16 @@ def _tail_sums(logits_CW: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
     return torch.stack([m_C, sum_C.where(exists_C, 0), weighted_C.where(exists_C, 0)], dim=1)
 
 
-def write_gradient(
-    out_CW: Tensor,
-    logits_CW: Tensor,
-    heads: Sequence[Head],
-    u_tail_CH: Tensor,
-    grad_tail_CH: Tensor,
-    grad_support_CK: Tensor,
-    picked_columns_C1: Tensor,
-    grad_picked_C1: Tensor,
-) -> None:
-    """Into ``out_CW``, which may be ``logits_CW`` itself, the gradient in the logits:
-
-    the sum over heads of grad_tail exp(x - u_tail) / temperature off their support; ``grad_support_CK`` on the support
-    of the first; and ``grad_picked_C1`` at the picked column. ``u_tail_CH`` is finite; the last two are 0 where
-    another rank has the id. Rounded once, to the dtype of ``out_CW``.
-    """
+def write_gradient(out_CW: Tensor, logits_CW: Tensor, wanted: Backward) -> None:
+    """Into ``out_CW``, which may be ``logits_CW`` itself; rounded once, to its dtype."""
+    heads, u_tail_CH, grad_tail_CH = wanted.heads, wanted.u_tail_TH, wanted.grad_tail_TH
     grad_CW = _tail_gradient(logits_CW, heads[0], u_tail_CH[:, 0], grad_tail_CH[:, 0])
     if len(heads) > 1:
         grad_CW = grad_CW.clone()
         for number in range(1, len(heads)):
             grad_CW += _tail_gradient(logits_CW, heads[number], u_tail_CH[:, number], grad_tail_CH[:, number])
-    grad_CW.scatter_add_(1, heads[0].columns_TK, grad_support_CK)
-    grad_CW.scatter_add_(1, picked_columns_C1, grad_picked_C1)
+    grad_CW.scatter_add_(1, heads[0].columns_TK, wanted.grad_support_TK)
+    grad_CW.scatter_add_(1, wanted.picked_columns_T1, wanted.grad_picked_T1)
     out_CW.copy_(grad_CW)
 
 

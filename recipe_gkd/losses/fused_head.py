@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from recipe_gkd.losses.kernels import chunk_positions
+from recipe_gkd.losses.kernels import arithmetic_for, chunk_positions
 from recipe_gkd.losses.question import Question, Reading
 from recipe_gkd.losses.reading import Plan, chunks, reading_of
 
@@ -70,11 +70,11 @@ class _ReadHidden(torch.autograd.Function):
         dtype = torch.promote_types(weight_WD.dtype, torch.float32)  # a sum over many blocks
         grad_TD = torch.empty_like(hidden_TD) if needs_hidden else None
         grad_WD = torch.zeros_like(weight_WD, dtype=dtype) if needs_weight else None
-        backward = ctx.plan.backward(u_tail_TH, rounding_TH, grads)
+        wanted, arithmetic = ctx.plan.backward(u_tail_TH, rounding_TH, grads), arithmetic_for(hidden_TD)
         for block in ctx.blocks:
             logits_RW = hidden_TD[block] @ weight_WD.T
             for rows in chunks(len(logits_RW), chunk_positions(logits_RW)):
-                backward.write(logits_RW[rows], logits_RW[rows], _within(block, rows))
+                arithmetic.write_gradient(logits_RW[rows], logits_RW[rows], wanted.rows(_within(block, rows)))
             if grad_TD is not None:
                 torch.matmul(logits_RW, weight_WD, out=grad_TD[block])
             if grad_WD is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses import chunk
-from recipe_gkd.losses.question import Head
+from recipe_gkd.losses.question import Backward, Head
 
 log = logging.getLogger(__name__)
 
@@ -27,17 +27,7 @@ class Arithmetic(Protocol):
 
     def tail_sums(self, logits_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> Tensor: ...
 
-    def write_gradient(
-        self,
-        out_CW: Tensor,
-        logits_CW: Tensor,
-        heads: Sequence[Head],
-        u_tail_CH: Tensor,
-        grad_tail_CH: Tensor,
-        grad_support_CK: Tensor,
-        picked_columns_C1: Tensor,
-        grad_picked_C1: Tensor,
-    ) -> None: ...
+    def write_gradient(self, out_CW: Tensor, logits_CW: Tensor, wanted: Backward) -> None: ...
 
 
 def arithmetic_for(tensor: Tensor, choice: str | None = None) -> Arithmetic:

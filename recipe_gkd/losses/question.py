@@ -63,6 +63,34 @@ class Head:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """What the gradient in the logits is made of: at each position the sum over heads of
+
+    grad_tail exp(x - u_tail) / temperature off the head's support, ``grad_support_TK`` on the support of the first
+    head, and ``grad_picked_T1`` at the picked column; 0 in the padding.
+    """
+
+    heads: list[Head]
+    u_tail_TH: Tensor
+    """Finite, also where there is no tail."""
+    grad_tail_TH: Tensor
+    grad_support_TK: Tensor
+    """0 where another rank has the id, as the next but one."""
+    picked_columns_T1: Tensor
+    grad_picked_T1: Tensor
+
+    def rows(self, part: slice) -> Backward:
+        return Backward(
+            heads=[head.rows(part) for head in self.heads],
+            u_tail_TH=self.u_tail_TH[part],
+            grad_tail_TH=self.grad_tail_TH[part],
+            grad_support_TK=self.grad_support_TK[part],
+            picked_columns_T1=self.picked_columns_T1[part],
+            grad_picked_T1=self.grad_picked_T1[part],
+        )
+
+
 def local_columns(ids: Tensor, present: Tensor, first_column: int, width: int) -> tuple[Tensor, Tensor]:
     """Columns of the ids, and which of them this rank has."""
     own = present & (ids >= first_column) & (ids < first_column + width)

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from recipe_gkd.losses.kernels import arithmetic_for, chunk_positions
-from recipe_gkd.losses.question import Head, Question, Reading, heads_of, local_columns
+from recipe_gkd.losses.question import Backward, Head, Question, Reading, heads_of, local_columns
 
 
 def read_logits(
@@ -139,31 +139,6 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backward:
-    """What a chunk of positions needs for its gradient in the logits."""
-
-    heads: list[Head]
-    u_tail_TH: Tensor
-    grad_tail_TH: Tensor
-    grad_support_TK: Tensor
-    picked_columns_T1: Tensor
-    grad_picked_T1: Tensor
-
-    def write(self, out_CW: Tensor, logits_CW: Tensor, part: slice) -> None:
-        """``out_CW``: where to; may be ``logits_CW`` itself."""
-        arithmetic_for(logits_CW).write_gradient(
-            out_CW,
-            logits_CW,
-            [head.rows(part) for head in self.heads],
-            self.u_tail_TH[part],
-            self.grad_tail_TH[part],
-            self.grad_support_TK[part],
-            self.picked_columns_T1[part],
-            self.grad_picked_T1[part],
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Gathered:
     """The same on every rank. Less a constant of the row, numbers keep their digits however large the logits are;
     functions of them that do not depend on that constant have the gradients of the logits."""
@@ -219,9 +194,9 @@ class _ReadLogits(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
         logits_TW, u_tail_TH, rounding_TH = ctx.saved_tensors
         grad_TW = logits_TW if ctx.in_place else torch.empty_like(logits_TW)
-        backward = ctx.plan.backward(u_tail_TH, rounding_TH, grads)
+        wanted, arithmetic = ctx.plan.backward(u_tail_TH, rounding_TH, grads), arithmetic_for(logits_TW)
         for part in ctx.parts:
-            backward.write(grad_TW[part], logits_TW[part], part)
+            arithmetic.write_gradient(grad_TW[part], logits_TW[part], wanted.rows(part))
         if ctx.in_place:  # a kernel of our own does not say so, and who needs the logits later must know
             torch.autograd.graph.increment_version(logits_TW)
         return grad_TW, None, None, None

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import cdiv
 
 from recipe_gkd.losses import triton_kernels as kernels
-from recipe_gkd.losses.question import Head
+from recipe_gkd.losses.question import Backward, Head
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COLUMNS = 4096
@@ -78,22 +78,9 @@ def tail_sums(logits_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> T
     return sums_CH3
 
 
-def write_gradient(
-    out_CW: Tensor,
-    logits_CW: Tensor,
-    heads: Sequence[Head],
-    u_tail_CH: Tensor,
-    grad_tail_CH: Tensor,
-    grad_support_CK: Tensor,
-    picked_columns_C1: Tensor,
-    grad_picked_C1: Tensor,
-) -> None:
-    """Into ``out_CW``, which may be ``logits_CW`` itself, the gradient in the logits:
-
-    the sum over heads of grad_tail exp(x - u_tail) / temperature off their support; ``grad_support_CK`` on the support
-    of the first; and ``grad_picked_C1`` at the picked column. ``u_tail_CH`` is finite; the last two are 0 where another
-    rank has the id. Rounded once, to the dtype of ``out_CW``; 0 in the padding of the vocabulary.
-    """
+def write_gradient(out_CW: Tensor, logits_CW: Tensor, wanted: Backward) -> None:
+    """Into ``out_CW``, which may be ``logits_CW`` itself; rounded once, to its dtype."""
+    heads, u_tail_CH, grad_tail_CH = wanted.heads, wanted.u_tail_TH, wanted.grad_tail_TH
     _check(logits_CW, heads, u_tail_CH.dtype)
     _check(out_CW, heads, u_tail_CH.dtype)
     (rows, width), n_heads, device = logits_CW.shape, len(heads), logits_CW.device
@@ -102,7 +89,7 @@ def write_gradient(
     temperatures = _inverse_temperatures(heads)
     n_support, real_columns = heads[0].columns_TK.shape[1], min(heads[0].real_columns, width)
     columns_CK, own_CK = _entries(heads[0])
-    picked_columns_C1, (u_tail_CH, grad_tail_CH) = picked_columns_C1.contiguous(), _rows(u_tail_CH, grad_tail_CH)
+    picked_columns_C1, (u_tail_CH, grad_tail_CH) = wanted.picked_columns_T1.contiguous(), _rows(u_tail_CH, grad_tail_CH)
     values_CX = torch.empty(rows, n_support + 1, dtype=torch.float32, device=device)
     # Without fused multiply-add: see ``kernels._tail_gradient``.
     options = {"enable_fp_fusion": False}
@@ -112,9 +99,9 @@ def write_gradient(
             logits_CW,
             columns_CK,
             own_CK,
-            *_rows(grad_support_CK),
+            *_rows(wanted.grad_support_TK),
             picked_columns_C1,
-            *_rows(grad_picked_C1),
+            *_rows(wanted.grad_picked_T1),
             u_tail_CH,
             grad_tail_CH,
             logits_CW.stride(0),

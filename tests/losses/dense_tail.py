@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.losses.kernels import Arithmetic
-from recipe_gkd.losses.question import Head
+from recipe_gkd.losses.question import Backward, Head
 
 KINDS = ("random", "all mass on the support", "+-1e4", "-inf among them", "all equal")
 
@@ -40,13 +40,15 @@ class Chunk:
     sums_CH3: Tensor = field(repr=False)
     """The expected ones, in float64."""
 
-    def gradient_inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return (
-            self.u_tail_CH,
-            self.grad_tail_CH,
-            self.grad_support_CK,
-            self.picked_columns_C1,
-            self.grad_picked_C1,
+    @property
+    def wanted(self) -> Backward:
+        return Backward(
+            heads=self.heads,
+            u_tail_TH=self.u_tail_CH,
+            grad_tail_TH=self.grad_tail_CH,
+            grad_support_TK=self.grad_support_CK,
+            picked_columns_T1=self.picked_columns_C1,
+            grad_picked_T1=self.grad_picked_C1,
         )
 
 
@@ -147,7 +149,7 @@ def check_sums(arithmetic: Arithmetic, chunk: Chunk) -> None:
 def check_gradient(arithmetic: Arithmetic, chunk: Chunk) -> Tensor:
     """In float32, from logits of any dtype. Returns it."""
     out_CW = torch.full(chunk.logits_CW.shape, float("nan"), device=chunk.logits_CW.device)
-    arithmetic.write_gradient(out_CW, chunk.logits_CW, chunk.heads, *chunk.gradient_inputs())
+    arithmetic.write_gradient(out_CW, chunk.logits_CW, chunk.wanted)
     torch.testing.assert_close(out_CW.double(), dense_gradient(chunk), rtol=1e-5, atol=1e-8)
     return out_CW
 
@@ -159,7 +161,7 @@ def check_rounded_once(arithmetic: Arithmetic, chunk: Chunk, grad_CW: Tensor, *,
     base = base.clone()
     logits_CW = base[:, : chunk.logits_CW.shape[1]]
     beyond = base[:, logits_CW.shape[1] :].clone()
-    arithmetic.write_gradient(logits_CW, logits_CW, chunk.heads, *chunk.gradient_inputs())
+    arithmetic.write_gradient(logits_CW, logits_CW, chunk.wanted)
     expected = grad_CW.to(logits_CW.dtype)
     if truncates and logits_CW.dtype == torch.bfloat16:
         expected = (grad_CW.view(torch.int32) & -(1 << 16)).view(torch.float32).to(logits_CW.dtype)

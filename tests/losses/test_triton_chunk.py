@@ -17,6 +17,7 @@ import torch
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses import chunk as torch_chunk
 from recipe_gkd.losses.kernels import CHOICE, arithmetic_for
+from recipe_gkd.losses.question import Backward
 from tests.losses.dense_tail import KINDS, Case, check_gradient, check_rounded_once, check_sums, make
 
 pytest.importorskip("triton", reason="needs triton")
@@ -217,9 +218,9 @@ def test_more_than_two_to_the_31_logits_on_a_gpu() -> None:
     arithmetic = arithmetic_for(logits_CW)
     sums_CH3 = arithmetic.tail_sums(logits_CW, heads, torch.float32)
     torch.testing.assert_close(sums_CH3[-16:].double(), whole.sums_CH3, rtol=5e-6, atol=1e-6)
-    inputs = [tensor.repeat(repeats, 1) for tensor in whole.gradient_inputs()]
-    arithmetic.write_gradient(logits_CW, logits_CW, heads, *inputs)
+    tensors = {name: value.repeat(repeats, 1) for name, value in vars(whole.wanted).items() if name != "heads"}
+    arithmetic.write_gradient(logits_CW, logits_CW, Backward(heads=heads, **tensors))
     expected = torch.empty_like(whole.logits_CW)
-    arithmetic.write_gradient(expected, whole.logits_CW, whole.heads, *whole.gradient_inputs())
+    arithmetic.write_gradient(expected, whole.logits_CW, whole.wanted)
     for start in range(0, len(logits_CW), 16):
         assert torch.equal(logits_CW[start : start + 16], expected)
