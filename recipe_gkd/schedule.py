@@ -24,18 +24,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from recipe_gkd.data import PromptBatch
 from recipe_gkd.errors import WorkerDied, WorkerError
 from recipe_gkd.flow import Flow, Generate, Judge, ReadyBatch, Replace, Score, Sync, deal, now
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.samples import Answer, Prompt, Sample
-
-T = TypeVar("T")
+from recipe_gkd.tasks import Tasks
 
 ANY_VERSION = 0
 """What a new worker wants: a sync, of whatever version, before the next update."""
@@ -87,36 +86,15 @@ class Pipeline:
         self._deaths: dict[int, WorkerDied] = {}  # lane -> why it may not be given work
         self._batches_under_way: asyncio.Queue[asyncio.Task[ReadyBatch] | None] = asyncio.Queue()
         self._sync_metrics: dict[str, float] = {}
-        self._tasks = asyncio.TaskGroup()
-        self._running: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()
 
     async def __aenter__(self) -> Pipeline:
         await self._tasks.__aenter__()
-        self._start(self._produce())
+        self._tasks.start(self._produce())
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        for task in self._running:  # none, unless the body left before the last batch
-            task.cancel()
-        try:
-            await self._tasks.__aexit__(*error)
-        except BaseExceptionGroup as group:
-            raise self._cause(error[1], group) from None
-
-    @staticmethod
-    def _cause(body: BaseException | None, group: BaseExceptionGroup[BaseException]) -> BaseException:
-        """What the body raised came first, unless it was only cancelled because a stage had failed."""
-        task = asyncio.current_task()
-        cancelled_from_outside = task is not None and task.cancelling() > 0
-        if body is not None and (cancelled_from_outside or not isinstance(body, asyncio.CancelledError)):
-            return body
-        return _first(group)
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = self._tasks.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
+        await self._tasks.__aexit__(*error)
 
     # ---- the trainer's side
 
@@ -196,7 +174,7 @@ class Pipeline:
             self._now_under_way(len(prompts))
             shares = deal(prompts, self._flow.n_lanes, answers_per_prompt)
             lanes = [
-                self._start(self._validate(lane, share, generate, answers))
+                self._tasks.start(self._validate(lane, share, generate, answers))
                 for lane, share in enumerate(shares)
                 if share
             ]
@@ -224,7 +202,7 @@ class Pipeline:
             await self._until(lambda: not self._syncing and not self._reserved)
             self._now_under_way(len(batch.prompts))
             self._handed_out_at = now()
-            self._batches_under_way.put_nowait(self._start(self._prepare(batch)))
+            self._batches_under_way.put_nowait(self._tasks.start(self._prepare(batch)))
         self._next_step = None
         self._notify()
         self._batches_under_way.put_nowait(None)
@@ -309,13 +287,15 @@ class Pipeline:
             group.append((prompt, answer))
             n_left -= 1
             if len(group) == group_size or not n_left:
-                requests.append(self._start(self._request(group, batch.step)))
+                requests.append(self._tasks.start(self._request(group, batch.step)))
                 if self._judge is not None:
-                    judgements.append(self._start(self._judgement(self._judge, group, batch.step)))
+                    judgements.append(self._tasks.start(self._judgement(self._judge, group, batch.step)))
                 group = []
 
         lanes = [
-            self._start(self._run_lane(lane, share, batch.step, answered)) for lane, share in enumerate(shares) if share
+            self._tasks.start(self._run_lane(lane, share, batch.step, answered))
+            for lane, share in enumerate(shares)
+            if share
         ]
         ended = [await lane for lane in lanes]
         batch.generated_at = max(ended)
@@ -400,11 +380,3 @@ class Pipeline:
     async def _judgement(self, judge: Judge, group: Sequence[tuple[Prompt, Answer]], step: int) -> dict[int, float]:
         with self.timeline.span("reward", "judge", step=step, samples=len(group)):
             return await judge(group)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure that came first; the rest of the group are its consequences."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -1,0 +1,52 @@
+"""Tasks that live as long as a block, of which the first failure leaves it as itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """An ``asyncio.TaskGroup`` that raises what came first, not a group, and cancels what its body leaves behind."""
+
+    def __init__(self) -> None:
+        self._group = asyncio.TaskGroup()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = self._group.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def __aenter__(self) -> Tasks:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        for task in self._running:  # none, unless the body left early
+            task.cancel()
+        try:
+            await self._group.__aexit__(*error)
+        except BaseExceptionGroup as group:
+            raise _cause(error[1], group) from None
+
+
+def _cause(body: BaseException | None, group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What the body raised came first, unless it was only cancelled because a task had failed."""
+    task = asyncio.current_task()
+    cancelled_from_outside = task is not None and task.cancelling() > 0
+    if body is not None and (cancelled_from_outside or not isinstance(body, asyncio.CancelledError)):
+        return body
+    return _first(group)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that came first; the rest of the group are its consequences."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
