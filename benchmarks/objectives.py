@@ -30,7 +30,6 @@ OBJECTIVES: dict[str, list[str]] = {
     "skewed_reverse_kl": ["gkd.distill_loss_type=skewed_reverse_kl"],
     "tvd": ["gkd.distill_loss_type=tvd"],
     "k1, lr 1e-3": ["gkd.distill_loss_type=k1", LR.format("1e-3")],
-    "k1, lr 1e-3, 128 prompts": ["gkd.distill_loss_type=k1", LR.format("1e-3"), "data.train_batch_size=128"],
     "k1, lr 1e-3, no baseline": ["gkd.distill_loss_type=k1", LR.format("1e-3"), "gkd.baseline=none"],
     "k2, lr 5e-4": ["gkd.distill_loss_type=k2", LR.format("5e-4")],
     "k3, lr 5e-4": ["gkd.distill_loss_type=k3", LR.format("5e-4")],
