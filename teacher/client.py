@@ -30,7 +30,7 @@ from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestErr
 from teacher.messages import LIMITS, Answer, Failure, Info
 from teacher.protocol import Frame
 from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence
-from teacher.sockets import FRONTEND_PORT, LOOK_HINT, START_HINT, make_socket, receive, send
+from teacher.sockets import CLIENT_HEARTBEAT, FRONTEND_PORT, LOOK_HINT, START_HINT, make_socket, receive, send
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,9 @@ class TeacherClient:
             raise TeacherError(f"cannot connect to {self.address}: a port is 1 to 65535; {hint}")
         self._context = zmq.Context()
         try:
-            self._socket = make_socket(self._context, zmq.DEALER, max_frame_bytes=LIMITS.answer_frame_bytes)
+            self._socket = make_socket(
+                self._context, zmq.DEALER, max_frame_bytes=LIMITS.answer_frame_bytes, heartbeat=CLIENT_HEARTBEAT
+            )
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             self._socket.connect(self.address)
         except zmq.ZMQError as error:

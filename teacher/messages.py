@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from teacher.errors import TeacherError, TeacherRequestError
 from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
+from teacher.status import ServiceStatus
 
 # Peers of another version refuse each other: one that overlooked a field would answer another question than was asked.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Limits:
 
     header_bytes: int = 4 << 20
     text_chars: int = 16 << 10
+    status_bytes: int = 4 << 20
     sequences: int = 4096
     sequence_tokens: int = 1 << 20
     request_tokens: int = 16 << 20
@@ -45,13 +47,23 @@ LIMITS = Limits()
 class Kind(StrEnum):
     HELLO = "hello"  # client -> proxy: who are you?
     INFO = "info"  # proxy -> client
+    ASK_STATUS = "ask_status"  # client -> proxy: how are you?
+    STATUS = "status"  # proxy -> client
     SCORE = "score"  # client -> proxy -> worker
     ANSWER = "answer"  # worker -> proxy -> client
+    CANCEL = "cancel"  # client -> proxy -> worker: nobody waits for this request any more
+    LATER = "later"  # proxy -> client: not now; keep the request and send it again
     ERROR = "error"  # anybody -> whoever asked
     READY = "ready"  # worker -> proxy: my model is loaded
     WELCOME = "welcome"  # proxy -> worker: registered
-    PROBE = "probe"  # proxy -> worker: no answer wanted, sending it shows whether there is still a connection
+    PULSE = "pulse"  # worker -> proxy, between engine steps and at least every HEARTBEAT_INTERVAL_S while idle
+    REJOIN = "rejoin"  # proxy -> worker: I do not know you (any more); forget your requests and say READY
+    PROBE = "probe"  # proxy -> anybody: no answer wanted, sending it shows whether there is still a connection
     BYE = "bye"  # worker -> proxy: I leave
+
+
+# How top-k logprobs travel: 4 or 2 bytes each. Records have float32 either way.
+WireDtype = Literal["float32", "float16"]
 
 
 @dataclass(frozen=True)
@@ -67,11 +79,27 @@ class Info:
 
 
 @dataclass(frozen=True)
+class AskStatus:
+    request_id: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Status:
+    request_id: int
+    status: ServiceStatus
+
+
+@dataclass(frozen=True)
 class Score:
+    """`top_k`: how many of the teacher's `n_logprobs` are wanted, 0 for all."""
+
     request_id: int
     timeout_s: float
     sequences: list[TeacherSequence]
     temperature: float
+    top_k: int
+    wire_dtype: WireDtype
 
     @property
     def n_tokens(self) -> int:
@@ -80,8 +108,21 @@ class Score:
 
 @dataclass(frozen=True)
 class Answer:
+    """Its arrays are views of the frames; `topk_logps_TK` has the dtype in which it travelled."""
+
     request_id: int
     answers: list[TeacherAnswer]
+
+
+@dataclass(frozen=True)
+class Cancel:
+    request_id: int
+
+
+@dataclass(frozen=True)
+class Later:
+    request_id: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -92,12 +133,30 @@ class Failure:
 
 @dataclass(frozen=True)
 class Ready:
+    """`name`: of the worker, for people: host and pid."""
+
     info: ModelInfo
     capacity_tokens: int
+    name: str
 
 
 @dataclass(frozen=True)
 class Welcome:
+    pass
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What the worker has done since it started; `busy_s` is the time in engine steps."""
+
+    n_steps: int
+    n_sequences: int
+    n_tokens: int
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class Rejoin:
     pass
 
 
@@ -108,10 +167,29 @@ class Probe:
 
 @dataclass(frozen=True)
 class Bye:
+    """`broken`: the engine failed, perhaps through what it was given; else the worker was asked to end."""
+
     reason: str
+    broken: bool
 
 
-Message = Hello | Info | Score | Answer | Failure | Ready | Welcome | Probe | Bye
+Message = (
+    Hello
+    | Info
+    | AskStatus
+    | Status
+    | Score
+    | Answer
+    | Cancel
+    | Later
+    | Failure
+    | Ready
+    | Welcome
+    | Pulse
+    | Rejoin
+    | Probe
+    | Bye
+)
 
 _SPLIT_HINT = "ask for less at once: raise actor_rollout_ref.teacher.num_microbatches"
 
@@ -153,4 +231,26 @@ def check_temperature(temperature: Any) -> float:
     raise TeacherRequestError(
         f"temperature must be a number from {LIMITS.min_temperature:g} to {LIMITS.max_temperature:g}, "
         f"got {repr(temperature)[:40]}; correct gkd.distill_temperature"
+    )
+
+
+def check_top_k(top_k: Any) -> int:
+    """0 for None. Raise TeacherRequestError unless `top_k` can be asked of some teacher."""
+    if top_k is None:
+        return 0
+    if type(top_k) is int and 1 <= top_k <= LIMITS.vocab_size:
+        return top_k
+    raise TeacherRequestError(
+        f"top_k must be 1 to {LIMITS.vocab_size}, or None for all that the teacher returns, got {top_k!r:.40}; correct "
+        "actor_rollout_ref.teacher.top_k"
+    )
+
+
+def check_wire_dtype(wire_dtype: Any) -> WireDtype:
+    """Raise TeacherRequestError unless `wire_dtype` is one."""
+    for known in get_args(WireDtype):
+        if wire_dtype == known:
+            return known
+    raise TeacherRequestError(
+        f"wire_dtype must be float32 or float16, got {wire_dtype!r:.40}; correct actor_rollout_ref.teacher.wire_dtype"
     )

@@ -11,33 +11,46 @@ error can always be read.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import msgpack
 import numpy as np
 
+from teacher import header as checked
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
+from teacher.header import short
 from teacher.messages import (
     LIMITS,
     PROTOCOL_VERSION,
     Answer,
+    AskStatus,
     Bye,
+    Cancel,
     Failure,
     Hello,
     Info,
     Kind,
+    Later,
     Message,
     Probe,
+    Pulse,
     Ready,
+    Rejoin,
     Score,
+    Status,
     Welcome,
+    WireDtype,
     check_sequences,
     check_temperature,
+    check_top_k,
+    check_wire_dtype,
 )
 from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
+from teacher.status import ServiceStatus
 
 Frame = Any  # anything with the buffer protocol: bytes, memoryview, zmq.Frame
 
@@ -48,7 +61,7 @@ _ERROR_OF_CODE: dict[str, type[TeacherError]] = {
     "unavailable": TeacherUnavailable,
 }
 _CODE_OF_ERROR = {error: code for code, error in _ERROR_OF_CODE.items()}
-_DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4")}
+_DTYPES = {code: np.dtype(f"<{code}") for code in ("i4", "f4", "f2", "u1")}
 
 
 # --- encode ----------------------------------------------------------------------------------------------------------
@@ -62,28 +75,63 @@ def encode_info(request_id: int, info: TeacherInfo) -> list[Frame]:
     return _encode(Kind.INFO, request_id, info=asdict(info))
 
 
+def encode_ask_status(request_id: int, timeout_s: float) -> list[Frame]:
+    return _encode(Kind.ASK_STATUS, request_id, timeout_s=timeout_s)
+
+
+def encode_status(request_id: int, status: ServiceStatus) -> list[Frame]:
+    text = json.dumps(status.to_dict()).encode()
+    return _encode(Kind.STATUS, request_id, [np.frombuffer(text, np.uint8)])
+
+
 def encode_score(
-    request_id: int, timeout_s: float, sequences: Sequence[TeacherSequence], temperature: float = 1.0
+    request_id: int,
+    timeout_s: float,
+    sequences: Sequence[TeacherSequence],
+    temperature: float = 1.0,
+    *,
+    top_k: int | None = None,
+    wire_dtype: WireDtype = "float32",
 ) -> list[Frame]:
     """Token ids are copied: the caller may change its arrays while the message waits in a queue.
 
-    Raises: TeacherRequestError, see `check_sequences` and `check_temperature`.
+    Raises: TeacherRequestError, see the `check_*` of `messages`.
     """
     check_sequences(sequences)
-    temperature = check_temperature(temperature)
-    arrays = [sequence.token_ids.copy() for sequence in sequences]
-    prompt_lens = [sequence.prompt_len for sequence in sequences]
     return _encode(
-        Kind.SCORE, request_id, arrays, timeout_s=timeout_s, prompt_lens=prompt_lens, temperature=temperature
+        Kind.SCORE,
+        request_id,
+        [sequence.token_ids.copy() for sequence in sequences],
+        timeout_s=timeout_s,
+        prompt_lens=[sequence.prompt_len for sequence in sequences],
+        temperature=check_temperature(temperature),
+        top_k=check_top_k(top_k),
+        wire_dtype=check_wire_dtype(wire_dtype),
     )
 
 
-def encode_answer(request_id: int, answers: Sequence[TeacherAnswer]) -> list[Frame]:
-    """The arrays themselves are the frames (no copy): they must not change any more."""
+def encode_answer(
+    request_id: int, answers: Sequence[TeacherAnswer], *, top_k: int = 0, wire_dtype: WireDtype = "float32"
+) -> list[Frame]:
+    """The first `top_k` of each row, all if 0.
+
+    Arrays that travel whole and in their own dtype are the frames themselves (no copy): they must not change any more.
+    """
     arrays: list[np.ndarray] = []
     for answer in answers:
-        arrays += [answer.topk_logps_TK, answer.topk_ids_TK, answer.sampled_logps_T]
+        logps_TK, ids_TK = answer.topk_logps_TK, answer.topk_ids_TK
+        if top_k:
+            logps_TK, ids_TK = logps_TK[:, :top_k], ids_TK[:, :top_k]
+        arrays += [logps_TK.astype(wire_dtype, copy=False), ids_TK, answer.sampled_logps_T]
     return _encode(Kind.ANSWER, request_id, arrays)
+
+
+def encode_cancel(request_id: int) -> list[Frame]:
+    return _encode(Kind.CANCEL, request_id)
+
+
+def encode_later(request_id: int, reason: str) -> list[Frame]:
+    return _encode(Kind.LATER, request_id, reason=reason[: LIMITS.text_chars])
 
 
 def encode_error(request_id: int, error: TeacherError) -> list[Frame]:
@@ -91,8 +139,16 @@ def encode_error(request_id: int, error: TeacherError) -> list[Frame]:
     return _encode(Kind.ERROR, request_id, code=code, message=str(error)[: LIMITS.text_chars])
 
 
-def encode_ready(info: ModelInfo, capacity_tokens: int) -> list[Frame]:
-    return _encode(Kind.READY, 0, info=asdict(info), capacity_tokens=capacity_tokens)
+def encode_ready(info: ModelInfo, capacity_tokens: int, name: str) -> list[Frame]:
+    return _encode(Kind.READY, 0, info=asdict(info), capacity_tokens=capacity_tokens, name=name[: LIMITS.text_chars])
+
+
+def encode_pulse(pulse: Pulse) -> list[Frame]:
+    return _encode(Kind.PULSE, 0, **asdict(pulse))
+
+
+def encode_rejoin() -> list[Frame]:
+    return _encode(Kind.REJOIN, 0)
 
 
 def encode_welcome() -> list[Frame]:
@@ -103,8 +159,8 @@ def encode_probe() -> list[Frame]:
     return _encode(Kind.PROBE, 0)
 
 
-def encode_bye(reason: str) -> list[Frame]:
-    return _encode(Kind.BYE, 0, reason=reason[: LIMITS.text_chars])
+def encode_bye(reason: str, *, broken: bool = False) -> list[Frame]:
+    return _encode(Kind.BYE, 0, reason=reason[: LIMITS.text_chars], broken=broken)
 
 
 def readdress(frames: Sequence[Frame], request_id: int, timeout_s: float | None = None) -> list[Frame]:
@@ -143,19 +199,19 @@ def decode(frames: Sequence[Frame]) -> Message:
         return _decode_error(header)
     if header.get("v") != PROTOCOL_VERSION:
         raise TeacherProtocolError(
-            f"message of protocol version {_short(header.get('v'))}, this side speaks {PROTOCOL_VERSION}; "
+            f"message of protocol version {short(header.get('v'))}, this side speaks {PROTOCOL_VERSION}; "
             "install the same teacher package on the trainer, proxy and worker machines"
         )
     decoder = _DECODERS.get(kind) if isinstance(kind, str) else None
     if decoder is None:
-        raise TeacherProtocolError(f"unknown message kind {_short(kind)}")
+        raise TeacherProtocolError(f"unknown message kind {short(kind)}")
     return decoder(header, _decode_arrays(header, frames[1:]))
 
 
 def peek_request_id(frames: Sequence[Frame]) -> int | None:
     """The request id of a message that `decode` refused, if there is one to answer to."""
     try:
-        return _int(_unpack_header(frames[0]), "id", 0, 2**63 - 1) if frames else None
+        return checked.request_id(_unpack_header(frames[0])) if frames else None
     except TeacherProtocolError:
         return None
 
@@ -177,7 +233,7 @@ def _unpack_header(frame: Frame) -> dict[str, Any]:
             max_ext_len=0,
         )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise TeacherProtocolError(f"header is no msgpack: {_short(error)}") from None
+        raise TeacherProtocolError(f"header is no msgpack: {short(error)}") from None
     if not isinstance(header, dict):
         raise TeacherProtocolError(f"header must be a map, got {type(header).__name__}")
     return header
@@ -186,44 +242,62 @@ def _unpack_header(frame: Frame) -> dict[str, Any]:
 def _decode_arrays(header: dict[str, Any], frames: Sequence[Frame]) -> list[np.ndarray]:
     specs = header.get("arrays")
     if not isinstance(specs, list) or len(specs) != len(frames):
-        n_specs = len(specs) if isinstance(specs, list) else _short(specs)
+        n_specs = len(specs) if isinstance(specs, list) else short(specs)
         raise TeacherProtocolError(f"header announces {n_specs} arrays, {len(frames)} array frames arrived")
     return [_decode_array(spec, frame) for spec, frame in zip(specs, frames, strict=True)]
 
 
 def _decode_array(spec: Any, frame: Frame) -> np.ndarray:
     if not isinstance(spec, list) or not 2 <= len(spec) <= 3 or not isinstance(spec[0], str) or spec[0] not in _DTYPES:
-        raise TeacherProtocolError(f"array must be announced as [dtype, size(, size)], got {_short(spec)}")
+        raise TeacherProtocolError(f"array must be announced as [dtype, size(, size)], got {short(spec)}")
     dtype, shape = _DTYPES[spec[0]], spec[1:]
     if any(type(size) is not int or not 1 <= size <= LIMITS.vocab_size for size in shape):
-        raise TeacherProtocolError(f"array sizes must be 1 to {LIMITS.vocab_size}, got {_short(shape)}")
+        raise TeacherProtocolError(f"array sizes must be 1 to {LIMITS.vocab_size}, got {short(shape)}")
     n_bytes = memoryview(frame).nbytes
     if math.prod(shape) * dtype.itemsize != n_bytes:
-        raise TeacherProtocolError(f"array announced as {_short(spec)} arrived with {n_bytes} bytes")
+        raise TeacherProtocolError(f"array announced as {short(spec)} arrived with {n_bytes} bytes")
     return np.frombuffer(frame, dtype).reshape(shape)
 
 
 def _decode_hello(header: dict[str, Any], arrays: list[np.ndarray]) -> Hello:
     _expect_arrays(arrays, 0)
-    return Hello(_request_id(header), _timeout_s(header))
+    return Hello(checked.request_id(header), checked.timeout_s(header))
 
 
 def _decode_info(header: dict[str, Any], arrays: list[np.ndarray]) -> Info:
     _expect_arrays(arrays, 0)
-    return Info(_request_id(header), TeacherInfo(**_record(header, TeacherInfo)))
+    return Info(checked.request_id(header), TeacherInfo(**checked.record(header, TeacherInfo)))
+
+
+def _decode_ask_status(header: dict[str, Any], arrays: list[np.ndarray]) -> AskStatus:
+    _expect_arrays(arrays, 0)
+    return AskStatus(checked.request_id(header), checked.timeout_s(header))
+
+
+def _decode_status(header: dict[str, Any], arrays: list[np.ndarray]) -> Status:
+    _expect_arrays(arrays, 1)
+    if arrays[0].dtype != np.uint8 or arrays[0].nbytes > LIMITS.status_bytes:
+        raise TeacherProtocolError(f"expected a text of at most {LIMITS.status_bytes} bytes, got {arrays[0].nbytes}")
+    try:
+        values = json.loads(arrays[0].tobytes())
+    except (ValueError, RecursionError) as error:
+        raise TeacherProtocolError(f"the status is no JSON: {short(error)}") from None
+    return Status(checked.request_id(header), ServiceStatus.from_dict(values))
 
 
 def _decode_score(header: dict[str, Any], arrays: list[np.ndarray]) -> Score:
     prompt_lens = header.get("prompt_lens")
     if not isinstance(prompt_lens, list) or len(prompt_lens) != len(arrays):
-        raise TeacherProtocolError(f"expected {len(arrays)} prompt_lens, got {_short(prompt_lens)}")
+        raise TeacherProtocolError(f"expected {len(arrays)} prompt_lens, got {short(prompt_lens)}")
     sequences = [TeacherSequence(ids, n) for ids, n in zip(arrays, prompt_lens, strict=True)]
     try:
         check_sequences(sequences)
         temperature = check_temperature(header.get("temperature"))
+        wire_dtype = check_wire_dtype(header.get("wire_dtype"))
     except TeacherRequestError as error:
         raise TeacherProtocolError(str(error)) from None
-    return Score(_request_id(header), _timeout_s(header), sequences, temperature)
+    top_k = checked.integer(header, "top_k", 0, LIMITS.vocab_size)
+    return Score(checked.request_id(header), checked.timeout_s(header), sequences, temperature, top_k, wire_dtype)
 
 
 def _decode_answer(header: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
@@ -232,15 +306,40 @@ def _decode_answer(header: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
     answers = []
     for logps_TK, ids_TK, sampled_T in zip(arrays[::3], arrays[1::3], arrays[2::3], strict=True):
         got = [(array.dtype.str, array.shape) for array in (logps_TK, ids_TK, sampled_T)]
-        if logps_TK.ndim != 2 or got != [("<f4", logps_TK.shape), ("<i4", logps_TK.shape), ("<f4", logps_TK.shape[:1])]:
-            raise TeacherProtocolError(f"expected float32 [T,K], int32 [T,K], float32 [T], got {_short(got)}")
+        size = logps_TK.shape
+        if len(size) != 2 or got[0][0] not in ("<f4", "<f2") or got[1:] != [("<i4", size), ("<f4", size[:1])]:
+            raise TeacherProtocolError(f"expected float32 or float16 [T,K], int32 [T,K], float32 [T], got {short(got)}")
         answers.append(TeacherAnswer(logps_TK, ids_TK, sampled_T))
-    return Answer(_request_id(header), answers)
+    return Answer(checked.request_id(header), answers)
 
 
 def _decode_ready(header: dict[str, Any], arrays: list[np.ndarray]) -> Ready:
     _expect_arrays(arrays, 0)
-    return Ready(ModelInfo(**_record(header, ModelInfo)), _int(header, "capacity_tokens", 1, 2**40))
+    capacity_tokens = checked.integer(header, "capacity_tokens", 1, 2**40)
+    return Ready(ModelInfo(**checked.record(header, ModelInfo)), capacity_tokens, checked.text(header, "name"))
+
+
+def _decode_cancel(header: dict[str, Any], arrays: list[np.ndarray]) -> Cancel:
+    _expect_arrays(arrays, 0)
+    return Cancel(checked.request_id(header))
+
+
+def _decode_later(header: dict[str, Any], arrays: list[np.ndarray]) -> Later:
+    _expect_arrays(arrays, 0)
+    return Later(checked.request_id(header), checked.text(header, "reason"))
+
+
+def _decode_pulse(header: dict[str, Any], arrays: list[np.ndarray]) -> Pulse:
+    _expect_arrays(arrays, 0)
+    n_steps, n_sequences, n_tokens = (
+        checked.integer(header, name, 0, 2**62) for name in ("n_steps", "n_sequences", "n_tokens")
+    )
+    return Pulse(n_steps, n_sequences, n_tokens, checked.number(header, "busy_s", -1, 2**40))
+
+
+def _decode_rejoin(header: dict[str, Any], arrays: list[np.ndarray]) -> Rejoin:
+    _expect_arrays(arrays, 0)
+    return Rejoin()
 
 
 def _decode_welcome(header: dict[str, Any], arrays: list[np.ndarray]) -> Welcome:
@@ -255,87 +354,33 @@ def _decode_probe(header: dict[str, Any], arrays: list[np.ndarray]) -> Probe:
 
 def _decode_bye(header: dict[str, Any], arrays: list[np.ndarray]) -> Bye:
     _expect_arrays(arrays, 0)
-    return Bye(_text(header, "reason"))
+    return Bye(checked.text(header, "reason"), checked.boolean(header, "broken"))
 
 
 def _decode_error(header: dict[str, Any]) -> Failure:
     code = header.get("code")
     error = _ERROR_OF_CODE.get(code, TeacherRequestError) if isinstance(code, str) else TeacherRequestError
-    return Failure(_request_id(header), error(_text(header, "message")))
+    return Failure(checked.request_id(header), error(checked.text(header, "message")))
 
 
 _DECODERS: dict[str, Callable[[dict[str, Any], list[np.ndarray]], Message]] = {
     Kind.HELLO.value: _decode_hello,
     Kind.INFO.value: _decode_info,
+    Kind.ASK_STATUS.value: _decode_ask_status,
+    Kind.STATUS.value: _decode_status,
     Kind.SCORE.value: _decode_score,
     Kind.ANSWER.value: _decode_answer,
+    Kind.CANCEL.value: _decode_cancel,
+    Kind.LATER.value: _decode_later,
     Kind.READY.value: _decode_ready,
+    Kind.PULSE.value: _decode_pulse,
+    Kind.REJOIN.value: _decode_rejoin,
     Kind.WELCOME.value: _decode_welcome,
     Kind.PROBE.value: _decode_probe,
     Kind.BYE.value: _decode_bye,
 }
 
 
-# --- checked reads of header values ----------------------------------------------------------------------------------
-
-
 def _expect_arrays(arrays: list[np.ndarray], n: int) -> None:
     if len(arrays) != n:
         raise TeacherProtocolError(f"expected {n} arrays, got {len(arrays)}")
-
-
-def _request_id(header: dict[str, Any]) -> int:
-    return _int(header, "id", 0, 2**63 - 1)
-
-
-def _int(header: dict[str, Any], key: str, low: int, high: int) -> int:
-    value = header.get(key)
-    if type(value) is not int or not low <= value <= high:  # `type`, because True is an int for isinstance
-        raise TeacherProtocolError(f"{key} must be an integer from {low} to {high}, got {_short(value)}")
-    return value
-
-
-def _text(header: dict[str, Any], key: str) -> str:
-    value = header.get(key)
-    if not isinstance(value, str) or len(value) > LIMITS.text_chars:
-        raise TeacherProtocolError(
-            f"{key} must be a text of at most {LIMITS.text_chars} characters, got {_short(value)}"
-        )
-    return value
-
-
-def _timeout_s(header: dict[str, Any]) -> float:
-    value = header.get("timeout_s")
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= LIMITS.timeout_s:
-        raise TeacherProtocolError(f"timeout_s must be above 0 and at most {LIMITS.timeout_s:.0f}, got {_short(value)}")
-    return float(value)
-
-
-def _record(header: dict[str, Any], record: type[ModelInfo]) -> dict[str, Any]:
-    info = header.get("info")
-    names = {field.name: field.type for field in fields(record)}
-    if not isinstance(info, dict) or set(info) != set(names):
-        raise TeacherProtocolError(f"info must have the keys {sorted(names)}, got {_short(info)}")
-    # The annotations, which are texts in that module.
-    read: dict[Any, Callable[[dict[str, Any], str], Any]] = {
-        "str": _text,
-        "int": lambda info, name: _int(info, name, 0, 2**40),
-        "tuple[int, ...]": _token_ids,
-    }
-    return {name: read[kind](info, name) for name, kind in names.items()}
-
-
-def _token_ids(header: dict[str, Any], key: str) -> tuple[int, ...]:
-    ids = header.get(key)
-    if (
-        not isinstance(ids, list)
-        or len(ids) > LIMITS.eos_token_ids
-        or any(type(token_id) is not int or not 0 <= token_id < LIMITS.vocab_size for token_id in ids)
-    ):
-        raise TeacherProtocolError(f"{key} must be at most {LIMITS.eos_token_ids} token ids, got {_short(ids)}")
-    return tuple(ids)
-
-
-def _short(value: object) -> str:
-    text = str(value) if isinstance(value, Exception) else repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."

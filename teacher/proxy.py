@@ -21,10 +21,11 @@ from teacher.protocol import Frame
 from teacher.records import TeacherInfo
 from teacher.sockets import (
     BACKEND_PORT,
+    CLIENT_HEARTBEAT,
     FRONTEND_PORT,
-    HEARTBEAT_INTERVAL_S,
-    HEARTBEAT_TIMEOUT_S,
     LOOK_HINT,
+    WORKER_HEARTBEAT,
+    Heartbeat,
     make_socket,
     receive,
     send,
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 # Messages taken from one socket before the other gets its turn.
 _BURST = 64
 _FAREWELL_MS = 1000
-_LOST = f"the last one died or hung: its connection ended, or was silent for {HEARTBEAT_TIMEOUT_S:g} s"
+_LOST = f"the last one died or hung: its connection ended, or was silent for {WORKER_HEARTBEAT.timeout_s:g} s"
 
 
 class Proxy:
@@ -54,13 +55,17 @@ class Proxy:
         self._next_probe = 0.0  # time.monotonic()
         self._context = zmq.Context()
         try:
-            self._frontend, self.frontend_port = self._bind(bind, frontend_port, LIMITS.request_frame_bytes)
-            self._backend, self.backend_port = self._bind(bind, backend_port, LIMITS.answer_frame_bytes, heartbeat=True)
+            self._frontend, self.frontend_port = self._bind(
+                bind, frontend_port, LIMITS.request_frame_bytes, CLIENT_HEARTBEAT
+            )
+            self._backend, self.backend_port = self._bind(
+                bind, backend_port, LIMITS.answer_frame_bytes, WORKER_HEARTBEAT
+            )
         except TeacherError:
             self._context.destroy(linger=0)
             raise
 
-    def _bind(self, bind: str, port: int, max_frame_bytes: int, *, heartbeat: bool = False) -> tuple[zmq.Socket, int]:
+    def _bind(self, bind: str, port: int, max_frame_bytes: int, heartbeat: Heartbeat) -> tuple[zmq.Socket, int]:
         socket = make_socket(self._context, zmq.ROUTER, max_frame_bytes=max_frame_bytes, heartbeat=heartbeat)
         try:
             socket.bind(f"tcp://{bind}:{port or '*'}")
@@ -202,7 +207,7 @@ class Proxy:
         """libzmq drops the connection of a worker that died or is silent, and tells only who sends to it."""
         if (now := time.monotonic()) < self._next_probe:
             return
-        self._next_probe = now + HEARTBEAT_INTERVAL_S
+        self._next_probe = now + WORKER_HEARTBEAT.interval_s
         for worker in list(self._dispatcher.workers):
             if not self._send(self._backend, worker, protocol.encode_probe()):
                 self._lose_worker(worker, _LOST)

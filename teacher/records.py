@@ -1,6 +1,6 @@
 """What travels: a sequence to score, its answer, and what the service says about itself.
 
-Shape suffixes: N tokens of a whole sequence, T response positions, K = `n_logprobs`.
+Shape suffixes: N tokens of a whole sequence, T response positions, K = the request's `top_k`, or all `n_logprobs`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TeacherSequence:
 class TeacherAnswer:
     """The teacher's distributions at the response positions of one sequence.
 
-    Row r is log_softmax(logits / temperature) over the whole vocabulary, in fp32, for the logits that predict response
+    Row r is log_softmax(logits / temperature) over all tokens, in fp32, for the logits that predict response
     token r given everything before it, after whatever the model itself does to them (soft cap, scale). `temperature` is
     the request's, 1 by default, and applies to all three arrays: `sampled_logps_T` too.
 
@@ -48,16 +48,19 @@ class ModelInfo:
 
     Attributes:
         model_name: name the worker was started with; a proxy accepts only workers of the same name.
-        vocab_size: size of the model's output layer, which may be larger than the tokenizer's vocabulary.
+        vocab_size: size of the model's output layer.
+        n_tokens: ids of the tokenizer, 0 to n_tokens - 1. The rest of the output layer, if any, is padding: it has
+            probability 0 and is never returned, and a sequence that contains it is refused.
         tokenizer_fingerprint: see `teacher.fingerprint`.
         max_model_len: longest sequence (prompt and response, in tokens) that is scored.
-        n_logprobs: K.
+        n_logprobs: K, the largest `top_k` of a request.
         engine: engine, version and dtype, for people.
         eos_token_ids: the ids that end a turn for this model, ascending; empty if its files name none.
     """
 
     model_name: str
     vocab_size: int
+    n_tokens: int
     tokenizer_fingerprint: str
     max_model_len: int
     n_logprobs: int

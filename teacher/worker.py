@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from teacher.errors import TeacherProtocolError, TeacherRequestError, TeacherTim
 from teacher.messages import LIMITS, Failure, Probe, Score, Welcome
 from teacher.protocol import Frame
 from teacher.records import TeacherAnswer
-from teacher.sockets import BACKEND_PORT, make_socket, receive, send
+from teacher.sockets import BACKEND_PORT, WORKER_HEARTBEAT, make_socket, receive, send
 from teacher.stop_signal import Stoppable
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class Worker:
         self._job_of_key: dict[int, _Job] = {}
         self._context = zmq.Context()
         self._socket = make_socket(
-            self._context, zmq.DEALER, max_frame_bytes=LIMITS.request_frame_bytes, heartbeat=True
+            self._context, zmq.DEALER, max_frame_bytes=LIMITS.request_frame_bytes, heartbeat=WORKER_HEARTBEAT
         )
         self._socket.connect(self.address)
 
@@ -103,7 +105,12 @@ class Worker:
         return True
 
     def _say_ready(self) -> None:
-        send(self._socket, protocol.encode_ready(self._engine.info, self._engine.capacity_tokens))
+        send(
+            self._socket,
+            protocol.encode_ready(
+                self._engine.info, self._engine.capacity_tokens, f"{socket.gethostname()}:{os.getpid()}"
+            ),
+        )
 
     def _serve(self, stop: Stoppable) -> None:
         # From here on a handshake means that a connection was lost and is back.

@@ -92,10 +92,12 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._sequences: dict[int, TeacherSequence] = {}
+        tokenizer = AutoTokenizer.from_pretrained(config.ckpt_path)
         self._info = ModelInfo(
             model_name=config.model_name or Path(config.ckpt_path).resolve().name,
             vocab_size=vocab_size,
-            tokenizer_fingerprint=tokenizer_fingerprint(AutoTokenizer.from_pretrained(config.ckpt_path)),
+            n_tokens=min(vocab_size, 1 + max(tokenizer.get_vocab().values())),
+            tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
             max_model_len=args.max_model_len - 1,
             n_logprobs=self._k,
             engine=f"vllm {__version__} {str(self._engine.model_config.dtype).removeprefix('torch.')}",

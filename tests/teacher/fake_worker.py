@@ -23,6 +23,7 @@ from teacher.worker import Worker
 INFO = ModelInfo(
     "fake",
     vocab_size=100,
+    n_tokens=100,
     tokenizer_fingerprint="none",
     max_model_len=32,
     n_logprobs=4,

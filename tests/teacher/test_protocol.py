@@ -18,6 +18,7 @@ from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequen
 MODEL: dict[str, Any] = dict(
     model_name="m",
     vocab_size=9,
+    n_tokens=9,
     tokenizer_fingerprint="f",
     max_model_len=8,
     n_logprobs=3,
@@ -55,7 +56,7 @@ def valid_messages() -> list[list[bytes]]:
             protocol.encode_score(1, 2.0, sequences(), 0.7),
             protocol.encode_answer(1, answers()),
             protocol.encode_error(1, errors.TeacherTimeout("late")),
-            protocol.encode_ready(ModelInfo(**MODEL), 100),
+            protocol.encode_ready(ModelInfo(**MODEL), 100, "host:7"),
             protocol.encode_welcome(),
             protocol.encode_probe(),
             protocol.encode_bye("done"),
@@ -100,8 +101,8 @@ def test_small_messages_survive_the_round_trip() -> None:
     hello, info, _, _, _, ready, welcome, probe, bye = (protocol.decode(frames) for frames in valid_messages())
     assert hello == Hello(1, 2.0)
     assert info == Info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2))
-    assert ready == Ready(ModelInfo(**MODEL), 100)
-    assert (welcome, probe, bye) == (Welcome(), Probe(), Bye("done"))
+    assert ready == Ready(ModelInfo(**MODEL), 100, "host:7")
+    assert (welcome, probe, bye) == (Welcome(), Probe(), Bye("done", broken=False))
 
 
 @pytest.mark.parametrize(
