@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Distil into Qwen2.5-7B-Instruct on a Ray cluster of 8-GPU nodes: two nodes train, one generates; the teacher runs elsewhere.
 #
-#   RAY_ADDRESS=http://head:8265 TEACHER_IP=10.0.0.9 STUDENT=/models/Qwen2.5-7B-Instruct \
+#   RAY_ADDRESS=http://head:8265 TEACHER_IP=10.0.0.9 AUTH_DIR=/data/teacher-keys STUDENT=/models/Qwen2.5-7B-Instruct \
 #     TRAIN_FILES=/data/train.parquet OUTPUT_DIR=/data/runs/1 bash launch/run_qwen2.5_ray_cluster.sh [key=value ...]
 #
-# On the teacher's machine: CKPT_PATH=/models/teacher N_WORKERS=4 TP_SIZE=2 BIND=0.0.0.0 teacher/start_server.sh
-# (there is no authentication: on trusted networks only). STUDENT, TRAIN_FILES and OUTPUT_DIR must be on a disk that all
-# nodes share.
+# On the teacher's machine: python -m teacher keys --auth-dir /data/teacher-keys, then
+#   AUTH_DIR=/data/teacher-keys CKPT_PATH=/models/teacher N_WORKERS=4 TP_SIZE=2 BIND=0.0.0.0 teacher/start_server.sh
+# (or launch/run_teacher_on_ray.sh). STUDENT, TRAIN_FILES, OUTPUT_DIR and AUTH_DIR must be on a disk that all nodes share.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in -h|--help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
@@ -18,7 +18,8 @@ command=(python3 -m recipe_gkd.main_gkd --config-name on_policy_distill_trainer
   actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2
   actor_rollout_ref.actor.megatron.sequence_parallel=true
   actor_rollout_ref.rollout.tensor_model_parallel_size=2
-  actor_rollout_ref.teacher.server_ip="${TEACHER_IP:?}" actor_rollout_ref.teacher.n_server_workers=4
+  actor_rollout_ref.teacher.server_ip="${TEACHER_IP:?}" actor_rollout_ref.teacher.auth_dir="${AUTH_DIR:?}"
+  actor_rollout_ref.teacher.n_server_workers=4 actor_rollout_ref.teacher.wire_dtype=float16
   trainer.device=cuda trainer.nnodes=2 trainer.n_gpus_per_node=8 rollout.nnodes=1 rollout.n_gpus_per_node=8
   trainer.scheduler=two_step_off trainer.save_freq=100 trainer.default_local_dir="${OUTPUT_DIR:?a folder that all nodes share}"
   ray_init.address=auto "$@")

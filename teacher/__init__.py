@@ -1,15 +1,19 @@
 """A teacher model as a service: it scores token sequences and returns top-k logprobs of their response positions.
 
-`TeacherClient` is what a trainer needs; it imports neither torch nor an engine. The service is started with
-`teacher/start_server.sh`.
+`TeacherClient` is what a trainer needs, or `AsyncTeacherClient`; they import neither torch nor an engine. The service
+is started with `teacher/start_server.sh`.
 """
 
+from teacher.async_client import AsyncTeacherClient
 from teacher.client import TeacherClient
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
 from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence
+from teacher.status import ServiceStatus
 
 __all__ = [
+    "AsyncTeacherClient",
+    "ServiceStatus",
     "TeacherAnswer",
     "TeacherClient",
     "TeacherError",

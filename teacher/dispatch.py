@@ -1,163 +1,203 @@
-"""Which request goes to which worker, and when a request has waited long enough: the proxy's memory, without sockets.
+"""Which request goes to which worker, and what becomes of those whose worker is lost: the proxy's memory, no sockets.
 
-All losses of a worker (it said bye, its connection is gone, it registers again) end in `remove_worker`.
+Work is dealt by tokens: clients in turn (`fair_queue`), each request to the worker with the fewest tokens in flight. A
+worker always has one request to begin when it ends another, and not many more: what waits, waits here, where it can
+still go to any worker. All losses of a worker end in `remove_worker`, which puts its requests back to the front.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from teacher.errors import TeacherRequestError, TeacherUnavailable
+from teacher.fair_queue import ClientKey, FairQueue, Job
 from teacher.protocol import Frame
 from teacher.records import ModelInfo
 
-# A request that was lost with this many workers is taken to be the cause.
-MAX_ATTEMPTS = 2
-MAX_WAITING = 65_536
+# After so many lost workers a request is taken to be the cause; the one before, it has a worker for itself, so that
+# those that were only there at the time are not taken for it.
+MAX_LOSSES = 3
+MAX_QUEUE_TOKENS = 8 << 20  # of 4 bytes
+MAX_QUEUE_REQUESTS = 65_536
 
-ClientKey = tuple[bytes, int]  # (identity of the client, its request id)
 
-
-@dataclass(eq=False)
-class Job:
-    """One request on its way. `deadline` is the proxy's `time.monotonic()`."""
-
-    job_id: int
-    client: ClientKey
-    frames: list[Frame]
-    n_tokens: int
-    deadline: float
-    attempts: int = 0
+class QueueFull(Exception):
+    """The request was not taken; its client is to keep it."""
 
 
 @dataclass(eq=False)
 class Worker:
-    """A registered worker and what it was given. `in_flight` includes jobs whose client gave up: they cost time."""
+    """A registered worker and what it was given."""
 
     identity: bytes
+    name: str
     info: ModelInfo
     capacity_tokens: int
     in_flight: dict[int, Job] = field(default_factory=dict)
+    load_tokens: int = 0
 
-    @property
-    def load_tokens(self) -> int:
-        return sum(job.n_tokens for job in self.in_flight.values())
+    def has_room(self) -> bool:
+        first = next(iter(self.in_flight.values()), None)
+        if first is not None and _is_suspect(first):  # which is given to an idle worker only
+            return False
+        return len(self.in_flight) < 2 or self.load_tokens < self.capacity_tokens
 
-    def has_room_for(self, job: Job) -> bool:
-        """A job above the capacity is taken by an idle worker: the engine cuts it into steps."""
-        return not self.in_flight or self.load_tokens + job.n_tokens <= self.capacity_tokens
+    def give(self, job: Job) -> None:
+        self.in_flight[job.job_id] = job
+        self.load_tokens += job.n_tokens
+
+    def take(self, job_id: int) -> Job | None:
+        job = self.in_flight.pop(job_id, None)
+        self.load_tokens -= job.n_tokens if job is not None else 0
+        return job
 
 
 class Dispatcher:
-    """First come, first served; to the worker with the fewest tokens in flight."""
+    """Every open request is either waiting (in the queue, or among the suspects) or in flight at one worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_queue_tokens: int = MAX_QUEUE_TOKENS) -> None:
+        self.max_queue_tokens = max_queue_tokens
         self.workers: dict[bytes, Worker] = {}
+        self.queue = FairQueue()
         self.last_loss = "none has registered yet"
+        self._suspects: OrderedDict[int, Job] = OrderedDict()
         self._ids = itertools.count(1)
-        self._open: dict[int, Job] = {}  # neither answered nor expired
-        self._job_of_client: dict[ClientKey, int] = {}
-        self._waiting: deque[int] = deque()
-        self._deadlines: list[tuple[float, int]] = []
+        self._open: dict[ClientKey, Job] = {}
+        self._deadlines: list[tuple[float, int, Job]] = []
 
     @property
     def info(self) -> ModelInfo | None:
         """What the workers of now have in common."""
         return next((worker.info for worker in self.workers.values()), None)
 
-    def add_worker(self, identity: bytes, info: ModelInfo, capacity_tokens: int) -> None:
+    @property
+    def open_jobs(self) -> Collection[Job]:
+        return self._open.values()
+
+    # --- workers ---
+
+    def add_worker(self, worker: Worker) -> None:
         """Register a worker that is not known.
 
         Raises: TeacherRequestError if it serves another model than the workers that are here.
         """
-        if self.info is not None and info != self.info:
+        if self.info is not None and worker.info != self.info:
             raise TeacherRequestError(
-                f"this service serves {self.info}, the worker that wants to join serves {info}; start it with the same "
-                "CKPT_PATH, N_LOGPROBS, MAX_MODEL_LEN and DTYPE (and MODEL_NAME, if the folders have different names)"
+                f"this service serves {self.info}, the worker that wants to join serves {worker.info}; start it with "
+                "the same CKPT_PATH, N_LOGPROBS, MAX_MODEL_LEN and DTYPE (and MODEL_NAME, if the folders have "
+                "different names)"
             )
-        self.workers[identity] = Worker(identity, info, capacity_tokens)
+        self.workers[worker.identity] = worker
 
-    def remove_worker(self, identity: bytes, reason: str) -> list[tuple[ClientKey, TeacherUnavailable]]:
-        """Forget a worker. Its requests go back to the front of the queue; those that failed too often are returned."""
+    def remove_worker(
+        self, identity: bytes, reason: str, *, left: bool = False
+    ) -> tuple[list[Job], list[tuple[Job, TeacherUnavailable]]]:
+        """Forget a worker: which of its requests wait again, and which were lost too often.
+
+        Args:
+            left: it ended as it should, so none of its requests can be the cause.
+        """
         worker = self.workers.pop(identity, None)
         if worker is None:
-            return []
+            return [], []
         self.last_loss = reason
-        given_up = []
+        repeated, given_up = [], []
         for job in reversed(worker.in_flight.values()):
-            if job.job_id not in self._open:
-                continue
-            if job.attempts < MAX_ATTEMPTS:
-                self._waiting.appendleft(job.job_id)
+            job.losses += not left
+            if job.losses < MAX_LOSSES:
+                repeated.append(job)
+                if _is_suspect(job):
+                    self._suspects[job.job_id] = job
+                else:
+                    self.queue.put_back(job)
             else:
-                self._close(job)
-                error = TeacherUnavailable(f"{job.attempts} workers were lost with this request; last: {reason}")
-                given_up.append((job.client, error))
-        return given_up
+                del self._open[job.client]
+                error = TeacherUnavailable(f"{job.losses} workers were lost with this request; last: {reason}")
+                given_up.append((job, error))
+        return repeated, given_up
 
-    def add_job(self, client: ClientKey, frames: list[Frame], n_tokens: int, deadline: float) -> None:
-        """Queue a request; a copy of one that is still open is ignored.
-
-        Raises: TeacherUnavailable if the queue is full.
-        """
-        if client in self._job_of_client:
-            return
-        if len(self._open) >= MAX_WAITING:
-            raise TeacherUnavailable(f"{len(self._open)} requests wait already; add workers, or ask less at once")
-        job = Job(next(self._ids), client, frames, n_tokens, deadline)
-        self._open[job.job_id] = job
-        self._job_of_client[client] = job.job_id
-        self._waiting.append(job.job_id)
-        heapq.heappush(self._deadlines, (deadline, job.job_id))
-
-    def assign(self) -> tuple[Worker, Job] | None:
-        """Take the next request that a worker has room for; it counts as in flight from now on."""
-        while self._waiting and self._waiting[0] not in self._open:
-            self._waiting.popleft()
-        if not self._waiting or not self.workers:
+    def assign(self, paused: Collection[bytes] = ()) -> tuple[Worker, Job] | None:
+        """Give the next request, of a client that is not paused, to a worker that has room."""
+        workers = list(self.workers.values())
+        if self._suspects and workers:  # the emptiest worker takes nothing else until it is idle
+            emptiest = min(workers, key=lambda worker: worker.load_tokens)
+            if not emptiest.in_flight:
+                _, suspect = self._suspects.popitem(last=False)
+                emptiest.give(suspect)
+                return emptiest, suspect
+            workers.remove(emptiest)
+        with_room = [worker for worker in workers if worker.has_room()]
+        if not with_room or (job := self.queue.take(paused)) is None:
             return None
-        job = self._open[self._waiting[0]]
-        worker = min(self.workers.values(), key=lambda w: w.load_tokens)
-        if not worker.has_room_for(job):
-            return None
-        self._waiting.popleft()
-        job.attempts += 1
-        worker.in_flight[job.job_id] = job
+        worker = min(with_room, key=lambda worker: worker.load_tokens)
+        worker.give(job)
         return worker, job
 
-    def finish(self, worker_identity: bytes, job_id: int) -> ClientKey | None:
-        """A worker is done with a job. Returns whom to tell; None if nobody waits or it was never this worker's."""
-        worker = self.workers.get(worker_identity)
-        job = worker.in_flight.pop(job_id, None) if worker is not None else None
-        if job is None or job_id not in self._open:
-            return None
-        self._close(job)
-        return job.client
+    def finish(self, identity: bytes, job_id: int) -> Job | None:
+        """A worker is done with a request. None if it was never, or is no longer, this worker's."""
+        worker = self.workers.get(identity)
+        job = worker.take(job_id) if worker is not None else None
+        if job is not None:
+            del self._open[job.client]
+        return job
+
+    # --- requests ---
+
+    def add_job(self, client: ClientKey, frames: list[Frame], n_tokens: int, deadline: float, now: float) -> None:
+        """Queue a request; a copy of one that is still open is ignored.
+
+        Raises: QueueFull, unless none of this client waits: so nobody can fill it for the others.
+        """
+        if client in self._open:
+            return
+        full = self.queue.n_tokens + n_tokens > self.max_queue_tokens or self.queue.n_jobs >= MAX_QUEUE_REQUESTS
+        if full and self.queue.of_client(client[0]):
+            raise QueueFull(f"{self.queue.n_jobs} requests with {self.queue.n_tokens} tokens wait already")
+        job = Job(next(self._ids), client, frames, n_tokens, deadline, arrived=now)
+        self._open[client] = job
+        self.queue.add(job)
+        heapq.heappush(self._deadlines, (deadline, job.job_id, job))
+
+    def cancel(self, client: ClientKey) -> tuple[bool, tuple[Worker, Job] | None]:
+        """Forget a request: whether it was open, and the worker that had it."""
+        job = self._open.get(client)
+        return job is not None, self._close(job) if job is not None else None
 
     def next_deadline(self) -> float | None:
-        while self._deadlines and self._deadlines[0][1] not in self._open:
+        while self._deadlines and self._open.get(self._deadlines[0][2].client) is not self._deadlines[0][2]:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def expire(self, now: float) -> list[tuple[Job, bool]]:
-        """Requests whose deadline has passed, each with whether a worker was at it."""
+    def expire(self, now: float) -> list[tuple[Job, Worker | None]]:
+        """Forget the requests whose deadline has passed: each with the worker that had it."""
         expired = []
         while (deadline := self.next_deadline()) is not None and deadline <= now:
-            job = self._open[heapq.heappop(self._deadlines)[1]]
-            self._close(job)
-            expired.append((job, any(job.job_id in worker.in_flight for worker in self.workers.values())))
+            _, _, job = heapq.heappop(self._deadlines)
+            at = self._close(job)
+            expired.append((job, at[0] if at is not None else None))
         return expired
 
-    def close_all(self) -> list[ClientKey]:
-        """Forget all requests; returns whom to tell."""
-        clients = list(self._job_of_client)
-        for job in list(self._open.values()):
+    def drop_waiting(self) -> list[Job]:
+        """Forget all that no worker has."""
+        waiting = [*self.queue, *self._suspects.values()]
+        for job in waiting:
             self._close(job)
-        return clients
+        return waiting
 
-    def _close(self, job: Job) -> None:
-        del self._open[job.job_id]
-        del self._job_of_client[job.client]
+    def _close(self, job: Job) -> tuple[Worker, Job] | None:
+        """Forget an open request wherever it is; the worker that had it."""
+        del self._open[job.client]
+        if self.queue.remove(job) or self._suspects.pop(job.job_id, None) is not None:
+            return None
+        for worker in self.workers.values():
+            if worker.take(job.job_id) is not None:
+                return worker, job
+        return None
+
+
+def _is_suspect(job: Job) -> bool:
+    return job.losses >= MAX_LOSSES - 1

@@ -14,6 +14,7 @@ USAGE
   worker_usage
   cat <<'USAGE'
   SERVER_IP               where the proxy runs (it must listen there: BIND of start_server.sh)  [127.0.0.1]
+  AUTH_DIR                of a service that has keys: a copy of its AUTH_DIR/clients/NAME, or that AUTH_DIR itself
   RUN_DIR                 pids and logs  [$PWD/outputs/teacher-join-SERVER_IP-PROXY_BACKEND_PORT]
 USAGE
 }
@@ -22,10 +23,11 @@ known_options="$worker_options SERVER_IP"
 worker_defaults
 SERVER_IP=${SERVER_IP:-127.0.0.1}
 parse_options "$@"
-require_number TP_SIZE N_LOGPROBS N_WORKERS MAX_MODEL_LEN PROXY_BACKEND_PORT START_TIMEOUT_S
-((N_WORKERS >= 1 && TP_SIZE >= 1)) || die "N_WORKERS and TP_SIZE must be 1 or more"
+check_numbers
 check_checkpoint
+find_gpus
 python=$(find_python)
+check_auth_dir
 RUN_DIR=${RUN_DIR:-$PWD/outputs/teacher-join-$SERVER_IP-$PROXY_BACKEND_PORT}
 prepare_run_dir
 

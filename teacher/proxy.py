@@ -1,7 +1,10 @@
 """The one address of a teacher service: clients in front, workers behind, requests queued between.
 
 A single-threaded loop around two ROUTER sockets. It reads headers only; token ids and logprobs pass through untouched.
-What it decides is in `dispatch`.
+What it decides is in `dispatch`, what it says about itself in `overview`.
+
+Told to stop, it hands back what waits (clients keep it, and send it again when a service is there), finishes what
+workers have, for DRAIN_S at most, and ends.
 """
 
 from __future__ import annotations
@@ -9,158 +12,206 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
 import zmq
 
 from teacher import protocol
-from teacher.dispatch import MAX_WAITING, Dispatcher
+from teacher.auth import ServerKeys
+from teacher.dispatch import MAX_QUEUE_TOKENS, Dispatcher, QueueFull, Worker
+from teacher.doors import Doors, peer_name
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout, TeacherUnavailable
-from teacher.messages import LIMITS, PROTOCOL_VERSION, Answer, Bye, Failure, Hello, Ready, Score
-from teacher.protocol import Frame
-from teacher.records import TeacherInfo
-from teacher.sockets import (
-    BACKEND_PORT,
-    CLIENT_HEARTBEAT,
-    FRONTEND_PORT,
-    LOOK_HINT,
-    WORKER_HEARTBEAT,
-    Heartbeat,
-    make_socket,
-    receive,
-    send,
+from teacher.fair_queue import ClientKey, Job
+from teacher.logs import Seldom
+from teacher.messages import (
+    PROTOCOL_VERSION,
+    Answer,
+    AskStatus,
+    Bye,
+    Cancel,
+    Failure,
+    Hello,
+    Message,
+    Pulse,
+    Ready,
+    Score,
 )
+from teacher.outbox import Outbox
+from teacher.overview import Overview
+from teacher.protocol import Frame
+from teacher.records import ModelInfo, TeacherInfo
+from teacher.sockets import BACKEND_PORT, FRONTEND_PORT, LOOK_HINT, WORKER_HEARTBEAT, receive, send
+from teacher.status import ServiceStatus
 from teacher.stop_signal import Stoppable
 
 logger = logging.getLogger(__name__)
 
-# Messages taken from one socket before the other gets its turn.
-_BURST = 64
-_FAREWELL_MS = 1000
+DRAIN_S = 5.0
+STALL_TIMEOUT_S = 60.0
+_TICK_S = 1.0
+_BURST = 64  # messages taken from one socket before the other gets its turn
+_MAX_HELLOS = 65_536
 _LOST = f"the last one died or hung: its connection ended, or was silent for {WORKER_HEARTBEAT.timeout_s:g} s"
 
 
 class Proxy:
-    """Binds on construction. `run` serves until it is told to stop, then tells every waiting client."""
+    """Binds on construction. `run` serves until it is told to stop. `latest_status` is of at most a second ago."""
 
     def __init__(
-        self, bind: str = "127.0.0.1", frontend_port: int = FRONTEND_PORT, backend_port: int = BACKEND_PORT
+        self,
+        bind: str = "127.0.0.1",
+        frontend_port: int = FRONTEND_PORT,
+        backend_port: int = BACKEND_PORT,
+        *,
+        keys: ServerKeys | None = None,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        max_queue_tokens: int = MAX_QUEUE_TOKENS,
     ) -> None:
         """Port 0 takes a free one; `frontend_port` and `backend_port` then say which.
 
+        Args:
+            keys: who is let in; without, only a loopback address can be bound.
+            stall_timeout_s: a worker that has said nothing for so long hangs, and its requests go to others.
+            max_queue_tokens: of the requests that wait; beyond, clients are told to keep theirs.
+
         Raises: TeacherError if an address cannot be bound.
         """
-        self._dispatcher = Dispatcher()
-        self._hellos: list[tuple[bytes, int, float]] = []  # (client, request id, deadline), until a worker is there
-        self._next_probe = 0.0  # time.monotonic()
-        self._context = zmq.Context()
-        try:
-            self._frontend, self.frontend_port = self._bind(
-                bind, frontend_port, LIMITS.request_frame_bytes, CLIENT_HEARTBEAT
-            )
-            self._backend, self.backend_port = self._bind(
-                bind, backend_port, LIMITS.answer_frame_bytes, WORKER_HEARTBEAT
-            )
-        except TeacherError:
-            self._context.destroy(linger=0)
-            raise
-
-    def _bind(self, bind: str, port: int, max_frame_bytes: int, heartbeat: Heartbeat) -> tuple[zmq.Socket, int]:
-        socket = make_socket(self._context, zmq.ROUTER, max_frame_bytes=max_frame_bytes, heartbeat=heartbeat)
-        try:
-            socket.bind(f"tcp://{bind}:{port or '*'}")
-        except zmq.ZMQError as error:
-            raise TeacherError(
-                f"cannot listen on {bind}:{port}: {error}; stop what uses the port (teacher/stop_server.sh), choose "
-                "another with PROXY_FRONTEND_PORT / PROXY_BACKEND_PORT, or correct --bind"
-            ) from None
-        return socket, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        self._doors = Doors(bind, frontend_port, backend_port, keys)
+        self._frontend, self._backend = self._doors.frontend, self._doors.backend
+        self.frontend_port, self.backend_port = self._doors.frontend_port, self._doors.backend_port
+        self._dispatcher = Dispatcher(max_queue_tokens)
+        self._overview = Overview(self._dispatcher)
+        self._stall_timeout_s = stall_timeout_s
+        self._invalid = Seldom()
+        self._hellos: dict[ClientKey, float] = {}  # deadlines of those that wait for a worker
+        self._told_to_rejoin: dict[bytes, float] = {}
+        self._next_tick = 0.0  # time.monotonic(), as all times here
+        self._drain_until: float | None = None
+        self._outbox = Outbox(self._frontend)
+        self.latest_status: ServiceStatus
+        self.latest_status_at: float
+        self._take_stock(time.monotonic())
 
     def run(self, stop: Stoppable) -> None:
         poller = zmq.Poller()
         for source in (self._frontend, self._backend, stop.fileno()):
             poller.register(source, zmq.POLLIN)
         try:
-            while stop.fileno() not in (ready := dict(poller.poll(self._wait_ms()))):
+            while not self._is_drained():
+                ready = dict(poller.poll(self._wait_ms()))
+                if stop.fileno() in ready:
+                    poller.unregister(stop.fileno())
+                    self._begin_to_drain()
                 # Answers first: they free the workers that new requests need.
                 if self._backend in ready:
                     self._drain(self._backend, self._on_worker)
                 if self._frontend in ready:
                     self._drain(self._frontend, self._on_client)
                 self._expire()
-                self._probe_workers()
+                self._tick()
+                for client in self._outbox.flush():
+                    self._lose_client(client, "it does not read what it asked for")
                 self._assign()
         finally:
             self._close()
 
-    def _wait_ms(self) -> int | None:
-        deadlines = [deadline for _, _, deadline in self._hellos]
+    def _wait_ms(self) -> int:
+        deadlines = [self._next_tick, *self._hellos.values()]
         if (next_job := self._dispatcher.next_deadline()) is not None:
             deadlines.append(next_job)
-        if self._dispatcher.workers:
-            deadlines.append(self._next_probe)
-        return int(1000 * max(0.0, min(deadlines) - time.monotonic())) + 1 if deadlines else None
+        if (next_try := self._outbox.next_try()) is not None:
+            deadlines.append(next_try)
+        if self._drain_until is not None:
+            deadlines.append(self._drain_until)
+        return int(1000 * max(0.0, min(deadlines) - time.monotonic())) + 1
 
-    def _drain(self, socket: zmq.Socket, handle: Callable[[bytes, list[Frame]], None]) -> None:
+    def _drain(self, socket: zmq.Socket, handle: Callable[[bytes, Message, list[Frame]], None]) -> None:
         for _ in range(_BURST):
             if (frames := receive(socket)) is None:
                 return
             identity, *body = frames
             try:
-                handle(identity.bytes, body)
+                handle(identity.bytes, protocol.decode(body), body)
             except TeacherProtocolError as error:
-                logger.warning("dropped a message from %s: %s", identity.bytes.hex(), error)
+                self._overview.count(invalid_messages=1)
+                if times := self._invalid.count(peer_name(frames)):
+                    logger.warning("dropped %d messages from %s, the last: %s", times, peer_name(frames), error)
                 if (request_id := protocol.peek_request_id(body)) is not None:
                     self._send(socket, identity.bytes, protocol.encode_error(request_id, error))
 
     # --- clients ---
 
-    def _on_client(self, client: bytes, frames: list[Frame]) -> None:
-        message = protocol.decode(frames)
+    def _on_client(self, client: bytes, message: Message, frames: list[Frame]) -> None:
         now = time.monotonic()
-        if isinstance(message, Score):
-            try:
-                self._dispatcher.add_job(
-                    (client, message.request_id), frames, message.n_tokens, now + message.timeout_s
+        self._overview.heard_client(client, peer_name(frames), now)
+        match message:
+            case Score():
+                self._on_score((client, message.request_id), message, frames, now)
+            case Cancel():
+                self._cancel((client, message.request_id))
+            case Hello():
+                if len(self._hellos) < _MAX_HELLOS:
+                    self._hellos[client, message.request_id] = now + message.timeout_s
+                self._answer_hellos()
+            case AskStatus():
+                self._take_stock(now)
+                self._to_client(client, protocol.encode_status(message.request_id, self.latest_status))
+            case _:
+                raise TeacherProtocolError(
+                    f"a client cannot send {type(message).__name__}; is this a worker on the wrong port?"
                 )
-            except TeacherUnavailable as error:
-                self._to_client((client, message.request_id), protocol.encode_error(message.request_id, error))
-        elif isinstance(message, Hello):
-            self._hellos.append((client, message.request_id, now + message.timeout_s))
-            del self._hellos[:-MAX_WAITING]  # nobody sane waits that many times; memory stays bounded
-            self._answer_hellos()
-        else:
-            raise TeacherProtocolError(
-                f"a client cannot send {type(message).__name__}; is this a worker on the wrong port?"
-            )
+
+    def _on_score(self, key: ClientKey, message: Score, frames: list[Frame], now: float) -> None:
+        if self._drain_until is not None:
+            self._put_off(key, "the proxy is going down")
+            return
+        try:
+            self._dispatcher.add_job(key, frames, message.n_tokens, now + message.timeout_s, now)
+        except QueueFull as full:
+            self._overview.count(put_off=1)
+            self._put_off(key, str(full))
+
+    def _cancel(self, key: ClientKey) -> None:
+        was_open, at = self._dispatcher.cancel(key)
+        self._overview.count(cancelled=int(was_open))
+        if at is not None:
+            self._tell_cancelled(*at)
+        self._hellos.pop(key, None)
+
+    def _tell_cancelled(self, worker: Worker, job: Job) -> None:
+        self._send(self._backend, worker.identity, protocol.encode_cancel(job.job_id))
 
     def _answer_hellos(self) -> None:
         if (model := self._dispatcher.info) is None:
             return
-        info = TeacherInfo(**asdict(model), protocol_version=PROTOCOL_VERSION, n_workers=len(self._dispatcher.workers))
-        for client, request_id, _ in self._hellos:
-            self._to_client((client, request_id), protocol.encode_info(request_id, info))
+        n_workers = len(self._dispatcher.workers)
+        info = TeacherInfo(**vars(model), protocol_version=PROTOCOL_VERSION, n_workers=n_workers)
+        for client, request_id in list(self._hellos):
+            self._to_client(client, protocol.encode_info(request_id, info))
         self._hellos.clear()
+
+    def _put_off(self, key: ClientKey, reason: str) -> None:
+        self._to_client(key[0], protocol.encode_later(key[1], reason))
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for job, started in self._dispatcher.expire(now):
+        for job, worker in self._dispatcher.expire(now):
+            self._overview.count(expired=1)
             error: TeacherError
-            if started:
+            if worker is not None:
+                self._tell_cancelled(worker, job)
                 error = TeacherTimeout(
-                    "a worker had the request but did not finish it in time; it may be slow (raise the timeout, add "
-                    f"workers) or its engine may hang: {LOOK_HINT}"
+                    f"worker {worker.name} had the request but did not finish it in time; it may be slow (raise the "
+                    f"timeout, add workers) or its engine may hang: {LOOK_HINT}"
                 )
             elif self._dispatcher.workers:
                 n_workers = len(self._dispatcher.workers)
                 error = TeacherTimeout(f"all {n_workers} workers were busy until the deadline; add workers or time")
             else:
                 error = self._no_worker()
-            self._to_client(job.client, protocol.encode_error(job.client[1], error))
-        for client, request_id, deadline in self._hellos:
-            if deadline <= now:
-                self._to_client((client, request_id), protocol.encode_error(request_id, self._no_worker()))
-        self._hellos = [hello for hello in self._hellos if hello[2] > now]
+            self._to_client(job.client[0], protocol.encode_error(job.client[1], error))
+        for key in [key for key, deadline in self._hellos.items() if deadline <= now]:
+            del self._hellos[key]
+            self._to_client(key[0], protocol.encode_error(key[1], self._no_worker()))
 
     def _no_worker(self) -> TeacherUnavailable:
         return TeacherUnavailable(
@@ -168,74 +219,156 @@ class Proxy:
             "teacher/join_server.sh"
         )
 
+    def _lose_client(self, client: bytes, reason: str) -> None:
+        self._outbox.forget(client)
+        keys = [job.client for job in self._dispatcher.open_jobs if job.client[0] == client]
+        if keys:
+            logger.warning(
+                "client %s is gone with %d requests open: %s", self._overview.name_of(client), len(keys), reason
+            )
+        for key in keys:
+            self._cancel(key)
+
     # --- workers ---
 
-    def _on_worker(self, worker: bytes, frames: list[Frame]) -> None:
-        message = protocol.decode(frames)
-        if isinstance(message, Answer | Failure):
-            client = self._dispatcher.finish(worker, message.request_id)
-            if client is not None:
-                self._to_client(client, protocol.readdress(frames, client[1]))
-        elif isinstance(message, Ready):
-            self._register(worker, message)
+    def _on_worker(self, identity: bytes, message: Message, frames: list[Frame]) -> None:
+        now = time.monotonic()
+        if isinstance(message, Ready):
+            self._register(identity, message, now)
         elif isinstance(message, Bye):
-            self._lose_worker(worker, f"the last one left: {message.reason}")
-        else:
+            self._lose_worker(identity, f"the last one left: {message.reason}", left=not message.broken)
+        elif not isinstance(message, Answer | Failure | Pulse):
             raise TeacherProtocolError(
                 f"a worker cannot send {type(message).__name__}; is this a client on the wrong port?"
             )
+        elif identity not in self._dispatcher.workers:
+            self._tell_to_rejoin(identity, now)
+        elif isinstance(message, Pulse):
+            self._overview.heard_worker(identity, now, message)
+        else:
+            self._overview.heard_worker(identity, now)
+            if (job := self._dispatcher.finish(identity, message.request_id)) is not None:
+                self._overview.finished(job, message, frames, now)
+                self._to_client(job.client[0], protocol.readdress(frames, job.client[1]))
 
-    def _register(self, worker: bytes, ready: Ready) -> None:
-        if worker in self._dispatcher.workers:  # whoever says Ready has forgotten all that it was given
-            self._lose_worker(worker, "the last one started afresh")
+    def _register(self, identity: bytes, ready: Ready, now: float) -> None:
+        if identity in self._dispatcher.workers:  # whoever says Ready has forgotten all that it was given
+            self._lose_worker(identity, "the last one started afresh", left=True)
+        self._told_to_rejoin.pop(identity, None)
         try:
-            self._dispatcher.add_worker(worker, ready.info, ready.capacity_tokens)
+            self._dispatcher.add_worker(Worker(identity, ready.name, ready.info, ready.capacity_tokens))
         except TeacherError as error:
-            logger.warning("refused worker %s: %s", worker.hex(), error)
-            self._send(self._backend, worker, protocol.encode_error(0, error))
+            logger.warning("refused worker %s: %s", ready.name, error)
+            self._send(self._backend, identity, protocol.encode_error(0, error))
             return
-        logger.info("worker %s joined with %s", worker.hex(), ready.info)
-        self._send(self._backend, worker, protocol.encode_welcome())
+        self._overview.joined(identity, now)
+        logger.info(
+            "worker %s joined with %s", ready.name, _brief(ready.info), extra={"fields": {"worker": ready.name}}
+        )
+        self._send(self._backend, identity, protocol.encode_welcome())
         self._answer_hellos()
 
-    def _lose_worker(self, worker: bytes, reason: str) -> None:
-        logger.warning("worker %s is gone: %s", worker.hex(), reason)
-        for client, error in self._dispatcher.remove_worker(worker, reason):
-            self._to_client(client, protocol.encode_error(client[1], error))
+    def _tell_to_rejoin(self, identity: bytes, now: float) -> None:
+        """It was taken for lost, and is not: once, until it has had time to hear it."""
+        if self._told_to_rejoin.get(identity, 0.0) <= now:
+            self._told_to_rejoin[identity] = now + WORKER_HEARTBEAT.timeout_s
+            self._send(self._backend, identity, protocol.encode_rejoin())
 
-    def _probe_workers(self) -> None:
-        """libzmq drops the connection of a worker that died or is silent, and tells only who sends to it."""
-        if (now := time.monotonic()) < self._next_probe:
+    def _lose_worker(self, identity: bytes, reason: str, *, left: bool = False) -> None:
+        worker = self._dispatcher.workers.get(identity)
+        if worker is None:
             return
-        self._next_probe = now + WORKER_HEARTBEAT.interval_s
-        for worker in list(self._dispatcher.workers):
-            if not self._send(self._backend, worker, protocol.encode_probe()):
-                self._lose_worker(worker, _LOST)
+        repeated, given_up = self._dispatcher.remove_worker(identity, reason, left=left)
+        logger.log(
+            logging.INFO if left else logging.WARNING,
+            "worker %s is gone, %d of its requests wait again: %s",
+            worker.name,
+            len(repeated),
+            reason,
+            extra={
+                "fields": {"worker": worker.name, "repeated": len(repeated), "workers": len(self._dispatcher.workers)}
+            },
+        )
+        self._overview.lost(identity, left=left, repeated=len(repeated), given_up=len(given_up))
+        for job, error in given_up:
+            self._to_client(job.client[0], protocol.encode_error(job.client[1], error))
+        if self._drain_until is not None:
+            self._hand_back()
 
     def _assign(self) -> None:
-        while (pair := self._dispatcher.assign()) is not None:
+        while (pair := self._dispatcher.assign(self._outbox.unread)) is not None:
             worker, job = pair
-            remaining_s = max(0.001, job.deadline - time.monotonic())
+            job.given = time.monotonic()
+            remaining_s = max(0.001, job.deadline - job.given)
             if not self._send(self._backend, worker.identity, protocol.readdress(job.frames, job.job_id, remaining_s)):
                 self._lose_worker(worker.identity, _LOST)
 
+    # --- once a second ---
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now < self._next_tick:
+            return
+        self._next_tick = now + _TICK_S
+        self._look_after_workers(now)
+        # libzmq drops the connection of a peer that died or is silent, and tells only who sends to it.
+        for client in {job.client[0] for job in self._dispatcher.open_jobs}:
+            if client not in self._outbox.unread and not self._send(self._frontend, client, protocol.encode_probe()):
+                self._lose_client(client, "its connection ended")
+        self._told_to_rejoin = {who: until for who, until in self._told_to_rejoin.items() if until > now}
+        self._take_stock(now)
+
+    def _look_after_workers(self, now: float) -> None:
+        for identity in list(self._dispatcher.workers):
+            if not self._send(self._backend, identity, protocol.encode_probe()):
+                self._lose_worker(identity, _LOST)
+            elif (silent_s := self._overview.silent_s(identity, now)) > self._stall_timeout_s:
+                self._lose_worker(identity, f"the last one hangs: its engine has made no step for {silent_s:.0f} s")
+
+    def _take_stock(self, now: float) -> None:
+        self.latest_status = self._overview.status(now, draining=self._drain_until is not None)
+        self.latest_status_at = now
+
     # --- sending ---
 
-    def _to_client(self, client: tuple[bytes, int], frames: list[Frame]) -> None:
-        self._send(self._frontend, client[0], frames)  # a client that has gone needs no answer
+    def _to_client(self, client: bytes, frames: list[Frame]) -> None:
+        if not self._outbox.send(client, frames):
+            self._lose_client(client, "its connection ended")
 
     def _send(self, socket: zmq.Socket, identity: bytes, frames: list[Frame]) -> bool:
-        """Whether the peer is still there."""
+        """Whether the peer is still there; a message to one that does not read is dropped."""
         try:
             send(socket, [identity, *frames])
+        except zmq.Again:
+            return True
         except zmq.ZMQError as error:
-            logger.info("cannot reach peer %s: %s", identity.hex(), error)
+            logger.debug("cannot reach peer %s: %s", identity.hex(), error)
             return False
         return True
 
+    # --- the end ---
+
+    def _begin_to_drain(self) -> None:
+        self._drain_until = time.monotonic() + DRAIN_S
+        in_flight = sum(len(worker.in_flight) for worker in self._dispatcher.workers.values())
+        logger.info("told to stop: %d requests are finished, %d handed back", in_flight, self._dispatcher.queue.n_jobs)
+        self._hand_back()
+
+    def _hand_back(self) -> None:
+        for key in [*(job.client for job in self._dispatcher.drop_waiting()), *self._hellos]:
+            self._put_off(key, "the proxy is going down")
+        self._hellos.clear()
+
+    def _is_drained(self) -> bool:
+        if self._drain_until is None:
+            return False
+        return not self._dispatcher.open_jobs or time.monotonic() >= self._drain_until
+
     def _close(self) -> None:
-        error = TeacherUnavailable("the proxy was stopped; start the service again and repeat the request")
-        waiting = self._dispatcher.close_all() + [(client, request_id) for client, request_id, _ in self._hellos]
-        for client in waiting:
-            self._to_client(client, protocol.encode_error(client[1], error))
-        self._context.destroy(linger=_FAREWELL_MS)
+        for job in self._dispatcher.open_jobs:
+            self._outbox.send(job.client[0], protocol.encode_later(job.client[1], "the proxy has gone down"))
+        self._doors.close()
+
+
+def _brief(info: ModelInfo) -> str:
+    return f"{info.model_name} ({info.engine}), top {info.n_logprobs} of {info.n_tokens}, {info.max_model_len} tokens"

@@ -11,7 +11,7 @@ die() {
   exit 1
 }
 
-# The options common to start and join; prints nothing, sets the variables. Flags win over the environment.
+# Set the variables that the flags name; they win over the environment.
 parse_options() {
   while (($#)); do
     case $1 in
@@ -79,24 +79,29 @@ launch() {
   shift
   rm -f -- "$RUN_DIR/$name.ready"
   PYTHONPATH="$repo_dir${PYTHONPATH:+:$PYTHONPATH}" \
-    setsid "$python" -m teacher "$@" --ready-file "$RUN_DIR/$name.ready" \
+    setsid "$python" -m teacher "$@" --ready-file "$RUN_DIR/$name.ready" --stall-timeout-s "$STALL_TIMEOUT_S" \
+    --log-format "$LOG_FORMAT" ${LOG_LEVEL:+--log-level "$LOG_LEVEL"} ${AUTH_DIR:+--auth-dir "$AUTH_DIR"} \
     </dev/null >"$RUN_DIR/$name.log" 2>&1 &
   pid=$!
   echo "$pid $(start_time_of "$pid")" >"$RUN_DIR/$name.pid"
   disown "$pid"
 }
 
-# launch_workers PROXY_IP: N_WORKERS workers, each on TP_SIZE GPUs of its own where there are GPUs.
-launch_workers() {
-  local -a gpus=()
-  if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
-    IFS=, read -ra gpus <<<"$CUDA_VISIBLE_DEVICES"
+# find_gpus: set `gpus` to those that are visible, if any; refuse too few of them.
+find_gpus() {
+  gpus=()
+  if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+    IFS=', ' read -ra gpus <<<"$CUDA_VISIBLE_DEVICES"
   elif command -v nvidia-smi >/dev/null; then
     mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null)
   fi
   if ((${#gpus[@]} > 0 && N_WORKERS * TP_SIZE > ${#gpus[@]})); then
     die "N_WORKERS=$N_WORKERS x TP_SIZE=$TP_SIZE need $((N_WORKERS * TP_SIZE)) GPUs, ${#gpus[@]} are visible"
   fi
+}
+
+# launch_workers PROXY_IP: N_WORKERS workers, each on TP_SIZE of `gpus` where there are GPUs.
+launch_workers() {
   local i
   for ((i = 0; i < N_WORKERS; i++)); do
     local devices="${gpus[*]:i*TP_SIZE:TP_SIZE}"
@@ -105,7 +110,7 @@ launch_workers() {
       launch "worker-$i" worker --server-ip "$1" --backend-port "$PROXY_BACKEND_PORT" \
         --ckpt-path "$CKPT_PATH" --model-name "$MODEL_NAME" --backend "$BACKEND" --tp-size "$TP_SIZE" \
         --n-logprobs "$N_LOGPROBS" --dtype "$DTYPE" --max-model-len "$MAX_MODEL_LEN" --logits-mib "$LOGITS_MIB" \
-        --kv-cache-mib "$KV_CACHE_MIB" --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
+        --max-answer-mib "$MAX_ANSWER_MIB" --kv-cache-mib "$KV_CACHE_MIB" --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
     )
   done
 }
@@ -208,15 +213,29 @@ check_checkpoint() {
   CKPT_PATH=$(cd -- "$CKPT_PATH" && pwd)
 }
 
-worker_options="CKPT_PATH MODEL_NAME BACKEND TP_SIZE N_LOGPROBS N_WORKERS DTYPE MAX_MODEL_LEN LOGITS_MIB KV_CACHE_MIB \
-GPU_MEMORY_UTILIZATION PROXY_BACKEND_PORT RUN_DIR PYTHON START_TIMEOUT_S STOP_TIMEOUT_S"
+check_numbers() {
+  require_number TP_SIZE N_LOGPROBS N_WORKERS MAX_MODEL_LEN LOGITS_MIB MAX_ANSWER_MIB KV_CACHE_MIB PROXY_BACKEND_PORT \
+    START_TIMEOUT_S STOP_TIMEOUT_S "$@"
+  ((N_WORKERS >= 1 && TP_SIZE >= 1)) || die "N_WORKERS and TP_SIZE must be 1 or more"
+}
+
+check_auth_dir() {
+  [[ -n $AUTH_DIR ]] || return 0
+  [[ -d $AUTH_DIR ]] || die "AUTH_DIR=$AUTH_DIR is no folder; make it with: $python -m teacher keys --auth-dir $AUTH_DIR"
+  AUTH_DIR=$(cd -- "$AUTH_DIR" && pwd)
+}
+
+worker_options="CKPT_PATH MODEL_NAME BACKEND TP_SIZE N_LOGPROBS N_WORKERS DTYPE MAX_MODEL_LEN LOGITS_MIB MAX_ANSWER_MIB \
+KV_CACHE_MIB GPU_MEMORY_UTILIZATION PROXY_BACKEND_PORT AUTH_DIR STALL_TIMEOUT_S LOG_FORMAT LOG_LEVEL RUN_DIR PYTHON \
+START_TIMEOUT_S STOP_TIMEOUT_S"
 
 worker_defaults() {
   CKPT_PATH=${CKPT_PATH:-} MODEL_NAME=${MODEL_NAME:-} BACKEND=${BACKEND:-vllm} TP_SIZE=${TP_SIZE:-1}
   N_LOGPROBS=${N_LOGPROBS:-256} N_WORKERS=${N_WORKERS:-1} DTYPE=${DTYPE:-auto} MAX_MODEL_LEN=${MAX_MODEL_LEN:-0}
-  LOGITS_MIB=${LOGITS_MIB:-1024} KV_CACHE_MIB=${KV_CACHE_MIB:-0}
+  LOGITS_MIB=${LOGITS_MIB:-1024} MAX_ANSWER_MIB=${MAX_ANSWER_MIB:-2048} KV_CACHE_MIB=${KV_CACHE_MIB:-0}
   GPU_MEMORY_UTILIZATION=${GPU_MEMORY_UTILIZATION:-0.85}
-  PROXY_BACKEND_PORT=${PROXY_BACKEND_PORT:-15556} RUN_DIR=${RUN_DIR:-} PYTHON=${PYTHON:-}
+  PROXY_BACKEND_PORT=${PROXY_BACKEND_PORT:-15556} AUTH_DIR=${AUTH_DIR:-} STALL_TIMEOUT_S=${STALL_TIMEOUT_S:-60}
+  LOG_FORMAT=${LOG_FORMAT:-text} LOG_LEVEL=${LOG_LEVEL:-} RUN_DIR=${RUN_DIR:-} PYTHON=${PYTHON:-}
   START_TIMEOUT_S=${START_TIMEOUT_S:-600} STOP_TIMEOUT_S=${STOP_TIMEOUT_S:-10}
 }
 
@@ -232,9 +251,13 @@ Options, as flags or environment variables (--n-logprobs 64 is N_LOGPROBS=64; a 
   DTYPE                   auto, float32, bfloat16, float16             [auto: the checkpoint's]
   MAX_MODEL_LEN           longest prompt plus response in tokens       [0: the model's]
   LOGITS_MIB              memory for the logits of one engine step     [1024]
+  MAX_ANSWER_MIB          host memory for answers that are being made  [2048]
   KV_CACHE_MIB            size of the KV cache                         [0: vLLM's choice on a GPU, 256 on a CPU]
   GPU_MEMORY_UTILIZATION  share of a GPU for weights and KV cache      [0.85]
   PROXY_BACKEND_PORT      the proxy's port for workers                 [15556]
+  AUTH_DIR                keys, as `python -m teacher keys --auth-dir AUTH_DIR` makes them  [none]
+  STALL_TIMEOUT_S         an engine step that takes longer is given up with its worker, and its requests go to others  [60]
+  LOG_FORMAT, LOG_LEVEL   text or json; DEBUG, INFO, WARNING, ERROR    [text; proxy INFO, workers WARNING]
   START_TIMEOUT_S         give up if it is not serving by then         [600]
   PYTHON                  interpreter       [.venv/bin/python beside the teacher folder, or python3]
 USAGE

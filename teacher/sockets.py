@@ -60,7 +60,7 @@ def make_socket(
     socket = context.socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     socket.setsockopt(zmq.SNDHWM, send_high_water)
-    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 1000)  # a peer that sends faster than we read has to wait
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)

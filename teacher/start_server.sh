@@ -14,20 +14,24 @@ USAGE
   worker_usage
   cat <<'USAGE'
   PROXY_FRONTEND_PORT     the port for clients                         [15555]
-  BIND                    interface of both ports; there is no authentication: open it to trusted networks only
-                                                                       [127.0.0.1]
+  BIND                    interface of both ports; any but loopback needs AUTH_DIR  [127.0.0.1]
+  HTTP_PORT, HTTP_BIND    /healthz and /metrics; 0: any port, -1: none. They have no keys: open them to trusted
+                          networks only                                [PROXY_FRONTEND_PORT + 2, 127.0.0.1]
+  MAX_QUEUE_TOKENS        tokens of the requests that may wait in the proxy; beyond, clients keep theirs  [8388608]
   RUN_DIR                 pids and logs    [$PWD/outputs/teacher-PROXY_FRONTEND_PORT]
 USAGE
 }
 
-known_options="$worker_options PROXY_FRONTEND_PORT BIND"
+known_options="$worker_options PROXY_FRONTEND_PORT BIND HTTP_PORT HTTP_BIND MAX_QUEUE_TOKENS"
 worker_defaults
 PROXY_FRONTEND_PORT=${PROXY_FRONTEND_PORT:-15555} BIND=${BIND:-127.0.0.1}
+HTTP_PORT=${HTTP_PORT:-} HTTP_BIND=${HTTP_BIND:-127.0.0.1} MAX_QUEUE_TOKENS=${MAX_QUEUE_TOKENS:-8388608}
 parse_options "$@"
-require_number TP_SIZE N_LOGPROBS N_WORKERS MAX_MODEL_LEN PROXY_FRONTEND_PORT PROXY_BACKEND_PORT START_TIMEOUT_S
-((N_WORKERS >= 1 && TP_SIZE >= 1)) || die "N_WORKERS and TP_SIZE must be 1 or more"
+check_numbers PROXY_FRONTEND_PORT MAX_QUEUE_TOKENS
 check_checkpoint
+find_gpus
 python=$(find_python)
+check_auth_dir
 RUN_DIR=${RUN_DIR:-$PWD/outputs/teacher-$PROXY_FRONTEND_PORT}
 
 # Workers of this machine and the final check reach the proxy where it listens.
@@ -48,12 +52,17 @@ trap 'stop_all' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
-launch proxy proxy --bind "$BIND" --frontend-port "$PROXY_FRONTEND_PORT" --backend-port "$PROXY_BACKEND_PORT"
+# The proxy first: it says at once if its ports, its keys or its interface cannot be.
+launch proxy proxy --bind "$BIND" --frontend-port "$PROXY_FRONTEND_PORT" --backend-port "$PROXY_BACKEND_PORT" \
+  --http-bind "$HTTP_BIND" ${HTTP_PORT:+--http-port "$HTTP_PORT"} --max-queue-tokens "$MAX_QUEUE_TOKENS"
+await_ready
 launch_workers "$local_ip"
 await_ready
 PYTHONPATH="$repo_dir${PYTHONPATH:+:$PYTHONPATH}" \
-  "$python" -m teacher check --server-ip "$local_ip" --port "$PROXY_FRONTEND_PORT" --timeout-s 60
+  "$python" -m teacher check --server-ip "$local_ip" --port "$PROXY_FRONTEND_PORT" --timeout-s 60 \
+  ${AUTH_DIR:+--auth-dir "$AUTH_DIR"}
 
 trap - EXIT INT TERM HUP
 echo "teacher service ready after $SECONDS s; logs in $RUN_DIR"
+echo "look at it with: $python -m teacher status --server-ip $local_ip --port $PROXY_FRONTEND_PORT${AUTH_DIR:+ --auth-dir $AUTH_DIR}"
 echo "end it with: teacher/stop_server.sh --run-dir $RUN_DIR"

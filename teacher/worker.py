@@ -5,28 +5,34 @@ many tokens as fit, whoever they belong to. Only the temperature is the whole en
 
 A lost connection ends what the worker was given, not the worker: the proxy gives that work to others, and when the
 connection is back (the network is, the proxy was restarted, this process was stopped for a while) it registers anew.
+So it does when the proxy took it for lost and says so. An engine that hangs ends the process, with the stacks of its
+threads in the log: who watches over it can start another.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import logging
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from teacher import protocol
+from teacher.connection import WORKER, Connection
 from teacher.engines.base import ScoringEngine
-from teacher.errors import TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
-from teacher.messages import LIMITS, Failure, Probe, Score, Welcome
+from teacher.errors import TeacherProtocolError, TeacherRequestError, TeacherUnavailable
+from teacher.messages import Cancel, Failure, Probe, Pulse, Rejoin, Score, Welcome
 from teacher.protocol import Frame
 from teacher.records import TeacherAnswer
-from teacher.sockets import BACKEND_PORT, WORKER_HEARTBEAT, make_socket, receive, send
+from teacher.sockets import BACKEND_PORT, WORKER_HEARTBEAT
 from teacher.stop_signal import Stoppable
 
 logger = logging.getLogger(__name__)
@@ -39,7 +45,6 @@ class _Job:
     """One request: its sequences' engine keys, and the answers that are there."""
 
     request: Score
-    deadline: float
     keys: list[int]
     answers: dict[int, TeacherAnswer] = field(default_factory=dict)  # by key
 
@@ -47,18 +52,33 @@ class _Job:
 class Worker:
     """Connects on construction; `run` registers and serves until it is told to stop."""
 
-    def __init__(self, engine: ScoringEngine, server_ip: str = "127.0.0.1", backend_port: int = BACKEND_PORT) -> None:
-        self.address = f"tcp://{server_ip}:{backend_port}"
+    def __init__(
+        self,
+        engine: ScoringEngine,
+        server_ip: str = "127.0.0.1",
+        backend_port: int = BACKEND_PORT,
+        *,
+        auth_dir: str | Path | None = None,
+        stall_timeout_s: float | None = None,
+    ) -> None:
+        """
+        Args:
+            auth_dir: folder with this worker's keys, for a proxy that has some.
+            stall_timeout_s: an engine step that takes longer ends the process; None: nobody watches.
+
+        Raises: TeacherError if the address is malformed or keys are missing.
+        """
         self._engine = engine
+        self._stall_timeout_s = stall_timeout_s
+        self._done = Pulse(0, 0, 0, 0.0)
+        self._next_pulse = 0.0  # time.monotonic()
         self._keys = itertools.count()
         self._jobs: dict[int, _Job] = {}  # by request id, all that have no answer yet
         self._waiting: dict[int, _Job] = {}  # those of them that are not in the engine, in order
         self._job_of_key: dict[int, _Job] = {}
-        self._context = zmq.Context()
-        self._socket = make_socket(
-            self._context, zmq.DEALER, max_frame_bytes=LIMITS.request_frame_bytes, heartbeat=WORKER_HEARTBEAT
-        )
-        self._socket.connect(self.address)
+        self._connection = Connection(WORKER, server_ip, backend_port, auth_dir)
+        self.address = self._connection.address
+        self._is_registered = False
 
     def run(
         self, stop: Stoppable, *, register_timeout_s: float = 30.0, on_registered: Callable[[], None] = lambda: None
@@ -67,77 +87,94 @@ class Worker:
 
         Raises: TeacherError if the proxy does not answer or refuses this worker, and whatever ends the engine.
         """
-        reason, farewell_ms = "stopped", 0
+        reason, broken = "stopped", False
+        register_until = time.monotonic() + register_timeout_s
         try:
-            if self._register(stop, register_timeout_s):
-                farewell_ms = _FAREWELL_MS  # somebody is there to hear it
-                on_registered()
-                self._serve(stop)
+            self._serve(stop, register_until, on_registered)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason, broken = f"{type(error).__name__}: {error}", True
             raise
         finally:
             # The proxy gives what is unfinished to another worker.
-            send(self._socket, protocol.encode_bye(reason))
-            self._socket.disable_monitor()
-            self._context.destroy(linger=farewell_ms)
+            self._connection.send(protocol.encode_bye(reason, broken=broken))
+            self._connection.close(_FAREWELL_MS if self._connection.is_up else 0)
 
-    def _register(self, stop: Stoppable, timeout_s: float) -> bool:
-        """False if told to stop meanwhile."""
-        self._say_ready()
+    def _serve(self, stop: Stoppable, register_until: float, on_registered: Callable[[], None]) -> None:
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(stop.fileno(), zmq.POLLIN)
-        ready = dict(poller.poll(int(timeout_s * 1000)))
-        if stop.fileno() in ready:
-            return False
-        frames = receive(self._socket)
-        if frames is None:
-            raise TeacherUnavailable(
-                f"no proxy answered at {self.address} within {timeout_s:g} s; start it with teacher/start_server.sh, "
-                "or set SERVER_IP / PROXY_BACKEND_PORT to where it runs"
-            )
-        message = protocol.decode(frames)
-        if isinstance(message, Failure):
-            raise type(message.error)(f"the proxy at {self.address} refused this worker: {message.error}")
-        if not isinstance(message, Welcome):
-            raise TeacherProtocolError(f"expected Welcome from {self.address}, got {type(message).__name__}")
-        return True
+        for source in (self._connection.socket, self._connection.monitor, stop.fileno()):
+            poller.register(source, zmq.POLLIN)
+        was_registered = False
+        while stop.fileno() not in (ready := dict(poller.poll(0 if self._jobs else self._until_pulse_ms()))):
+            if self._connection.monitor in ready:
+                self._on_event(was_registered)
+            while (frames := self._connection.receive()) is not None:
+                self._receive(frames)
+            self._connection.reconnect_if_due(time.monotonic())
+            with self._watched():
+                self._fill_engine()
+            if self._engine.has_work():
+                self._step()
+            self._pulse()
+            if self._is_registered and not was_registered:
+                was_registered = True
+                on_registered()
+            if not was_registered and time.monotonic() > register_until:
+                raise TeacherUnavailable(f"no proxy answered at {self.address}: {self._connection.why_down()}")
 
-    def _say_ready(self) -> None:
-        send(
-            self._socket,
-            protocol.encode_ready(
-                self._engine.info, self._engine.capacity_tokens, f"{socket.gethostname()}:{os.getpid()}"
-            ),
+    def _on_event(self, was_registered: bool) -> None:
+        if refusal := self._connection.read_event():
+            logger.warning("%s", refusal)
+        if self._connection.is_up:
+            if was_registered:
+                logger.warning("lost the connection to %s and have it again", self.address)
+            self._start_afresh()
+
+    def _step(self) -> None:
+        began = time.monotonic()
+        with self._watched():
+            finished = self._engine.step()
+        done, busy_s = self._done, time.monotonic() - began
+        n_tokens = sum(self._collect(key, answer) for key, answer in finished)
+        self._done = Pulse(
+            done.n_steps + 1, done.n_sequences + len(finished), done.n_tokens + n_tokens, done.busy_s + busy_s
         )
 
-    def _serve(self, stop: Stoppable) -> None:
-        # From here on a handshake means that a connection was lost and is back.
-        reconnected = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        poller = zmq.Poller()
-        for source in (self._socket, reconnected, stop.fileno()):
-            poller.register(source, zmq.POLLIN)
-        while stop.fileno() not in (ready := dict(poller.poll(0 if self._jobs else None))):
-            if reconnected in ready:
-                recv_monitor_message(reconnected)
-                self._start_afresh()
-            while (frames := receive(self._socket)) is not None:
-                self._receive(frames)
-            self._drop_expired()
-            self._fill_engine()
-            if self._engine.has_work():
-                for key, answer in self._engine.step():
-                    self._collect(key, answer)
+    def _pulse(self) -> None:
+        if (now := time.monotonic()) >= self._next_pulse:
+            self._next_pulse = now + WORKER_HEARTBEAT.interval_s
+            if self._is_registered:
+                self._send(protocol.encode_pulse(self._done))
+
+    def _until_pulse_ms(self) -> int:
+        return int(1000 * max(0.0, self._next_pulse - time.monotonic())) + 1
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """The engine at work. The watch is a thread of C: it needs neither the GIL nor an engine that returns."""
+        if self._stall_timeout_s is None:
+            yield
+            return
+        faulthandler.dump_traceback_later(self._stall_timeout_s, exit=True, file=sys.stderr)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def _start_afresh(self) -> None:
         """Forget all requests, also the unread ones: to the proxy this connection is a worker that it does not know."""
-        logger.warning("lost the connection to %s and have it again; registering anew", self.address)
-        while receive(self._socket) is not None:
+        self._is_registered = False
+        while self._connection.receive() is not None:
             pass
         for job in list(self._jobs.values()):
             self._forget(job)
-        self._say_ready()
+        self._send(
+            protocol.encode_ready(
+                self._engine.info, self._engine.capacity_tokens, f"{socket.gethostname()}:{os.getpid()}"
+            )
+        )
+
+    def _send(self, frames: list[Frame]) -> None:
+        self._connection.send(frames)
 
     def _receive(self, frames: list[Frame]) -> None:
         try:
@@ -146,25 +183,39 @@ class Worker:
             logger.warning("dropped a message from %s: %s", self.address, error)
             return
         if isinstance(message, Failure) and message.request_id == 0:
-            raise type(message.error)(f"the proxy at {self.address} sent this worker away: {message.error}")
-        if isinstance(message, Probe | Welcome):
-            return
-        if not isinstance(message, Score):
-            logger.warning("dropped a %s message from %s", type(message).__name__, self.address)
-            return
-        try:
-            self._accept(message)
-        except TeacherRequestError as error:
-            send(self._socket, protocol.encode_error(message.request_id, error))
+            raise type(message.error)(f"the proxy at {self.address} refused this worker: {message.error}")
+        match message:
+            case Score():
+                try:
+                    self._accept(message)
+                except TeacherRequestError as error:
+                    self._send(protocol.encode_error(message.request_id, error))
+            case Cancel():
+                if (job := self._jobs.get(message.request_id)) is not None:
+                    self._forget(job)
+            case Rejoin():
+                logger.warning("the proxy had taken this worker for lost; registering anew with %s", self.address)
+                self._start_afresh()
+            case Welcome():
+                self._is_registered = True
+            case Probe():
+                pass
+            case _:
+                logger.warning("dropped a %s message from %s", type(message).__name__, self.address)
 
     def _accept(self, request: Score) -> None:
         """Raises: TeacherRequestError, with nothing of the request kept."""
+        if request.top_k > self._engine.info.n_logprobs:
+            raise TeacherRequestError(
+                f"top_k={request.top_k}, the teacher returns at most {self._engine.info.n_logprobs}; lower "
+                "actor_rollout_ref.teacher.top_k, or start the teacher with a larger N_LOGPROBS"
+            )
         for i, sequence in enumerate(request.sequences):
             try:
                 self._engine.check(sequence, request.temperature)
             except TeacherRequestError as error:
                 raise TeacherRequestError(f"sequence {i}: {error}") from None
-        job = _Job(request, time.monotonic() + request.timeout_s, [next(self._keys) for _ in request.sequences])
+        job = _Job(request, [next(self._keys) for _ in request.sequences])
         self._jobs[request.request_id] = self._waiting[request.request_id] = job
 
     def _fill_engine(self) -> None:
@@ -200,24 +251,23 @@ class Worker:
             logger.exception("the engine refused a sequence")
             self._forget(job)
             refusal = TeacherRequestError(f"the engine refused the request: {type(error).__name__}: {error}")
-            send(self._socket, protocol.encode_error(job.request.request_id, refusal))
+            self._send(protocol.encode_error(job.request.request_id, refusal))
 
-    def _collect(self, key: int, answer: TeacherAnswer) -> None:
+    def _collect(self, key: int, answer: TeacherAnswer) -> int:
+        """Answer the request if this was its last sequence. Returns the sequence's tokens; 0 if nobody waits for it."""
         job = self._job_of_key.pop(key, None)
         if job is None:
-            return
+            return 0
+        request = job.request
         job.answers[key] = answer
         if len(job.answers) == len(job.keys):
-            del self._jobs[job.request.request_id]
-            send(self._socket, protocol.encode_answer(job.request.request_id, [job.answers[key] for key in job.keys]))
-
-    def _drop_expired(self) -> None:
-        now = time.monotonic()
-        for job in [job for job in self._jobs.values() if job.deadline <= now]:
-            self._forget(job)
-            # The client has been told by the proxy; this tells the proxy that the worker is free again.
-            late = TeacherTimeout("deadline passed in the engine")
-            send(self._socket, protocol.encode_error(job.request.request_id, late))
+            del self._jobs[request.request_id]
+            answers = [job.answers[key] for key in job.keys]
+            frames = protocol.encode_answer(
+                request.request_id, answers, top_k=request.top_k, wire_dtype=request.wire_dtype
+            )
+            self._send(frames)
+        return len(request.sequences[key - job.keys[0]].token_ids)
 
     def _forget(self, job: _Job) -> None:
         del self._jobs[job.request.request_id]

@@ -1,9 +1,10 @@
 """vLLM as a scorer: prompt logprobs, kept as tensors, of sequences that are never continued.
 
 The only file of the service that imports vLLM, public parts and internals alike. What it relies on beyond the public
-interface is one method, replaced in `_keep_prompt_logprobs_as_tensors`, and the model's `compute_logits`, see
-`vllm_worker`. `VllmEngine._self_check` scores a sequence at start-up and refuses to serve if the result is not what the
-rest of this file expects; if only the temperature does not do what it must, requests at another than 1 are refused.
+interface is one method, replaced in `_keep_prompt_logprobs_as_tensors`, the layout of the KV cache, read in
+`_kv_cache_room`, and the model's `compute_logits`, see `vllm_worker`. `VllmEngine._self_check` scores a sequence at
+start-up and refuses to serve if the result is not what the rest of this file expects; if only the temperature does not
+do what it must, requests at another than 1 are refused.
 
 Prefix caching is off: a request for prompt logprobs whose rows come from the cache gets uninitialised memory. So what
 outlives a request is the model alone, and a change of temperature leaves nothing stale.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,9 +25,11 @@ from typing import Any
 
 import numpy as np
 
+from teacher.engines.admission import Admission, Need
 from teacher.engines.base import EngineConfig
 from teacher.engines.checkpoint import read_checkpoint
-from teacher.engines.vllm_worker import TemperatureCalls
+from teacher.engines.sizes import answer_bytes, capacity_tokens, step_size
+from teacher.engines.vllm_worker import LogitsCalls
 from teacher.errors import TeacherError, TeacherRequestError
 from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
@@ -34,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 TESTED_VLLM = "0.32.0"
 _CPU_KV_CACHE_MIB = 256
-_MAX_SEQUENCES = 256
 
 # Has to be set before torch and vLLM are imported. LLMEngine in this process, one thread, no compilation.
 _ENVIRONMENT = {
@@ -61,10 +64,6 @@ class VllmEngine:
         """Raises: TeacherError if the checkpoint or the configuration cannot be used."""
         checkpoint = read_checkpoint(Path(config.ckpt_path))
         vocab_size = checkpoint.vocab_size
-        if not 1 <= config.n_logprobs <= vocab_size:
-            raise TeacherError(
-                f"N_LOGPROBS must be 1 to the model's vocabulary size {vocab_size}, got {config.n_logprobs}"
-            )
         self._on_cpu = _is_cpu_build()
         for name, value in (_ENVIRONMENT | (_CPU_ENVIRONMENT if self._on_cpu else {})).items():
             os.environ.setdefault(name, value)
@@ -74,6 +73,17 @@ class VllmEngine:
 
         with _no_garbage_in_imports():
             from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(config.ckpt_path)
+        n_tokens = _n_tokens(tokenizer, vocab_size)
+        if not 1 <= config.n_logprobs <= n_tokens:
+            raise TeacherError(
+                f"N_LOGPROBS must be 1 to the model's vocabulary size {n_tokens} (tokens, without padding), got "
+                f"{config.n_logprobs}"
+            )
+        self._step = step_size(config.logits_mib, vocab_size, on_cpu=self._on_cpu)
+
+        with _no_garbage_in_imports():
             from vllm import SamplingParams, __version__
             from vllm.sampling_params import RequestOutputKind
             from vllm.v1.engine.llm_engine import LLMEngine
@@ -82,8 +92,13 @@ class VllmEngine:
         self._k, self._tp_size = config.n_logprobs, config.tp_size
         self._temperature = 1.0
         self._why_only_temperature_1 = ""
-        args = self._engine_args(config, vocab_size)
-        self._engine: Any = LLMEngine.from_engine_args(args)
+        args = self._engine_args(config)
+        try:
+            self._engine: Any = LLMEngine.from_engine_args(args)
+        except ValueError as error:
+            if "cache" not in str(error):
+                raise
+            raise _no_room_for_one(error, args) from None
         self._params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -91,19 +106,20 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        self._max_answer_bytes = config.max_answer_mib * 2**20
+        self._admission = Admission(Need(self._kv_cache_room(), self._max_answer_bytes))
         self._sequences: dict[int, TeacherSequence] = {}
-        tokenizer = AutoTokenizer.from_pretrained(config.ckpt_path)
         self._info = ModelInfo(
             model_name=config.model_name or Path(config.ckpt_path).resolve().name,
             vocab_size=vocab_size,
-            n_tokens=min(vocab_size, 1 + max(tokenizer.get_vocab().values())),
+            n_tokens=n_tokens,
             tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
             max_model_len=args.max_model_len - 1,
             n_logprobs=self._k,
             engine=f"vllm {__version__} {str(self._engine.model_config.dtype).removeprefix('torch.')}",
             eos_token_ids=checkpoint.eos_token_ids,
         )
-        self.capacity_tokens = 2 * args.max_num_batched_tokens
+        self.capacity_tokens = capacity_tokens(self._step, self._k, self._max_answer_bytes)
         if __version__.partition("+")[0] != TESTED_VLLM:
             logger.warning("vLLM %s is installed, this engine was tested with %s", __version__, TESTED_VLLM)
         self._self_check()
@@ -117,8 +133,12 @@ class VllmEngine:
         return self._temperature
 
     def set_temperature(self, temperature: float) -> None:
-        self._engine.collective_rpc(TemperatureCalls.set_logits_temperature.__name__, args=(temperature,))
+        self._set_logits(temperature, self._info.n_tokens)
         self._temperature = temperature
+
+    def _set_logits(self, temperature: float, n_tokens: int) -> None:
+        padded = n_tokens < self._info.vocab_size
+        self._engine.collective_rpc(LogitsCalls.set_logits.__name__, args=(temperature, n_tokens if padded else None))
 
     def check(self, sequence: TeacherSequence, temperature: float) -> None:
         if temperature != 1.0 and self._why_only_temperature_1:
@@ -132,28 +152,46 @@ class VllmEngine:
                 f"{len(ids)} tokens, the teacher takes at most {info.max_model_len}; start it with a larger "
                 "MAX_MODEL_LEN, or shorten prompt and response"
             )
-        if ids.min() < 0 or ids.max() >= info.vocab_size:
-            bad = ids[(ids < 0) | (ids >= info.vocab_size)]
+        if ids.min() < 0 or ids.max() >= info.n_tokens:
+            bad = ids[(ids < 0) | (ids >= info.n_tokens)]
             raise TeacherRequestError(
-                f"token id {bad[0]} is outside the teacher's vocabulary of {info.vocab_size}; student and teacher must "
+                f"token id {bad[0]} is outside the teacher's vocabulary of {info.n_tokens}; student and teacher must "
                 "share one tokenizer"
+            )
+        if (n_bytes := answer_bytes(sequence, self._k)) > self._max_answer_bytes:
+            raise TeacherRequestError(
+                f"the answer to {len(ids)} tokens, {len(ids) - sequence.prompt_len} of them to be scored, takes "
+                f"{n_bytes / 2**20:.1f} MiB of the teacher's memory with N_LOGPROBS={self._k}, at most MAX_ANSWER_MIB="
+                f"{self._max_answer_bytes >> 20} are allowed; shorten prompt or response, or start the teacher with a "
+                "smaller N_LOGPROBS or a larger MAX_ANSWER_MIB (a request's top_k does not change what its engine does)"
             )
 
     def add(self, key: int, sequence: TeacherSequence) -> None:
-        self._engine.add_request(str(key), {"prompt_token_ids": sequence.token_ids.tolist()}, self._params)
         self._sequences[key] = sequence
+        need = Need(self._kv_blocks(len(sequence.token_ids)), answer_bytes(sequence, self._k))
+        self._admission.queue(key, sequence, need)
+        self._admit()
+
+    def _admit(self) -> None:
+        while (admitted := self._admission.admit()) is not None:
+            key, sequence = admitted
+            self._engine.add_request(str(key), {"prompt_token_ids": sequence.token_ids.tolist()}, self._params)
 
     def discard(self, keys: list[int]) -> None:
-        self._engine.abort_request([str(key) for key in keys if self._sequences.pop(key, None) is not None])
+        self._engine.abort_request([str(key) for key in self._admission.discard(keys)])
+        for key in keys:
+            self._sequences.pop(key, None)
 
     def has_work(self) -> bool:
         return bool(self._sequences)
 
     def step(self) -> list[tuple[int, TeacherAnswer]]:
         done = []
+        self._admit()
         for output in self._engine.step():
             sequence = self._sequences.pop(int(output.request_id), None) if output.finished else None
             if sequence is not None:
+                self._admission.leave(int(output.request_id))
                 done.append((int(output.request_id), self._answer(sequence, output.prompt_logprobs)))
         return done
 
@@ -162,7 +200,17 @@ class VllmEngine:
         if self._tp_size > 1:
             self._engine.engine_core.shutdown()
 
-    def _engine_args(self, config: EngineConfig, vocab_size: int) -> Any:
+    def _kv_cache_room(self) -> int:
+        """KV blocks for sequences; all groups of layers take theirs from one pool, in which one block is never used."""
+        kv_cache = self._engine.engine_core.engine_core.scheduler.kv_cache_config
+        self._block_sizes = [group.kv_cache_spec.block_size for group in kv_cache.kv_cache_groups]
+        return int(kv_cache.num_blocks) - 1
+
+    def _kv_blocks(self, n_tokens: int) -> int:
+        """That a sequence needs at most; layers that look at a window of it need fewer."""
+        return sum(-(-n_tokens // block_size) for block_size in self._block_sizes)
+
+    def _engine_args(self, config: EngineConfig) -> Any:
         from vllm import EngineArgs
 
         common: dict[str, Any] = {
@@ -177,20 +225,20 @@ class VllmEngine:
         # ... but it also wants room for one generated token, which is never fed back: its position is not computed.
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
 
-        # A step holds the logits and the logprobs of each of its tokens, vocab_size x fp32.
-        step_tokens = config.logits_mib * 2**20 // (2 * 4 * vocab_size)
         kv_cache_mib = config.kv_cache_mib or (_CPU_KV_CACHE_MIB if self._on_cpu else 0)
         return EngineArgs(
             **common,
             max_model_len=max_model_len + 1,
-            max_num_batched_tokens=max(_MAX_SEQUENCES, min(step_tokens, 16384)),
-            max_num_seqs=_MAX_SEQUENCES,
+            max_num_batched_tokens=self._step.tokens,
+            max_num_seqs=self._step.sequences,
+            long_prefill_token_threshold=min(self._step.long_tokens, max_model_len + 1),
+            long_prefill_token_threshold_adaptive=True,  # but never less than a fair share, so that steps are full
             enable_chunked_prefill=True,
             enable_prefix_caching=False,
             enforce_eager=True,  # prefill only: there is no decode loop that a captured graph would speed up
             tensor_parallel_size=config.tp_size,
             distributed_executor_backend="uni" if config.tp_size == 1 else "mp",
-            worker_extension_cls=f"{TemperatureCalls.__module__}.{TemperatureCalls.__name__}",
+            worker_extension_cls=f"{LogitsCalls.__module__}.{LogitsCalls.__name__}",
             kv_cache_memory_bytes=kv_cache_mib * 2**20 or None,
             gpu_memory_utilization=config.gpu_memory_utilization,
             disable_log_stats=True,
@@ -216,9 +264,11 @@ class VllmEngine:
     def _self_check(self) -> None:
         """Score one short sequence and look at the result, before the first client does."""
         try:
+            if self._info.n_tokens < self._info.vocab_size:
+                self._check_padding()
             answer = self._score_probe()
             logps_TK = answer.topk_logps_TK
-            mass_T = np.exp(logps_TK.astype(np.float64)).sum(axis=1)
+            mass_T = _mass(answer)
             if not (np.diff(logps_TK, axis=1) <= 0).all() or not (mass_T < 1.001).all():
                 raise RuntimeError(f"top-k rows are not sorted logprobs; their mass is {mass_T.tolist()}")
         except (RuntimeError, AttributeError, TypeError, ValueError, IndexError) as error:
@@ -234,11 +284,22 @@ class VllmEngine:
 
     def _score_probe(self) -> TeacherAnswer:
         n_tokens = min(4, self._info.max_model_len)
-        self.add(-1, TeacherSequence(np.arange(n_tokens, dtype=np.int32) % self._info.vocab_size, 1))
+        self.add(-1, TeacherSequence(np.arange(n_tokens, dtype=np.int32) % self._info.n_tokens, 1))
         done: list[tuple[int, TeacherAnswer]] = []
         while self.has_work() and not done:
             done = self.step()
         return done[0][1]
+
+    def _check_padding(self) -> None:
+        """With all ids from K on taken for padding, the top K are the others and their mass is 1; else RuntimeError."""
+        self._set_logits(1.0, self._k)
+        answer = self._score_probe()
+        self._set_logits(1.0, self._info.n_tokens)
+        if not (answer.topk_ids_TK < self._k).all() or not (abs(_mass(answer) - 1) < 0.001).all():
+            raise RuntimeError(
+                f"padding of the output layer is not left out: of ids below {self._k} only, got "
+                f"{answer.topk_ids_TK.max()}, and a mass of {_mass(answer).tolist()}"
+            )
 
     def _check_temperature(self, at_1: TeacherAnswer) -> None:
         """At temperature T, differences between logprobs are those at 1, divided by T; raise RuntimeError if not."""
@@ -251,6 +312,37 @@ class VllmEngine:
         # Wide, because bf16 on a GPU need not repeat itself; a temperature that is ignored is off by a factor of 16.
         if not abs(got - expected) <= 0.5 * expected + 1e-3:
             raise RuntimeError(f"logprobs at temperature {temperature:g} differ by {got:.4g}, expected {expected:.4g}")
+
+
+def _n_tokens(tokenizer: Any, vocab_size: int) -> int:
+    """How many ids of the output layer are tokens; the rest is padding."""
+    n_ids = 1 + max(tokenizer.get_vocab().values())
+    if n_ids > vocab_size:
+        logger.warning(
+            "the teacher's tokenizer has ids up to %d, its model's output layer %d rows: sequences with ids from %d on "
+            "will be refused; is this the tokenizer of this model?",
+            n_ids - 1,
+            vocab_size,
+            vocab_size,
+        )
+    return min(n_ids, vocab_size)
+
+
+def _no_room_for_one(error: ValueError, args: Any) -> TeacherError:
+    """vLLM's refusal of a KV cache in which a sequence of the longest length does not fit, in the service's words."""
+    n_bytes = args.kv_cache_memory_bytes
+    size = f"KV_CACHE_MIB={n_bytes >> 20}" if n_bytes else f"GPU_MEMORY_UTILIZATION={args.gpu_memory_utilization:g}"
+    fits = re.search(r"estimated maximum model length is (\d+)", str(error))
+    shorter = f"MAX_MODEL_LEN to {int(fits[1]) - 1} or less" if fits else "a smaller MAX_MODEL_LEN"
+    return TeacherError(
+        f"the KV cache ({size}) does not hold one sequence of MAX_MODEL_LEN={args.max_model_len - 1}; set {shorter}, "
+        f"or KV_CACHE_MIB (on a GPU also GPU_MEMORY_UTILIZATION) larger; vLLM says: {error}"
+    )
+
+
+def _mass(answer: TeacherAnswer) -> np.ndarray:
+    """float64 [T], of the top-k."""
+    return np.exp(answer.topk_logps_TK.astype(np.float64)).sum(axis=1)
 
 
 def _spread(answer: TeacherAnswer) -> float:

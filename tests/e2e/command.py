@@ -88,6 +88,8 @@ Start = Callable[..., Run]
 class Teacher:
     port: int
     run_dir: Path
+    settings: dict[str, object]
+    """Of its workers, as environment variables."""
 
 
 def free_port() -> int:
@@ -138,19 +140,18 @@ def make_model(folder: Path, *, seed: int) -> Path:
 
 def running_teacher(model: Path, run_dir: Path, n_workers: int = 1) -> Iterator[Teacher]:
     port = free_port()
+    settings = {
+        "CKPT_PATH": model,
+        "N_LOGPROBS": 8,
+        "DTYPE": "float32",
+        "MAX_MODEL_LEN": 64,
+        "PROXY_BACKEND_PORT": free_port(),
+    }
     started = script(
-        "start_server.sh",
-        CKPT_PATH=model,
-        RUN_DIR=run_dir,
-        N_WORKERS=n_workers,
-        N_LOGPROBS=8,
-        DTYPE="float32",
-        MAX_MODEL_LEN=64,
-        PROXY_FRONTEND_PORT=port,
-        PROXY_BACKEND_PORT=free_port(),
+        "start_server.sh", RUN_DIR=run_dir, N_WORKERS=n_workers, PROXY_FRONTEND_PORT=port, HTTP_PORT=-1, **settings
     )
     try:
         assert started.returncode == 0, started.stdout + started.stderr
-        yield Teacher(port, run_dir)
+        yield Teacher(port, run_dir, settings)
     finally:
         script("stop_server.sh", RUN_DIR=run_dir)

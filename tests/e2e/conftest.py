@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -64,42 +65,37 @@ def teacher(teacher_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     yield from running_teacher(teacher_model, tmp_path_factory.mktemp("teacher"), n_workers=2)
 
 
-@pytest.fixture
-def start(student: Path, prompts: Path, teacher: Teacher, tmp_path: Path) -> Iterator[Start]:
-    """``start(*overrides)`` runs the command in the background; whatever is left of it at the end is killed."""
+@pytest.fixture(scope="session")
+def settings(student: Path, prompts: Path, teacher: Teacher) -> list[str]:
+    return [
+        f"data.train_files={prompts}",
+        "data.max_prompt_length=16",
+        "data.max_response_length=12",
+        "data.train_batch_size=8",
+        f"actor_rollout_ref.model.path={student}",
+        "actor_rollout_ref.nccl_timeout=30",
+        "actor_rollout_ref.actor.megatron.dtype=float32",
+        "actor_rollout_ref.actor.optim.lr=0.003",
+        "actor_rollout_ref.actor.timeout_s=60",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.timeout_s=60",
+        "actor_rollout_ref.rollout.kv_cache_memory_megabytes=32",
+        f"actor_rollout_ref.teacher.server_port={teacher.port}",
+        "actor_rollout_ref.teacher.timeout_s=30",
+        "trainer.device=cpu",
+        "trainer.startup_timeout_s=120",
+    ]
+
+
+@contextmanager
+def starter(settings: list[str], tmp_path: Path) -> Iterator[Start]:
     runs: list[Run] = []
 
     def begin(*overrides: str, folder: Path = tmp_path / "run") -> Run:
         mark = uuid.uuid4().hex
-        settings = [
-            f"data.train_files={prompts}",
-            "data.max_prompt_length=16",
-            "data.max_response_length=12",
-            "data.train_batch_size=8",
-            f"actor_rollout_ref.model.path={student}",
-            "actor_rollout_ref.nccl_timeout=30",
-            "actor_rollout_ref.actor.megatron.dtype=float32",
-            "actor_rollout_ref.actor.optim.lr=0.003",
-            "actor_rollout_ref.actor.timeout_s=60",
-            "actor_rollout_ref.rollout.dtype=float32",
-            "actor_rollout_ref.rollout.timeout_s=60",
-            "actor_rollout_ref.rollout.kv_cache_memory_megabytes=32",
-            f"actor_rollout_ref.teacher.server_port={teacher.port}",
-            "actor_rollout_ref.teacher.timeout_s=30",
-            "trainer.device=cpu",
-            f"trainer.default_local_dir={folder}",
-            "trainer.startup_timeout_s=120",
-        ]
+        command = [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-name", "on_policy_distill_trainer"]
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "recipe_gkd.main_gkd",
-                "--config-name",
-                "on_policy_distill_trainer",
-                *settings,
-                *overrides,
-            ],
+            [*command, *settings, f"trainer.default_local_dir={folder}", *overrides],
             env=os.environ | {MARK: mark},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -114,4 +110,18 @@ def start(student: Path, prompts: Path, teacher: Teacher, tmp_path: Path) -> Ite
     for run in runs:
         if run.status is None:
             run.finish(timeout_s=0.1) if run.process.poll() is None else run.finish()
+
+
+@pytest.fixture
+def start(settings: list[str], tmp_path: Path) -> Iterator[Start]:
+    """``start(*overrides)`` runs the command in the background; whatever is left of it at the end is killed."""
+    with starter(settings, tmp_path) as begin:
+        yield begin
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def whole(settings: list[str], validated: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run from the first step to the last, with nothing between: what others are compared with."""
+    with starter(settings, tmp_path_factory.mktemp("whole")) as begin:
+        return begin("trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.save_freq=2", *validated).finish()

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from command import Start, Teacher, running_teacher
+from command import Run, Start, Teacher, running_teacher
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -158,9 +158,8 @@ def test_two_runs_of_the_sync_schedule_give_the_same_metrics_bit_by_bit(start: S
 
 
 def test_a_run_that_was_cut_resumes_where_it_was_and_writes_a_model_that_loads(
-    start: Start, validated: list[str]
+    start: Start, validated: list[str], whole: Run
 ) -> None:
-    whole = start("trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.save_freq=2", *validated).finish()
     assert whole.status == 0, whole.output
     assert all(line["training/staleness_max"] == 0 for line in whole.metrics)
     part = start(
@@ -189,5 +188,7 @@ def test_a_run_that_was_cut_resumes_where_it_was_and_writes_a_model_that_loads(
     transformers.AutoModelForCausalLM.from_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(folder)
 
-    done = start("trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.save_freq=2").finish()
+    done = start(
+        "trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.save_freq=2", folder=whole.folder
+    ).finish()
     assert done.status == 0 and "nothing left to train" in done.output

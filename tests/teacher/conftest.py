@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,8 +40,8 @@ class StopFlag:
 
 
 @contextmanager
-def running_proxy(frontend_port: int = 0, backend_port: int = 0) -> Iterator[Proxy]:
-    proxy, stop = Proxy(frontend_port=frontend_port, backend_port=backend_port), StopFlag()
+def running_proxy(frontend_port: int = 0, backend_port: int = 0, **settings: Any) -> Iterator[Proxy]:
+    proxy, stop = Proxy(frontend_port=frontend_port, backend_port=backend_port, **settings), StopFlag()
     thread = threading.Thread(target=proxy.run, args=(stop,), daemon=True)
     thread.start()
     try:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from conftest import MAX_MODEL_LEN, REPO, VOCAB_SIZE, Service, free_port, processes_of, run_script
 
 from teacher import TeacherClient, TeacherRequestError, TeacherSequence, tokenizer_fingerprint
+from teacher.__main__ import main
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -129,6 +131,20 @@ def test_a_request_that_the_model_cannot_score_fails_alone(
 
 def test_the_workers_log_is_quiet(service: Service) -> None:
     assert (service.run_dir / "worker-0.log").read_text() == ""
+
+
+def test_status_health_and_metrics_tell_what_runs(
+    service: Service, client: TeacherClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.submit(random_sequences([(8, 2)])).result()
+    assert main(["status", "--port", str(service.port)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{service.ckpt_path.name}, top {VOCAB_SIZE}" in shown and "since the start: answered" in shown
+    address = f"http://127.0.0.1:{service.port + 2}"  # where it is unless told otherwise
+    with urllib.request.urlopen(f"{address}/healthz", timeout=5) as health:
+        assert health.status == 200
+    with urllib.request.urlopen(f"{address}/metrics", timeout=5) as metrics:
+        assert "teacher_worker_scored_tokens_total{" in metrics.read().decode()
 
 
 def test_a_second_service_on_the_port_is_refused_and_the_first_goes_on(

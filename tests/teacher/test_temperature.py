@@ -15,7 +15,7 @@ from fake_worker import INFO, TOO_COLD, FakeEngine, expected_answer, running_wor
 
 from teacher import TeacherAnswer, TeacherClient, TeacherRequestError, TeacherSequence, TeacherTimeout
 from teacher.engines.vllm_engine import VllmEngine
-from teacher.engines.vllm_worker import TemperatureCalls
+from teacher.engines.vllm_worker import LogitsCalls
 from teacher.proxy import Proxy
 
 pytestmark = pytest.mark.timeout(60)
@@ -127,18 +127,20 @@ class Model(torch.nn.Module):
         return (5 * torch.tanh(hidden_TH / 5)).bfloat16()
 
 
-def test_the_workers_temperature_divides_the_models_final_logits_without_rounding() -> None:
+@pytest.mark.parametrize("n_tokens", [None, 43])
+def test_the_workers_temperature_divides_the_models_final_logits_without_rounding(n_tokens: int | None) -> None:
     hidden_TH = 20 * torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
-    calls, model = TemperatureCalls(), Model()
+    calls, model = LogitsCalls(), Model()
     calls.model_runner = SimpleNamespace(model=model)
-    plain = model.compute_logits(hidden_TH)
+    plain, of_model = model.compute_logits(hidden_TH), model.compute_logits
     for temperature in (2.0, 0.7, 0.7, 1.0):
-        calls.set_logits_temperature(temperature)
+        calls.set_logits(temperature, n_tokens)
         got = model.compute_logits(hidden_TH).log_softmax(dim=-1, dtype=torch.float32)
-        torch.testing.assert_close(
-            got.double(), (plain.double() / temperature).log_softmax(dim=-1), atol=1e-6, rtol=1e-6
-        )
-    assert torch.equal(model.compute_logits(hidden_TH), plain) and model.compute_logits(hidden_TH).dtype == plain.dtype
+        want = (plain[:, :n_tokens].double() / temperature).log_softmax(dim=-1)
+        torch.testing.assert_close(got[:, :n_tokens].double(), want, atol=1e-6, rtol=1e-6)
+        assert n_tokens is None or (got[:, n_tokens:] == float("-inf")).all()
+    calls.set_logits(1.0, None)
+    assert model.compute_logits == of_model, "without either, nothing stands between the model and its logits"
 
 
 @pytest.mark.parametrize("fault", ["ignored", "refused by vLLM", "none"])
@@ -161,6 +163,7 @@ def test_an_engine_whose_temperature_has_no_effect_serves_only_those_who_want_no
     monkeypatch.setattr(VllmEngine, "_score_probe", score_probe)
     engine = VllmEngine.__new__(VllmEngine)
     engine._info, engine._temperature, engine._why_only_temperature_1 = INFO, 1.0, ""
+    engine._k, engine._max_answer_bytes = INFO.n_logprobs, 2**20
     engine._self_check()
     engine.check(sequence(1, 2), 1.0)
     assert engine.temperature == 1.0

@@ -1,0 +1,1 @@
+"""The commands of `python -m teacher`: each module adds its own to the parser."""

@@ -1,0 +1,55 @@
+"""What the arguments of several commands have in common."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from teacher.sockets import FRONTEND_PORT
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    *,
+    log_level: str = "WARNING",
+) -> argparse.ArgumentParser:
+    """A command whose exit status `run` returns."""
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = commands.add_parser(name, help=text, description=text, formatter_class=formatter)
+    parser.set_defaults(run=run)
+    parser.add_argument("--log-level", default=log_level, choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    parser.add_argument("--log-format", default="text", choices=["text", "json"], help="json: one object a line")
+    return parser
+
+
+def add_auth_dir(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--auth-dir", default="", help=f"{text}; made by `python -m teacher keys`")
+
+
+def add_service(parser: argparse.ArgumentParser, *, timeout_s: float) -> None:
+    """Which service to ask."""
+    parser.add_argument("--server-ip", default="127.0.0.1")
+    parser.add_argument("--port", type=port, default=FRONTEND_PORT, help="the proxy's port for clients")
+    add_auth_dir(parser, "keys of a client, for a service that has keys")
+    parser.add_argument("--timeout-s", type=seconds, default=timeout_s)
+
+
+def port(text: str) -> int:
+    if not 0 <= (number := int(text)) < 65536:
+        raise argparse.ArgumentTypeError(f"a port is 0 (any) to 65535, got {number}")
+    return number
+
+
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {value}")
+    return value
+
+
+def seconds(text: str) -> float:
+    if not 0 < (value := float(text)) <= 1e6:  # false for NaN
+        raise argparse.ArgumentTypeError(f"must be seconds above 0, got {text}")
+    return value

@@ -1,0 +1,150 @@
+"""`proxy` and `worker`: the processes of a service."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from teacher.auth import client_keys, server_keys
+from teacher.commands.arguments import add_auth_dir, add_command, port, positive, seconds
+from teacher.dispatch import MAX_QUEUE_TOKENS
+from teacher.engines.base import EngineConfig, load_engine
+from teacher.errors import TeacherError
+from teacher.proxy import STALL_TIMEOUT_S, Proxy
+from teacher.sockets import BACKEND_PORT, FRONTEND_PORT
+from teacher.stop_signal import StopSignal
+from teacher.worker import Worker
+
+logger = logging.getLogger("teacher")
+
+_HTTP_PORT_OFFSET = 2
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    proxy = add_command(
+        commands, "proxy", _proxy, "the service's address: queues requests and hands them to workers", log_level="INFO"
+    )
+    proxy.add_argument("--bind", default="127.0.0.1", help="interface; any but loopback needs --auth-dir")
+    proxy.add_argument("--frontend-port", type=port, default=FRONTEND_PORT, help="for clients")
+    proxy.add_argument("--backend-port", type=port, default=BACKEND_PORT, help="for workers")
+    add_auth_dir(proxy, "keys of the server, and of those it lets in")
+    _add_stall_timeout(proxy, "a worker that says nothing for so many seconds hangs: its requests go to others")
+    proxy.add_argument("--max-queue-tokens", type=positive, default=MAX_QUEUE_TOKENS, help="that may wait here")
+    proxy.add_argument("--http-bind", default="127.0.0.1", help="interface of /healthz and /metrics; has no keys")
+    proxy.add_argument(
+        "--http-port", type=_http_port, help="0: any, -1: none; default: 2 above the frontend port (15557)"
+    )
+    _add_process(proxy, "written when all ports are bound")
+
+    worker = add_command(commands, "worker", _worker, "one engine that serves a proxy")
+    worker.add_argument("--ckpt-path", required=True, help="local folder of the teacher model, Hugging Face format")
+    worker.add_argument("--model-name", default="", help="name of the served model; default: name of the folder")
+    worker.add_argument("--backend", default="vllm", help="engine: vllm")
+    worker.add_argument("--tp-size", type=positive, default=1, help="tensor-parallel ranks")
+    worker.add_argument("--n-logprobs", type=positive, default=256, help="top-k, up to the vocabulary size")
+    worker.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    worker.add_argument("--max-model-len", type=int, default=0, help="longest sequence in tokens; 0: the model's")
+    worker.add_argument("--logits-mib", type=positive, default=1024, help="memory for the logits of one engine step")
+    worker.add_argument("--max-answer-mib", type=positive, default=2048, help="memory for answers being made")
+    worker.add_argument("--kv-cache-mib", type=int, default=0, help="0: vLLM's choice on a GPU, 256 on a CPU")
+    worker.add_argument("--gpu-memory-utilization", type=float, default=0.85, help="not used on a CPU")
+    worker.add_argument("--server-ip", default="127.0.0.1", help="where the proxy is")
+    worker.add_argument("--backend-port", type=port, default=BACKEND_PORT, help="the proxy's port for workers")
+    add_auth_dir(worker, "keys of a client, for a proxy that has keys")
+    _add_stall_timeout(worker, "an engine step that takes longer ends the worker")
+    _add_process(worker, "written when the proxy has accepted this worker")
+
+
+def _add_stall_timeout(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--stall-timeout-s", type=seconds, default=STALL_TIMEOUT_S, help=text)
+
+
+def _add_process(parser: argparse.ArgumentParser, ready_text: str) -> None:
+    parser.add_argument("--ready-file", default="", help=ready_text)
+    parser.add_argument(
+        "--end-with-parent",
+        type=positive,
+        metavar="PID",
+        help="be killed when the process PID, which started this one, ends (Linux)",
+    )
+
+
+def _http_port(text: str) -> int:
+    return -1 if text == "-1" else port(text)
+
+
+def _proxy(args: argparse.Namespace) -> int:
+    from teacher.http import HttpServer  # needs prometheus_client, which clients and workers do without
+
+    stop = StopSignal()
+    _end_with_parent(args.end_with_parent)
+    proxy = Proxy(
+        *(args.bind, args.frontend_port, args.backend_port),
+        keys=server_keys(args.auth_dir),
+        stall_timeout_s=args.stall_timeout_s,
+        max_queue_tokens=args.max_queue_tokens,
+    )
+    http_port = args.http_port
+    if http_port is None:
+        http_port = args.frontend_port and min(args.frontend_port + _HTTP_PORT_OFFSET, 65535)
+    if http_port < 0:
+        return _serve(proxy, stop, args, "")
+    with HttpServer(args.http_bind, http_port, lambda: (proxy.latest_status, _age_s(proxy.latest_status_at))) as http:
+        return _serve(proxy, stop, args, f", http://{args.http_bind}:{http.port}/healthz and /metrics")
+
+
+def _serve(proxy: Proxy, stop: StopSignal, args: argparse.Namespace, also: str) -> int:
+    keys = f"keys of {args.auth_dir}" if args.auth_dir else "no keys"
+    logger.info(
+        "serving clients at %s:%d, workers at %d%s; %s", args.bind, proxy.frontend_port, proxy.backend_port, also, keys
+    )
+    _touch(args.ready_file)
+    proxy.run(stop)
+    logger.info("ended")
+    return 0
+
+
+def _age_s(at: float) -> float:
+    return time.monotonic() - at
+
+
+def _worker(args: argparse.Namespace) -> int:
+    _end_with_parent(args.end_with_parent)
+    client_keys(args.auth_dir)  # what is wrong with them is said before the long wait for the engine
+    names = EngineConfig.__dataclass_fields__
+    engine = load_engine(args.backend, EngineConfig(**{name: getattr(args, name) for name in names}))
+    try:
+        worker = Worker(
+            engine,
+            args.server_ip,
+            args.backend_port,
+            auth_dir=args.auth_dir,
+            stall_timeout_s=args.stall_timeout_s,
+        )
+        # After loading, and not before: until then the default action of SIGTERM ends the process at once.
+        worker.run(StopSignal(), on_registered=lambda: _touch(args.ready_file))
+    finally:
+        engine.close()
+    return 0
+
+
+def _end_with_parent(pid: int | None) -> None:
+    if pid is None:
+        return
+    if sys.platform != "linux":
+        raise TeacherError(f"--end-with-parent is for Linux, this is {sys.platform}; leave it out")
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != pid:
+        raise TeacherError(f"--end-with-parent {pid}: that process is not, or no longer, the one that started this")
+
+
+def _touch(path: str) -> None:
+    if path:
+        Path(path).write_text(f"{os.getpid()}\n", encoding="ascii")

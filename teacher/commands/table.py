@@ -1,0 +1,108 @@
+"""A service's status as a text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from itertools import count
+
+from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
+
+
+def show(status: ServiceStatus, address: str) -> str:
+    lines = [*_head(status, address), ""]
+    if status.workers:
+        lines += _table(_WORKER_HEAD, map(_worker, status.workers))
+    else:
+        lines += ["no worker: requests wait until their deadline; add one with teacher/join_server.sh"]
+    # Whoever only looked, as this command does, is a client too.
+    clients = [client for client in status.clients if client.oldest_s or client.answered_tokens]
+    if clients:
+        lines += ["", *_table(_CLIENT_HEAD, map(_client, clients))]
+    if totals := _totals(status.totals):
+        lines += ["", *totals]
+    return "\n".join(lines)
+
+
+def _head(status: ServiceStatus, address: str) -> list[str]:
+    model = f"{status.model_name}, top {status.n_logprobs}" if status.model_name else "no model yet"
+    state = "; STOPPING: takes nothing new" if status.draining else ""
+    queue = f"{status.queue_requests:,} requests, {status.queue_tokens:,} of {status.max_queue_tokens:,} tokens"
+    oldest = f", oldest {duration(status.queue_oldest_s)}" if status.queue_requests else ""
+    return [
+        f"{address}  {model}; up {duration(status.uptime_s)}{state}",
+        f"queue     {queue}{oldest}",
+        f"speed     {status.tokens_per_second:,.0f} tokens/s",
+    ]
+
+
+_WORKER_HEAD = ("worker", "age", "heard", "requests", "tokens in flight", "tokens/s", "busy", "scored")
+
+
+def _worker(worker: WorkerStatus) -> tuple[str, ...]:
+    return (
+        worker.name,
+        duration(worker.joined_s),
+        duration(worker.heard_s),
+        f"{worker.requests:,}",
+        f"{worker.tokens:,} of {worker.capacity_tokens:,}",
+        f"{worker.tokens_per_second:,.0f}",
+        f"{worker.busy_share:.0%}",
+        f"{worker.scored_tokens:,}",
+    )
+
+
+_CLIENT_HEAD = ("client", "waiting", "tokens", "running", "oldest", "answered")
+
+
+def _client(client: ClientStatus) -> tuple[str, ...]:
+    oldest = duration(client.oldest_s) if client.waiting_requests or client.running_requests else "-"
+    return (
+        client.name,
+        f"{client.waiting_requests:,}",
+        f"{client.waiting_tokens:,}",
+        f"{client.running_requests:,}",
+        oldest,
+        f"{client.answered_tokens:,}",
+    )
+
+
+def _totals(totals: Totals) -> list[str]:
+    """What is not zero; the sums of seconds as means of a request."""
+    shown = [
+        f"{field.name.replace('_', ' ')} {value:,}"
+        for field in fields(totals)
+        if (value := getattr(totals, field.name)) and not field.name.endswith("_seconds")
+    ]
+    lines = [f"since the start: {', '.join(shown)}"] if shown else []
+    if totals.answered:
+        waited_s, scored_s = totals.waited_seconds / totals.answered, totals.scored_seconds / totals.answered
+        lines += [f"a request, on average: {waited_s:.3f} s in the queue, {scored_s:.3f} s at a worker"]
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """Two units at most: 0.4s, 12s, 3m05s, 2h10m, 5d03h."""
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f}s"
+    whole = round(seconds)
+    for size, unit, part_size, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // part_size:02d}{part}"
+    return f"{whole}s"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The first column to the left, numbers to the right. A name from outside cannot break the line."""
+    cells = [head, *([_plain(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    return ["  ".join(map(_pad, row, widths, count())).rstrip() for row in cells]
+
+
+def _pad(cell: str, width: int, column: int) -> str:
+    return cell.ljust(width) if column == 0 else cell.rjust(width)
+
+
+def _plain(text: str) -> str:
+    printable = "".join(char if char.isprintable() else "?" for char in text)
+    return printable if len(printable) <= 60 else printable[:57] + "..."

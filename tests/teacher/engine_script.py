@@ -1,0 +1,88 @@
+"""Scores sequences with engines of several settings, in a process of its own: `engine_script.py MODEL OUT`.
+
+OUT, an .npz file, gets NAME/I/FIELD for each array of answer I under each setting, NAME/preemptions, and NAME/error for
+settings and sequences that are refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from teacher.engines.base import EngineConfig
+from teacher.engines.vllm_engine import VllmEngine
+from teacher.errors import TeacherError
+from teacher.records import TeacherSequence
+
+VOCAB_SIZE, N_TOKENS = 100, 83
+SMALLEST_KV_LEN = 895
+"""Tokens of the longest sequence of which a KV cache of 1 MiB holds one (test_engine's model: 1 KiB a token)."""
+SMALL: dict[str, Any] = dict(n_logprobs=8, dtype="float32", logits_mib=1, kv_cache_mib=1)
+
+
+def sequences(lengths: list[int]) -> list[TeacherSequence]:
+    rng = np.random.default_rng(0)
+    return [TeacherSequence(rng.integers(0, N_TOKENS, n, dtype=np.int32), 1 + n // 3) for n in lengths]
+
+
+SHORT = sequences([2, 3, 17, 40, 63])
+DISCARDED = 2
+LONG = sequences([895, 895, 2, 895, 500, 895, 30, 894, 895, 895, 3])
+TOO_LARGE = TeacherSequence(np.ones(1000, np.int32), 200)
+
+
+def score(engine: VllmEngine, asked: list[TeacherSequence]) -> dict[str, Any]:
+    scheduler = engine._engine.engine_core.engine_core.scheduler
+    preempt, n_preempted = scheduler._preempt_request, 0
+
+    def count(*args: Any, **named: Any) -> None:
+        nonlocal n_preempted
+        n_preempted += 1
+        preempt(*args, **named)
+
+    scheduler._preempt_request = count
+    for key, sequence in enumerate(asked):
+        engine.check(sequence, 1.0)
+        engine.add(key, sequence)
+    engine.discard([DISCARDED])
+    found: dict[str, Any] = {}
+    while engine.has_work():
+        for key, answer in engine.step():
+            found |= {f"{key}/{name}": array for name, array in vars(answer).items()}
+    scheduler._preempt_request = preempt
+    return found | {"preemptions": n_preempted}
+
+
+def refusal(make: Any) -> str:
+    try:
+        make()
+    except TeacherError as error:
+        return str(error)
+    return ""
+
+
+def main(model: str, out: str) -> None:
+    found: dict[str, Any] = {}
+
+    def save(name: str, answers: dict[str, Any]) -> None:
+        found.update({f"{name}/{key}": value for key, value in answers.items()})
+
+    whole = VllmEngine(EngineConfig(model, N_TOKENS, dtype="float32", kv_cache_mib=4, max_answer_mib=1))
+    save("at 1", score(whole, SHORT))
+    whole.set_temperature(0.5)
+    save("at 0.5", score(whole, SHORT))
+    found["padding/error"] = refusal(lambda: whole.check(TeacherSequence(np.array([1, N_TOKENS], np.int32), 1), 1.0))
+    found["answer/error"] = refusal(lambda: whole.check(TOO_LARGE, 1.0))
+    found["n_tokens"] = whole.info.n_tokens
+    save("smallest", score(VllmEngine(EngineConfig(model, **SMALL, max_model_len=SMALLEST_KV_LEN)), LONG))
+    found["kv cache/error"] = refusal(
+        lambda: VllmEngine(EngineConfig(model, **SMALL, max_model_len=1 + SMALLEST_KV_LEN))
+    )
+    found["k/error"] = refusal(lambda: VllmEngine(EngineConfig(model, N_TOKENS + 1)))
+    np.savez(out, **found)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
