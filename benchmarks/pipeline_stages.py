@@ -109,8 +109,7 @@ class Stages:
         """Seconds of all syncs until now."""
         return self._paused_s + max(0.0, now() - self._paused_since)
 
-    async def score(self, group: Sequence[tuple[Prompt, Answer]]) -> list[Sample]:
-        step = group[0][0].uid // self.batch_size
+    async def score(self, group: Sequence[tuple[Prompt, Answer]], step: int) -> list[Sample]:
         if not self._whole_batches:
             await self._teach(step, len(group))
         else:
@@ -150,7 +149,7 @@ class Stages:
         await asyncio.gather(*(generate(lane, share) for lane, share in shares))
         ends.append(now())
         answers = [(prompt, _answer(prompt.uid, 0)) for prompt in prompts]
-        await asyncio.gather(*(self.score(answers[i::n_requests]) for i in range(n_requests)))
+        await asyncio.gather(*(self.score(answers[i::n_requests], 0) for i in range(n_requests)))
         ends.append(now())
         await self.update(0)
         ends.append(now())

@@ -42,6 +42,8 @@ class Progress:
     """Prompts of the data set, after filtering."""
     data_seed: int
     shuffle: bool
+    skipped_samples: int = 0
+    """Of those trained on: samples without the answer of their teacher (``teacher.on_failure=skip_samples``)."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recipe_gkd.config.schema import DataConfig
@@ -201,6 +202,37 @@ def read_table(files: list[str], prompt_key: str) -> pa.Table:
         raise DataError(
             f"the columns of {', '.join(files)} do not fit together: {error}. Give a column one type in all files"
         ) from error
+
+
+def column_path(table: pa.Table, key: str, *, setting: str, is_for: str) -> list[str]:
+    """Of a column whose name is ``key``, or of a field of a structure that its dots lead into.
+
+    ``setting``: the key of the configuration, and ``is_for`` the column's purpose, for :class:`DataError`.
+    """
+    if key in table.column_names:
+        return [key]
+    path = key.split(".")
+    fields: Any = table.schema
+    for depth, name in enumerate(path):
+        names = [field.name for field in fields] if isinstance(fields, pa.Schema | pa.StructType) else []
+        if name not in names:
+            inside = f"column {'.'.join(path[:depth])} has {', '.join(names) or 'no fields'}" if depth else ""
+            raise DataError(
+                f"{setting}={key}: the data has no such column; "
+                + (inside or f"it has: {', '.join(names)}")
+                + f". Set {setting} to the column {is_for}"
+            )
+        field = fields.field(name)
+        fields = field.type if isinstance(field, pa.Field) else field
+    return path
+
+
+def column_at(table: pa.Table, path: list[str]) -> pa.ChunkedArray:
+    """What :func:`column_path` leads to."""
+    column = table.column(path[0])
+    for name in path[1:]:
+        column = pc.struct_field(column, [name])
+    return column
 
 
 def _tokenise(prompt: Any, tokenizer: Any, where: str) -> np.ndarray:

@@ -15,8 +15,8 @@ MAX_STALENESS = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 
 Generate = Callable[[int, Sequence[Prompt], int], AsyncIterator[list[Answer]]]
 """(lane, prompts, step) -> their answers, in any order, as they finish. A lane is a rollout worker, by rank."""
-Score = Callable[[Sequence[tuple[Prompt, Answer]]], Awaitable[list[Sample]]]
-"""The teacher's opinion of some answers: one request."""
+Score = Callable[[Sequence[tuple[Prompt, Answer]], int], Awaitable[list[Sample]]]
+"""(some answers, step) -> what their teachers think of them: one request to each teacher."""
 Judge = Callable[[Sequence[tuple[Prompt, Answer]]], Awaitable[dict[int, float]]]
 """By uid: the rewards of those of some answers that are given one."""
 Sync = Callable[[int], Awaitable[dict[str, float]]]
@@ -36,7 +36,8 @@ class Flow:
     answers_per_prompt: int = 1
     """Prompts that follow each other and go to the same lane."""
     requests_per_batch: int = 1
-    """To the teacher, of equally many answers each; fewer if a batch does not have so many, and the last is smaller."""
+    """Groups of equally many answers that go to the teachers; fewer if a batch does not have so many, and the last is
+    smaller."""
     inflight_update: bool = False
     """Weights may be sent while answers are under way."""
 

@@ -25,14 +25,13 @@ from recipe_gkd.config import Config, load_config
 from recipe_gkd.config.load import compose_config
 from recipe_gkd.data import PromptData, PromptLoader, read_table
 from recipe_gkd.errors import ConfigError, DataError, GkdError
-from recipe_gkd.preflight import Student, meet_teacher, read_student, with_model_path
+from recipe_gkd.preflight import Student, meet_teachers, read_student, with_model_path
 from recipe_gkd.rewards import RewardItems, RewardScorer
+from recipe_gkd.teachers import Teachers, open_teachers, read_routes
 from recipe_gkd.trainer import Judging, Trainer
 from recipe_gkd.validation import Validation, read_validation
 from recipe_gkd.workers import start_workers
-from teacher.client import TeacherClient
 from teacher.errors import TeacherError
-from teacher.records import TeacherInfo
 
 log = logging.getLogger("recipe_gkd")
 
@@ -83,12 +82,10 @@ def run(config: Config, composed: str) -> None:
     student = read_student(config)
     config = with_model_path(config, student.path)
     table = read_table(config.data.train_files, config.data.prompt_key)
-    teacher = config.actor_rollout_ref.teacher
-    with TeacherClient(teacher.server_ip, teacher.server_port, timeout_s=teacher.timeout_s) as client:
-        info = meet_teacher(client, student, config)
-        log.info(
-            "student %s; teacher %s, top %d of %d ids", student.path, info.model_name, info.n_logprobs, info.vocab_size
-        )
+    routes = read_routes(table, config.actor_rollout_ref.teacher)
+    with open_teachers(config, routes) as teachers:
+        log.info("student %s: %d ids, output layer of %d", student.path, student.n_tokens, student.vocab_size)
+        stop_token_ids = meet_teachers(teachers.clients, student, config)
         data = PromptData(table, config.data, student.tokenizer, given_answers=config.gkd.sft_share > 0)
         loader = PromptLoader(
             data,
@@ -114,7 +111,15 @@ def run(config: Config, composed: str) -> None:
         with _judging(config, items, validation) as judging, ExitStack() as opened:
             with _hangup_ignored():
                 opened.enter_context(ray_cluster(config))
-            training = _train(config, client, info, loader, Start(progress, checkpoint, best), judging)
+            training = _train(
+                config,
+                teachers,
+                loader,
+                Start(progress, checkpoint, best),
+                judging,
+                stop_token_ids=stop_token_ids,
+                n_tokens=student.n_tokens,
+            )
             asyncio.run(_until_terminated(training))
 
 
@@ -148,16 +153,20 @@ def _judging(config: Config, items: RewardItems | None, validation: Validation |
 
 async def _train(
     config: Config,
-    client: TeacherClient,
-    teacher: TeacherInfo,
+    teachers: Teachers,
     loader: PromptLoader,
     start: Start,
     judging: Judging | None,
+    *,
+    stop_token_ids: Sequence[int],
+    n_tokens: int,
 ) -> None:
     device = choose_device(config.trainer.device)
     total_steps = loader.last_step(start.progress.prompts_trained, start.progress.step)
-    async with start_workers(config, device, total_steps=total_steps, stop_token_ids=teacher.eos_token_ids) as workers:
-        trainer = Trainer(config, workers, client, loader, start, judging)
+    async with start_workers(
+        config, device, total_steps=total_steps, stop_token_ids=stop_token_ids, n_tokens=n_tokens
+    ) as workers:
+        trainer = Trainer(config, workers, teachers, loader, start, judging)
         if start.checkpoint is not None:
             await trainer.call_actors("load_checkpoint", str(start.checkpoint.absolute() / "actor"))
             log.info("resumed from %s", start.checkpoint)

@@ -1,7 +1,9 @@
-"""What can be known to be wrong before a single process is started: model folder, tokenizer, data, teacher."""
+"""What can be known to be wrong before a single process is started: model folder, tokenizer, data, teachers."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,13 @@ import numpy as np
 from recipe_gkd.actor.shape import check_fits, read_shape
 from recipe_gkd.config import Config
 from recipe_gkd.config.objective import SAMPLED
+from recipe_gkd.config.teachers import TEACHER
 from recipe_gkd.errors import ConfigError, ModelError
-from teacher.client import TeacherClient
+from recipe_gkd.teachers.teachers import Client
 from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import TeacherInfo, TeacherSequence
+
+log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
 """A teacher that is there answers in milliseconds, however busy."""
@@ -31,6 +36,8 @@ class Student:
     tokenizer: Any
     fingerprint: str
     """Of the tokenizer's vocabulary; see ``teacher.fingerprint``."""
+    n_tokens: int
+    """Ids of the tokenizer, 0 to n_tokens - 1; what the output layer has beyond, up to ``vocab_size``, is padding."""
 
 
 def read_student(config: Config) -> Student:
@@ -53,7 +60,8 @@ def read_student(config: Config) -> Student:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"the tokenizer in {path} cannot be loaded: {error}") from error
-    return Student(path, shape.vocab_size, tokenizer, tokenizer_fingerprint(tokenizer))
+    n_tokens = min(1 + max(tokenizer.get_vocab().values()), shape.vocab_size)
+    return Student(path, shape.vocab_size, tokenizer, tokenizer_fingerprint(tokenizer), n_tokens)
 
 
 def with_model_path(config: Config, path: Path) -> Config:
@@ -85,32 +93,57 @@ def find_model(name: str) -> Path:
     return path
 
 
-def meet_teacher(client: TeacherClient, student: Student, config: Config) -> TeacherInfo:
-    """Ask the teacher what it is, and refuse one that cannot teach this student."""
+def meet_teachers(clients: Mapping[str, Client], student: Student, config: Config) -> tuple[int, ...]:
+    """Ask each teacher what it is, and refuse one that cannot teach this student; the ids that end their turns.
+
+    ``clients``: by the teacher's name.
+    """
+    ends: set[int] = set()
+    for name, client in clients.items():
+        info = meet_teacher(name, client, student, config)
+        asked = config.actor_rollout_ref.teacher.top_k or info.n_logprobs
+        log.info("teacher %s: %s, top %d of %d ids", name, info.model_name, asked, info.n_tokens)
+        ends.update(info.eos_token_ids)
+    return tuple(sorted(ends))
+
+
+def meet_teacher(name: str, client: Client, student: Student, config: Config) -> TeacherInfo:
+    """Raises :class:`ConfigError`, or as the client does."""
     info = client.hello(timeout_s=HELLO_TIMEOUT_S)
+    who = f"teacher {name} ({info.model_name})"
     if info.tokenizer_fingerprint != student.fingerprint:
         raise ConfigError(
-            f"the teacher's vocabulary does not fit the student's: teacher {info.model_name} has {info.vocab_size} ids "
-            f"(tokenizer {info.tokenizer_fingerprint}), student {student.path} has {student.vocab_size} (tokenizer "
+            f"the teacher's vocabulary does not fit the student's: {who} has {info.n_tokens} ids (tokenizer "
+            f"{info.tokenizer_fingerprint}), student {student.path} has {student.n_tokens} (tokenizer "
             f"{student.fingerprint}). The same id must mean the same token in both: choose a teacher and a student of "
             "one family, with the tokenizer files they came with"
         )
-    if foreign := [token for token in info.eos_token_ids if token >= student.vocab_size]:
+    if info.n_tokens < student.n_tokens:
         raise ConfigError(
-            f"the teacher {info.model_name} ends its turns with {foreign}, but the student {student.path} has only "
-            f"ids 0 to {student.vocab_size - 1}; correct eos_token_id in the teacher's generation_config.json"
+            f"{who} knows the ids 0 to {info.n_tokens - 1} of the tokenizer, but the student {student.path} answers "
+            f"with ids up to {student.n_tokens - 1}, which the teacher would refuse: its output layer, of "
+            f"{info.vocab_size}, is too small for its tokenizer; choose a checkpoint that has all of it"
         )
-    gkd = config.gkd
-    if info.n_logprobs == 1 and gkd.tail == "renormalise" and gkd.distill_loss_type not in SAMPLED:
+    if foreign := [token for token in info.eos_token_ids if token >= student.n_tokens]:
         raise ConfigError(
-            f"gkd.tail=renormalise with a teacher that returns its top 1 ({info.model_name}): one id, renormalised, "
-            "has probability 1 on both sides, and the gradient is zero; set gkd.tail=bucket, or start the "
-            "teacher with a larger N_LOGPROBS"
+            f"{who} ends its turns with {foreign}, but the student {student.path} has only ids 0 to "
+            f"{student.n_tokens - 1}; correct eos_token_id in the teacher's generation_config.json"
+        )
+    gkd, teacher = config.gkd, config.actor_rollout_ref.teacher
+    if teacher.top_k is not None and teacher.top_k > info.n_logprobs:
+        raise ConfigError(
+            f"{TEACHER}.top_k={teacher.top_k}, but {who} returns {info.n_logprobs} ids at most; lower it, set it to "
+            "null, or start the teacher with a larger N_LOGPROBS"
+        )
+    if (teacher.top_k or info.n_logprobs) == 1 and gkd.tail == "renormalise" and gkd.distill_loss_type not in SAMPLED:
+        raise ConfigError(
+            f"gkd.tail=renormalise with a top 1 of {who}: one id, renormalised, has probability 1 on both sides, and "
+            f"the gradient is zero; set gkd.tail=bucket, or raise {TEACHER}.top_k or the teacher's N_LOGPROBS"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
     if info.max_model_len < longest:
         raise ConfigError(
-            f"the teacher scores at most {info.max_model_len} tokens, but data.max_prompt_length + "
+            f"{who} scores at most {info.max_model_len} tokens, but data.max_prompt_length + "
             f"data.max_response_length = {longest}; lower those, or start the teacher with a larger MAX_MODEL_LEN"
         )
     if gkd.distill_temperature != 1:  # not every engine can

@@ -55,7 +55,7 @@ class TeacherTopK:
 
     @classmethod
     def absent(cls, rows: int) -> TeacherTopK:
-        """For an answer that the teacher is not asked about, or that has no tokens: no probability anywhere."""
+        """For an answer that no teacher is asked about, that has no tokens, or was skipped: no probability anywhere."""
         return cls(
             logps_TK=np.full((rows, 1), -np.inf, np.float32),
             ids_TK=np.full((rows, 1), -1, np.int32),
@@ -70,6 +70,11 @@ class Sample:
     prompt: Prompt
     answer: Answer
     teacher: TeacherTopK
+    teacher_number: int = 0
+    """Which teacher's: its place in :func:`recipe_gkd.config.teachers.names`."""
+    is_skipped: bool = False
+    """Its teacher was asked and gave no answer (``teacher.on_failure=skip_samples``): nothing is learnt from a teacher
+    on it, and a given answer does not become one that teaches by its own tokens."""
     reward: float | None = None
     """What the reward function said of it, if it was asked."""
     advantage: float = 0.0

@@ -375,7 +375,7 @@ class Pipeline:
         """When it was made, and the samples."""
         began = now()
         with self.timeline.span("teacher", "score", step=step, samples=len(group)):
-            return began, await self._score(group)
+            return began, await self._score(group, step)
 
     async def _judgement(self, judge: Judge, group: Sequence[tuple[Prompt, Answer]], step: int) -> dict[int, float]:
         with self.timeline.span("reward", "judge", step=step, samples=len(group)):

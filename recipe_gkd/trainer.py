@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
 from recipe_gkd.actor.microbatch import shard_batch
@@ -25,12 +24,11 @@ from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.advantages import with_group_statistics
-from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
+from recipe_gkd.samples import Answer, Prompt
 from recipe_gkd.schedule import Pipeline
+from recipe_gkd.teachers import Teachers
 from recipe_gkd.validation import Validation
 from recipe_gkd.workers import Workers
-from teacher.client import TeacherClient
-from teacher.records import TeacherSequence
 
 log = logging.getLogger(__name__)
 
@@ -51,21 +49,22 @@ class Judging:
 
 
 class Trainer:
-    """Student answers; the teacher's top-k at every position of the answers; an update towards it; and again."""
+    """Student answers; a teacher's top-k at every position of the answers; an update towards it; and again."""
 
     def __init__(
         self,
         config: Config,
         workers: Workers,
-        teacher: TeacherClient,
+        teachers: Teachers,
         loader: PromptLoader,
         start: Start,
         judging: Judging | None = None,
     ) -> None:
         """``judging``: None if nothing is judged."""
-        self.config, self.workers, self.teacher, self.loader = config, workers, teacher, loader
+        self.config, self.workers, self.teachers, self.loader = config, workers, teachers, loader
         self.start, self.judging = start, judging
         self.progress, self.best = start.progress, start.best
+        self.teachers.resume(start.progress.skipped_samples)
         self.root = Path(config.trainer.default_local_dir).expanduser().absolute()
         self.saving: CheckpointWriter | None = None
         self.save_is_under_way = False
@@ -101,6 +100,7 @@ class Trainer:
                     if self.start.is_of(self.root) and (best := self.choose_best(metrics)):
                         keep_best(self.root, best)
                 async for batch in pipeline:
+                    batch.metrics |= self.teachers.report(batch.samples, batch.step)
                     async with pipeline.updating(batch):
                         with span(batch.metrics, "timing/update_actor"):
                             batch.metrics |= await self.update(batch)
@@ -129,7 +129,7 @@ class Trainer:
             self.loader.batches(self.progress.prompts_trained, first_step=self.progress.step),
             flow,
             generate=self.generate,
-            score=self.score,
+            score=self.teachers.score,
             judge=self.judge if self.judging is not None and self.judging.items is not None else None,
             sync=self.workers.weights.sync,
             replace=self.workers.replace_dead_rollouts,
@@ -156,33 +156,6 @@ class Trainer:
             phase=f"generate, step {step}",
         ):
             yield answers
-
-    async def score(self, group: Sequence[tuple[Prompt, Answer]]) -> list[Sample]:
-        """The teacher's top-k at every response position. An empty answer has none; the data's may not need them."""
-        given_too = self.config.gkd.sft_target == "teacher"
-        asked = [pair for pair in group if len(pair[1].ids) and (given_too or pair[0].given_ids is None)]
-        sequences = [
-            TeacherSequence(token_ids=np.concatenate([prompt.ids, answer.ids]), prompt_len=len(prompt.ids))
-            for prompt, answer in asked
-        ]
-        opinions = {}
-        if sequences:
-            temperature = self.config.gkd.distill_temperature
-            scores = await asyncio.wrap_future(self.teacher.submit(sequences, temperature=temperature))
-            opinions = {
-                answer.uid: TeacherTopK(
-                    logps_TK=score.topk_logps_TK, ids_TK=score.topk_ids_TK, sampled_logps_T=score.sampled_logps_T
-                )
-                for (_, answer), score in zip(asked, scores, strict=True)
-            }
-        return [
-            Sample(
-                prompt=prompt,
-                answer=answer,
-                teacher=opinions.get(answer.uid) or TeacherTopK.absent(len(answer.ids)),
-            )
-            for prompt, answer in group
-        ]
 
     async def judge(self, group: Sequence[tuple[Prompt, Answer]]) -> dict[int, float]:
         """What the reward function says of the sampled answers, by uid."""
@@ -258,8 +231,12 @@ class Trainer:
     def advance(self, batch: ReadyBatch) -> None:
         answers_per_prompt = self.config.actor_rollout_ref.rollout.n
         prompts = len({sample.prompt.uid // answers_per_prompt for sample in batch.samples})
+        skipped = sum(sample.is_skipped for sample in batch.samples)
         self.progress = replace(
-            self.progress, step=self.progress.step + 1, prompts_trained=self.progress.prompts_trained + prompts
+            self.progress,
+            step=self.progress.step + 1,
+            prompts_trained=self.progress.prompts_trained + prompts,
+            skipped_samples=self.progress.skipped_samples + skipped,
         )
 
     def validation_is_due(self) -> bool:

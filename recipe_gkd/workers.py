@@ -53,14 +53,17 @@ class Workers:
 
 @asynccontextmanager
 async def start_workers(
-    config: Config, device: str, *, total_steps: int, stop_token_ids: Sequence[int]
+    config: Config, device: str, *, total_steps: int, stop_token_ids: Sequence[int], n_tokens: int | None
 ) -> AsyncIterator[Workers]:
     """Reserve the pools, start every worker, connect actor and rollout; on leaving, end all their processes.
 
-    ``stop_token_ids``: the teacher's; an answer ends there too, or the student would learn from what comes after the
-    end of a turn. Raises :class:`ResourceError` before anything is started if the cluster is too small, and a worker's
-    own error as soon as one fails to start. What goes wrong in the body is diagnosed while the workers still live; the
-    error then names the folder.
+    ``stop_token_ids``: the teachers'; an answer ends there too, or the student would learn from what comes after the
+    end of a turn. ``n_tokens``: ids of the student's tokenizer; the rest of its output layer is padding, to which no
+    worker gives any probability; None: there is none.
+
+    Raises :class:`ResourceError` before anything is started if the cluster is too small, and a worker's own error as
+    soon as one fails to start. What goes wrong in the body is diagnosed while the workers still live; the error then
+    names the folder.
     """
     timeout_s = config.trainer.startup_timeout_s
     actor_pool, rollout_pool = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
@@ -68,11 +71,13 @@ async def start_workers(
     n_actors, n_rollouts = actor_pool.spec.n_workers, rollout_pool.spec.n_workers
 
     def start_actor(rank: int) -> Any:
-        arguments = dict(config=config, total_steps=total_steps, rank=rank, world_size=n_actors, device=device)
+        arguments = dict(
+            config=config, total_steps=total_steps, rank=rank, world_size=n_actors, device=device, n_tokens=n_tokens
+        )
         return actor_pool.spawn(ActorWorker, rank, arguments, env=actor_environment(device))
 
     def start_rollout(rank: int) -> Any:
-        arguments = dict(config=config, rank=rank, device=device, stop_token_ids=stop_token_ids)
+        arguments = dict(config=config, rank=rank, device=device, stop_token_ids=stop_token_ids, n_tokens=n_tokens)
         return rollout_pool.spawn(RolloutWorker, rank, arguments, env=rollout_environment(device))
 
     actors = WorkerGroup("actor", [start_actor(rank) for rank in range(n_actors)])

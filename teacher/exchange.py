@@ -111,7 +111,7 @@ class Exchange:
                 calls.append(item)
         for call in calls:
             ended = f"{call.what}: the client of {self.address} ended before the answer ({why})"
-            call.fail(TeacherUnavailable(ended))
+            call.fail(TeacherError(ended))
         with suppress(zmq.ZMQError):  # a broken socket may be why we are here
             for request in requests:
                 if request.is_sent:

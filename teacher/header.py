@@ -79,5 +79,8 @@ def _token_ids(header: Header, key: str) -> tuple[int, ...]:
 
 
 def short(value: object) -> str:
-    shown = str(value) if isinstance(value, Exception) else repr(value)
+    try:
+        shown = str(value) if isinstance(value, Exception) else repr(value)
+    except RecursionError:  # nested as deep as msgpack lets it be, on a stack that is deep already
+        shown = f"a deeply nested {type(value).__name__}"
     return shown if len(shown) <= 120 else shown[:117] + "..."

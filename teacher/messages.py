@@ -21,15 +21,16 @@ PROTOCOL_VERSION = 4
 class Limits:
     """Bounds of one message. They bound memory, not usefulness: no sane request comes near them."""
 
-    header_bytes: int = 4 << 20
+    # 4096 sequences need 200 kB; and small things (an empty list is one byte) cost 64 times their size once decoded.
+    header_bytes: int = 512 << 10
     text_chars: int = 16 << 10
-    status_bytes: int = 4 << 20
+    status_bytes: int = 1 << 20
     sequences: int = 4096
     sequence_tokens: int = 1 << 20
     request_tokens: int = 16 << 20
     vocab_size: int = 1 << 24
     eos_token_ids: int = 256
-    request_frame_bytes: int = 4 << 20  # the largest legal request frame: one sequence, or the header
+    request_frame_bytes: int = 4 << 20  # the largest legal request frame: one sequence
     answer_frame_bytes: int = 16 << 30  # 1M tokens x top-4096, or 16k tokens x a whole vocabulary of 256k
     timeout_s: float = 7 * 24 * 3600.0
     # Beyond these a distribution is one token or uniform, and logits / temperature may leave fp32.
@@ -213,7 +214,8 @@ def check_sequences(sequences: Sequence[TeacherSequence]) -> None:
             raise TeacherRequestError(f"sequence {i}: {len(ids)} tokens, at most {LIMITS.sequence_tokens} can be sent")
         if type(sequence.prompt_len) is not int or not 1 <= sequence.prompt_len < len(ids):
             raise TeacherRequestError(
-                f"sequence {i}: expected 1 <= prompt_len < number of tokens, got prompt_len={sequence.prompt_len!r} "
+                f"sequence {i}: expected 1 <= prompt_len < number of tokens, got "
+                f"prompt_len={sequence.prompt_len!r:.40} "
                 f"with {len(ids)} tokens; a prompt needs one token at least, and an empty response has nothing to score"
             )
     n_tokens = sum(len(sequence.token_ids) for sequence in sequences)

@@ -226,7 +226,7 @@ def _unpack_header(frame: Frame) -> dict[str, Any]:
         header = msgpack.unpackb(
             data,
             strict_map_key=True,
-            max_array_len=LIMITS.frames,
+            max_array_len=min(LIMITS.frames, data.nbytes),  # each entry takes a byte at least
             max_map_len=32,
             max_str_len=4 * LIMITS.text_chars,
             max_bin_len=0,

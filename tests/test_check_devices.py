@@ -110,7 +110,7 @@ def test_workers_on_one_gpu_are_shown_and_named_before_their_engines_start_and_f
     config = load_config("on_policy_distill_trainer", ["data.train_files=x", "actor_rollout_ref.model.path=x"])
 
     async def start() -> None:
-        async with workers.start_workers(config, "cpu", total_steps=1, stop_token_ids=()):
+        async with workers.start_workers(config, "cpu", total_steps=1, stop_token_ids=(), n_tokens=None):
             pass
 
     with (

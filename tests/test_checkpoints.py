@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,16 @@ def test_the_latest_complete_checkpoint_is_found_and_read(tmp_path: Path) -> Non
     assert folder == tmp_path / "global_step_8"
     assert read_progress(folder, expected=PROGRESS).prompts_trained == 512
     assert find_checkpoint(config(tmp_path, "trainer.resume_mode=disable")) is None
+
+
+def test_a_checkpoint_from_before_samples_could_be_skipped_is_read(tmp_path: Path) -> None:
+    write(tmp_path, replace(PROGRESS, skipped_samples=3))
+    file = tmp_path / "global_step_4" / "trainer.json"
+    assert read_progress(file.parent, expected=PROGRESS).skipped_samples == 3
+    values = json.loads(file.read_text())
+    del values["skipped_samples"]
+    file.write_text(json.dumps(values))
+    assert read_progress(file.parent, expected=PROGRESS) == PROGRESS
 
 
 def test_a_write_that_is_given_up_leaves_the_last_checkpoint_and_nothing_else(tmp_path: Path) -> None:

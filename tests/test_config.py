@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from recipe_gkd.config import config_dir, load_config
 from recipe_gkd.config.load import compose_config, known_keys
+from recipe_gkd.config.teachers import addresses, names
 from recipe_gkd.errors import ConfigError
 
 NAME = "on_policy_distill_trainer"
@@ -144,6 +145,49 @@ def test_estimates_from_sampled_tokens_need_tokens_sampled_from_the_student(
 )
 def test_answers_that_nothing_is_learnt_from_are_refused(overrides: list[str], says: str) -> None:
     assert says in refusal(*overrides)
+
+
+TEACHER = "actor_rollout_ref.teacher"
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [f"{TEACHER}.teachers.math=10.0.0.1:15555", f"{TEACHER}.teachers.code-7b=code.host:1"],
+        [f"+{TEACHER}.teachers.math=10.0.0.1:15555", f"++{TEACHER}.teachers.code-7b=code.host:1"],
+        [f'{TEACHER}.teachers={{math: "10.0.0.1:15555", code-7b: "code.host:1"}}'],
+    ],
+)
+def test_teachers_are_named_on_the_command_line_and_keep_their_order(entries: list[str]) -> None:
+    config = load_config(NAME, [*NEEDED, *entries, f"{TEACHER}.route_key=source"])
+    teacher = config.actor_rollout_ref.teacher
+    assert addresses(teacher) == {"math": ("10.0.0.1", 15555), "code-7b": ("code.host", 1)}
+    assert names(teacher) == ("math", "code-7b")
+
+
+def test_without_names_there_is_one_teacher_called_default() -> None:
+    teacher = load_config(NAME, [*NEEDED, f"{TEACHER}.server_ip=10.0.0.1"]).actor_rollout_ref.teacher
+    assert addresses(teacher) == {"default": ("10.0.0.1", 15555)} and names(teacher) == ("default",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["teachers.a=x:1", "teachers.b=x:2"], "teachers has a, b, and nothing says which prompt is for which; set"),
+        (["route_key=source"], "route_key=source without actor_rollout_ref.teacher.teachers"),
+        (["teachers.a=x"], "teachers.a=x: expected host:port"),
+        (["teachers.a=x:0"], "teachers.a=x:0: expected host:port"),
+        (["teachers.a=x:65536"], "teachers.a=x:65536: expected host:port"),
+        (["teachers={a/b: x:1}"], "a teacher is called 'a/b'; names become parts of metrics' names"),
+        (["top_k=0"], "teacher.top_k: got 0"),
+        (["wire_dtype=bfloat16"], "teacher.wire_dtype: got 'bfloat16'"),
+        (["on_failure=ignore"], "'fail', 'wait' or 'skip_samples'"),
+        (["max_wait_s=0"], "teacher.max_wait_s: got 0"),
+        (["max_skipped_samples=-1"], "teacher.max_skipped_samples: got -1"),
+    ],
+)
+def test_teachers_that_cannot_be_asked_are_refused(overrides: list[str], says: str) -> None:
+    assert says in refusal(*(f"{TEACHER}.{override}" for override in overrides))
 
 
 def test_a_baseline_of_the_group_needs_a_group() -> None:

@@ -7,8 +7,8 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -19,11 +19,12 @@ from recipe_gkd.config import Config, load_config
 from recipe_gkd.data import PromptData, read_table
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.main_gkd import Terminated, _items, _until_terminated, check_outputs
-from recipe_gkd.preflight import Student, meet_teacher
+from recipe_gkd.preflight import Student, meet_teachers
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from teacher.errors import TeacherRequestError
+from teacher.records import TeacherInfo
 
-STUDENT = Student(Path("x"), 64, build_tokenizer(), "the same")
+STUDENT = Student(Path("x"), 64, build_tokenizer(), "the same", n_tokens=60)
 
 
 def configured(folder: Path, *overrides: str) -> Config:
@@ -85,33 +86,70 @@ def test_training_answers_are_judged_if_a_loss_needs_it_or_they_may_be(
 class Teacher:
     """Scores at temperature 1 only."""
 
-    def __init__(self) -> None:
+    def __init__(self, **differs: Any) -> None:
         self.asked: list[tuple[list[int], float]] = []
+        self.info = replace(FITTING, **differs)
 
-    def hello(self, timeout_s: float) -> Any:
-        return SimpleNamespace(
-            tokenizer_fingerprint="the same",
-            vocab_size=64,
-            model_name="t",
-            eos_token_ids=(),
-            n_logprobs=8,
-            max_model_len=1 << 20,
-        )
+    def hello(self, timeout_s: float) -> TeacherInfo:
+        return self.info
 
-    def submit(self, sequences: list[Any], timeout_s: float, *, temperature: float) -> Future[list[Any]]:
+    def submit(self, sequences: Any, timeout_s: Any = None, *, temperature: float = 1.0) -> Future[Any]:
         self.asked.append(([len(sequence.token_ids) for sequence in sequences], temperature))
         future: Future[list[Any]] = Future()
         future.set_exception(TeacherRequestError("this teacher scores at temperature 1 only"))
         return future
 
 
+FITTING = TeacherInfo(
+    model_name="m",
+    vocab_size=128,
+    n_tokens=60,
+    tokenizer_fingerprint="the same",
+    max_model_len=1 << 20,
+    n_logprobs=8,
+    engine="none",
+    eos_token_ids=(1,),
+    protocol_version=4,
+    n_workers=1,
+)
+
+
 def test_a_teacher_that_cannot_score_at_the_temperature_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    teacher: Any = Teacher()
-    meet_teacher(teacher, STUDENT, configured(tmp_path))
+    teacher = Teacher()
+    meet_teachers({"t": teacher}, STUDENT, configured(tmp_path))
     assert teacher.asked == []
     with pytest.raises(TeacherRequestError, match="at temperature 1 only"):
-        meet_teacher(teacher, STUDENT, configured(tmp_path, "gkd.distill_temperature=2"))
+        meet_teachers({"t": teacher}, STUDENT, configured(tmp_path, "gkd.distill_temperature=2"))
     assert teacher.asked == [([2], 2.0)]
+
+
+def test_answers_end_where_any_teacher_ends_a_turn_and_output_layers_may_be_padded_differently(tmp_path: Path) -> None:
+    teachers = {"a": Teacher(eos_token_ids=(3, 1)), "b": Teacher(eos_token_ids=(7,), vocab_size=60, n_logprobs=2)}
+    assert meet_teachers(teachers, STUDENT, configured(tmp_path)) == (1, 3, 7)
+
+
+@pytest.mark.parametrize(
+    ("differs", "overrides", "says"),
+    [
+        (
+            {"tokenizer_fingerprint": "another"},
+            [],
+            r"not fit .*teacher b \(m\) has .*another\), student x .*the same\)",
+        ),
+        ({"n_tokens": 59}, [], r"teacher b \(m\) knows the ids 0 to 58 .* ids up to 59"),
+        ({"eos_token_ids": (60,)}, [], r"teacher b \(m\) ends its turns with \[60\], .* only ids 0 to 59"),
+        ({"n_logprobs": 4}, ["top_k=5"], r"teacher\.top_k=5, but teacher b \(m\) returns 4 ids at most"),
+        ({"n_logprobs": 1}, [], r"renormalise with a top 1 of teacher b"),
+        ({}, ["top_k=1"], r"renormalise with a top 1 of teacher a"),
+        ({"max_model_len": 100}, [], r"teacher b \(m\) scores at most 100 tokens, but .* = 3072"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_named(
+    tmp_path: Path, differs: dict[str, Any], overrides: list[str], says: str
+) -> None:
+    config = configured(tmp_path, "gkd.tail=renormalise", *(f"actor_rollout_ref.teacher.{key}" for key in overrides))
+    with pytest.raises(ConfigError, match=says):
+        meet_teachers({"a": Teacher(), "b": Teacher(**differs)}, STUDENT, config)
 
 
 # ---- signals

@@ -127,7 +127,7 @@ class Stages:
             self.generating -= 1
             self.steps_under_way.remove(step)
 
-    async def score(self, group: Sequence[tuple[Prompt, Answer]]) -> list[Sample]:
+    async def score(self, group: Sequence[tuple[Prompt, Answer]], step: int) -> list[Sample]:
         self.requests.append(len(group))
         self.overlaps["generate, score"] += self.generating > 0
         await self.spend("score")
@@ -489,9 +489,9 @@ def test_a_worker_that_dies_ends_the_run_if_it_may_not_be_replaced() -> None:
 def test_a_failing_update_is_told_even_if_a_stage_breaks_while_it_is_cancelled() -> None:
     stages = Stages(Plan(Flow(max_staleness=2), n_batches=9, seconds=SHAPES["update_bound"]))
 
-    async def score_and_break(group: Sequence[tuple[Prompt, Answer]]) -> list[Sample]:
+    async def score_and_break(group: Sequence[tuple[Prompt, Answer]], step: int) -> list[Sample]:
         try:
-            return await Stages.score(stages, group)
+            return await Stages.score(stages, group, step)
         finally:
             if stages.updating:
                 raise ZeroDivisionError("an echo")
@@ -511,7 +511,7 @@ def test_a_failing_update_is_told_even_if_a_stage_breaks_while_it_is_cancelled()
 def test_a_cancelled_run_stays_cancelled_whatever_its_stages_do() -> None:
     stages = Stages(Plan(Flow(max_staleness=1), n_batches=9, seconds=SHAPES["update_bound"]))
 
-    async def fail_when_cancelled(group: Sequence[tuple[Prompt, Answer]]) -> list[Sample]:
+    async def fail_when_cancelled(group: Sequence[tuple[Prompt, Answer]], step: int) -> list[Sample]:
         try:
             await asyncio.sleep(600)
         except asyncio.CancelledError:

@@ -23,6 +23,7 @@ from recipe_gkd.flow import ReadyBatch
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItem
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
+from recipe_gkd.teachers import Routes, Teachers
 from recipe_gkd.trainer import Judging, Trainer
 from recipe_gkd.validation import Validation, read_validation
 
@@ -207,14 +208,16 @@ class Workers:
         return [True]
 
 
-class Run(Trainer):
-    """Neither teacher nor update."""
-
-    async def score(self, group: Sequence[tuple[Prompt, Answer]]) -> list[Sample]:
+class NoTeacher(Teachers):
+    async def score(self, group: Sequence[tuple[Prompt, Answer]], step: int) -> list[Sample]:
         return [
             Sample(prompt=prompt, answer=answer, teacher=TeacherTopK.absent(len(answer.ids)))
             for prompt, answer in group
         ]
+
+
+class Run(Trainer):
+    """Neither teacher nor update."""
 
     async def update(self, batch: ReadyBatch) -> dict[str, float]:
         await asyncio.sleep(0.001)
@@ -231,9 +234,9 @@ def train(config: Config, scores: Sequence[float] = range(9), *, crash_after: in
     best = read_best(Path(config.trainer.default_local_dir), config.trainer.best_metric, until=progress.step)
     scorer: Any = Scorer(scores)
     workers: Any = Workers()
-    teacher: Any = None
+    teachers = NoTeacher(config, Routes(("default",)), {})
     judging = Judging(scorer, validation=read_validation(config, TOKENIZER))
-    trainer = Run(config, workers, teacher, loader, Start(progress, checkpoint, best), judging)
+    trainer = Run(config, workers, teachers, loader, Start(progress, checkpoint, best), judging)
     if crash_after is not None:
 
         async def crash() -> None:

@@ -12,7 +12,7 @@ from recipe_gkd.actor.microbatch import PackedBatch
 AggMode = Literal["token-mean", "seq-mean-token-mean"]
 
 COMPONENTS = ("distill", "pg", "sft")
-"""Tokens with the teacher's opinion; sampled tokens; given tokens without the teacher's opinion."""
+"""Tokens with a teacher's opinion; sampled tokens; given tokens that no teacher was asked about."""
 
 
 def members(batch: PackedBatch) -> dict[str, np.ndarray]:
@@ -20,7 +20,7 @@ def members(batch: PackedBatch) -> dict[str, np.ndarray]:
     return {
         "distill": batch.has_teacher_T,
         "pg": ~batch.is_given_T,
-        "sft": batch.is_given_T & ~batch.has_teacher_T,
+        "sft": batch.is_given_T & ~batch.has_teacher_T & ~batch.is_skipped_T,
     }
 
 

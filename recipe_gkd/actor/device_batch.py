@@ -18,7 +18,7 @@ OVERLAP_ROWS = 8
 """Positions of a micro-batch at which the student's own top-k is looked for."""
 AS_THEY_ARE = (
     "loss_rows_T", "logps_TK", "ids_TK", "answer_ids_T", "sampling_logps_T", "teacher_logps_T",
-    "has_teacher_T", "is_given_T", "advantages_T", "baselines_T", "scales_T",
+    "has_teacher_T", "teacher_numbers_T", "is_given_T", "advantages_T", "baselines_T", "scales_T",
 )  # fmt: skip
 """Arrays of a packed batch that become tensors, under the same names."""
 
@@ -37,10 +37,11 @@ class DeviceBatch:
     position_buckets_T: Tensor
     """int64: which of :data:`POSITION_BUCKETS` the token's position in its answer is in."""
     overlap_rows_R: Tensor
-    """int64: some of the positions that the teacher was asked about, evenly spread."""
+    """int64: some of the positions with a teacher's opinion, evenly spread."""
     sampling_logps_T: Tensor
     teacher_logps_T: Tensor
     has_teacher_T: Tensor
+    teacher_numbers_T: Tensor
     is_given_T: Tensor
     advantages_T: Tensor
     baselines_T: Tensor

@@ -34,6 +34,7 @@ from recipe_gkd.actor.report import metrics, names_of_sums
 from recipe_gkd.actor.shape import read_shape
 from recipe_gkd.actor.step import run_micro_batches
 from recipe_gkd.config.schema import Config
+from recipe_gkd.config.teachers import names as teacher_names
 from recipe_gkd.errors import DataError, EchoError, WorkerError
 from recipe_gkd.samples import Sample
 from recipe_gkd.weights.buckets import TensorMeta
@@ -60,8 +61,11 @@ class MegatronActor:
         local_rank: int,
         meeting: dist.Store | tuple[str, int],
         device: str,
+        n_tokens: int | None = None,
     ) -> None:
         """``device``: `cpu`, or `cuda` (``local_rank`` is its number). ``total_steps``: where the rate's decay ends.
+
+        ``n_tokens``: ids of the output layer from there on are padding, and belong to no distribution; None: none is.
 
         ``meeting``: the store where all ranks meet, or its address (torchrun's master address and port, say).
 
@@ -70,7 +74,8 @@ class MegatronActor:
         self._config = config
         self._actor, self._gkd = config.actor_rollout_ref.actor, config.gkd
         check_world_size(self._actor.megatron, world_size)
-        self._total_steps = total_steps
+        self._total_steps, self._n_tokens = total_steps, n_tokens
+        self._teachers = teacher_names(config.actor_rollout_ref.teacher)
         self._rank, self._world_size = rank, world_size
         self._meeting = meeting
         self.device = torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
@@ -113,7 +118,12 @@ class MegatronActor:
             self._dtype = transformer.params_dtype
             self._parameters = own_parameters(self._chunks, shape, layout)
             self._stages = stages_of_weights(self._parameters, layout, self.device)
-        self._loss = Objective(gkd=self._gkd, vocab_size=shape.vocab_size, tp_group=tensor_group(layout))
+        self._loss = Objective(
+            gkd=self._gkd,
+            vocab_size=min(self._n_tokens or shape.vocab_size, shape.vocab_size),
+            tp_group=tensor_group(layout),
+            n_teachers=len(self._teachers),
+        )
         return {
             "rank": layout.rank,
             "dp_rank": layout.dp_rank,
@@ -178,7 +188,7 @@ class MegatronActor:
                 set_learning_rate(self._optimizer, lr, self._actor.optim.weight_decay)
                 clip_and_step(self._optimizer, norm, self._actor.optim.clip_grad)
         self._step = step + 1
-        return metrics(self._gkd, sums) | {
+        return metrics(self._gkd, self._teachers, sums) | {
             "actor/grad_norm": norm,
             "actor/lr": lr,
             "actor/micro_batches": float(len(batches)),
@@ -222,7 +232,7 @@ class MegatronActor:
 
     def _sum_over_ranks(self, reports: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
         """Sums over the global batch, and the most bytes that any rank has had; the same on every rank."""
-        names = names_of_sums(self._gkd)
+        names = names_of_sums(self._gkd, self._teachers)
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         if self.layout.is_last_stage and self.layout.tp_rank == 0:  # each token is counted by one rank of its group
             for report in reports:

@@ -39,7 +39,9 @@ class Losses:
 class Objective:
     gkd: GkdConfig
     vocab_size: int
+    """Ids from here on are padding of the output layer: no distribution has them."""
     tp_group: ProcessGroup | None
+    n_teachers: int = 1
 
     def __call__(self, student: Student, batch: DeviceBatch) -> Losses:
         gkd = self.gkd
@@ -96,7 +98,7 @@ class Objective:
                 )
 
     def _distill(self, reading: Reading, buckets: Outcomes, batch: DeviceBatch, present_TK: Tensor) -> Tensor:
-        """[T], arbitrary but finite where the teacher was not asked."""
+        """[T], arbitrary but finite where no teacher has said anything."""
         gkd, logp_T, teacher_logp_T = self.gkd, reading.picked_logp_T, batch.teacher_logps_T
         if self._divergence is not None:
             if gkd.tail != "bucket":
@@ -135,6 +137,9 @@ class Objective:
         for number, start in enumerate(POSITION_BUCKETS):
             there_T = asked_T & (batch.position_buckets_T == number)
             found |= {f"kl_at_{start}": kl_T * there_T, f"n_at_{start}": there_T}
+        for number in range(self.n_teachers):
+            its_T = asked_T & (batch.teacher_numbers_T == number)
+            found |= {f"kl_of_{number}": kl_T * its_T, f"n_of_{number}": its_T}
         return found
 
     def _overlap(self, student: Student, batch: DeviceBatch, present_TK: Tensor) -> dict[str, Tensor]:

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 class ActorWorker:
     """The methods of :class:`MegatronActor`, to be called on all ranks at once, and those of :class:`ActorWeights`."""
 
-    def __init__(self, config: Config, *, total_steps: int, rank: int, world_size: int, device: str) -> None:
+    def __init__(
+        self, config: Config, *, total_steps: int, rank: int, world_size: int, device: str, n_tokens: int | None = None
+    ) -> None:
         watch_stacks()
         self._config, self._device = config, device
         self._store: TCPStore | None = None
         self._arguments: dict[str, Any] = dict(
-            config=config, total_steps=total_steps, rank=rank, world_size=world_size, device=device
+            config=config, total_steps=total_steps, rank=rank, world_size=world_size, device=device, n_tokens=n_tokens
         )
 
     def where(self) -> dict[str, Any]:

@@ -57,8 +57,9 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             ours = [] if folder == config_dir() else [f"hydra.searchpath=[file://{config_dir()}]"]
-            below = [f"++{override}" if override.startswith(FREE_FORM) else override for override in overrides]
-            return compose(name, overrides=ours + below)
+            free = tuple(key + then for key in FREE_FORM for then in ".=")  # Hydra wants to be told to add
+            added = [f"++{override}" if override.startswith(free) else override for override in overrides]
+            return compose(name, overrides=ours + added)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{name}.yaml with the overrides given cannot be composed: {_flat(error)}") from error
 
@@ -97,7 +98,10 @@ def description(field: dataclasses.Field[Any]) -> str:
     return str(info.description)
 
 
-FREE_FORM = ("actor_rollout_ref.actor.megatron.override_transformer_config.",)
+FREE_FORM = (
+    "actor_rollout_ref.actor.megatron.override_transformer_config",
+    "actor_rollout_ref.teacher.teachers",
+)
 """Below these keys any name may stand."""
 
 
@@ -112,7 +116,8 @@ def _check_override_keys(overrides: Sequence[str], folder: Path) -> None:
     for override in parsed:
         key = override.key_or_group.split("@")[0]
         group = (folder / key.replace(".", "/")).is_dir() or key.startswith("hydra")
-        if not (group or key in known or key in sections or key.startswith(FREE_FORM)):
+        below = key.startswith(tuple(f"{free}." for free in FREE_FORM))
+        if not (group or key in known or key in sections or below):
             raise ConfigError(_unknown(key))
 
 

@@ -164,9 +164,37 @@ class RolloutEngineConfig:
 class TeacherConfig:
     server_ip: str = key("Address of the teacher's proxy.")
     server_port: int = key("Its front-end port (`PROXY_FRONTEND_PORT`).", ge=1, le=65535)
-    n_server_workers: int = key("Teacher workers behind the proxy.", ge=1)
-    num_microbatches: int = key("Requests to each teacher worker for a batch, of equally many answers.", ge=1)
+    teachers: dict[str, str] = key(
+        "Several teachers instead of the one at `server_ip` (which is called `default`): name -> `host:port`. On the "
+        "command line `actor_rollout_ref.teacher.teachers.math=10.0.0.1:15555`, once a teacher."
+    )
+    route_key: str | None = key(
+        "Column that names each prompt's teacher; dots lead into a structure. Needed with more than one."
+    )
+    n_server_workers: int = key("Teacher workers, of all teachers together.", ge=1)
+    num_microbatches: int = key(
+        "Times `n_server_workers`: the groups of equally many answers in which a batch goes to the teachers; of each "
+        "group a teacher gets its own answers as one request.",
+        ge=1,
+    )
     timeout_s: float = seconds("the teacher may take for one request.")
+    top_k: int | None = key("How many ids a position are asked for; null: all that the teacher returns.", ge=1)
+    wire_dtype: Literal["float32", "float16"] = key(
+        "How top-k log-probabilities travel; `float16` is for teachers on other hosts: a quarter fewer "
+        "bytes, log-probabilities to 11 bits."
+    )
+    auth_dir: str | None = key("Folder with this client's CURVE keys and the server's public one; null: no keys.")
+    on_failure: Literal["fail", "wait", "skip_samples"] = key(
+        "When a request has no answer after `timeout_s`, or is refused. `fail`: the run ends. `wait`: it is asked "
+        "again, up to `max_wait_s` (one that is refused ends the run). `skip_samples`: its samples stay in the batch, "
+        "but nothing is learnt from the teacher on them, up to `max_skipped_samples`."
+    )
+    max_wait_s: float = seconds(
+        "a request may be asked again, one time after the other, before the run ends: of `wait`."
+    )
+    max_skipped_samples: int = key(
+        "Samples that may be skipped in the whole run, resumed or not, before it ends: of `skip_samples`.", ge=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from recipe_gkd.config.objective import objective_complaints
 from recipe_gkd.config.schema import Config
+from recipe_gkd.config.teachers import teacher_complaints
 from recipe_gkd.errors import ConfigError
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -26,6 +27,7 @@ def validate(config: Config) -> None:
         _ray,
         _resume,
         objective_complaints,
+        teacher_complaints,
         _validation,
     )
     if complaints := [complaint for check in checks for complaint in check(config)]:

@@ -49,9 +49,12 @@ def with_advantages(samples: Sequence[Sample], answers_per_prompt: int, *, by_st
 
 def with_baselines(samples: Sequence[Sample], answers_per_prompt: int) -> list[Sample]:
     """Mean and deviation of the rewards of ``k1``, log p - log q of each sampled token, over the tokens of the *other*
-    answers to the same prompt: an answer's own tokens depend on each other, and would bias its baseline."""
+    answers to the same prompt: an answer's own tokens depend on each other, and would bias its baseline.
+
+    An answer that the teacher gave no opinion on counts for nothing, and stays as it is."""
     prepared = list(samples)
-    for places in _groups(samples, answers_per_prompt):
+    for group in _groups(samples, answers_per_prompt):
+        places = [place for place in group if not samples[place].is_skipped]
         rewards = {
             place: np.subtract(samples[place].teacher.sampled_logps_T, samples[place].answer.logprobs, dtype=np.float64)
             for place in places

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from recipe_gkd.config.schema import DataConfig
-from recipe_gkd.data import PromptData
+from recipe_gkd.data import PromptData, column_at, column_path
 from recipe_gkd.errors import DataError
 from recipe_gkd.samples import Answer, Prompt
 
@@ -42,7 +39,12 @@ class RewardItems:
     def __init__(self, data: PromptData, config: DataConfig, tokenizer: Any, *, must_have_truth: bool = False) -> None:
         self._table, self._config, self._tokenizer = data.table, config, tokenizer
         self._name = data.name
-        self._truth = column_path(data.table, config.ground_truth_key)
+        self._truth = column_path(
+            data.table,
+            config.ground_truth_key,
+            setting="data.ground_truth_key",
+            is_for="that the reward function compares answers with",
+        )
         if must_have_truth:
             self._refuse_nulls(data.rows)
 
@@ -66,10 +68,7 @@ class RewardItems:
         )
 
     def _refuse_nulls(self, rows: list[int]) -> None:
-        truths = self._table.column(self._truth[0])
-        for name in self._truth[1:]:
-            truths = pc.struct_field(truths, [name])
-        is_null = truths.is_null().to_numpy()
+        is_null = column_at(self._table, self._truth).is_null().to_numpy()
         without = [row for row in rows if is_null[row]]
         if without:
             raise DataError(
@@ -77,23 +76,3 @@ class RewardItems:
                 f"there, as {len(without)} of {len(rows)} rows in use; expected something to compare answers with in "
                 "each. Fill the column in all files, or remove these rows"
             )
-
-
-def column_path(table: pa.Table, key: str) -> list[str]:
-    """Of a column whose name is ``key``, or of a field of a structure that its dots lead into."""
-    if key in table.column_names:
-        return [key]
-    path = key.split(".")
-    fields: Any = table.schema
-    for depth, name in enumerate(path):
-        names = [field.name for field in fields] if isinstance(fields, pa.Schema | pa.StructType) else []
-        if name not in names:
-            inside = f"column {'.'.join(path[:depth])} has {', '.join(names) or 'no fields'}" if depth else ""
-            raise DataError(
-                f"data.ground_truth_key={key}: the data has no such column; "
-                + (inside or f"it has: {', '.join(names)}")
-                + ". Set data.ground_truth_key to the column that the reward function compares answers with"
-            )
-        field = fields.field(name)
-        fields = field.type if isinstance(field, pa.Field) else field
-    return path

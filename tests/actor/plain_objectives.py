@@ -26,7 +26,7 @@ def plain_objective(gkd: GkdConfig, samples: Sequence[tuple[Sample, Tensor]]) ->
             bounded_T = ratio_T.clamp(1 - gkd.clip_ratio_low, 1 + gkd.clip_ratio_high)
             loss_T = -torch.minimum(ratio_T * sample.advantage, bounded_T * sample.advantage)
             policy.append(loss_T.clamp(max=-gkd.clip_ratio_c * sample.advantage) if sample.advantage < 0 else loss_T)
-        elif not asked:
+        elif not asked and not sample.is_skipped:
             given.append(-log_q_T)
     parts = {"distill": mean(gkd, distill), "pg": mean(gkd, policy), "sft": mean(gkd, given)}
     loss = gkd.distill_loss_coef * parts["distill"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from recipe_gkd.actor.components import Totals, members
 from recipe_gkd.actor.microbatch import micro_batches, pack, shard_batch, similar_lengths
 from recipe_gkd.errors import DataError
-from recipe_gkd.samples import Sample
+from recipe_gkd.samples import Sample, TeacherTopK
 from tests.actor.tiny import TOP_K, make_sample, make_samples
 
 SAMPLES = make_samples(40)
@@ -88,6 +91,35 @@ def test_shorter_teacher_top_k_is_filled_with_absent_entries() -> None:
     assert packed.ids_TK.shape[1] == TOP_K
     assert packed.ids_TK[-1].tolist() == [5, 6] + [-1] * (TOP_K - 2)
     assert np.isneginf(packed.logps_TK[-1, 2:]).all()
+
+
+@pytest.mark.parametrize("n_ids", [2, 200, 20_000, 150_000, 1 << 18])
+def test_whole_distributions_that_travelled_in_two_bytes_are_accepted(n_ids: int) -> None:
+    """Even ones are the worst: all of their log-probabilities are rounded the same way, perhaps up."""
+    logps_TK = np.full((1, n_ids), -np.log(n_ids)).astype(np.float16).astype(np.float32)
+    pack([make_sample(7, [1], [2], logps_TK, np.arange(n_ids)[None])])
+    for sample in SAMPLES:
+        in_two_bytes = replace(sample.teacher, logps_TK=sample.teacher.logps_TK.astype(np.float16).astype(np.float32))
+        pack([replace(sample, teacher=in_two_bytes)])
+
+
+def test_samples_that_were_skipped_belong_to_no_part_that_needs_the_teacher() -> None:
+    answered = [sample for sample in SAMPLES if len(sample.answer.ids)][:3]
+    sampled = replace(answered[1], teacher=TeacherTopK.absent(len(answered[1].answer.ids)), is_skipped=True)
+    given = replace(
+        answered[2],
+        prompt=replace(answered[2].prompt, given_ids=answered[2].answer.ids),
+        teacher=TeacherTopK.absent(len(answered[2].answer.ids)),
+        is_skipped=True,
+    )
+    packed = pack([answered[0], sampled, given])
+    lengths = np.array([len(sample.answer.ids) for sample in answered])
+    expected = {"distill": [True, False, False], "pg": [True, True, False], "sft": [False, False, False]}
+    for name, own_T in members(packed).items():
+        assert own_T.tolist() == np.repeat(expected[name], lengths).tolist(), name
+    totals = Totals.of(Totals.counts([packed]))
+    assert totals.n_tokens == lengths.sum() and totals.n_tokens_of["distill"] == lengths[0]
+    assert totals.weights(packed, "token-mean")["distill"].sum() == pytest.approx(lengths.sum())
 
 
 @pytest.mark.parametrize("logps", [[[0.0, 0.0]], [[np.nan, -1.0]], [[0.1, -np.inf]]])

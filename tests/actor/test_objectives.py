@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from recipe_gkd.samples import Sample, TeacherTopK
 from tests.actor import jobs
@@ -64,10 +68,11 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }  # fmt: skip
 
 
-def batch(seed: int, *, given: str = "") -> list[Sample]:
+def batch(seed: int, *, given: str = "", skipped: tuple[int, ...] = ()) -> list[Sample]:
     """Sampled by something near the student, some with better rewards than others; some answers are of the data.
 
-    ``given``: none of them, or what teaches along them: `data` or `teacher`.
+    ``given``: none of them, or what teaches along them: `data` or `teacher`. ``skipped``: samples that the teacher gave
+    no answer on.
     """
     rng = np.random.default_rng(seed)
     samples = []
@@ -80,6 +85,8 @@ def batch(seed: int, *, given: str = "") -> list[Sample]:
             prompt = replace(sample.prompt, given_ids=sample.answer.ids)
             teacher = teacher if given == "teacher" else TeacherTopK.absent(length)
             sample = replace(sample, prompt=prompt, teacher=teacher, advantage=0.0)
+        if number in skipped:
+            sample = replace(sample, teacher=TeacherTopK.absent(length), is_skipped=True)
         samples.append(sample)
     return samples
 
@@ -97,6 +104,87 @@ def test_objective_trains_as_a_plain_program_does(name: str, pool: WorkerPool, f
         for _, metrics, _, _ in results:
             assert_metrics(metrics, want[0])
         assert_weights(results[0][2], want[1])
+
+
+SKIPPED = (1, 4, 8)
+"""Two sampled answers and a given one; all have tokens."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "towards the teacher along given answers",
+        "reward, given answers, mean of answers, fused",
+        "reverse KL, renormalised, mean of answers",
+        "k3",
+    ],
+)
+def test_nothing_is_learnt_from_the_teacher_on_skipped_samples_and_all_else_stays(
+    name: str, pool: WorkerPool, folders: dict[str, Path]
+) -> None:
+    overrides = OBJECTIVES[name]
+    gkd = make_config(folders["qwen2"], *overrides).gkd
+    given = gkd.sft_target if gkd.sft_share else ""
+    batches = [batch(seed, given=given, skipped=SKIPPED) for seed in (0, 1)]
+    assert all(len(samples[number].answer.ids) for samples in batches for number in SKIPPED)
+    want = reference_training(folders["qwen2"], batches, partial(plain_objective, gkd))
+    ranks, layout = LAYOUTS["dynamic, data 2"]
+    results = pool.run(ranks, jobs.train, make_config(folders["qwen2"], *overrides, *layout, ranks=ranks), batches)
+    assert_metrics(results[0][1], want[0])
+    assert_weights(results[0][2], want[1])
+
+
+def test_each_teacher_has_its_own_kl(pool: WorkerPool, folders: dict[str, Path]) -> None:
+    teachers = [f"actor_rollout_ref.teacher.teachers.{name}=host:1" for name in ("math", "code", "idle")]
+    config = make_config(folders["qwen2"], *teachers, "actor_rollout_ref.teacher.route_key=teacher")
+    samples = [replace(sample, teacher_number=sample.prompt.uid % 2) for sample in batch(0)]
+    [metrics] = pool.run(1, jobs.train, config, [samples])[0][1]
+    for number, name in enumerate(("math", "code")):
+        own = [replace(sample, teacher_number=0) for sample in samples if sample.teacher_number == number]
+        [alone] = pool.run(1, jobs.train, make_config(folders["qwen2"]), [own])[0][1]
+        assert metrics[f"teacher/{name}/kl_loss"] == pytest.approx(alone["actor/kl_loss"], rel=1e-5)
+        assert alone["teacher/default/kl_loss"] == alone["actor/kl_loss"]
+    assert "teacher/idle/kl_loss" not in metrics
+
+
+PADDED_TO = 112
+
+
+@pytest.fixture(scope="module")
+def padded(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The untied student with a larger output layer, whose further rows are by far the likeliest, and alike tokens."""
+    folder = tmp_path_factory.mktemp("padded") / "qwen2_untied"
+    shutil.copytree(folders["qwen2_untied"], folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"vocab_size": PADDED_TO}))
+    weights = load_file(folder / "model.safetensors")
+    more = PADDED_TO - VOCAB
+    weights["lm_head.weight"] = torch.cat([weights["lm_head.weight"], 50 * weights["lm_head.weight"][:more]])
+    table = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = torch.cat([table, table[:more]])
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["1", "tensor 2, sequence parallel"])
+@pytest.mark.parametrize("others", [["gkd.distill_temperature=2"], [*RL, *SFT, FUSED]], ids=["temperature", "all"])
+def test_padding_of_the_output_layer_has_no_loss_and_no_gradient(
+    others: list[str], layout: str, padded: Path, pool: WorkerPool, folders: dict[str, Path]
+) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    samples = batch(0, given="data" if "gkd.sft_share=0.3" in others else "")
+    student = folders["qwen2_untied"]
+    plain = pool.run(1, jobs.train, make_config(student, *others, *LAYOUTS["1"][1]), [samples])[0]
+    got = pool.run(
+        ranks, jobs.train_a_padded_student, make_config(padded, *others, *overrides, ranks=ranks), samples, VOCAB
+    )
+    for metrics, gradient, _ in got:
+        assert gradient == 0.0
+        of_same_micro_batches = ["actor/topk_overlap"] if ranks == 1 else []
+        for name in ("actor/loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", *of_same_micro_batches):
+            assert metrics[name] == pytest.approx(plain[1][0][name], rel=1e-5), name
+    of_tokens = {name: tensor[: len(plain[2][name])] for name, tensor in got[0][2].items()}
+    assert_weights(of_tokens, {name: tensor.double() for name, tensor in plain[2].items()})
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "k1", "k2"])

@@ -114,11 +114,13 @@ def make_config(folder: Path, *overrides: str, ranks: int = 1) -> Config:
 
 
 @contextmanager
-def started(rank: int, world_size: int, port: int, config: Config, total_steps: int = 10) -> Iterator[Any]:
+def started(
+    rank: int, world_size: int, port: int, config: Config, total_steps: int = 10, n_tokens: int | None = None
+) -> Iterator[Any]:
     """An actor that has been set up, and leaves its group at the end."""
     actor = MegatronActor(
         config, total_steps=total_steps, rank=rank, world_size=world_size, local_rank=rank,
-        meeting=("127.0.0.1", port), device="cpu",
+        meeting=("127.0.0.1", port), device="cpu", n_tokens=n_tokens,
     )  # fmt: skip
     actor.placement = actor.setup()
     try:

@@ -16,15 +16,21 @@ from faulty import DEADLINE_S, Census, TrainerOf
 from recipe_gkd.checkpoints import Progress, Start
 from recipe_gkd.config import load_config
 from recipe_gkd.data import PromptData, PromptLoader, read_table
+from recipe_gkd.teachers import Routes, Teachers
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.workers import start_workers
-from teacher.records import TeacherAnswer, TeacherSequence
+from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence
 
 
 class IndifferentTeacher:
     """In place of the service, which is not what these tests are about: four likely tokens, always the same."""
 
-    def submit(self, sequences: Sequence[TeacherSequence], *, temperature: float = 1.0) -> Future[list[TeacherAnswer]]:
+    def hello(self, timeout_s: float) -> TeacherInfo:
+        raise NotImplementedError
+
+    def submit(
+        self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None, *, temperature: float = 1.0
+    ) -> Future[list[TeacherAnswer]]:
         done: Future[list[TeacherAnswer]] = Future()
         rows = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
         done.set_result(
@@ -100,10 +106,11 @@ def trainer_of(
         progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
         (tmp_path / "run").mkdir(exist_ok=True)
         try:
-            async with start_workers(config, "cpu", total_steps=8, stop_token_ids=()) as workers:
+            async with start_workers(config, "cpu", total_steps=8, stop_token_ids=(), n_tokens=None) as workers:
                 await census.take(workers)
                 try:
-                    yield Trainer(config, workers, IndifferentTeacher(), loader, Start(progress))  # type: ignore[arg-type]
+                    teachers = Teachers(config, Routes(("default",)), {"default": IndifferentTeacher()})
+                    yield Trainer(config, workers, teachers, loader, Start(progress))
                 finally:
                     await census.take(workers)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,3 +77,11 @@ def test_baseline_and_scale_of_an_answer_are_over_the_tokens_of_the_others_to_it
     assert [s.baseline for s in prepared[:3]] == pytest.approx([5.0, tokens.mean(), 2.0])
     assert [s.scale for s in prepared[:3]] == pytest.approx([1.0, tokens.std(), tokens[:3].std()])
     assert (prepared[3].baseline, prepared[3].scale) == (0.0, 1.0)  # there are no others
+
+
+def test_an_answer_without_its_teachers_opinion_counts_in_no_baseline_but_has_its_advantage() -> None:
+    skipped = replace(sample(1, 4.0, r_T=[-50.0] * 3), is_skipped=True)
+    batch = [sample(0, 1.0, r_T=[1.0, 2.0]), skipped, sample(2, 1.0, r_T=[5.0, 6.0])]
+    prepared = with_baselines(batch, 3)
+    assert [s.baseline for s in prepared] == [5.5, 0.0, 1.5] and prepared[1] == skipped
+    assert [s.advantage for s in with_advantages(batch, 3, by_std=False)] == [-1.0, 2.0, -1.0]

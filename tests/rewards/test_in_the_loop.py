@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +27,9 @@ from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.samples import Answer, Prompt, Sample
+from recipe_gkd.teachers import Routes, Teachers
 from recipe_gkd.trainer import Judging, Trainer
-from teacher.errors import TeacherError
+from teacher.errors import TeacherError, TeacherTimeout
 from teacher.records import TeacherAnswer, TeacherSequence
 
 N, BATCH, ROWS = 2, 4, 24
@@ -94,7 +96,9 @@ class Workers:
     async def replace_dead_rollouts(self, death: WorkerDied) -> None:
         self.n_replaced += 1
 
-    def submit(self, sequences: list[TeacherSequence], *, temperature: float) -> Future[list[TeacherAnswer]]:
+    def submit(
+        self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
+    ) -> Future[list[TeacherAnswer]]:
         self.scored += sequences
         answers: Future[list[TeacherAnswer]] = Future()
         rows = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
@@ -120,7 +124,8 @@ def trainer_of(config: Config, workers: Workers, scorer: RewardScorer | None = N
     loader = PromptLoader(data, config.data, n=N, epochs=1, max_steps=None, sft_share=config.gkd.sft_share)
     judging = Judging(scorer, RewardItems(data, config.data, TOKENIZER)) if scorer else None
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
-    return Trainer(config, workers, teacher or workers, loader, Start(progress), judging)  # type: ignore[arg-type]
+    teachers = Teachers(config, Routes(("default",)), {"default": teacher or workers})
+    return Trainer(config, workers, teachers, loader, Start(progress), judging)  # type: ignore[arg-type]
 
 
 async def batches_of(trainer: Trainer) -> list[ReadyBatch]:
@@ -198,6 +203,33 @@ def test_a_batch_of_given_answers_alone_has_no_metrics_of_sampled_ones(tmp_path:
     assert set(describe(batch, N)) == {"training/epoch", "training/sft_share", "perf/total_num_tokens"}
 
 
+def test_samples_without_an_answer_of_their_teacher_keep_their_place_and_their_reward(tmp_path: Path) -> None:
+    class Unreliable(Workers):
+        def submit(
+            self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
+        ) -> Future[list[TeacherAnswer]]:
+            answers = super().submit(sequences, timeout_s, temperature=temperature)
+            if len(self.scored) % 3 == 0:
+                answers = Future()
+                answers.set_exception(TeacherTimeout("late"))
+            return answers
+
+    path = reward_file(tmp_path, "return float(answer == ground_truth)")
+    policy = "actor_rollout_ref.teacher.on_failure=skip_samples"
+    config = configured(tmp_path, "gkd.sft_share=0.5", "gkd.sft_target=teacher", policy)
+    with RewardScorer(settings(path)) as scorer:
+        trainer, undisturbed = (trainer_of(config, workers, scorer) for workers in (Unreliable(2), Workers(2)))
+        batches, expected = (asyncio.run(batches_of(one)) for one in (trainer, undisturbed))
+
+    def told(batches: list[ReadyBatch]) -> list[tuple[int, int, float | None]]:
+        return [(batch.step, s.prompt.uid, s.reward) for batch in batches for s in batch.samples]
+
+    assert told(batches) == told(expected)
+    skipped = [sample for batch in batches for sample in batch.samples if sample.is_skipped]
+    assert len(skipped) > 5 and {sample.is_given for sample in skipped} == {True, False}
+    assert trainer.progress == replace(undisturbed.progress, skipped_samples=len(skipped))
+
+
 def test_teacher_and_reward_are_asked_at_the_same_time_and_each_tells_its_own_failure(tmp_path: Path) -> None:
     under_way = asyncio.Event()
 
@@ -207,11 +239,15 @@ def test_teacher_and_reward_are_asked_at_the_same_time_and_each_tells_its_own_fa
             raise RewardError("the function")
 
     class Silent(Workers):
-        def submit(self, sequences: list[TeacherSequence], *, temperature: float) -> Future[list[TeacherAnswer]]:
+        def submit(
+            self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
+        ) -> Future[list[TeacherAnswer]]:
             return Future()  # never answered: cancelled when the other fails
 
     class Refusing(Workers):
-        def submit(self, sequences: list[TeacherSequence], *, temperature: float) -> Future[list[TeacherAnswer]]:
+        def submit(
+            self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
+        ) -> Future[list[TeacherAnswer]]:
             raise TeacherError("the teacher")
 
     config = configured(tmp_path)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from small_models import TEACHERS_EOS, TinyActor, config_for, model_of, prompts
+from small_models import TEACHERS_EOS, VOCABULARY, TinyActor, config_for, prompts, trained_model
 
 from recipe_gkd.groups import WorkerGroup
 from recipe_gkd.rollout.environment import worker_environment
@@ -36,6 +36,8 @@ def environment() -> dict[str, Any]:
 @dataclass
 class Pool:
     """Worker 0 starts from the tied weights OLD, 1 from the tied weights NEW, 2 from the untied weights OLD.
+
+    The untied model's output layer is padded: nothing of that may be seen, before a sync or after it.
 
     Worker 2 samples with `SHAPED`, and stops at `TEACHERS_EOS`, too.
     """
@@ -93,7 +95,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], 
     for seed in (OLD, NEW):
         for tied in (True, False):
             made[seed, tied] = root / f"{seed}-{'tied' if tied else 'untied'}"
-            model_of(seed, tied=tied).save_pretrained(made[seed, tied])
+            trained_model(seed, tied=tied).save_pretrained(made[seed, tied])
     return made
 
 
@@ -112,6 +114,7 @@ def pool(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[P
             rank=rank,
             device="cpu",
             stop_token_ids=stops,
+            n_tokens=VOCABULARY,
             folder_version=0,
         )
         for rank, (model, keys, stops) in enumerate(starts)

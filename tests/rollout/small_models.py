@@ -22,6 +22,8 @@ from recipe_gkd.weights.stats import TransferStats
 from recipe_gkd.weights.transport import join_store
 
 VOCABULARY = 300
+PADDED_TO = 320
+"""Rows of the embedding and of the output layer of an untied model, as it is on disk and as the actor has it."""
 EOS = 1
 TEACHERS_EOS = 2
 
@@ -34,6 +36,19 @@ def model_of(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
         initializer_range=0.1,
     )  # fmt: skip
     return Qwen2ForCausalLM(config).float().eval()
+
+
+def trained_model(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
+    """What a run works with: :func:`model_of`, and for an untied one padding that is likelier than any token."""
+    model = model_of(seed, tied=tied)
+    if tied:
+        return model
+    state, more = model.state_dict(), PADDED_TO - VOCABULARY
+    for name, factor in (("model.embed_tokens.weight", 1), ("lm_head.weight", 30)):
+        state[name] = torch.cat([state[name], factor * state[name][:more]])
+    padded = Qwen2ForCausalLM(Qwen2Config(**(model.config.to_dict() | {"vocab_size": PADDED_TO}))).float().eval()
+    padded.load_state_dict(state)
+    return padded
 
 
 def config_for(folder: Path, *overrides: str) -> Config:
@@ -77,7 +92,7 @@ class TinyActor:
 
     def become(self, seed: int, tied: bool) -> None:
         """Take the weights that a training step would have led to."""
-        state = model_of(seed, tied=tied).state_dict()
+        state = trained_model(seed, tied=tied).state_dict()
         self._state = {name: tensor for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
 
     def misbehave(self, after: int, stall_s: float) -> None:

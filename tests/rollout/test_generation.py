@@ -9,8 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 from conftest import NEW, OLD, Pool
-from small_models import EOS, TEACHERS_EOS, config_for, model_of, prompts, reference_logprobs
+from small_models import (
+    EOS,
+    TEACHERS_EOS,
+    VOCABULARY,
+    config_for,
+    model_of,
+    prompts,
+    reference_logprobs,
+    trained_model,
+)
 
 from recipe_gkd.config import Config
 from recipe_gkd.errors import DeadlineError, WorkerError
@@ -31,6 +41,16 @@ def test_setup_tells_what_the_engine_is(pool: Pool) -> None:
         assert described["dtype"] == "float32"
         assert described["max_model_len"] == 32 + 48 and described["kv_cache_tokens"] > 1000
         assert described["seconds"] > 0
+
+
+def test_padding_of_the_output_layer_is_never_sampled_however_likely_it_is(pool: Pool) -> None:
+    given = prompts(20)
+    for greedy in (False, True):
+        answers = generate(pool, 2, given, greedy=greedy)
+        assert max(answer.ids.max() for answer in answers.values()) < VOCABULARY
+    ids = torch.as_tensor(given[0].ids).long()[None]
+    with torch.no_grad():
+        assert trained_model(OLD, tied=False)(ids).logits[0].argmax(1).min() >= VOCABULARY
 
 
 @pytest.mark.parametrize(("rank", "seed", "tied"), [(1, NEW, True), (2, OLD, False)], ids=["plain", "shaped"])

@@ -1,0 +1,60 @@
+"""Which teachers a run has, and what about them cannot work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from recipe_gkd.config.schema import Config, TeacherConfig
+
+DEFAULT = "default"
+"""What the teacher at ``server_ip:server_port`` is called."""
+TEACHER = "actor_rollout_ref.teacher"
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_ADDRESS = re.compile(r"(?P<host>\S+):(?P<port>[0-9]{1,5})")
+
+
+def addresses(teacher: TeacherConfig) -> dict[str, tuple[str, int]]:
+    """Name -> host and port, in an order that every process of a run agrees on. Of a configuration that is valid."""
+    if not teacher.teachers:
+        return {DEFAULT: (teacher.server_ip, teacher.server_port)}
+    return {name: _host_and_port(address) for name, address in teacher.teachers.items()}
+
+
+def names(teacher: TeacherConfig) -> tuple[str, ...]:
+    """In the order of :func:`addresses`: a teacher's number is its place there."""
+    return tuple(teacher.teachers) or (DEFAULT,)
+
+
+def teacher_complaints(config: Config) -> Iterator[str]:
+    """Each says what is wrong with it, and what to change."""
+    teacher = config.actor_rollout_ref.teacher
+    for name, address in teacher.teachers.items():
+        if not _NAME.fullmatch(name):
+            yield (
+                f"{TEACHER}.teachers: a teacher is called {name!r}; names become parts of metrics' names, so they have "
+                "letters, digits, _ and - only; rename it"
+            )
+        if not _is_address(address):
+            yield f"{TEACHER}.teachers.{name}={address}: expected host:port, such as 10.0.0.1:15555; correct it"
+    if len(teacher.teachers) > 1 and teacher.route_key is None:
+        yield (
+            f"{TEACHER}.teachers has {', '.join(teacher.teachers)}, and nothing says which prompt is for which; set "
+            f"{TEACHER}.route_key to the column of the data that names each prompt's teacher"
+        )
+    if teacher.route_key is not None and not teacher.teachers:
+        yield (
+            f"{TEACHER}.route_key={teacher.route_key} without {TEACHER}.teachers: there is one teacher, at server_ip; "
+            "name the teachers, or set route_key=null"
+        )
+
+
+def _is_address(address: str) -> bool:
+    found = _ADDRESS.fullmatch(address)
+    return found is not None and 1 <= int(found["port"]) <= 65535
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
