@@ -41,8 +41,9 @@ from typing import Any
 
 import numpy as np
 
-from teacher import TeacherAnswer, TeacherClient, TeacherSequence, protocol
-from teacher.messages import Answer, WireDtype
+from teacher import TeacherAnswer, TeacherClient, TeacherSequence
+from teacher.wire import protocol
+from teacher.wire.messages import Answer, WireDtype
 
 REPO = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 300.0

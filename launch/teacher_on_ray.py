@@ -20,8 +20,8 @@ from pathlib import Path
 import ray
 
 from teacher.__main__ import make_parser
-from teacher.auth import check_bind, server_keys
 from teacher.errors import TeacherError
+from teacher.wire.auth import check_bind, server_keys
 
 logger = logging.getLogger("teacher_on_ray")
 

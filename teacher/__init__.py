@@ -4,8 +4,8 @@
 is started with `teacher/start_server.sh`.
 """
 
-from teacher.async_client import AsyncTeacherClient
 from teacher.client import TeacherClient
+from teacher.client.async_client import AsyncTeacherClient
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
 from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence

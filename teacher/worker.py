@@ -25,15 +25,15 @@ from pathlib import Path
 
 import zmq
 
-from teacher import protocol
-from teacher.connection import WORKER, Connection
 from teacher.engines.base import ScoringEngine
 from teacher.errors import TeacherProtocolError, TeacherRequestError, TeacherUnavailable
-from teacher.messages import Cancel, Failure, Probe, Pulse, Rejoin, Score, Welcome
-from teacher.protocol import Frame
 from teacher.records import TeacherAnswer
-from teacher.sockets import BACKEND_PORT, WORKER_HEARTBEAT
 from teacher.stop_signal import Stoppable
+from teacher.wire import protocol
+from teacher.wire.connection import WORKER, Connection
+from teacher.wire.messages import Cancel, Failure, Probe, Pulse, Rejoin, Score, Welcome
+from teacher.wire.protocol import Frame
+from teacher.wire.sockets import BACKEND_PORT, WORKER_HEARTBEAT
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from teacher.sockets import FRONTEND_PORT
+from teacher.wire.sockets import FRONTEND_PORT
 
 
 def add_command(

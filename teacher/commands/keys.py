@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from teacher.commands.arguments import add_command
-from teacher.make_keys import add_client, make_keys
+from teacher.wire.make_keys import add_client, make_keys
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

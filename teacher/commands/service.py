@@ -11,14 +11,14 @@ import sys
 import time
 from pathlib import Path
 
-from teacher.auth import client_keys, server_keys
 from teacher.commands.arguments import add_auth_dir, add_command, port, positive, seconds
-from teacher.dispatch import MAX_QUEUE_TOKENS
 from teacher.engines.base import EngineConfig, load_engine
 from teacher.errors import TeacherError
-from teacher.proxy import STALL_TIMEOUT_S, Proxy
-from teacher.sockets import BACKEND_PORT, FRONTEND_PORT
+from teacher.proxy.dispatch import MAX_QUEUE_TOKENS
+from teacher.proxy.proxy import STALL_TIMEOUT_S, Proxy
 from teacher.stop_signal import StopSignal
+from teacher.wire.auth import client_keys, server_keys
+from teacher.wire.sockets import BACKEND_PORT, FRONTEND_PORT
 from teacher.worker import Worker
 
 logger = logging.getLogger("teacher")
@@ -81,7 +81,7 @@ def _http_port(text: str) -> int:
 
 
 def _proxy(args: argparse.Namespace) -> int:
-    from teacher.http import HttpServer  # needs prometheus_client, which clients and workers do without
+    from teacher.proxy.http import HttpServer  # needs prometheus_client, which clients and workers do without
 
     stop = StopSignal()
     _end_with_parent(args.end_with_parent)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from teacher.errors import TeacherError
-from teacher.messages import LIMITS
+from teacher.wire.messages import LIMITS
 
 _WANTED = "expected a local folder with config.json, weights and tokenizer (Hugging Face format)"
 

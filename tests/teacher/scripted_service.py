@@ -7,12 +7,12 @@ from typing import TypeVar
 import numpy as np
 import zmq
 
-from teacher import protocol
-from teacher.auth import ServerKeys
-from teacher.messages import Message, Score
-from teacher.protocol import Frame
 from teacher.records import TeacherAnswer, TeacherSequence
-from teacher.sockets import CLIENT_HEARTBEAT, make_socket
+from teacher.wire import protocol
+from teacher.wire.auth import ServerKeys
+from teacher.wire.messages import Message, Score
+from teacher.wire.protocol import Frame
+from teacher.wire.sockets import CLIENT_HEARTBEAT, make_socket
 
 M = TypeVar("M", bound=Message)
 

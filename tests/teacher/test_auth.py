@@ -18,13 +18,15 @@ import zmq
 from conftest import StopFlag, running_proxy
 from fake_worker import FakeEngine, expected_answer, running_worker
 
-from teacher import TeacherClient, TeacherError, TeacherSequence, TeacherUnavailable, sockets
-from teacher.auth import ClientKeys, Gatekeeper, ServerKeys, check_bind, client_keys, server_keys
-from teacher.http import HttpServer
+from teacher import TeacherClient, TeacherError, TeacherSequence, TeacherUnavailable
 from teacher.logs import Seldom
-from teacher.make_keys import add_client, make_keys
 from teacher.proxy import Proxy
-from teacher.sockets import WORKER_HEARTBEAT, make_socket
+from teacher.proxy.gatekeeper import Gatekeeper
+from teacher.proxy.http import HttpServer
+from teacher.wire import sockets
+from teacher.wire.auth import ClientKeys, ServerKeys, check_bind, client_keys, server_keys
+from teacher.wire.make_keys import add_client, make_keys
+from teacher.wire.sockets import WORKER_HEARTBEAT, make_socket
 from teacher.worker import Worker
 
 pytestmark = pytest.mark.timeout(60)

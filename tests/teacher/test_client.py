@@ -24,13 +24,12 @@ from teacher import (
     TeacherProtocolError,
     TeacherRequestError,
     TeacherTimeout,
-    TeacherUnavailable,
-    protocol,
 )
-from teacher.messages import AskStatus, Cancel, Hello, Score
-from teacher.pieces import PIECE_TOKENS, cut
+from teacher.client.pieces import PIECE_TOKENS, cut
 from teacher.records import TeacherInfo
 from teacher.status import Totals
+from teacher.wire import protocol
+from teacher.wire.messages import AskStatus, Cancel, Hello, Score
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -250,7 +249,7 @@ def test_close_is_quick_fails_what_is_open_and_tells_the_service(service: Script
     began = time.monotonic()
     client.close()
     assert time.monotonic() - began < 0.5
-    with pytest.raises(TeacherUnavailable, match="closed by its owner"):
+    with pytest.raises(TeacherError, match="closed by its owner"):
         pending.result(timeout=0)
     assert cancelled.cancelled()
     assert {service.hear(Cancel).request_id for _ in range(3)} == {request.request_id for request in requests}

@@ -11,10 +11,12 @@ import zmq
 from conftest import free_port
 from scripted_service import ScriptedService, assert_answers, sequence
 
-from teacher import TeacherClient, TeacherUnavailable, connection
-from teacher.auth import Gatekeeper, server_keys
-from teacher.make_keys import make_keys
-from teacher.messages import Score
+from teacher import TeacherClient, TeacherUnavailable
+from teacher.proxy.gatekeeper import Gatekeeper
+from teacher.wire import connection
+from teacher.wire.auth import server_keys
+from teacher.wire.make_keys import make_keys
+from teacher.wire.messages import Score
 
 pytestmark = pytest.mark.timeout(30)
 

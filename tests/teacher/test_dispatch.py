@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from fake_worker import INFO, OTHER_INFO
 
-from teacher.dispatch import MAX_LOSSES, Dispatcher, QueueFull, Worker
 from teacher.errors import TeacherRequestError
+from teacher.proxy.dispatch import MAX_LOSSES, Dispatcher, QueueFull, Worker
 
 ANN, BOB = b"ann", b"bob"
 

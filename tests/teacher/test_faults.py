@@ -18,9 +18,10 @@ import zmq
 from conftest import running_proxy
 from fake_worker import FakeEngine, expected_answer, running_worker
 
-from teacher import TeacherClient, TeacherRequestError, TeacherSequence, protocol
-from teacher.messages import LIMITS, Answer, Later
+from teacher import TeacherClient, TeacherRequestError, TeacherSequence
 from teacher.proxy import Proxy
+from teacher.wire import protocol
+from teacher.wire.messages import LIMITS, Answer, Later
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from teacher import protocol
 from teacher.errors import TeacherProtocolError, TeacherTimeout
-from teacher.messages import LIMITS, Kind, Message, Pulse
 from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
 from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
+from teacher.wire import protocol
+from teacher.wire.messages import LIMITS, Kind, Message, Pulse
 
 # The same examples on every machine. Time is bounded by `decode_safely`.
 FUZZ = settings(derandomize=True, max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))

@@ -18,7 +18,7 @@ from fake_worker import running_worker
 from prometheus_client.parser import text_string_to_metric_families
 
 from teacher import TeacherError
-from teacher.http import HttpServer
+from teacher.proxy.http import HttpServer
 from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
 
 pytestmark = pytest.mark.timeout(60)

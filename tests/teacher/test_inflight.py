@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from teacher.calls import Call
-from teacher.inflight import FIRST_RETRY_S, LAST_RETRY_S, RETRIES, InFlight
-from teacher.messages import Message
-from teacher.protocol import Frame
+from teacher.client.calls import Call
+from teacher.client.inflight import FIRST_RETRY_S, LAST_RETRY_S, RETRIES, InFlight
+from teacher.wire.messages import Message
+from teacher.wire.protocol import Frame
 
 
 class Work(Call[None]):

@@ -17,10 +17,11 @@ import zmq
 from conftest import free_port, running_proxy
 from fake_worker import expected_answer, running_worker
 
-from teacher import TeacherAnswer, TeacherClient, TeacherSequence, protocol
-from teacher.messages import Answer, Message, Probe
+from teacher import TeacherAnswer, TeacherClient, TeacherSequence
 from teacher.proxy import Proxy
-from teacher.sockets import WORKER_HEARTBEAT
+from teacher.wire import protocol
+from teacher.wire.messages import Answer, Message, Probe
+from teacher.wire.sockets import WORKER_HEARTBEAT
 
 pytestmark = pytest.mark.timeout(60)
 

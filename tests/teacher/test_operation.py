@@ -20,9 +20,9 @@ from conftest import REPO, free_port, processes_of, running_proxy
 from fake_worker import running_worker
 
 from teacher.__main__ import main, make_parser
-from teacher.auth import client_keys, server_keys
 from teacher.commands.table import duration
 from teacher.logs import set_up_logging
+from teacher.wire.auth import client_keys, server_keys
 
 pytestmark = pytest.mark.timeout(60)
 

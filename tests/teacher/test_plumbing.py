@@ -26,10 +26,10 @@ from teacher import (
     TeacherSequence,
     TeacherTimeout,
     TeacherUnavailable,
-    protocol,
 )
-from teacher.messages import LIMITS, PROTOCOL_VERSION, Failure
 from teacher.proxy import Proxy
+from teacher.wire import protocol
+from teacher.wire.messages import LIMITS, PROTOCOL_VERSION, Failure
 from teacher.worker import Worker
 
 pytestmark = pytest.mark.timeout(60)
@@ -337,7 +337,7 @@ def test_close_leaves_no_thread_and_no_descriptor_and_fails_what_is_in_flight(pr
         pending = client.submit([sequence(1, 2)])
         client.close()
         client.close()
-        with pytest.raises(TeacherUnavailable, match="closed by its owner"):
+        with pytest.raises(TeacherError, match="closed by its owner"):
             pending.result(timeout=1)
         with pytest.raises(TeacherError, match="is closed"):
             client.submit([sequence(1, 2)])

@@ -11,9 +11,22 @@ import msgpack
 import numpy as np
 import pytest
 
-from teacher import errors, messages, protocol
-from teacher.messages import LIMITS, PROTOCOL_VERSION, Answer, Bye, Failure, Hello, Info, Probe, Ready, Score, Welcome
+from teacher import errors
 from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
+from teacher.wire import messages, protocol
+from teacher.wire.messages import (
+    LIMITS,
+    PROTOCOL_VERSION,
+    Answer,
+    Bye,
+    Failure,
+    Hello,
+    Info,
+    Probe,
+    Ready,
+    Score,
+    Welcome,
+)
 
 MODEL: dict[str, Any] = dict(
     model_name="m",

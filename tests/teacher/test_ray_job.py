@@ -15,7 +15,7 @@ import pytest
 from conftest import REPO, free_port, processes_of
 
 from teacher import TeacherClient, TeacherSequence
-from teacher.make_keys import make_keys
+from teacher.wire.make_keys import make_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from teacher import auth
 from teacher.errors import TeacherError
-from teacher.messages import LIMITS
-from teacher.protocol import Frame
-from teacher.sockets import (
+from teacher.wire import auth
+from teacher.wire.messages import LIMITS
+from teacher.wire.protocol import Frame
+from teacher.wire.sockets import (
     CLIENT_HEARTBEAT,
     HANDSHAKE_TIMEOUT_S,
     START_HINT,

@@ -15,14 +15,19 @@ from collections.abc import Callable
 
 import zmq
 
-from teacher import protocol
-from teacher.auth import ServerKeys
-from teacher.dispatch import MAX_QUEUE_TOKENS, Dispatcher, QueueFull, Worker
-from teacher.doors import Doors, peer_name
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout, TeacherUnavailable
-from teacher.fair_queue import ClientKey, Job
 from teacher.logs import Seldom
-from teacher.messages import (
+from teacher.proxy.dispatch import MAX_QUEUE_TOKENS, Dispatcher, QueueFull, Worker
+from teacher.proxy.doors import Doors, peer_name
+from teacher.proxy.fair_queue import ClientKey, Job
+from teacher.proxy.outbox import Outbox
+from teacher.proxy.overview import Overview
+from teacher.records import ModelInfo, TeacherInfo
+from teacher.status import ServiceStatus
+from teacher.stop_signal import Stoppable
+from teacher.wire import protocol
+from teacher.wire.auth import ServerKeys
+from teacher.wire.messages import (
     PROTOCOL_VERSION,
     Answer,
     AskStatus,
@@ -35,13 +40,8 @@ from teacher.messages import (
     Ready,
     Score,
 )
-from teacher.outbox import Outbox
-from teacher.overview import Overview
-from teacher.protocol import Frame
-from teacher.records import ModelInfo, TeacherInfo
-from teacher.sockets import BACKEND_PORT, FRONTEND_PORT, LOOK_HINT, WORKER_HEARTBEAT, receive, send
-from teacher.status import ServiceStatus
-from teacher.stop_signal import Stoppable
+from teacher.wire.protocol import Frame
+from teacher.wire.sockets import BACKEND_PORT, FRONTEND_PORT, LOOK_HINT, WORKER_HEARTBEAT, receive, send
 
 logger = logging.getLogger(__name__)
 

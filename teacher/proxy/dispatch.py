@@ -14,9 +14,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from teacher.errors import TeacherRequestError, TeacherUnavailable
-from teacher.fair_queue import ClientKey, FairQueue, Job
-from teacher.protocol import Frame
+from teacher.proxy.fair_queue import ClientKey, FairQueue, Job
 from teacher.records import ModelInfo
+from teacher.wire.protocol import Frame
 
 # After so many lost workers a request is taken to be the cause; the one before, it has a worker for itself, so that
 # those that were only there at the time are not taken for it.

@@ -18,7 +18,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
 from teacher.errors import TeacherError
-from teacher.metrics import StatusCollector, StatusSource
+from teacher.proxy.metrics import StatusCollector, StatusSource
 from teacher.status import ServiceStatus
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import heapq
 from dataclasses import dataclass
 from typing import Any
 
-from teacher.calls import Call
+from teacher.client.calls import Call
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
 RETRIES = 4

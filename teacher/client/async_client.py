@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from teacher.client import DEFAULT_TIMEOUT_S, STATUS_TIMEOUT_S, TeacherClient
-from teacher.messages import WireDtype
+from teacher.client.client import DEFAULT_TIMEOUT_S, STATUS_TIMEOUT_S, TeacherClient
 from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence
-from teacher.sockets import FRONTEND_PORT
 from teacher.status import ServiceStatus
+from teacher.wire.messages import WireDtype
+from teacher.wire.sockets import FRONTEND_PORT
 
 
 class AsyncTeacherClient:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import zmq
 
-from teacher.auth import Keys
-from teacher.messages import LIMITS
-from teacher.protocol import Frame
+from teacher.wire.auth import Keys
+from teacher.wire.messages import LIMITS
+from teacher.wire.protocol import Frame
 
 FRONTEND_PORT = 15555
 BACKEND_PORT = 15556

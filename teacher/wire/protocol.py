@@ -20,10 +20,12 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from teacher import header as checked
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
-from teacher.header import short
-from teacher.messages import (
+from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
+from teacher.status import ServiceStatus
+from teacher.wire import header as checked
+from teacher.wire.header import short
+from teacher.wire.messages import (
     LIMITS,
     PROTOCOL_VERSION,
     Answer,
@@ -49,8 +51,6 @@ from teacher.messages import (
     check_top_k,
     check_wire_dtype,
 )
-from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
-from teacher.status import ServiceStatus
 
 Frame = Any  # anything with the buffer protocol: bytes, memoryview, zmq.Frame
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import zmq
 
-from teacher import protocol
-from teacher.calls import Call
-from teacher.connection import Connection
+from teacher.client.calls import Call
+from teacher.client.inflight import InFlight, Request
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout, TeacherUnavailable
-from teacher.inflight import InFlight, Request
-from teacher.messages import Answer, Failure, Info, Later, Probe, Status
-from teacher.protocol import Frame
-from teacher.sockets import LOOK_HINT
+from teacher.wire import protocol
+from teacher.wire.connection import Connection
+from teacher.wire.messages import Answer, Failure, Info, Later, Probe, Status
+from teacher.wire.protocol import Frame
+from teacher.wire.sockets import LOOK_HINT
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import KeysView
 
 import zmq
 
-from teacher.protocol import Frame
-from teacher.sockets import send
+from teacher.wire.protocol import Frame
+from teacher.wire.sockets import send
 
 _RETRY_S = 0.01
 _MAX_WAITING = 4096  # messages; a client that makes as many without reading one is not one of ours

@@ -10,16 +10,16 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 
-from teacher import protocol
-from teacher.calls import Question
-from teacher.connection import CLIENT, Connection
+from teacher.client.calls import Question
+from teacher.client.exchange import Exchange
+from teacher.client.pieces import Scoring
 from teacher.errors import TeacherRequestError
-from teacher.exchange import Exchange
-from teacher.messages import LIMITS, Info, Status, WireDtype, check_top_k, check_wire_dtype
-from teacher.pieces import Scoring
 from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence
-from teacher.sockets import FRONTEND_PORT
 from teacher.status import ServiceStatus
+from teacher.wire import protocol
+from teacher.wire.connection import CLIENT, Connection
+from teacher.wire.messages import LIMITS, Info, Status, WireDtype, check_top_k, check_wire_dtype
+from teacher.wire.sockets import FRONTEND_PORT
 
 DEFAULT_TIMEOUT_S = 600.0
 STATUS_TIMEOUT_S = 10.0

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from zmq.auth import create_certificates
 
-from teacher.auth import DEFAULT_CLIENT, require_curve, server_keys
 from teacher.errors import TeacherError
+from teacher.wire.auth import DEFAULT_CLIENT, require_curve, server_keys
 
 
 def make_keys(auth_dir: str | Path) -> Path:

@@ -6,11 +6,11 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from teacher.dispatch import Dispatcher, Worker
-from teacher.fair_queue import Job
-from teacher.messages import PROTOCOL_VERSION, Answer, Failure, Pulse
-from teacher.protocol import Frame
+from teacher.proxy.dispatch import Dispatcher, Worker
+from teacher.proxy.fair_queue import Job
 from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
+from teacher.wire.messages import PROTOCOL_VERSION, Answer, Failure, Pulse
+from teacher.wire.protocol import Frame
 
 _WINDOW_S = 30.0  # of tokens per second
 _CLIENT_KEPT_S = 60.0

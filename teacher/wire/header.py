@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from teacher.errors import TeacherProtocolError
-from teacher.messages import LIMITS
 from teacher.records import ModelInfo
+from teacher.wire.messages import LIMITS
 
 Header = dict[str, Any]
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from teacher import protocol
-from teacher.calls import Call
+from teacher.client.calls import Call
 from teacher.errors import TeacherProtocolError
-from teacher.messages import Answer, Message, WireDtype, check_sequences
-from teacher.protocol import Frame
 from teacher.records import TeacherAnswer, TeacherSequence
+from teacher.wire import protocol
+from teacher.wire.messages import Answer, Message, WireDtype, check_sequences
+from teacher.wire.protocol import Frame
 
 PIECE_TOKENS = 4096
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zmq
 
-from teacher.auth import Gatekeeper, ServerKeys, check_bind
 from teacher.errors import TeacherError
-from teacher.messages import LIMITS
-from teacher.sockets import CLIENT_HEARTBEAT, WORKER_HEARTBEAT, make_socket
+from teacher.proxy.gatekeeper import Gatekeeper
+from teacher.wire.auth import ServerKeys, check_bind
+from teacher.wire.messages import LIMITS
+from teacher.wire.sockets import CLIENT_HEARTBEAT, WORKER_HEARTBEAT, make_socket
 
 UNREAD_ANSWERS = 8
 """Messages that ZeroMQ keeps for one client that does not read."""

@@ -1,0 +1,1 @@
+"""What both sides of a socket share: messages, their bytes and limits, sockets, keys."""
