@@ -233,22 +233,16 @@ def test_only_the_proxy_command_needs_what_makes_metrics() -> None:
 
 
 def test_json_logs_are_one_object_a_line_whatever_happens(capsys: pytest.CaptureFixture[str]) -> None:
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
+    set_up_logging("INFO", "json")
+    log = logging.getLogger("teacher.test")
+    log.info("two\nlines of %s", "text", extra={"fields": {"worker": "host:1", "tokens": 3, "odd": {1}}})
+    log.debug("not shown")
     try:
-        set_up_logging("INFO", "json")
-        log = logging.getLogger("teacher.test")
-        log.info("two\nlines of %s", "text", extra={"fields": {"worker": "host:1", "tokens": 3, "odd": {1}}})
-        log.debug("not shown")
-        try:
-            raise ValueError("broken\n")
-        except ValueError:
-            log.exception("failed")
-        set_up_logging("INFO", "text")
-        log.warning("plain", extra={"fields": {"tokens": 3}})
-    finally:
-        root.handlers[:] = before
-        root.setLevel(level)
+        raise ValueError("broken\n")
+    except ValueError:
+        log.exception("failed")
+    set_up_logging("INFO", "text")
+    log.warning("plain", extra={"fields": {"tokens": 3}})
     first, second, third = capsys.readouterr().err.splitlines()
     record = json.loads(first)
     assert record["message"] == "two\nlines of text" and record["worker"] == "host:1" and record["tokens"] == 3
