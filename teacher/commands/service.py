@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from teacher.commands.arguments import add_auth_dir, add_command, port, positive, seconds
-from teacher.engines.base import EngineConfig, load_engine
+from teacher.engines import EngineConfig, load_engine
 from teacher.errors import TeacherError
 from teacher.proxy.dispatch import MAX_QUEUE_TOKENS
 from teacher.proxy.proxy import STALL_TIMEOUT_S, Proxy

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from teacher.errors import TeacherError
 from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
 
 
@@ -81,15 +80,3 @@ class ScoringEngine(Protocol):
     def step(self) -> list[tuple[int, TeacherAnswer]]: ...
 
     def close(self) -> None: ...
-
-
-def load_engine(backend: str, config: EngineConfig) -> ScoringEngine:
-    """Load the model; returns when it has scored a first sequence.
-
-    Raises: TeacherError if `backend` is unknown or the checkpoint cannot be used as configured.
-    """
-    if backend != "vllm":
-        raise TeacherError(f"BACKEND must be vllm, got {backend!r}; it is the only engine there is")
-    from teacher.engines.vllm_engine import VllmEngine  # vLLM takes seconds to import: only where it is used
-
-    return VllmEngine(config)
