@@ -16,15 +16,13 @@ from recipe_gkd.config.objective import SAMPLED
 from recipe_gkd.config.teachers import TEACHER
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.teachers.teachers import Client
-from teacher.fingerprint import tokenizer_fingerprint
+from teacher.fingerprint import count_ids, tokenizer_fingerprint
 from teacher.records import TeacherInfo, TeacherSequence
 
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
 """A teacher that is there answers in milliseconds, however busy."""
-SCORE_TIMEOUT_S = 30.0
-"""Of two tokens, which wait for those that a busy teacher has."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def read_student(config: Config) -> Student:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"the tokenizer in {path} cannot be loaded: {error}") from error
-    n_tokens = min(1 + max(tokenizer.get_vocab().values()), shape.vocab_size)
+    n_tokens = min(count_ids(tokenizer), shape.vocab_size)
     return Student(path, shape.vocab_size, tokenizer, tokenizer_fingerprint(tokenizer), n_tokens)
 
 
@@ -148,5 +146,5 @@ def meet_teacher(name: str, client: Client, student: Student, config: Config) ->
         )
     if gkd.distill_temperature != 1:  # not every engine can
         two_tokens = TeacherSequence(np.zeros(2, np.int32), prompt_len=1)
-        client.submit([two_tokens], SCORE_TIMEOUT_S, temperature=gkd.distill_temperature).result()
+        client.submit([two_tokens], teacher.timeout_s, temperature=gkd.distill_temperature).result()
     return info

@@ -100,7 +100,9 @@ class Trainer:
                     if self.start.is_of(self.root) and (best := self.choose_best(metrics)):
                         keep_best(self.root, best)
                 async for batch in pipeline:
-                    batch.metrics |= self.teachers.report(batch.samples, batch.step)
+                    batch.metrics |= self.teachers.report(
+                        batch.samples, batch.step, before=self.progress.skipped_samples
+                    )
                     async with pipeline.updating(batch):
                         with span(batch.metrics, "timing/update_actor"):
                             batch.metrics |= await self.update(batch)

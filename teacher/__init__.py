@@ -6,7 +6,14 @@ is started with `teacher/start_server.sh`.
 
 from teacher.client import TeacherClient
 from teacher.client.async_client import AsyncTeacherClient
-from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
+from teacher.errors import (
+    TeacherChanged,
+    TeacherError,
+    TeacherProtocolError,
+    TeacherRequestError,
+    TeacherTimeout,
+    TeacherUnavailable,
+)
 from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
@@ -15,6 +22,7 @@ __all__ = [
     "AsyncTeacherClient",
     "ServiceStatus",
     "TeacherAnswer",
+    "TeacherChanged",
     "TeacherClient",
     "TeacherError",
     "TeacherInfo",

@@ -9,6 +9,10 @@ class TeacherError(Exception):
     """Anything that the teacher service or its client reports."""
 
 
+class TeacherChanged(TeacherError):
+    """The service serves another model than the one that this client met in `hello`."""
+
+
 class TeacherTimeout(TeacherError, TimeoutError):
     """The service is there, but a request did not get its answer before its deadline."""
 

@@ -1,4 +1,4 @@
-"""One string that is equal for two tokenizers exactly when every token id means the same text in both."""
+"""What has to be the same of two tokenizers: which ids there are, and what each means."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ class HasVocabulary(Protocol):
     """The one method needed; every `transformers` tokenizer has it, and it includes the added tokens."""
 
     def get_vocab(self) -> dict[str, int]: ...
+
+
+def count_ids(tokenizer: HasVocabulary) -> int:
+    """One more than the largest id: rows of an output layer from there on are padding."""
+    return 1 + max(tokenizer.get_vocab().values())
 
 
 def tokenizer_fingerprint(tokenizer: HasVocabulary) -> str:

@@ -31,9 +31,7 @@ check_auth_dir
 RUN_DIR=${RUN_DIR:-$PWD/outputs/teacher-join-$SERVER_IP-$PROXY_BACKEND_PORT}
 prepare_run_dir
 
-trap 'stop_all' EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM HUP
+leave_nothing_behind
 
 launch_workers "$SERVER_IP"
 await_ready

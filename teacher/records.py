@@ -67,6 +67,14 @@ class ModelInfo:
     engine: str
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def identity(self) -> str:
+        """What a client relies on once it has met a service: one of another identity does not answer it."""
+        return (
+            f"{self.model_name}, {self.n_tokens} tokens of tokenizer {self.tokenizer_fingerprint[:23]}, "
+            f"top {self.n_logprobs}, up to {self.max_model_len} tokens long"
+        )
+
 
 @dataclass(frozen=True)
 class TeacherInfo(ModelInfo):

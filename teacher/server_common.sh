@@ -73,27 +73,49 @@ is_alive() {
   read -r pid started <"$1" && [[ -n $started && $(start_time_of "$pid") == "$started" ]]
 }
 
-# launch NAME ARGUMENT...: `python -m teacher ARGUMENT...` in a session of its own, so that it outlives this shell.
+# leave_nothing_behind: however this shell ends from here on, what it launched ends before it. A signal in the middle of
+# a launch counts once the pid is on disk.
+leave_nothing_behind() {
+  launching='' signalled=''
+  trap 'stop_all' EXIT
+  trap 'on_signal 130' INT
+  trap 'on_signal 143' TERM HUP
+}
+
+on_signal() {
+  if [[ -n $launching ]]; then signalled=$1; else exit "$1"; fi
+}
+
+# launch NAME ARGUMENT...: `python -m teacher ARGUMENT...` in a session of its own, so that it outlives this shell, with
+# the variables of `launch_env`.
 launch() {
-  local name=$1 pid
+  local name=$1 pid started=''
   shift
   rm -f -- "$RUN_DIR/$name.ready"
-  PYTHONPATH="$repo_dir${PYTHONPATH:+:$PYTHONPATH}" \
+  launching=$name
+  env PYTHONPATH="$repo_dir${PYTHONPATH:+:$PYTHONPATH}" "${launch_env[@]}" \
     setsid "$python" -m teacher "$@" --ready-file "$RUN_DIR/$name.ready" --stall-timeout-s "$STALL_TIMEOUT_S" \
     --log-format "$LOG_FORMAT" ${LOG_LEVEL:+--log-level "$LOG_LEVEL"} ${AUTH_DIR:+--auth-dir "$AUTH_DIR"} \
     </dev/null >"$RUN_DIR/$name.log" 2>&1 &
   pid=$!
-  echo "$pid $(start_time_of "$pid")" >"$RUN_DIR/$name.pid"
+  local _
+  for _ in 1 2 3; do  # the signal may also have ended the helper that looks
+    if [[ -z $started ]]; then started=$(start_time_of "$pid") || true; fi
+  done
+  echo "$pid $started" >"$RUN_DIR/$name.pid"
+  launching=''
+  [[ -z $signalled ]] || exit "$signalled"
   disown "$pid"
 }
 
 # find_gpus: set `gpus` to those that are visible, if any; refuse too few of them.
 find_gpus() {
   gpus=()
+  local found
   if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
     IFS=', ' read -ra gpus <<<"$CUDA_VISIBLE_DEVICES"
-  elif command -v nvidia-smi >/dev/null; then
-    mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null)
+  elif found=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null) && [[ -n $found ]]; then
+    mapfile -t gpus <<<"$found"
   fi
   if ((${#gpus[@]} > 0 && N_WORKERS * TP_SIZE > ${#gpus[@]})); then
     die "N_WORKERS=$N_WORKERS x TP_SIZE=$TP_SIZE need $((N_WORKERS * TP_SIZE)) GPUs, ${#gpus[@]} are visible"
@@ -105,13 +127,12 @@ launch_workers() {
   local i
   for ((i = 0; i < N_WORKERS; i++)); do
     local devices="${gpus[*]:i*TP_SIZE:TP_SIZE}"
-    (
-      if [[ -n $devices ]]; then export CUDA_VISIBLE_DEVICES="${devices// /,}"; fi
-      launch "worker-$i" worker --server-ip "$1" --backend-port "$PROXY_BACKEND_PORT" \
-        --ckpt-path "$CKPT_PATH" --model-name "$MODEL_NAME" --backend "$BACKEND" --tp-size "$TP_SIZE" \
-        --n-logprobs "$N_LOGPROBS" --dtype "$DTYPE" --max-model-len "$MAX_MODEL_LEN" --logits-mib "$LOGITS_MIB" \
-        --max-answer-mib "$MAX_ANSWER_MIB" --kv-cache-mib "$KV_CACHE_MIB" --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
-    )
+    launch_env=()
+    if [[ -n $devices ]]; then launch_env=(CUDA_VISIBLE_DEVICES="${devices// /,}"); fi
+    launch "worker-$i" worker --server-ip "$1" --backend-port "$PROXY_BACKEND_PORT" \
+      --ckpt-path "$CKPT_PATH" --model-name "$MODEL_NAME" --backend "$BACKEND" --tp-size "$TP_SIZE" \
+      --n-logprobs "$N_LOGPROBS" --dtype "$DTYPE" --max-model-len "$MAX_MODEL_LEN" --logits-mib "$LOGITS_MIB" \
+      --max-answer-mib "$MAX_ANSWER_MIB" --kv-cache-mib "$KV_CACHE_MIB" --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
   done
 }
 
@@ -202,7 +223,8 @@ prepare_run_dir() {
   mkdir -p -- "$RUN_DIR"
   RUN_DIR=$(cd -- "$RUN_DIR" && pwd)
   if compgen -G "$RUN_DIR/*.pid" >/dev/null && any_alive; then
-    die "the processes in $RUN_DIR are running already; end them with: teacher/stop_server.sh --run-dir $RUN_DIR"
+    die "the processes in $RUN_DIR are running already; end them with teacher/stop_server.sh --run-dir $RUN_DIR, or \
+start more beside them with another --run-dir"
   fi
   rm -f -- "$RUN_DIR"/*.pid "$RUN_DIR"/*.ready
 }

@@ -47,12 +47,10 @@ PROXY_BACKEND_PORT"
 done
 prepare_run_dir
 
-# From here on nothing may be left behind, however this shell ends.
-trap 'stop_all' EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM HUP
+leave_nothing_behind
 
 # The proxy first: it says at once if its ports, its keys or its interface cannot be.
+launch_env=()
 launch proxy proxy --bind "$BIND" --frontend-port "$PROXY_FRONTEND_PORT" --backend-port "$PROXY_BACKEND_PORT" \
   --http-bind "$HTTP_BIND" ${HTTP_PORT:+--http-port "$HTTP_PORT"} --max-queue-tokens "$MAX_QUEUE_TOKENS"
 await_ready

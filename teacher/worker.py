@@ -26,7 +26,7 @@ from pathlib import Path
 import zmq
 
 from teacher.engines.base import ScoringEngine
-from teacher.errors import TeacherProtocolError, TeacherRequestError, TeacherUnavailable
+from teacher.errors import TeacherChanged, TeacherProtocolError, TeacherRequestError, TeacherUnavailable
 from teacher.records import TeacherAnswer
 from teacher.stop_signal import Stoppable
 from teacher.wire import protocol
@@ -128,6 +128,8 @@ class Worker:
             if was_registered:
                 logger.warning("lost the connection to %s and have it again", self.address)
             self._start_afresh()
+        else:  # what would be said now would wait, and come before READY
+            self._forget_all()
 
     def _step(self) -> None:
         began = time.monotonic()
@@ -143,7 +145,7 @@ class Worker:
         if (now := time.monotonic()) >= self._next_pulse:
             self._next_pulse = now + WORKER_HEARTBEAT.interval_s
             if self._is_registered:
-                self._send(protocol.encode_pulse(self._done))
+                self._connection.send(protocol.encode_pulse(self._done))
 
     def _until_pulse_ms(self) -> int:
         return int(1000 * max(0.0, self._next_pulse - time.monotonic())) + 1
@@ -162,34 +164,38 @@ class Worker:
 
     def _start_afresh(self) -> None:
         """Forget all requests, also the unread ones: to the proxy this connection is a worker that it does not know."""
-        self._is_registered = False
         while self._connection.receive() is not None:
             pass
-        for job in list(self._jobs.values()):
-            self._forget(job)
-        self._send(
+        self._forget_all()
+        self._connection.send(
             protocol.encode_ready(
                 self._engine.info, self._engine.capacity_tokens, f"{socket.gethostname()}:{os.getpid()}"
             )
         )
 
-    def _send(self, frames: list[Frame]) -> None:
-        self._connection.send(frames)
+    def _forget_all(self) -> None:
+        self._is_registered = False
+        for job in list(self._jobs.values()):
+            self._forget(job)
 
     def _receive(self, frames: list[Frame]) -> None:
         try:
             message = protocol.decode(frames)
         except TeacherProtocolError as error:
             logger.warning("dropped a message from %s: %s", self.address, error)
+            if request_id := protocol.peek_request_id(frames):
+                self._connection.send(protocol.encode_error(request_id, error))
             return
         if isinstance(message, Failure) and message.request_id == 0:
             raise type(message.error)(f"the proxy at {self.address} refused this worker: {message.error}")
         match message:
+            case Score() if message.request_id in self._jobs:
+                pass  # put back, and dealt to this worker again: it is at it
             case Score():
                 try:
                     self._accept(message)
-                except TeacherRequestError as error:
-                    self._send(protocol.encode_error(message.request_id, error))
+                except (TeacherRequestError, TeacherChanged) as error:
+                    self._connection.send(protocol.encode_error(message.request_id, error))
             case Cancel():
                 if (job := self._jobs.get(message.request_id)) is not None:
                     self._forget(job)
@@ -204,7 +210,12 @@ class Worker:
                 logger.warning("dropped a %s message from %s", type(message).__name__, self.address)
 
     def _accept(self, request: Score) -> None:
-        """Raises: TeacherRequestError, with nothing of the request kept."""
+        """Raises: TeacherRequestError or TeacherChanged, with nothing of the request kept."""
+        if request.model not in ("", self._engine.info.identity):
+            raise TeacherChanged(
+                f"this service serves {self._engine.info.identity}, but the request is for the model that its client "
+                f"met before: {request.model}; start the service with that again, or begin a new run with this one"
+            )
         if request.top_k > self._engine.info.n_logprobs:
             raise TeacherRequestError(
                 f"top_k={request.top_k}, the teacher returns at most {self._engine.info.n_logprobs}; lower "
@@ -251,7 +262,7 @@ class Worker:
             logger.exception("the engine refused a sequence")
             self._forget(job)
             refusal = TeacherRequestError(f"the engine refused the request: {type(error).__name__}: {error}")
-            self._send(protocol.encode_error(job.request.request_id, refusal))
+            self._connection.send(protocol.encode_error(job.request.request_id, refusal))
 
     def _collect(self, key: int, answer: TeacherAnswer) -> int:
         """Answer the request if this was its last sequence. Returns the sequence's tokens; 0 if nobody waits for it."""
@@ -266,7 +277,7 @@ class Worker:
             frames = protocol.encode_answer(
                 request.request_id, answers, top_k=request.top_k, wire_dtype=request.wire_dtype
             )
-            self._send(frames)
+            self._connection.send(frames)
         return len(request.sequences[key - job.keys[0]].token_ids)
 
     def _forget(self, job: _Job) -> None:

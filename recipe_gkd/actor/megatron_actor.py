@@ -120,7 +120,7 @@ class MegatronActor:
             self._stages = stages_of_weights(self._parameters, layout, self.device)
         self._loss = Objective(
             gkd=self._gkd,
-            vocab_size=min(self._n_tokens or shape.vocab_size, shape.vocab_size),
+            vocab_size=self._n_tokens or shape.vocab_size,
             tp_group=tensor_group(layout),
             n_teachers=len(self._teachers),
         )

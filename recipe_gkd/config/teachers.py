@@ -12,7 +12,7 @@ DEFAULT = "default"
 TEACHER = "actor_rollout_ref.teacher"
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_ADDRESS = re.compile(r"(?P<host>\S+):(?P<port>[0-9]{1,5})")
+_ADDRESS = re.compile(r"(?P<host>[^\s:]+):(?P<port>[0-9]{1,5})")
 
 
 def addresses(teacher: TeacherConfig) -> dict[str, tuple[str, int]]:

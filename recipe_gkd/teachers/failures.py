@@ -48,7 +48,7 @@ class FailurePolicy:
         self.n_skipped = 0
         """Samples of the run, those of batches under way included."""
         self.last_error: TeacherError | None = None
-        self._said: dict[str, tuple[float, float]] = {}  # teacher waited for -> since when, when it was last said
+        self._said_at: dict[str, float] = {}  # teacher -> when it was last said that it is waited for
 
     async def answers(self, ask: Ask, request: Asked) -> list[TeacherAnswer] | None:
         """None: the samples of this request are skipped. Raises what ends the run."""
@@ -81,29 +81,26 @@ class FailurePolicy:
                         f"{request}: no answer, asked again for {longest:g} s ({TEACHER}.max_wait_s): {error}. Start "
                         "the service and resume from the last checkpoint, or raise max_wait_s"
                     ) from error
-                self._say_waiting(request, error)
+                self._say_waiting(request, left_s, error)
                 pause_s = min(left_s, max(0.0, asked_at + AGAIN_AFTER_S - now()))
                 await asyncio.sleep(pause_s)  # nobody says when the service is back: it is asked
-                timeout_s = max(min(self._config.timeout_s, left_s - pause_s), 1e-3)
+                timeout_s = max(left_s - pause_s, 1e-3)
+                if isinstance(error, TeacherUnavailable):  # else it is at work, and is not asked to begin once more
+                    timeout_s = min(timeout_s, self._config.timeout_s)
             else:
-                self._say_back(request.teacher)
+                if failed_at is not None:
+                    log.warning("%s: answered, %.0f s after its first failure", request, now() - failed_at)
                 return answers
 
-    def _say_waiting(self, request: Asked, error: TeacherError) -> None:
+    def _say_waiting(self, request: Asked, left_s: float, error: TeacherError) -> None:
         """At once, and then every so often, whatever the number of requests that wait."""
-        since, said_at = self._said.get(request.teacher, (now(), -SAY_EVERY_S))
-        if now() - said_at >= SAY_EVERY_S:
-            log.warning(
-                "%s: asked again, for up to %g s more (%s.max_wait_s=%g): %s: %s",
-                request, self._config.max_wait_s - (now() - since), TEACHER, self._config.max_wait_s,
-                type(error).__name__, error,
-            )  # fmt: skip
-            said_at = now()
-        self._said[request.teacher] = since, said_at
-
-    def _say_back(self, teacher: str) -> None:
-        if told := self._said.pop(teacher, None):
-            log.warning("teacher %s answers again, %.0f s after its first failure", teacher, now() - told[0])
+        if now() - self._said_at.get(request.teacher, -SAY_EVERY_S) < SAY_EVERY_S:
+            return
+        self._said_at[request.teacher] = now()
+        log.warning(
+            "%s: asked again, for up to %.0f s more (%s.max_wait_s=%g): %s: %s",
+            request, left_s, TEACHER, self._config.max_wait_s, type(error).__name__, error,
+        )  # fmt: skip
 
     def _skip(self, request: Asked, error: TeacherError) -> None:
         budget = self._config.max_skipped_samples

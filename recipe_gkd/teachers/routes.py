@@ -50,8 +50,8 @@ def read_routes(table: pa.Table, teacher: TeacherConfig) -> Routes:
         if not isinstance(value, str) or value not in numbers:
             raise DataError(
                 f"row {row} of the training data has {value!r:.100} in the column {setting}={teacher.route_key}; "
-                f"expected one of the teachers {', '.join(known)}. Correct the row, or add its teacher to "
-                f"{TEACHER}.teachers"
+                f"expected one of the teachers {', '.join(known)}. Correct the row, add its teacher to "
+                f"{TEACHER}.teachers, or write teachers' names into a column of their own"
             )
     routes = Routes(known, np.array([numbers[value] for value in named]))
     if idle := [name for name in known if name not in routes.used]:

@@ -64,12 +64,12 @@ class Teachers:
         """``clients``: of each teacher that some row is for, by name."""
         self.clients, self._routes, self._gkd = clients, routes, config.gkd
         self._policy = FailurePolicy(config.actor_rollout_ref.teacher)
-        self._n_skipped = 0  # of the batches that were reported
+        self._skips = config.actor_rollout_ref.teacher.on_failure == "skip_samples"
         self._with_teacher: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
 
     def resume(self, n_skipped: int) -> None:
         """Go on counting from what the run has skipped up to here."""
-        self._n_skipped = self._policy.n_skipped = n_skipped
+        self._policy.n_skipped = n_skipped
 
     async def score(self, group: Sequence[Pair], step: int) -> list[Sample]:
         """The teachers' top-k at every response position; of each teacher its own answers are one request.
@@ -82,12 +82,20 @@ class Teachers:
             if self._is_asked(prompt, answer):
                 by_teacher[self._routes.number_of(prompt.row)].append((prompt, answer))
         async with Tasks() as tasks:
-            requests = [tasks.start(self._ask(number, pairs, step)) for number, pairs in by_teacher.items()]
+            requests = [
+                tasks.start(self._ask(number, request, step))
+                for number, pairs in by_teacher.items()
+                for request in self._requests(pairs)
+            ]
             scored = {sample.prompt.uid: sample for request in requests for sample in await request}
         return [
             scored.get(prompt.uid) or Sample(prompt=prompt, answer=answer, teacher=TeacherTopK.absent(len(answer.ids)))
             for prompt, answer in group
         ]
+
+    def _requests(self, pairs: list[Pair]) -> list[list[Pair]]:
+        """Where failed samples are skipped, each is a request of its own: none is lost through another."""
+        return [[pair] for pair in pairs] if self._skips else [pairs]
 
     def _is_asked(self, prompt: Prompt, answer: Answer) -> bool:
         return len(answer.ids) > 0 and (prompt.given_ids is None or self._gkd.sft_target == "teacher")
@@ -119,21 +127,22 @@ class Teachers:
             for (prompt, answer), opinion in zip(pairs, opinions, strict=True)
         ]
 
-    def report(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
+    def report(self, samples: Sequence[Sample], step: int, *, before: int) -> dict[str, float]:
         """What each teacher did for the batch of a step. Once a batch, before it is trained on.
+
+        ``before``: samples that were skipped in the steps before.
 
         Raises the last failure if no sample has an opinion, and there is a distillation loss to have one for.
         """
         asked = [sample for sample in samples if self._is_asked(sample.prompt, sample.answer)]
         skipped = sum(sample.is_skipped for sample in asked)
-        self._n_skipped += skipped
         if skipped and skipped == len(asked) and self._gkd.distill_loss_coef and (error := self._policy.last_error):
             raise type(error)(
                 f"step {step}: none of the {skipped} samples of the batch has an answer of its teacher, so there is "
                 f"nothing to distil; the last error: {error}. Look after the service and resume from the last "
                 f"checkpoint; {TEACHER}.on_failure=wait asks again instead of skipping"
             ) from error
-        metrics = {"teacher/skipped_samples": float(skipped), "teacher/skipped_samples_total": float(self._n_skipped)}
+        metrics = {"teacher/skipped_samples": float(skipped), "teacher/skipped_samples_total": float(before + skipped)}
         tokens = [0] * len(self._routes.names)
         for sample in asked:
             tokens[sample.teacher_number] += 0 if sample.is_skipped else len(sample.answer.ids)

@@ -51,13 +51,15 @@ class TeacherClient:
             timeout_s: deadline of each call that names none.
             auth_dir: folder with this client's keys, for a service that was started with some.
             top_k: how many logprobs a position are wanted; None for all that the teacher returns.
-            wire_dtype: how they travel; float16 halves the bytes, with an error of at most 2^-11 of the value.
+            wire_dtype: how they travel; float16 takes a quarter off the bytes (ids stay int32), with an error of at
+                most 2^-11 of a logprob.
 
         Raises: TeacherError if the address is malformed, keys are missing, or an argument is out of range.
         """
         self._timeout_s = _checked_timeout_s(timeout_s)
         check_top_k(top_k)
         self._top_k, self._wire_dtype = top_k, check_wire_dtype(wire_dtype)
+        self._met: TeacherInfo | None = None
         self._exchange = Exchange(Connection(CLIENT, server_ip, server_port, auth_dir))
         self.address = self._exchange.address
 
@@ -71,6 +73,9 @@ class TeacherClient:
 
     def hello(self, timeout_s: float | None = None) -> TeacherInfo:
         """What the service is; waits for its first worker if there is none yet.
+
+        From then on this client's requests are for that model: a service that was started again with another refuses
+        them with TeacherChanged.
 
         Raises: TeacherUnavailable if nobody is there, or no worker registers, within `timeout_s`; TeacherTimeout if
             something takes the connection but never answers.
@@ -86,15 +91,15 @@ class TeacherClient:
     ) -> Future[list[TeacherAnswer]]:
         """Have `sequences` scored, with log_softmax(logits / temperature); the answers keep their order.
 
-        They travel in pieces of `pieces.PIECE_TOKENS`, so any number of them is dealt evenly to the workers. The first
-        piece that fails fails the whole. A worker scores one temperature at a time: requests of another wait
-        until it has finished those before them.
+        They travel in pieces of `pieces.PIECE_TOKENS`, so they are dealt evenly to the workers; up to 4096 sequences.
+        The first piece that fails fails the whole. A worker scores one temperature at a time: requests of another
+        wait until it has finished those before them.
 
         `cancel()` works until the answer is there, and the service then drops what it has not scored yet.
 
         Every failure of a request arrives through its future: TeacherRequestError (this request is at fault),
-        TeacherTimeout, TeacherUnavailable, TeacherProtocolError. Callbacks of the future run in the I/O thread: keep
-        them short.
+        TeacherTimeout, TeacherUnavailable, TeacherChanged, TeacherProtocolError. Callbacks of the future run in the I/O
+        thread: keep them short.
 
         Raises: TeacherError only if the client is closed or belongs to another process.
         """
@@ -105,6 +110,7 @@ class TeacherClient:
                 temperature=temperature,
                 top_k=self._top_k,
                 wire_dtype=self._wire_dtype,
+                met=self._met,
             )
         except TeacherRequestError as error:
             refused: Future[list[TeacherAnswer]] = Future()
@@ -115,11 +121,13 @@ class TeacherClient:
 
     def submit_hello(self, timeout_s: float | None = None) -> Future[TeacherInfo]:
         """`hello` as a future. Raises: TeacherError if the timeout is out of range or the client is closed."""
-        call = Question(
-            "hello", self._checked_timeout_s(timeout_s), protocol.encode_hello, Info, lambda answer: answer.info
-        )
+        call = Question("hello", self._checked_timeout_s(timeout_s), protocol.encode_hello, Info, self._meet)
         self._exchange.start(call)
         return call.future
+
+    def _meet(self, answer: Info) -> TeacherInfo:
+        self._met = answer.info
+        return answer.info
 
     def submit_status(self, timeout_s: float = STATUS_TIMEOUT_S) -> Future[ServiceStatus]:
         """`status` as a future. Raises: TeacherError if the timeout is out of range or the client is closed."""

@@ -10,6 +10,7 @@ A new connection may lead to a new service, which knows nothing: everything is s
 from __future__ import annotations
 
 import heapq
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from teacher.client.calls import Call
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
 RETRIES = 4
+SENDS = 256
+"""At a look: what comes back is read between them, and may say that the rest is to wait."""
 
 
 @dataclass(eq=False)
@@ -66,6 +69,9 @@ class InFlight:
         self._unsent.pop(request_id, None)
         self._last_reason = reason or "no reason given"
         self._queue(request, self._last_reason)
+        for unsent in [unsent for unsent in self._unsent.values() if unsent.call.takes_place]:  # they fare no better
+            del self._unsent[unsent.request_id]
+            self._queue(unsent, self._last_reason)
 
     def remove(self, request_id: int) -> Request | None:
         """Answered, failed or cancelled. None if it is not known (any more)."""
@@ -117,14 +123,18 @@ class InFlight:
             self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
             self._retry_at = now + self._retry_s
         self._n_departed = 0
-        requests = [*self._unsent.values(), *self._oldest_put_off(n_retries)]
-        self._unsent = {}
+        sent_now = list(itertools.islice(self._unsent.values(), SENDS))
+        for request in sent_now:
+            del self._unsent[request.request_id]
+        requests = [*sent_now, *self._oldest_put_off(n_retries)]
         for request in requests:
             request.is_sent = True
         return requests
 
     def wake_at(self) -> float | None:
         """When there may be something to do, if nothing happens before."""
+        if self._unsent and self._connected:
+            return 0.0
         times = [self._deadlines[0][0]] if self._deadlines else []
         if self._n_put_off and self._connected:
             times.append(self._retry_at)

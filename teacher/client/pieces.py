@@ -13,12 +13,14 @@ import numpy as np
 
 from teacher.client.calls import Call
 from teacher.errors import TeacherProtocolError
-from teacher.records import TeacherAnswer, TeacherSequence
+from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
 from teacher.wire import protocol
 from teacher.wire.messages import Answer, Message, WireDtype, check_sequences
 from teacher.wire.protocol import Frame
 
 PIECE_TOKENS = 4096
+PIECE_BYTES = 256 << 20
+"""Of its answer: a worker keeps the answers of a piece until it has all of them."""
 
 
 def cut(lengths: Sequence[int], piece_tokens: int = PIECE_TOKENS) -> list[range]:
@@ -47,10 +49,17 @@ class Scoring(Call[list[TeacherAnswer]]):
         temperature: float,
         top_k: int | None,
         wire_dtype: WireDtype,
+        met: ModelInfo | None,
     ) -> None:
-        """Raises: TeacherRequestError if they cannot be sent, see `messages.check_sequences`."""
+        """`met`: what the service said that it is, if it was asked.
+
+        Raises: TeacherRequestError if they cannot be sent, see `messages.check_sequences`.
+        """
         check_sequences(sequences)
-        self._pieces = cut([len(sequence.token_ids) for sequence in sequences])
+        bytes_per_token = 8 * met.n_logprobs if met is not None else 1
+        self._pieces = cut(
+            [len(sequence.token_ids) for sequence in sequences], min(PIECE_TOKENS, PIECE_BYTES // bytes_per_token)
+        )
         super().__init__(f"scoring {len(sequences)} sequences", timeout_s, len(self._pieces))
         self._messages = [
             protocol.encode_score(
@@ -60,6 +69,7 @@ class Scoring(Call[list[TeacherAnswer]]):
                 temperature,
                 top_k=top_k,
                 wire_dtype=wire_dtype,
+                model=met.identity if met is not None else "",
             )
             for piece in self._pieces
         ]

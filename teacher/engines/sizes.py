@@ -12,6 +12,10 @@ from teacher.records import TeacherSequence
 # the high-water mark of a step at a vocabulary of 152k: 17.0 in float32 and in bf16 at a temperature, else 15.0.
 _BYTES_PER_LOGIT_GPU = 8
 _BYTES_PER_LOGIT_CPU = 17
+# Of one of the top k: its logprob, its id in 64 bits, and the copies of both beside the token that is there. Measured
+# on a CPU (19.3 at k = vocabulary); on a GPU by vLLM's source only.
+_BYTES_PER_LOGPROB_GPU = 32
+_BYTES_PER_LOGPROB_CPU = 20
 
 # More tokens in a step gain nothing, and let answers leave in larger, rarer lumps. On a CPU (64 sequences of 512,
 # k=256, vocabulary 512, one core): 0.92 s in steps of 16384 tokens, 0.87 of 4096, 0.89 of 2048, 1.00 of 1024.
@@ -36,18 +40,20 @@ class StepSize:
     long_tokens: int
 
 
-def step_size(logits_mib: int, vocab_size: int, *, on_cpu: bool) -> StepSize:
-    """The largest step whose logits stay within `logits_mib`.
+def step_size(logits_mib: int, vocab_size: int, n_logprobs: int, *, on_cpu: bool) -> StepSize:
+    """The largest step whose logits, and the logprobs taken from them, stay within `logits_mib`.
 
     A step has a row of logits for each of its tokens, and for each of its sequences one more, to continue it from.
 
     Raises: TeacherError if not even a few rows fit.
     """
-    bytes_per_row = vocab_size * (_BYTES_PER_LOGIT_CPU if on_cpu else _BYTES_PER_LOGIT_GPU)
+    of_logits = vocab_size * (_BYTES_PER_LOGIT_CPU if on_cpu else _BYTES_PER_LOGIT_GPU)
+    bytes_per_row = of_logits + n_logprobs * (_BYTES_PER_LOGPROB_CPU if on_cpu else _BYTES_PER_LOGPROB_GPU)
     rows = logits_mib * 2**20 // bytes_per_row
     if rows < _MIN_ROWS:
         raise TeacherError(
-            f"LOGITS_MIB={logits_mib} holds {rows} rows of logits over a vocabulary of {vocab_size}, a step needs "
+            f"LOGITS_MIB={logits_mib} holds {rows} rows of logits over a vocabulary of {vocab_size} with "
+            f"N_LOGPROBS={n_logprobs}, a step needs "
             f"{_MIN_ROWS} at least; set LOGITS_MIB={-(-_MIN_ROWS * bytes_per_row // 2**20)} or more (1024 is usual)"
         )
     sequences = min(_MAX_SEQUENCES, rows // 4)

@@ -33,7 +33,7 @@ from teacher.engines.vllm_install import (
 )
 from teacher.engines.vllm_worker import LogitsCalls
 from teacher.errors import TeacherError, TeacherRequestError
-from teacher.fingerprint import tokenizer_fingerprint
+from teacher.fingerprint import count_ids, tokenizer_fingerprint
 from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class VllmEngine:
                 f"N_LOGPROBS must be 1 to the model's vocabulary size {n_tokens} (tokens, without padding), got "
                 f"{config.n_logprobs}"
             )
-        self._step = step_size(config.logits_mib, vocab_size, on_cpu=self._on_cpu)
+        self._step = step_size(config.logits_mib, vocab_size, config.n_logprobs, on_cpu=self._on_cpu)
 
         with no_garbage_in_imports():
             from vllm import SamplingParams, __version__
@@ -301,7 +301,7 @@ class VllmEngine:
 
 def _n_tokens(tokenizer: Any, vocab_size: int) -> int:
     """How many ids of the output layer are tokens; the rest is padding."""
-    n_ids = 1 + max(tokenizer.get_vocab().values())
+    n_ids = count_ids(tokenizer)
     if n_ids > vocab_size:
         logger.warning(
             "the teacher's tokenizer has ids up to %d, its model's output layer %d rows: sequences with ids from %d on "

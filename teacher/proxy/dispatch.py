@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from teacher.errors import TeacherRequestError, TeacherUnavailable
+from teacher.errors import TeacherRequestError
 from teacher.proxy.fair_queue import ClientKey, FairQueue, Job
 from teacher.records import ModelInfo
 from teacher.wire.protocol import Frame
@@ -95,7 +95,7 @@ class Dispatcher:
 
     def remove_worker(
         self, identity: bytes, reason: str, *, left: bool = False
-    ) -> tuple[list[Job], list[tuple[Job, TeacherUnavailable]]]:
+    ) -> tuple[list[Job], list[tuple[Job, TeacherRequestError]]]:
         """Forget a worker: which of its requests wait again, and which were lost too often.
 
         Args:
@@ -115,8 +115,8 @@ class Dispatcher:
                 else:
                     self.queue.put_back(job)
             else:
-                del self._open[job.client]
-                error = TeacherUnavailable(f"{job.losses} workers were lost with this request; last: {reason}")
+                self._is_over(job)
+                error = TeacherRequestError(f"{job.losses} workers were lost with this request; last: {reason}")
                 given_up.append((job, error))
         return repeated, given_up
 
@@ -142,7 +142,7 @@ class Dispatcher:
         worker = self.workers.get(identity)
         job = worker.take(job_id) if worker is not None else None
         if job is not None:
-            del self._open[job.client]
+            self._is_over(job)
         return job
 
     # --- requests ---
@@ -150,22 +150,24 @@ class Dispatcher:
     def add_job(self, client: ClientKey, frames: list[Frame], n_tokens: int, deadline: float, now: float) -> None:
         """Queue a request; a copy of one that is still open is ignored.
 
-        Raises: QueueFull, unless none of this client waits: so nobody can fill it for the others.
+        Raises: QueueFull if there is no room, and this client has its share of what there is: so nobody fills it for
+            the others. One request of each client always has a place.
         """
         if client in self._open:
             return
-        full = self.queue.n_tokens + n_tokens > self.max_queue_tokens or self.queue.n_jobs >= MAX_QUEUE_REQUESTS
-        if full and self.queue.of_client(client[0]):
+        is_full = self.queue.n_tokens + n_tokens > self.max_queue_tokens or self.queue.n_jobs >= MAX_QUEUE_REQUESTS
+        own = self.queue.tokens_of(client[0]) if is_full else 0
+        if own and own + n_tokens > self.max_queue_tokens // self.queue.n_clients:
             raise QueueFull(f"{self.queue.n_jobs} requests with {self.queue.n_tokens} tokens wait already")
         job = Job(next(self._ids), client, frames, n_tokens, deadline, arrived=now)
         self._open[client] = job
         self.queue.add(job)
         heapq.heappush(self._deadlines, (deadline, job.job_id, job))
 
-    def cancel(self, client: ClientKey) -> tuple[bool, tuple[Worker, Job] | None]:
-        """Forget a request: whether it was open, and the worker that had it."""
+    def cancel(self, client: ClientKey) -> tuple[Job, Worker | None] | None:
+        """Forget a request, if it is open: it, and the worker that had it."""
         job = self._open.get(client)
-        return job is not None, self._close(job) if job is not None else None
+        return (job, self._close(job)) if job is not None else None
 
     def next_deadline(self) -> float | None:
         while self._deadlines and self._open.get(self._deadlines[0][2].client) is not self._deadlines[0][2]:
@@ -177,8 +179,7 @@ class Dispatcher:
         expired = []
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             _, _, job = heapq.heappop(self._deadlines)
-            at = self._close(job)
-            expired.append((job, at[0] if at is not None else None))
+            expired.append((job, self._close(job)))
         return expired
 
     def drop_waiting(self) -> list[Job]:
@@ -188,15 +189,21 @@ class Dispatcher:
             self._close(job)
         return waiting
 
-    def _close(self, job: Job) -> tuple[Worker, Job] | None:
+    def _close(self, job: Job) -> Worker | None:
         """Forget an open request wherever it is; the worker that had it."""
-        del self._open[job.client]
+        self._is_over(job)
         if self.queue.remove(job) or self._suspects.pop(job.job_id, None) is not None:
             return None
         for worker in self.workers.values():
             if worker.take(job.job_id) is not None:
-                return worker, job
+                return worker
         return None
+
+    def _is_over(self, job: Job) -> None:
+        del self._open[job.client]
+        if len(self._deadlines) > 2 * len(self._open) + 64:  # else its frames would stay until its time is over
+            self._deadlines = [entry for entry in self._deadlines if self._open.get(entry[2].client) is entry[2]]
+            heapq.heapify(self._deadlines)
 
 
 def _is_suspect(job: Job) -> bool:

@@ -55,7 +55,8 @@ class Doors:
 def _bind(socket: zmq.Socket, bind: str, port: int) -> int:
     """The port."""
     try:
-        socket.bind(f"tcp://{bind}:{port or '*'}")
+        address = "127.0.0.1" if bind == "localhost" else bind  # libzmq takes addresses and interfaces, no names
+        socket.bind(f"tcp://{address}:{port or '*'}")
     except zmq.ZMQError as error:
         raise TeacherError(
             f"cannot listen on {bind}:{port}: {error}; stop what uses the port (teacher/stop_server.sh), choose "

@@ -36,6 +36,8 @@ class _Line:
     """One client's jobs, and the tokens that it was given, on the clock that all clients share."""
 
     served: float
+    n_tokens: int = 0
+    """Of the jobs."""
     jobs: OrderedDict[int, Job] = field(default_factory=OrderedDict)
 
 
@@ -87,13 +89,19 @@ class FairQueue:
         self._count(job, -1)
         return True
 
-    def of_client(self, client: bytes) -> list[Job]:
-        line = self._lines.get(client)
-        return list(line.jobs.values()) if line is not None else []
+    def tokens_of(self, client: bytes) -> int:
+        """That wait."""
+        return self._lines[client].n_tokens if client in self._lines else 0
+
+    @property
+    def n_clients(self) -> int:
+        """For whom something waits."""
+        return sum(1 for line in self._lines.values() if line.jobs)
 
     def _count(self, job: Job, sign: int) -> None:
         self.n_jobs += sign
         self.n_tokens += sign * job.n_tokens
+        self._lines[job.client[0]].n_tokens += sign * job.n_tokens
 
     def _forget_idle(self) -> None:
         """Lines that would begin where a new one does."""

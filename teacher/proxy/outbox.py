@@ -15,8 +15,8 @@ import zmq
 from teacher.wire.protocol import Frame
 from teacher.wire.sockets import send
 
-_RETRY_S = 0.01
-_MAX_WAITING = 4096  # messages; a client that makes as many without reading one is not one of ours
+_RETRY_S = 0.001
+_MAX_WAITING = 1 << 20  # messages: answers are bounded by what was in flight, what else there is has about 100 bytes
 
 
 class Outbox:

@@ -49,7 +49,8 @@ DRAIN_S = 5.0
 STALL_TIMEOUT_S = 60.0
 _TICK_S = 1.0
 _BURST = 64  # messages taken from one socket before the other gets its turn
-_MAX_HELLOS = 65_536
+_MAX_HELLOS = 1024
+_STATUS_AGE_S = 1e-5  # of one that is asked for, for each open request: that is what it costs to make
 _LOST = f"the last one died or hung: its connection ended, or was silent for {WORKER_HEARTBEAT.timeout_s:g} s"
 
 
@@ -151,9 +152,12 @@ class Proxy:
             case Hello():
                 if len(self._hellos) < _MAX_HELLOS:
                     self._hellos[client, message.request_id] = now + message.timeout_s
-                self._answer_hellos()
+                    self._answer_hellos()
+                else:
+                    self._put_off((client, message.request_id), f"{_MAX_HELLOS} clients wait for a worker already")
             case AskStatus():
-                self._take_stock(now)
+                if now - self.latest_status_at > _STATUS_AGE_S * len(self._dispatcher.open_jobs):
+                    self._take_stock(now)
                 self._to_client(client, protocol.encode_status(message.request_id, self.latest_status))
             case _:
                 raise TeacherProtocolError(
@@ -171,11 +175,12 @@ class Proxy:
             self._put_off(key, str(full))
 
     def _cancel(self, key: ClientKey) -> None:
-        was_open, at = self._dispatcher.cancel(key)
-        self._overview.count(cancelled=int(was_open))
-        if at is not None:
-            self._tell_cancelled(*at)
         self._hellos.pop(key, None)
+        if (cancelled := self._dispatcher.cancel(key)) is not None:
+            job, worker = cancelled
+            self._overview.count(cancelled=1)
+            if worker is not None:
+                self._tell_cancelled(worker, job)
 
     def _tell_cancelled(self, worker: Worker, job: Job) -> None:
         self._send(self._backend, worker.identity, protocol.encode_cancel(job.job_id))
@@ -210,8 +215,8 @@ class Proxy:
                 error = self._no_worker()
             self._to_client(job.client[0], protocol.encode_error(job.client[1], error))
         for key in [key for key, deadline in self._hellos.items() if deadline <= now]:
-            del self._hellos[key]
-            self._to_client(key[0], protocol.encode_error(key[1], self._no_worker()))
+            if self._hellos.pop(key, None) is not None:  # else it went with its client
+                self._to_client(key[0], protocol.encode_error(key[1], self._no_worker()))
 
     def _no_worker(self) -> TeacherUnavailable:
         return TeacherUnavailable(
@@ -249,7 +254,11 @@ class Proxy:
             self._overview.heard_worker(identity, now)
             if (job := self._dispatcher.finish(identity, message.request_id)) is not None:
                 self._overview.finished(job, message, frames, now)
-                self._to_client(job.client[0], protocol.readdress(frames, job.client[1]))
+                if isinstance(message, Failure):
+                    frames = protocol.encode_error(job.client[1], message.error)
+                else:
+                    frames = protocol.readdress(frames, job.client[1])
+                self._to_client(job.client[0], frames)
 
     def _register(self, identity: bytes, ready: Ready, now: float) -> None:
         if identity in self._dispatcher.workers:  # whoever says Ready has forgotten all that it was given
@@ -362,7 +371,8 @@ class Proxy:
     def _is_drained(self) -> bool:
         if self._drain_until is None:
             return False
-        return not self._dispatcher.open_jobs or time.monotonic() >= self._drain_until
+        is_done = not self._dispatcher.open_jobs and not self._outbox.unread
+        return is_done or time.monotonic() >= self._drain_until
 
     def _close(self) -> None:
         for job in self._dispatcher.open_jobs:

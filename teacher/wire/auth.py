@@ -177,7 +177,9 @@ def require_curve() -> None:
 
 
 def check_bind(bind: str, keys: ServerKeys | None) -> None:
-    """Raise TeacherError if others than this machine could reach `bind` and there are no keys."""
+    """Raise TeacherError if others than this machine could reach `bind` and there are no keys, or it is IPv6."""
+    if ":" in bind:
+        raise TeacherError(f"--bind {bind}: expected an IPv4 address or a name, such as 127.0.0.1 or 10.0.0.1")
     if keys is None and not is_loopback(bind):
         raise TeacherError(
             f"--bind {bind} can be reached from other machines, and without keys whoever reaches it could use, read "

@@ -13,6 +13,11 @@ from teacher.wire.messages import LIMITS
 Header = dict[str, Any]
 
 
+def expect_keys(header: Header, known: set[str]) -> None:
+    if unknown := set(header) - known:
+        raise TeacherProtocolError(f"unknown keys {short(sorted(map(str, unknown)))}, expected {sorted(known)} only")
+
+
 def request_id(header: Header) -> int:
     return integer(header, "id", 0, 2**63 - 1)
 

@@ -57,7 +57,7 @@ class Kind(StrEnum):
     ERROR = "error"  # anybody -> whoever asked
     READY = "ready"  # worker -> proxy: my model is loaded
     WELCOME = "welcome"  # proxy -> worker: registered
-    PULSE = "pulse"  # worker -> proxy, between engine steps and at least every HEARTBEAT_INTERVAL_S while idle
+    PULSE = "pulse"  # worker -> proxy, between engine steps and at least every WORKER_HEARTBEAT.interval_s while idle
     REJOIN = "rejoin"  # proxy -> worker: I do not know you (any more); forget your requests and say READY
     PROBE = "probe"  # proxy -> anybody: no answer wanted, sending it shows whether there is still a connection
     BYE = "bye"  # worker -> proxy: I leave
@@ -93,7 +93,10 @@ class Status:
 
 @dataclass(frozen=True)
 class Score:
-    """`top_k`: how many of the teacher's `n_logprobs` are wanted, 0 for all."""
+    """`top_k`: how many of the teacher's `n_logprobs` are wanted, 0 for all.
+
+    `model`: the `ModelInfo.identity` that it is meant for; empty for any.
+    """
 
     request_id: int
     timeout_s: float
@@ -101,6 +104,7 @@ class Score:
     temperature: float
     top_k: int
     wire_dtype: WireDtype
+    model: str
 
     @property
     def n_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """The wire format: one msgpack header frame, then raw little-endian array frames. No sockets here.
 
-    header = {"v": 1, "kind": "score", "id": 7, ..., "arrays": [["i4", 12], ["f4", 5, 64], ...]}
+    header = {"v": 4, "kind": "score", "id": 7, ..., "arrays": [["i4", 12], ["f4", 5, 64], ...]}
     frames = [msgpack(header), array 0, array 1, ...]
 
 Ragged: one or three arrays a sequence, response positions only, no padding. Nothing is unpickled. Each count, size and
@@ -14,13 +14,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import msgpack
 import numpy as np
 
-from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
+from teacher.errors import (
+    TeacherChanged,
+    TeacherError,
+    TeacherProtocolError,
+    TeacherRequestError,
+    TeacherTimeout,
+    TeacherUnavailable,
+)
 from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 from teacher.wire import header as checked
@@ -55,6 +62,7 @@ from teacher.wire.messages import (
 Frame = Any  # anything with the buffer protocol: bytes, memoryview, zmq.Frame
 
 _ERROR_OF_CODE: dict[str, type[TeacherError]] = {
+    "changed": TeacherChanged,
     "timeout": TeacherTimeout,
     "protocol": TeacherProtocolError,
     "request": TeacherRequestError,
@@ -92,6 +100,7 @@ def encode_score(
     *,
     top_k: int | None = None,
     wire_dtype: WireDtype = "float32",
+    model: str = "",
 ) -> list[Frame]:
     """Token ids are copied: the caller may change its arrays while the message waits in a queue.
 
@@ -107,6 +116,7 @@ def encode_score(
         temperature=check_temperature(temperature),
         top_k=check_top_k(top_k),
         wire_dtype=check_wire_dtype(wire_dtype),
+        model=model,
     )
 
 
@@ -205,6 +215,7 @@ def decode(frames: Sequence[Frame]) -> Message:
     decoder = _DECODERS.get(kind) if isinstance(kind, str) else None
     if decoder is None:
         raise TeacherProtocolError(f"unknown message kind {short(kind)}")
+    checked.expect_keys(header, _KEYS_OF_ALL | _KEYS.get(str(kind), set()))
     return decoder(header, _decode_arrays(header, frames[1:]))
 
 
@@ -297,7 +308,15 @@ def _decode_score(header: dict[str, Any], arrays: list[np.ndarray]) -> Score:
     except TeacherRequestError as error:
         raise TeacherProtocolError(str(error)) from None
     top_k = checked.integer(header, "top_k", 0, LIMITS.vocab_size)
-    return Score(checked.request_id(header), checked.timeout_s(header), sequences, temperature, top_k, wire_dtype)
+    return Score(
+        checked.request_id(header),
+        checked.timeout_s(header),
+        sequences,
+        temperature,
+        top_k,
+        wire_dtype,
+        checked.text(header, "model"),
+    )
 
 
 def _decode_answer(header: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
@@ -362,6 +381,19 @@ def _decode_error(header: dict[str, Any]) -> Failure:
     error = _ERROR_OF_CODE.get(code, TeacherRequestError) if isinstance(code, str) else TeacherRequestError
     return Failure(checked.request_id(header), error(checked.text(header, "message")))
 
+
+# A key that nobody reads would still be passed on, and could grow beyond what the next one takes.
+_KEYS_OF_ALL = {"v", "kind", "id", "arrays"}
+_KEYS = {
+    Kind.HELLO.value: {"timeout_s"},
+    Kind.INFO.value: {"info"},
+    Kind.ASK_STATUS.value: {"timeout_s"},
+    Kind.SCORE.value: {"timeout_s", "prompt_lens", "temperature", "top_k", "wire_dtype", "model"},
+    Kind.LATER.value: {"reason"},
+    Kind.READY.value: {"info", "capacity_tokens", "name"},
+    Kind.PULSE.value: {field.name for field in fields(Pulse)},
+    Kind.BYE.value: {"reason", "broken"},
+}
 
 _DECODERS: dict[str, Callable[[dict[str, Any], list[np.ndarray]], Message]] = {
     Kind.HELLO.value: _decode_hello,

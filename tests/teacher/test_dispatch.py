@@ -156,17 +156,32 @@ def test_a_worker_that_leaves_in_order_is_nobodys_fault() -> None:
         assert dispatcher.remove_worker(b"worker %d" % number, "stopped", left=True)[1] == []
 
 
-def test_a_full_queue_is_told_to_who_fills_it_and_others_still_get_in() -> None:
+def test_a_full_queue_is_told_to_who_fills_it_and_others_still_get_their_share() -> None:
     dispatcher = dispatcher_with(max_queue_tokens=100)
     ask(dispatcher, ANN, *[10] * 10)
     with pytest.raises(QueueFull, match="10 requests with 100 tokens wait"):
         ask(dispatcher, ANN, 10, first_id=10)
-    ask(dispatcher, BOB, 500)
+    ask(dispatcher, BOB, *[10] * 5)
     with pytest.raises(QueueFull):
-        ask(dispatcher, BOB, 1, first_id=1)
+        ask(dispatcher, BOB, 10, first_id=5)
+    ask(dispatcher, b"eve", 500)  # one of each client always has a place
+    with pytest.raises(QueueFull):
+        ask(dispatcher, b"eve", 1, first_id=1)
     dispatcher.add_worker(worker(0, 1))
     deal(dispatcher)
-    assert dispatcher.queue.n_tokens == 10 * 10 + 500 - sum(w.load_tokens for w in dispatcher.workers.values())
+    assert dispatcher.queue.n_tokens == 650 - sum(w.load_tokens for w in dispatcher.workers.values())
+
+
+def test_an_answered_request_leaves_nothing_behind_whoever_waits_before_it() -> None:
+    dispatcher = dispatcher_with(10**6)
+    ask(dispatcher, ANN, 10, deadline=1.0)
+    for first_id in range(1, 5000, 100):
+        ask(dispatcher, BOB, *[10] * 100, first_id=first_id, deadline=2.0)
+        deal(dispatcher)
+        for job_id, job in list(dispatcher.workers[b"worker 0"].in_flight.items()):
+            if job.client[0] == BOB:
+                dispatcher.finish(b"worker 0", job_id)
+    assert len(dispatcher._deadlines) < 200
 
 
 def test_a_copy_of_an_open_request_is_ignored_and_one_of_an_answered_request_is_not() -> None:
@@ -200,9 +215,9 @@ def test_what_expires_or_is_cancelled_is_gone_from_queue_and_worker() -> None:
     deal(dispatcher)
     at = dispatcher.workers[b"worker 0"]
     assert dispatcher.next_deadline() == 5.0
-    was_open, had = dispatcher.cancel((ANN, 0))
-    assert was_open and had is not None and had[0] is at and had[1].client == (ANN, 0)
-    assert dispatcher.cancel((ANN, 0)) == (False, None)
+    job, had = dispatcher.cancel((ANN, 0)) or pytest.fail("it was not open")
+    assert had is at and job.client == (ANN, 0)
+    assert dispatcher.cancel((ANN, 0)) is None
     expired = dispatcher.expire(5.0)
     assert [(job.client[1], where) for job, where in expired] == [(1, at), (2, None)]
     assert at.load_tokens == 0 and dispatcher.queue.n_tokens == 20
@@ -245,7 +260,7 @@ def test_whatever_happens_every_request_ends_exactly_once(seed: int) -> None:
                 end(*(job.client for job, _ in dispatcher.remove_worker(identity, "x", left=bool(rng.integers(2)))[1]))
             case 6 if dispatcher.open_jobs:
                 key = list(dispatcher.open_jobs)[rng.integers(len(dispatcher.open_jobs))].client
-                end(*[key] * dispatcher.cancel(key)[0])
+                end(*[key] * (dispatcher.cancel(key) is not None))
         end(*(job.client for job, _ in dispatcher.expire(now)))
         waiting = [job.client for job in dispatcher.queue]
         assert dispatcher.queue.n_jobs == len(waiting)

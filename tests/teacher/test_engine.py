@@ -179,18 +179,20 @@ def test_one_sequence_alone_goes_in_even_if_the_estimate_of_its_blocks_exceeds_a
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize(("logits_mib", "vocab_size"), [(1, 96), (1024, 512), (1024, 152_064), (64, 256_000)])
 def test_all_rows_of_a_step_fit_into_the_memory_for_logits(on_cpu: bool, logits_mib: int, vocab_size: int) -> None:
-    step = step_size(logits_mib, vocab_size, on_cpu=on_cpu)
-    assert (step.tokens + step.sequences) * vocab_size * (17 if on_cpu else 8) <= logits_mib * 2**20
-    assert 1 <= step.sequences <= step.tokens and 1 <= step.long_tokens <= step.tokens
+    for n_logprobs in (1, vocab_size // 2):
+        step = step_size(logits_mib, vocab_size, n_logprobs, on_cpu=on_cpu)
+        bytes_per_row = vocab_size * (17 if on_cpu else 8) + n_logprobs * 20
+        assert (step.tokens + step.sequences) * bytes_per_row <= logits_mib * 2**20
+        assert 1 <= step.sequences <= step.tokens and 1 <= step.long_tokens <= step.tokens
 
 
 def test_memory_for_too_few_logits_is_refused_with_the_least_that_will_do() -> None:
     with pytest.raises(TeacherError, match=r"LOGITS_MIB=1 holds 0 rows .*set LOGITS_MIB=20 or more"):
-        step_size(1, 152_064, on_cpu=True)
-    step_size(20, 152_064, on_cpu=True)
+        step_size(1, 152_064, 256, on_cpu=True)
+    step_size(20, 152_064, 256, on_cpu=True)
 
 
 def test_two_steps_of_work_may_be_with_the_engine_if_their_answers_fit() -> None:
-    step = step_size(1024, 512, on_cpu=True)
+    step = step_size(1024, 512, 256, on_cpu=True)
     assert capacity_tokens(step, 256, 2**31) == 2 * step.tokens
     assert capacity_tokens(step, 150_000, 2**31) * 150_000 * 8 < 2**31

@@ -10,15 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
-from conftest import running_proxy
-from fake_worker import FakeEngine, expected_answer, running_worker
+from conftest import free_port, running_proxy
+from fake_worker import INFO, FakeEngine, expected_answer, running_worker
 
-from teacher import TeacherClient, TeacherRequestError, TeacherSequence
+from teacher import TeacherChanged, TeacherClient, TeacherRequestError, TeacherSequence
 from teacher.proxy import Proxy
 from teacher.wire import protocol
 from teacher.wire.messages import LIMITS, Answer, Later
@@ -124,7 +125,7 @@ def test_nobody_scores_for_a_client_that_has_vanished(proxy: Proxy) -> None:
     code = """
 import sys, time
 import numpy as np
-from teacher import TeacherClient, TeacherSequence
+from teacher import TeacherChanged, TeacherClient, TeacherSequence
 client = TeacherClient(server_port=int(sys.argv[1]), timeout_s=600)
 futures = [client.submit([TeacherSequence(np.array([1, i], np.int32), 1)]) for i in range(50)]
 time.sleep(60)
@@ -224,6 +225,29 @@ def test_a_full_service_tells_clients_to_keep_their_requests() -> None:
             assert client.status().totals.put_off > 10
 
 
+def test_a_client_with_more_requests_than_the_service_takes_is_not_taken_for_one_that_does_not_read() -> None:
+    """It sends all of them at once, as soon as there is a service, which puts most of them off."""
+    port = free_port()
+    with TeacherClient(server_port=port) as client:
+        futures = [client.submit([sequence(1, i % 90)], 60) for i in range(6000)]
+        with running_proxy(port, max_queue_tokens=200) as proxy, running_worker(proxy.backend_port):
+            for i, future in enumerate(futures):
+                assert is_answer_to(sequence(1, i % 90), future.result(timeout=60))
+            assert client.status().totals.cancelled == 0
+
+
+def test_a_client_that_goes_while_its_questions_expire_takes_nobody_along(proxy: Proxy) -> None:
+    for _ in range(3):
+        with raw_client(proxy.frontend_port) as client:
+            for request_id in (1, 2):
+                client.socket.send_multipart(protocol.encode_hello(request_id, 0.3))
+            client.ask(2, [sequence(1, 2)])
+            threading.Event().wait(0.2)
+        threading.Event().wait(0.4)
+    with running_worker(proxy.backend_port), TeacherClient(server_port=proxy.frontend_port) as client:
+        assert is_answer_to(sequence(1, 2), client.submit([sequence(1, 2)], 20).result(timeout=5))
+
+
 def test_a_client_that_reconnects_is_known_and_its_open_requests_are_not_doubled(proxy: Proxy) -> None:
     engine = FakeEngine()
     engine.gate.clear()
@@ -260,6 +284,18 @@ def test_a_request_has_as_many_logprobs_and_bytes_as_it_asks_for(proxy: Proxy) -
         refused = pytest.raises(TeacherRequestError, match="top_k=5, the teacher returns at most 4")
         with TeacherClient(server_port=proxy.frontend_port, top_k=5) as greedy, refused:
             greedy.submit(asked, 20).result(timeout=5)
+
+
+def test_a_service_that_is_started_again_with_another_model_refuses_who_met_the_first() -> None:
+    port, other = free_port(), replace(INFO, model_name="other")
+    with TeacherClient(server_port=port) as client, TeacherClient(server_port=port) as newcomer:
+        with running_proxy(port) as proxy, running_worker(proxy.backend_port):
+            assert client.hello(10).model_name == "fake"
+            client.submit([sequence(1, 2)], 20).result(timeout=10)
+        with running_proxy(port) as proxy, running_worker(proxy.backend_port, FakeEngine(other)):
+            with pytest.raises(TeacherChanged, match=r"serves other, .* met before: fake, .*start the service with"):
+                client.submit([sequence(1, 2)], 20).result(timeout=15)
+            assert is_answer_to(sequence(1, 2), newcomer.submit([sequence(1, 2)], 20).result(timeout=15))
 
 
 def test_the_status_counts_what_happened(proxy: Proxy) -> None:

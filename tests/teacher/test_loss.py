@@ -14,14 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
-from conftest import free_port, running_proxy
-from fake_worker import expected_answer, running_worker
+from conftest import StopFlag, free_port, running_proxy
+from fake_worker import FakeEngine, expected_answer, running_worker
 
 from teacher import TeacherAnswer, TeacherClient, TeacherSequence
 from teacher.proxy import Proxy
 from teacher.wire import protocol
-from teacher.wire.messages import Answer, Message, Probe
+from teacher.wire.messages import Answer, Message, Probe, Pulse
 from teacher.wire.sockets import WORKER_HEARTBEAT
+from teacher.worker import Worker
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -129,13 +130,42 @@ def test_a_long_engine_step_does_not_look_like_death(proxy: Proxy) -> None:
         assert worker.engine.n_scored == 1 and client.hello().n_workers == 1
 
 
-def test_a_restarted_proxy_gets_its_workers_back() -> None:
+def test_a_restarted_proxy_gets_its_workers_back(caplog: pytest.LogCaptureFixture) -> None:
     port, backend_port = free_port(), free_port()
     with ExitStack() as stack:
         client = stack.enter_context(TeacherClient(server_port=port, timeout_s=20))
         with running_proxy(port, backend_port):
             stack.enter_context(running_worker(backend_port))
             assert client.hello().n_workers == 1
+        threading.Event().wait(1.5 * WORKER_HEARTBEAT.interval_s)  # the worker would have said that it lives
         with running_proxy(port, backend_port):
             assert len(client.submit([asked(3)]).result()) == 1
             stack.close()  # while there is a proxy that hears the farewell
+    assert "taken this worker for lost" not in caplog.text
+
+
+def test_a_request_that_is_dealt_to_the_same_worker_twice_is_scored_once() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
+        proxy.setsockopt(zmq.LINGER, 0)
+        port = proxy.bind_to_random_port("tcp://127.0.0.1")
+        stop = StopFlag()
+        worker = threading.Thread(target=Worker(engine, backend_port=port).run, args=(stop,), daemon=True)
+        worker.start()
+        name = proxy.recv_multipart()[0]
+        proxy.send_multipart([name, *protocol.encode_welcome()])
+        for _ in range(2):
+            proxy.send_multipart([name, *protocol.encode_score(7, 50.0, [asked(1)])])
+        assert engine.added.acquire(timeout=5)
+        engine.gate.set()
+        answers = []
+        while proxy.poll(1500):
+            message = protocol.decode(proxy.recv_multipart()[1:])
+            answers += [message] if isinstance(message, Answer) else []
+            if len(answers) == 1 and engine.n_scored == 1 and isinstance(message, Pulse):
+                break
+        assert worker.is_alive() and len(answers) == 1
+        stop.set()
+        worker.join(timeout=10)
+        stop.close()

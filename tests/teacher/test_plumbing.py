@@ -268,7 +268,7 @@ def test_a_request_that_ends_every_engine_is_given_up_and_named(proxy: Proxy, cl
         for _ in range(4):
             workers.enter_context(running_worker(proxy.backend_port))
         poison = client.submit([sequence(1, 99)])
-        with pytest.raises(TeacherUnavailable, match=r"3 workers were lost.*fell off the bus"):
+        with pytest.raises(TeacherRequestError, match=r"3 workers were lost.*fell off the bus"):
             poison.result(timeout=10)
         assert client.hello().n_workers == 1
         assert_answers(client.submit([sequence(3, 4)]).result(timeout=5), [sequence(3, 4)])

@@ -232,6 +232,8 @@ def absurd_messages() -> list[list[bytes]]:
                 {"T": 1},
             )
         ),
+        with_header(score, unheard_of=[1.0] * 1000),
+        with_header(answer, timeout_s=1.0),
         with_header(score, prompt_lens=[1, 1]),
         with_header(score, prompt_lens=[5, 1, 1]),
         with_header(score, prompt_lens=[0, 1, 1]),

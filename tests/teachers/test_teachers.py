@@ -90,7 +90,7 @@ def test_a_column_of_the_data_names_each_samples_teacher() -> None:
                 return [sample for samples in both for sample in samples]
 
             samples = asyncio.run(two_groups())
-            metrics = teachers.report(samples, 0)
+            metrics = teachers.report(samples, 0, before=0)
     for sample in samples:
         name = named[sample.prompt.row]
         assert is_scored_by(OFFSETS[name], sample) and sample.teacher_number == ["math", "code"].index(name)
@@ -135,12 +135,14 @@ class Scripted:
     def __init__(self, *errors: Exception | None) -> None:
         self.errors = list(errors)
         self.n_asked = 0
+        self.timeouts: list[float | None] = []
 
     def hello(self, timeout_s: float) -> Any:
         raise NotImplementedError
 
     def submit(self, sequences: Any, timeout_s: float | None = None, *, temperature: float = 1.0) -> Future[Any]:
         self.n_asked += 1
+        self.timeouts.append(timeout_s)
         future: Future[Any] = Future()
         if (error := self.errors.pop(0) if self.errors else None) is not None:
             future.set_exception(error)
@@ -160,7 +162,9 @@ def test_given_answers_and_answers_without_tokens_are_asked_about_only_if_that_t
     plain, without, given = score(teachers, [pair(0), empty, pair(2, given=True)])
     assert is_scored_by(0, plain) and is_scored_by(0, given) == (target == "teacher")
     assert not (without.is_skipped or given.is_skipped)
-    assert teachers.report([plain, without, given], 0)["teacher/default/tokens"] == 1 + 3 * (target == "teacher")
+    assert teachers.report([plain, without, given], 0, before=0)["teacher/default/tokens"] == 1 + 3 * (
+        target == "teacher"
+    )
 
 
 # ---- failures
@@ -196,10 +200,22 @@ def test_waiting_asks_again_until_there_is_an_answer_and_says_so_at_once_and_not
     waiting, back = [record.getMessage() for record in caplog.records]
     assert waiting.startswith("step 7: teacher default, 2 samples (0, 1): asked again, for up to 3600 s more")
     assert waiting.endswith("TeacherUnavailable: gone")
-    assert back.startswith("teacher default answers again")
+    assert back.startswith("step 7: teacher default, 2 samples (0, 1): answered, ")
 
 
-def test_waiting_survives_a_service_that_comes_late_goes_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_teacher_that_is_slow_is_given_all_the_time_that_is_left_and_one_that_is_gone_is_asked_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failures, "AGAIN_AFTER_S", 0.0)
+    client = Scripted(GONE, LATE)
+    score(Teachers(configured("on_failure=wait", "timeout_s=9"), ROUTES, {"default": client}), [pair(0)])
+    assert client.timeouts[:2] == [9, 9] and client.timeouts[2] == pytest.approx(3600, abs=5)
+
+
+def test_waiting_survives_a_service_that_comes_late_goes_and_comes_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "SAY_EVERY_S", 0.0)
     port = free_port()
     config = configured(f"server_port={port}", "on_failure=wait", "timeout_s=0.3")
 
@@ -232,7 +248,7 @@ def test_waiting_ends_after_its_budget_with_what_to_do() -> None:
         score(teachers, [pair(0)], step=3)
 
 
-def test_skipping_loses_the_samples_of_the_failed_request_alone_and_says_which(
+def test_skipping_loses_the_samples_that_have_no_answer_and_no_other_and_says_which(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with service(0) as math, service(50) as code:
@@ -241,30 +257,28 @@ def test_skipping_loses_the_samples_of_the_failed_request_alone_and_says_which(
             caplog.set_level(logging.WARNING, "recipe_gkd.teachers")
             samples = score(teachers, [pair(0), pair(2, [8, REFUSED]), pair(1), pair(3), pair(5)], step=4)
             assert uids(samples) == [0, 2, 1, 3, 5]
-            assert [sample.is_skipped for sample in samples] == [False, True, False, True, False]
+            assert [sample.is_skipped for sample in samples] == [False, True, False, False, False]
             again = score(teachers, [pair(0), pair(2)], step=5)
-            metrics = teachers.report(samples, 4)
-            later = teachers.report(again, 5)
-    assert all(is_scored_by(0, sample) for sample in samples if not sample.is_skipped)
+            metrics = teachers.report(samples, 4, before=0)
+            later = teachers.report(again, 5, before=2)
+    assert all(is_scored_by(50 * sample.teacher_number, sample) for sample in samples if not sample.is_skipped)
     for sample in samples:
         if sample.is_skipped:
             assert np.isneginf(sample.teacher.logps_TK).all() and (sample.teacher.ids_TK == -1).all()
             assert len(sample.teacher.logps_TK) == len(sample.answer.ids) and sample.teacher_number == 1
     assert is_scored_by(0, again[0]) and is_scored_by(50, again[1])
     [record] = caplog.records
-    said = (
-        r"step 4: teacher code, 2 samples \(2, 3\): skipped, 2 of at most 256 .*TeacherRequestError: .*token 99 is not"
-    )
+    said = r"step 4: teacher code, 1 samples \(2\): skipped, 1 of at most 256 .*TeacherRequestError: .*token 99 is not"
     assert re.match(said, record.getMessage())
-    assert metrics["teacher/skipped_samples"] == metrics["teacher/skipped_samples_total"] == 2
-    assert metrics["teacher/code/tokens"] == 0 and metrics["teacher/math/token_share"] == 1
+    assert metrics["teacher/skipped_samples"] == metrics["teacher/skipped_samples_total"] == 1
+    assert 0 < metrics["teacher/code/tokens"] < metrics["teacher/math/tokens"]
     assert (later["teacher/skipped_samples"], later["teacher/skipped_samples_total"]) == (0, 2)
 
 
 @pytest.mark.parametrize("error", [GONE, LATE, REFUSAL])
 def test_skipping_ends_above_its_budget_which_a_resumed_run_goes_on_with(error: TeacherError) -> None:
     config = configured("on_failure=skip_samples", "max_skipped_samples=5")
-    teachers = Teachers(config, ROUTES, {"default": Scripted(error, None, error)})
+    teachers = Teachers(config, ROUTES, {"default": Scripted(error, error, error, None, error)})
     teachers.resume(2)
     assert [sample.is_skipped for sample in score(teachers, [pair(0), pair(1), pair(2)])] == [True] * 3
     assert not score(teachers, [pair(3)])[0].is_skipped
@@ -290,9 +304,9 @@ def test_a_batch_without_any_answer_of_a_teacher_ends_the_run_if_something_is_to
         samples = [sample for uid in range(2) for sample in score(teachers, [pair(uid)])]
         if coefficient:
             with pytest.raises(TeacherTimeout, match=r"step 0: none of the 2 samples .* last error: late\. Look after"):
-                teachers.report(samples, 0)
+                teachers.report(samples, 0, before=0)
         else:
-            assert teachers.report(samples, 0)["teacher/skipped_samples"] == 2
+            assert teachers.report(samples, 0, before=0)["teacher/skipped_samples"] == 2
 
 
 def test_seconds_with_a_teacher_are_those_that_at_least_one_request_covers() -> None:
