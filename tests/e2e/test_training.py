@@ -96,7 +96,7 @@ def test_a_schedule_trains_within_its_bound(
         assert all(0 <= line[f"perf/idle_{pool}"] <= 1 for pool in ("actor", "rollout", "teacher"))
     for steps in (run.metrics[0::2], run.metrics[1::2]):  # the latter save
         unnamed = [line["timing/other"] / line["timing/step"] for line in steps]
-        assert min(unnamed) > -1e-6 and median(unnamed) < 0.02  # the machine may interrupt one step
+        assert min(unnamed) > -1e-6 and median(unnamed) < 0.05  # the machine may interrupt one step
     events = json.loads((tmp_path / "trace.json").read_text())
     spans = [event["name"].split()[0] for event in events if event["ph"] == "B"]
     assert spans.count("update") == 6 and {"generate", "score", "sync", "validate"} <= set(spans)

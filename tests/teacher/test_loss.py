@@ -99,6 +99,7 @@ def test_the_requests_of_a_killed_worker_are_answered_by_another_at_once(proxy: 
             assert_each_is_answered_once(asker, WORKER_HEARTBEAT.interval_s + SLACK_S)
 
 
+@pytest.mark.slow  # test_chaos stops a real one
 def test_the_requests_of_a_stopped_worker_are_answered_once_though_it_comes_back_and_answers_too(
     proxy: Proxy, asker: zmq.Socket
 ) -> None:
@@ -116,6 +117,7 @@ def test_the_requests_of_a_stopped_worker_are_answered_once_though_it_comes_back
         assert next_message(asker, 0.1) is None
 
 
+@pytest.mark.slow
 def test_a_long_engine_step_does_not_look_like_death(proxy: Proxy) -> None:
     with running_worker(proxy.backend_port) as worker, TeacherClient(server_port=proxy.frontend_port) as client:
         busy, quick_step = threading.Event(), worker.engine.step

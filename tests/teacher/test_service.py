@@ -159,7 +159,17 @@ def test_a_second_service_on_the_port_is_refused_and_the_first_goes_on(
     assert client.hello().n_workers == 1
 
 
-@pytest.mark.parametrize("wrong", ["missing", "no model", "damaged weights", "unset", "unknown backend", "k too large"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "missing",
+        "no model",
+        pytest.param("damaged weights", marks=pytest.mark.slow),
+        "unset",
+        "unknown backend",
+        "k too large",
+    ],
+)
 def test_a_start_that_cannot_succeed_fails_fast_and_readably_and_leaves_no_process(
     wrong: str, tiny_qwen2: Path, tmp_path: Path
 ) -> None:
