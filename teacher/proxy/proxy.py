@@ -104,9 +104,9 @@ class Proxy:
                     self._begin_to_drain()
                 # Answers first: they free the workers that new requests need.
                 if self._backend in ready:
-                    self._drain(self._backend, self._on_worker)
+                    self._read(self._backend, self._on_worker, self._on_bad_worker)
                 if self._frontend in ready:
-                    self._drain(self._frontend, self._on_client)
+                    self._read(self._frontend, self._on_client, self._on_bad_client)
                 self._expire()
                 self._tick()
                 for client in self._outbox.flush():
@@ -125,7 +125,12 @@ class Proxy:
             deadlines.append(self._drain_until)
         return int(1000 * max(0.0, min(deadlines) - time.monotonic())) + 1
 
-    def _drain(self, socket: zmq.Socket, handle: Callable[[bytes, Message, list[Frame]], None]) -> None:
+    def _read(
+        self,
+        socket: zmq.Socket,
+        handle: Callable[[bytes, Message, list[Frame]], None],
+        refuse: Callable[[bytes, int, TeacherProtocolError], None],
+    ) -> None:
         for _ in range(_BURST):
             if (frames := receive(socket)) is None:
                 return
@@ -137,7 +142,7 @@ class Proxy:
                 if times := self._invalid.count(peer_name(frames)):
                     logger.warning("dropped %d messages from %s, the last: %s", times, peer_name(frames), error)
                 if (request_id := protocol.peek_request_id(body)) is not None:
-                    self._send(socket, identity.bytes, protocol.encode_error(request_id, error))
+                    refuse(identity.bytes, request_id, error)
 
     # --- clients ---
 
@@ -163,6 +168,9 @@ class Proxy:
                 raise TeacherProtocolError(
                     f"a client cannot send {type(message).__name__}; is this a worker on the wrong port?"
                 )
+
+    def _on_bad_client(self, client: bytes, request_id: int, error: TeacherProtocolError) -> None:
+        self._send(self._frontend, client, protocol.encode_error(request_id, error))
 
     def _on_score(self, key: ClientKey, message: Score, frames: list[Frame], now: float) -> None:
         if self._drain_until is not None:
@@ -259,6 +267,13 @@ class Proxy:
                 else:
                     frames = protocol.readdress(frames, job.client[1])
                 self._to_client(job.client[0], frames)
+
+    def _on_bad_worker(self, identity: bytes, request_id: int, error: TeacherProtocolError) -> None:
+        """What came instead of an answer ends the request: another worker of this kind would say the same."""
+        if (job := self._dispatcher.finish(identity, request_id)) is not None:
+            self._to_client(job.client[0], protocol.encode_error(job.client[1], error))
+        else:
+            self._send(self._backend, identity, protocol.encode_error(request_id, error))
 
     def _register(self, identity: bytes, ready: Ready, now: float) -> None:
         if identity in self._dispatcher.workers:  # whoever says Ready has forgotten all that it was given

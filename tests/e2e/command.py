@@ -138,7 +138,7 @@ def make_model(folder: Path, *, seed: int) -> Path:
     return folder
 
 
-def running_teacher(model: Path, run_dir: Path, n_workers: int = 1) -> Iterator[Teacher]:
+def running_teacher(model: Path, run_dir: Path, n_workers: int = 1, **more: object) -> Iterator[Teacher]:
     port = free_port()
     settings = {
         "CKPT_PATH": model,
@@ -146,6 +146,7 @@ def running_teacher(model: Path, run_dir: Path, n_workers: int = 1) -> Iterator[
         "DTYPE": "float32",
         "MAX_MODEL_LEN": 64,
         "PROXY_BACKEND_PORT": free_port(),
+        **more,
     }
     started = script(
         "start_server.sh", RUN_DIR=run_dir, N_WORKERS=n_workers, PROXY_FRONTEND_PORT=port, HTTP_PORT=-1, **settings

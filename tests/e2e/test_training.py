@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from command import Run, Start, Teacher, running_teacher
 
@@ -192,3 +194,51 @@ def test_a_run_that_was_cut_resumes_where_it_was_and_writes_a_model_that_loads(
         "trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.save_freq=2", folder=whole.folder
     ).finish()
     assert done.status == 0 and "nothing left to train" in done.output
+
+
+@pytest.mark.slow
+def test_each_prompt_is_scored_by_the_teacher_that_its_row_names(
+    start: Start, own_teacher: Teacher, teacher: Teacher, prompts: Path, tmp_path: Path
+) -> None:
+    """Two rows of three are for the student itself, towards which there is nothing to learn."""
+    table = pq.read_table(prompts)
+    names = pa.array(["other" if row % 3 == 0 else "self" for row in range(len(table))])
+    pq.write_table(table.append_column("judge", names), tmp_path / "routed.parquet")
+    settings = "actor_rollout_ref.teacher"
+    run = start(
+        f"data.train_files={tmp_path}/routed.parquet",
+        "trainer.scheduler=sync",
+        "trainer.total_epochs=1",
+        f"{settings}.route_key=judge",
+        f"{settings}.teachers.self=127.0.0.1:{own_teacher.port}",
+        f"{settings}.teachers.other=127.0.0.1:{teacher.port}",
+    ).finish()
+    assert run.status == 0, run.output
+    first = run.metrics[0]
+    assert abs(first["teacher/self/kl_loss"]) < 1e-5 and first["teacher/other/kl_loss"] > 0.05
+    of_both = sum(first[f"teacher/{name}/token_share"] * first[f"teacher/{name}/kl_loss"] for name in ("self", "other"))
+    assert first["actor/kl_loss"] == pytest.approx(of_both, abs=1e-6)
+    asked = {name: sum(line[f"teacher/{name}/tokens"] for line in run.metrics) for name in ("self", "other")}
+    assert 0 < asked["other"] < asked["self"]
+
+
+@pytest.mark.slow
+def test_a_teacher_with_keys_and_fewer_bytes_teaches_as_well(start: Start, teacher_model: Path, tmp_path: Path) -> None:
+    from teacher.wire.make_keys import make_keys
+
+    make_keys(tmp_path / "keys")
+    settings = "actor_rollout_ref.teacher"
+    secured = running_teacher(teacher_model, tmp_path / "teacher", AUTH_DIR=tmp_path / "keys")
+    for service in secured:
+        run = start(
+            "trainer.scheduler=one_step_off",
+            f"{settings}.server_port={service.port}",
+            f"{settings}.auth_dir={tmp_path}/keys/clients/default",
+            f"{settings}.wire_dtype=float16",
+            f"{settings}.top_k=4",
+            f"{settings}.on_failure=skip_samples",
+        ).finish()
+    assert run.status == 0, run.output
+    assert "top 4 of 32 ids" in (run.folder / "run.log").read_text()
+    assert run.metrics[-1]["actor/kl_loss"] < run.metrics[0]["actor/kl_loss"]
+    assert run.metrics[-1]["teacher/skipped_samples_total"] == 0

@@ -19,7 +19,7 @@ import zmq
 from conftest import free_port, running_proxy
 from fake_worker import INFO, FakeEngine, expected_answer, running_worker
 
-from teacher import TeacherChanged, TeacherClient, TeacherRequestError, TeacherSequence
+from teacher import TeacherChanged, TeacherClient, TeacherProtocolError, TeacherRequestError, TeacherSequence
 from teacher.proxy import Proxy
 from teacher.wire import protocol
 from teacher.wire.messages import LIMITS, Answer, Later
@@ -125,7 +125,7 @@ def test_nobody_scores_for_a_client_that_has_vanished(proxy: Proxy) -> None:
     code = """
 import sys, time
 import numpy as np
-from teacher import TeacherChanged, TeacherClient, TeacherSequence
+from teacher import TeacherChanged, TeacherClient, TeacherProtocolError, TeacherSequence
 client = TeacherClient(server_port=int(sys.argv[1]), timeout_s=600)
 futures = [client.submit([TeacherSequence(np.array([1, i], np.int32), 1)]) for i in range(50)]
 time.sleep(60)
@@ -312,6 +312,21 @@ def test_the_status_counts_what_happened(proxy: Proxy) -> None:
         assert [client.answered_tokens for client in status.clients] == [25]
         wait_until(lambda: client.status().workers[0].scored_tokens == 25)
         assert status.workers[0].name.endswith(f":{os.getpid()}")
+
+
+def test_an_answer_that_is_none_ends_its_request_and_no_other(proxy: Proxy) -> None:
+    with raw_client(proxy.backend_port) as worker, TeacherClient(server_port=proxy.frontend_port) as client:
+        worker.socket.send_multipart(protocol.encode_ready(INFO, 1000, "careless:1"))
+        worker.next()
+        futures = [client.submit([sequence(1, i)], 20) for i in (2, 3)]
+        for cut in (1, 4):
+            asked = worker.next()
+            answer = protocol.encode_answer(asked.request_id, [expected_answer(asked.sequences[0])])  # type: ignore[attr-defined]
+            worker.socket.send_multipart(answer[:cut])
+        with pytest.raises(TeacherProtocolError, match="announces 3 arrays, 0 array frames"):
+            futures[0].result(timeout=5)
+        assert is_answer_to(sequence(1, 3), futures[1].result(timeout=5))
+        assert not proxy.latest_status.totals.workers_lost
 
 
 def test_a_frame_above_the_limit_costs_its_sender_the_connection_and_nobody_else(proxy: Proxy) -> None:
