@@ -176,6 +176,7 @@ def run_and_send(number: signal.Signals, closed: list[str]) -> None:
 
 
 def test_a_signal_ends_the_run_which_closes_what_it_opened_even_if_it_comes_twice(number: signal.Signals) -> None:
+    signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
     closed: list[str] = []
     with pytest.raises(Terminated) as stop:
         run_and_send(number, closed)
