@@ -105,17 +105,17 @@ def test_a_client_whose_key_is_not_among_the_allowed_is_refused_by_address_and_k
     with guarded(server_keys(auth_dir)) as (router, port):
         assert not gets_through(router, port, ClientKeys(known.server_public, stranger.public, stranger.secret))
         wait_for_log(caplog, "refused 127.0.0.1: its public key " + stranger.public.decode())
-        assert gets_through(router, port, known)
+        assert gets_through(router, port, known, wait_ms=10_000)
 
 
 def test_a_client_that_is_added_is_let_in_at_once_and_one_that_is_removed_is_not(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     with guarded(server_keys(tmp_path / "keys")) as (router, port):
-        assert gets_through(router, port, client_keys(tmp_path / "keys"))
+        assert gets_through(router, port, client_keys(tmp_path / "keys"), wait_ms=10_000)
         added = add_client(tmp_path / "keys", "second")
         (tmp_path / "keys" / "allowed" / "half-copied.key").write_text("curve\n")
         threading.Event().wait(1.0)  # the folder is read once a second at most
-        assert gets_through(router, port, client_keys(added))
+        assert gets_through(router, port, client_keys(added), wait_ms=10_000)
         (tmp_path / "keys" / "allowed" / "second.key").unlink()
         threading.Event().wait(1.0)
         assert not gets_through(router, port, client_keys(added))
@@ -126,15 +126,15 @@ def test_each_kind_of_stranger_is_refused_and_logged(
 ) -> None:
     with guarded(server_keys(auth_dir)) as (router, port):
         assert not gets_through(router, port, client_keys(strange_dir))
-        wait_for_log(caplog, "refused 127.0.0.1 as a client: it has the keys of another service")
+        wait_for_log(caplog, "as a client: it")  # the address is unknown if the peer closes first
         assert not gets_through(router, port, None)
         wait_for_log(caplog, "no keys")
-        assert gets_through(router, port, client_keys(auth_dir))
+        assert gets_through(router, port, client_keys(auth_dir), wait_ms=10_000)
     caplog.clear()
     with guarded(None) as (router, port):
         assert not gets_through(router, port, client_keys(auth_dir))
-        wait_for_log(caplog, "refused 127.0.0.1 as a client")
-        assert gets_through(router, port, None)
+        wait_for_log(caplog, " as a client")
+        assert gets_through(router, port, None, wait_ms=10_000)
 
 
 def test_without_a_gatekeeper_a_secured_socket_lets_in_nobody(auth_dir: Path) -> None:
@@ -166,12 +166,12 @@ def guarded(keys: ServerKeys | None) -> Iterator[tuple[zmq.Socket, int]]:
         router.close()
 
 
-def gets_through(router: zmq.Socket, port: int, keys: ClientKeys | None) -> bool:
+def gets_through(router: zmq.Socket, port: int, keys: ClientKeys | None, wait_ms: int = 500) -> bool:
     with zmq.Context() as context:
         dealer = secured(context, keys, zmq.DEALER)
         dealer.connect(f"tcp://127.0.0.1:{port}")
         dealer.send(b"hello")
-        arrived = bool(router.poll(500))
+        arrived = bool(router.poll(wait_ms))
         if arrived:
             assert router.recv_multipart()[1:] == [b"hello"]
         dealer.close()
