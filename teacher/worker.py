@@ -31,8 +31,8 @@ from teacher.records import TeacherAnswer
 from teacher.stop_signal import Stoppable
 from teacher.wire import protocol
 from teacher.wire.connection import WORKER, Connection
+from teacher.wire.frames import Frame
 from teacher.wire.messages import Cancel, Failure, Probe, Pulse, Rejoin, Score, Welcome
-from teacher.wire.protocol import Frame
 from teacher.wire.sockets import BACKEND_PORT, WORKER_HEARTBEAT
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from teacher.errors import TeacherError, TeacherProtocolError
+from teacher.wire.frames import Frame
 from teacher.wire.messages import Message
-from teacher.wire.protocol import Frame
 
 R = TypeVar("R")
 

@@ -25,8 +25,8 @@ from teacher.client.inflight import InFlight, Request
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout, TeacherUnavailable
 from teacher.wire import protocol
 from teacher.wire.connection import Connection
+from teacher.wire.frames import Frame
 from teacher.wire.messages import Answer, Failure, Info, Later, Probe, Status
-from teacher.wire.protocol import Frame
 from teacher.wire.sockets import LOOK_HINT
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from teacher.client.calls import Call
 from teacher.errors import TeacherProtocolError
 from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
 from teacher.wire import protocol
+from teacher.wire.frames import Frame
 from teacher.wire.messages import Answer, Message, WireDtype, check_sequences
-from teacher.wire.protocol import Frame
 
 PIECE_TOKENS = 4096
 PIECE_BYTES = 256 << 20

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from teacher.errors import TeacherRequestError
 from teacher.proxy.fair_queue import ClientKey, FairQueue, Job
 from teacher.records import ModelInfo
-from teacher.wire.protocol import Frame
+from teacher.wire.frames import Frame
 
 # After so many lost workers a request is taken to be the cause; the one before, it has a worker for itself, so that
 # those that were only there at the time are not taken for it.

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from teacher.wire.protocol import Frame
+from teacher.wire.frames import Frame
 
 ClientKey = tuple[bytes, int]  # (identity of the client, its request id)
 

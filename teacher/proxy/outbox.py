@@ -12,7 +12,7 @@ from collections.abc import KeysView
 
 import zmq
 
-from teacher.wire.protocol import Frame
+from teacher.wire.frames import Frame
 from teacher.wire.sockets import send
 
 _RETRY_S = 0.001

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from teacher.proxy.dispatch import Dispatcher, Worker
 from teacher.proxy.fair_queue import Job
 from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
+from teacher.wire.frames import Frame
 from teacher.wire.messages import PROTOCOL_VERSION, Answer, Failure, Pulse
-from teacher.wire.protocol import Frame
 
 _WINDOW_S = 30.0  # of tokens per second
 _CLIENT_KEPT_S = 60.0

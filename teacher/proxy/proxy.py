@@ -27,6 +27,7 @@ from teacher.status import ServiceStatus
 from teacher.stop_signal import Stoppable
 from teacher.wire import protocol
 from teacher.wire.auth import ServerKeys
+from teacher.wire.frames import Frame
 from teacher.wire.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -40,7 +41,6 @@ from teacher.wire.messages import (
     Ready,
     Score,
 )
-from teacher.wire.protocol import Frame
 from teacher.wire.sockets import BACKEND_PORT, FRONTEND_PORT, LOOK_HINT, WORKER_HEARTBEAT, receive, send
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from teacher.errors import TeacherError
 from teacher.wire import auth
+from teacher.wire.frames import Frame
 from teacher.wire.messages import LIMITS
-from teacher.wire.protocol import Frame
 from teacher.wire.sockets import (
     CLIENT_HEARTBEAT,
     HANDSHAKE_TIMEOUT_S,

@@ -12,7 +12,6 @@ error can always be read.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -31,6 +30,7 @@ from teacher.errors import (
 from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 from teacher.wire import header as checked
+from teacher.wire.frames import Frame, pack, unpack_arrays, unpack_header
 from teacher.wire.header import short
 from teacher.wire.messages import (
     LIMITS,
@@ -59,8 +59,6 @@ from teacher.wire.messages import (
     check_wire_dtype,
 )
 
-Frame = Any  # anything with the buffer protocol: bytes, memoryview, zmq.Frame
-
 _ERROR_OF_CODE: dict[str, type[TeacherError]] = {
     "changed": TeacherChanged,
     "timeout": TeacherTimeout,
@@ -69,27 +67,26 @@ _ERROR_OF_CODE: dict[str, type[TeacherError]] = {
     "unavailable": TeacherUnavailable,
 }
 _CODE_OF_ERROR = {error: code for code, error in _ERROR_OF_CODE.items()}
-_DTYPES = {code: np.dtype(f"<{code}") for code in ("i4", "f4", "f2", "u1")}
 
 
 # --- encode ----------------------------------------------------------------------------------------------------------
 
 
 def encode_hello(request_id: int, timeout_s: float) -> list[Frame]:
-    return _encode(Kind.HELLO, request_id, timeout_s=timeout_s)
+    return pack(Kind.HELLO, request_id, timeout_s=timeout_s)
 
 
 def encode_info(request_id: int, info: TeacherInfo) -> list[Frame]:
-    return _encode(Kind.INFO, request_id, info=asdict(info))
+    return pack(Kind.INFO, request_id, info=asdict(info))
 
 
 def encode_ask_status(request_id: int, timeout_s: float) -> list[Frame]:
-    return _encode(Kind.ASK_STATUS, request_id, timeout_s=timeout_s)
+    return pack(Kind.ASK_STATUS, request_id, timeout_s=timeout_s)
 
 
 def encode_status(request_id: int, status: ServiceStatus) -> list[Frame]:
     text = json.dumps(status.to_dict()).encode()
-    return _encode(Kind.STATUS, request_id, [np.frombuffer(text, np.uint8)])
+    return pack(Kind.STATUS, request_id, [np.frombuffer(text, np.uint8)])
 
 
 def encode_score(
@@ -107,7 +104,7 @@ def encode_score(
     Raises: TeacherRequestError, see the `check_*` of `messages`.
     """
     check_sequences(sequences)
-    return _encode(
+    return pack(
         Kind.SCORE,
         request_id,
         [sequence.token_ids.copy() for sequence in sequences],
@@ -133,64 +130,53 @@ def encode_answer(
         if top_k:
             logps_TK, ids_TK = logps_TK[:, :top_k], ids_TK[:, :top_k]
         arrays += [logps_TK.astype(wire_dtype, copy=False), ids_TK, answer.sampled_logps_T]
-    return _encode(Kind.ANSWER, request_id, arrays)
+    return pack(Kind.ANSWER, request_id, arrays)
 
 
 def encode_cancel(request_id: int) -> list[Frame]:
-    return _encode(Kind.CANCEL, request_id)
+    return pack(Kind.CANCEL, request_id)
 
 
 def encode_later(request_id: int, reason: str) -> list[Frame]:
-    return _encode(Kind.LATER, request_id, reason=reason[: LIMITS.text_chars])
+    return pack(Kind.LATER, request_id, reason=reason[: LIMITS.text_chars])
 
 
 def encode_error(request_id: int, error: TeacherError) -> list[Frame]:
     code = _CODE_OF_ERROR.get(type(error), "request")
-    return _encode(Kind.ERROR, request_id, code=code, message=str(error)[: LIMITS.text_chars])
+    return pack(Kind.ERROR, request_id, code=code, message=str(error)[: LIMITS.text_chars])
 
 
 def encode_ready(info: ModelInfo, capacity_tokens: int, name: str) -> list[Frame]:
-    return _encode(Kind.READY, 0, info=asdict(info), capacity_tokens=capacity_tokens, name=name[: LIMITS.text_chars])
+    return pack(Kind.READY, 0, info=asdict(info), capacity_tokens=capacity_tokens, name=name[: LIMITS.text_chars])
 
 
 def encode_pulse(pulse: Pulse) -> list[Frame]:
-    return _encode(Kind.PULSE, 0, **asdict(pulse))
+    return pack(Kind.PULSE, 0, **asdict(pulse))
 
 
 def encode_rejoin() -> list[Frame]:
-    return _encode(Kind.REJOIN, 0)
+    return pack(Kind.REJOIN, 0)
 
 
 def encode_welcome() -> list[Frame]:
-    return _encode(Kind.WELCOME, 0)
+    return pack(Kind.WELCOME, 0)
 
 
 def encode_probe() -> list[Frame]:
-    return _encode(Kind.PROBE, 0)
+    return pack(Kind.PROBE, 0)
 
 
 def encode_bye(reason: str, *, broken: bool = False) -> list[Frame]:
-    return _encode(Kind.BYE, 0, reason=reason[: LIMITS.text_chars], broken=broken)
+    return pack(Kind.BYE, 0, reason=reason[: LIMITS.text_chars], broken=broken)
 
 
 def readdress(frames: Sequence[Frame], request_id: int, timeout_s: float | None = None) -> list[Frame]:
     """The same valid message under another request id (and with another time left); array frames are passed on."""
-    header = _unpack_header(frames[0])
+    header = unpack_header(frames[0])
     header["id"] = request_id
     if timeout_s is not None:
         header["timeout_s"] = timeout_s
     return [msgpack.packb(header), *frames[1:]]
-
-
-def _encode(kind: Kind, request_id: int, arrays: Sequence[np.ndarray] = (), **values: Any) -> list[Frame]:
-    specs, frames = [], []
-    for array in arrays:
-        code = f"{array.dtype.kind}{array.dtype.itemsize}"
-        array = np.ascontiguousarray(array, dtype=_DTYPES[code])
-        specs.append([code, *array.shape])
-        frames.append(array.data.cast("B"))
-    header = {"v": PROTOCOL_VERSION, "kind": kind.value, "id": request_id, **values, "arrays": specs}
-    return [msgpack.packb(header), *frames]
 
 
 # --- decode ----------------------------------------------------------------------------------------------------------
@@ -203,7 +189,7 @@ def decode(frames: Sequence[Frame]) -> Message:
     """
     if not 1 <= len(frames) <= LIMITS.frames:
         raise TeacherProtocolError(f"expected 1 to {LIMITS.frames} frames, got {len(frames)}")
-    header = _unpack_header(frames[0])
+    header = unpack_header(frames[0])
     kind = header.get("kind")
     if kind == Kind.ERROR.value:  # before the version check: a peer of another version must be able to say so
         return _decode_error(header)
@@ -216,58 +202,15 @@ def decode(frames: Sequence[Frame]) -> Message:
     if decoder is None:
         raise TeacherProtocolError(f"unknown message kind {short(kind)}")
     checked.expect_keys(header, _KEYS_OF_ALL | _KEYS.get(str(kind), set()))
-    return decoder(header, _decode_arrays(header, frames[1:]))
+    return decoder(header, unpack_arrays(header, frames[1:]))
 
 
 def peek_request_id(frames: Sequence[Frame]) -> int | None:
     """The request id of a message that `decode` refused, if there is one to answer to."""
     try:
-        return checked.request_id(_unpack_header(frames[0])) if frames else None
+        return checked.request_id(unpack_header(frames[0])) if frames else None
     except TeacherProtocolError:
         return None
-
-
-def _unpack_header(frame: Frame) -> dict[str, Any]:
-    data = memoryview(frame)
-    if data.nbytes > LIMITS.header_bytes:
-        raise TeacherProtocolError(f"header of {data.nbytes} bytes, at most {LIMITS.header_bytes} are allowed")
-    try:
-        # The explicit bounds matter: by default msgpack believes a nested array's count up to the length of the
-        # data, and allocates it, once a nesting level.
-        header = msgpack.unpackb(
-            data,
-            strict_map_key=True,
-            max_array_len=min(LIMITS.frames, data.nbytes),  # each entry takes a byte at least
-            max_map_len=32,
-            max_str_len=4 * LIMITS.text_chars,
-            max_bin_len=0,
-            max_ext_len=0,
-        )
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise TeacherProtocolError(f"header is no msgpack: {short(error)}") from None
-    if not isinstance(header, dict):
-        raise TeacherProtocolError(f"header must be a map, got {type(header).__name__}")
-    return header
-
-
-def _decode_arrays(header: dict[str, Any], frames: Sequence[Frame]) -> list[np.ndarray]:
-    specs = header.get("arrays")
-    if not isinstance(specs, list) or len(specs) != len(frames):
-        n_specs = len(specs) if isinstance(specs, list) else short(specs)
-        raise TeacherProtocolError(f"header announces {n_specs} arrays, {len(frames)} array frames arrived")
-    return [_decode_array(spec, frame) for spec, frame in zip(specs, frames, strict=True)]
-
-
-def _decode_array(spec: Any, frame: Frame) -> np.ndarray:
-    if not isinstance(spec, list) or not 2 <= len(spec) <= 3 or not isinstance(spec[0], str) or spec[0] not in _DTYPES:
-        raise TeacherProtocolError(f"array must be announced as [dtype, size(, size)], got {short(spec)}")
-    dtype, shape = _DTYPES[spec[0]], spec[1:]
-    if any(type(size) is not int or not 1 <= size <= LIMITS.vocab_size for size in shape):
-        raise TeacherProtocolError(f"array sizes must be 1 to {LIMITS.vocab_size}, got {short(shape)}")
-    n_bytes = memoryview(frame).nbytes
-    if math.prod(shape) * dtype.itemsize != n_bytes:
-        raise TeacherProtocolError(f"array announced as {short(spec)} arrived with {n_bytes} bytes")
-    return np.frombuffer(frame, dtype).reshape(shape)
 
 
 def _decode_hello(header: dict[str, Any], arrays: list[np.ndarray]) -> Hello:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import zmq
 
 from teacher.wire.auth import Keys
+from teacher.wire.frames import Frame
 from teacher.wire.messages import LIMITS
-from teacher.wire.protocol import Frame
 
 FRONTEND_PORT = 15555
 BACKEND_PORT = 15556

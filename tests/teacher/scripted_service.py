@@ -10,8 +10,8 @@ import zmq
 from teacher.records import TeacherAnswer, TeacherSequence
 from teacher.wire import protocol
 from teacher.wire.auth import ServerKeys
+from teacher.wire.frames import Frame
 from teacher.wire.messages import Message, Score
-from teacher.wire.protocol import Frame
 from teacher.wire.sockets import CLIENT_HEARTBEAT, make_socket
 
 M = TypeVar("M", bound=Message)

@@ -6,8 +6,8 @@ import time
 
 from teacher.client.calls import Call
 from teacher.client.inflight import FIRST_RETRY_S, LAST_RETRY_S, RETRIES, InFlight
+from teacher.wire.frames import Frame
 from teacher.wire.messages import Message
-from teacher.wire.protocol import Frame
 
 
 class Work(Call[None]):

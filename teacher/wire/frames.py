@@ -1,0 +1,72 @@
+"""A message as frames: a msgpack header that announces raw little-endian arrays, one frame each. No meaning here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from teacher.errors import TeacherProtocolError
+from teacher.wire.header import short
+from teacher.wire.messages import LIMITS, PROTOCOL_VERSION, Kind
+
+Frame = Any  # anything with the buffer protocol: bytes, memoryview, zmq.Frame
+
+_DTYPES = {code: np.dtype(f"<{code}") for code in ("i4", "f4", "f2", "u1")}
+
+
+def pack(kind: Kind, request_id: int, arrays: Sequence[np.ndarray] = (), **values: Any) -> list[Frame]:
+    specs, frames = [], []
+    for array in arrays:
+        code = f"{array.dtype.kind}{array.dtype.itemsize}"
+        array = np.ascontiguousarray(array, dtype=_DTYPES[code])
+        specs.append([code, *array.shape])
+        frames.append(array.data.cast("B"))
+    header = {"v": PROTOCOL_VERSION, "kind": kind.value, "id": request_id, **values, "arrays": specs}
+    return [msgpack.packb(header), *frames]
+
+
+def unpack_header(frame: Frame) -> dict[str, Any]:
+    data = memoryview(frame)
+    if data.nbytes > LIMITS.header_bytes:
+        raise TeacherProtocolError(f"header of {data.nbytes} bytes, at most {LIMITS.header_bytes} are allowed")
+    try:
+        # The explicit bounds matter: by default msgpack believes a nested array's count up to the length of the
+        # data, and allocates it, once a nesting level.
+        header = msgpack.unpackb(
+            data,
+            strict_map_key=True,
+            max_array_len=min(LIMITS.frames, data.nbytes),  # each entry takes a byte at least
+            max_map_len=32,
+            max_str_len=4 * LIMITS.text_chars,
+            max_bin_len=0,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise TeacherProtocolError(f"header is no msgpack: {short(error)}") from None
+    if not isinstance(header, dict):
+        raise TeacherProtocolError(f"header must be a map, got {type(header).__name__}")
+    return header
+
+
+def unpack_arrays(header: dict[str, Any], frames: Sequence[Frame]) -> list[np.ndarray]:
+    specs = header.get("arrays")
+    if not isinstance(specs, list) or len(specs) != len(frames):
+        n_specs = len(specs) if isinstance(specs, list) else short(specs)
+        raise TeacherProtocolError(f"header announces {n_specs} arrays, {len(frames)} array frames arrived")
+    return [_decode_array(spec, frame) for spec, frame in zip(specs, frames, strict=True)]
+
+
+def _decode_array(spec: Any, frame: Frame) -> np.ndarray:
+    if not isinstance(spec, list) or not 2 <= len(spec) <= 3 or not isinstance(spec[0], str) or spec[0] not in _DTYPES:
+        raise TeacherProtocolError(f"array must be announced as [dtype, size(, size)], got {short(spec)}")
+    dtype, shape = _DTYPES[spec[0]], spec[1:]
+    if any(type(size) is not int or not 1 <= size <= LIMITS.vocab_size for size in shape):
+        raise TeacherProtocolError(f"array sizes must be 1 to {LIMITS.vocab_size}, got {short(shape)}")
+    n_bytes = memoryview(frame).nbytes
+    if math.prod(shape) * dtype.itemsize != n_bytes:
+        raise TeacherProtocolError(f"array announced as {short(spec)} arrived with {n_bytes} bytes")
+    return np.frombuffer(frame, dtype).reshape(shape)
