@@ -13,6 +13,7 @@
 # Environment: QUICKSTART_DIR (outputs/quickstart), PROXY_FRONTEND_PORT (15555), PROXY_BACKEND_PORT (15556), N_WORKERS (1).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/foreground.bash
 
 fresh=0 overrides=()
 for argument in "$@"; do
@@ -37,34 +38,42 @@ stages=$run/stages.jsonl
 stage() { # stage NAME command...: run it, say how long it took, and note that for the report
   local stage=$1 began=$SECONDS; shift
   printf '\n== %s\n' "$stage"
-  "$@"
+  run_foreground "$@"
   printf '{"stage": "%s", "seconds": %d}\n' "$stage" $((SECONDS - began)) >> "$stages.new"
 }
 
+# The commands of stages end with exec: see run_foreground.
 stop_teacher() { [ ! -d "$teacher_dir" ] || bash teacher/stop_server.sh --run-dir "$teacher_dir" >/dev/null; }
 
 student_after() { echo "$run/global_step_$(cat "$run/latest_checkpointed_iteration.txt")/huggingface"; }
 
 start_teacher() {
   CKPT_PATH=$QUICKSTART_DIR/teacher RUN_DIR=$teacher_dir N_LOGPROBS=16 DTYPE=float32 MAX_MODEL_LEN=64 \
-    bash teacher/start_server.sh 9>&-
+    exec bash teacher/start_server.sh 9>&-
 }
 
 evaluate() { # evaluate FOLDER JSON [FOLDER JSON]: greedy answers to the held-out problems, through vLLM
   local arguments=()
   while [ $# -gt 0 ]; do arguments+=(--model "$1" --json "$2"); shift 2; done
-  "$python" -m recipe_gkd.quickstart.evaluate --data "$QUICKSTART_DIR/data/held_out.parquet" "${arguments[@]}"
+  exec "$python" -m recipe_gkd.quickstart.evaluate --data "$QUICKSTART_DIR/data/held_out.parquet" "${arguments[@]}"
 }
 
 newer() { # newer FILE: made after both models?
   [ "$1" -nt "$QUICKSTART_DIR/teacher/made.json" ] && [ "$1" -nt "$QUICKSTART_DIR/student/made.json" ]
 }
 
-[ $fresh = 0 ] || [ ! -d "$QUICKSTART_DIR" ] || { stop_teacher; rm -rf "$QUICKSTART_DIR"; }
-mkdir -p "$run"
-exec 9> "$QUICKSTART_DIR/.lock"
-flock -n 9 || { echo "quickstart.sh: another one runs in $QUICKSTART_DIR; wait for it, or set QUICKSTART_DIR" >&2; exit 1; }
+lock=$QUICKSTART_DIR/.lock
+if [ $fresh = 1 ] && [ -n "$(ls -A "$QUICKSTART_DIR" 2>/dev/null)" ] && [ ! -e "$lock" ]; then
+  echo "quickstart.sh: $QUICKSTART_DIR has files but no .lock, so no quickstart made it; --fresh removes nothing there. Set QUICKSTART_DIR" >&2
+  exit 1
+fi
+mkdir -p "$QUICKSTART_DIR"
+exec 9>> "$lock"  # never removed: a second one must find this file
+flock -n 9 || { echo "quickstart.sh: another one ($(cat "$lock")) runs in $QUICKSTART_DIR; wait for it, or set QUICKSTART_DIR" >&2; exit 1; }
+echo "pid $$ on $(uname -n)" > "$lock"
 stop_teacher  # of a quickstart that was killed
+[ $fresh = 0 ] || find "$QUICKSTART_DIR" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +
+mkdir -p "$run"
 : > "$stages.new"
 stage "set-up" bash launch/setup.sh
 stage "task, teacher and student" "$python" -m recipe_gkd.quickstart.prepare --out "$QUICKSTART_DIR"
@@ -78,8 +87,7 @@ if [ -e "$run/run.log" ] && ! newer "$run/run.log"; then find "$run" -mindepth 1
 
 before=("$QUICKSTART_DIR/teacher" "$QUICKSTART_DIR/teacher.json" "$QUICKSTART_DIR/student" "$QUICKSTART_DIR/student_before.json")
 newer "${before[3]}" || stage "evaluation before" evaluate "${before[@]}"
-stage "teacher service" start_teacher
-trap stop_teacher EXIT
+stage "teacher service" --cleanup stop_teacher start_teacher
 stage "distillation" "$python" -m recipe_gkd.main_gkd --config-name quickstart "trainer.experiment_name='$name'" \
   actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT" "${overrides[@]}"
 stop_teacher

@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in -h|--help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
+source launch/foreground.bash
 STUDENT=${STUDENT:-Qwen/Qwen2.5-1.5B-Instruct}
 TEACHER=${TEACHER:-Qwen/Qwen2.5-7B-Instruct}
 TRAIN_FILES=${TRAIN_FILES:?set TRAIN_FILES to a parquet file with a column prompt}
@@ -16,13 +17,14 @@ python=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
 if [ "${1:-}" != --cfg ]; then  # --cfg job only checks and prints the configuration
   teacher_folder=$TEACHER
   [ -d "$TEACHER" ] || teacher_folder=$("$python" -c 'import sys; from huggingface_hub import snapshot_download as s; print(s(sys.argv[1]))' "$TEACHER")
-  CUDA_VISIBLE_DEVICES=${TEACHER_GPUS:-6,7} CKPT_PATH=$teacher_folder RUN_DIR=outputs/teacher_qwen2.5 N_WORKERS=2 TP_SIZE=1 \
-    N_LOGPROBS=256 MAX_MODEL_LEN=3072 bash teacher/start_server.sh
-  trap 'bash teacher/stop_server.sh --run-dir outputs/teacher_qwen2.5' EXIT
+  teacher_run_dir=outputs/teacher_qwen2.5-$(uname -n)
+  CUDA_VISIBLE_DEVICES=${TEACHER_GPUS:-6,7} CKPT_PATH=$teacher_folder RUN_DIR=$teacher_run_dir N_WORKERS=2 TP_SIZE=1 \
+    N_LOGPROBS=256 MAX_MODEL_LEN=3072 \
+    run_foreground --cleanup 'bash teacher/stop_server.sh --run-dir "$teacher_run_dir"' bash teacher/start_server.sh
   export CUDA_VISIBLE_DEVICES=${TRAIN_GPUS:-0,1,2,3,4,5}
 fi
 
-"$python" -m recipe_gkd.main_gkd --config-name on_policy_distill_trainer \
+run_foreground "$python" -m recipe_gkd.main_gkd --config-name on_policy_distill_trainer \
   data.train_files="$TRAIN_FILES" data.train_batch_size=128 data.max_prompt_length=1024 data.max_response_length=2048 \
   actor_rollout_ref.model.path="$STUDENT" \
   actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \

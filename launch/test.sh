@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up, then run everything that must pass: ruff, mypy, the test suite.
-#   bash launch/test.sh [--all] [pytest arguments]      --all: the slow tests too
+#   bash launch/test.sh [--all] [pytest arguments]      --all: the slow tests too; -n 0: one test after the other
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,4 +14,5 @@ bash launch/setup.sh
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 .venv/bin/ruff check .
 .venv/bin/mypy
-exec .venv/bin/python -m pytest "${slow[@]}" "$@"
+# Two processes: most of the long tests wait for processes that use one core each. A folder of tests stays in one of them (tests/conftest.py).
+exec .venv/bin/python -m pytest -n 2 --no-loadscope-reorder "${slow[@]}" "$@"

@@ -20,11 +20,11 @@ from recipe_gkd.cluster import choose_device, ray_cluster
 from recipe_gkd.config import Config
 from recipe_gkd.config.load import compose_config, to_config
 from recipe_gkd.config.validate import validate
-from recipe_gkd.errors import GkdError
 from recipe_gkd.groups import WorkerGroup
 from recipe_gkd.placement import Reports, check_devices, placement_table, places_of, where_am_i
 from recipe_gkd.pools import create_pools, pool_specs
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
+from recipe_gkd.unexpected import as_known_error
 
 
 class PlaceHolder:
@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             reports = asyncio.run(visit_places(config, device))
         print(placement_table(reports))
         check_devices(reports, shared=config.rollout.share_actor_gpus)
-    except GkdError as error:
-        print(f"\nerror: {error}", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001 - printed as one error, with the place of an unexpected one
+        print(f"\nerror: {as_known_error(error, 'check_devices')}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

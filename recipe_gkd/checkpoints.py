@@ -1,4 +1,4 @@
-"""Checkpoints on disk, as the driver sees them; what is inside ``actor/`` is the actor's own business.
+"""Checkpoints on disk: all but the content of ``actor/``, which belongs to :mod:`recipe_gkd.actor.checkpoint`.
 
 ::
 
@@ -9,30 +9,31 @@
             huggingface/                      if checkpoint.save_contents has hf_model
             trainer.json                      step, position in the data, and what they are counted in
         best.json                             by trainer.best_metric, each that was the best so far; the last still is
-        best -> global_step_40                that one; what removes checkpoints must spare it
+        best -> global_step_40                that one; it is never removed
 
-A checkpoint is written under a temporary name and renamed when it is complete, so a folder that is there is whole.
+A checkpoint is written under a temporary name, flushed to the disk, and renamed when it is complete, so a folder with a
+final name is complete. ``checkpoint_folders`` has the names and the renames.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from recipe_gkd.config import Config
+from recipe_gkd import checkpoint_folders as folders
+from recipe_gkd.checkpoint_folders import ACTOR_METADATA, TRAINER, final_folder
+from recipe_gkd.durable import sync_folder, sync_tree, write_durably
 from recipe_gkd.errors import CheckpointError
 
-LATEST = "latest_checkpointed_iteration.txt"
 BEST, LINK = "best.json", "best"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, and the quantities without which ``prompts_trained`` would mean something else."""
+    """Position of a run, and the properties of its data that give the position its meaning."""
 
     step: int
     """Updates done: the weights' version."""
@@ -43,74 +44,137 @@ class Progress:
     data_seed: int
     shuffle: bool
     skipped_samples: int = 0
-    """Of those trained on: samples without the answer of their teacher (``teacher.on_failure=skip_samples``)."""
+    """Samples trained on without the response of their teacher (``teacher.on_failure=skip_samples``)."""
+    data_fingerprint: str = ""
+    """Hash of all prompts, in the order of the data; empty in checkpoints of older versions."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """A checkpoint that was the best when it was made."""
+    """The highest value of a metric so far, and the step of its weights.
+
+    Attributes:
+        has_checkpoint: False if these are the weights that the run started from, evaluated before its first step, and
+            the run has no checkpoint of them. A later checkpoint is the best only if its value is higher.
+    """
 
     metric: str
     value: float
     step: int
+    has_checkpoint: bool = True
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins."""
+    """Starting point of a run."""
 
     progress: Progress
     checkpoint: Path | None = None
-    """That its weights come from; None: those of the model."""
+    """Source of the weights; None: the model folder."""
     best: Best | None = None
-    """Of the run up to there."""
+    """Best of the run up to this point."""
 
     def is_of(self, root: Path) -> bool:
-        """Whether its weights are those of a checkpoint that a run with this folder made itself."""
-        own = _folder(root, self.progress.step)
+        """Return True if its weights come from a checkpoint in the run folder ``root``."""
+        own = final_folder(root, self.progress.step)
         return self.checkpoint is not None and self.checkpoint.resolve() == own.resolve()
 
 
 class CheckpointWriter:
-    """``folder`` is there to be written into; then ``complete`` it, perhaps much later, or ``discard`` it.
+    """A checkpoint that is being written.
 
-    Raises :class:`CheckpointError` where the disk refuses.
+    Lifecycle::
+
+        writer = CheckpointWriter(root, progress)   # makes writer.folder, with a temporary name
+        ...                                         # the actors write into writer.folder / "actor", perhaps for minutes
+        path = writer.complete()                    # or writer.discard()
+
+    Raises:
+        CheckpointError: The disk refuses, or the actors have not completed their part.
     """
 
     def __init__(self, root: Path, progress: Progress, best: Best | None = None) -> None:
-        """``best``: this checkpoint is the best of the run."""
+        """Make the folder. ``best``: this checkpoint is the best of the run."""
         self.root, self.progress, self.best = root, progress, best
-        self.folder = root / f".writing_global_step_{progress.step}"
-        self.discard()
+        self.folder = folders.writing_folder(root, progress.step)
+        self.is_written = False
+        """All content is on the disk, marked by ``trainer.json``: from then on it is renamed or left, not discarded."""
+        folders.remove_folder(self.folder)
         with _writing(self.folder):
             self.folder.mkdir(parents=True)
 
     def complete(self) -> Path:
-        """Everything is written: give the folder its name, and make it the latest, and perhaps the best."""
-        final = _folder(self.root, self.progress.step)
+        """Give the folder its final name, and make it the latest, and perhaps the best. Replaces one of the same step.
+
+        A crash between any two operations leaves the old or the new checkpoint of this step under its final name, or
+        under one from which :func:`checkpoint_folders.recover` restores it.
+        """
+        step, final = self.progress.step, final_folder(self.root, self.progress.step)
         try:
-            with _writing(final):
-                (self.folder / "trainer.json").write_text(json.dumps(asdict(self.progress), indent=2) + "\n")
-                shutil.rmtree(final, ignore_errors=True)
-                self.folder.rename(final)
-                if self.best is not None:
-                    keep_best(self.root, self.best)
-                _write(self.root / LATEST, f"{self.progress.step}\n")
+            self._mark_as_written()
         finally:
-            self.discard()  # nothing, once it has its name
+            if not self.is_written:
+                self.discard()
+        with _writing(final):
+            folders.put_in_place(self.root, step)
+        try:
+            if self.best is not None:
+                keep_best(self.root, self.best)
+            with _writing(self.root / folders.LATEST):
+                folders.write_latest(self.root, step)
+        finally:
+            folders.remove_replaced(self.root, step)
         return final
 
+    def _mark_as_written(self) -> None:
+        metadata = self.folder / ACTOR_METADATA
+        if not metadata.is_file() or not metadata.stat().st_size:
+            raise CheckpointError(
+                f"the checkpoint of step {self.progress.step} is incomplete: the actors have not written "
+                f"{metadata}, which they do last; their logs say what failed"
+            )
+        with _writing(self.folder):
+            sync_tree(self.folder)
+            write_durably(self.folder / TRAINER, json.dumps(asdict(self.progress), indent=2) + "\n")
+        self.is_written = True
+
     def discard(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the folder, even while actors write into it. Does nothing to one whose content is complete."""
+        if not self.is_written:
+            folders.remove_folder(self.folder)
+
+
+def remove_old(root: Path, *, newest: int, keep: int | None) -> list[int]:
+    """Remove complete checkpoints older than the last ``keep`` up to step ``newest``; return their steps.
+
+    The best one stays in addition. Checkpoints of later steps than ``newest``, of a run that was resumed before them,
+    stay until this run reaches their steps.
+    """
+    if keep is None:
+        return []
+    complete = [
+        step for step in folders.steps_of(root) if step <= newest and folders.damage(final_folder(root, step)) is None
+    ]
+    best = {best.step for best in _read_bests(root)[-1:]}
+    removed = [step for step in complete[:-keep] if step not in best]
+    for step in removed:
+        folders.remove_folder(final_folder(root, step))
+    return removed
 
 
 def keep_best(root: Path, best: Best) -> None:
-    """Name a complete checkpoint the best. ``best.json`` decides; the link, if a crash kept it back, follows later."""
+    """Record the best so far. ``best.json`` decides; the link, if a crash kept it back, follows later."""
     _write_bests(root, [*(other for other in _read_bests(root) if other.step < best.step), best])
 
 
+def forget_best(root: Path) -> None:
+    """Record that there is no best yet: the run starts afresh in the folder of an earlier one."""
+    if _read_bests(root):
+        _write_bests(root, [])
+
+
 def read_best(root: Path, metric: str | None, *, until: int) -> Best | None:
-    """The best checkpoint of the run up to a step; None for ``metric``: by whichever.
+    """Return the best of the run up to step ``until``; with ``metric=None`` by any metric.
 
     Those of later steps, or by another metric, count no more: a run that starts before them makes these steps anew.
     They stay as checkpoints, but are not called the best.
@@ -121,7 +185,7 @@ def read_best(root: Path, metric: str | None, *, until: int) -> Best | None:
         for best in bests
         if best.step <= until
         and metric in (None, best.metric)
-        and (_folder(root, best.step) / "trainer.json").is_file()
+        and (not best.has_checkpoint or (final_folder(root, best.step) / TRAINER).is_file())
     ]
     if bests:
         _write_bests(root, kept)
@@ -133,7 +197,7 @@ def _read_bests(root: Path) -> list[Best]:
         return [Best(**best) for best in json.loads((root / BEST).read_text())]
     except FileNotFoundError:
         return []
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{root / BEST} cannot be read: {error}; remove it, and the best checkpoint is sought from here on"
         ) from error
@@ -141,18 +205,15 @@ def _read_bests(root: Path) -> list[Best]:
 
 def _write_bests(root: Path, bests: list[Best]) -> None:
     with _writing(root / LINK):
-        _write(root / BEST, json.dumps([asdict(best) for best in bests], indent=2) + "\n")
-        if not bests:
+        write_durably(root / BEST, json.dumps([asdict(best) for best in bests], indent=2) + "\n")
+        if not bests or not bests[-1].has_checkpoint:
             (root / LINK).unlink(missing_ok=True)
             return
         draft = root / f".{LINK}.new"
         draft.unlink(missing_ok=True)
-        draft.symlink_to(_folder(root, bests[-1].step).name)
+        draft.symlink_to(final_folder(root, bests[-1].step).name)
         draft.replace(root / LINK)
-
-
-def _folder(root: Path, step: int) -> Path:
-    return root / f"global_step_{step}"
+        sync_folder(root)
 
 
 @contextmanager
@@ -161,49 +222,6 @@ def _writing(what: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{what} cannot be written: {error}; see to it that {what.parent} can be written to, has space left, and "
+            f"{what} cannot be written: {error}; make sure that {what.parent} can be written to, has space left, and "
             "has nothing else of that name; with trainer.resume_mode=auto the run then goes on from the last checkpoint"
         ) from error
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing."""
-    draft = path.with_name(f"{path.name}.new")
-    draft.write_text(text)
-    draft.replace(path)
-
-
-def find_checkpoint(config: Config) -> Path | None:
-    """The checkpoint to resume from by ``trainer.resume_mode``, or None to start afresh."""
-    trainer = config.trainer
-    root = Path(trainer.default_local_dir).expanduser()
-    if trainer.resume_mode == "disable":
-        return None
-    if trainer.resume_mode == "resume_path":
-        folder = Path(trainer.resume_from_path or "").expanduser()
-    elif not (root / LATEST).is_file():
-        return None
-    else:
-        folder = root / f"global_step_{(root / LATEST).read_text().strip()}"
-    if not (folder / "trainer.json").is_file():
-        raise CheckpointError(
-            f"{folder} is no complete checkpoint (it has no trainer.json); choose another with "
-            "trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N, or start "
-            "afresh with trainer.resume_mode=disable"
-        )
-    return folder
-
-
-def read_progress(folder: Path, *, expected: Progress) -> Progress:
-    """Where the checkpoint's run stood; raises if its position means another place in this run's data."""
-    try:
-        found = Progress(**json.loads((folder / "trainer.json").read_text()))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder / 'trainer.json'} cannot be read: {error}") from error
-    for name in ("n_prompts", "data_seed", "shuffle"):
-        if (was := getattr(found, name)) != (now := getattr(expected, name)):
-            raise CheckpointError(
-                f"{folder} was made with {name}={was}, this run has {name}={now}: its position in the "
-                "data would be another one. Restore the setting, or use trainer.resume_mode=disable"
-            )
-    return found

@@ -8,11 +8,13 @@ trained on the answer that the data gives them (``gkd.sft_share``) follows from 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -55,15 +57,22 @@ class PromptData:
         tokenizer: Any,
         *,
         given_answers: bool = False,
+        stop_token_ids: Collection[int] = (),
         name: str = "the training data",
     ) -> None:
-        """``name``: of the data, for messages."""
+        """Tokenize the prompts, and with ``given_answers`` the reference responses.
+
+        Args:
+            stop_token_ids: Ids at which a sampled response ends, besides ``tokenizer.eos_token_id``. A reference
+                response that ends with one of them is complete; to others ``tokenizer.eos_token_id`` is appended.
+            name: Name of the data, for messages.
+        """
         self.table, self.name = table, name
         prompts = table.column(config.prompt_key).to_pylist()
         began = time.monotonic()
         self.ids: list[np.ndarray] = []
         self.rows: list[int] = []
-        dropped = 0
+        dropped, digest = 0, hashlib.blake2b(digest_size=16)
         for row, prompt in enumerate(prompts):
             ids = _tokenise(prompt, tokenizer, f"row {row} of {name}")
             if len(ids) > config.max_prompt_length:
@@ -73,6 +82,8 @@ class PromptData:
                 ids = _truncate(ids, config, row)
             self.ids.append(ids)
             self.rows.append(row)
+            digest.update(json.dumps(prompt, sort_keys=True, default=str).encode() + b"\n")  # JSON has no line feed
+        self.fingerprint = digest.hexdigest()
         if dropped:
             log.warning(
                 "%s: %d of %d prompts are longer than data.max_prompt_length=%d and were dropped",
@@ -87,8 +98,8 @@ class PromptData:
                 f"no prompt is left of the {len(prompts)} given: all are longer than "
                 f"data.max_prompt_length={config.max_prompt_length}; raise it"
             )
-        self.eos_token_id: int | None = tokenizer.eos_token_id if given_answers else None
-        self.given_ids = _given_answers(table, self.rows, config, tokenizer) if given_answers else []
+        self._ends = frozenset({*stop_token_ids, tokenizer.eos_token_id}) if given_answers else frozenset()
+        self.given_ids = _given_answers(table, self.rows, config, tokenizer, self._ends) if given_answers else []
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -105,7 +116,7 @@ class PromptData:
             uid=prompt.uid,
             ids=ids,
             logprobs=np.zeros(len(ids), np.float32),
-            finish_reason="stop" if ids[-1] == self.eos_token_id else "length",
+            finish_reason="stop" if int(ids[-1]) in self._ends else "length",
             weights_version=version,
             versions_T=np.full(len(ids), version, np.int32),
         )
@@ -116,6 +127,8 @@ class PromptLoader:
 
     ``position`` is the number of prompts that have been trained on: all that a checkpoint needs to keep. A share of the
     prompts, ``sft_share``, comes once, with its given answer; the others ``n`` times.
+
+    The run ends after ``max_steps`` steps, over as many epochs as they take, or if that is None, after ``epochs``.
     """
 
     def __init__(
@@ -130,20 +143,23 @@ class PromptLoader:
     ) -> None:
         self.data, self.config, self.n = data, config, n
         self._share = Fraction(sft_share).limit_denominator(1_000_000)  # 0.29 times 100 is 29
-        self.total_prompts = len(data) * epochs
+        self.total_prompts = None if max_steps is not None else len(data) * epochs
+        """Prompts of the whole run; None if ``max_steps`` determines its length."""
         self.max_steps = max_steps
         self._cached = (-1, np.arange(0))  # the order of the epoch last asked for
 
     def last_step(self, position: int, step: int) -> int:
         """The number of steps that the run will have done at its end, if ``step`` have brought it to ``position``."""
-        last = step + math.ceil(max(0, self.total_prompts - position) / self.config.train_batch_size)
-        return last if self.max_steps is None else min(last, max(step, self.max_steps))
+        if self.total_prompts is None:
+            return max(step, self.max_steps or 0)
+        return step + math.ceil(max(0, self.total_prompts - position) / self.config.train_batch_size)
 
     def batches(self, position: int, first_step: int) -> Iterator[PromptBatch]:
         size = self.config.train_batch_size
         for step in range(first_step, self.last_step(position, first_step)):
             start = position + (step - first_step) * size
-            places = range(start, min(start + size, self.total_prompts))
+            stop = start + size if self.total_prompts is None else min(start + size, self.total_prompts)
+            places = range(start, stop)
             prompts = [prompt for place in places for prompt in self._prompts_at(place)]
             yield PromptBatch(step=step, epoch=places.stop / len(self.data), prompts=prompts)
 
@@ -238,13 +254,17 @@ def column_at(table: pa.Table, path: list[str]) -> pa.ChunkedArray:
 def _tokenise(prompt: Any, tokenizer: Any, where: str) -> np.ndarray:
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
+        bos = tokenizer.bos_token_id
+        if bos is not None and list(ids[:2]) == [bos, bos]:  # one of the text, and one that the tokenizer adds
+            ids = ids[1:]
     elif (
         isinstance(prompt, list)
         and prompt
         and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
     ):
+        messages = _messages(prompt, where)
         try:
-            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         except Exception as error:  # jinja and the template's own raise_exception: no common base
             raise DataError(f"{where}: the tokenizer's chat template refused the prompt: {error}") from error
     else:
@@ -257,8 +277,30 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> np.ndarray:
     return np.asarray(ids, dtype=np.int32)
 
 
-def _given_answers(table: pa.Table, rows: list[int], config: DataConfig, tokenizer: Any) -> list[np.ndarray]:
-    """int32 [T] of each row: the answer and the end-of-sequence token, or what ``max_response_length`` leaves of it."""
+def _messages(prompt: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Return the messages without null fields, because parquet gives every message the fields of all others.
+
+    A message that calls tools needs no content and gets an empty one. Any other without content is refused: a template
+    would print it as ``None``.
+    """
+    messages = []
+    for number, message in enumerate(prompt):
+        if message["content"] is None and not message.get("tool_calls"):
+            raise DataError(
+                f"{where}: the content of message {number} (role {message['role']!r}) is null; expected a string. Fill "
+                "it in or remove the row; only a message with tool_calls may be without content"
+            )
+        messages.append({"content": ""} | {key: value for key, value in message.items() if value is not None})
+    return messages
+
+
+def _given_answers(
+    table: pa.Table, rows: list[int], config: DataConfig, tokenizer: Any, ends: Collection[int | None]
+) -> list[np.ndarray]:
+    """Return the reference response of each row, int32 [T], cut at ``max_response_length``.
+
+    It ends with one of ``ends``: the end-of-sequence token is appended where the text does not end with one itself.
+    """
     key, limit = config.response_key, config.max_response_length
     advice = "Set data.response_key to the column of the answers, or gkd.sft_share=0 to train without them"
     if key not in table.column_names:
@@ -281,7 +323,9 @@ def _given_answers(table: pa.Table, rows: list[int], config: DataConfig, tokeniz
                 f"row {row} of the training data: the answer in column {key!r} is {text!r:.200}; expected a string "
                 f"that is not empty. Remove the row. {advice}"
             )
-        given.append(np.asarray([*ids, tokenizer.eos_token_id][:limit], dtype=np.int32))
+        if ids[-1] not in ends:
+            ids = [*ids, tokenizer.eos_token_id]
+        given.append(np.asarray(ids[:limit], dtype=np.int32))
     return given
 
 

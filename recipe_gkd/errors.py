@@ -37,7 +37,7 @@ class WorkerError(GkdError, RuntimeError):
 
 
 class WorkerDied(WorkerError):
-    """The process of a worker is gone; the work that it had can be done by another."""
+    """Death of a worker: its process has ended, or its engine has failed. Another worker can do its work."""
 
 
 class EchoError(WorkerError):
@@ -61,8 +61,16 @@ class WeightSyncError(GkdError, RuntimeError):
     """Weights did not reach every rollout worker; those that failed refuse to generate until a full sync succeeds."""
 
 
+class UnexpectedError(GkdError, RuntimeError):
+    """An exception that no part of the project expects, and perhaps a bug; :mod:`recipe_gkd.unexpected` makes it."""
+
+
 class CheckpointError(GkdError, RuntimeError):
     """A checkpoint that is missing, incomplete, or does not fit the run."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint that is complete, but belongs to another model, other data or other settings."""
 
 
 def silence(error: BaseException | None) -> DeadlineError | None:

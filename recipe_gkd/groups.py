@@ -10,13 +10,16 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from recipe_gkd.diagnosis.processes import end_workers, locate
 from recipe_gkd.errors import DeadlineError, EchoError, GkdError, WorkerDied, WorkerError
+from recipe_gkd.tasks import run_to_end
 
 _GRACE_S = 1.0
 """After a first failure, how long to collect others: the rank that failed first need not be the one that tells why."""
+_REASON_CHARS = 1000
+"""Length of Ray's text about a lack of memory, which lists the processes of the node."""
 _END_S = 2.0
 """How long the end of processes may take; it takes a tenth of that."""
 
@@ -25,8 +28,8 @@ class WorkerGroup:
     """Ray actors of one kind, ordered by rank.
 
     Every method raises :class:`WorkerError` (or the worker's own :class:`GkdError`) as soon as one worker fails, and
-    :class:`DeadlineError` naming the silent ones when ``timeout_s`` has passed. A worker whose process has ended is a
-    :class:`WorkerDied`; :meth:`replace` puts another in its place.
+    :class:`DeadlineError` naming the silent ones when ``timeout_s`` has passed. A worker whose process has ended, or
+    whose engine has failed, is a :class:`WorkerDied`; :meth:`replace` puts another in its place.
     """
 
     def __init__(self, name: str, handles: Sequence[Any]) -> None:
@@ -67,7 +70,7 @@ class WorkerGroup:
                 except StopAsyncIteration:
                     return
                 yield item
-        except (RayTaskError, RayActorError) as error:  # first: a worker's own TimeoutError is also one of ours
+        except RayError as error:  # first: a worker's own TimeoutError is also one of ours
             raise await self._blame(rank, phase, error) from error
         except TimeoutError as error:
             self._unanswered.add(rank)
@@ -93,12 +96,14 @@ class WorkerGroup:
         """Let each worker close what it holds, then end its process and all that it has started.
 
         Processes that do not answer, even stopped ones, are killed; workers that left a call unanswered get a short
-        time only. Never raises, never takes longer, though the killing has at least 2 s.
+        time only. Never raises, never takes longer, though the killing has at least 2 s. Canceled, it kills at once.
         """
-        with suppress(GkdError):
-            close_s = min(max(0.0, timeout_s - _END_S), _GRACE_S if self._unanswered else timeout_s)
-            await self.call("shutdown", timeout_s=close_s, phase="shutdown")
-        await end_workers(self.handles, timeout_s=_END_S)
+        try:
+            with suppress(GkdError):
+                close_s = min(max(0.0, timeout_s - _END_S), _GRACE_S if self._unanswered else timeout_s)
+                await self.call("shutdown", timeout_s=close_s, phase="shutdown")
+        finally:
+            await run_to_end(end_workers(self.handles, timeout_s=_END_S))
 
     async def _gather(self, calls: dict[int, Awaitable[Any]], *, timeout_s: float, phase: str) -> list[Any]:
         """Await all, in the order of ``calls``: rank -> what to wait for."""
@@ -124,20 +129,21 @@ class WorkerGroup:
         """The error as the user sees it: who, in which phase, why; of the worker's own class if that is one of ours."""
         error, label = _cause(error), self.label(rank)
         who = label.partition(" of ")[0]
+        if isinstance(error, WorkerDied):  # its engine has failed: the process lives, but is of no more use
+            self._died.add(self._id(rank))
         if isinstance(error, GkdError):
             named = re.search(rf"\b{re.escape(who)}\b", str(error))  # worker 1 is not named by one of worker 12
             return error if named else type(error)(f"{phase}: {label}: {error}")
-        if isinstance(error, RayActorError):
-            self._died.add(error.actor_id or self._id(rank))
-            place = (await locate([self.handles[rank]]))[0]
-            # Ray is sure that a process has ended, or only that it no longer hears of it, as when its whole node dies.
-            how = "died or cannot be reached" if isinstance(error, ActorUnavailableError) else "died"
-            return WorkerDied(
-                f"{phase}: {label} {how}, on node {place.node_ip or '(none yet)'} {place.node_id[:8]} "
-                f"({_reason(error)}); its log is in /tmp/ray/session_latest/logs there, and the kernel's log tells if "
-                "it was killed for want of memory"
-            )
-        return WorkerError(f"{phase}: {label} failed: {type(error).__name__}: {error}")
+        place = (await locate([self.handles[rank]]))[0] if isinstance(error, RayError) else None
+        if place is None or not (_is_death(error) or place.dead):
+            return WorkerError(f"{phase}: {label} failed: {type(error).__name__}: {error}")
+        self._died.add(getattr(error, "actor_id", None) or self._id(rank))
+        # Ray is sure that a process has ended, or only that it cannot be reached, as when its whole node dies.
+        how = "died or cannot be reached" if isinstance(error, ActorUnavailableError) else "died"
+        return WorkerDied(
+            f"{phase}: {label} {how}, on node {place.node_ip or '(none yet)'} {place.node_id[:8]} "
+            f"({_reason(error)}); its log is in /tmp/ray/session_latest/logs there{_advice(error)}"
+        )
 
     def _silent(self, phase: str, silent: list[int], answered: list[int], timeout_s: float) -> DeadlineError:
         labels, others = [self.label(rank) for rank in silent], [self.label(rank) for rank in answered]
@@ -153,12 +159,17 @@ class WorkerGroup:
 async def _close(items: Any) -> None:
     """End what still generates. Ray loses a cancel that overtakes its call, so it is told until the call has ended."""
     ended = asyncio.ensure_future(_result(items.completed()))
+    ended.add_done_callback(_retrieve)  # also if this one is canceled meanwhile: asyncio would print a traceback
     started = time.monotonic()
     while not ended.done() and time.monotonic() - started < _GRACE_S:
         ray.cancel(items)
         await asyncio.wait([ended], timeout=0.2)
-    if not ended.cancel():
-        ended.exception()
+    ended.cancel()
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 async def _result(call: Awaitable[Any]) -> Any:
@@ -175,7 +186,7 @@ def _root_cause(failed: dict[int, BaseException]) -> tuple[int, BaseException]:
         cause = _cause(error)
         if isinstance(cause, GkdError):
             return 2 if isinstance(cause, EchoError) else 0
-        return 1 if isinstance(cause, RayActorError) else 2
+        return 1 if _is_death(cause) else 2
 
     return min(failed.items(), key=lambda item: order(item[1]))
 
@@ -184,7 +195,24 @@ def _cause(error: BaseException) -> BaseException:
     return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) else error
 
 
+def _is_death(error: BaseException) -> bool:
+    """Return True if Ray reports that a worker's process is gone; its memory monitor has an error of its own."""
+    return isinstance(error, RayActorError | OutOfMemoryError)
+
+
 def _reason(error: BaseException) -> str:
-    """Ray puts the reason into the last line, after the ids of the actor, and a page of advice behind it."""
-    last = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-    return last.split(" Some common causes")[0].rstrip(".")
+    """Return Ray's reason as one sentence.
+
+    Ray puts the reason of a death into the last line, after the ids of the actor, and a page of advice behind it; of
+    its memory monitor, the first lines list the node's memory and the processes that used it.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if isinstance(error, OutOfMemoryError):
+        return " ".join(lines).split(" Refer to the documentation")[0][:_REASON_CHARS].rstrip(".")
+    return lines[-1].split(" Some common causes")[0].rstrip(".")
+
+
+def _advice(error: BaseException) -> str:
+    if isinstance(error, OutOfMemoryError):
+        return "; use fewer or smaller workers on that node, or give it more memory"
+    return ", and the kernel's log shows if it was killed for lack of memory"

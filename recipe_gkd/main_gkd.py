@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -18,22 +19,31 @@ from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
-from recipe_gkd.checkpoints import LINK, Progress, Start, find_checkpoint, read_best, read_progress
+from recipe_gkd.checkpoint_folders import recover
+from recipe_gkd.checkpoints import Progress, Start, forget_best, read_best
 from recipe_gkd.cli import config_parser
 from recipe_gkd.cluster import choose_device, ray_cluster
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.config.load import compose_config
 from recipe_gkd.data import PromptData, PromptLoader, read_table
-from recipe_gkd.errors import ConfigError, DataError, GkdError
-from recipe_gkd.preflight import Student, meet_teachers, read_student, with_model_path
+from recipe_gkd.errors import DataError, UnexpectedError
+from recipe_gkd.preflight import Student, check_stop_ids, meet_teachers, read_student, with_model_path
+from recipe_gkd.resume import ResumePoint, load_first_usable, resume_points
 from recipe_gkd.rewards import RewardItems, RewardScorer
+from recipe_gkd.run_folder import CONFIG, LOG, RunFolder, run_folder
 from recipe_gkd.teachers import Teachers, open_teachers, read_routes
 from recipe_gkd.trainer import Judging, Trainer
+from recipe_gkd.unexpected import as_known_error
 from recipe_gkd.validation import Validation, read_validation
-from recipe_gkd.workers import start_workers
-from teacher.errors import TeacherError
+from recipe_gkd.workers import Workers, start_workers
 
 log = logging.getLogger("recipe_gkd")
+
+
+_SAME_REQUEST_S = 1.0
+"""Signals within this time are one request: a terminal, ``timeout`` and wrapper scripts deliver it more than once."""
+_FILE_ONLY = "file_only"
+"""Attribute of a log record that is not for the console, such as one with a traceback."""
 
 
 class Terminated(BaseException):
@@ -53,19 +63,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.cfg:
             print(composed)
             return 0
-        check_outputs(config)
-        _start_logging(_folder(config))
-        for number in _terminating():
-            signal.signal(number, _terminate)
-        run(config, composed)
-    except (GkdError, TeacherError) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
+        with run_folder(config) as folder:
+            _start_logging(folder.path)
+            _raise_on_signals()
+            run(config, composed, folder)
+    except Exception as error:  # noqa: BLE001 - the one place that reports it to the user
+        return _failed(error)
     except KeyboardInterrupt:
         return _stopped("interrupted", signal.SIGINT)
     except Terminated as stop:
         return _stopped("terminated", stop.number)
     return 0
+
+
+def _failed(error: Exception) -> int:
+    """Print one error, whatever was raised; a traceback of the unexpected goes to ``run.log`` if there is one."""
+    known = as_known_error(error, "outside the training")
+    where = ""
+    if isinstance(known, UnexpectedError):
+        files = [handler.baseFilename for handler in logging.getLogger().handlers if hasattr(handler, "baseFilename")]
+        if files:
+            log.error("the run ends with an unexpected error", exc_info=known, extra={_FILE_ONLY: True})
+            where = f"\nthe traceback is in {files[0]}"
+        else:
+            where = "\n" + "".join(traceback.format_exception(known)).rstrip()
+    with suppress(OSError):  # the terminal may be gone
+        print(f"\nerror: {known}{where}", file=sys.stderr)
+    return 1
 
 
 def _stopped(how: str, number: int) -> int:
@@ -74,8 +98,8 @@ def _stopped(how: str, number: int) -> int:
     return 128 + number
 
 
-def run(config: Config, composed: str) -> None:
-    """First all that needs no process, so that what is wrong is said at once; then Ray, the workers, the training.
+def run(config: Config, composed: str, folder: RunFolder) -> None:
+    """Validate everything that needs no worker first, so that mistakes fail fast; then start Ray and train.
 
     ``composed``: the configuration as YAML, to be kept beside what the run writes.
     """
@@ -86,7 +110,10 @@ def run(config: Config, composed: str) -> None:
     with open_teachers(config, routes) as teachers:
         log.info("student %s: %d ids, output layer of %d", student.path, student.n_tokens, student.vocab_size)
         stop_token_ids = meet_teachers(teachers.clients, student, config)
-        data = PromptData(table, config.data, student.tokenizer, given_answers=config.gkd.sft_share > 0)
+        stops = check_stop_ids(config, student, stop_token_ids)
+        data = PromptData(
+            table, config.data, student.tokenizer, given_answers=config.gkd.sft_share > 0, stop_token_ids=stops
+        )
         loader = PromptLoader(
             data,
             config.data,
@@ -96,31 +123,36 @@ def run(config: Config, composed: str) -> None:
             sft_share=config.gkd.sft_share,
         )
         validation = read_validation(config, student.tokenizer)
-        progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
-        checkpoint = find_checkpoint(config)
-        if checkpoint is not None:
-            progress = read_progress(checkpoint, expected=progress)
+        fresh = Progress(0, 0, len(data), config.data.seed, config.data.shuffle, data_fingerprint=data.fingerprint)
+        recover(folder.path)
+        points = resume_points(config, fresh)
+        progress = points[0].progress if points else fresh
         last_step = loader.last_step(progress.prompts_trained, progress.step)
         if progress.step == last_step:
-            log.info("%s is at step %d of %d: there is nothing left to train", checkpoint, progress.step, last_step)
+            log.info("%s is at step %d of %d: there is nothing left to train", points[0].folder, last_step, last_step)
             return
         log.info("%d prompts, steps %d to %d", len(data), progress.step + 1, last_step)
         items = _items(config, data, student)
-        best = read_best(_folder(config), config.trainer.best_metric, until=progress.step)
-        (_folder(config) / "config.yaml").write_text(composed, encoding="utf-8")
+        (folder.path / CONFIG).write_text(composed, encoding="utf-8")
         with _judging(config, items, validation) as judging, ExitStack() as opened:
             with _hangup_ignored():
                 opened.enter_context(ray_cluster(config))
+            _raise_on_signals()  # again: Ray sets a handler of its own
             training = _train(
                 config,
                 teachers,
                 loader,
-                Start(progress, checkpoint, best),
+                points,
+                fresh,
                 judging,
+                folder=folder,
                 stop_token_ids=stop_token_ids,
                 n_tokens=student.n_tokens,
             )
-            asyncio.run(_until_terminated(training))
+            try:
+                asyncio.run(_until_terminated(training))
+            finally:
+                recover(folder.path)  # actors that were saving when the run ended may have gone on writing
 
 
 def _items(config: Config, data: PromptData, student: Student) -> RewardItems | None:
@@ -155,46 +187,101 @@ async def _train(
     config: Config,
     teachers: Teachers,
     loader: PromptLoader,
-    start: Start,
+    points: Sequence[ResumePoint],
+    fresh: Progress,
     judging: Judging | None,
     *,
+    folder: RunFolder,
     stop_token_ids: Sequence[int],
     n_tokens: int,
 ) -> None:
-    device = choose_device(config.trainer.device)
-    total_steps = loader.last_step(start.progress.prompts_trained, start.progress.step)
+    """Start the workers, resume from the first of ``points`` that they can load, if there are any, and train."""
+
+    def last_step(progress: Progress) -> int:
+        return loader.last_step(progress.prompts_trained, progress.step)
+
+    planned = last_step(points[0].progress if points else fresh)
     async with start_workers(
-        config, device, total_steps=total_steps, stop_token_ids=stop_token_ids, n_tokens=n_tokens
+        config,
+        choose_device(config.trainer.device),
+        total_steps=planned,
+        stop_token_ids=stop_token_ids,
+        n_tokens=n_tokens,
     ) as workers:
-        trainer = Trainer(config, workers, teachers, loader, start, judging)
-        if start.checkpoint is not None:
-            await trainer.call_actors("load_checkpoint", str(start.checkpoint.absolute() / "actor"))
-            log.info("resumed from %s", start.checkpoint)
-        await trainer.fit()
+        folder.accept()
+        if points:
+            start = await _resume(config, workers, points, folder.path)
+        else:
+            forget_best(folder.path)
+            start = Start(fresh)
+        if (total := last_step(start.progress)) != planned:  # of another checkpoint than planned
+            await workers.actors.call(
+                "set_total_steps", total, timeout_s=config.actor_rollout_ref.actor.timeout_s, phase="resume"
+            )
+        await Trainer(config, workers, teachers, loader, start, judging).fit()
+
+
+async def _resume(config: Config, workers: Workers, points: Sequence[ResumePoint], root: Path) -> Start:
+    async def load(path: str) -> None:
+        timeout_s = config.actor_rollout_ref.actor.timeout_s
+        await workers.actors.call("load_checkpoint", path, timeout_s=timeout_s, phase="load_checkpoint")
+
+    point = await load_first_usable(points, load, may_skip=config.trainer.resume_mode == "auto")
+    log.info("resumed from %s", point.folder)
+    best = read_best(root, config.trainer.best_metric, until=point.progress.step)
+    return Start(point.progress, point.folder, best)
 
 
 async def _until_terminated(work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work``; a signal cancels it, so that it closes what it opened, and then raises :class:`Terminated`."""
-    task = asyncio.ensure_future(work)
-    got: list[int] = []
+    """Run ``work``; a signal cancels it, so that it closes what it opened, and is then raised.
+
+    The first signal lets a checkpoint in the background be completed. A second one ends this wait, or cuts the closing
+    of workers short; what remains takes seconds and ends all processes, whatever else is sent. Ctrl-C is raised as
+    KeyboardInterrupt, others as :class:`Terminated`.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    got: list[tuple[int, float]] = []
 
     def stop(number: int) -> None:
-        if not got:  # a terminal that goes away may say so twice, which must not disturb the closing
-            task.cancel()
-        got.append(number)
+        if got and (number == signal.SIGHUP or time.monotonic() - got[-1][1] < _SAME_REQUEST_S):
+            return
+        if not got:
+            log.warning(
+                "%s: the run ends in order; a second signal ends it without waiting", signal.Signals(number).name
+            )
+        got.append((number, time.monotonic()))
+        task.cancel()
 
-    for number in _terminating():  # after ray.init, which sets handlers of its own
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    numbers = [*_terminating(), *([signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else [])]
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
+    loop.set_exception_handler(_log_background_error)
     try:
         await task
     except asyncio.CancelledError:
-        if got:
-            raise Terminated(got[0]) from None
-        raise
+        if not got:
+            raise
+        raise (KeyboardInterrupt if got[0][0] == signal.SIGINT else Terminated(got[0][0])) from None
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, before[number])
+
+
+def _log_background_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what asyncio reports of tasks that nobody awaits to the file only; the console shows the run's own error."""
+    log.error("%s", context.get("message"), exc_info=context.get("exception"), extra={_FILE_ONLY: True})
+
+
+def _raise_on_signals() -> None:
+    """Have the signals that end the run raise :class:`Terminated` in whatever this process does."""
+    for number in _terminating():
+        signal.signal(number, _terminate)
 
 
 def _terminating() -> list[signal.Signals]:
-    """The signals that end the run in order; not one that is ignored, as SIGHUP is by nohup."""
+    """Return the signals, besides SIGINT, that end the run in order, except ignored ones (SIGHUP under nohup)."""
     numbers = [signal.SIGTERM, signal.SIGHUP]
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
@@ -216,39 +303,12 @@ def _terminate(number: int, _: object) -> NoReturn:
     raise Terminated(number)
 
 
-def _folder(config: Config) -> Path:
-    return Path(config.trainer.default_local_dir).expanduser()
-
-
-def check_outputs(config: Config) -> None:
-    """Every file that the run will write can be written: else that would be told when it is, perhaps after hours."""
-    outputs = {
-        "trainer.default_local_dir": _folder(config) / "run.log",
-        "trainer.trace_file": config.trainer.trace_file,
-        "ray_init.timeline_json_file": config.ray_init.timeline_json_file,
-    }
-    for key, path in outputs.items():
-        if path is None:
-            continue
-        file = Path(path).expanduser()
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{key}: {file} cannot be written: {error}; choose another place") from error
-        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise ConfigError(f"{key}: {file} cannot be written: it is a folder or protected; choose another place")
-    link = _folder(config) / LINK
-    if config.trainer.best_metric is not None and link.exists() and not link.is_symlink():
-        raise ConfigError(
-            f"trainer.best_metric={config.trainer.best_metric}: {link} is to be a link to the best checkpoint, and "
-            "something else has that name; rename it, or choose another trainer.default_local_dir"
-        )
-
-
 def _start_logging(folder: Path) -> None:
     """Everything to ``run.log``; to the console what a person wants to see while it runs."""
-    console, file = logging.StreamHandler(), logging.FileHandler(folder / "run.log", encoding="utf-8")
+    console, file = logging.StreamHandler(), logging.FileHandler(folder / LOG, encoding="utf-8")
     console.addFilter(lambda record: record.levelno >= logging.WARNING or record.name != "recipe_gkd.weights.sync")
+    console.addFilter(lambda record: not hasattr(record, _FILE_ONLY))
+    logging.raiseExceptions = False  # a disk that is full must not print a traceback for each line
     logging.basicConfig(
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
         datefmt="%H:%M:%S",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.objective import SAMPLED
 from recipe_gkd.config.teachers import TEACHER
 from recipe_gkd.errors import ConfigError, ModelError
+from recipe_gkd.model_files import check_tokenizer_files, check_weight_files
+from recipe_gkd.rollout.limits import check_engine_fits
+from recipe_gkd.rollout.sampling import stop_token_ids
 from recipe_gkd.teachers.teachers import Client
 from teacher.fingerprint import count_ids, tokenizer_fingerprint
 from teacher.records import TeacherInfo, TeacherSequence
@@ -52,6 +55,10 @@ def read_student(config: Config) -> Student:
             f"the student {path} has {shape.max_positions} positions, but data.max_prompt_length + "
             f"data.max_response_length = {longest}; lower those"
         )
+    check_engine_fits(shape, config)
+    check_weight_files(path)
+    if not model.trust_remote_code:  # its tokenizer may have files of any name
+        check_tokenizer_files(path)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=model.trust_remote_code
@@ -103,6 +110,42 @@ def meet_teachers(clients: Mapping[str, Client], student: Student, config: Confi
         log.info("teacher %s: %s, top %d of %d ids", name, info.model_name, asked, info.n_tokens)
         ends.update(info.eos_token_ids)
     return tuple(sorted(ends))
+
+
+def check_stop_ids(config: Config, student: Student, of_teachers: Collection[int]) -> frozenset[int]:
+    """Return the ids at which a sampled response ends: those of the student's folder, and ``of_teachers``.
+
+    Raises:
+        ConfigError: There is none, so that each response would run to its limit; or reference responses end with an id
+            at which a sampled one goes on: training on them would teach the student never to stop.
+    """
+    stops = frozenset({*stop_token_ids(str(student.path)), *of_teachers})
+    usable = frozenset(token for token in stops if 0 <= token < student.n_tokens)
+    remedy = f"in {student.path}/generation_config.json"
+    samples = config.gkd.sft_share < 1 or config.trainer.test_freq > 0 or config.trainer.val_before_train
+    if samples and not usable:
+        found = f"only {sorted(stops)}, which its tokenizer does not have" if stops else "none"
+        raise ConfigError(
+            f"a sampled response has no token at which it ends, and each would run to data.max_response_length="
+            f"{config.data.max_response_length}: config.json and generation_config.json of the student and of its "
+            f"teachers name {found}; set eos_token_id {remedy} to the ids that end a turn"
+        )
+    own = student.tokenizer.eos_token_id
+    if own is None or own in usable:
+        return usable
+    listed = ", ".join(map(str, sorted(usable | {own})))
+    what = (
+        f"the tokenizer of {student.path} ends a text with {student.tokenizer.eos_token!r} (id {own}), but sampled "
+        f"responses end at {sorted(usable)}"
+    )
+    if config.gkd.sft_share > 0 and samples:
+        raise ConfigError(
+            f"{what}: gkd.sft_share={config.gkd.sft_share:g} would train on reference responses that end with an id at "
+            f"which generation goes on; set eos_token_id {remedy} to [{listed}], or correct eos_token in its "
+            "tokenizer_config.json"
+        )
+    log.warning("%s; if %d ends a turn, too, set eos_token_id %s to [%s]", what, own, remedy, listed)
+    return usable
 
 
 def meet_teacher(name: str, client: Client, student: Student, config: Config) -> TeacherInfo:

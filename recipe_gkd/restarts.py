@@ -13,6 +13,7 @@ from recipe_gkd.diagnosis import on_node
 from recipe_gkd.diagnosis.processes import locate, run_on_node
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.groups import WorkerGroup
+from recipe_gkd.process_id import ProcessId
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -28,7 +29,7 @@ class RolloutRestarts:
         """``start``: rank -> handle of a new worker in that rank's place."""
         self._rollouts, self._start, self._allowed, self._timeout_s = rollouts, start, allowed, timeout_s
         self._used = 0
-        self._processes: dict[int, tuple[str, list[on_node.ProcessId]]] = {}
+        self._processes: dict[int, tuple[str, list[ProcessId]]] = {}
         """Of each rank: its node, and all processes that it had there once it was set up."""
         self._one_at_a_time = asyncio.Lock()
 
@@ -48,16 +49,18 @@ class RolloutRestarts:
     async def end_remains(self, ranks: Iterable[int]) -> None:
         """End what is left of dead workers: the ranks of a tensor-parallel engine can be stuck, and keep their GPUs.
 
-        Never raises, and takes :data:`_NODE_S` at most.
+        The process of a worker whose engine failed still lives, and ends here, too. Never raises, and takes
+        :data:`_NODE_S` at most.
         """
         known = [self._processes.pop(rank) for rank in ranks if rank in self._processes]
-        ends = (_answer(run_on_node(node, on_node.end, tree, 0.0, _NODE_S / 2)) for node, tree in known)
+        ends = (_answer(run_on_node(node, on_node.end_trees, tree, _NODE_S / 2)) for node, tree in known)
         if left := [pid for pids in await asyncio.gather(*ends) for pid in pids or ()]:
             log.warning("processes of dead rollout workers that could not be ended: %s", left)
 
     async def _replace_dead(self, death: WorkerDied | None) -> None:
         dead = await self._rollouts.dead()
         await self.end_remains(dead)
+        why = f": {death}" if death is not None else ""
         for rank in dead:
             label = self._rollouts.label(rank)
             if self._used == self._allowed:
@@ -66,7 +69,7 @@ class RolloutRestarts:
                     f"{'are used up' if self._allowed else 'allows none'}"
                 ) from death
             self._used += 1
-            log.warning("%s died; starting another (%d of %d restarts)", label, self._used, self._allowed)
+            log.warning("%s died; starting another (%d of %d restarts)%s", label, self._used, self._allowed, why)
             self._rollouts.replace(rank, self._start(rank))
         await asyncio.gather(
             *(self._rollouts.call_one(rank, "setup", timeout_s=self._timeout_s, phase="start again") for rank in dead)

@@ -1,4 +1,4 @@
-"""Tasks that live as long as a block, of which the first failure leaves it as itself."""
+"""Tasks that live as long as a block, of which the first failure leaves it as itself; cleanup that is not canceled."""
 
 from __future__ import annotations
 
@@ -27,12 +27,34 @@ class Tasks:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        for task in self._running:  # none, unless the body left early
-            task.cancel()
+        for task in self._running:  # none, unless the body left early or a task has failed
+            if not task.cancelling():  # a second cancellation would interrupt its cleanup
+                task.cancel()
         try:
             await self._group.__aexit__(*error)
         except BaseExceptionGroup as group:
             raise _cause(error[1], group) from None
+
+
+async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work`` to its end even if the caller is canceled meanwhile; the cancellation is raised afterwards.
+
+    For cleanup that is bounded by deadlines of its own.
+    """
+    task = asyncio.ensure_future(work)
+    canceled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            canceled = error
+        except BaseException:  # noqa: BLE001 - raised below, as the task's own
+            break
+    if canceled is not None:
+        if not task.cancelled():
+            task.exception()  # retrieved: the cancellation is what the caller gets
+        raise canceled
+    return task.result()
 
 
 def _cause(body: BaseException | None, group: BaseExceptionGroup[BaseException]) -> BaseException:

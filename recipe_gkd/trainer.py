@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,8 @@ from typing import Any
 import ray
 
 from recipe_gkd.actor.microbatch import shard_batch
-from recipe_gkd.checkpoints import Best, CheckpointWriter, Start, keep_best
+from recipe_gkd.checkpoint_saver import CheckpointSaver
+from recipe_gkd.checkpoints import Best, Start
 from recipe_gkd.config import Config
 from recipe_gkd.data import PromptLoader
 from recipe_gkd.errors import GkdError
@@ -27,6 +26,7 @@ from recipe_gkd.rewards.advantages import with_group_statistics
 from recipe_gkd.samples import Answer, Prompt
 from recipe_gkd.schedule import Pipeline
 from recipe_gkd.teachers import Teachers
+from recipe_gkd.threads import in_thread
 from recipe_gkd.validation import Validation
 from recipe_gkd.workers import Workers
 
@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 
 MARGIN_S = 3.0
 """A worker's own deadline ends first: its error says more than that it did not answer."""
-LAST_CHANCE_S = 1.0
-"""What workers, of which one has failed, have to say that a checkpoint is written."""
 
 
 @dataclass(frozen=True)
@@ -66,39 +64,37 @@ class Trainer:
         self.progress, self.best = start.progress, start.best
         self.teachers.resume(start.progress.skipped_samples)
         self.root = Path(config.trainer.default_local_dir).expanduser().absolute()
-        self.saving: CheckpointWriter | None = None
-        self.save_is_under_way = False
-        """Whether the workers have all that they need to complete it."""
+        self.saver = CheckpointSaver(config, self.root, self.call_actors, best=start.best)
         self.last_step = loader.last_step(self.progress.prompts_trained, self.progress.step)
 
     async def fit(self) -> None:
-        """Train to the last step. Raises whatever ended it early; complete checkpoints stay, half a one does not."""
+        """Train to the last step, and complete the checkpoint of that step if one is due.
+
+        Complete checkpoints stay, whatever ends the run; half-written ones are removed.
+
+        Raises:
+            CheckpointError: More than ``trainer.save_failures_allowed`` saves failed, or the last one did twice.
+        """
         try:
             await self.loop()
-            await self.finish_save()
-        except BaseException as error:  # one that was being written in the background may be whole by now
-            broken = isinstance(error, GkdError)
-            if self.save_is_under_way:
-                with suppress(GkdError):
-                    await self.finish_save(wait=not broken, timeout_s=LAST_CHANCE_S if broken else None)
+            await self.saver.finish_run(self.progress.step)
+        except BaseException as error:
+            await self.saver.give_up(workers_failed=isinstance(error, GkdError))
             raise
-        finally:
-            if self.saving is not None:
-                self.saving.discard()
 
     async def loop(self) -> None:
         """The algorithm."""
         trainer = self.config.trainer
         with (
             Loggers(trainer, first_step=self.progress.step, last_step=self.last_step) as loggers,
-            StepMetrics(self.config, n_rollouts=len(self.workers.rollouts)) as steps,
+            StepMetrics(self.config, n_rollouts=len(self.workers.rollouts), capacity=self.workers.capacity) as steps,
         ):
             async with self.pipeline(steps.timeline) as pipeline:
                 if trainer.val_before_train:
                     metrics = await self.validate(pipeline)
                     steps.log_validation(loggers, metrics, self.progress.step)
-                    if self.start.is_of(self.root) and (best := self.choose_best(metrics)):
-                        keep_best(self.root, best)
+                    if best := self.choose_best(metrics, has_checkpoint=self.start.is_of(self.root)):
+                        self.saver.keep_best(best)
                 async for batch in pipeline:
                     batch.metrics |= self.teachers.report(
                         batch.samples, batch.step, before=self.progress.skipped_samples
@@ -111,10 +107,12 @@ class Trainer:
                         with span(batch.metrics, "timing/validate"):
                             batch.metrics |= await self.validate(pipeline)
                         self.choose_best(batch.metrics)
-                    if self.saving or self.save_is_due():
+                    if self.saver.is_pending or self.save_is_due():
                         async with pipeline.actor("save_checkpoint", batch):
                             with span(batch.metrics, "timing/save_checkpoint"):
-                                await (self.save() if self.save_is_due() else self.finish_save(wait=False))
+                                await (self.save() if self.save_is_due() else self.saver.finish(wait=False))
+                        batch.metrics["checkpoint/failed_saves"] = float(self.saver.failed_saves)
+                        self.best = self.saver.best_of(self.best)
                     steps.log(loggers, batch, self.progress.step)
 
     def pipeline(self, timeline: Timeline) -> Pipeline:
@@ -164,14 +162,14 @@ class Trainer:
         assert self.judging is not None and self.judging.items is not None
         scorer, items = self.judging.scorer, self.judging.items
         sampled = [pair for pair in group if pair[0].given_ids is None]
-        described = await asyncio.to_thread(lambda: [items.of(prompt, answer) for prompt, answer in sampled])
+        described = await in_thread(lambda: [items.of(prompt, answer) for prompt, answer in sampled])
         return dict(zip([item.uid for item in described], await scorer.score(described), strict=True))
 
     async def update(self, batch: ReadyBatch) -> dict[str, float]:
         """One optimiser step on the whole batch; each data-parallel rank gets its share."""
         actors = self.workers.actors
         samples = with_group_statistics(batch.samples, self.config.gkd, self.config.actor_rollout_ref.rollout.n)
-        shards = [await asyncio.to_thread(ray.put, shard) for shard in shard_batch(samples, self.workers.dp_size)]
+        shards = [await in_thread(ray.put, shard) for shard in shard_batch(samples, self.workers.dp_size)]
         results = await actors.call_each(
             "update",
             [(shards[dp_rank], batch.step) for dp_rank in self.workers.dp_ranks],
@@ -205,23 +203,8 @@ class Trainer:
             yield answers
 
     async def save(self) -> None:
-        """A complete checkpoint, or none; with ``async_save`` it is written while training goes on."""
-        await self.finish_save()
-        best = self.best if self.is_best() else None
-        self.saving, self.save_is_under_way = CheckpointWriter(self.root, self.progress, best), False
-        checkpoint = self.config.actor_rollout_ref.actor.checkpoint
-        await self.call_actors("save_checkpoint", str(self.saving.folder / "actor"))
-        if "hf_model" in checkpoint.save_contents:
-            await self.call_actors("save_hf", str(self.saving.folder / "huggingface"))
-        self.save_is_under_way = True
-        if not checkpoint.async_save:
-            await self.finish_save()
-
-    async def finish_save(self, wait: bool = True, timeout_s: float | None = None) -> None:
-        """Complete the checkpoint that is being written, if there is one; without waiting, only if it is written."""
-        if self.saving is not None and all(await self.call_actors("finish_saves", wait, timeout_s=timeout_s)):
-            saving, self.saving = self.saving, None  # whatever becomes of it, it is not completed twice
-            log.info("checkpoint of step %d: %s", saving.progress.step, saving.complete())
+        """Save a checkpoint of this step, or count a failed save; with ``async_save`` in the background."""
+        await self.saver.save(self.progress, self.best if self.is_best() else None)
 
     # ---- bookkeeping
 
@@ -251,14 +234,18 @@ class Trainer:
         step = self.progress.step
         return every > 0 and (step == self.last_step or step % every == 0)
 
-    def choose_best(self, metrics: Mapping[str, float]) -> Best | None:
-        """The weights as they are, if they did better by ``trainer.best_metric`` than all before."""
+    def choose_best(self, metrics: Mapping[str, float], *, has_checkpoint: bool = True) -> Best | None:
+        """Return the weights as they are if ``trainer.best_metric`` is higher than ever before, else None.
+
+        ``has_checkpoint=False``: weights that the run starts from without having a checkpoint of them. Their value is
+        what a checkpoint must exceed to be called the best.
+        """
         metric = self.config.trainer.best_metric
         if metric is None or (self.best is not None and metrics[metric] <= self.best.value):
             return None
-        self.best = Best(metric, metrics[metric], self.progress.step)
+        self.best = Best(metric, metrics[metric], self.progress.step, has_checkpoint)
         return self.best
 
     def is_best(self) -> bool:
-        """Whether the weights as they are did best of all."""
+        """Return True if the weights as they are did best of all."""
         return self.best is not None and self.best.step == self.progress.step

@@ -14,7 +14,6 @@ Metrics, each of a data source (the column ``data.data_source_key``; ``data`` wh
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
@@ -31,6 +30,7 @@ from recipe_gkd.data import PromptData, read_table
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.samples import Answer, Prompt
+from recipe_gkd.threads import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -89,14 +89,14 @@ class Validation:
         """Score the answers to ``prompts``; write all, log some, and return the metrics. ``step``: updates done."""
         judged = await self._judge(answers, scorer)
         path = self._folder / f"step_{step}.jsonl"
-        await asyncio.to_thread(write_answers, path, judged)
+        await in_thread(write_answers, path, judged)
         if self._shown:
             log.info("validation after step %d: %s", step, table_of(judged, self._shown, path))
         return self._metrics(judged)
 
     async def _judge(self, answers: Sequence[Answer], scorer: RewardScorer) -> list[Judged]:
         pairs = list(zip(self.prompts, answers, strict=True))
-        items = await asyncio.to_thread(lambda: [self._items.of(prompt, answer) for prompt, answer in pairs])
+        items = await in_thread(lambda: [self._items.of(prompt, answer) for prompt, answer in pairs])
         rewards = await scorer.score(items)
         return [
             Judged(str(self._sources[number // self.n]), prompt, answer, item, reward)

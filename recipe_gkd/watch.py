@@ -6,22 +6,27 @@ import ctypes
 import faulthandler
 import os
 import signal
-import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from recipe_gkd.scratch import scratch_folder
+
 _PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)  # linux/prctl.h
+_STACKS = "recipe_gkd_stacks"
+NCCL_FILES = "nccl_"
+"""Prefix of the files of NCCL's flight recorder in a worker's scratch folder."""
 
 
 def watch_stacks() -> None:
     """Call once in a worker, before it opens a process group: :func:`open_to_watchers`, and for NCCL's recorder, too.
 
-    With :func:`nccl_environment`, the flight recorder of this process and its children dumps into files that bear this
-    one's name, when asked by its pipe.
+    With :func:`nccl_environment`, the flight recorder of this process and its children dumps into the scratch folder of
+    this one, when its pipe is written to: ``nccl_<rank>`` is the dump of a rank, ``nccl_<rank>.pipe`` its pipe.
     """
     open_to_watchers()
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:
-        prefix = str(nccl_prefix(os.getpid()))  # torch appends the rank
+        prefix = str(scratch_folder() / NCCL_FILES)  # torch appends the rank
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = prefix
 
 
@@ -29,18 +34,15 @@ def open_to_watchers() -> None:
     """Call in a worker and in every process that it spawns, as these inherit nothing of it; more than once, if need be.
 
     SIGUSR1 then writes the stacks of all threads to a file of this process, which serves where py-spy is not
-    allowed to look into it.
+    allowed to look into it. The file is in memory and has no name in a file system: nothing of it can be left behind,
+    and nobody else can put a link in its place. :func:`stacks_file` finds it.
     """
     _open_to_watchers(os.getpid())
 
 
 @cache
 def _open_to_watchers(pid: int) -> None:
-    os.makedirs(_folder(), mode=0o700, exist_ok=True)
-    for file in _folder().iterdir():  # of processes that nobody has cleaned up after
-        if not Path("/proc", file.name.partition(".")[0]).exists():
-            file.unlink(missing_ok=True)
-    faulthandler.register(signal.SIGUSR1, file=open(stacks_file(pid), "w"), all_threads=True)  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=os.memfd_create(_STACKS), all_threads=True)
     # Where Yama guards ptrace (most distributions), py-spy, no parent of this process, would be refused.
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)
 
@@ -54,20 +56,11 @@ def nccl_environment() -> dict[str, str]:
     return {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
-def stacks_file(pid: int) -> Path:
-    return _folder() / f"{pid}.stacks"
-
-
-def nccl_prefix(pid: int) -> Path:
-    """``<prefix><rank>`` is the dump of a rank, ``<prefix><rank>.pipe`` what asks for it."""
-    return _folder() / f"{pid}.nccl_"
-
-
-def forget(pid: int) -> None:
-    """Remove the files of a process that has ended."""
-    for file in _folder().glob(f"{pid}.*"):
-        file.unlink(missing_ok=True)
-
-
-def _folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"recipe_gkd_{os.getuid()}"
+def stacks_file(pid: int) -> Path | None:
+    """Return a path by which the stacks file of a live process can be opened; None if it has none."""
+    with suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                if os.readlink(descriptor).startswith(f"/memfd:{_STACKS}"):
+                    return descriptor
+    return None

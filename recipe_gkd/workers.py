@@ -13,15 +13,20 @@ from typing import Any
 
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.actor.ray_worker import ActorWorker
+from recipe_gkd.capacity import ClusterCapacity, cluster_capacity
+from recipe_gkd.checkpoint_folders import PROBE
 from recipe_gkd.config import Config
 from recipe_gkd.diagnosis import diagnose
-from recipe_gkd.errors import GkdError, ResourceError, WorkerDied
+from recipe_gkd.errors import ResourceError, WorkerDied
 from recipe_gkd.groups import WorkerGroup
 from recipe_gkd.placement import check_devices, placement_table, places_of
 from recipe_gkd.pools import create_pools, pool_specs
 from recipe_gkd.restarts import RolloutRestarts
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
 from recipe_gkd.rollout.ray_worker import RolloutWorker
+from recipe_gkd.tasks import run_to_end
+from recipe_gkd.threads import in_thread
+from recipe_gkd.unexpected import as_known_error
 from recipe_gkd.weights.sync import WeightSync
 
 log = logging.getLogger(__name__)
@@ -40,6 +45,8 @@ class Workers:
     dp_ranks: list[int]
     """Of each actor rank."""
     restarts: RolloutRestarts
+    capacity: ClusterCapacity | None = None
+    """Resources that the cluster could grant instead, for advice."""
 
     @property
     def dp_size(self) -> int:
@@ -67,6 +74,7 @@ async def start_workers(
     """
     timeout_s = config.trainer.startup_timeout_s
     actor_pool, rollout_pool = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
+    capacity = await in_thread(cluster_capacity, (actor_pool, rollout_pool))
     rollout = config.actor_rollout_ref.rollout
     n_actors, n_rollouts = actor_pool.spec.n_workers, rollout_pool.spec.n_workers
 
@@ -80,6 +88,7 @@ async def start_workers(
         arguments = dict(config=config, rank=rank, device=device, stop_token_ids=stop_token_ids, n_tokens=n_tokens)
         return rollout_pool.spawn(RolloutWorker, rank, arguments, env=rollout_environment(device))
 
+    phase = "start of the workers"
     actors = WorkerGroup("actor", [start_actor(rank) for rank in range(n_actors)])
     rollouts = WorkerGroup("rollout", [start_rollout(rank) for rank in range(n_rollouts)])
     restarts = RolloutRestarts(rollouts, start_rollout, allowed=config.trainer.max_worker_restarts, timeout_s=timeout_s)
@@ -104,17 +113,23 @@ async def start_workers(
             engine_dtype=engines[0]["dtype"],
             repair=restarts.replace_dead,
         )
-        yield Workers(actors, rollouts, weights, [report["dp_rank"] for report in layout], restarts)
-    except GkdError as error:
+        phase = "training"
+        yield Workers(actors, rollouts, weights, [report["dp_rank"] for report in layout], restarts, capacity)
+    except Exception as error:
+        known = as_known_error(error, phase)
         root = Path(config.trainer.default_local_dir).expanduser().absolute()
-        if folder := await diagnose(error, [actors, rollouts], root):
-            raise type(error)(f"{error}\ndiagnosis: {folder}") from error
-        raise
+        if folder := await diagnose(known, [actors, rollouts], root):
+            raise type(known)(f"{known}\ndiagnosis: {folder}") from error
+        raise known from known.__cause__
     finally:
-        await asyncio.gather(actors.stop(timeout_s=SHUTDOWN_S), rollouts.stop(timeout_s=SHUTDOWN_S))
-        await restarts.end_remains(range(n_rollouts))
-        actor_pool.release()
-        rollout_pool.release()
+        try:
+            await asyncio.gather(
+                actors.stop(timeout_s=SHUTDOWN_S), rollouts.stop(timeout_s=SHUTDOWN_S), return_exceptions=True
+            )
+        finally:  # canceled (a second signal): nothing more is waited for, and all processes end
+            await run_to_end(restarts.end_remains(range(n_rollouts)))
+            actor_pool.release()
+            rollout_pool.release()
 
 
 def _transport(config: Config, device: str) -> str:
@@ -135,7 +150,7 @@ async def _check_shared_folder(config: Config, actors: WorkerGroup) -> None:
     if config.trainer.save_freq <= 0 and config.trainer.best_metric is None:
         return
     folder = Path(config.trainer.default_local_dir).expanduser().absolute()
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared_with_workers") as probe:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=PROBE) as probe:
         seen = await actors.call("sees", probe.name, timeout_s=SHUTDOWN_S, phase="look for the checkpoint folder")
     if blind := [actors.label(rank) for rank, sees in enumerate(seen) if not sees]:
         raise ResourceError(

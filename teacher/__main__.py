@@ -7,6 +7,8 @@ import logging
 import os
 import sys
 
+import zmq
+
 from teacher.commands import ask, keys, service
 from teacher.errors import TeacherError
 from teacher.logs import set_up_logging
@@ -28,6 +30,14 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except (OSError, zmq.ZMQError) as error:  # what the machine refuses: files, sockets, permissions
+        logger.debug("where it was refused", exc_info=True)
+        text = f"the system refused: {type(error).__name__}: {error}; --log-level DEBUG shows where"
+        if args.log_format == "json":
+            logger.error("%s failed: %s", args.command, text)
+        else:
+            print(f"teacher {args.command}: {text}", file=sys.stderr)
+        return 1
     except Exception:  # not to the interpreter, whose long way out would bury the reason under others' last words
         logger.exception("teacher %s failed", args.command)
         return 1

@@ -15,7 +15,7 @@ USAGE
   cat <<'USAGE'
   SERVER_IP               where the proxy runs (it must listen there: BIND of start_server.sh)  [127.0.0.1]
   AUTH_DIR                of a service that has keys: a copy of its AUTH_DIR/clients/NAME, or that AUTH_DIR itself
-  RUN_DIR                 pids and logs  [$PWD/outputs/teacher-join-SERVER_IP-PROXY_BACKEND_PORT]
+  RUN_DIR                 pids and logs  [$PWD/outputs/teacher-join-HOST-SERVER_IP-PROXY_BACKEND_PORT]
 USAGE
 }
 
@@ -28,7 +28,7 @@ check_checkpoint
 find_gpus
 python=$(find_python)
 check_auth_dir
-RUN_DIR=${RUN_DIR:-$PWD/outputs/teacher-join-$SERVER_IP-$PROXY_BACKEND_PORT}
+RUN_DIR=${RUN_DIR:-$PWD/outputs/teacher-join-$this_host-$SERVER_IP-$PROXY_BACKEND_PORT}
 prepare_run_dir
 
 leave_nothing_behind

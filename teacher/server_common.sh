@@ -1,8 +1,11 @@
 # Shared by start_server.sh, join_server.sh and stop_server.sh; not a command of its own.
 #
-# A run folder holds, for each process: NAME.pid ("pid start-time"), NAME.log, and NAME.ready once it serves.
-# The start time (field 22 of /proc/PID/stat) tells our process from a later one that was given the same pid.
+# A run folder holds, for each process: NAME.pid ("pid start-ticks boot-id host"), NAME.log, and NAME.ready once it
+# serves. Start ticks (field 22 of /proc/PID/stat) and boot id tell our process from a later one with the same pid; the
+# host tells it from one of another machine that shares the folder.
 
+this_host=$(uname -n)
+this_boot=$(cat /proc/sys/kernel/random/boot_id)
 teacher_dir=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 repo_dir=$(dirname -- "$teacher_dir")
 
@@ -57,41 +60,90 @@ find_python() {
   fi
 }
 
-# Start time of a pid, empty if there is no such process. The name in field 2 may hold blanks: cut after its bracket.
+# Start ticks of a pid, empty if there is no such process. The name in field 2 may hold blanks: cut after its bracket.
 start_time_of() {
   local stat
   # Not $(<file): if the process ends between open and read, bash takes the read error for the end of the script.
   stat=$(cat -- "/proc/$1/stat" 2>/dev/null) || return 0
-  local -a fields
-  read -ra fields <<<"${stat##*) }"
+  # Split without a here-string, which needs a temporary file in older versions of bash, and so a disk that is not full.
+  # shellcheck disable=SC2206
+  local -a fields=(${stat##*) })
   [[ ${fields[0]} == [ZX] ]] || echo "${fields[19]}"
 }
 
-# is_alive PIDFILE: the process that it names still runs and is the same one.
-is_alive() {
-  local pid started
-  read -r pid started <"$1" && [[ -n $started && $(start_time_of "$pid") == "$started" ]]
+# read_pid_file FILE: Set `pid` and `started`, and `not_ours` to the reason if this host must leave the file alone.
+# `pid` is empty if the process is of an earlier boot of this host: it has ended.
+read_pid_file() {
+  local boot='' host=''
+  pid='' started='' not_ours=''
+  { read -r pid started boot host <"$1"; } 2>/dev/null || true
+  if [[ ! $pid =~ ^[0-9]+$ || ! $started =~ ^[0-9]+$ ]]; then
+    not_ours="it is empty or damaged, expected 'pid start-ticks boot-id host'; if no process has \
+${1%.pid}.ready in its command line (ps axww), remove the file"
+  elif [[ $boot == "$this_boot" && $(start_time_of "$pid") == "$started" ]]; then
+    :
+  elif [[ -z $boot ]]; then
+    [[ $(start_time_of "$pid") == "$started" ]] || not_ours="it names no host (an older version wrote it) and pid $pid \
+is no process of it here; end it where it runs, if it does, and remove the file"
+  elif [[ $host != "$this_host" ]]; then
+    not_ours="pid $pid is of host $host, this is $this_host; run teacher/stop_server.sh --run-dir $RUN_DIR there, or \
+remove the file if that machine is gone"
+  elif [[ $boot != "$this_boot" ]]; then
+    pid=''
+  fi
 }
 
-# leave_nothing_behind: however this shell ends from here on, what it launched ends before it. A signal in the middle of
+# write_pid_file NAME PID START_TICKS: Write the file completely or not at all.
+write_pid_file() {
+  local part=$RUN_DIR/.$1.pid.part
+  rm -f -- "$part"
+  if { printf '%s %s %s %s\n' "$2" "${3:-0}" "$this_boot" "$this_host" >"$part"; } 2>/dev/null \
+    && mv -f -- "$part" "$RUN_DIR/$1.pid"; then
+    return 0
+  fi
+  rm -f -- "$part"
+  return 1
+}
+
+# own_pid_files: Set `own` to the pid files of RUN_DIR that this host wrote, and `foreign` to one line for each other.
+own_pid_files() {
+  own=() foreign=()
+  local file pid started not_ours
+  for file in "$RUN_DIR"/*.pid; do
+    [[ -e $file ]] || continue  # the pattern itself, if nothing matches
+    read_pid_file "$file"
+    if [[ -n $not_ours ]]; then foreign+=("$file: $not_ours"); else own+=("$file"); fi
+  done
+}
+
+# is_alive FILE: Return 0 if the process that it names runs and is the same one.
+is_alive() {
+  local pid started not_ours
+  read_pid_file "$1"
+  [[ -z $not_ours && -n $pid && $(start_time_of "$pid") == "$started" ]]
+}
+
+# leave_nothing_behind: However this shell ends from here on, what it launched ends before it. A signal in the middle of
 # a launch counts once the pid is on disk.
 leave_nothing_behind() {
-  launching='' signalled=''
+  launching='' signalled='' checker='' own=()
   trap 'stop_all' EXIT
   trap 'on_signal 130' INT
-  trap 'on_signal 143' TERM HUP
+  trap 'on_signal 143' TERM
+  trap 'on_signal 129' HUP
 }
 
 on_signal() {
+  if [[ -n $checker ]]; then kill -- "$checker" 2>/dev/null || true; fi
   if [[ -n $launching ]]; then signalled=$1; else exit "$1"; fi
 }
 
 # launch NAME ARGUMENT...: `python -m teacher ARGUMENT...` in a session of its own, so that it outlives this shell, with
-# the variables of `launch_env`.
+# the variables of `launch_env`. Its pid file is added to `own`.
 launch() {
   local name=$1 pid started=''
   shift
-  rm -f -- "$RUN_DIR/$name.ready"
+  rm -f -- "$RUN_DIR/$name.ready" "$RUN_DIR/$name.log"  # a link in place of the log would be followed
   launching=$name
   env PYTHONPATH="$repo_dir${PYTHONPATH:+:$PYTHONPATH}" "${launch_env[@]}" \
     setsid "$python" -m teacher "$@" --ready-file "$RUN_DIR/$name.ready" --stall-timeout-s "$STALL_TIMEOUT_S" \
@@ -102,7 +154,13 @@ launch() {
   for _ in 1 2 3; do  # the signal may also have ended the helper that looks
     if [[ -z $started ]]; then started=$(start_time_of "$pid") || true; fi
   done
-  echo "$pid $started" >"$RUN_DIR/$name.pid"
+  if ! write_pid_file "$name" "$pid" "$started"; then
+    kill -KILL -- "$pid" "-$pid" 2>/dev/null || true
+    wait "$pid" 2>/dev/null || true
+    launching=''
+    die "cannot write $RUN_DIR/$name.pid, so $name was ended again; is the disk full? Free some space, or set RUN_DIR"
+  fi
+  own+=("$RUN_DIR/$name.pid")
   launching=''
   [[ -z $signalled ]] || exit "$signalled"
   disown "$pid"
@@ -136,12 +194,12 @@ launch_workers() {
   done
 }
 
-# await_ready: return once every process of the run folder serves; die with its log as soon as one has ended.
+# await_ready: Return once every process of `own` serves; die with its log as soon as one has ended.
 await_ready() {
   local pidfile name waiting
   while :; do
     waiting=()
-    for pidfile in "$RUN_DIR"/*.pid; do
+    for pidfile in "${own[@]}"; do
       name=$(basename -- "$pidfile" .pid)
       if ! is_alive "$pidfile"; then
         show_log "$name"
@@ -164,12 +222,13 @@ show_log() {
   echo "---" >&2
 }
 
-# signal_all SIGNAL: to the session of each process that still is ours. The leader is asked alone (it ends its own
-# children); SIGKILL goes to the whole group, which nobody else can be in.
+# signal_all SIGNAL: Send it to the session of each process of `own` that still is ours. Only the leader gets it (it ends
+# its own children); SIGKILL goes to the whole group, which nobody else can be in.
 signal_all() {
-  local pidfile pid
-  for pidfile in "$RUN_DIR"/*.pid; do
-    read -r pid _ <"$pidfile"
+  local pidfile pid started not_ours
+  for pidfile in "${own[@]}"; do
+    read_pid_file "$pidfile"
+    if [[ -n $not_ours || -z $pid ]]; then continue; fi
     if [[ $1 == KILL ]]; then
       if is_alive "$pidfile" || is_our_group "$pid"; then kill -KILL -- "-$pid" 2>/dev/null || true; fi
     elif is_alive "$pidfile"; then
@@ -185,48 +244,74 @@ is_our_group() {
   [[ -z $(start_time_of "$1") ]] || return 1
   kill -0 -- "-$1" 2>/dev/null || return 1
   local stat
-  local -a fields
   while read -r stat; do
-    read -ra fields <<<"${stat##*) }"
+    # shellcheck disable=SC2206
+    local -a fields=(${stat##*) })
     if [[ ${fields[2]:-} == "$1" && ${fields[0]} != [ZX] ]]; then return 0; fi
   done < <(cat /proc/[0-9]*/stat 2>/dev/null)
   return 1
 }
 
 any_alive() {
-  local pidfile pid
-  for pidfile in "$RUN_DIR"/*.pid; do
-    read -r pid _ <"$pidfile"
+  local pidfile pid started not_ours
+  for pidfile in "${own[@]}"; do
+    read_pid_file "$pidfile"
+    if [[ -n $not_ours || -z $pid ]]; then continue; fi
     if is_alive "$pidfile" || is_our_group "$pid"; then return 0; fi
   done
   return 1
 }
 
-# stop_all: ask, wait STOP_TIMEOUT_S, force. Logs stay.
+# stop_all: End the processes of `own`: SIGTERM, STOP_TIMEOUT_S later SIGKILL. Logs stay.
 stop_all() {
-  compgen -G "$RUN_DIR/*.pid" >/dev/null || return 0
+  ((${#own[@]})) || return 0
+  trap '' INT TERM HUP  # not in the middle of this, which ends by its own deadlines
   signal_all TERM
-  local deadline=$((SECONDS + STOP_TIMEOUT_S))
+  local deadline=$((SECONDS + STOP_TIMEOUT_S)) pidfile
   while any_alive && ((SECONDS < deadline)); do sleep 0.1; done
   if any_alive; then
-    echo "$(basename -- "$0"): still running after $STOP_TIMEOUT_S s, killing" >&2
+    echo "$(basename -- "$0"): still running after $STOP_TIMEOUT_S s, killing" >&2 || true  # the terminal may be gone
     signal_all KILL
     deadline=$((SECONDS + 5))
     while any_alive && ((SECONDS < deadline)); do sleep 0.1; done
-    if any_alive; then die "could not end the processes named in $RUN_DIR/*.pid"; fi
+    if any_alive; then die "could not end the processes named in ${own[*]}"; fi
   fi
-  rm -f -- "$RUN_DIR"/*.pid "$RUN_DIR"/*.ready
+  for pidfile in "${own[@]}"; do rm -f -- "$pidfile" "${pidfile%.pid}.ready"; done
 }
 
-# prepare_run_dir: make it; refuse one whose processes still run.
+# prepare_run_dir: Make it; refuse one that others may write, one whose processes run, and pid files of other hosts.
 prepare_run_dir() {
-  mkdir -p -- "$RUN_DIR"
-  RUN_DIR=$(cd -- "$RUN_DIR" && pwd)
-  if compgen -G "$RUN_DIR/*.pid" >/dev/null && any_alive; then
+  local problem probe
+  problem=$(umask o-w && mkdir -p -- "$RUN_DIR" 2>&1) || die "cannot make RUN_DIR=$RUN_DIR: ${problem#mkdir: }; set \
+RUN_DIR to a folder that you can write"
+  RUN_DIR=$(cd -- "$RUN_DIR" && pwd) || die "cannot enter RUN_DIR=$RUN_DIR; set RUN_DIR to a folder of your own"
+  probe=$(mktemp -- "$RUN_DIR/.probe.XXXXXX" 2>&1) || die "RUN_DIR=$RUN_DIR cannot be written: ${probe#mktemp: }; set \
+RUN_DIR to a folder that can"
+  # Compared with a new file, because file servers may map users.
+  if [[ $(stat -c %u -- "$probe") != $(stat -c %u -- "$RUN_DIR") ]]; then
+    rm -f -- "$probe"
+    die "RUN_DIR=$RUN_DIR belongs to another user ($(stat -c %U -- "$RUN_DIR")), who could put links in place of logs; \
+set RUN_DIR to a folder of your own"
+  fi
+  rm -f -- "$probe"
+  (((8#$(stat -c %a -- "$RUN_DIR") & 8#002) == 0)) || die "every user can write RUN_DIR=$RUN_DIR, and could put links in \
+place of logs; chmod o-w $RUN_DIR, or set RUN_DIR to a folder of your own"
+  own_pid_files
+  if ((${#foreign[@]})); then
+    report_foreign
+    die "RUN_DIR=$RUN_DIR holds pid files that are damaged or of another host; see above, or set another RUN_DIR"
+  fi
+  if any_alive; then
     die "the processes in $RUN_DIR are running already; end them with teacher/stop_server.sh --run-dir $RUN_DIR, or \
 start more beside them with another --run-dir"
   fi
   rm -f -- "$RUN_DIR"/*.pid "$RUN_DIR"/*.ready
+  own=()
+}
+
+report_foreign() {
+  local line
+  for line in "${foreign[@]}"; do echo "$(basename -- "$0"): left alone: $line" >&2; done
 }
 
 check_checkpoint() {

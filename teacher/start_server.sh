@@ -18,7 +18,7 @@ USAGE
   HTTP_PORT, HTTP_BIND    /healthz and /metrics; 0: any port, -1: none. They have no keys: open them to trusted
                           networks only                                [PROXY_FRONTEND_PORT + 2, 127.0.0.1]
   MAX_QUEUE_TOKENS        tokens of the requests that may wait in the proxy; beyond, clients keep theirs  [8388608]
-  RUN_DIR                 pids and logs    [$PWD/outputs/teacher-PROXY_FRONTEND_PORT]
+  RUN_DIR                 pids and logs    [$PWD/outputs/teacher-HOST-PROXY_FRONTEND_PORT]
 USAGE
 }
 
@@ -32,7 +32,7 @@ check_checkpoint
 find_gpus
 python=$(find_python)
 check_auth_dir
-RUN_DIR=${RUN_DIR:-$PWD/outputs/teacher-$PROXY_FRONTEND_PORT}
+RUN_DIR=${RUN_DIR:-$PWD/outputs/teacher-$this_host-$PROXY_FRONTEND_PORT}
 
 # Workers of this machine and the final check reach the proxy where it listens.
 local_ip=$BIND
@@ -58,7 +58,10 @@ launch_workers "$local_ip"
 await_ready
 PYTHONPATH="$repo_dir${PYTHONPATH:+:$PYTHONPATH}" \
   "$python" -m teacher check --server-ip "$local_ip" --port "$PROXY_FRONTEND_PORT" --timeout-s 60 \
-  ${AUTH_DIR:+--auth-dir "$AUTH_DIR"}
+  ${AUTH_DIR:+--auth-dir "$AUTH_DIR"} &
+checker=$!
+wait "$checker"  # unlike a command in the foreground, it does not delay a signal
+checker=''
 
 trap - EXIT INT TERM HUP
 echo "teacher service ready after $SECONDS s; logs in $RUN_DIR"

@@ -93,6 +93,8 @@ class ServiceStatus:
     max_queue_tokens: int
     tokens_per_second: float
     """Of all workers."""
+    last_loss: str
+    """Reason why the last lost worker was lost; "none has registered yet" before the first one."""
     workers: tuple[WorkerStatus, ...]
     clients: tuple[ClientStatus, ...]
     totals: Totals

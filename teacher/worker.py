@@ -136,7 +136,13 @@ class Worker:
         with self._watched():
             finished = self._engine.step()
         done, busy_s = self._done, time.monotonic() - began
-        n_tokens = sum(self._collect(key, answer) for key, answer in finished)
+        n_tokens = 0
+        for key, result in finished:
+            self._pulse()  # large answers take their time to encode, and the proxy counts silence
+            if isinstance(result, TeacherRequestError):
+                self._refuse(key, result)
+            else:
+                n_tokens += self._collect(key, result)
         self._done = Pulse(
             done.n_steps + 1, done.n_sequences + len(finished), done.n_tokens + n_tokens, done.busy_s + busy_s
         )
@@ -260,9 +266,13 @@ class Worker:
                 self._engine.add(key, sequence)
         except Exception as error:  # the engine's own refusal, of whatever type: it concerns this request only
             logger.exception("the engine refused a sequence")
+            self._refuse(key, TeacherRequestError(f"the engine refused the request: {type(error).__name__}: {error}"))
+
+    def _refuse(self, key: int, error: TeacherRequestError) -> None:
+        """End the request that this sequence belongs to with an error, if it is still open."""
+        if (job := self._job_of_key.get(key)) is not None:
             self._forget(job)
-            refusal = TeacherRequestError(f"the engine refused the request: {type(error).__name__}: {error}")
-            self._connection.send(protocol.encode_error(job.request.request_id, refusal))
+            self._connection.send(protocol.encode_error(job.request.request_id, error))
 
     def _collect(self, key: int, answer: TeacherAnswer) -> int:
         """Answer the request if this was its last sequence. Returns the sequence's tokens; 0 if nobody waits for it."""

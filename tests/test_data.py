@@ -20,9 +20,11 @@ class Bytes:
     """A tokenizer: UTF-8 bytes; a chat is its contents with a 1 before each message, and a 2 to answer. 3 ends it."""
 
     eos_token_id: int | None = 3
+    bos_token_id: int | None = None
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
+        bos = [] if self.bos_token_id is None or not add_special_tokens else [self.bos_token_id]
+        return {"input_ids": [*bos, *text.encode()]}
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
         if messages[0]["role"] == "nobody":
@@ -186,6 +188,19 @@ def test_total_training_steps_stops_before_the_epochs_do(tmp_path: Path) -> None
     assert len(list(prompts.batches(0, first_step=0))) == prompts.last_step(0, 0) == 3
 
 
+def test_total_training_steps_goes_over_as_many_epochs_as_it_takes(tmp_path: Path) -> None:
+    prompts = loader(tmp_path, 10, epochs=1, max_steps=9, train_batch_size=4)
+    batches = list(prompts.batches(0, first_step=0))
+    assert len(batches) == prompts.last_step(0, 0) == 9
+    assert {len(batch.prompts) for batch in batches} == {4}
+    rows = [prompt.row for batch in batches for prompt in batch.prompts]
+    assert [sorted(rows[i : i + 10]) for i in (0, 10, 20)] == [list(range(10))] * 3
+    assert batches[-1].epoch == 3.6
+    assert prompts.last_step(36, step=9) == 9  # a run that is resumed at its end
+    rest = list(prompts.batches(20, first_step=5))
+    assert [[p.uid for p in b.prompts] for b in rest] == [[p.uid for p in b.prompts] for b in batches[5:]]
+
+
 def test_the_order_depends_on_the_seed_and_not_on_the_process(tmp_path: Path) -> None:
     def rows(**values: Any) -> list[int]:
         return [p.row for b in loader(tmp_path, 50, **values).batches(0, first_step=0) for p in b.prompts]
@@ -218,6 +233,7 @@ def is_given_by_place(prompts: PromptLoader, position: int = 0) -> list[bool]:
         for prompt in batch.prompts:
             by_place.setdefault(prompt.uid // prompts.n, []).append(prompt.given_ids is not None)
     assert all(given in ([True], [False] * prompts.n) for given in by_place.values())  # once, or n times
+    assert prompts.total_prompts is not None
     assert list(by_place) == list(range(position, prompts.total_prompts))
     return [given[0] for given in by_place.values()]
 
@@ -263,7 +279,63 @@ def test_a_given_answer_that_cannot_be_used_is_named(tmp_path: Path, rows: dict[
     load(files)  # as long as nobody needs it
 
 
+def test_a_given_answer_that_brings_its_end_gets_no_second_one(tmp_path: Path) -> None:
+    """Neither the tokenizer's, nor another at which a sampled answer ends."""
+    rows = {"prompt": ["a"] * 4, "response": ["ab\x03", "ab\x04", "ab", "abcdefgh\x03"]}
+    config = settings(max_response_length=6)
+    table = read_table(parquet(tmp_path, rows), "prompt")
+    data = PromptData(table, config, Bytes(), given_answers=True, stop_token_ids=(4,))
+    assert [ids.tolist() for ids in data.given_ids] == [[97, 98, 3], [97, 98, 4], [97, 98, 3], list(b"abcdef")]
+    answers = [data.given_answer(data.prompt(i, uid=i, given=True), version=0) for i in range(4)]
+    assert [answer.finish_reason for answer in answers] == ["stop", "stop", "stop", "length"]
+
+
+def test_a_string_prompt_has_one_begin_of_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bytes, "bos_token_id", 5)
+    data = load(parquet(tmp_path, {"prompt": ["ab", "\x05ab", "a\x05\x05"]}))
+    assert [ids.tolist() for ids in data.ids] == [[5, 97, 98], [5, 97, 98], [5, 97, 5, 5]]
+
+
+def test_a_message_without_content_is_refused_unless_it_calls_tools(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    files = parquet(tmp_path, {"prompt": [[{"role": "user", "content": "a"}, call]]})
+    assert load(files).ids[0].tolist() == [1, 97, 1, 2]
+    files = parquet(tmp_path, {"prompt": [[{"role": "user", "content": "a"}], [{"role": "user", "content": None}]]})
+    with pytest.raises(DataError, match=r"row 1 .* content of message 0 \(role 'user'\) is null; expected a string"):
+        load(files)
+
+
+def test_fields_that_a_message_does_not_have_are_not_shown_to_the_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All messages of a column have the same fields: templates ask if `tool_calls` is there."""
+    shown: list[dict[str, str]] = []
+    monkeypatch.setattr(Bytes, "apply_chat_template", lambda _, messages, **__: shown.extend(messages) or [1])
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    load(parquet(tmp_path, {"prompt": [[{"role": "user", "content": "a"}, call]]}))
+    assert shown == [{"role": "user", "content": "a"}, call | {"content": ""}]
+
+
 def test_given_answers_need_an_end_of_sequence_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bytes, "eos_token_id", None)
     with pytest.raises(DataError, match="no end-of-sequence token"):
         load(parquet(tmp_path, {"prompt": ["a"], "response": ["b"]}), given_answers=True)
+
+
+def test_fingerprint_depends_on_the_prompts_and_their_order_and_not_on_the_day(tmp_path: Path) -> None:
+    class Dated(Bytes):
+        """Chats begin with a date, as with ``strftime_now`` in the template of Llama 3.2."""
+
+        def __init__(self, day: int) -> None:
+            self.day = day
+
+        def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+            return [self.day, *super().apply_chat_template(messages, **options)]
+
+    def of(*texts: str, day: int = 1, **values: Any) -> str:
+        files = parquet(tmp_path, {"prompt": [[{"role": "user", "content": text}] for text in texts]})
+        return PromptData(read_table(files, "prompt"), settings(**values), Dated(day)).fingerprint
+
+    assert of("ab", "c") == of("ab", "c", day=2)
+    assert len({of("ab", "c"), of("c", "ab"), of("a", "bc"), of("abc"), of("ab", "d"), of("ab", "c", "d")}) == 6
+    assert of("ab", "much too long", "c", filter_overlong_prompts="true") == of("ab", "c")

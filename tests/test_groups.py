@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
@@ -11,7 +14,9 @@ from typing import Any
 import pytest
 import ray
 
-from recipe_gkd.errors import DeadlineError, ModelError, WeightSyncError, WorkerError
+from recipe_gkd import groups
+from recipe_gkd.diagnosis.processes import Place
+from recipe_gkd.errors import DeadlineError, GkdError, ModelError, WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.groups import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -150,6 +155,140 @@ def test_a_stream_that_is_left_early_ends_on_the_worker_too(group: WorkerGroup) 
 
     run(take_one())
     assert run(group.call("is_counting", timeout_s=20, phase="ask"))[0] is False
+
+
+def test_a_stream_that_is_canceled_twice_leaves_no_exception_that_nobody_retrieves(group: WorkerGroup) -> None:
+    """asyncio would print a traceback of Ray after the error of the run: as of a reward function that fails."""
+    reported: list[dict[str, Any]] = []
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+
+        async def consume() -> None:
+            async for _ in group.stream(2, "count_for_ever", timeout_s=20, phase="generate"):
+                pass
+
+        consumer = asyncio.ensure_future(consume())
+        await asyncio.sleep(0.3)
+        consumer.cancel()
+        await asyncio.sleep(0.01)  # it is closing the stream
+        consumer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await consumer
+        while (await group.call_one(2, "is_counting", timeout_s=20, phase="look")) is True:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
+        gc.collect()
+
+    run(scenario())
+    assert reported == []
+
+
+class Unreachable:
+    """A handle whose calls fail as Ray's do, with ``error``."""
+
+    class _actor_id:
+        @staticmethod
+        def hex() -> str:
+            return "ab" * 16
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, method: str) -> Any:
+        return self
+
+    def options(self, **_: Any) -> Unreachable:
+        return self
+
+    def remote(self, *_: Any) -> Any:
+        return self
+
+    def completed(self) -> Unreachable:
+        return self
+
+    async def __anext__(self) -> Any:
+        raise self._error
+
+    def __await__(self) -> Any:
+        raise self._error
+        yield
+
+
+def errors_of(error: Exception) -> list[GkdError]:
+    """Return the errors that a call and a stream raise."""
+
+    async def stream(group: WorkerGroup) -> None:
+        async for _ in group.stream(0, "generate", timeout_s=5, phase="generate"):
+            pass
+
+    raised: list[GkdError] = []
+    for way in (stream, lambda group: group.call("update", timeout_s=5, phase="update")):
+        group = WorkerGroup("rollout", [Unreachable(error)])
+        with pytest.raises(GkdError) as caught:
+            run(way(group))
+        raised.append(caught.value)
+        if isinstance(caught.value, WorkerDied):
+            assert run(group.dead()) == [0]
+    return raised
+
+
+MEMORY = (
+    "Task was killed due to the node running low on memory.\nMemory on the node was 30 GB / 31 GB. Refer to the docs."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "dead", "expected", "says"),
+    [
+        (ray.exceptions.OutOfMemoryError(MEMORY), False, WorkerDied, "low on memory. Memory on the node was 30 GB"),
+        (ray.exceptions.NodeDiedError("the node is gone"), True, WorkerDied, "the node is gone"),
+        (ray.exceptions.ObjectLostError("00" * 28, None, ""), False, WorkerError, "ObjectLostError"),
+        (ray.exceptions.WorkerCrashedError(), True, WorkerDied, "died"),
+    ],
+)
+def test_whatever_ray_raises_of_a_dead_process_is_a_death_and_the_rest_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, dead: bool, expected: type, says: str
+) -> None:
+    async def locate(handles: Any) -> list[Place]:
+        return [Place(1, "node", "10.0.0.1", dead, "")] * len(handles)
+
+    monkeypatch.setattr(groups, "locate", locate)
+    monkeypatch.setattr(groups.ray, "cancel", lambda _: None)
+    for raised in errors_of(error):
+        assert type(raised) is expected and says in str(raised) and "rollout worker 0 of 1" in str(raised)
+
+
+@pytest.mark.slow
+def test_a_worker_that_rays_memory_monitor_kills_is_dead_and_the_error_tells_why() -> None:
+    """In a process of its own, as the threshold belongs to a cluster: 1 % of the memory, which is in use anyway."""
+    program = """
+import asyncio, sys
+import ray
+from recipe_gkd.groups import WorkerGroup
+from recipe_gkd.errors import WorkerDied
+settings = {"memory_usage_threshold": 0.01, "memory_monitor_refresh_ms": 500}
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _system_config=settings)
+
+class Worker:
+    async def count(self):
+        while True:
+            await asyncio.sleep(0.05)
+            yield 1
+
+async def main():
+    group = WorkerGroup("rollout", [ray.remote(num_cpus=0)(Worker).remote()])
+    try:
+        async for _ in group.stream(0, "count", timeout_s=60, phase="generate"):
+            pass
+    except WorkerDied as error:
+        print("died:", error, await group.dead())
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert "died: generate: rollout worker 0 of 1 died" in done.stdout, done.stdout + done.stderr
+    assert "memory" in done.stdout and "[0]" in done.stdout
 
 
 def test_stop_ends_the_processes_even_of_workers_that_are_stuck() -> None:

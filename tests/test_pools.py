@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 import ray
+from ray._private.state import available_resources_per_node
 
+from recipe_gkd import capacity
 from recipe_gkd.config import load_config
+from recipe_gkd.diagnosis.processes import own_node
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.pools import PoolSpec, choose_nodes, create_pools, pool_specs
 
@@ -135,3 +139,23 @@ def test_pools_that_others_hold_are_waited_for_until_the_deadline_only() -> None
         pool.release()
     for pool in asyncio.run(create_pools(specs("cpu", actor=4, rollout=4), timeout_s=20)):  # nothing was left reserved
         pool.release()
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_the_capacity_is_what_others_leave_and_no_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = asyncio.run(create_pools(specs("cpu", actor=3, rollout=1), timeout_s=20))
+    own = asyncio.run(create_pools(specs("cpu", actor=2, rollout=1), timeout_s=20))
+    try:
+        ends_at = time.monotonic() + 20
+        while available_resources_per_node()[own_node()].get("CPU", 0) != 1 and time.monotonic() < ends_at:
+            time.sleep(0.1)  # Ray publishes it a moment later
+        monkeypatch.setattr(capacity, "physical_cores", lambda: 8)
+        found = capacity.cluster_capacity(own)
+        assert found.cores == 4
+        assert found.grants((1, 2), (1, 2)) and not found.grants((1, 3), (1, 2))
+        monkeypatch.setattr(capacity, "physical_cores", lambda: 3)
+        found = capacity.cluster_capacity(own)
+        assert found.cores == 3 and not found.grants((1, 2), (1, 2))
+    finally:
+        for pool in others + own:
+            pool.release()

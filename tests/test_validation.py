@@ -15,12 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe_gkd.checkpoints import Progress, Start, find_checkpoint, read_best, read_progress
+from recipe_gkd.checkpoints import Progress, Start, forget_best, read_best
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.data import PromptData, PromptLoader, read_table
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError
 from recipe_gkd.flow import ReadyBatch
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from recipe_gkd.resume import resume_points
 from recipe_gkd.rewards import RewardItem
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
 from recipe_gkd.teachers import Routes, Teachers
@@ -181,9 +182,13 @@ def test_a_reward_named_as_another_metric_is_refused(tmp_path: Path) -> None:
 
 
 class Workers:
+    capacity = None
+
     def __init__(self) -> None:
         self.rollouts = self.actors = self.weights = self
         self.version = -1
+        self.save_errors: list[Exception | None] = []
+        """Outcomes of the next saves."""
 
     def __len__(self) -> int:
         return 1
@@ -205,6 +210,9 @@ class Workers:
     async def call(self, method: str, *args: Any, **_: Any) -> list[Any]:
         if method == "save_checkpoint":
             Path(args[0]).mkdir()
+            (Path(args[0]) / "metadata.json").write_text("{}")
+        if method == "finish_saves" and self.save_errors and (error := self.save_errors.pop(0)):
+            raise error
         return [True]
 
 
@@ -224,19 +232,25 @@ class Run(Trainer):
         return {}
 
 
-def train(config: Config, scores: Sequence[float] = range(9), *, crash_after: int | None = None) -> Run:
+def train(
+    config: Config, scores: Sequence[float] = range(9), *, crash_after: int | None = None, workers: Any = None
+) -> Run:
     """``scores``: of weights by their version."""
     data = PromptData(read_table(config.data.train_files, config.data.prompt_key), config.data, TOKENIZER)
     loader = PromptLoader(data, config.data, n=1, epochs=9, max_steps=config.trainer.total_training_steps)
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
-    if (checkpoint := find_checkpoint(config)) is not None:
-        progress = read_progress(checkpoint, expected=progress)
-    best = read_best(Path(config.trainer.default_local_dir), config.trainer.best_metric, until=progress.step)
+    checkpoint = None
+    for point in resume_points(config, progress)[:1]:
+        progress, checkpoint = point.progress, point.folder
+    root, best = Path(config.trainer.default_local_dir), None
+    if checkpoint is None:
+        forget_best(root)
+    else:
+        best = read_best(root, config.trainer.best_metric, until=progress.step)
     scorer: Any = Scorer(scores)
-    workers: Any = Workers()
     teachers = NoTeacher(config, Routes(("default",)), {})
     judging = Judging(scorer, validation=read_validation(config, TOKENIZER))
-    trainer = Run(config, workers, teachers, loader, Start(progress, checkpoint, best), judging)
+    trainer = Run(config, workers or Workers(), teachers, loader, Start(progress, checkpoint, best), judging)
     if crash_after is not None:
 
         async def crash() -> None:
@@ -286,11 +300,10 @@ def test_the_best_checkpoint_is_saved_at_once_and_kept_by_name(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_2", "global_step_4"]
     assert (tmp_path / "best").resolve() == tmp_path / "global_step_4"
     assert bests(tmp_path) == [2, 4]
-    latest = configured(tmp_path)
-    assert find_checkpoint(latest) == tmp_path / "global_step_4"
-    by_name = configured(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/best")
-    found = find_checkpoint(by_name)
-    assert found is not None and json.loads((found / "trainer.json").read_text())["step"] == 4
+    by_name = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/best"]
+    for overrides in ([], by_name):
+        point = resume_points(configured(tmp_path, *overrides), Progress(0, 0, 4, 1, True))[0]
+        assert point.folder.resolve() == tmp_path / "global_step_4" and point.progress.step == 4
 
 
 def test_a_resumed_run_knows_its_best_and_goes_on_with_its_steps(tmp_path: Path) -> None:
@@ -303,7 +316,7 @@ def test_a_resumed_run_knows_its_best_and_goes_on_with_its_steps(tmp_path: Path)
     assert [line["training/global_step"] for line in lines(tmp_path)] == list(range(8))
     assert lines(tmp_path)[:7] == before  # it validated again after step 6, with the same results
     train(configured(tmp_path, *overrides, "trainer.total_training_steps=8"), scores)
-    assert (tmp_path / "best").resolve() == tmp_path / "global_step_8" and bests(tmp_path) == [2, 8]
+    assert (tmp_path / "best").resolve() == tmp_path / "global_step_8" and bests(tmp_path) == [0, 2, 8]
 
 
 def test_the_best_of_steps_that_are_done_again_counts_no_more(tmp_path: Path) -> None:
@@ -340,8 +353,38 @@ def test_the_checkpoint_that_a_run_resumes_from_competes_if_it_is_its_own(tmp_pa
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_4"]
     there = [f"trainer.default_local_dir={tmp_path}/other", "trainer.resume_mode=resume_path"]
     elsewhere = configured(tmp_path, *resumed, *there, f"trainer.resume_from_path={tmp_path}/best")
-    trainer = train(elsewhere, scores)
-    assert trainer.best is not None and trainer.best.step == 6 and bests(tmp_path / "other") == [6]
+    train(elsewhere, scores)  # the weights that it starts from are better than those of all its steps
+    assert bests(tmp_path / "other") == [4] and not (tmp_path / "other" / "best").exists()
+    train(elsewhere, [*scores[:6], 6, 0, 0])
+    assert bests(tmp_path / "other") == [4, 6]
+    assert (tmp_path / "other" / "best").resolve() == tmp_path / "other" / "global_step_6"
+
+
+def test_a_checkpoint_is_the_best_only_if_it_is_better_than_before_training(tmp_path: Path) -> None:
+    first = [BEST, "trainer.val_before_train=true", "trainer.save_freq=2"]
+    train(configured(tmp_path, *first, "trainer.total_training_steps=4"), scores=[3, 0, 1, 0, 2, 0, 0, 0, 0])
+    assert bests(tmp_path) == [0] and not (tmp_path / "best").exists()
+    train(configured(tmp_path, *first, "trainer.total_training_steps=8"), scores=[3, 0, 1, 0, 2, 0, 4, 0, 3])
+    assert bests(tmp_path) == [0, 6] and (tmp_path / "best").resolve() == tmp_path / "global_step_6"
+    afresh = [*first, "trainer.total_training_steps=2", "trainer.resume_mode=disable"]
+    train(configured(tmp_path, *afresh), scores=[0, 0, 1, 0, 0, 0, 0, 0, 0])
+    assert bests(tmp_path) == [0, 2] and (tmp_path / "best").resolve() == tmp_path / "global_step_2"
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_failed_saves_are_counted_in_the_metrics_until_there_are_too_many(tmp_path: Path, async_save: bool) -> None:
+    workers = Workers()
+    workers.save_errors = [None, CheckpointError("disk full"), None, CheckpointError("disk full")]
+    saves = f"actor_rollout_ref.actor.checkpoint.async_save={str(async_save).lower()}"
+    config = configured(
+        tmp_path, "trainer.save_freq=2", "trainer.total_training_steps=10", "trainer.test_freq=-1", saves
+    )
+    with pytest.raises(CheckpointError, match=r"disk full\n.* 2 failed so far, .*=1; the last .*global_step_6"):
+        train(config, workers=workers)
+    counted = [line["checkpoint/failed_saves"] for line in lines(tmp_path) if "checkpoint/failed_saves" in line]
+    assert counted == ([0, 0, 0, 1, 1, 1, 1] if async_save else [0, 1, 1])
+    assert sorted(path.name for path in tmp_path.glob("*global_step_*")) == ["global_step_2", "global_step_6"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "6\n"
 
 
 @pytest.mark.parametrize("async_save", [False, True])

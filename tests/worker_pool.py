@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from tests.ports import free_port
 
 Job = Callable[..., Any]
 
@@ -71,12 +72,6 @@ class WorkerPool:
             self.close()
             raise AssertionError(f"{job.__name__}, rank {rank}:\n{answer}")
         return answer
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _serve(pipe: Connection) -> None:

@@ -1,4 +1,4 @@
-"""Everything that is patched in megatron-core 0.16.1, but for the queue in ``writer_results``.
+"""Patches of megatron-core 0.16.1.
 
 Megatron has no device abstraction: it spells the device as ``torch.cuda.current_device()``, as the literal ``"cuda"``,
 or asks ``tensor.type() == "torch.cuda.FloatTensor"``. Where CUDA is absent, ``install`` and ``on_host`` take those
@@ -13,6 +13,7 @@ Places named are files of ``megatron/core``.
 from __future__ import annotations
 
 import contextlib
+import queue
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ def install() -> None:
     _mend_adam_steps()
     _mend_bucket_padding()
     _mend_router()
+    _mend_results_queue()
     if not torch.cuda.is_available():
         _take_host_for_device()
 
@@ -135,6 +137,18 @@ def _mend_router() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _mend_results_queue() -> None:
+    """Replace the queue for which dist_checkpointing/strategies/filesystem_async.py:55 would start a process.
+
+    The process, a multiprocessing manager, outlives an actor that is killed, and leaves a folder ``pymp-*``. The
+    writers of ``writer_process`` report without a queue.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()  # only ever stored
 
 
 def _mend_adam_steps() -> None:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from recipe_gkd.actor.hf_layout import join_shards, shard_size
-from recipe_gkd.actor.hf_names import Cut, Weight, weights
+from recipe_gkd.actor.hf_names import Cut, Weight
 from recipe_gkd.actor.parallel import Layout
 from recipe_gkd.actor.shape import ModelShape
 from recipe_gkd.weights.buckets import TensorMeta
 
 
-def weights_meta(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
-    """What :func:`export_weights` yields, in its order.
+def weights_meta(weights: Iterable[Weight], dtype: torch.dtype) -> list[TensorMeta]:
+    """Return name, shape and dtype of each tensor that :func:`export_weights` yields for ``weights``, in its order.
 
     All weights are in the dtype of training. (So is a mixture's router; it is computed with in float32.)
     """
-    return [(name, size, str(dtype).removeprefix("torch.")) for weight in weights(shape) for name, size in weight.hf]
+    return [(name, size, str(dtype).removeprefix("torch.")) for weight in weights for name, size in weight.hf]
 
 
 def stages_of_weights(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipe_gkd.actor import cpu_compat
-from recipe_gkd.actor.checkpoint import StateWriter, TrainingState, load
+from recipe_gkd.actor.checkpoint import StateWriter, TrainingState, check, load
 from recipe_gkd.actor.components import Totals
 from recipe_gkd.actor.export import export_weights, stages_of_weights, weights_meta
 from recipe_gkd.actor.hf_load import load_hf, own_parameters
+from recipe_gkd.actor.hf_names import weights
 from recipe_gkd.actor.hf_save import save_hf_folder
 from recipe_gkd.actor.microbatch import PackedBatch, micro_batches, pack
 from recipe_gkd.actor.model import build_chunks, transformer_config
@@ -26,16 +27,18 @@ from recipe_gkd.actor.optimizer import (
     clip_and_step,
     gradient_norm,
     learning_rate,
-    set_learning_rate,
+    set_hyperparameters,
     wrap_and_optimize,
 )
+from recipe_gkd.actor.padding_rows import keep_padding_rows
 from recipe_gkd.actor.parallel import check_world_size, find_store, init_parallel, leave_parallel, tensor_group
+from recipe_gkd.actor.parallel_write import ParallelWrite
 from recipe_gkd.actor.report import metrics, names_of_sums
 from recipe_gkd.actor.shape import read_shape
 from recipe_gkd.actor.step import run_micro_batches
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.teachers import names as teacher_names
-from recipe_gkd.errors import DataError, EchoError, WorkerError
+from recipe_gkd.errors import CheckpointError, DataError, EchoError, WorkerError
 from recipe_gkd.samples import Sample
 from recipe_gkd.weights.buckets import TensorMeta
 
@@ -48,7 +51,8 @@ class MegatronActor:
 
     A collective that not every rank joins ends with an error, ``COLLECTIVE_GRACE_S`` after
     ``actor_rollout_ref.nccl_timeout``.
-    After an error in ``update`` that says the weights are unchanged, the actor can be used on; after any other, not.
+    After an error in ``update`` that says the weights are unchanged, or a :class:`CheckpointError`, the actor can be
+    used on, as the methods tell; after any other, not.
     """
 
     def __init__(
@@ -81,8 +85,9 @@ class MegatronActor:
         self.device = torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
         self._timeout_s = config.actor_rollout_ref.nccl_timeout
         self._model_path = Path(config.actor_rollout_ref.model.path)
-        self._writer = StateWriter()
+        self._writer = StateWriter(self._actor.timeout_s)
         self._step = 0
+        self._partly_loaded: Path | None = None
 
     # ---------------------------------------------------------------- start and end
 
@@ -143,8 +148,14 @@ class MegatronActor:
 
     def shutdown(self) -> None:
         """Finish a background save and leave the group; the process may set up another actor afterwards."""
-        self.finish_saves()
-        leave_parallel()
+        try:
+            self.finish_saves()
+        finally:
+            leave_parallel()
+
+    def set_total_steps(self, total_steps: int) -> None:
+        """Set the step where the decay of the learning rate ends, if the run resumes from another step than planned."""
+        self._total_steps = total_steps
 
     # ---------------------------------------------------------------- training
 
@@ -161,6 +172,7 @@ class MegatronActor:
         Raises :class:`DataError` for a sample that cannot be trained on (:class:`EchoError` on the other ranks), and
         :class:`WorkerError` if the loss or the gradient is not finite; the weights are unchanged then.
         """
+        self._check_usable()
         self._step = step
         lr = learning_rate(step, self._total_steps, self._actor.optim)
         with cpu_compat.on_host():
@@ -185,8 +197,10 @@ class MegatronActor:
             if not math.isfinite(norm):
                 raise self._not_finite_error("gradient", [sample.prompt.uid for sample in samples])
             if sums["n_tokens"]:
-                set_learning_rate(self._optimizer, lr, self._actor.optim.weight_decay)
-                clip_and_step(self._optimizer, norm, self._actor.optim.clip_grad)
+                set_hyperparameters(self._optimizer, lr, self._actor.optim)
+                n_tokens = self._n_tokens or self.shape.vocab_size
+                with keep_padding_rows(self._chunks, self._optimizer, self.layout.tp_rank, n_tokens):
+                    clip_and_step(self._optimizer, norm, self._actor.optim.clip_grad)
         self._step = step + 1
         return metrics(self._gkd, self._teachers, sums) | {
             "actor/grad_norm": norm,
@@ -262,55 +276,104 @@ class MegatronActor:
 
     def weights_meta(self) -> list[TensorMeta]:
         """Hugging Face name, full shape and dtype of what :meth:`export_weights` yields, in its order."""
-        return weights_meta(self.shape, self._dtype)
+        return weights_meta(weights(self.shape), self._dtype)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Collective generator: ``(name, whole tensor)`` on global rank 0 alone; the other ranks run it to its end.
 
         See :func:`recipe_gkd.actor.export.export_weights`. No update may run in between.
         """
+        self._check_usable()
         return export_weights(self._parameters, self._stages, self.shape, self.layout, self.device, self._dtype)
 
     def save_hf(self, path: str | Path) -> None:
-        """Write an ordinary Hugging Face folder; complete once rank 0 has returned."""
-        weights = self.export_weights()
-        try:
-            if self.layout.rank == 0:
-                save_hf_folder(Path(path), self._model_path, weights, self.weights_meta())
-        finally:
-            for _ in weights:  # the other ranks only take part, and must not be left alone if rank 0 fails
-                pass
+        """Write an ordinary Hugging Face folder. It may take ``actor.timeout_s``, and is complete at the return.
+
+        Raises:
+            CheckpointError: It could not be written. Raised on all ranks; the actor can be used on.
+        """
+        self._check_usable()
+        limit_s = self._actor.timeout_s
+        deadline = time.monotonic() + limit_s
+
+        def export(first: int, last: int) -> Iterator[tuple[str, Tensor]]:
+            parameters, stages = self._parameters[first:last], self._stages[first:last]
+            return export_weights(parameters, stages, self.shape, self.layout, self.device, self._dtype)
+
+        def run(function: Callable[[], None] | None, failure: str | None) -> None:
+            functions = [function] if function is not None and self.layout.rank == 0 else []
+            ParallelWrite(
+                f"the save of the Hugging Face folder {path}",
+                functions,
+                deadline=deadline,
+                limit_s=limit_s,
+                device=self.device,
+                failure=failure,
+            ).wait()
+
+        metas = [weights_meta([weight], self._dtype) for weight, _ in self._parameters]
+        with cpu_compat.on_host():
+            save_hf_folder(Path(path), self._model_path, metas, export, run)
 
     # ---------------------------------------------------------------- checkpoints
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Write those of ``checkpoint.save_contents`` that serve to resume (`model`, `optimizer`, `extra`) to ``path``.
 
-        With ``checkpoint.async_save`` it is complete only after :meth:`finish_saves`.
+        With ``checkpoint.async_save`` it is complete only after :meth:`finish_saves`. A save may take
+        ``actor.timeout_s`` from its start.
+
+        Raises:
+            CheckpointError: This save failed, or an earlier one in the background. Raised on all ranks. Nothing is
+                written any more; the actor can be used on.
         """
         self.finish_saves()
+        self._check_usable()
         options = self._actor.checkpoint
         contents = [part for part in options.save_contents if part != "hf_model"]  # for which there is save_hf
         with cpu_compat.on_host():
-            self._writer.save(Path(path), self._state(), self._step, contents, background=options.async_save)
+            self._writer.save(Path(path), self._state(), self._step, contents)
+            if not options.async_save:
+                self._writer.finish()
 
     def finish_saves(self, wait: bool = True) -> bool:
-        """Complete what :meth:`save_checkpoint` started, waiting for its writers or not; whether it is complete."""
+        """Complete what :meth:`save_checkpoint` started; return True if no save is in progress any more.
+
+        Args:
+            wait: Wait for the writers, until ``actor.timeout_s`` from the start of the save.
+
+        Raises:
+            CheckpointError: The save failed or is overdue. Raised on all ranks, once. Nothing is written any more; the
+                actor can be used on.
+        """
         with cpu_compat.on_host():
             if wait:
-                self._writer.finish(self._actor.timeout_s)
+                self._writer.finish()
             return self._writer.finish_if_written()
 
     def load_checkpoint(self, path: str | Path) -> int:
         """Restore ``checkpoint.load_contents`` from what :meth:`save_checkpoint` wrote, in this layout or another.
 
         Returns the number of updates behind it (0 if `extra` is not among the contents).
-        Raises :class:`CheckpointError` if there is no complete checkpoint, or not of this model.
+
+        Raises:
+            CheckpointError: It is missing, incomplete or damaged, or is not of this model. Raised on all ranks. Another
+                checkpoint can be loaded next. If the damage was found inside of the shards, nothing else is possible.
         """
         self.finish_saves()
+        path, contents = Path(path), self._actor.checkpoint.load_contents
         with cpu_compat.on_host():
-            self._step = load(Path(path), self._state(), self._actor.checkpoint.load_contents)
+            common = check(path, self._state(), contents)
+            self._partly_loaded = path
+            self._step = load(path, self._state(), contents, common)
+            self._partly_loaded = None
         return self._step
+
+    def _check_usable(self) -> None:
+        if self._partly_loaded is not None:
+            raise CheckpointError(
+                f"the weights are partly those of {self._partly_loaded}, which is damaged; load another checkpoint"
+            )
 
     def _state(self) -> TrainingState:
         return TrainingState(
@@ -319,6 +382,7 @@ class MegatronActor:
             shape=self.shape,
             layout=self.layout,
             dtype=self._actor.megatron.dtype,
+            device=self.device,
         )
 
 

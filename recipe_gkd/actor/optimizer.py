@@ -75,11 +75,16 @@ class _Bfloat16(Float16Module):
         return super().forward(*inputs, fp32_output=False, **kwargs)
 
 
-def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """To be called before every step: Megatron's parameter groups hold multipliers that nothing else applies."""
+def set_hyperparameters(optimizer: MegatronOptimizer, lr: float, optim: OptimConfig) -> None:
+    """Set learning rate, weight decay and betas as configured; to be called before every step.
+
+    Megatron's parameter groups hold multipliers that nothing else applies, and a checkpoint brings the groups of the
+    run that saved it.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
-        group["weight_decay"] = weight_decay * group["wd_mult"]
+        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
+        group["betas"] = optim.betas
 
 
 @torch.no_grad()

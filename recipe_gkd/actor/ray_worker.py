@@ -89,6 +89,9 @@ class ActorWorker:
     def load_checkpoint(self, path: str) -> int:
         return self.actor.load_checkpoint(path)
 
+    def set_total_steps(self, total_steps: int) -> None:
+        self.actor.set_total_steps(total_steps)
+
     def shutdown(self) -> None:
         self.weights.close()
         self.actor.shutdown()

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 
 from recipe_gkd.config.load import compose_config, description, known_keys
+from recipe_gkd.config.ranges import numeric_range
 from recipe_gkd.config.schema import Config
 
 
@@ -18,7 +19,7 @@ def reference() -> str:
     for name, field in known_keys().items():
         default = _at(values, name)
         shown = "*must be set*" if default == "???" else f"`{json.dumps(default)}`"
-        rows.append(f"| `{name}` | {shown} | {description(field)}{_choices(_hint(name))} |")
+        rows.append(f"| `{name}` | {shown} | {description(field)}{_choices(_hint(name))}{_range(name)} |")
     return "\n".join(rows)
 
 
@@ -33,6 +34,11 @@ def _hint(name: str) -> Any:
     for part in name.split("."):
         hint = get_type_hints(hint)[part]
     return hint
+
+
+def _range(name: str) -> str:
+    values = numeric_range(name)
+    return f" Range: {values}." if values else ""
 
 
 def _choices(hint: Any) -> str:

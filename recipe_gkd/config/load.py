@@ -136,7 +136,9 @@ def _complaint(detail: ErrorDetails) -> str:
         return _unknown(key)
     if detail["type"].startswith("missing"):
         return f"{key} is missing from the configuration; take it from config/on_policy_distill_trainer.yaml"
-    message = detail["msg"][0].lower() + detail["msg"][1:]
+    message = detail["msg"].removeprefix("Value error, ")
+    if message == detail["msg"]:  # pydantic's own text
+        message = message[0].lower() + message[1:]
     return f"{key}: got {detail['input']!r}; {message}"
 
 

@@ -11,11 +11,28 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from recipe_gkd.config.limits import (
+    HIGHEST_TEMPERATURE,
+    LONGEST_S,
+    LONGEST_WAIT_S,
+    MAX_BATCH,
+    MAX_COEFFICIENT,
+    MAX_COUNT,
+    MAX_CPUS,
+    MAX_DEVICES,
+    MAX_EPOCHS,
+    MAX_GROUP,
+    MAX_INT32,
+    MAX_NODES,
+    MAX_SEED,
+    MAX_STEPS,
+    MAX_TOKENS,
+    SHORTEST_S,
+    Beta,
+    Temperature,
+)
+
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-LONGEST_S = 30 * 24 * 3600.0
-"""A wait that has an end."""
 
 
 def key(doc: str, **bounds: Any) -> Any:
@@ -23,9 +40,9 @@ def key(doc: str, **bounds: Any) -> Any:
     return Field(description=doc, **bounds)
 
 
-def seconds(doc: str) -> Any:
+def seconds(doc: str, longest: float = LONGEST_S) -> Any:
     """The deadline of a wait."""
-    return key(f"Seconds that {doc}", gt=0, le=LONGEST_S)
+    return key(f"Seconds that {doc}", ge=SHORTEST_S, le=longest)
 
 
 def _as_list(value: Any) -> Any:
@@ -52,12 +69,14 @@ class DataConfig:
         "Column of what the reward function compares an answer with; dots lead into a structure, such as "
         "`reward_model.ground_truth`."
     )
-    data_source_key: str = key("Column that says where a row comes from: validation is reported by it.")
-    max_prompt_length: int = key("Longest prompt, in tokens after the chat template.", ge=1)
-    max_response_length: int = key("Longest answer, in tokens; generation is cut there.", ge=1)
-    train_batch_size: int = key("Prompts of one training step.", ge=1)
+    data_source_key: str = key(
+        "Column of the origin of a row: validation is reported by it, and reward functions receive it as `data_source`."
+    )
+    max_prompt_length: int = key("Longest prompt, in tokens after the chat template.", ge=1, le=MAX_TOKENS)
+    max_response_length: int = key("Longest answer, in tokens; generation is cut there.", ge=1, le=MAX_TOKENS)
+    train_batch_size: int = key("Prompts of one training step.", ge=1, le=MAX_BATCH)
     shuffle: bool = key("Shuffle each epoch, from `seed` and the epoch's number.")
-    seed: int = key("Seed of the order of the data and of every sampled token.", ge=0)
+    seed: int = key("Seed of the order of the data and of every sampled token.", ge=0, le=MAX_SEED)
     filter_overlong_prompts: bool = key("Drop prompts longer than `max_prompt_length` (their number is logged).")
     truncation: Literal["error", "left", "right", "middle"] = key(
         "What to do with an overlong prompt that was not filtered."
@@ -72,13 +91,15 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MegatronConfig:
-    tensor_model_parallel_size: int = key("Ranks that share each layer.", ge=1)
-    pipeline_model_parallel_size: int = key("Stages that the layers are divided into.", ge=1)
-    virtual_pipeline_model_parallel_size: int | None = key("Interleaved chunks of layers a stage.", ge=2)
-    context_parallel_size: int = key("Ranks that share each sequence.", ge=1)
-    expert_model_parallel_size: int = key("Ranks that share the experts of a mixture.", ge=1)
+    tensor_model_parallel_size: int = key("Ranks that share each layer.", ge=1, le=MAX_DEVICES)
+    pipeline_model_parallel_size: int = key("Stages that the layers are divided into.", ge=1, le=MAX_DEVICES)
+    virtual_pipeline_model_parallel_size: int | None = key(
+        "Interleaved chunks of layers a stage.", ge=2, le=MAX_DEVICES
+    )
+    context_parallel_size: int = key("Ranks that share each sequence.", ge=1, le=MAX_DEVICES)
+    expert_model_parallel_size: int = key("Ranks that share the experts of a mixture.", ge=1, le=MAX_DEVICES)
     expert_tensor_parallel_size: int | None = key(
-        "Ranks that share each expert; null: as `tensor_model_parallel_size`.", ge=1
+        "Ranks that share each expert; null: as `tensor_model_parallel_size`.", ge=1, le=MAX_DEVICES
     )
     sequence_parallel: bool = key("Divide activations between layers by sequence (needs tensor parallel > 1).")
     use_distributed_optimizer: bool = key("Divide the optimiser state between the data-parallel ranks.")
@@ -95,16 +116,16 @@ class MegatronConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimConfig:
-    lr: float = key("Peak learning rate.", gt=0)
-    min_lr: float = key("Where the decay ends.", ge=0)
-    lr_warmup_steps: int = key("Steps of linear warm-up; -1: take `lr_warmup_steps_ratio`.", ge=-1)
+    lr: float = key("Peak learning rate.", gt=0, le=1)
+    min_lr: float = key("Where the decay ends.", ge=0, le=1)
+    lr_warmup_steps: int = key("Steps of linear warm-up; -1: take `lr_warmup_steps_ratio`.", ge=-1, le=MAX_STEPS)
     lr_warmup_steps_ratio: float = key("Warm-up as a share of all steps.", ge=0, le=1)
     lr_decay_style: Literal["constant", "linear", "cosine"] = key(
         "How the rate falls over all steps after the warm-up."
     )
-    weight_decay: float = key("AdamW's decay; not applied to biases and norms.", ge=0)
-    betas: tuple[float, float] = key("AdamW's two betas.")
-    clip_grad: float = key("Largest norm of the gradient; 0: no clipping.", ge=0)
+    weight_decay: float = key("AdamW's decay; not applied to biases, norms and padding rows.", ge=0, le=100)
+    betas: tuple[Beta, Beta] = key("AdamW's two betas.")
+    clip_grad: float = key("Largest norm of the gradient; 0: no clipping.", ge=0, le=MAX_COEFFICIENT)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -119,10 +140,12 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ActorConfig:
     strategy: Literal["megatron"] = key("Training engine.")
-    micro_batch_size: int = key("Samples of one forward pass on one rank, when `use_dynamic_bsz` is off.", ge=1)
+    micro_batch_size: int = key(
+        "Samples of one forward pass on one rank, when `use_dynamic_bsz` is off.", ge=1, le=MAX_BATCH
+    )
     use_dynamic_bsz: bool = key("Fill micro-batches by tokens, up to `max_token_len`, instead of by samples.")
-    max_token_len: int = key("Tokens of one micro-batch when `use_dynamic_bsz` is on.", ge=1)
-    timeout_s: float = seconds("one update, save or load may take.")
+    max_token_len: int = key("Tokens of one micro-batch when `use_dynamic_bsz` is on.", ge=1, le=MAX_INT32)
+    timeout_s: float = seconds("one update, save or load may take; a save in the background, from its start.")
     megatron: MegatronConfig
     optim: OptimConfig
     checkpoint: CheckpointConfig
@@ -130,29 +153,31 @@ class ActorConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ValidationSamplingConfig:
-    n: int = key("Answers to each validation prompt; their rewards are averaged.", ge=1)
-    temperature: float = key("Of validation answers; 0 is greedy.", ge=0)
+    n: int = key("Answers to each validation prompt; their rewards are averaged.", ge=1, le=MAX_GROUP)
+    temperature: Temperature = key(
+        "Sampling temperature of validation answers; 0 is greedy, else 0.01 to 2.", ge=0, le=HIGHEST_TEMPERATURE
+    )
     top_p: float = key("Nucleus sampling of validation answers; 1: off.", gt=0, le=1)
-    top_k: int = key("Sample validation answers among the k likeliest tokens; -1 or 0: among all.", ge=-1)
+    top_k: int = key("Sample validation answers among the k likeliest tokens; -1 or 0: among all.", ge=-1, le=MAX_INT32)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutEngineConfig:
     name: Literal["vllm"] = key("Generation engine.")
-    n: int = key("Answers to each prompt.", ge=1)
-    temperature: float = key("Of sampling; 0 is greedy.", ge=0)
+    n: int = key("Answers to each prompt.", ge=1, le=MAX_GROUP)
+    temperature: Temperature = key("Sampling temperature; 0 is greedy, else 0.01 to 2.", ge=0, le=HIGHEST_TEMPERATURE)
     top_p: float = key("Nucleus sampling; 1: off.", gt=0, le=1)
-    top_k: int = key("Sample among the k likeliest tokens; -1 or 0: among all.", ge=-1)
+    top_k: int = key("Sample among the k likeliest tokens; -1 or 0: among all.", ge=-1, le=MAX_INT32)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key("Precision of the rollout engine.")
     gpu_memory_utilization: float = key("Share of a GPU's memory for vLLM (CUDA only).", gt=0, le=1)
     kv_cache_memory_megabytes: int | None = key(
-        "Size of the KV cache; null: on CUDA what `gpu_memory_utilization` leaves, on a CPU 256.", ge=1
+        "Size of the KV cache; null: on CUDA what `gpu_memory_utilization` leaves, on a CPU 256.", ge=1, le=1 << 24
     )
-    tensor_model_parallel_size: int = key("GPUs of one engine.", ge=1)
-    max_num_seqs: int = key("Answers that one engine generates at the same time.", ge=1)
-    max_model_len: int | None = key("Longest sequence; null: prompt plus response length.", ge=1)
+    tensor_model_parallel_size: int = key("GPUs of one engine.", ge=1, le=MAX_DEVICES)
+    max_num_seqs: int = key("Answers that one engine generates at the same time.", ge=1, le=1 << 14)
+    max_model_len: int | None = key("Longest sequence; null: prompt plus response length.", ge=2, le=MAX_TOKENS)
     enforce_eager: bool = key("No CUDA graphs (a CPU is always eager).")
-    update_weights_bucket_megabytes: float = key("Weights are sent in buckets of this size.", gt=0)
+    update_weights_bucket_megabytes: float = key("Weights are sent in buckets of this size.", ge=1e-3, le=1 << 16)
     weight_transport: Literal["auto", "collective", "ipc"] = key(
         "`collective`: NCCL or gloo; `ipc`: memory shared on one node; `auto`: `ipc` where GPUs are shared."
     )
@@ -171,14 +196,17 @@ class TeacherConfig:
     route_key: str | None = key(
         "Column that names each prompt's teacher; dots lead into a structure. Needed with more than one."
     )
-    n_server_workers: int = key("Teacher workers, of all teachers together.", ge=1)
+    n_server_workers: int = key("Teacher workers, of all teachers together.", ge=1, le=MAX_NODES)
     num_microbatches: int = key(
         "Times `n_server_workers`: the groups of equally many answers in which a batch goes to the teachers; of each "
         "group a teacher gets its own answers as one request.",
         ge=1,
+        le=1 << 16,
     )
     timeout_s: float = seconds("the teacher may take for one request.")
-    top_k: int | None = key("How many ids a position are asked for; null: all that the teacher returns.", ge=1)
+    top_k: int | None = key(
+        "How many ids a position are asked for; null: all that the teacher returns.", ge=1, le=1 << 24
+    )
     wire_dtype: Literal["float32", "float16"] = key(
         "How top-k log-probabilities travel; `float16` is for teachers on other hosts: a quarter fewer "
         "bytes, log-probabilities to 11 bits."
@@ -190,10 +218,12 @@ class TeacherConfig:
         "but nothing is learnt from the teacher on them, up to `max_skipped_samples`."
     )
     max_wait_s: float = seconds(
-        "a request may be asked again, one time after the other, before the run ends: of `wait`."
+        "a request may be asked again, one time after the other, before the run ends: of `wait`.", LONGEST_WAIT_S
     )
     max_skipped_samples: int = key(
-        "Samples that may be skipped in the whole run, resumed or not, before it ends: of `skip_samples`.", ge=0
+        "Samples that may be skipped in the whole run, resumed or not, before it ends: of `skip_samples`.",
+        ge=0,
+        le=MAX_STEPS,
     )
 
 
@@ -215,28 +245,34 @@ class GkdConfig:
         "Divergence of teacher P and student Q at each position, from the teacher's top-k; or `k1`, `k2`, `k3`, from "
         "the sampled token alone: `k1` is reverse KL by policy gradient."
     )
-    distill_loss_coef: float = key("Weight of the distillation loss; 0: it is only measured.", ge=0)
+    distill_loss_coef: float = key("Weight of the distillation loss; 0: it is only measured.", ge=0, le=MAX_COEFFICIENT)
     distill_temperature: float = key("Both distributions are those of logits / this.", ge=1e-3, le=1e3)
     tail: Tail = key(
         "All ids outside the teacher's top-k: `bucket`: one outcome; `renormalise`: left out, and both sides divided "
         "by what is left (biased); `none`: left out of the sum (biased)."
     )
-    beta: float = key("Of `jsd`: the teacher's share of the mixture; near 0 forward KL, near 1 reverse KL.", gt=0, lt=1)
+    beta: float = key(
+        "Of `jsd`: the teacher's share of the mixture; near 0 forward KL, near 1 reverse KL.", ge=1e-6, le=1 - 1e-6
+    )
     rkl_ratio: float = key("Of `kl_rkl`: the share of reverse KL.", ge=0, le=1)
     skew_alpha: float = key(
-        "Of the skewed divergences: how much of the first distribution is mixed into the second.", gt=0, lt=1
+        "Of the skewed divergences: how much of the first distribution is mixed into the second.", ge=1e-6, le=1 - 1e-6
     )
     use_rl_loss: bool = key("Add a GRPO policy loss on the reward of `custom_reward_function`.")
-    rl_loss_coef: float = key("Weight of the policy loss.", ge=0)
+    rl_loss_coef: float = key("Weight of the policy loss.", ge=0, le=MAX_COEFFICIENT)
     clip_ratio_low: float = key("The policy loss stops at a probability ratio of 1 - this.", gt=0, le=1)
-    clip_ratio_high: float = key("The policy loss stops at a probability ratio of 1 + this.", gt=0)
-    clip_ratio_c: float = key("For answers below the mean it stops at this ratio (dual clip).", gt=1)
-    norm_adv_by_std: bool = key("Divide advantages by the standard deviation of the rewards of the same prompt.")
+    clip_ratio_high: float = key("The policy loss stops at a probability ratio of 1 + this.", gt=0, le=MAX_COEFFICIENT)
+    clip_ratio_c: float = key(
+        "For answers below the mean it stops at this ratio (dual clip).", gt=1, le=MAX_COEFFICIENT
+    )
+    norm_adv_by_std: bool = key(
+        "Divide advantages by the standard deviation of the rewards of the same prompt, plus 1e-6."
+    )
     importance: Literal["none", "truncate", "mask"] = key(
         "Of `k1`, `k2`, `k3`: correct for the weights that sampled being older, by the probability ratio: at most "
         "`importance_cap`, or tokens above it left out."
     )
-    importance_cap: float = key("Largest probability ratio of the correction.", ge=1)
+    importance_cap: float = key("Largest probability ratio of the correction.", ge=1, le=MAX_COEFFICIENT)
     baseline: Literal["none", "expected", "group"] = key(
         "Of `k1`, subtracted from log p - log q of the sampled token: `expected`: what it is on average at this "
         "position, from the teacher's top-k; `group`: the mean over the tokens of the other answers to the same "
@@ -246,11 +282,13 @@ class GkdConfig:
     sft_target: Literal["data", "teacher"] = key(
         "Given answers teach by cross-entropy with their own tokens, or by the teacher's distributions along them."
     )
-    sft_loss_coef: float = key("Weight of the cross-entropy with given answers.", ge=0)
+    sft_loss_coef: float = key("Weight of the cross-entropy with given answers.", ge=0, le=MAX_COEFFICIENT)
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = key(
         "Every token of the global batch counts the same, or every answer that has tokens."
     )
-    chunk_tokens: int | None = key("Positions that the loss takes at a time; null: what suits the device.", ge=1)
+    chunk_tokens: int | None = key(
+        "Positions that the loss takes at a time; null: what suits the device.", ge=1, le=MAX_INT32
+    )
     fuse_lm_head: bool = key(
         "Compute the output layer inside the loss, chunk by chunk: the logits are never whole, and computed twice."
     )
@@ -259,16 +297,19 @@ class GkdConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardFunctionConfig:
     path: str | None = key("Python file of the reward function; null: there is none.")
-    name: str = key("Its name there: a function (prompt, answer, ground_truth, extra) -> float.")
+    name: str = key(
+        "Its name there: a function with parameters named as (prompt, answer, ground_truth, extra), or as verl's "
+        "(data_source, solution_str, ground_truth, extra_info), that returns a number or a dict with `score`."
+    )
     on_training: bool = key("Judge training answers also where no loss needs it: `reward/*` is then measured.")
     timeout_s: float = seconds("one call may take.")
-    num_workers: int = key("Processes that call it.", ge=1)
+    num_workers: int = key("Processes that call it.", ge=1, le=MAX_DEVICES)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutPoolConfig:
-    nnodes: int = key("Nodes of the rollout pool.", ge=1)
-    n_gpus_per_node: int = key("GPUs (CPU slots when `trainer.device` is cpu) on each.", ge=1)
+    nnodes: int = key("Nodes of the rollout pool.", ge=1, le=MAX_NODES)
+    n_gpus_per_node: int = key("GPUs (CPU slots when `trainer.device` is cpu) on each.", ge=1, le=MAX_DEVICES)
     share_actor_gpus: bool = key("Each rollout worker lives on the GPU of an actor rank instead of one of its own.")
 
 
@@ -277,38 +318,60 @@ class TrainerConfig:
     scheduler: Literal["sync", "one_step_off", "two_step_off", "n_step_off"] = key(
         "Updates that the weights that generate may be behind: 0, 1, 2, or `max_staleness`."
     )
-    max_staleness: int | None = key("The bound of `n_step_off`; null with the other schedulers.", ge=0)
+    max_staleness: int | None = key("The bound of `n_step_off`; null with the other schedulers.", ge=0, le=1000)
     inflight_update: bool = key(
         "New weights do not wait for the answers under way: generation pauses, loads them and goes on."
     )
     device: Literal["auto", "cuda", "cpu"] = key("`auto` takes CUDA where Ray sees a GPU.")
-    nnodes: int = key("Nodes of the actor pool.", ge=1)
-    n_gpus_per_node: int = key("GPUs (CPU slots when `device` is cpu) on each.", ge=1)
-    total_epochs: int = key("Passes over the training data.", ge=1)
-    total_training_steps: int | None = key("Stop after this many steps; null: after `total_epochs`.", ge=1)
-    save_freq: int = key("Save every so many steps and at the end; -1: never.", ge=-1)
-    test_freq: int = key("Validate every so many steps; -1: never.", ge=-1)
+    nnodes: int = key("Nodes of the actor pool.", ge=1, le=MAX_NODES)
+    n_gpus_per_node: int = key("GPUs (CPU slots when `device` is cpu) on each.", ge=1, le=MAX_DEVICES)
+    total_epochs: int = key(
+        "Passes over the training data; not used if `total_training_steps` is set.", ge=1, le=MAX_EPOCHS
+    )
+    total_training_steps: int | None = key(
+        "Length of the run in steps, over as many passes over the data as that takes; null: `total_epochs` passes.",
+        ge=1,
+        le=MAX_STEPS,
+    )
+    save_freq: int = key("Save every so many steps and at the end; -1: never.", ge=-1, le=MAX_STEPS)
+    max_actor_ckpt_to_keep: int | None = key(
+        "Keep the last so many checkpoints, and the best one in addition; older ones are removed after each save; "
+        "null: keep all.",
+        ge=1,
+        le=MAX_STEPS,
+    )
+    save_failures_allowed: int = key(
+        "Saves that may fail (full disk, killed writer, overdue) before the run ends with an error; a resumed run "
+        "counts from 0. Training goes on, and the last complete checkpoint stays the latest.",
+        ge=0,
+        le=MAX_STEPS,
+    )
+    test_freq: int = key("Validate every so many steps; -1: never.", ge=-1, le=MAX_STEPS)
     val_before_train: bool = key("Validate before the first step.")
-    log_val_generations: int = key("Validation answers shown in the log, each time.", ge=0)
+    log_val_generations: int = key("Validation answers shown in the log, each time.", ge=0, le=MAX_COUNT)
     best_metric: str | None = key(
-        "A validation metric, such as `val/gsm8k/compute_score`: the checkpoint where it was highest is kept as `best`."
+        "A validation metric, such as `val/gsm8k/compute_score`: the checkpoint where it was highest is kept as "
+        "`best`. With `val_before_train` it must also exceed the value before training."
     )
     logger: list[Literal["console", "jsonl", "tensorboard"]] = key("Where metrics go.")
     project_name: str = key("First folder of the logs.")
     experiment_name: str = key("Second folder of the logs.")
     default_local_dir: str = key("Where checkpoints, logs and the trained model go.")
     resume_mode: Literal["disable", "auto", "resume_path"] = key(
-        "`auto`: from the last checkpoint in `default_local_dir`, if there is one."
+        "`auto`: from the last complete checkpoint in `default_local_dir`, if there is one; damaged ones are skipped "
+        "with a warning."
     )
     resume_from_path: str | None = key("Checkpoint folder (`.../global_step_N`) for `resume_path`.")
     startup_timeout_s: float = seconds("all workers together may take to start.")
-    max_worker_restarts: int = key("Rollout workers that may be replaced in one run when they die; 0: none.", ge=0)
+    max_worker_restarts: int = key(
+        "Rollout workers that may be replaced in one run when they die; 0: none.", ge=0, le=MAX_COUNT
+    )
     trace_file: str | None = key("Write a trace of every stage, worker and batch there, for Perfetto.")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RayInitConfig:
-    num_cpus: int | None = key("CPUs of a local cluster; null: those of the machine.", ge=1)
+    num_cpus: int | None = key("CPUs of a local cluster; null: those of the machine.", ge=1, le=MAX_CPUS)
     address: str | None = key("Address of a running cluster, or `auto`; null: start a local one.")
     timeline_json_file: str | None = key("Write Ray's timeline there at the end.")
 

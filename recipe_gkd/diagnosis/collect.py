@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from recipe_gkd.diagnosis.on_node import GONE, WorkerReport
 from recipe_gkd.diagnosis.processes import inspect_here, locate, run_on_node
 from recipe_gkd.diagnosis.report import Subject, render
-from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError, WorkerError, silence
+from recipe_gkd.errors import DeadlineError, UnexpectedError, WeightSyncError, WorkerError, silence
+from recipe_gkd.threads import in_thread
 
 if TYPE_CHECKING:
     from recipe_gkd.groups import WorkerGroup
@@ -32,16 +33,16 @@ _WRITE_S = 2.0
 
 
 async def diagnose(
-    error: GkdError, groups: Sequence[WorkerGroup], root: Path, *, timeout_s: float = TIMEOUT_S
+    error: Exception, groups: Sequence[WorkerGroup], root: Path, *, timeout_s: float = TIMEOUT_S
 ) -> Path | None:
-    """Write ``<root>/diagnosis/<time>-<phase>/`` about a deadline or a failed worker; the folder.
+    """Write ``<root>/diagnosis/<time>-<phase>/`` for a deadline, a failed worker or the unexpected; return it.
 
     ``report.md`` names who answered and who did not, and tells each worker's node, process, state and memory. Beside it
     stand, for each worker, the Python stacks of its process and its children, the ends of its log files, and on CUDA
     the dump of NCCL's flight recorder. None for an error of another kind, and if not even the report could be written.
     Never raises. What is not found out in ``timeout_s`` is left out; a slow disk may take 2 s more.
     """
-    if not isinstance(error, DeadlineError | WorkerError | WeightSyncError):
+    if not isinstance(error, DeadlineError | WorkerError | WeightSyncError | UnexpectedError):
         return None
     deadline = time.monotonic() + timeout_s - _TO_WRITE_S
     try:
@@ -62,7 +63,7 @@ async def diagnose(
 
 async def _in_time(deadline: float, act: Callable[..., T], *args: Any) -> T:
     """In a thread, which is left to itself if it takes longer."""
-    return await asyncio.wait_for(asyncio.to_thread(act, *args), max(0.0, deadline - time.monotonic()))
+    return await asyncio.wait_for(in_thread(act, *args), max(0.0, deadline - time.monotonic()))
 
 
 async def _locate(groups: Sequence[WorkerGroup], deadline: float) -> list[Subject]:
@@ -118,7 +119,7 @@ def _files(subjects: Sequence[Subject]) -> dict[str, bytes]:
     return files
 
 
-def _write_report(error: GkdError, subjects: Sequence[Subject], files: Sequence[str], root: Path) -> Path:
+def _write_report(error: Exception, subjects: Sequence[Subject], files: Sequence[str], root: Path) -> Path:
     """The folder. First, so that it is there even if the disk is too slow for the rest."""
     late = silence(error)
     phase = late.phase if late else str(error).partition(":")[0]

@@ -11,16 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
 
-from recipe_gkd import watch
+from recipe_gkd import scratch, watch
+from recipe_gkd.process_id import ProcessId, boot_id, is_alive, process_id
+from recipe_gkd.threads import run_until
 
 GONE = "gone"
+UNREADABLE = "unknown: the kernel did not describe it in time"
 _STATES = {
     psutil.STATUS_SLEEPING: "waiting",
     psutil.STATUS_IDLE: "waiting",
@@ -32,9 +35,8 @@ _STATES = {
 _FROZEN = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP)
 _TAIL_BYTES = 16_384
 _MAX_DUMP_BYTES = 64 << 20
-
-ProcessId = tuple[int, float]
-"""pid and time of creation, as a pid is given to another process when its own has ended."""
+_LATE_S = 0.4
+"""Time after the deadline that stacks may take: the second attempt at them gets at least 0.2 s."""
 
 
 @dataclass
@@ -61,59 +63,61 @@ def inspect(pids: Sequence[int], log_dir: str, timeout_s: float) -> dict[int, Wo
     """Look into each of ``pids`` and its children, all at once; ends in ``timeout_s`` with what it has got by then."""
     deadline = time.monotonic() + timeout_s
     asked = {pid: _ask_for_nccl_dumps(pid) for pid in pids}
-    trees = {pid: [pid, *(child for child, _ in tree([pid]) if child != pid)] for pid in pids}
-    with ThreadPoolExecutor(max_workers=32) as threads:
-        parts = {
-            pid: [threads.submit(_inspect_process, member, deadline) for member in members]
-            for pid, members in trees.items()
-        }
-        return {
-            pid: WorkerReport(
-                [part.result() for part in parts[pid]], _logs(pid, Path(log_dir)), _dumps(pid, asked[pid], deadline)
-            )
-            for pid in pids
-        }
+    trees = {pid: [pid, *(child.pid for child in tree([pid]) if child.pid != pid)] for pid in pids}
+    members = [member for tree in trees.values() for member in tree]
+    # In threads that are left behind: of a process that hangs in the kernel, even reading /proc can hang.
+    looks = run_until(deadline + _LATE_S, [partial(_inspect_process, member, deadline) for member in members])
+    reports = {
+        member: report or ProcessReport(member, "", UNREADABLE, 0, "")
+        for member, report in zip(members, looks, strict=True)
+    }
+    return {
+        pid: WorkerReport(
+            [reports[member] for member in trees[pid]], _logs(pid, Path(log_dir)), _dumps(pid, asked[pid], deadline)
+        )
+        for pid in pids
+    }
 
 
 def tree(pids: Sequence[int]) -> list[ProcessId]:
-    """These processes and all that they have started; of one that is gone, created at 0."""
+    """Return these processes and all that they have started; ``start_ticks`` is 0 for one that is gone."""
     found: dict[int, ProcessId] = {}
     for pid in pids:
-        found.setdefault(pid, (pid, 0.0))
+        members = [pid]
         with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            for member in (process, *process.children(recursive=True)):
-                found[member.pid] = (member.pid, member.create_time())
+            members += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        for member in members:
+            if identity := process_id(member):
+                found[member] = identity
+        found.setdefault(pid, ProcessId(boot_id(), pid, 0))
     return list(found.values())
+
+
+def end_trees(processes: Sequence[ProcessId], timeout_s: float) -> list[int]:
+    """Send SIGKILL to ``processes`` and to descendants of the live ones; return the pids that do not end."""
+    alive = [process.pid for process in processes if is_alive(process)]
+    return end(list({*processes, *tree(alive)}), 0.0, timeout_s)
 
 
 def end(processes: Sequence[ProcessId], grace_s: float, timeout_s: float) -> list[int]:
     """Wait ``grace_s`` for them to end, then SIGKILL the rest; pids of those that live on after ``timeout_s``."""
     started = time.monotonic()
     left = _wait(processes, grace_s)
-    for pid, _ in left:
+    for process in left:
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(process.pid, signal.SIGKILL)
     left = _wait(left, timeout_s - (time.monotonic() - started))
-    for pid, _ in set(processes) - set(left):
-        watch.forget(pid)
-    return [pid for pid, _ in left]
+    for process in set(processes) - set(left):
+        scratch.remove_of(process.pid)
+    return [process.pid for process in left]
 
 
 def _wait(processes: Sequence[ProcessId], seconds: float) -> list[ProcessId]:
     """Those of ``processes``, no children of ours, that have not ended by then."""
     deadline = time.monotonic() + seconds
-    while (left := [process for process in processes if _lives(process)]) and time.monotonic() < deadline:
+    while (left := [process for process in processes if is_alive(process)]) and time.monotonic() < deadline:
         time.sleep(0.01)
     return left
-
-
-def _lives(process: ProcessId) -> bool:
-    pid, created = process
-    with suppress(psutil.NoSuchProcess):
-        found = psutil.Process(pid)
-        return found.create_time() == created and found.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return False
 
 
 def _inspect_process(pid: int, deadline: float) -> ProcessReport:
@@ -154,11 +158,11 @@ def _stacks(pid: int, *, frozen: bool, deadline: float) -> str:
 
 def _faulthandler_stacks(pid: int, deadline: float) -> str:
     """Of a process that called :func:`open_to_watchers`: SIGUSR1 would end any other."""
-    file = watch.stacks_file(pid)
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-        if not caught & 1 << (signal.SIGUSR1 - 1):
+        file = watch.stacks_file(pid)
+        if file is None or not caught & 1 << (signal.SIGUSR1 - 1):
             return ""
         before = file.stat().st_size
         os.kill(pid, signal.SIGUSR1)
@@ -188,12 +192,11 @@ def _logs(pid: int, log_dir: Path) -> str:
 def _ask_for_nccl_dumps(pid: int) -> dict[Path, float]:
     """Write to the recorder's pipes of a worker and its children; the dumps to come, and their time before that."""
     asked = {}
-    prefix = watch.nccl_prefix(pid)
-    for pipe in prefix.parent.glob(f"{prefix.name}*.pipe"):
+    for pipe in _nccl_files(pid, ".pipe"):
         dump = pipe.with_suffix("")
         before = dump.stat().st_mtime if dump.exists() else 0.0
         with suppress(OSError):  # no reader: the process is gone
-            descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
             os.write(descriptor, b"1")
             os.close(descriptor)
             asked[dump] = before
@@ -208,9 +211,13 @@ def _dumps(pid: int, asked: dict[Path, float], deadline: float) -> dict[str, byt
         time.sleep(0.05)  # NCCL's monitor looks at the pipe once a second
     if asked:
         time.sleep(0.1)  # a dump is there before its last byte is
-    prefix = watch.nccl_prefix(pid)
     return {
-        dump.name.partition(".")[2]: dump.read_bytes()
-        for dump in prefix.parent.glob(f"{prefix.name}*")
+        dump.name: dump.read_bytes()
+        for dump in _nccl_files(pid)
         if dump.is_file() and dump.stat().st_size <= _MAX_DUMP_BYTES
     }
+
+
+def _nccl_files(pid: int, suffix: str = "") -> list[Path]:
+    """Return the files of NCCL's flight recorder in the scratch folders of a worker."""
+    return [file for folder in scratch.folders_of(pid) for file in folder.glob(f"{watch.NCCL_FILES}*{suffix}")]

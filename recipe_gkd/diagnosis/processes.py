@@ -15,6 +15,7 @@ from ray._private.state import state as ray_state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from recipe_gkd.diagnosis import on_node
+from recipe_gkd.threads import in_thread
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,13 +60,13 @@ def own_node() -> str:
 
 async def locate(handles: Sequence[Any]) -> list[Place]:
     """Asks Ray's control service, so that it does not matter whether the actors answer."""
-    return await asyncio.to_thread(lambda: [_locate(handle) for handle in handles])
+    return await in_thread(lambda: [_locate(handle) for handle in handles])
 
 
 async def run_on_node(node_id: str, function: Callable[..., T], *args: Any) -> T:
     """In a thread of this process if the node is its own, else by a probe."""
     if node_id == own_node():
-        return await asyncio.to_thread(function, *args)
+        return await in_thread(function, *args)
     result: T = await start_probe(node_id).run.remote(function, *args)
     return result
 

@@ -20,50 +20,59 @@ but not yet one of the denormal numbers, which are ten times as slow."""
 
 
 def tail_sums(logits_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> Tensor:
-    """[C, H, 3] over the ids off each head's support, with x = logit / temperature: m = max x, sum exp(x - m), and
-    sum exp(x - m) (x - m). They are -inf, 0, 0 where there are no such ids."""
+    """Return, over the ids off each head's support, m = max logit, sum exp(x) and sum exp(x) x: [C, H, 3].
+
+    x = (logit - m) / temperature. The three are -inf, 0, 0 where there are no such ids. Differences of logits lose no
+    digit, however large the logits are; those of logit / temperature would.
+    """
     return torch.stack([_tail_sums(logits_CW, head, dtype) for head in heads], dim=1)
 
 
 def _tail_sums(logits_CW: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
-    """By way of PyTorch's softmax, whose one kernel is faster than exp and sum: sum exp(x - m) = 1 / (its largest)."""
+    """Compute them by PyTorch's softmax: its one kernel is faster than exp and sum. sum exp(x) = 1 / (its largest)."""
     x_CW = _off_support(logits_CW, head, dtype)
     if not x_CW.shape[1]:
         return x_CW.new_tensor([float("-inf"), 0, 0]).expand(len(x_CW), 3)
     m_C = x_CW.amax(1)
     exists_C = m_C != float("-inf")
+    _shift_and_divide(x_CW, m_C, head)
     share_CW = torch.softmax(x_CW, 1, out=_scratch("share", x_CW.shape, dtype, x_CW.device))
     sum_C = share_CW.amax(1).reciprocal()
-    x_CW.sub_(m_C[:, None]).clamp_(min=FAR_BELOW)
+    x_CW.clamp_(min=FAR_BELOW)
     weighted_C = x_CW.mul_(share_CW).sum(1) * sum_C
     return torch.stack([m_C, sum_C.where(exists_C, 0), weighted_C.where(exists_C, 0)], dim=1)
 
 
 def write_gradient(out_CW: Tensor, logits_CW: Tensor, wanted: Backward) -> None:
     """Into ``out_CW``, which may be ``logits_CW`` itself; rounded once, to its dtype."""
-    heads, u_tail_CH, grad_tail_CH = wanted.heads, wanted.u_tail_TH, wanted.grad_tail_TH
-    grad_CW = _tail_gradient(logits_CW, heads[0], u_tail_CH[:, 0], grad_tail_CH[:, 0])
+    heads, top_CH, grad_tail_CH = wanted.heads, wanted.top_TH, wanted.grad_tail_TH
+    grad_CW = _tail_gradient(logits_CW, heads[0], top_CH[:, 0], grad_tail_CH[:, 0])
     if len(heads) > 1:
         grad_CW = grad_CW.clone()
         for number in range(1, len(heads)):
-            grad_CW += _tail_gradient(logits_CW, heads[number], u_tail_CH[:, number], grad_tail_CH[:, number])
+            grad_CW += _tail_gradient(logits_CW, heads[number], top_CH[:, number], grad_tail_CH[:, number])
     grad_CW.scatter_add_(1, heads[0].columns_TK, wanted.grad_support_TK)
     grad_CW.scatter_add_(1, wanted.picked_columns_T1, wanted.grad_picked_T1)
     out_CW.copy_(grad_CW)
 
 
-def _tail_gradient(logits_CW: Tensor, head: Head, u_tail_C: Tensor, grad_tail_C: Tensor) -> Tensor:
-    x_CW = _off_support(logits_CW, head, u_tail_C.dtype)
-    x_CW.sub_(u_tail_C[:, None]).clamp_(min=FAR_BELOW).exp_()
+def _tail_gradient(logits_CW: Tensor, head: Head, top_C: Tensor, grad_tail_C: Tensor) -> Tensor:
+    x_CW = _off_support(logits_CW, head, top_C.dtype)
+    _shift_and_divide(x_CW, top_C, head)
+    x_CW.clamp_(min=FAR_BELOW).exp_()
     x_CW[:, head.real_columns :] = 0
     return x_CW.mul_((grad_tail_C * head.inverse_temperature)[:, None])
 
 
-def _off_support(logits_CW: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
-    """x in ``dtype``, in scratch memory, with -inf on this rank's support ids and in the padding of the vocabulary."""
-    x_CW = _scratch("x", logits_CW.shape, dtype, logits_CW.device).copy_(logits_CW)
+def _shift_and_divide(x_CW: Tensor, top_C: Tensor, head: Head) -> None:
+    x_CW.sub_(top_C[:, None])
     if head.inverse_temperature != 1:
         x_CW.mul_(head.inverse_temperature)
+
+
+def _off_support(logits_CW: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
+    """Return the logits in ``dtype``, in scratch memory, with -inf on this rank's support ids and in the padding."""
+    x_CW = _scratch("x", logits_CW.shape, dtype, logits_CW.device).copy_(logits_CW)
     x_CW[:, head.real_columns :] = float("-inf")
     if head.columns_TK.shape[1]:  # entries of other ranks point at column 0, which they must leave as it is
         blank_CK = torch.zeros_like(head.columns_TK, dtype=dtype).masked_fill_(head.own_TK, float("-inf"))

@@ -56,7 +56,7 @@ class _ReadHidden(torch.autograd.Function):
                 for rows in chunks(len(logits_RW), chunk_positions(logits_RW))
             ]
         gathered = plan.gather(shares)
-        ctx.save_for_backward(hidden_TD, weight_WD, gathered.u_tail_TH, gathered.rounding_TH)
+        ctx.save_for_backward(hidden_TD, weight_WD, gathered.top_TH, gathered.scale_TH)
         ctx.plan, ctx.blocks = plan, blocks
         ctx.mark_non_differentiable(gathered.entropy_T)
         ctx.set_materialize_grads(False)
@@ -65,12 +65,12 @@ class _ReadHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden_TD, weight_WD, u_tail_TH, rounding_TH = ctx.saved_tensors
+        hidden_TD, weight_WD, top_TH, scale_TH = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         dtype = torch.promote_types(weight_WD.dtype, torch.float32)  # a sum over many blocks
         grad_TD = torch.empty_like(hidden_TD) if needs_hidden else None
         grad_WD = torch.zeros_like(weight_WD, dtype=dtype) if needs_weight else None
-        wanted, arithmetic = ctx.plan.backward(u_tail_TH, rounding_TH, grads), arithmetic_for(hidden_TD)
+        wanted, arithmetic = ctx.plan.backward(top_TH, scale_TH, grads), arithmetic_for(hidden_TD)
         for block in ctx.blocks:
             logits_RW = hidden_TD[block] @ weight_WD.T
             for rows in chunks(len(logits_RW), chunk_positions(logits_RW)):

@@ -67,13 +67,13 @@ class Head:
 class Backward:
     """What the gradient in the logits is made of: at each position the sum over heads of
 
-    grad_tail exp(x - u_tail) / temperature off the head's support, ``grad_support_TK`` on the support of the first
-    head, and ``grad_picked_T1`` at the picked column; 0 in the padding.
+    grad_tail exp((logit - top) / temperature) / temperature off the head's support, ``grad_support_TK`` on the support
+    of the first head, and ``grad_picked_T1`` at the picked column; 0 in the padding.
     """
 
     heads: list[Head]
-    u_tail_TH: Tensor
-    """Finite, also where there is no tail."""
+    top_TH: Tensor
+    """Largest logit of the tail on all ranks, not divided by the temperature. Finite, also where there is no tail."""
     grad_tail_TH: Tensor
     grad_support_TK: Tensor
     """0 where another rank has the id, as the next but one."""
@@ -83,7 +83,7 @@ class Backward:
     def rows(self, part: slice) -> Backward:
         return Backward(
             heads=[head.rows(part) for head in self.heads],
-            u_tail_TH=self.u_tail_TH[part],
+            top_TH=self.top_TH[part],
             grad_tail_TH=self.grad_tail_TH[part],
             grad_support_TK=self.grad_support_TK[part],
             picked_columns_T1=self.picked_columns_T1[part],

@@ -2,10 +2,12 @@
 
 One pass over the logits forward, one backward.
 
-With x = logit / temperature and u_tail = logsumexp(x_i, i off the support):
+With top the largest logit off the support, x = (logit - top) / temperature, and u_tail = log(sum exp(x_i), i off the
+support), all up to a constant of the row:
 
     d u_k / d l_i = [i = id_k] / temperature,    d u_tail / d l_i = exp(x_i - u_tail) / temperature   off the support
 
+Logits are subtracted from each other before anything else, which loses no digit however large they are.
 The backward pass needs no collective, and nothing of the logits' size but their gradient.
 """
 
@@ -68,15 +70,15 @@ class Plan:
         )
 
     def read(self, logits_CW: Tensor, part: slice) -> Tensor:
-        """[C, K + 1 + 3 H]: this rank's share of the support's x, of the picked logit, and of each head's tail."""
+        """Return this rank's share of the support's logits, the picked logit and each head's tail: [C, K + 1 + 3 H]."""
         dtype = torch.promote_types(logits_CW.dtype, torch.float32)
         support, picked_own_C1 = self.heads[0].rows(part), self.picked_own_T1[part]
-        x_CK = logits_CW.gather(1, support.columns_TK).to(dtype) * support.inverse_temperature
+        support_CK = logits_CW.gather(1, support.columns_TK).to(dtype)
         picked_C1 = logits_CW.gather(1, self.picked_columns_T1[part]).to(dtype)
         heads = [support, *(head.rows(part) for head in self.heads[1:])]
         tails_CH3 = arithmetic_for(logits_CW).tail_sums(logits_CW, heads, dtype)
         return torch.cat(
-            [x_CK.where(support.own_TK, 0), picked_C1.where(picked_own_C1, 0), tails_CH3.flatten(1)], dim=1
+            [support_CK.where(support.own_TK, 0), picked_C1.where(picked_own_C1, 0), tails_CH3.flatten(1)], dim=1
         )
 
     def gather(self, shares: list[Tensor]) -> Gathered:
@@ -91,47 +93,50 @@ class Plan:
             dist.all_reduce(top_TH, op=dist.ReduceOp.MAX, group=self.tp_group)
         exists_TH = top_TH != float("-inf")
         top_TH = top_TH.where(exists_TH, 0)
-        # exp(x - top) = exp(x - own) exp(own - top), and likewise for the sum that has (x - top) as a factor.
-        lower_TH = (own_top_TH - top_TH).clamp(min=-1e30)
-        scale_TH = lower_TH.exp()
-        sum_TH = tails_TH3[..., 1] * scale_TH
-        weighted_TH = tails_TH3[..., 2] * scale_TH + sum_TH * lower_TH
+        # exp(l - top) = exp(l - own) exp(own - top), and likewise for the sum that has (l - top) as a factor.
+        rate_H = top_TH.new_tensor([head.inverse_temperature for head in self.heads])
+        lower_TH = ((own_top_TH - top_TH) * rate_H).clamp(min=-1e30)
+        sum_TH = tails_TH3[..., 1] * lower_TH.exp()
+        weighted_TH = tails_TH3[..., 2] * lower_TH.exp() + sum_TH * lower_TH
         sums_TX = torch.cat([share_TX[:, :n_sums], sum_TH, weighted_TH], dim=1)
         if self.tp_group is not None and len(share_TX):
             dist.all_reduce(sums_TX, group=self.tp_group)  # one rank has each id, the others have added 0
-        x_TK, picked_T1, sum_TH, weighted_TH = sums_TX.split([n_sums - 1, 1, len(self.heads), len(self.heads)], dim=1)
+        support_TK, picked_T1, sum_TH, weighted_TH = sums_TX.split(
+            [n_sums - 1, 1, len(self.heads), len(self.heads)], dim=1
+        )
 
+        scale_TH = sum_TH.where(exists_TH, 1).reciprocal()
         log_sum_TH = sum_TH.where(exists_TH, 1).log()
-        x_TK = x_TK.where(self.present_TK, float("-inf"))
+        support_TK = support_TK.where(self.present_TK, float("-inf"))
         tail_top_T = top_TH[:, 0].where(exists_TH[:, 0], float("-inf"))
-        origin_T = torch.cat([x_TK, tail_top_T[:, None]], dim=1).amax(1)
-        u_TB = torch.cat([x_TK, tail_top_T[:, None]], dim=1) - origin_T[:, None]
+        largest_TB = torch.cat([support_TK, tail_top_T[:, None]], dim=1)
+        origin_T = largest_TB.amax(1)
+        u_TB = (largest_TB - origin_T[:, None]) * rate_H[0]
         u_TB[:, -1] += log_sum_TH[:, 0]
-        u_tail_TH = top_TH + log_sum_TH
         return Gathered(
             u_TB=u_TB,
             picked_T=picked_T1[:, 0] - (origin_T if len(self.heads) == 1 else top_TH[:, -1]),
             full_T=log_sum_TH[:, -1].clone(),
             entropy_T=(log_sum_TH - weighted_TH / sum_TH).where(exists_TH, 0)[:, -1],
-            u_tail_TH=u_tail_TH,
-            rounding_TH=((top_TH - u_tail_TH) + log_sum_TH).neg().exp(),
+            top_TH=top_TH,
+            scale_TH=scale_TH,
         )
 
-    def backward(self, u_tail_TH: Tensor, rounding_TH: Tensor, grads: Sequence[Tensor | None]) -> Backward:
+    def backward(self, top_TH: Tensor, scale_TH: Tensor, grads: Sequence[Tensor | None]) -> Backward:
         """``grads``: of the outputs of :class:`Gathered`; None where nothing depends on one."""
         grad_u_TB, grad_picked_T, grad_full_T, _ = grads
-        rows, dtype = len(u_tail_TH), u_tail_TH.dtype
+        rows, dtype = len(top_TH), top_TH.dtype
         if grad_u_TB is None:
-            grad_u_TB = u_tail_TH.new_zeros(rows, self.present_TK.shape[1] + 1)
-        grad_picked_T = u_tail_TH.new_zeros(rows) if grad_picked_T is None else grad_picked_T
+            grad_u_TB = top_TH.new_zeros(rows, self.present_TK.shape[1] + 1)
+        grad_picked_T = top_TH.new_zeros(rows) if grad_picked_T is None else grad_picked_T
         heads, tails = self.heads[:1], [grad_u_TB[:, -1]]
         if len(self.heads) > 1 and grad_full_T is not None:  # else it is derived from the buckets, or not needed
             heads, tails = self.heads, [*tails, grad_full_T]
         grad_support_TK = grad_u_TB[:, :-1] * heads[0].inverse_temperature
         return Backward(
             heads=heads,
-            u_tail_TH=u_tail_TH[:, : len(heads)],
-            grad_tail_TH=torch.stack(tails, dim=1).to(dtype) * rounding_TH[:, : len(heads)],
+            top_TH=top_TH[:, : len(heads)],
+            grad_tail_TH=torch.stack(tails, dim=1).to(dtype) * scale_TH[:, : len(heads)],
             grad_support_TK=grad_support_TK.where(heads[0].own_TK, 0),
             picked_columns_T1=self.picked_columns_T1,
             grad_picked_T1=grad_picked_T[:, None].where(self.picked_own_T1, 0),
@@ -151,10 +156,10 @@ class Gathered:
     """logsumexp of the last head's tail, minus its largest entry."""
     entropy_T: Tensor
     """Inside the tail of the last head."""
-    u_tail_TH: Tensor
-    """As it is; any finite number where there is no tail."""
-    rounding_TH: Tensor
-    """exp(u_tail - what it would be without rounding)."""
+    top_TH: Tensor
+    """Largest logit of each head's tail, as it is; any finite number where there is no tail."""
+    scale_TH: Tensor
+    """1 / sum exp((logit - top) / temperature) over the tail; 1 where there is no tail."""
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.u_TB, self.picked_T, self.full_T, self.entropy_T
@@ -183,7 +188,7 @@ class _ReadLogits(torch.autograd.Function):
         ctx: Any, logits_TW: Tensor, plan: Plan, parts: list[slice], in_place: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         gathered = plan.gather([plan.read(logits_TW[part], part) for part in parts])
-        ctx.save_for_backward(logits_TW, gathered.u_tail_TH, gathered.rounding_TH)
+        ctx.save_for_backward(logits_TW, gathered.top_TH, gathered.scale_TH)
         ctx.plan, ctx.parts, ctx.in_place = plan, parts, in_place
         ctx.mark_non_differentiable(gathered.entropy_T)
         ctx.set_materialize_grads(False)
@@ -192,9 +197,9 @@ class _ReadLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
-        logits_TW, u_tail_TH, rounding_TH = ctx.saved_tensors
+        logits_TW, top_TH, scale_TH = ctx.saved_tensors
         grad_TW = logits_TW if ctx.in_place else torch.empty_like(logits_TW)
-        wanted, arithmetic = ctx.plan.backward(u_tail_TH, rounding_TH, grads), arithmetic_for(logits_TW)
+        wanted, arithmetic = ctx.plan.backward(top_TH, scale_TH, grads), arithmetic_for(logits_TW)
         for part in ctx.parts:
             arithmetic.write_gradient(grad_TW[part], logits_TW[part], wanted.rows(part))
         if ctx.in_place:  # a kernel of our own does not say so, and who needs the logits later must know

@@ -34,8 +34,8 @@ LANES_BYTES = 16
 
 
 def tail_sums(logits_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> Tensor:
-    """[C, H, 3] over the ids off each head's support, with x = logit / temperature: m = max x, sum exp(x - m), and
-    sum exp(x - m) (x - m). They are -inf, 0, 0 where there are no such ids."""
+    """[C, H, 3] over the ids off each head's support: m = max logit, sum exp(x), and sum exp(x) x, with
+    x = (logit - m) / temperature. They are -inf, 0, 0 where there are no such ids."""
     _check(logits_CW, heads, dtype)
     (rows, width), n_heads, device = logits_CW.shape, len(heads), logits_CW.device
     sums_CH3 = torch.empty(rows, n_heads, 3, dtype=dtype, device=device)
@@ -80,18 +80,18 @@ def tail_sums(logits_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> T
 
 def write_gradient(out_CW: Tensor, logits_CW: Tensor, wanted: Backward) -> None:
     """Into ``out_CW``, which may be ``logits_CW`` itself; rounded once, to its dtype."""
-    heads, u_tail_CH, grad_tail_CH = wanted.heads, wanted.u_tail_TH, wanted.grad_tail_TH
-    _check(logits_CW, heads, u_tail_CH.dtype)
-    _check(out_CW, heads, u_tail_CH.dtype)
+    heads, top_CH, grad_tail_CH = wanted.heads, wanted.top_TH, wanted.grad_tail_TH
+    _check(logits_CW, heads, top_CH.dtype)
+    _check(out_CW, heads, top_CH.dtype)
     (rows, width), n_heads, device = logits_CW.shape, len(heads), logits_CW.device
     if not rows or not width:
         return
     temperatures = _inverse_temperatures(heads)
     n_support, real_columns = heads[0].columns_TK.shape[1], min(heads[0].real_columns, width)
     columns_CK, own_CK = _entries(heads[0])
-    picked_columns_C1, (u_tail_CH, grad_tail_CH) = wanted.picked_columns_T1.contiguous(), _rows(u_tail_CH, grad_tail_CH)
+    picked_columns_C1, (top_CH, grad_tail_CH) = wanted.picked_columns_T1.contiguous(), _rows(top_CH, grad_tail_CH)
     values_CX = torch.empty(rows, n_support + 1, dtype=torch.float32, device=device)
-    # Without fused multiply-add: see ``kernels._tail_gradient``.
+    # Without fused multiply-add, so that both kernels round the sum of two heads alike.
     options = {"enable_fp_fusion": False}
     with torch.cuda.device_of(logits_CW):
         kernels.find_special[rows,](
@@ -102,7 +102,7 @@ def write_gradient(out_CW: Tensor, logits_CW: Tensor, wanted: Backward) -> None:
             *_rows(wanted.grad_support_TK),
             picked_columns_C1,
             *_rows(wanted.grad_picked_T1),
-            u_tail_CH,
+            top_CH,
             grad_tail_CH,
             logits_CW.stride(0),
             n_support,
@@ -115,7 +115,7 @@ def write_gradient(out_CW: Tensor, logits_CW: Tensor, wanted: Backward) -> None:
         kernels.write_tails[rows, cdiv(width, COLUMNS)](
             out_CW,
             logits_CW,
-            u_tail_CH,
+            top_CH,
             grad_tail_CH,
             out_CW.stride(0),
             logits_CW.stride(0),

@@ -90,7 +90,7 @@ def sum_tails(
 def merge_splits(
     sums, parts, n_splits, inverse_temperature, second_inverse_temperature, HEADS: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """``sums`` [rows, HEADS, 3], in units of x = l / temperature. Grid: rows, HEADS."""
+    """``sums`` [rows, HEADS, 3]: max l, sum e, and sum e (l - max l) / temperature. Grid: rows, HEADS."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     inverse = inverse_temperature
@@ -121,7 +121,7 @@ def _add_columns(m_R, sum_R, weighted_R, logit_RL, rate):
 
 @triton.jit
 def _store_sums(where, m_X, sum_X, weighted_X, rate, unit):
-    """Merge sums that each have a maximum of their own, and write the three numbers, in units of l times ``unit``.
+    """Merge sums that each have a maximum of their own, and write the three numbers, the last times ``unit``.
 
     A maximum passes over nan, the sums do not: all three are nan then.
     """
@@ -130,7 +130,7 @@ def _store_sums(where, m_X, sum_X, weighted_X, rate, unit):
     lower_X = tl.maximum(m_X - base, FAR_BELOW)
     scale_X = tl.exp2(lower_X * rate)
     total = tl.sum(sum_X * scale_X, axis=0)
-    tl.store(where, tl.where(total == total, m * unit, total))
+    tl.store(where, tl.where(total == total, m, total))
     tl.store(where + 1, total)
     tl.store(where + 2, tl.sum((weighted_X + sum_X * lower_X) * scale_X, axis=0) * unit)
 
@@ -139,7 +139,7 @@ def _store_sums(where, m_X, sum_X, weighted_X, rate, unit):
 def write_tails(
     out,
     logits,
-    u_tail,
+    top,
     grad_tail,
     out_stride,
     row_stride,
@@ -156,9 +156,9 @@ def write_tails(
     column_W = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside_W = column_W < width
     logit_W = tl.load(logits + row * row_stride + column_W, mask=inside_W, other=0.0).to(tl.float32)
-    grad_W = _tail_gradient(logit_W, u_tail + row * HEADS, grad_tail + row * HEADS, inverse_temperature)
+    grad_W = _tail_gradient(logit_W, top + row * HEADS, grad_tail + row * HEADS, inverse_temperature)
     if HEADS == 2:
-        grad_W += _tail_gradient(logit_W, u_tail + row * 2 + 1, grad_tail + row * 2 + 1, second_inverse_temperature)
+        grad_W += _tail_gradient(logit_W, top + row * 2 + 1, grad_tail + row * 2 + 1, second_inverse_temperature)
     grad_W = tl.where(column_W < real_columns, grad_W, 0.0)
     tl.store(out + row * out_stride + column_W, grad_W.to(out.dtype.element_ty), mask=inside_W)
 
@@ -172,7 +172,7 @@ def find_special(
     grad_support,
     picked_columns,
     grad_picked,
-    u_tail,
+    top,
     grad_tail,
     row_stride,
     n_support,
@@ -198,17 +198,15 @@ def find_special(
         value_K += tl.where(is_picked_K, picked_grad, 0.0)
         if HEADS == 2:
             logit_K = tl.load(logits + row * row_stride + column_K, mask=own_K, other=0.0).to(tl.float32)
-            value_K += _tail_gradient(
-                logit_K, u_tail + row * 2 + 1, grad_tail + row * 2 + 1, second_inverse_temperature
-            )
+            value_K += _tail_gradient(logit_K, top + row * 2 + 1, grad_tail + row * 2 + 1, second_inverse_temperature)
         tl.store(values + row * (n_support + 1) + entry_K, value_K, mask=own_K)
         is_support = tl.maximum(is_support, tl.max(is_picked_K.to(tl.int32), axis=0))
         value_in_support += tl.sum(tl.where(is_picked_K, value_K, 0.0), axis=0)
 
     logit = tl.load(logits + row * row_stride + picked).to(tl.float32)
-    value = picked_grad + _tail_gradient(logit, u_tail + row * HEADS, grad_tail + row * HEADS, inverse_temperature)
+    value = picked_grad + _tail_gradient(logit, top + row * HEADS, grad_tail + row * HEADS, inverse_temperature)
     if HEADS == 2:
-        value += _tail_gradient(logit, u_tail + row * 2 + 1, grad_tail + row * 2 + 1, second_inverse_temperature)
+        value += _tail_gradient(logit, top + row * 2 + 1, grad_tail + row * 2 + 1, second_inverse_temperature)
     value = tl.where(is_support > 0, value_in_support, value)
     value = tl.where(picked < real_columns, value, 0.0)
     tl.store(values + row * (n_support + 1) + n_support, value)
@@ -228,6 +226,5 @@ def write_special(out, values, columns, own, picked_columns, out_stride, n_suppo
 
 
 @triton.jit
-def _tail_gradient(logit_X, u_tail, grad_tail, inverse_temperature):
-    """Rounds x = l / temperature as the maximum was that went into u_tail: no fused multiply-add, see the caller."""
-    return tl.exp(logit_X * inverse_temperature - tl.load(u_tail)) * (tl.load(grad_tail) * inverse_temperature)
+def _tail_gradient(logit_X, top, grad_tail, inverse_temperature):
+    return tl.exp((logit_X - tl.load(top)) * inverse_temperature) * (tl.load(grad_tail) * inverse_temperature)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
-from recipe_gkd.bounds import step_seconds
 from recipe_gkd.metrics.changes import (
     NEEDED,
     WAITS,
     Change,
     Setup,
     free_changes,
+    larger_buckets,
     mean,
     more_devices,
     stage_seconds,
@@ -94,7 +95,7 @@ def describe(bottleneck: str, steps: Sequence[Mapping[str, float]]) -> str:
 def advise(setup: Setup, steps: Sequence[Mapping[str, float]]) -> str:
     """The change that the model expects most of; more devices only if nothing else is worth it."""
     stages, measured = stage_seconds(steps), mean(steps, "timing/step")
-    modelled = step_seconds(stages, setup.staleness, inflight=setup.inflight)
+    modelled = setup.expected(stages, stages)
 
     def saved(change: Change) -> float:
         return 1 - change.seconds / modelled
@@ -102,9 +103,12 @@ def advise(setup: Setup, steps: Sequence[Mapping[str, float]]) -> str:
     def worth(change: Change) -> float:
         return saved(change) / 2 if change.at_best else saved(change)
 
-    for changes in (free_changes(setup, stages), more_devices(setup, stages)):
+    without_devices = chain(free_changes(setup, stages), larger_buckets(setup, stages, steps))
+    for changes in (without_devices, more_devices(setup, stages)):
         best = max(changes, key=worth, default=None)
         if best is not None and worth(best) >= WORTHWHILE:
             at_best = " at best" if best.at_best else ""
             return f"{best.text} would make it {measured * (1 - saved(best)):.3g} s{at_best}, {saved(best):.0%} less"
+    if setup.core_seconds(stages) >= modelled * (1 - WORTHWHILE):
+        return f"all {setup.cores:g} cores are at work: only more or faster ones would make it shorter"
     return f"no other split, schedule or number of workers would save {WORTHWHILE:.0%} of it"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from recipe_gkd.bounds import StageSeconds, step_seconds
 from recipe_gkd.config import Config
+from recipe_gkd.config.teachers import addresses
 from recipe_gkd.flow import MAX_STALENESS, staleness_bound
 
 WAITS = {
@@ -18,6 +20,8 @@ WAITS = {
     "reward": ("timing/wait_reward",),
 }
 """What the trainer may wait for, and the metrics of that."""
+SYNC, TRANSFER = "timing/sync_rollout_weights", "timing/sync_rollout_weights_transfer"
+MEGABYTES = "weights/megabytes"
 NEEDED = (
     "timing/step",
     "timing/wait_prev_gen",
@@ -31,6 +35,13 @@ NEEDED = (
     "perf/idle_teacher",
 )
 """What :func:`stage_seconds` cannot do without."""
+
+
+LOCAL_HOSTS = ("127.", "localhost")
+"""Prefixes of this machine's addresses, whose cores the pools use, too."""
+
+Grants = Callable[[tuple[int, int], tuple[int, int]], bool]
+"""Function of (nodes, devices on each) of the actor pool and of the rollout pool: True if the cluster has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +61,15 @@ class Setup:
     """Both pools live on the same devices."""
     n_teachers: int = 1
     bucket_megabytes: float = 512
+    grants: Grants | None = None
+    """Test for pools that the cluster has room for. None: the cluster is unknown, and every pool is possible."""
+    cores: float | None = None
+    """CPU cores that the pools share; None: they have devices of their own."""
+    teacher_shares_cores: bool = False
+    """True if the teacher uses the same cores."""
 
     @classmethod
-    def of(cls, config: Config) -> Setup:
+    def of(cls, config: Config, grants: Grants | None = None, cores: float | None = None) -> Setup:
         trainer, settings = config.trainer, config.actor_rollout_ref
         megatron = settings.actor.megatron
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
@@ -67,7 +84,37 @@ class Setup:
             shared=config.rollout.share_actor_gpus,
             n_teachers=settings.teacher.n_server_workers,
             bucket_megabytes=settings.rollout.update_weights_bucket_megabytes,
+            grants=grants,
+            cores=cores,
+            teacher_shares_cores=cores is not None
+            and all(host.startswith(LOCAL_HOSTS) for host, _ in addresses(settings.teacher).values()),
         )
+
+    @property
+    def n_slots(self) -> int:
+        """Devices of both pools together."""
+        return math.prod(self.actor) + (0 if self.shared else math.prod(self.rollout))
+
+    def grants_pools(self, actor: tuple[int, int], rollout: tuple[int, int]) -> bool:
+        """Return True if the cluster has room for pools of these sizes, or is unknown."""
+        return self.grants is None or self.grants(actor, rollout)
+
+    def core_seconds(self, stages: StageSeconds) -> float:
+        """Return a lower bound on the seconds of a step: the work of all processes, shared out over all cores.
+
+        No schedule and no other number of workers makes it less. 0 if the pools have devices of their own.
+        """
+        if self.cores is None:
+            return 0.0
+        work = math.prod(self.actor) * stages.update + math.prod(self.rollout) * stages.generate
+        if self.teacher_shares_cores:
+            work += self.n_teachers * stages.teacher
+        return work / self.cores
+
+    def expected(self, stages: StageSeconds, changed: StageSeconds, **schedule: Any) -> float:
+        """Return the seconds of a step with the stages ``changed``; ``stages``: those of the run as it is."""
+        schedule = {"staleness": self.staleness, "inflight": self.inflight} | schedule
+        return max(step_seconds(changed, **schedule), self.core_seconds(stages))
 
 
 @dataclass(frozen=True)
@@ -126,12 +173,14 @@ def _busy(steps: Sequence[Mapping[str, float]], pool: str) -> float:
 def free_changes(setup: Setup, stages: StageSeconds) -> Iterator[Change]:
     """Those that ask for no more devices, except the teacher's."""
 
-    def change(text: str, stages: StageSeconds, staleness: int = setup.staleness, at_best: bool = False) -> Change:
-        return Change(text, step_seconds(stages, staleness, inflight=setup.inflight), at_best)
+    def change(text: str, changed: StageSeconds, staleness: int = setup.staleness) -> Change:
+        return Change(text, setup.expected(stages, changed, staleness=staleness))
 
-    n = setup.n_teachers
-    more = {k: change(_teachers(k, n), stages.scaled(teacher=k / n)) for k in range(n + 1, 4 * n + 1)}
-    yield _smallest(list(more.values()))
+    n, most = setup.n_teachers, 4 * setup.n_teachers
+    if setup.cores is not None and setup.teacher_shares_cores:
+        most = min(most, int(setup.cores) - setup.n_slots)
+    if more := [change(_teachers(k, n), stages.scaled(teacher=k / n)) for k in range(n + 1, most + 1)]:
+        yield _smallest(more)
     if splits := [change(text, stages.scaled(rollout=r, actor=a)) for text, r, a in splits_of(setup)]:
         yield min(splits, key=lambda split: split.seconds)
     staler = setup.staleness + 1
@@ -139,25 +188,39 @@ def free_changes(setup: Setup, stages: StageSeconds) -> Iterator[Change]:
     name = names.get(staler, f"trainer.scheduler=n_step_off trainer.max_staleness={staler}")
     yield change(f"{name} (answers up to {staler} update{'s' * (staler > 1)} old)", stages, staler)
     if setup.staleness and not setup.inflight:
-        seconds = step_seconds(stages, setup.staleness, inflight=True)
+        seconds = setup.expected(stages, stages, inflight=True)
         yield Change("trainer.inflight_update=true (an answer may then mix two versions)", seconds)
-    bucket = f"actor_rollout_ref.rollout.update_weights_bucket_megabytes={2 * setup.bucket_megabytes:g}"
-    yield change(bucket, stages.scaled(sync=2), at_best=True)
+
+
+def larger_buckets(setup: Setup, stages: StageSeconds, steps: Sequence[Mapping[str, float]]) -> Iterator[Change]:
+    """Propose buckets of twice the size if the weights do not fit into one. At best they halve the transfer."""
+    syncs = [step for step in steps if MEGABYTES in step and TRANSFER in step]
+    if not syncs or mean(syncs, MEGABYTES) * 1e6 <= setup.bucket_megabytes * (1 << 20) or not stages.sync:
+        return
+    saved = mean(syncs, TRANSFER) / max(mean(syncs, SYNC), 1e-9) / 2
+    seconds = setup.expected(stages, stages.scaled(sync=1 / max(1 - saved, 0.5)))
+    key = "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
+    yield Change(f"{key}={2 * setup.bucket_megabytes:g}", seconds, at_best=True)
 
 
 def more_devices(setup: Setup, stages: StageSeconds) -> Iterator[Change]:
-    """Pools up to twice as large."""
+    """Propose pools up to twice as large that the cluster has room for."""
     if setup.shared:
         return
+
+    def fits(pool: str, count: int) -> bool:
+        actor = (setup.actor[0], count) if pool == "actor" else setup.actor
+        rollout = (setup.rollout[0], count) if pool == "rollout" else setup.rollout
+        return setup.grants_pools(actor, rollout)
+
     for pool, key, devices, multiple_of in (
         ("rollout", "rollout", setup.rollout[1], setup.rollout_divisor),
         ("actor", "trainer", setup.actor[1], setup.actor_divisor // math.gcd(setup.actor[0], setup.actor_divisor)),
     ):
         larger = []
         for count in range(devices + 1, 2 * devices + 1):
-            if count % multiple_of == 0:
-                grown = stages.scaled(**{pool: count / devices})
-                seconds = step_seconds(grown, setup.staleness, inflight=setup.inflight)
+            if count % multiple_of == 0 and fits(pool, count):
+                seconds = setup.expected(stages, stages.scaled(**{pool: count / devices}))
                 larger.append(Change(f"{key}.n_gpus_per_node={count}", seconds))
         if larger:
             yield _smallest(larger)
@@ -180,7 +243,8 @@ def splits_of(setup: Setup) -> Iterator[tuple[str, float, float]]:
     for new_actor in range(1, actor + rollout):
         new_rollout = actor + rollout - new_actor
         fits = not (new_actor * each % setup.actor_divisor or new_rollout * each % setup.rollout_divisor)
-        if fits and new_actor != actor:
+        sizes = [(1, n) if key == "n_gpus_per_node" else (n, each) for n in (new_actor, new_rollout)]
+        if fits and new_actor != actor and setup.grants_pools(*sizes):
             yield (f"trainer.{key}={new_actor} rollout.{key}={new_rollout}", new_rollout / rollout, new_actor / actor)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
@@ -26,6 +26,15 @@ DONE = ("timing/update_actor", "timing/validate", "timing/save_checkpoint", "tim
 OF_A_STEP = [*(name for names in WAITS.values() for name in names), *DONE]
 
 
+class Capacity(Protocol):
+    """Interface of :class:`recipe_gkd.capacity.ClusterCapacity` that advice needs."""
+
+    @property
+    def cores(self) -> float | None: ...
+
+    def grants(self, actor: tuple[int, int], rollout: tuple[int, int]) -> bool: ...
+
+
 @contextmanager
 def span(metrics: dict[str, float], name: str) -> Iterator[None]:
     """Add the seconds that the body took to ``metrics[name]``."""
@@ -44,11 +53,13 @@ class StepMetrics:
     ``log``), and what is left between these (``other``: its own bookkeeping, and whatever the machine did instead).
     """
 
-    def __init__(self, config: Config, *, n_rollouts: int) -> None:
+    def __init__(self, config: Config, *, n_rollouts: int, capacity: Capacity | None = None) -> None:
+        """Open the trace file. ``capacity``: of the cluster, for advice; None if it is unknown."""
         trainer = config.trainer
         self._trace = TraceFile(trainer.trace_file) if trainer.trace_file else None
         self.timeline = Timeline(now, sink=self._trace)
-        self._advisor = Advisor(Setup.of(config))
+        setup = Setup.of(config) if capacity is None else Setup.of(config, capacity.grants, capacity.cores)
+        self._advisor = Advisor(setup)
         self._pools = {
             "actor": ["actor"],
             "rollout": [f"rollout {rank}" for rank in range(n_rollouts)],

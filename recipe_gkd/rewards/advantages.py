@@ -15,6 +15,9 @@ from recipe_gkd.samples import Sample
 
 EPS = 1e-9
 """Rewards whose deviation is not above this share of the largest are equal but for rounding; so are logprobs."""
+STD_EPSILON = 1e-6
+"""Added to a deviation before it divides, so that rewards that differ by noise only have no advantage: as in verl
+(``compute_grpo_outcome_advantage``; TRL's ``GRPOTrainer`` adds 1e-4)."""
 
 
 def with_group_statistics(samples: Sequence[Sample], gkd: GkdConfig, answers_per_prompt: int) -> list[Sample]:
@@ -28,10 +31,10 @@ def with_group_statistics(samples: Sequence[Sample], gkd: GkdConfig, answers_per
 
 
 def with_advantages(samples: Sequence[Sample], answers_per_prompt: int, *, by_std: bool) -> list[Sample]:
-    """GRPO (Shao et al. 2024, arXiv 2402.03300): the reward less the mean of its group, and by its deviation.
+    """Set GRPO's advantages (Shao et al. 2024, arXiv:2402.03300): reward less the group's mean, and by its deviation.
 
-    The deviation is that of a sample, over n - 1, as in other implementations. Equal rewards have advantage 0. Raises
-    ValueError if a sampled answer has no reward.
+    The deviation is that of a sample, over n - 1, plus :data:`STD_EPSILON`, as in other implementations. Equal rewards
+    have advantage 0. Raises ValueError if a sampled answer has no reward.
     """
     prepared = list(samples)
     for places in _groups(samples, answers_per_prompt):
@@ -41,7 +44,7 @@ def with_advantages(samples: Sequence[Sample], answers_per_prompt: int, *, by_st
         if std <= EPS * np.abs(rewards).max():
             advantages = np.zeros(len(places))
         elif by_std:
-            advantages /= std
+            advantages /= std + STD_EPSILON
         for place, advantage in zip(places, advantages, strict=True):
             prepared[place] = replace(samples[place], advantage=float(advantage))
     return prepared
@@ -64,7 +67,8 @@ def with_baselines(samples: Sequence[Sample], answers_per_prompt: int) -> list[S
             if len(others):
                 std = float(others.std())
                 baseline = float(others.mean())
-                prepared[place] = replace(samples[place], baseline=baseline, scale=std if std > EPS else 1.0)
+                scale = std + STD_EPSILON if std > EPS else 1.0
+                prepared[place] = replace(samples[place], baseline=baseline, scale=scale)
     return prepared
 
 

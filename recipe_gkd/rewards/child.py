@@ -22,27 +22,46 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 LONGEST_TRACE = 4000
 """Characters; the text of an error may have any number of them."""
 
 
-def main(connection: Connection, stacks: int) -> None:
-    """First the function, answered by None or by what is wrong with it; then any number of lists of its arguments.
+def beside(file_name: str) -> ModuleType:
+    """Import a file of this folder by its path."""
+    spec = importlib.util.spec_from_file_location(
+        f"recipe_gkd_{Path(file_name).stem}", Path(__file__).with_name(file_name)
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-    To each item, in order, the answer is its reward, or a text that says why there is none: the rest of that list is
-    then dropped.
+
+binding = beside("binding.py")
+
+
+def main(connection: Connection, stacks: int) -> None:
+    """Load the function, then score lists of items until the connection ends.
+
+    The first message names the function; the reply is None, or the reason why it is refused. Each later message is a
+    list of items, dicts of the arguments of ``values_of``. Each item, in order, gets its reward as reply, or the reason
+    why there is none; the rest of that list is then dropped.
     """
     settings = connection.recv()
     sys.path[:] = settings["sys_path"]
     function = within(settings["load_timeout_s"], stacks, load, settings["path"], settings["name"])
-    if isinstance(function, str):
-        connection.send(function)
+    bound = function if isinstance(function, str) else binding.bind(function, settings["name"])
+    if isinstance(bound, str):
+        connection.send(bound)
         return
     connection.send(None)
     while True:
-        for arguments in connection.recv():
+        for item in connection.recv():
+            values = binding.values_of(**item)
+            arguments = {name: values[value] for name, value in bound.items()}
             result = within(settings["timeout_s"], stacks, call, function, arguments)
             connection.send(result)
             if isinstance(result, str):
@@ -72,7 +91,9 @@ def load(path: str, name: str) -> Callable[..., Any] | str:
         return f"it cannot be imported:\n{trace(error)}"
     function = getattr(module, name, None)
     if callable(function):
-        return unfit(function, name) or function
+        if inspect.iscoroutinefunction(function):
+            return f"its {name} is async; make it an ordinary function"
+        return function
     others = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     there = f"it defines: {', '.join(others) or 'nothing that can be called'}"
     if not hasattr(module, name):
@@ -80,28 +101,16 @@ def load(path: str, name: str) -> Callable[..., Any] | str:
     return f"its {name} is {function!r:.100}, which cannot be called; {there}"
 
 
-def unfit(function: Callable[..., Any], name: str) -> str | None:
-    """Why it cannot be called as it will be; None: as far as can be told, it can."""
-    if inspect.iscoroutinefunction(function):
-        return f"its {name} is async; make it an ordinary function"
+def call(function: Callable[..., Any], arguments: dict[str, Any]) -> float | str:
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a builtin, perhaps
-        return None
-    try:
-        signature.bind(*"1234")
-    except TypeError as error:
-        return f"its {name}{signature!s:.300} cannot be called with four arguments: {error}"
-    return None
-
-
-def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float | str:
-    try:
-        reward = function(*arguments)
-        number = as_number(reward)
+        reward = function(**arguments)
+        number = as_number(binding.number_of(reward))
         if math.isfinite(number):
             return number
-        return f"it returned {reward!r:.200} ({type(reward).__name__}), expected a finite number"
+        return (
+            f"it returned {reward!r:.200} ({type(reward).__name__}), expected a finite number, or a dict with one as "
+            "'score'"
+        )
     except BaseException as error:  # noqa: BLE001 - the user's function, or what it returned, may raise anything
         return f"it raised\n{trace(error)}"
 

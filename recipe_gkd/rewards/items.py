@@ -13,7 +13,7 @@ from recipe_gkd.samples import Answer, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class RewardItem:
-    """The four arguments of ``fn(prompt, answer, ground_truth, extra)``, and whose they are."""
+    """The arguments of a reward function (:mod:`recipe_gkd.rewards.binding`), and whose they are."""
 
     uid: int
     """Of the sample, for errors."""
@@ -27,6 +27,14 @@ class RewardItem:
     """From ``data.ground_truth_key``."""
     extra: dict[str, Any]
     """All other columns of the row."""
+    data_source: Any
+    """Value of column ``data.data_source_key``; None if the data has no such column."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of :func:`recipe_gkd.rewards.binding.values_of`."""
+        names = "prompt", "answer", "ground_truth", "extra", "data_source"
+        return {name: getattr(self, name) for name in names}
 
 
 class RewardItems:
@@ -65,6 +73,7 @@ class RewardItems:
             answer=text,
             ground_truth=truth,
             extra=extra,
+            data_source=row.get(self._config.data_source_key),
         )
 
     def _refuse_nulls(self, rows: list[int]) -> None:

@@ -83,15 +83,15 @@ class RewardProcess:
         if wrong is not None:
             raise ConfigError(
                 f"custom_reward_function.path={self._path}: {wrong}\nExpected a Python file that defines "
-                f"{self._config.name}(prompt, answer, ground_truth, extra) -> float; correct it, or "
-                "custom_reward_function.name"
+                f"{self._config.name}(prompt, answer, ground_truth, extra) -> float, or with verl's parameters; "
+                "correct it, or custom_reward_function.name"
             )
 
     def score(self, items: Sequence[RewardItem]) -> list[float]:
         """Raises :class:`RewardError` for the first item that gets no reward; the process may be gone then."""
         rewards: list[float] = []
         try:
-            self._connection.send([(item.prompt, item.answer, item.ground_truth, item.extra) for item in items])
+            self._connection.send([item.arguments for item in items])
             for item in items:
                 reward = self._answer(self._config.timeout_s)
                 if not isinstance(reward, float):

@@ -35,7 +35,7 @@ class RewardScorer:
         if not path.is_file():
             raise ConfigError(
                 f"custom_reward_function.path={config.path}: {path} is no file; expected a Python file that defines "
-                f"{config.name}(prompt, answer, ground_truth, extra) -> float"
+                f"{config.name}(prompt, answer, ground_truth, extra) -> float, or with verl's parameters"
             )
         self._processes: list[RewardProcess] = []
         self._free: SimpleQueue[RewardProcess] = SimpleQueue()

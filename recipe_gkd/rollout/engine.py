@@ -7,7 +7,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recipe_gkd.config import Config
-from recipe_gkd.errors import GkdError, ModelError, WorkerError
+from recipe_gkd.errors import GkdError, ModelError, WorkerDied, WorkerError
+from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.samples import Answer, Prompt
+from recipe_gkd.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine, RequestOutput
@@ -28,6 +31,10 @@ Deliver = Callable[[list[Answer] | GkdError], None]
 
 _CPU_KV_CACHE_MEGABYTES = 256
 _CPU_BATCHED_TOKENS = 4096
+_CUDA_BATCHED_TOKENS = 2048
+"""vLLM's ``SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS``."""
+_NOTICE_S = 0.5
+"""Time that the end of a tensor rank may take to be noticed, after its peers have lost their connections to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +76,25 @@ class EngineOptions:
 
 
 class RolloutEngine:
-    """Start it, submit prompts, run commands, close it. All methods return at once and may be called from any thread.
+    """A vLLM engine on a thread: start it, submit prompts, run commands, close it.
 
-    An exception out of the engine fails every request and every later command: it cannot be trusted any more. Its
-    weights need a version (``LLMEngine.set_weight_version``, a number) before the first request.
+    All methods return at once and may be called from any thread.
+
+    An exception out of the engine fails every request and every later command with :class:`WorkerDied`: it cannot be
+    trusted any more, and its worker has to be replaced. So does the death of a tensor rank, even while the engine's
+    thread hangs because of it, and a command that finds that the device is lost. Any other exception of a command
+    concerns its caller alone. The weights need a version (``LLMEngine.set_weight_version``, a number) before the first
+    request.
     """
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
         self._commands: queue.SimpleQueue[tuple[Callable[[LLMEngine], Any], Future[Any]]] = queue.SimpleQueue()
+        self._command: Future[Any] = Future()  # the one in progress, or the last one
         self._running: dict[str, tuple[int, Deliver]] = {}
         self._ids = itertools.count()
         self._failure: GkdError | None = None
+        self._ending, self._ended = threading.Lock(), threading.Event()
         self._closing = False
         self._paused = False
         self._thread: threading.Thread | None = None
@@ -161,16 +175,17 @@ class RolloutEngine:
             self._end(failure)
             ready.set_exception(failure)
             return
+        _watch_ranks(engine, self._rank_died)
         ready.set_result(_describe(engine))
         try:
-            while not self._closing:
+            while not self._closing and self._failure is None:
                 self._run_commands(engine)
                 if not self._paused and engine.has_unfinished_requests():
                     self._deliver(engine.step(), engine)
             self._end(WorkerError("the rollout engine is closed"))
         except Exception as error:
             log.exception("the rollout engine failed")
-            self._end(WorkerError(f"the rollout engine failed: {type(error).__name__}: {error}"))
+            self._end(_failed(error))
         finally:
             engine.engine_core.shutdown()
 
@@ -183,12 +198,25 @@ class RolloutEngine:
             except queue.Empty:
                 return
             wait = False
-            if not done.set_running_or_notify_cancel():
-                continue
-            try:
-                done.set_result(command(engine))
-            except Exception as error:  # noqa: BLE001 - handed to whoever gave the command
-                done.set_exception(error)
+            if done.set_running_or_notify_cancel():
+                self._run_command(engine, command, done)
+
+    def _run_command(self, engine: LLMEngine, command: Callable[[LLMEngine], Any], done: Future[Any]) -> None:
+        self._command = done
+        if self._failure is not None:
+            _settle(done, error=self._failure)
+            return
+        try:
+            result = command(engine)
+        except Exception as error:
+            if isinstance(error, WorkerDied) or is_device_loss(error):
+                self._end(_failed(error))
+                raise
+            # The peers of a rank that died may fail a moment before its end is noticed, which settles this, too.
+            if self.options.tensor_parallel_size == 1 or not self._ended.wait(_NOTICE_S):
+                _settle(done, error=error)
+        else:
+            _settle(done, result=result)
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
@@ -205,14 +233,32 @@ class RolloutEngine:
     def _abort(self, engine: LLMEngine, request_ids: Sequence[str]) -> None:
         engine.abort_request([request_id for request_id in request_ids if self._running.pop(request_id, None)])
 
+    def _rank_died(self, name: str) -> None:
+        """Fail the engine, on another thread than its own, which may hang in a call that waits for that rank."""
+        self._end(
+            WorkerDied(
+                f"the rollout engine failed: its process {name} died; the kernel's log on its node shows if it was "
+                "killed for lack of memory"
+            )
+        )
+        self._commands.put((lambda _: None, Future()))  # wakes the engine's thread, which then ends
+
     def _end(self, failure: GkdError) -> None:
-        self._failure = failure
+        """Fail everything that is in flight and that comes later. The first failure counts."""
+        with self._ending:
+            if self._failure is None:
+                self._failure = failure
+            failure = self._failure
+        self._ended.set()
         self._fail_requests(failure)
         self._drain_commands(failure)
+        _settle(self._command, error=failure)
 
     def _fail_requests(self, failure: GkdError) -> None:
-        owners = {deliver: None for _, deliver in self._running.values()}
-        self._running.clear()
+        owners: dict[Deliver, None] = {}
+        while self._running:  # taken one by one: another thread may deliver meanwhile
+            with suppress(KeyError):
+                owners[self._running.popitem()[1][1]] = None
         for deliver in owners:
             deliver(failure)
 
@@ -235,6 +281,7 @@ def _build(options: EngineOptions) -> LLMEngine:
     from recipe_gkd.rollout import vllm_compat as vllm
 
     vllm.check_platform(options.device)
+    vllm.keep_files_in(scratch_folder())
     vllm_weights.register()
     arguments = vllm.EngineArgs(
         options.model_path,
@@ -261,10 +308,32 @@ def _build(options: EngineOptions) -> LLMEngine:
     return engine
 
 
+def _failed(error: Exception) -> WorkerDied:
+    text = str(error) if isinstance(error, WorkerDied) else f"{type(error).__name__}: {error}"
+    return WorkerDied(f"the rollout engine failed: {text}")
+
+
+def _settle(done: Future[Any], *, result: Any = None, error: BaseException | None = None) -> None:
+    """Set the outcome, unless there is one already: two threads may do so when the engine fails."""
+    with suppress(InvalidStateError):
+        done.set_result(result) if error is None else done.set_exception(error)
+
+
+def _watch_ranks(engine: LLMEngine, died: Callable[[str], None]) -> None:
+    from recipe_gkd.rollout import vllm_compat
+
+    vllm_compat.watch_ranks(engine, died)
+
+
 def _whole_prompts(options: EngineOptions) -> dict[str, Any]:
-    """On a CPU, vLLM ends with `CPU Generator does not use offset` when a seeded request's prompt is cut in chunks."""
+    """Return the engine arguments that bound the tokens of a step.
+
+    On a CPU, vLLM ends with `CPU Generator does not use offset` when a seeded request's prompt is cut in chunks. On
+    CUDA, its default of 2048 tokens would refuse a larger ``max_num_seqs``.
+    """
     if options.device != "cpu":
-        return {}
+        more = options.max_num_seqs > _CUDA_BATCHED_TOKENS
+        return {"max_num_batched_tokens": options.max_num_seqs} if more else {}
     budget = max(_CPU_BATCHED_TOKENS, options.max_model_len, options.max_num_seqs)
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": budget}
 

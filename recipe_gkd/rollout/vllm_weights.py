@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from recipe_gkd.errors import WeightSyncError
+from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.vllm_compat import (
     WeightTransferEngine,
     WeightTransferEngineFactory,
@@ -60,6 +61,8 @@ class ReceiveWeights(WeightTransferUpdateInfo):
     bucket_bytes: int
     staged: bool | None
     """None: if there is room."""
+    n_sharing: int
+    """Receiving processes that share this one's memory."""
 
 
 class BucketReceiver(WeightTransferEngine[JoinChannel, ReceiveWeights]):
@@ -102,7 +105,7 @@ class BucketReceiver(WeightTransferEngine[JoinChannel, ReceiveWeights]):
         staged = update_info.staged
         if staged is None:
             n_bytes = self._channel.plan(update_info.meta, update_info.bucket_bytes).n_bytes
-            staged = room_to_stage(n_bytes, torch.device(self.device))
+            staged = room_to_stage(n_bytes, torch.device(self.device), update_info.n_sharing)
         try:
             stats = receive_weights(
                 self._channel,
@@ -158,10 +161,17 @@ class BucketReceiver(WeightTransferEngine[JoinChannel, ReceiveWeights]):
             refresh_tied_head(self.model)
 
 
-def room_to_stage(n_bytes: int, device: torch.device) -> bool:
-    """Whether a second copy of the weights takes at most half of the memory that is free where they go."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return 2 * n_bytes <= free
+def room_to_stage(n_bytes: int, device: torch.device, n_sharing: int = 1) -> bool:
+    """Return True if the copies of all processes together take at most half of the free memory where they go.
+
+    Args:
+        n_bytes: Size of one copy.
+        device: CUDA device, of which this process has the memory for itself, or the host.
+        n_sharing: Processes that receive the same update into the memory of this host; of no effect on CUDA.
+    """
+    if device.type == "cuda":
+        return 2 * n_bytes <= torch.cuda.mem_get_info(device)[0]
+    return 2 * n_bytes * n_sharing <= psutil.virtual_memory().available
 
 
 class WeightUpdateCalls:
@@ -212,12 +222,12 @@ class WeightUpdateCalls:
     def _gkd_outcome(self, act: Callable[[], None]) -> dict[str, Any]:
         engine: BucketReceiver = self.weight_transfer_engine
         engine.outcome = {}
-        error = None
+        error, device_is_lost = None, False
         try:
             act()
         except Exception as caught:  # noqa: BLE001 - raised by WeightUpdates, with the name of the worker
-            error = f"{type(caught).__name__}: {caught}"
-        return {"error": error, "dirty": engine.dirty} | engine.outcome
+            error, device_is_lost = f"{type(caught).__name__}: {caught}", is_device_loss(caught)
+        return {"error": error, "device_is_lost": device_is_lost, "dirty": engine.dirty} | engine.outcome
 
 
 def register() -> None:

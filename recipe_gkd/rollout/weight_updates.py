@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from recipe_gkd.errors import WeightSyncError
+from recipe_gkd.errors import WeightSyncError, WorkerDied
 from recipe_gkd.weights.buckets import TensorMeta
 
 if TYPE_CHECKING:
@@ -19,10 +19,16 @@ if TYPE_CHECKING:
 
 
 class WeightUpdates:
-    """The state of one engine's weights. ``name`` is what errors call the worker."""
+    """The state of one engine's weights."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, n_sharing: int = 1) -> None:
+        """Create the state without a version.
+
+        Args:
+            name: Name of the worker, for errors.
+            n_sharing: Receiving processes that share the memory of a host.
+        """
+        self.name, self._n_sharing = name, n_sharing
         self.unfit: str | None = "it has no weights version yet: a full weight sync must come first"
         """Why it may not generate."""
         self._received: int | None = None
@@ -55,7 +61,13 @@ class WeightUpdates:
     ) -> dict[str, Any]:
         """Everything up to a verified checksum; statistics of the slowest worker of the engine."""
         self._received = None
-        info = {"version": version, "meta": list(meta), "bucket_bytes": bucket_bytes, "staged": staged}
+        info = {
+            "version": version,
+            "meta": list(meta),
+            "bucket_bytes": bucket_bytes,
+            "staged": staged,
+            "n_sharing": self._n_sharing,
+        }
         outcomes = self._call(engine, "gkd_receive_weights", info)
         self._received = version
         return max(outcomes, key=lambda outcome: float(outcome["seconds"]))
@@ -87,5 +99,6 @@ class WeightUpdates:
                 "new channel makes it fit again"
             )
         if errors:
-            raise WeightSyncError(f"{self.name}: {'; '.join(errors)}")
+            lost = any(outcome["device_is_lost"] for outcome in outcomes)
+            raise (WorkerDied if lost else WeightSyncError)(f"{self.name}: {'; '.join(errors)}")
         return outcomes

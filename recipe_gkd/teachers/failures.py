@@ -16,6 +16,7 @@ from recipe_gkd.config.teachers import TEACHER
 from recipe_gkd.flow import now
 from teacher.errors import TeacherError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
 from teacher.records import TeacherAnswer
+from teacher.wire.messages import LIMITS
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class FailurePolicy:
                 self._say_waiting(request, left_s, error)
                 pause_s = min(left_s, max(0.0, asked_at + AGAIN_AFTER_S - now()))
                 await asyncio.sleep(pause_s)  # nobody says when the service is back: it is asked
-                timeout_s = max(left_s - pause_s, 1e-3)
+                timeout_s = min(max(left_s - pause_s, 1e-3), LIMITS.timeout_s)
                 if isinstance(error, TeacherUnavailable):  # else it is at work, and is not asked to begin once more
                     timeout_s = min(timeout_s, self._config.timeout_s)
             else:

@@ -17,6 +17,7 @@ from recipe_gkd.flow import now
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
 from recipe_gkd.tasks import Tasks
 from recipe_gkd.teachers.failures import Asked, FailurePolicy
+from recipe_gkd.teachers.outages import OutageMonitor
 from recipe_gkd.teachers.routes import Routes
 from teacher.client import TeacherClient
 from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence
@@ -39,7 +40,7 @@ def open_teachers(config: Config, routes: Routes) -> Iterator[Teachers]:
     """Connect to the teachers that the data names: one client for each address, closed at the end."""
     teacher = config.actor_rollout_ref.teacher
     by_address: dict[tuple[str, int], TeacherClient] = {}
-    clients: dict[str, Client] = {}
+    clients: dict[str, TeacherClient] = {}
     with ExitStack() as opened:
         for name, address in addresses(teacher).items():
             if name not in routes.used:
@@ -54,15 +55,23 @@ def open_teachers(config: Config, routes: Routes) -> Iterator[Teachers]:
                 )
                 by_address[address] = opened.enter_context(client)
             clients[name] = by_address[address]
-        yield Teachers(config, routes, clients)
+        yield Teachers(config, routes, clients, OutageMonitor(clients, teacher))
 
 
 class Teachers:
     """Asks the teacher that a prompt is for about the answers to it, and counts."""
 
-    def __init__(self, config: Config, routes: Routes, clients: Mapping[str, Client]) -> None:
-        """``clients``: of each teacher that some row is for, by name."""
+    def __init__(
+        self, config: Config, routes: Routes, clients: Mapping[str, Client], outages: OutageMonitor | None = None
+    ) -> None:
+        """Create it without requests in flight.
+
+        Args:
+            clients: Client of each teacher that some row is for, by name.
+            outages: Monitor of the same clients; None for no warnings.
+        """
         self.clients, self._routes, self._gkd = clients, routes, config.gkd
+        self._outages = outages
         self._policy = FailurePolicy(config.actor_rollout_ref.teacher)
         self._skips = config.actor_rollout_ref.teacher.on_failure == "skip_samples"
         self._with_teacher: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
@@ -109,7 +118,10 @@ class Teachers:
         ]
 
         async def ask(timeout_s: float) -> list[TeacherAnswer]:
-            return await asyncio.wrap_future(client.submit(sequences, timeout_s, temperature=temperature))
+            request = client.submit(sequences, timeout_s, temperature=temperature)
+            if self._outages is None:
+                return await asyncio.wrap_future(request)
+            return await self._outages.result_of(name, request)
 
         began = now()
         request = Asked(teacher=name, step=step, uids=[prompt.uid for prompt, _ in pairs])

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError, silence
+from recipe_gkd.threads import in_thread
 from recipe_gkd.weights.buckets import TensorMeta
 from recipe_gkd.weights.transport import interrupt
 
@@ -204,7 +205,7 @@ class WeightSync:
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if pending:
                 reasons = "; ".join(str(task.exception()) for task in done if task.exception())
-                await asyncio.to_thread(interrupt, *self._store, reasons)
+                await in_thread(interrupt, *self._store, reasons)
                 await asyncio.wait(pending)
         finally:
             for task in tasks:

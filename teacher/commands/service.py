@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 from teacher.commands.arguments import add_auth_dir, add_command, port, positive, seconds
 from teacher.engines import EngineConfig, load_engine
@@ -35,7 +34,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     proxy.add_argument("--frontend-port", type=port, default=FRONTEND_PORT, help="for clients")
     proxy.add_argument("--backend-port", type=port, default=BACKEND_PORT, help="for workers")
     add_auth_dir(proxy, "keys of the server, and of those it lets in")
-    _add_stall_timeout(proxy, "a worker that says nothing for so many seconds hangs: its requests go to others")
+    _add_stall_timeout(
+        proxy, "of the workers; one that is silent for 1.5 times as long hangs: its requests go to others"
+    )
     proxy.add_argument("--max-queue-tokens", type=positive, default=MAX_QUEUE_TOKENS, help="that may wait here")
     proxy.add_argument("--http-bind", default="127.0.0.1", help="interface of /healthz and /metrics; has no keys")
     proxy.add_argument(
@@ -129,7 +130,8 @@ def _worker(args: argparse.Namespace) -> int:
             stall_timeout_s=args.stall_timeout_s,
         )
         # After loading, and not before: until then the default action of SIGTERM ends the process at once.
-        worker.run(StopSignal(), on_registered=lambda: _touch(args.ready_file))
+        stop = StopSignal()  # kept until the engine is closed, which a second signal may cut short
+        worker.run(stop, on_registered=lambda: _touch(args.ready_file))
     finally:
         engine.close()
     return 0
@@ -146,5 +148,12 @@ def _end_with_parent(pid: int | None) -> None:
 
 
 def _touch(path: str) -> None:
-    if path:
-        Path(path).write_text(f"{os.getpid()}\n", encoding="ascii")
+    """Write the pid to a file, not through a link that somebody put in its place."""
+    if not path:
+        return
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(f"{os.getpid()}\n")
+    except OSError as error:
+        raise TeacherError(f"--ready-file {path} cannot be written: {error.strerror or error}; name another") from None

@@ -14,7 +14,10 @@ def show(status: ServiceStatus, address: str) -> str:
     if status.workers:
         lines += _table(_WORKER_HEAD, map(_worker, status.workers))
     else:
-        lines += ["no worker: requests wait until their deadline; add one with teacher/join_server.sh"]
+        lines += [
+            f"no worker ({_plain(status.last_loss, 200)}): requests wait until their deadline; add one with "
+            "teacher/join_server.sh"
+        ]
     # Whoever only looked, as this command does, is a client too.
     clients = [client for client in status.clients if client.oldest_s or client.answered_tokens]
     if clients:
@@ -103,6 +106,6 @@ def _pad(cell: str, width: int, column: int) -> str:
     return cell.ljust(width) if column == 0 else cell.rjust(width)
 
 
-def _plain(text: str) -> str:
+def _plain(text: str, max_chars: int = 60) -> str:
     printable = "".join(char if char.isprintable() else "?" for char in text)
-    return printable if len(printable) <= 60 else printable[:57] + "..."
+    return printable if len(printable) <= max_chars else printable[: max_chars - 3] + "..."

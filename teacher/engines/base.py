@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from teacher.errors import TeacherRequestError
 from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
 
 
@@ -45,7 +46,7 @@ class ScoringEngine(Protocol):
     Any number may go in: the engine keeps those waiting for which it has no room yet.
 
     An exception out of `step` or `set_temperature` means that the engine is dead; one out of `check` or `add` concerns
-    that sequence only.
+    that sequence only. A sequence that is refused later, when there is room for it, comes out of `step` with the error.
     """
 
     @property
@@ -77,6 +78,6 @@ class ScoringEngine(Protocol):
 
     def has_work(self) -> bool: ...
 
-    def step(self) -> list[tuple[int, TeacherAnswer]]: ...
+    def step(self) -> list[tuple[int, TeacherAnswer | TeacherRequestError]]: ...
 
     def close(self) -> None: ...

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from teacher.errors import TeacherError
+from teacher.weight_files import find_damaged_weights
 from teacher.wire.messages import LIMITS
 
 _WANTED = "expected a local folder with config.json, weights and tokenizer (Hugging Face format)"
@@ -30,6 +31,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise TeacherError(f"CKPT_PATH={folder} is no model: it has no config.json; {_WANTED}")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise TeacherError(f"CKPT_PATH={folder} has no weights (*.safetensors or *.bin); {_WANTED}")
+    if (damage := find_damaged_weights(folder)) is not None:
+        raise TeacherError(f"CKPT_PATH={folder} cannot be served: {damage}")
     # Composite models keep the language model's values one level down.
     text_config = config.get("text_config") or {}
     return Checkpoint(

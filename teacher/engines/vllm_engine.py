@@ -53,7 +53,13 @@ class VllmEngine:
         with no_garbage_in_imports():
             from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(config.ckpt_path)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(config.ckpt_path, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise TeacherError(
+                f"the tokenizer in CKPT_PATH={config.ckpt_path} cannot be loaded: {error}; copy the tokenizer files "
+                "that the model came with into the folder"
+            ) from None
         n_tokens = _n_tokens(tokenizer, vocab_size)
         if not 1 <= config.n_logprobs <= n_tokens:
             raise TeacherError(
@@ -149,12 +155,20 @@ class VllmEngine:
         self._sequences[key] = sequence
         need = Need(self._kv_blocks(len(sequence.token_ids)), answer_bytes(sequence, self._k))
         self._admission.queue(key, sequence, need)
-        self._admit()
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[tuple[int, TeacherRequestError]]:
+        """Hand vLLM the sequences for which there is room. Return those that it refuses, each with its own error."""
+        refused = []
         while (admitted := self._admission.admit()) is not None:
             key, sequence = admitted
-            self._engine.add_request(str(key), {"prompt_token_ids": sequence.token_ids.tolist()}, self._params)
+            try:
+                self._engine.add_request(str(key), {"prompt_token_ids": sequence.token_ids.tolist()}, self._params)
+            except Exception as error:  # of whatever type: vLLM checks a request before it takes it
+                logger.exception("vLLM refused a sequence of %d tokens", len(sequence.token_ids))
+                self.discard([key])
+                message = f"the engine refused the request: {type(error).__name__}: {error}"
+                refused.append((key, TeacherRequestError(message)))
+        return refused
 
     def discard(self, keys: list[int]) -> None:
         self._engine.abort_request([str(key) for key in self._admission.discard(keys)])
@@ -164,10 +178,9 @@ class VllmEngine:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
-    def step(self) -> list[tuple[int, TeacherAnswer]]:
-        done = []
-        self._admit()
-        for output in self._engine.step():
+    def step(self) -> list[tuple[int, TeacherAnswer | TeacherRequestError]]:
+        done: list[tuple[int, TeacherAnswer | TeacherRequestError]] = [*self._admit()]
+        for output in self._engine.step() if self._sequences else []:
             sequence = self._sequences.pop(int(output.request_id), None) if output.finished else None
             if sequence is not None:
                 self._admission.leave(int(output.request_id))
@@ -270,10 +283,13 @@ class VllmEngine:
     def _score_probe(self) -> TeacherAnswer:
         n_tokens = min(4, self._info.max_model_len)
         self.add(-1, TeacherSequence(np.arange(n_tokens, dtype=np.int32) % self._info.n_tokens, 1))
-        done: list[tuple[int, TeacherAnswer]] = []
+        done: list[tuple[int, TeacherAnswer | TeacherRequestError]] = []
         while self.has_work() and not done:
             done = self.step()
-        return done[0][1]
+        result = done[0][1]
+        if isinstance(result, TeacherRequestError):
+            raise RuntimeError(str(result))
+        return result
 
     def _check_padding(self) -> None:
         """With all ids from K on taken for padding, the top K are the others and their mass is 1; else RuntimeError."""

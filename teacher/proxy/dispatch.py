@@ -23,6 +23,8 @@ from teacher.wire.frames import Frame
 MAX_LOSSES = 3
 MAX_QUEUE_TOKENS = 8 << 20  # of 4 bytes
 MAX_QUEUE_REQUESTS = 65_536
+# The whole queue may exceed both limits by this factor, while clients that have less than their share fill it up.
+OVERFILL = 2
 
 
 class QueueFull(Exception):
@@ -59,8 +61,8 @@ class Worker:
 class Dispatcher:
     """Every open request is either waiting (in the queue, or among the suspects) or in flight at one worker."""
 
-    def __init__(self, max_queue_tokens: int = MAX_QUEUE_TOKENS) -> None:
-        self.max_queue_tokens = max_queue_tokens
+    def __init__(self, max_queue_tokens: int = MAX_QUEUE_TOKENS, max_queue_requests: int = MAX_QUEUE_REQUESTS) -> None:
+        self.max_queue_tokens, self.max_queue_requests = max_queue_tokens, max_queue_requests
         self.workers: dict[bytes, Worker] = {}
         self.queue = FairQueue()
         self.last_loss = "none has registered yet"
@@ -150,19 +152,29 @@ class Dispatcher:
     def add_job(self, client: ClientKey, frames: list[Frame], n_tokens: int, deadline: float, now: float) -> None:
         """Queue a request; a copy of one that is still open is ignored.
 
-        Raises: QueueFull if there is no room, and this client has its share of what there is: so nobody fills it for
-            the others. One request of each client always has a place.
+        Raises: QueueFull if the queue is full, by tokens or by count, and this client has its share of it; and to every
+            client once the queue is full ``OVERFILL`` times. So nobody fills it for the others, and its memory is
+            bounded. One request of each client always has a place.
         """
         if client in self._open:
             return
-        is_full = self.queue.n_tokens + n_tokens > self.max_queue_tokens or self.queue.n_jobs >= MAX_QUEUE_REQUESTS
-        own = self.queue.tokens_of(client[0]) if is_full else 0
-        if own and own + n_tokens > self.max_queue_tokens // self.queue.n_clients:
+        if self.queue.jobs_of(client[0]) and self._is_full_for(client[0], n_tokens):
             raise QueueFull(f"{self.queue.n_jobs} requests with {self.queue.n_tokens} tokens wait already")
         job = Job(next(self._ids), client, frames, n_tokens, deadline, arrived=now)
         self._open[client] = job
         self.queue.add(job)
         heapq.heappush(self._deadlines, (deadline, job.job_id, job))
+
+    def _is_full_for(self, client: bytes, n_tokens: int) -> bool:
+        """Return True if one more request of a client that has some is too many, by tokens or by count."""
+        queue = self.queue
+        return any(
+            total > OVERFILL * limit or (total > limit and own > limit // queue.n_clients)
+            for total, own, limit in (
+                (queue.n_tokens + n_tokens, queue.tokens_of(client) + n_tokens, self.max_queue_tokens),
+                (queue.n_jobs + 1, queue.jobs_of(client) + 1, self.max_queue_requests),
+            )
+        )
 
     def cancel(self, client: ClientKey) -> tuple[Job, Worker | None] | None:
         """Forget a request, if it is open: it, and the worker that had it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import zmq
 
 from teacher.errors import TeacherError
@@ -42,7 +44,7 @@ class Doors:
             self._gatekeeper = Gatekeeper(self._context, keys, {"client": self.frontend, "worker": self.backend})
             self.frontend_port = _bind(self.frontend, bind, frontend_port)
             self.backend_port = _bind(self.backend, bind, backend_port)
-        except TeacherError:
+        except (TeacherError, zmq.ZMQError, OSError):
             self.close(linger_ms=0)
             raise
 
@@ -58,10 +60,12 @@ def _bind(socket: zmq.Socket, bind: str, port: int) -> int:
         address = "127.0.0.1" if bind == "localhost" else bind  # libzmq takes addresses and interfaces, no names
         socket.bind(f"tcp://{address}:{port or '*'}")
     except zmq.ZMQError as error:
-        raise TeacherError(
-            f"cannot listen on {bind}:{port}: {error}; stop what uses the port (teacher/stop_server.sh), choose "
-            "another with PROXY_FRONTEND_PORT / PROXY_BACKEND_PORT, or correct --bind"
-        ) from None
+        another = "choose another with PROXY_FRONTEND_PORT / PROXY_BACKEND_PORT"
+        hint = {
+            errno.EADDRINUSE: f"stop what uses the port (teacher/stop_server.sh), or {another}",
+            errno.EACCES: f"only root may listen on this port; {another}",
+        }.get(error.errno or 0, "correct --bind (BIND): expected an address or interface of this machine")
+        raise TeacherError(f"cannot listen on {bind}:{port}: {error.strerror}; {hint}") from None
     return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
 

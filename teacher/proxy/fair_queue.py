@@ -93,6 +93,10 @@ class FairQueue:
         """That wait."""
         return self._lines[client].n_tokens if client in self._lines else 0
 
+    def jobs_of(self, client: bytes) -> int:
+        """Return how many jobs of a client wait."""
+        return len(self._lines[client].jobs) if client in self._lines else 0
+
     @property
     def n_clients(self) -> int:
         """For whom something waits."""

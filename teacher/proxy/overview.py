@@ -15,6 +15,7 @@ from teacher.wire.messages import PROTOCOL_VERSION, Answer, Failure, Pulse
 _WINDOW_S = 30.0  # of tokens per second
 _CLIENT_KEPT_S = 60.0
 _MAX_CLIENTS = 1000  # that are shown
+_MAX_REASON_CHARS = 1000
 
 
 @dataclass
@@ -130,6 +131,7 @@ class Overview:
             queue_oldest_s=_oldest_s(waiting, now),
             max_queue_tokens=dispatcher.max_queue_tokens,
             tokens_per_second=sum(worker.tokens_per_second for worker in workers),
+            last_loss=dispatcher.last_loss[:_MAX_REASON_CHARS],
             workers=workers,
             clients=tuple(
                 self._client(client, known, jobs.get(client, []), running, now)

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 DRAIN_S = 5.0
 STALL_TIMEOUT_S = 60.0
+SILENCE_PER_STALL = 1.5  # the proxy measures silence, which includes encoding and transfer of answers, not a step alone
 _TICK_S = 1.0
 _BURST = 64  # messages taken from one socket before the other gets its turn
 _MAX_HELLOS = 1024
@@ -71,7 +72,8 @@ class Proxy:
 
         Args:
             keys: who is let in; without, only a loopback address can be bound.
-            stall_timeout_s: a worker that has said nothing for so long hangs, and its requests go to others.
+            stall_timeout_s: Limit of the workers for one engine step, in seconds. A worker that is silent for
+                ``SILENCE_PER_STALL`` times as long hangs, and its requests go to others.
             max_queue_tokens: of the requests that wait; beyond, clients are told to keep theirs.
 
         Raises: TeacherError if an address cannot be bound.
@@ -81,7 +83,7 @@ class Proxy:
         self.frontend_port, self.backend_port = self._doors.frontend_port, self._doors.backend_port
         self._dispatcher = Dispatcher(max_queue_tokens)
         self._overview = Overview(self._dispatcher)
-        self._stall_timeout_s = stall_timeout_s
+        self._max_silence_s = SILENCE_PER_STALL * stall_timeout_s
         self._invalid = Seldom()
         self._hellos: dict[ClientKey, float] = {}  # deadlines of those that wait for a worker
         self._told_to_rejoin: dict[bytes, float] = {}
@@ -346,7 +348,7 @@ class Proxy:
         for identity in list(self._dispatcher.workers):
             if not self._send(self._backend, identity, protocol.encode_probe()):
                 self._lose_worker(identity, _LOST)
-            elif (silent_s := self._overview.silent_s(identity, now)) > self._stall_timeout_s:
+            elif (silent_s := self._overview.silent_s(identity, now)) > self._max_silence_s:
                 self._lose_worker(identity, f"the last one hangs: its engine has made no step for {silent_s:.0f} s")
 
     def _take_stock(self, now: float) -> None:

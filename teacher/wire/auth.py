@@ -13,12 +13,16 @@ DIR serves as the folder of a client too: it then is `clients/default`.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import logging
+import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import zmq
 from zmq.auth import load_certificate
@@ -71,7 +75,25 @@ Keys = ServerKeys | ClientKeys
 
 # --- reading them ----------------------------------------------------------------------------------------------------
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
+
+def _explain_refused_access(read: Callable[_P, _R]) -> Callable[_P, _R]:
+    @functools.wraps(read)
+    def explained(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return read(*args, **kwargs)
+        except OSError as error:
+            raise TeacherError(
+                f"the keys in {error.filename} cannot be read by user id {os.getuid()}: {error.strerror}; run this "
+                "as the user who made them, or make a copy for this user"
+            ) from None
+
+    return explained
+
+
+@_explain_refused_access
 def server_keys(auth_dir: str | Path | None) -> ServerKeys | None:
     """None for None or "": a service without keys.
 
@@ -96,6 +118,7 @@ def server_keys(auth_dir: str | Path | None) -> ServerKeys | None:
     return ServerKeys(public, secret, allowed, allowed_dir)
 
 
+@_explain_refused_access
 def client_keys(auth_dir: str | Path | None) -> ClientKeys | None:
     """None for None or "": the service has no keys.
 

@@ -14,7 +14,7 @@ from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequen
 from teacher.status import ServiceStatus
 
 # Peers of another version refuse each other: one that overlooked a field would answer another question than was asked.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from recipe_gkd.actor import checkpoint, hf_save
+from recipe_gkd.actor.padding_rows import padding_rows
 from recipe_gkd.actor.parallel import leave_parallel
 from recipe_gkd.config import Config
-from recipe_gkd.errors import GkdError
+from recipe_gkd.errors import CheckpointError, GkdError
 from recipe_gkd.samples import Sample, TeacherTopK
 from tests.actor.tiny import exported, packed_logits, started, transformers_logits, update
 
@@ -136,6 +149,158 @@ def resume_fails(rank: int, world_size: int, port: int, config: Config, path: Pa
         except GkdError as error:
             return f"{type(error).__name__}: {error}"
         return ""
+
+
+def keep_padding(
+    rank: int, world_size: int, port: int, config: Config, batches: list[list[Sample]], n_tokens: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """The weights before and after some updates, and whether all copies of the padding rows on this rank are equal."""
+    with started(rank, world_size, port, config, n_tokens=n_tokens) as actor:
+        place = (actor._chunks, actor._optimizer, actor.layout.tp_rank, n_tokens)
+        before, rows_before = exported(actor), [rows.clone() for rows in padding_rows(*place)]
+        for step, batch in enumerate(batches):
+            update(actor, batch, step)
+        unchanged = [torch.equal(*pair) for pair in zip(rows_before, padding_rows(*place), strict=True)]
+        return before, exported(actor), all(unchanged)
+
+
+def change_settings(
+    rank: int, world_size: int, port: int, config: Config, then: Config, first: list[Sample], second: list[Sample]
+) -> dict[str, Tensor]:
+    """The weights after an update with each of two configurations, without a checkpoint between them."""
+    with started(rank, world_size, port, config) as actor:
+        update(actor, first, 0)
+        actor._actor = then.actor_rollout_ref.actor
+        update(actor, second, 1)
+        return exported(actor)
+
+
+def logits_of(rank: int, world_size: int, port: int, config: Config, batch: list[Sample]) -> Tensor | None:
+    with started(rank, world_size, port, config) as actor:
+        return packed_logits(actor, batch)
+
+
+def fail_to_save(
+    rank: int, world_size: int, port: int, config: Config, batch: list[Sample], path: Path, faults: list[str], bad: int
+) -> list[str]:
+    """The error of a save with each fault of the writer on rank ``bad``; then a good save to ``path / "good"``."""
+    messages = []
+    with started(rank, world_size, port, config) as actor:
+        update(actor, batch, 0)
+        for fault in faults:
+            message = ""
+            actor._writer._timeout_s = 3.0 if fault == "hung" else 60.0
+            with _faulty_writer(fault, rank == bad):
+                try:
+                    actor.save_checkpoint(path / fault)
+                    while not actor.finish_saves(wait=False):
+                        pass
+                except CheckpointError as error:
+                    message = str(error)
+            messages.append(message)
+            assert not psutil.Process().children(), "no writer may be left"
+            assert actor.finish_saves()
+        actor._writer._timeout_s = 60.0
+        actor.save_checkpoint(path / "good")
+        actor.finish_saves()
+        return messages
+
+
+@contextmanager
+def _faulty_writer(fault: str, is_here: bool) -> Iterator[None]:
+    """A disk of 1 KB, or writers that end or stop, or that cannot write the metadata (which rank 0 does)."""
+    shard, metadata, weights = checkpoint.write_shard, checkpoint._write_metadata, hf_save._write_file
+
+    def signalled(number: int, *_: Any) -> None:
+        os.kill(os.getpid(), number)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if fault == "file too large" and is_here:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    if fault in ("killed", "hung") and is_here:
+        number = signal.SIGKILL if fault == "killed" else signal.SIGSTOP
+        checkpoint.write_shard = hf_save._write_file = partial(signalled, number)
+    if fault == "metadata":
+        checkpoint._write_metadata = full
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        checkpoint.write_shard, checkpoint._write_metadata, hf_save._write_file = shard, metadata, weights
+
+
+def save_fails(rank: int, world_size: int, port: int, config: Config, path: Path) -> str:
+    with started(rank, world_size, port, config) as actor:
+        try:
+            actor.save_checkpoint(path)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+
+def fail_to_save_hf(rank: int, world_size: int, port: int, config: Config, path: Path) -> list[str]:
+    """The errors of a save to a disk of 1 KB and of one with a writer that stops, on rank 0; then a good save."""
+    messages = []
+    with started(rank, world_size, port, config) as actor:
+        for fault, limit_s in (("file too large", 60.0), ("hung", 3.0)):
+            actor._actor = replace(actor._actor, timeout_s=limit_s)
+            with _faulty_writer(fault, rank == 0), pytest.raises(CheckpointError) as caught:
+                actor.save_hf(path)
+            messages.append(str(caught.value))
+            assert not psutil.Process().children() and not path.exists()
+        actor._actor = replace(actor._actor, timeout_s=60.0)
+        actor.save_hf(path)
+    return messages
+
+
+def save_slowly(rank: int, world_size: int, port: int, config: Config, batch: list[Sample], path: Path) -> str:
+    """Saves in which writers of rank 0 take longer than a collective may; then the error of one that takes as long."""
+    shard, weights = checkpoint.write_shard, hf_save._write_file
+    with started(rank, world_size, port, config) as actor:
+        update(actor, batch)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S))
+        if rank == 0:
+            checkpoint.write_shard = partial(_slowly, shard)
+            hf_save._write_file = partial(_slowly, weights)
+        try:
+            actor.save_checkpoint(path / "checkpoint")
+            actor.save_hf(path / "folder")
+        finally:
+            checkpoint.write_shard, hf_save._write_file = shard, weights
+        try:
+            if rank == 0:
+                time.sleep(SHORT_S + 2)
+            dist.barrier()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+
+SHORT_S = 3
+
+
+def _slowly(function: Any, *args: Any) -> Any:
+    time.sleep(SHORT_S + 2)
+    return function(*args)
+
+
+def resume_after_refusals(
+    rank: int, world_size: int, port: int, config: Config, refused: list[Path], path: Path, batch: list[Sample]
+) -> tuple[list[str], str, dict[str, float], dict[str, Tensor]]:
+    """The errors of loading ``refused``, of an update after the last; then what a run resumed from ``path`` does."""
+    with started(rank, world_size, port, config) as actor:
+        messages = []
+        for wrong in refused:
+            with pytest.raises(GkdError) as caught:
+                actor.load_checkpoint(wrong)
+            messages.append(f"{type(caught.value).__name__}: {caught.value}")
+        with pytest.raises(GkdError) as caught:
+            update(actor, batch, 1)
+        actor.load_checkpoint(path)
+        return messages, f"{type(caught.value).__name__}: {caught.value}", update(actor, batch, 1), exported(actor)
 
 
 def save_hf(rank: int, world_size: int, port: int, config: Config, batch: list[Sample], path: Path) -> Tensor | None:

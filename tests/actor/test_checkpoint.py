@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,21 @@ def test_resumed_run_takes_the_same_next_step(
             assert (tensor - want_weights[name]).abs().mean() < 2e-6, name
 
 
+@pytest.mark.parametrize("optimizer", [[], [PLAIN_OPTIMIZER]], ids=["distributed", "plain"])
+def test_resumed_run_uses_its_own_optimizer_settings(
+    optimizer: list[str], pool: WorkerPool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    config = make_config(folders["qwen2"], *optimizer)
+    changes = (["betas=[0.8,0.999]"], ["lr=0.02", "weight_decay=0.2", "clip_grad=0.3"])
+    _, unchanged_weights = pool.run(1, jobs.train_and_save, config, FIRST, SECOND, tmp_path / "ckpt")[0]
+    for names in changes:
+        then = make_config(folders["qwen2"], *optimizer, *(f"{ACTOR}.optim.{name}" for name in names))
+        want = pool.run(1, jobs.change_settings, config, then, FIRST, SECOND)[0]
+        _, _, weights = pool.run(1, jobs.resume_and_train, then, tmp_path / "ckpt", SECOND)[0]
+        assert any(not torch.equal(weights[key], unchanged_weights[key]) for key in weights), names
+        assert all(torch.equal(weights[key], want[key]) for key in weights), names
+
+
 def test_checkpoints_that_do_not_fit_are_refused(pool: WorkerPool, folders: dict[str, Path], tmp_path: Path) -> None:
     config = make_config(folders["qwen2"], f"{ACTOR}.checkpoint.save_contents=[model,extra]",
                          f"{ACTOR}.checkpoint.load_contents=[model,extra]")  # fmt: skip
@@ -69,8 +85,11 @@ def test_checkpoints_that_do_not_fit_are_refused(pool: WorkerPool, folders: dict
 def test_large_model_is_saved_in_several_files_with_an_index(folders: dict[str, Path], tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen2_untied"])
     weights = model.state_dict()
-    meta = [(name, tuple(tensor.shape), "float32") for name, tensor in weights.items()]
-    save_hf_folder(tmp_path / "saved", folders["qwen2_untied"], weights.items(), meta, file_bytes=50_000)
+    meta = [[(name, tuple(tensor.shape), "float32")] for name, tensor in weights.items()]
+    save_hf_folder(
+        tmp_path / "saved", folders["qwen2_untied"], meta, lambda first, last: list(weights.items())[first:last],
+        lambda function, _: function(), file_bytes=50_000,
+    )  # fmt: skip
     files = sorted((tmp_path / "saved").glob("*.safetensors"))
     assert len(files) > 2 and all(file.stat().st_size < 60_000 for file in files)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
@@ -91,6 +110,8 @@ def test_saved_folder_loads_in_transformers_with_the_logits_of_the_actor(
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     bf16 = BF16 in overrides
     assert model.dtype == (torch.bfloat16 if bf16 else torch.float32)
+    os.umask(umask := os.umask(0o077))
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o666 & ~umask}
     assert model.config.vocab_size == VOCAB and (path / "tokenizer.json").is_file()
     assert (path / "generation_config.json").read_text() == '{"max_new_tokens": 7}'
     want = jobs.transformers_rows(model, FIRST).float()

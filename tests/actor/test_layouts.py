@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch import Tensor
 
+from recipe_gkd.samples import Sample
 from tests.actor import jobs
 from tests.actor.reference import reference_training
-from tests.actor.tiny import ACTOR, MEGATRON, make_config, make_samples, transformers_logits
+from tests.actor.tiny import (
+    ACTOR,
+    MEGATRON,
+    VOCAB,
+    make_config,
+    make_folder,
+    make_sample,
+    make_samples,
+    transformers_logits,
+)
 from tests.worker_pool import WorkerPool
 
 pytestmark = pytest.mark.timeout(150)
@@ -86,9 +99,10 @@ def assert_weights(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     for name, tensor in got.items():
         if name.endswith("k_proj.bias"):
             continue  # attention does not depend on it: its gradient is rounding noise, of which Adam keeps the sign
-        difference = (tensor.double() - want[name]).abs()
-        assert difference.mean() < 2e-6, name
-        assert difference.max() < 2e-3, name  # of 2e-2: a gradient close to zero is mostly rounding, and Adam scales it
+        largest, *others = (tensor.double() - want[name]).abs().flatten().sort(descending=True).values.tolist()
+        assert sum(others) / len(others) < 2e-6, name
+        # A gradient close to zero is mostly rounding, which Adam scales up: its steps together are 2e-2 long.
+        assert max(others) < 2e-3 and largest < 2e-2, name
 
 
 def test_bfloat16_trains_with_float32_copies(pool: WorkerPool, folders: dict[str, Path]) -> None:
@@ -126,3 +140,61 @@ def test_logits_are_computed_only_where_there_is_a_loss_and_stay_in_the_dtype_of
     n_tokens = sum(len(sample.answer.ids) for sample in BATCHES[0])
     for rows, columns, dtype in pool.run(2, jobs.logits_of_a_loss, config, BATCHES[0]):
         assert (rows, columns, dtype) == (n_tokens, PADDED_VOCAB // 2, torch.bfloat16)
+
+
+N_TOKENS = 80
+BF16 = f"{MEGATRON}.dtype=bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        pytest.param("qwen2", [], id="tied, data 2"),
+        pytest.param("qwen2", [TP2, BF16], id="tied, tensor 2, bfloat16"),
+        pytest.param("qwen2", [PP2, BF16, PLAIN_OPTIMIZER], id="tied, pipeline 2, bfloat16, plain optimizer"),
+        pytest.param("qwen2_untied", [BF16], id="untied, data 2, bfloat16"),
+        pytest.param("qwen2_untied", [TP2, PLAIN_OPTIMIZER], id="untied, tensor 2, plain optimizer"),
+    ],
+)
+def test_padding_rows_are_bitwise_unchanged_by_updates(
+    kind: str, overrides: list[str], pool: WorkerPool, folders: dict[str, Path]
+) -> None:
+    def below(ids: Any) -> Any:
+        return ids % N_TOKENS
+
+    batches = [
+        [
+            make_sample(s.prompt.uid, below(s.prompt.ids), below(s.answer.ids), s.teacher.logps_TK, support(s))
+            for s in batch
+        ]
+        for batch in [*BATCHES, BATCHES[0]]
+    ]
+    config = make_config(folders[kind], *overrides, f"{ACTOR}.optim.weight_decay=10", ranks=2)
+    results = pool.run(2, jobs.keep_padding, config, batches, N_TOKENS)
+    before, after, _ = results[0]
+    assert all(unchanged for _, _, unchanged in results)
+    names = ["model.embed_tokens.weight"] + ["lm_head.weight"] * (kind == "qwen2_untied")
+    for name in names:
+        assert before[name][N_TOKENS:].abs().min() > 0
+        assert torch.equal(before[name][N_TOKENS:], after[name][N_TOKENS:])
+        assert (before[name][:N_TOKENS] != after[name][:N_TOKENS]).any(1).all(), "decay reaches every token's row"
+
+
+def support(sample: Sample) -> np.ndarray:
+    return np.tile(np.arange(sample.teacher.ids_TK.shape[1], dtype=np.int32), (len(sample.answer.ids), 1))
+
+
+def test_llama3_rotary_scaling_equals_transformers(pool: WorkerPool, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "llama3", "llama3")
+    ids = np.random.default_rng(0).integers(0, VOCAB, 240)  # far enough for the scaled frequencies to matter
+    sample = make_sample(0, ids[:220], ids[220:], np.full((20, 1), -1.0), np.zeros((20, 1)))
+    logits = pool.run(1, jobs.logits_of, make_config(folder), [sample])[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    want = transformers_logits(model, [sample])
+    torch.testing.assert_close(logits[: len(want)], want, rtol=0, atol=1e-5)
+
+    values = json.loads((folder / "config.json").read_text())
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": values["rope_parameters"]["rope_theta"]}
+    (folder / "config.json").write_text(json.dumps(values))
+    unscaled = transformers_logits(transformers.AutoModelForCausalLM.from_pretrained(folder), [sample])
+    assert (unscaled - want).abs().max() > 1e-2

@@ -9,7 +9,7 @@ import pytest
 from recipe_gkd.actor.parallel import find_store, meet
 from recipe_gkd.errors import DeadlineError
 from recipe_gkd.weights.transport import open_store
-from tests.worker_pool import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -21,6 +21,7 @@ from recipe_gkd.actor.megatron_actor import MegatronActor
 from recipe_gkd.actor.microbatch import pack, shard_batch
 from recipe_gkd.actor.objective import Losses
 from recipe_gkd.actor.parallel import leave_parallel
+from recipe_gkd.actor.shape import LLAMA3_ROPE
 from recipe_gkd.actor.step import run_micro_batches
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
@@ -55,7 +56,9 @@ def make_folder(path: Path, kind: str, seed: int = 0) -> Path:
     elif kind == "mixtral":
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=4))
     else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        scaled = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, **LLAMA3_ROPE)
+        rope: dict[str, Any] = {"rope_parameters": scaled} if kind == "llama3" else {}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **rope))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,8 +16,17 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
+
 REPO = Path(__file__).resolve().parents[2]
 MARK = "RECIPE_GKD_TEST_RUN"
+OBJECTIVE = (
+    "gkd.use_rl_loss=true",
+    "gkd.sft_share=0.25",
+    "data.response_key=answer",
+    "actor_rollout_ref.rollout.n=2",
+)
+"""All parts of the objective: distillation, a policy loss on a reward, and cross-entropy with given answers."""
 
 
 def processes_marked(mark: str) -> list[str]:
@@ -39,11 +47,13 @@ class Run:
     process: subprocess.Popen[str]
     folder: Path
     mark: str
+    temporary: Path
+    """Its temporary folder, but for Ray's own, which keeps the logs of a session."""
     output: str = ""
     status: int | None = None
     started: float = field(default_factory=time.monotonic)
 
-    def finish(self, timeout_s: float = 150) -> Run:
+    def finish(self, timeout_s: float = 240) -> Run:
         """Wait for the end; the status and all it printed are kept. On a deadline everything of the run is killed."""
         try:
             self.output, _ = self.process.communicate(timeout=timeout_s)
@@ -65,7 +75,7 @@ class Run:
         path = self.folder / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def await_step(self, step: int, timeout_s: float = 90) -> None:
+    def await_step(self, step: int, timeout_s: float = 200) -> None:
         deadline = time.monotonic() + timeout_s
         while len(self.metrics) < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -73,11 +83,14 @@ class Run:
             time.sleep(0.2)
 
     def leftovers(self, patience_s: float = 10) -> list[str]:
-        """What is still alive of the run after a moment."""
+        """Return what is left of the run after a moment: processes, and files in its temporary folder."""
         deadline = time.monotonic() + patience_s
-        while (alive := processes_marked(self.mark)) and time.monotonic() < deadline:
+        while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return alive
+        return left
+
+    def _left(self) -> list[str]:
+        return processes_marked(self.mark) + [str(path) for path in self.temporary.rglob("*")]
 
 
 Start = Callable[..., Run]
@@ -90,12 +103,6 @@ class Teacher:
     run_dir: Path
     settings: dict[str, object]
     """Of its workers, as environment variables."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def script(name: str, **settings: object) -> subprocess.CompletedProcess[str]:

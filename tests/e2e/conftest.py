@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from command import MARK, Run, Start, Teacher, make_model, running_teacher
-
-
-@pytest.fixture(scope="session", autouse=True)
-def ctrl_c_is_heard() -> None:
-    """Also by the runs: where the tests are a background job of a script, SIGINT is ignored, and that is inherited."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+from command import MARK, OBJECTIVE, Run, Start, Teacher, make_model, running_teacher
 
 
 @pytest.fixture(scope="session")
@@ -44,8 +38,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def validated(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides with which a run validates after every other step, on 6 problems; the reward is an exact answer."""
-    from recipe_gkd.quickstart import reward
+    """Overrides with which a run validates after every other step, on 6 problems, by a reward with verl's signature."""
     from recipe_gkd.quickstart.task import make_splits, write_parquet
 
     path = tmp_path_factory.mktemp("data") / "val.parquet"
@@ -53,7 +46,7 @@ def validated(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
         f"data.val_files={path}",
         "data.ground_truth_key=answer",
-        f"custom_reward_function.path={reward.__file__}",
+        f"custom_reward_function.path={Path(__file__).with_name('verl_reward.py')}",
         "custom_reward_function.num_workers=1",
         "trainer.test_freq=2",
     ]
@@ -93,23 +86,25 @@ def starter(settings: list[str], tmp_path: Path) -> Iterator[Start]:
 
     def begin(*overrides: str, folder: Path = tmp_path / "run") -> Run:
         mark = uuid.uuid4().hex
+        temporary = Path(tempfile.mkdtemp(prefix="gkd", dir="/tmp"))  # short: sockets have their paths in it
         command = [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-name", "on_policy_distill_trainer"]
         process = subprocess.Popen(
             [*command, *settings, f"trainer.default_local_dir={folder}", *overrides],
-            env=os.environ | {MARK: mark},
+            env=os.environ | {MARK: mark, "TMPDIR": str(temporary), "RAY_TMPDIR": "/tmp"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=tmp_path,
             start_new_session=True,
         )
-        runs.append(run := Run(process, folder, mark))
+        runs.append(run := Run(process, folder, mark, temporary))
         return run
 
     yield begin
     for run in runs:
         if run.status is None:
             run.finish(timeout_s=0.1) if run.process.poll() is None else run.finish()
+        shutil.rmtree(run.temporary, ignore_errors=True)
 
 
 @pytest.fixture
@@ -123,5 +118,6 @@ def start(settings: list[str], tmp_path: Path) -> Iterator[Start]:
 @pytest.fixture(scope="session")
 def whole(settings: list[str], validated: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run from the first step to the last, with nothing between: what others are compared with."""
+    overrides = ("trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.save_freq=2", *validated, *OBJECTIVE)
     with starter(settings, tmp_path_factory.mktemp("whole")) as begin:
-        return begin("trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.save_freq=2", *validated).finish()
+        return begin(*overrides).finish()

@@ -8,21 +8,23 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from command import Run, Start, Teacher, free_port, running_teacher
+from command import Run, Start, Teacher, running_teacher
 
 from recipe_gkd.config import load_config
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.main_gkd import check_outputs
+from recipe_gkd.run_folder import check_outputs
+from tests.ports import free_port
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(320)
 
 
-def assert_refused(run: Run, says: str, within_s: float = 30) -> None:
+def assert_refused(run: Run, says: str, within_s: float = 90) -> None:
     run.finish(timeout_s=2 * within_s)
     assert run.status == 1, run.output
     assert says in run.output and "Traceback" not in run.output, run.output
     assert run.seconds < within_s
     assert run.leftovers() == []
+    assert not run.folder.exists()
 
 
 def test_a_wrong_model_path(start: Start) -> None:
@@ -36,6 +38,7 @@ def test_a_teacher_that_is_down(start: Start) -> None:
     assert_refused(start(f"actor_rollout_ref.teacher.server_port={port}"), f"127.0.0.1:{port}")
 
 
+@pytest.mark.slow  # the message: tests/test_data.py
 def test_a_parquet_without_the_prompt_column(start: Start, tmp_path: Path) -> None:
     pq.write_table(pa.table({"question": ["a"]}), tmp_path / "q.parquet")
     assert_refused(start(f"data.train_files={tmp_path}/q.parquet"), "has no column 'prompt'; it has: question")
@@ -49,13 +52,14 @@ def test_a_place_that_cannot_be_written_to_is_told_before_anything_starts(key: s
         check_outputs(load_config("on_policy_distill_trainer", [*needed, f"{key}={tmp_path}/file/there"]))
 
 
+@pytest.mark.slow  # the message: tests/test_pools.py
 def test_more_slots_than_the_machine_has(start: Start) -> None:
     assert_refused(start("trainer.n_gpus_per_node=999"), "actor pool: 1 x 999 CPU slots")
 
 
 def test_a_worker_that_fails_to_start(start: Start) -> None:
     field = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularty=full"
-    assert_refused(start(field), "recompute_granularity", within_s=60)  # Ray, Megatron and vLLM are started first
+    assert_refused(start(field), "recompute_granularity", within_s=150)  # Ray, Megatron and vLLM are started first
 
 
 @pytest.mark.slow
@@ -99,3 +103,25 @@ def test_a_teacher_whose_vocabulary_does_not_fit(start: Start, other_teacher: Te
         start(f"actor_rollout_ref.teacher.server_port={other_teacher.port}"),
         "the teacher's vocabulary does not fit the student's",
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("raise ValueError('no score')", "ValueError: no score"),
+        ("import time; time.sleep(60)", "took longer than 2 s"),
+        ("return 'good'", "expected a finite number"),
+        ("import os; os._exit(3)", "ended its process (exit status 3)"),
+    ],
+)
+def test_a_reward_function_that_fails_is_the_one_error(start: Start, tmp_path: Path, body: str, says: str) -> None:
+    """No report of asyncio or Ray about tasks that nobody awaited follows it, nor stands in the log."""
+    path = tmp_path / "my_reward.py"
+    path.write_text(f"def compute_score(prompt, answer, ground_truth, extra):\n    {body}\n")
+    keys = f"custom_reward_function.path={path}", "custom_reward_function.timeout_s=2", "data.ground_truth_key=answer"
+    run = start(*keys, "trainer.scheduler=one_step_off").finish()
+    assert run.status == 1 and "gave no reward" in run.output and says in run.output, run.output
+    told = run.output + (run.folder / "run.log").read_text()
+    assert "never retrieved" not in told and "ray.exceptions" not in told, told
+    assert run.leftovers() == []

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import Run, Start, Teacher, running_teacher, script
+from command import OBJECTIVE, Run, Start, Teacher, running_teacher, script
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -30,6 +30,7 @@ def test_a_run_whose_teacher_workers_are_killed_one_after_the_other_is_the_undis
         "trainer.scheduler=sync",
         "trainer.total_epochs=2",
         *validated,
+        *OBJECTIVE,
         f"actor_rollout_ref.teacher.server_port={two_workers.port}",
         "actor_rollout_ref.teacher.timeout_s=90",
     )
@@ -45,11 +46,15 @@ def test_a_run_whose_teacher_workers_are_killed_one_after_the_other_is_the_undis
     finally:
         script("stop_server.sh", RUN_DIR=joining)
     assert run.status == 0, run.output
+    said = [line for line in run.output.splitlines() if "teacher default at tcp://" in line]
+    assert len(said) == 2 and "has no worker (the last one died or hung" in said[0] and " again, after " in said[1], (
+        said
+    )
     assert [line["training/global_step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
     for disturbed, undisturbed in zip(run.metrics, whole.metrics, strict=True):
         for metric in ("training/epoch", "perf/total_num_tokens", "response_seq_len/average", "teacher/default/tokens"):
             assert disturbed[metric] == undisturbed[metric]
-        for metric in ("actor/kl_loss", "actor/grad_norm"):
+        for metric in ("actor/kl_loss", "actor/sft_loss", "reward/mean", "actor/grad_norm"):
             assert disturbed[metric] == pytest.approx(undisturbed[metric], rel=1e-3)
         assert disturbed["teacher/skipped_samples"] == 0
     assert run.leftovers() == []

@@ -19,6 +19,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.diagnosis import on_node
 from recipe_gkd.diagnosis.processes import locate
 from recipe_gkd.groups import WorkerGroup
+from recipe_gkd.process_id import ProcessId, is_alive
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.workers import Workers
@@ -81,7 +82,7 @@ class Census:
     """The processes of all workers, and their children, that were there at any time when it was taken."""
 
     def __init__(self) -> None:
-        self._seen: set[on_node.ProcessId] = set()
+        self._seen: set[ProcessId] = set()
 
     async def take(self, workers: Workers) -> None:
         places = await locate([*workers.actors.handles, *workers.rollouts.handles])
@@ -92,9 +93,9 @@ class Census:
 
     def alive(self) -> list[str]:
         return [
-            f"{pid}: {' '.join(psutil.Process(pid).cmdline())}"
-            for pid, created in self._seen
-            if lives(pid) and psutil.Process(pid).create_time() == created
+            f"{process.pid}: {' '.join(psutil.Process(process.pid).cmdline())}"
+            for process in self._seen
+            if is_alive(process)
         ]
 
 

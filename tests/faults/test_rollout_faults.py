@@ -12,6 +12,8 @@ import psutil
 import pytest
 from faulty import DEADLINE_S, Census, TrainerOf, arm, lives
 
+from recipe_gkd.diagnosis import on_node
+from recipe_gkd.diagnosis.processes import locate
 from recipe_gkd.errors import GkdError, WorkerDied
 from recipe_gkd.flow import now
 from recipe_gkd.metrics.timeline import Timeline
@@ -72,3 +74,39 @@ def test_workers_are_named_when_stopped_and_replaced_when_killed_and_no_prompt_i
     assert len(pids) == 4 and not any(map(lives, pids))
     folder = Path(re.search(r"diagnosis: (\S+)", str(caught.value))[1])  # type: ignore[index]
     assert "rollout worker 1" in (folder / "report.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # an engine of two tensor ranks starts three times
+def test_a_worker_whose_tensor_rank_is_killed_is_replaced_and_no_prompt_is_lost_or_repeated(
+    trainer_of: TrainerOf, census: Census
+) -> None:
+    """While it generates, and while it waits for weights: the worker's own process lives on in both cases."""
+    trained: list[int] = []
+    killed: list[int] = []
+
+    async def kill_tensor_rank(trainer: Trainer, number: int) -> None:
+        await census.take(trainer.workers)
+        [place] = await locate(trainer.workers.rollouts.handles)
+        [rank] = [
+            one.pid for one in on_node.tree([place.pid]) if f"Worker_TP{number}" in psutil.Process(one.pid).name()
+        ]
+        os.kill(rank, signal.SIGKILL)
+        killed.append(place.pid)
+
+    async def train() -> None:
+        layout = "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+        async with (
+            trainer_of(*layout, "trainer.max_worker_restarts=2", "trainer.scheduler=one_step_off") as trainer,
+            trainer.pipeline(Timeline(now)) as pipeline,
+        ):
+            async for batch in pipeline:
+                if batch.step in (2, 5):
+                    await kill_tensor_rank(trainer, number=batch.step % 2)
+                async with pipeline.updating(batch):
+                    await trainer.update(batch)
+                trained.extend(sample.prompt.uid for sample in batch.samples)
+
+    asyncio.run(train())
+    assert trained == list(range(40)) and len(killed) == 2
+    assert not any(map(lives, killed))

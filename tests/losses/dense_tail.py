@@ -10,7 +10,7 @@ from torch import Tensor
 from recipe_gkd.losses.kernels import Arithmetic
 from recipe_gkd.losses.question import Backward, Head
 
-KINDS = ("random", "all mass on the support", "+-1e4", "-inf among them", "all equal")
+KINDS = ("random", "all mass on the support", "+-1e4", "-inf among them", "all equal", "around 3e4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Chunk:
 
     logits_CW: Tensor
     heads: list[Head]
-    u_tail_CH: Tensor
+    top_CH: Tensor
     grad_tail_CH: Tensor
     grad_support_CK: Tensor
     picked_columns_C1: Tensor
@@ -44,7 +44,7 @@ class Chunk:
     def wanted(self) -> Backward:
         return Backward(
             heads=self.heads,
-            u_tail_TH=self.u_tail_CH,
+            top_TH=self.top_CH,
             grad_tail_TH=self.grad_tail_CH,
             grad_support_TK=self.grad_support_CK,
             picked_columns_T1=self.picked_columns_C1,
@@ -75,6 +75,8 @@ def make(case: Case, device: str = "cpu") -> Chunk:
         logits_CW.masked_fill_(logits_CW < 0, float("-inf"))
     elif case.kind == "all equal":
         logits_CW.fill_(7.25)
+    elif case.kind == "around 3e4":
+        logits_CW += 3e4
     strided = torch.empty(case.rows, case.width + 16, dtype=case.dtype, device=device)[:, : case.width]
     strided.copy_(logits_CW)
 
@@ -89,7 +91,7 @@ def make(case: Case, device: str = "cpu") -> Chunk:
     if case.temperature != 1:
         heads.append(replace(heads[0], columns_TK=columns_CK[:, :0], own_TK=own_CK[:, :0], inverse_temperature=1.0))
     sums_CH3 = torch.stack([dense_sums(strided, head) for head in heads], dim=1)
-    u_tail_CH = sums_CH3[..., 0] + sums_CH3[..., 1].log()
+    top_CH = sums_CH3[..., 0]
     picked_C1 = (normal(case.rows, 1).abs() * 100).long() % max(real_columns, 1)
     grad_picked_C1 = normal(case.rows, 1)
     if case.k and case.rows:
@@ -101,7 +103,7 @@ def make(case: Case, device: str = "cpu") -> Chunk:
     return Chunk(
         logits_CW=strided,
         heads=heads,
-        u_tail_CH=u_tail_CH.where(u_tail_CH > float("-inf"), 0).float(),
+        top_CH=top_CH.where(top_CH > float("-inf"), 0).float(),
         grad_tail_CH=normal(case.rows, len(heads)),
         grad_support_CK=normal(case.rows, case.k).where(own_CK, 0),
         picked_columns_C1=picked_C1,
@@ -119,10 +121,9 @@ def in_tail(width: int, head: Head) -> Tensor:
 
 def dense_sums(logits_CW: Tensor, head: Head) -> Tensor:
     """[C, 3]"""
-    x_CW = logits_CW.double() * head.inverse_temperature
-    x_CW = x_CW.where(in_tail(logits_CW.shape[1], head), float("-inf"))
-    m_C = x_CW.amax(1)
-    distance_CW = x_CW - m_C.where(m_C > float("-inf"), 0)[:, None]
+    tail_CW = logits_CW.double().where(in_tail(logits_CW.shape[1], head), float("-inf"))
+    m_C = tail_CW.amax(1)
+    distance_CW = (tail_CW - m_C.where(m_C > float("-inf"), 0)[:, None]) * head.inverse_temperature
     e_CW = distance_CW.exp()
     return torch.stack([m_C, e_CW.sum(1), (e_CW * distance_CW.where(e_CW > 0, 0)).sum(1)], dim=1)
 
@@ -131,9 +132,8 @@ def dense_gradient(chunk: Chunk) -> Tensor:
     """[C, W]"""
     grad_CW = torch.zeros(chunk.logits_CW.shape, dtype=torch.float64, device=chunk.logits_CW.device)
     for number, head in enumerate(chunk.heads):
-        # x is rounded to float32, as the maximum in u_tail is: at 1e4 that is seen in the fourth digit of exp.
-        x_CW = (chunk.logits_CW.float() * head.inverse_temperature).double()
-        share_CW = (x_CW - chunk.u_tail_CH[:, number, None].double()).exp() * head.inverse_temperature
+        x_CW = (chunk.logits_CW.double() - chunk.top_CH[:, number, None].double()) * head.inverse_temperature
+        share_CW = x_CW.exp() * head.inverse_temperature
         grad_CW += (share_CW * chunk.grad_tail_CH[:, number, None]).where(in_tail(grad_CW.shape[1], head), 0)
     grad_CW.scatter_add_(1, chunk.heads[0].columns_TK, chunk.grad_support_CK.double())
     return grad_CW.scatter_add_(1, chunk.picked_columns_C1, chunk.grad_picked_C1.double())

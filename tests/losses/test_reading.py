@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from recipe_gkd.losses.buckets import present_entries
 from recipe_gkd.losses.question import Question, Reading
 from recipe_gkd.losses.reading import read_logits
-from tests.losses.cases import ROWS, TEMPERATURES, VOCABULARY, Case, make_case, row_weights
+from tests.losses.cases import COLUMNS, ROWS, TEMPERATURES, VOCABULARY, Case, make_case, row_weights
 from tests.losses.dense import dense_picked_and_entropy
 from tests.losses.runs import group
 from tests.worker_pool import WorkerPool
@@ -126,6 +126,30 @@ def test_reading_of_any_tensor_parallel_size_equals_dense_float64(pool: WorkerPo
         for results in ranks:
             got = tuple(torch.from_numpy(part) for part in (*results[number][:-1], grad))
             check(got, dense(k, temperature), dtype)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+def test_reading_keeps_its_digits_at_large_logits(temperature: float) -> None:
+    """An offset of all logits changes nothing in float64; temperatures that are powers of two would hide an error."""
+    generator = torch.Generator().manual_seed(0)
+    logits_TW = (3 * torch.randn(32, COLUMNS, generator=generator, dtype=torch.float64) + 3e4).float()
+    ids_TK = torch.randn(32, VOCABULARY, generator=generator).argsort(1)[:, :8]
+    question = Question(
+        ids_TK=ids_TK,
+        present_TK=torch.ones_like(ids_TK, dtype=torch.bool),
+        picked_T=ids_TK[:, 0],
+        vocab_size=VOCABULARY,
+        temperature=temperature,
+    )
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = logits_TW.to(dtype, copy=True).requires_grad_()
+        reading = read_logits(leaf, question)
+        log_q_TB = reading.u_TB.log_softmax(1)
+        scalar(log_q_TB, reading.picked_logp_T).backward()
+        results.append((log_q_TB.detach(), reading.picked_logp_T.detach(), reading.entropy_T, leaf.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
 def test_chunks_of_positions_change_nothing() -> None:

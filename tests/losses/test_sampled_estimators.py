@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recipe_gkd.losses.question import Question
 from recipe_gkd.losses.reading import read_logits
-from recipe_gkd.losses.sampled import importance_weights, k1, k2, k3
+from recipe_gkd.losses.sampled import Importance, importance_weights, k1, k2, k3
 
 V = 37
 GENERATOR = torch.Generator().manual_seed(0)
@@ -97,6 +97,27 @@ def test_importance_weights_make_an_older_sample_one_of_the_student() -> None:
         mean = (older.exp() * weights_T * k1(logp_T, LOG_P)).sum()
         grad = torch.autograd.grad(mean, logits, retain_graph=True)[0]
         torch.testing.assert_close(grad, kl_and_gradient("reverse")[1])
+
+
+def test_a_cap_on_importance_weights_is_biased_and_a_baseline_is_then_not_free_of_it() -> None:
+    older = (STUDENT + 0.5 * OLDER_STUDENT).log_softmax(0)
+
+    def gradient(importance: Importance, cap: float, baseline: float) -> Tensor:
+        logits = STUDENT.clone().requires_grad_()
+        logp_T = picked_logps(logits)
+        weights_T = importance_weights(logp_T, older, importance, cap)
+        return torch.autograd.grad((older.exp() * weights_T * k1(logp_T, LOG_P, baseline)).sum(), logits)[0]
+
+    exact = kl_and_gradient("reverse")[1]
+    biases = {
+        (importance, baseline): float((gradient(importance, 2.0, baseline) - exact).norm() / exact.norm())
+        for importance in ("truncate", "mask")
+        for baseline in (0.0, -2.0)
+    }
+    assert biases["mask", 0.0] > biases["truncate", 0.0] > 1e-3
+    for importance in ("truncate", "mask"):
+        assert abs(biases[importance, 0.0] - biases[importance, -2.0]) > 1e-3
+        torch.testing.assert_close(gradient(importance, math.inf, -2.0), exact)
 
 
 def test_importance_weights_at_and_above_their_cap() -> None:

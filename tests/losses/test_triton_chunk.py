@@ -67,7 +67,7 @@ def test_sums_and_gradient_are_those_of_float64(
     interpreted(check, Case(dtype=dtype, k=k, temperature=temperature))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_unusual_logits_make_no_nan(interpreted: Run, kind: str, temperature: float) -> None:
     for dtype in (BRAIN, SINGLE):
@@ -144,7 +144,7 @@ def test_the_arithmetic_is_chosen_by_device_and_dtype(monkeypatch: pytest.Monkey
 
 
 TYPES = {"columns": "*i64", "own": "*u8", "picked_columns": "*i64", "words": "*i32", "logits": "*bf16", "out": "*bf16"}
-POINTERS = ("parts", "sums", "values", "u_tail", "grad_tail", "grad_support", "grad_picked")
+POINTERS = ("parts", "sums", "values", "top", "grad_tail", "grad_support", "grad_picked")
 ALIGNED = ("row_stride", "out_stride", "width", "columns_per_split")
 
 

@@ -9,10 +9,12 @@ import pytest
 from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
+from recipe_gkd.capacity import ClusterCapacity
 from recipe_gkd.config import load_config
 from recipe_gkd.flow import Flow
 from recipe_gkd.metrics.advice import LASTS, REPEAT, Advisor
 from recipe_gkd.metrics.changes import Setup, free_changes, more_devices, splits_of, stage_seconds
+from recipe_gkd.pools import PoolSpec
 
 SETUP = Setup(staleness=1, actor=(1, 4), rollout=(1, 4), n_teachers=2)
 
@@ -44,6 +46,25 @@ def advice(setup: Setup, metrics: list[dict[str, float]]) -> list[tuple[int, str
     advisor = Advisor(setup)
     said = [(step, advisor.observe(each, step)) for step, each in enumerate(metrics, start=1)]
     return [(step, line) for step, line in said if line is not None]
+
+
+def with_weights(metrics: list[dict[str, float]], *, megabytes: float, transfer: float = 1.0) -> list[dict[str, float]]:
+    """Add what a sync tells of itself; ``transfer``: the share of it that sends."""
+    name = "timing/sync_rollout_weights"
+    return [
+        each | ({"weights/megabytes": megabytes, f"{name}_transfer": transfer * each[name]} if each.get(name) else {})
+        for each in metrics
+    ]
+
+
+def on_a_machine(n_cores: int, *, ray_cpus: int, setup: Setup) -> Setup:
+    """The setup in a local cluster of so many slots, on a machine of so many cores."""
+    pools = tuple(
+        PoolSpec(name, *size, "cpu", "") for name, size in (("actor", setup.actor), ("rollout", setup.rollout))
+    )
+    nodes = ({"CPU": float(min(n_cores, ray_cpus))},)
+    capacity = ClusterCapacity((pools[0], pools[1]), nodes, float(n_cores))
+    return replace(setup, grants=capacity.grants, cores=capacity.cores, teacher_shares_cores=True)
 
 
 def steady(metrics: list[dict[str, float]]) -> float:
@@ -90,9 +111,18 @@ def test_stages_that_are_one_after_the_other_may_overlap(staleness: int, schedul
 
 def test_a_sync_that_takes_long_asks_for_larger_buckets() -> None:
     setup = replace(SETUP, actor=(1, 1), rollout=(1, 1), inflight=True)
-    ((_, line),) = advice(setup, train(1.0, 0.2, 1.0, w=2.0))
+    ((_, line),) = advice(setup, with_weights(train(1.0, 0.2, 1.0, w=2.0), megabytes=3000))
     assert "for weights to be sent" in line or "for answers" in line
     assert "update_weights_bucket_megabytes=1024" in line and "at best" in line
+
+
+@pytest.mark.parametrize(("megabytes", "transfer"), [(0.5, 1.0), (500, 1.0), (3000, 0.01)])
+def test_larger_buckets_are_not_asked_for_where_they_save_nothing(megabytes: float, transfer: float) -> None:
+    """The weights fit into one bucket, or a sync hardly transfers: it waits for the answers under way."""
+    setup = replace(SETUP, actor=(1, 1), rollout=(1, 1), inflight=True)
+    metrics = with_weights(train(1.0, 0.2, 1.0, w=2.0), megabytes=megabytes, transfer=transfer)
+    assert not any("bucket" in line for _, line in advice(setup, metrics))
+    assert not any("bucket" in line for _, line in advice(setup, train(1.0, 0.2, 1.0, w=2.0)))  # size unknown
 
 
 def test_where_nothing_free_helps_more_devices_do() -> None:
@@ -102,6 +132,39 @@ def test_where_nothing_free_helps_more_devices_do() -> None:
     shared = replace(setup, shared=True)
     ((_, line),) = advice(shared, train(4.0, 0.2, 0.5))
     assert line.endswith("no other split, schedule or number of workers would save 5% of it")
+
+
+@pytest.mark.parametrize("ray_cpus", [2, 3])
+def test_devices_that_the_machine_does_not_have_are_not_advised(ray_cpus: int) -> None:
+    """Two pools and a teacher on two cores; `ray_init.num_cpus=3` adds a slot, and no core."""
+    one_each = replace(SETUP, actor=(1, 1), rollout=(1, 1), n_teachers=1)
+    metrics = train(4.0, 0.5, 2.5, n_teachers=1)
+    ((_, line),) = advice(one_each, metrics)
+    assert "rollout.n_gpus_per_node=2" in line  # of a cluster that is not known
+    ((_, line),) = advice(on_a_machine(2, ray_cpus=ray_cpus, setup=one_each), metrics)
+    assert "n_gpus_per_node" not in line and "n_server_workers" not in line and "would make it" not in line
+    ((_, line),) = advice(on_a_machine(8, ray_cpus=8, setup=one_each), metrics)
+    assert "rollout.n_gpus_per_node=2" in line
+
+
+def test_a_step_is_never_promised_in_less_than_the_work_of_all_its_processes_takes() -> None:
+    """A further step of staleness overlaps stages, which does not help where all cores are at work already."""
+    one_each = replace(SETUP, staleness=1, actor=(1, 1), rollout=(1, 1), n_teachers=1)
+    metrics = train(1.0, 1.0, 1.0, n_teachers=1, n_requests=1)
+    ((_, line),) = advice(one_each, metrics)
+    assert "trainer.scheduler=two_step_off" in line
+    ((_, line),) = advice(on_a_machine(2, ray_cpus=2, setup=one_each), metrics)
+    assert line.endswith("all 2 cores are at work: only more or faster ones would make it shorter")
+    assert "two_step_off" in advice(on_a_machine(4, ray_cpus=4, setup=one_each), metrics)[0][1]
+
+
+def test_a_split_that_no_node_can_hold_is_not_advised() -> None:
+    setup = replace(SETUP, actor=(1, 4), rollout=(1, 4))
+    pools = PoolSpec("actor", 1, 4, "cuda", ""), PoolSpec("rollout", 1, 4, "cuda", "")
+    four_each = ClusterCapacity(pools, ({"CPU": 8.0, "GPU": 4.0},) * 2, None)
+    assert list(splits_of(setup)) and not list(splits_of(replace(setup, grants=four_each.grants)))
+    stages = stage_seconds(train(4.0, 0.2, 0.5)[10:25])
+    assert list(more_devices(setup, stages)) and not list(more_devices(replace(setup, grants=four_each.grants), stages))
 
 
 def test_a_run_in_balance_is_left_alone() -> None:
@@ -171,7 +234,7 @@ def test_whatever_is_advised_is_a_configuration_that_loads(layout: dict[str, int
     advised += [text.split() for text, _, _ in splits_of(setup)]
     for keys in advised:
         load_config("on_policy_distill_trainer", [*overrides, *keys])
-    assert len(changes) >= 5
+    assert len(changes) >= 4
 
 
 def test_a_configuration_says_what_the_model_needs() -> None:

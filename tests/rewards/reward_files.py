@@ -29,5 +29,5 @@ def item(uid: int = 0, answer: str = "an answer", **values: Any) -> RewardItem:
         uid=uid,
         where=f"row {uid} of the tests",
         answer=answer,
-        **({"prompt": "a prompt", "ground_truth": "a truth", "extra": {}} | values),
+        **({"prompt": "a prompt", "ground_truth": "a truth", "extra": {}, "data_source": None} | values),
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,7 +48,7 @@ def test_advantages_sum_to_zero_in_each_group_and_have_the_deviation_asked_for(
         if std <= 1e-9 * np.abs(rewards).max():
             assert (advantages == 0).all()
         else:
-            expected = (rewards - rewards.mean()) / (std if by_std else 1.0)
+            expected = (rewards - rewards.mean()) / (std + 1e-6 if by_std else 1.0)
             assert advantages == pytest.approx(expected, abs=1e-9)
             assert advantages.sum() == pytest.approx(0, abs=1e-6)
 
@@ -56,6 +57,26 @@ def test_equal_rewards_and_single_answers_say_nothing_even_if_they_are_not_exact
     equal = [sample(0, 0.1 + 0.2), sample(1, 0.3), sample(2, 0.3)]
     assert [s.advantage for s in with_advantages(equal, 3, by_std=True)] == [0, 0, 0]
     assert with_advantages([sample(5, 7.0)], 1, by_std=True)[0].advantage == 0
+
+
+def test_advantages_are_those_of_the_reference_formula() -> None:
+    """``(r - mean) / (std + 1e-6)`` with the deviation of a sample, as ``compute_grpo_outcome_advantage`` of verl."""
+    groups = torch.tensor([[0.0, 1.0, 1.0], [-2.0, 0.5, 7.0], [0.0, 0.0, 1e-3]], dtype=torch.float64)
+    expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
+    batch = [sample(uid, reward) for uid, reward in enumerate(groups.flatten().tolist())]
+    found = [s.advantage for s in with_advantages(batch, 3, by_std=True)]
+    assert found == pytest.approx(expected.flatten().tolist(), rel=1e-12)
+
+
+def test_rewards_that_differ_by_noise_have_no_advantage() -> None:
+    noise = [sample(0, 0.0), sample(1, 1e-12), sample(2, 3e-12)]
+    assert all(abs(s.advantage) < 1e-5 for s in with_advantages(noise, 3, by_std=True))
+
+
+def test_token_rewards_that_differ_by_noise_are_not_scaled_up() -> None:
+    noise = [sample(0, r_T=[1.0, 1.0]), sample(1, r_T=[1.0, 1.0 + 1e-7])]
+    first = with_baselines(noise, 2)[0]
+    assert first.scale == pytest.approx(1e-6, rel=0.2)
 
 
 def test_given_answers_take_no_part_and_the_order_stays() -> None:
@@ -75,7 +96,7 @@ def test_baseline_and_scale_of_an_answer_are_over_the_tokens_of_the_others_to_it
     prepared = with_baselines(batch, 3)
     tokens = np.array([1.0, 2.0, 3.0, 5.0])
     assert [s.baseline for s in prepared[:3]] == pytest.approx([5.0, tokens.mean(), 2.0])
-    assert [s.scale for s in prepared[:3]] == pytest.approx([1.0, tokens.std(), tokens[:3].std()])
+    assert [s.scale for s in prepared[:3]] == pytest.approx([1.0, tokens.std() + 1e-6, tokens[:3].std() + 1e-6])
     assert (prepared[3].baseline, prepared[3].scale) == (0.0, 1.0)  # there are no others
 
 

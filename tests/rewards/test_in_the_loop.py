@@ -55,6 +55,8 @@ def configured(folder: Path, *overrides: str) -> Config:
 class Workers:
     """Rollout workers and a teacher that answer at once; worker 0 dies in calls of generate of these numbers."""
 
+    capacity = None
+
     def __init__(self, n_lanes: int, deaths: Sequence[int] = ()) -> None:
         self.n_lanes, self.deaths = n_lanes, deaths
         self.asked: list[Prompt] = []

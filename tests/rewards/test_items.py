@@ -59,7 +59,7 @@ def test_the_quickstarts_reward_is_1_for_an_exact_answer(tmp_path: Path) -> None
     for text, reward in [(problems[1].answer, 1.0), (problems[0].answer, 0.0), ("12", 0.0)]:
         item = described([tmp_path / "data.parquet"], 1, text, ground_truth_key="answer")
         assert item.prompt == [{"role": "user", "content": "111+222="}] and item.answer == text
-        assert item.extra == {"data_source": "quickstart/addition"}
+        assert item.extra == {"data_source": "quickstart/addition"} and item.data_source == "quickstart/addition"
         assert compute_score(item.prompt, item.answer, item.ground_truth, item.extra) == reward
 
 
@@ -74,8 +74,10 @@ def test_dots_lead_into_a_structure_which_stays_among_the_other_columns(tmp_path
         answer="2",
         ground_truth="2",
         extra={"reward_model": model[0], "level": 1},
+        data_source=None,
     )
-    assert described(files, 1, "2", ground_truth_key="reward_model.inner.truth").ground_truth is None
+    second = described(files, 1, "2", ground_truth_key="reward_model.inner.truth", data_source_key="level")
+    assert second.ground_truth is None and second.data_source == 2
 
 
 def test_a_column_may_have_dots_in_its_name(tmp_path: Path) -> None:

@@ -107,7 +107,11 @@ def test_a_file_may_import_what_lies_beside_it_and_what_the_driver_can(tmp_path:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return {'score': 1}", r"returned \{'score': 1\} \(dict\), expected a finite number"),
+        (
+            "return {'acc': 1}",
+            r"returned \{'acc': 1\} \(dict\), expected a finite number, or a dict with one as 'score'",
+        ),
+        ("return {'score': None, 'acc': 1}", r"returned \{'score': None, 'acc': 1\} \(dict\), expected a finite"),
         ("return None", r"returned None \(NoneType\), expected a finite number"),
         ("return float('nan')", "returned nan .* expected a finite number"),
         (
@@ -198,13 +202,12 @@ def test_a_process_that_is_stopped_cannot_hold_the_driver(tmp_path: Path, monkey
         ("import sys; sys.exit(1)", "cannot be imported:\n(.|\n)*SystemExit: 1"),
         ("import os; os._exit(1)", r"its import ended its process \(exit status 1\)"),
         ("import os; os.kill(os.getpid(), 9)", r"its import was killed \(SIGKILL\)"),
-        ("async def compute_score(p, a, t, e): ...", "its compute_score is async; make it an ordinary function"),
+        ("async def compute_score(answer): ...", "its compute_score is async; make it an ordinary function"),
         (
-            "def compute_score(data, answer): ...",
-            r"its compute_score\(data, answer\) cannot be called with four arguments: too many positional arguments",
+            "def compute_score(p, answer, *, t): ...",
+            r"compute_score\(p, answer, \*, t\) has parameters .*: p, t; expected",
         ),
-        ("def compute_score(p, a, *, t, e): ...", r"\(p, a, \*, t, e\) cannot be called with four arguments"),
-        ("def compute_score(p, a, t, e, more): ...", "four arguments: missing a required argument: 'more'"),
+        ("def compute_score(data_source, answer): ...", r"mixes answer \(of .*\) and data_source \(of verl's names\)"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_told_at_once(tmp_path: Path, text: str, says: str) -> None:
@@ -215,12 +218,20 @@ def test_a_function_that_cannot_be_loaded_is_told_at_once(tmp_path: Path, text: 
 
 
 @pytest.mark.parametrize(
-    "text", ["def compute_score(*anything): return 1", "def compute_score(p, a, t, e, more=1): return 1"]
+    "text",
+    [
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, method='strict'):\n"
+        "    right = (data_source, ground_truth, extra_info) == ('math', 'a truth', {'index': 3})\n"
+        "    return {'score': float(solution_str) * right, 'acc': True}",
+        "def compute_score(*, ground_truth, answer, **other):\n"
+        "    return float(answer) * (set(other) == {'prompt', 'extra'} and other['prompt'] == 'a prompt')",
+    ],
 )
-def test_a_function_may_have_any_parameters_that_take_four_arguments(tmp_path: Path, text: str) -> None:
+def test_values_reach_the_parameters_of_their_names(tmp_path: Path, text: str) -> None:
     path = tmp_path / "my_reward.py"
     path.write_text(text)
-    assert score(path, [item()]) == [1.0]
+    extra = {"extra_info": {"index": 3}, "level": 1}
+    assert score(path, [item(uid, str(uid), extra=extra, data_source="math") for uid in (1, 2)]) == [1.0, 2.0]
 
 
 def test_an_interpreter_that_does_not_start_is_told_with_what_it_wrote(

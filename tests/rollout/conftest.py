@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import ray
 from small_models import TEACHERS_EOS, VOCABULARY, TinyActor, config_for, prompts, trained_model
 
+from recipe_gkd.config import Config
 from recipe_gkd.groups import WorkerGroup
 from recipe_gkd.rollout.environment import worker_environment
 from recipe_gkd.rollout.ray_worker import RolloutWorker
@@ -51,11 +53,31 @@ class Pool:
     def group(self, *ranks: int) -> WorkerGroup:
         return WorkerGroup("rollout", [self.handles[rank] for rank in ranks])
 
-    def sync(self, *ranks: int, bucket_bytes: int = 1 << 20, inflight: bool = False) -> WeightSync:
+    def sync(
+        self,
+        *ranks: int,
+        bucket_bytes: int = 1 << 20,
+        inflight: bool = False,
+        timeout_s: float = CHANNEL_TIMEOUT_S,
+    ) -> WeightSync:
         return WeightSync(
             self.actor, self.group(*ranks), tensor_parallel_size=1, bucket_bytes=bucket_bytes,
-            timeout_s=CHANNEL_TIMEOUT_S, transport="collective", inflight=inflight,
+            timeout_s=timeout_s, transport="collective", inflight=inflight,
         )  # fmt: skip
+
+    @contextmanager
+    def configured(self, rank: int, config: Config) -> Iterator[None]:
+        """Give a worker that runs another configuration for a while: deadlines, for example."""
+
+        def configure(worker: Any, config: Config) -> Config:
+            before, worker._config = worker._config, config
+            return before
+
+        before = ray.get(self.handles[rank].__ray_call__.remote(configure, config), timeout=20)
+        try:
+            yield
+        finally:
+            ray.get(self.handles[rank].__ray_call__.remote(configure, before), timeout=20)
 
     def tell_actor(self, method: str, *args: Any) -> Any:
         return ray.get(getattr(self.actor.handles[0], method).remote(*args), timeout=20)
@@ -121,7 +143,7 @@ def pool(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[P
     ]
     actor = ray.remote(num_cpus=0, runtime_env=environment())(TinyActor).remote(CHANNEL_TIMEOUT_S)
     try:
-        described = ray.get([handle.setup.remote() for handle in handles], timeout=150)
+        described = ray.get([handle.setup.remote() for handle in handles], timeout=240)
         made = Pool(handles, described, WorkerGroup("actor", [actor]), {})
         made.tell_actor("become", OLD, True)
         for rank in range(len(handles)):
@@ -145,7 +167,7 @@ def tensor_pair(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Ite
     worker: Any = ray.remote(num_cpus=0, runtime_env=environment())(RolloutWorker).remote(config, rank=0, device="cpu")
     group = WorkerGroup("rollout", [worker])
     try:
-        ray.get(worker.setup.remote(), timeout=150)
+        ray.get(worker.setup.remote(), timeout=240)
         yield group
         asyncio.run(group.call("shutdown", timeout_s=30, phase="shutdown"))
     finally:

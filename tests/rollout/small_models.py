@@ -75,12 +75,16 @@ def prompts(n: int, first_uid: int = 0) -> list[Prompt]:
     ]
 
 
-def reference_logprobs(model: Qwen2ForCausalLM, prompt: Prompt, answer: Answer) -> np.ndarray:
-    """What transformers says of an answer's tokens: float32 [T]."""
+def reference_logps(model: Qwen2ForCausalLM, prompt: Prompt, answer: Answer) -> np.ndarray:
+    """Return what transformers predicts at each token of an answer: float32 [T, V]."""
     ids = torch.from_numpy(np.concatenate([prompt.ids, answer.ids])).long()
     with torch.no_grad():
-        logps_TV = model(ids[None]).logits[0].log_softmax(-1)[len(prompt.ids) - 1 : -1]
-    return logps_TV.gather(1, ids[len(prompt.ids) :, None])[:, 0].numpy()
+        return model(ids[None]).logits[0].log_softmax(-1)[len(prompt.ids) - 1 : -1].numpy()
+
+
+def reference_logprobs(model: Qwen2ForCausalLM, prompt: Prompt, answer: Answer) -> np.ndarray:
+    """Return the log-probabilities of an answer's tokens by transformers: float32 [T]."""
+    return reference_logps(model, prompt, answer)[np.arange(len(answer.ids)), answer.ids]
 
 
 class TinyActor:

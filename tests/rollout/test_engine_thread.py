@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from small_models import prompts
 
-from recipe_gkd.errors import GkdError, ModelError, WorkerError
+from recipe_gkd.errors import GkdError, ModelError, WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.rollout import engine as module
+from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.engine import EngineOptions, RolloutEngine
+from recipe_gkd.rollout.weight_updates import WeightUpdates
 from recipe_gkd.samples import Answer
 
 pytestmark = pytest.mark.timeout(30)
@@ -48,6 +50,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> tuple[RolloutEngine, FailingEngi
     inner = FailingEngine()
     monkeypatch.setattr(module, "_build", lambda _: inner)
     monkeypatch.setattr(module, "_describe", lambda _: {})
+    monkeypatch.setattr(module, "_watch_ranks", lambda *_: None)
     monkeypatch.setattr(module, "_add_request", lambda engine, request_id, *_: engine.requests.append(request_id))
     engine = RolloutEngine(OPTIONS)
     engine.start().result(5)
@@ -65,9 +68,54 @@ def test_an_exception_of_the_engine_ends_every_request_and_every_later_command(
     inner.fail.set()
     assert inner.closed.wait(5)
     assert len(got) == 2 and all("the device fell off" in str(result) for result in got)
-    with pytest.raises(WorkerError, match="the rollout engine failed: RuntimeError: the device fell off"):
+    assert all(isinstance(result, WorkerDied) for result in got)
+    with pytest.raises(WorkerDied, match="the rollout engine failed: RuntimeError: the device fell off"):
         engine.run(lambda _: None).result(5)
     engine.close()
+
+
+def test_a_command_that_finds_the_device_lost_ends_the_engine_as_a_failed_step_does(
+    failing: tuple[RolloutEngine, FailingEngine],
+) -> None:
+    engine, inner = failing
+    got: list[Any] = []
+    engine.submit(prompts(2), [{}, {}], got.append)[1].result(5)
+
+    def load(_: Any) -> None:
+        raise RuntimeError("CUDA error: the device fell off")
+
+    with pytest.raises(WorkerDied, match="the rollout engine failed: RuntimeError: CUDA error"):
+        engine.run(load).result(5)
+    assert inner.closed.wait(5) and isinstance(got[0], WorkerDied)
+    engine.close()
+
+
+def test_only_the_engine_whose_own_device_is_lost_ends_and_not_those_that_are_told_of_it(
+    failing: tuple[RolloutEngine, FailingEngine],
+) -> None:
+    """A weight channel repeats the reason of one worker in the errors of all others."""
+    engine, inner = failing
+    told = "WeightSyncError: weight channel, bucket 2: rollout worker 1 failed: CUDA error: the device fell off"
+
+    def receive(device_is_lost: bool) -> None:
+        outcome = {"error": told, "device_is_lost": device_is_lost, "dirty": False}
+        ranks = SimpleNamespace(collective_rpc=lambda *_, **__: [outcome])
+        engine.run(lambda _: WeightUpdates("rollout worker 0").receive(ranks, 1, [], 1, None)).result(5)
+
+    with pytest.raises(WeightSyncError, match="CUDA error"):
+        receive(device_is_lost=False)
+    assert engine.run(lambda _: 7).result(5) == 7
+    with pytest.raises(WorkerDied, match=r"^the rollout engine failed: rollout worker 0: WeightSyncError: .*CUDA"):
+        receive(device_is_lost=True)
+    assert inner.closed.wait(5)
+    engine.close()
+
+
+def test_an_error_is_a_device_loss_by_what_this_process_raised() -> None:
+    own = WeightSyncError("weight channel: rollout worker 1 failed: CUDA error: the device fell off")
+    assert not is_device_loss(own) and not is_device_loss(ValueError("no such weight"))
+    own.__cause__ = RuntimeError("CUDA error: the device fell off")
+    assert is_device_loss(own)
 
 
 def test_a_command_that_raises_harms_only_who_gave_it(failing: tuple[RolloutEngine, FailingEngine]) -> None:
@@ -78,6 +126,29 @@ def test_a_command_that_raises_harms_only_who_gave_it(failing: tuple[RolloutEngi
     engine.close()
     with pytest.raises(WorkerError, match="closed"):
         engine.run(lambda _: None).result(5)
+
+
+def test_the_death_of_a_tensor_rank_is_told_even_while_the_engines_thread_hangs(
+    failing: tuple[RolloutEngine, FailingEngine],
+) -> None:
+    engine, _ = failing
+    got: list[Any] = []
+    engine.submit(prompts(2), [{}, {}], got.append)[1].result(5)
+    hangs, released = threading.Event(), threading.Event()
+
+    def load(_: Any) -> None:
+        hangs.set()
+        released.wait(20)
+
+    command, later = engine.run(load), engine.run(lambda _: None)
+    assert hangs.wait(5)
+    engine._rank_died("VllmWorker-1")
+    for waiting in (command, later, engine.run(lambda _: None)):
+        with pytest.raises(WorkerDied, match="its process VllmWorker-1 died"):
+            waiting.result(5)
+    assert len(got) == 1 and isinstance(got[0], WorkerDied)
+    released.set()
+    engine.close()
 
 
 def test_aborted_requests_leave_the_engine_and_the_others_stay(failing: tuple[RolloutEngine, FailingEngine]) -> None:

@@ -26,8 +26,6 @@ from recipe_gkd.config import Config
 from recipe_gkd.errors import DeadlineError, WorkerError
 from recipe_gkd.samples import Answer, Prompt
 
-pytestmark = pytest.mark.timeout(120)
-
 MANY = 3000
 """Prompts that keep an engine busy for longer than any deadline here."""
 

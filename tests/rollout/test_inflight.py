@@ -8,15 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from conftest import NEW, OLD, Pool
 from small_models import config_for, model_of, prompts, reference_logprobs
 
-from recipe_gkd.config import Config
 from recipe_gkd.errors import DeadlineError, WeightSyncError
 from recipe_gkd.samples import Answer, Prompt
-
-pytestmark = pytest.mark.timeout(120)
 
 MANY = 200
 """Together more tokens than one step of the engine may compute, so that paused answers cannot all go on in one."""
@@ -148,28 +144,24 @@ def test_answers_end_with_the_reason_when_the_repair_fails_too(pool: Pool) -> No
 
 
 def test_a_pause_that_nobody_ends_fails_calls_at_their_own_deadline(pool: Pool, folders: Any) -> None:
-    def configure(worker: Any, config: Config) -> Config:
-        before, worker._config = worker._config, config
-        return before
-
-    async def calls() -> tuple[Any, Any]:
+    async def calls() -> list[Any]:
         meta = pool.tell_actor("weights_meta")
-        early = asyncio.ensure_future(
-            answers_during(pool, prompts(MANY), lambda: tell(pool, "begin_weight_update", 3, meta, True))
-        )
-        await asyncio.wait([early], timeout=0.5)
-        late = pool.answers(0, prompts(3))
-        return await asyncio.gather(early, late, return_exceptions=True)
+        late: list[asyncio.Future[Any]] = []
+
+        async def pause() -> None:
+            await tell(pool, "begin_weight_update", 3, meta, True)
+            late.append(asyncio.ensure_future(pool.answers(0, prompts(3))))
+
+        early = asyncio.ensure_future(answers_during(pool, prompts(MANY), pause))
+        await asyncio.wait([early], timeout=30)
+        return await asyncio.gather(early, *late, return_exceptions=True)
 
     reset(pool)
-    impatient = config_for(folders[OLD, True], "actor_rollout_ref.rollout.timeout_s=1.5")
-    before = ray.get(pool.handles[0].__ray_call__.remote(configure, impatient), timeout=20)
-    try:
+    impatient = config_for(folders[OLD, True], "actor_rollout_ref.rollout.timeout_s=5")
+    with pool.configured(0, impatient):
         early, late = asyncio.run(calls())
-    finally:
-        ray.get(pool.handles[0].__ray_call__.remote(configure, before), timeout=20)
-    assert isinstance(early, DeadlineError) and f"of {MANY} answers of step 0 are unfinished after 1.5 s" in str(early)
-    assert isinstance(late, DeadlineError) and "the weight update before it did not end after 1.5 s" in str(late)
+    assert isinstance(early, DeadlineError) and f"of {MANY} answers of step 0 are unfinished after 5 s" in str(early)
+    assert isinstance(late, DeadlineError) and "the weight update before it did not end after 5 s" in str(late)
     asyncio.run(tell(pool, "drop_weights"))
     assert len(asyncio.run(pool.answers(0, prompts(3)))) == 3
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,6 @@ from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.samples import Answer
 from recipe_gkd.weights.sync import WeightSync
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def same(found: dict[int, Answer], expected: dict[int, Answer]) -> bool:
@@ -121,7 +120,7 @@ def test_a_streamed_update_that_stops_midway_makes_the_worker_refuse_until_a_ful
     pool.tell_actor("misbehave", 8, stall_s)
     started = time.monotonic()
     asyncio.run(staged_sync(pool, False, expect_failure=True))
-    assert time.monotonic() - started < stall_s + 3
+    assert time.monotonic() - started < (stall_s + 10 if stall_s else CHANNEL_TIMEOUT_S)
     with pytest.raises(WeightSyncError, match="rollout worker 0 refuses to generate: it may hold a mixture"):
         generate(pool, 0)
     assert asyncio.run(pool.sync(0).sync(9))["weights/version"] == 9
@@ -150,7 +149,7 @@ def test_a_sender_that_never_comes_leaves_the_old_version(pool: Pool) -> None:
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"weights v5, begin: actor worker 0 .* did not answer"):
         asyncio.run(only_receive())
-    assert time.monotonic() - started < CHANNEL_TIMEOUT_S + 2
+    assert time.monotonic() - started < CHANNEL_TIMEOUT_S + 8
     assert asyncio.run(pool.group(0).call("drop_weights", timeout_s=10, phase="drop")) == [None]
     after = generate(pool, 0)
     assert same(after, before) and {answer.weights_version for answer in after.values()} == {0}
@@ -175,20 +174,22 @@ def test_weights_under_wrong_names_are_refused_before_anything_is_sent(
     assert same(generate(pool, 0), before)
 
 
-def test_requests_wait_for_an_update_and_are_answered_with_the_new_version(pool: Pool) -> None:
+def test_requests_wait_for_an_update_and_are_answered_with_the_new_version(pool: Pool, folders: Any) -> None:
     reset(pool, 0)
     pool.tell_actor("become", NEW, True)
 
     async def overlap() -> tuple[dict[int, Answer], dict[int, Answer]]:
         early = asyncio.ensure_future(pool.answers(0, prompts(64)))
-        sync = pool.sync(0)
+        sync = pool.sync(0, timeout_s=30)
         await sync.connect()
         syncing = asyncio.ensure_future(sync.sync(4))
         late = asyncio.ensure_future(pool.answers(0, prompts(12), greedy=True))
         await syncing
         return await early, await late
 
-    early, late = asyncio.run(overlap())
+    patient = config_for(folders[OLD, True], "actor_rollout_ref.nccl_timeout=30")  # 64 answers on a busy machine
+    with pool.configured(0, patient):
+        early, late = asyncio.run(overlap())
     assert len(early) == 64 and {answer.weights_version for answer in early.values()} <= {0, 4}
     assert len({answer.weights_version for answer in late.values()}) == 1
     assert same(generate(pool, 0), pool.fresh[1])

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from teacher.proxy import Proxy
+from tests.ports import free_port
 
 REPO = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 96
@@ -68,12 +69,6 @@ def running_proxy(frontend_port: int = 0, backend_port: int = 0, **settings: Any
 def proxy() -> Iterator[Proxy]:
     with running_proxy() as running:
         yield running
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_script(name: str, *flags: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:

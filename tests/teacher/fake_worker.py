@@ -44,7 +44,8 @@ def expected_answer(sequence: TeacherSequence, temperature: float = 1.0) -> Teac
 
 
 class FakeEngine:
-    """Scores while `gate` is open, newest sequence first: answers come out of order. Token 99 breaks the engine.
+    """Scores while `gate` is open, newest sequence first: answers come out of order. Token 99 breaks the engine, and
+    token 98 is refused only when it is scored.
 
     `temperatures` is the history of them; TOO_COLD is refused.
     """
@@ -84,12 +85,14 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
-    def step(self) -> list[tuple[int, TeacherAnswer]]:
+    def step(self) -> list[tuple[int, TeacherAnswer | TeacherRequestError]]:
         if not self.gate.wait(timeout=0.01):
             return []
         key, sequence = self._waiting.popitem()
         if 99 in sequence.token_ids:
             raise RuntimeError("the device fell off the bus")
+        if 98 in sequence.token_ids:
+            return [(key, TeacherRequestError("the engine refused the request: 98"))]
         self.n_scored += 1
         return [(key, expected_answer(sequence, self.temperature))]
 

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MAX_MODEL_LEN, VOCAB_SIZE, free_port, processes_of, run_script
+from conftest import MAX_MODEL_LEN, VOCAB_SIZE, processes_of, run_script
 
 from teacher import TeacherAnswer, TeacherClient, TeacherSequence
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(150)
 

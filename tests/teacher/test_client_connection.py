@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import zmq
-from conftest import free_port
 from scripted_service import ScriptedService, assert_answers, sequence
 
 from teacher import TeacherClient, TeacherUnavailable
@@ -17,6 +16,7 @@ from teacher.wire import connection
 from teacher.wire.auth import server_keys
 from teacher.wire.make_keys import make_keys
 from teacher.wire.messages import Score
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(30)
 

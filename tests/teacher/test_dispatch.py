@@ -9,7 +9,7 @@ import pytest
 from fake_worker import INFO, OTHER_INFO
 
 from teacher.errors import TeacherRequestError
-from teacher.proxy.dispatch import MAX_LOSSES, Dispatcher, QueueFull, Worker
+from teacher.proxy.dispatch import MAX_LOSSES, OVERFILL, Dispatcher, QueueFull, Worker
 
 ANN, BOB = b"ann", b"bob"
 
@@ -170,6 +170,39 @@ def test_a_full_queue_is_told_to_who_fills_it_and_others_still_get_their_share()
     dispatcher.add_worker(worker(0, 1))
     deal(dispatcher)
     assert dispatcher.queue.n_tokens == 650 - sum(w.load_tokens for w in dispatcher.workers.values())
+
+
+def fill(dispatcher: Dispatcher, client: bytes, n_tokens: int, at_most: int) -> int:
+    """Return how many requests of this size are taken."""
+    for number in range(at_most):
+        try:
+            ask(dispatcher, client, n_tokens, first_id=number)
+        except QueueFull:
+            return number
+    return at_most
+
+
+def test_a_queue_is_full_by_count_as_well_as_by_tokens_and_each_client_has_its_share_of_both() -> None:
+    dispatcher = Dispatcher(max_queue_tokens=10**6, max_queue_requests=100)
+    assert fill(dispatcher, ANN, 2, at_most=1000) == 100
+    assert fill(dispatcher, BOB, 8, at_most=1000) == 50
+    with pytest.raises(QueueFull, match="150 requests with 600 tokens wait"):
+        ask(dispatcher, ANN, 2, first_id=1000)
+    dispatcher.add_worker(worker(0, capacity_tokens=250))
+    deal(dispatcher)  # by tokens, so more of Ann's than of Bob's
+    assert dispatcher.queue.jobs_of(BOB) < 50 and fill(dispatcher, BOB, 8, at_most=1000) > 0
+
+
+@pytest.mark.parametrize("n_tokens", [1, 50])
+def test_no_number_of_clients_fills_more_than_the_limits_allow(n_tokens: int) -> None:
+    """The first takes all, the next half of all, then a third: without a bound on the whole that grows for ever."""
+    dispatcher = Dispatcher(max_queue_tokens=1000, max_queue_requests=100)
+    n_clients = 300
+    for number in range(n_clients):
+        fill(dispatcher, b"client %d" % number, n_tokens, at_most=200)
+    assert dispatcher.queue.n_clients == n_clients, "one of each client always has a place"
+    most = min(OVERFILL * 100, OVERFILL * 1000 // n_tokens)
+    assert dispatcher.queue.n_jobs <= most + n_clients
 
 
 def test_an_answered_request_leaves_nothing_behind_whoever_waits_before_it() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import REPO
-from engine_script import DISCARDED, LONG, N_TOKENS, SHORT, TOO_LARGE, VOCAB_SIZE
+from engine_script import DISCARDED, LONG, N_TOKENS, REFUSED, SHORT, TOO_LARGE, VOCAB_SIZE
 
 from teacher.engines.admission import Admission, Need
 from teacher.engines.sizes import answer_bytes, capacity_tokens, step_size
@@ -124,10 +124,18 @@ def test_ids_of_the_padding_are_refused_wherever_they_come_from(scored: dict[str
 def test_many_longest_sequences_in_a_kv_cache_for_one_are_scored_without_starting_any_of_them_again(
     response_logits: Logits, scored: dict[str, Any]
 ) -> None:
-    for key in set(range(len(LONG))) - {DISCARDED}:
+    for key in set(range(len(LONG))) - {DISCARDED, REFUSED}:
         tokens_TV = response_logits(LONG[key])[:, :N_TOKENS]
         assert_answer(scored, f"smallest/{key}", LONG[key], tokens_TV - log_mass(tokens_TV))
     assert scored["smallest/preemptions"] == 0
+
+
+def test_the_sequence_that_vllm_refuses_gets_the_error_and_no_other(scored: dict[str, Any]) -> None:
+    assert [name for name in scored if name.startswith("smallest/") and name.endswith("/error")] == [
+        f"smallest/{REFUSED}/error"
+    ]
+    assert "ValueError: no room for request 4" in str(scored[f"smallest/{REFUSED}/error"])
+    assert f"smallest/{REFUSED}/topk_ids_TK" not in scored and not scored["smallest/has work"]
 
 
 def test_nothing_comes_of_a_sequence_that_was_discarded(scored: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def status() -> ServiceStatus:
     )
     return ServiceStatus(
         model_name="m", n_logprobs=3, protocol_version=4, uptime_s=1.0, draining=False, queue_requests=0,
-        queue_tokens=0, queue_oldest_s=0.0, max_queue_tokens=9, tokens_per_second=1.0, workers=(worker,),
+        queue_tokens=0, queue_oldest_s=0.0, max_queue_tokens=9, tokens_per_second=1.0, last_loss="x", workers=(worker,),
         clients=(client,), totals=Totals(),
     )  # fmt: skip
 

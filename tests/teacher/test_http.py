@@ -53,6 +53,7 @@ STATUS = ServiceStatus(
     queue_oldest_s=2.5,
     max_queue_tokens=9999,
     tokens_per_second=100.0,
+    last_loss="none has registered yet",
     workers=(worker_status("host:1"), worker_status("host:1")),
     clients=(CLIENT,),
     totals=Totals(**{field.name: i + 2001 for i, field in enumerate(fields(Totals))}),
@@ -147,14 +148,14 @@ def test_only_get_and_only_two_pages(server: HttpServer) -> None:
 def test_a_slow_or_endless_or_senseless_request_is_dropped_and_others_are_answered(server: HttpServer) -> None:
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
-        while time.monotonic() - began < 3:
+        while time.monotonic() - began < 10:
             try:
                 slow.sendall(b"G")  # never silent, never done
             except OSError:
                 break
             assert get(server, "/healthz")[0] == 200
             threading.Event().wait(0.05)
-        assert 0.3 < time.monotonic() - began < 2
+        assert 0.3 < time.monotonic() - began < 8
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as endless:
         began = time.monotonic()
         with pytest.raises(OSError):

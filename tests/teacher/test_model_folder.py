@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import save_file
 
 from teacher.engines.checkpoint import Checkpoint, read_checkpoint
 from teacher.errors import TeacherError
 
 
 def write(folder: Path, **files: object) -> Path:
-    (folder / "model.safetensors").touch()
+    save_file({}, folder / "model.safetensors")
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder

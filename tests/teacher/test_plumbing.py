@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import zmq
-from conftest import StopFlag, free_port, running_proxy
+from conftest import StopFlag, running_proxy
 from fake_worker import OTHER_INFO, FakeEngine, expected_answer, running_worker
 
 from teacher import (
@@ -31,6 +31,7 @@ from teacher.proxy import Proxy
 from teacher.wire import protocol
 from teacher.wire.messages import LIMITS, PROTOCOL_VERSION, Failure
 from teacher.worker import Worker
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -125,9 +126,9 @@ def test_a_bad_request_fails_alone(proxy: Proxy, client: TeacherClient) -> None:
 def test_what_the_client_can_see_is_refused_through_the_future_too(client: TeacherClient) -> None:
     for bad in ([], [sequence(1)], [TeacherSequence(np.zeros(3, np.int64), 1)]):
         with pytest.raises(TeacherRequestError):
-            client.submit(bad).result(timeout=1)
+            client.submit(bad).result(timeout=5)
     with pytest.raises(TeacherRequestError, match="timeout_s"):
-        client.submit([sequence(1, 2)], timeout_s=float("nan")).result(timeout=1)
+        client.submit([sequence(1, 2)], timeout_s=float("nan")).result(timeout=5)
 
 
 def test_without_a_worker_a_request_waits_for_one_until_its_deadline(proxy: Proxy, client: TeacherClient) -> None:
@@ -135,7 +136,7 @@ def test_without_a_worker_a_request_waits_for_one_until_its_deadline(proxy: Prox
     hopeless, patient = client.submit([sequence(1, 2)], timeout_s=0.8), client.submit([sequence(3, 4)])
     with pytest.raises(TeacherUnavailable, match=r"no worker .*none has registered.*join_server"):
         hopeless.result(timeout=5)
-    assert 0.4 < time.monotonic() - began < 3
+    assert 0.4 < time.monotonic() - began < 5
     with pytest.raises(TeacherUnavailable, match="no worker"):
         client.hello(timeout_s=0.8)
     with running_worker(proxy.backend_port):
@@ -305,7 +306,7 @@ def test_garbage_on_both_ports_does_not_stop_the_service(proxy: Proxy, client: T
                 # The last one carries an id: it is answered.
                 garbage.send_multipart([protocol.encode_hello(77, 1.0)[0], b"an array that nobody announced"])
                 replies = []
-                while garbage.poll(2000) and not any(isinstance(r, Failure) and r.request_id == 77 for r in replies):
+                while garbage.poll(10_000) and not any(isinstance(r, Failure) and r.request_id == 77 for r in replies):
                     replies.append(protocol.decode(garbage.recv_multipart()))
                 assert isinstance(replies[-1], Failure) and "0 arrays, 1 array frames" in str(replies[-1].error)
         asked = [sequence(1, 2, 3)]
@@ -338,7 +339,7 @@ def test_close_leaves_no_thread_and_no_descriptor_and_fails_what_is_in_flight(pr
         client.close()
         client.close()
         with pytest.raises(TeacherError, match="closed by its owner"):
-            pending.result(timeout=1)
+            pending.result(timeout=5)
         with pytest.raises(TeacherError, match="is closed"):
             client.submit([sequence(1, 2)])
     # The proxy, in this process, drops its side of each connection when it notices.

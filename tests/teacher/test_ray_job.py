@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPO, free_port, processes_of
+from conftest import REPO, processes_of
 
 from teacher import TeacherClient, TeacherSequence
 from teacher.wire.make_keys import make_keys
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 

@@ -117,7 +117,7 @@ def test_a_temperature_that_the_model_cannot_do_is_refused_alone(proxy: Proxy, c
 )
 def test_a_temperature_that_is_none_is_refused_by_the_client(client: TeacherClient, temperature: Any) -> None:
     with pytest.raises(TeacherRequestError, match=r"temperature must be a number .*gkd.distill_temperature"):
-        client.submit([sequence(1, 2)], temperature=temperature).result(timeout=1)
+        client.submit([sequence(1, 2)], temperature=temperature).result(timeout=5)
 
 
 class Model(torch.nn.Module):

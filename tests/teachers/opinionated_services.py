@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -81,26 +81,35 @@ class StopFlag:
         return self._receiver.fileno()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def serving(serve: Callable[..., None]) -> Iterator[None]:
+    """Run a proxy's or a worker's ``run`` in a thread; ended afterwards."""
+    end = StopFlag()
+    thread = threading.Thread(target=serve, args=(end,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def proxy_without_workers(port: int = 0) -> Iterator[Proxy]:
+    proxy = Proxy(frontend_port=port, backend_port=0)
+    with serving(proxy.run):
+        yield proxy
+
+
+@contextmanager
+def worker_of(proxy: Proxy, offset: int) -> Iterator[None]:
+    with serving(Worker(Engine(offset), backend_port=proxy.backend_port).run):
+        yield
 
 
 @contextmanager
 def service(offset: int, port: int = 0) -> Iterator[int]:
     """Its port; gone afterwards."""
-    proxy = Proxy(frontend_port=port, backend_port=0)
-    worker = Worker(Engine(offset), backend_port=proxy.backend_port)
-    ends, threads = [], []
-    for serve in (worker.run, proxy.run):
-        ends.append(end := StopFlag())
-        threads.append(threading.Thread(target=serve, args=(end,), daemon=True))
-        threads[-1].start()
-    try:
+    with proxy_without_workers(port) as proxy, worker_of(proxy, offset):
         yield proxy.frontend_port
-    finally:
-        for end, thread in zip(ends, threads, strict=True):
-            end.set()
-            thread.join(timeout=10)
-            assert not thread.is_alive()

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from opinionated_services import REFUSED, free_port, opinion, service
+from opinionated_services import REFUSED, opinion, service
 
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.errors import DataError
 from recipe_gkd.samples import Answer, Prompt, Sample
 from recipe_gkd.teachers import Routes, Teachers, failures, open_teachers, read_routes
 from recipe_gkd.teachers.teachers import length_of_union
+from teacher.client import TeacherClient
 from teacher.errors import (
     TeacherError,
     TeacherProtocolError,
@@ -27,6 +28,8 @@ from teacher.errors import (
     TeacherUnavailable,
 )
 from teacher.records import TeacherSequence
+from teacher.wire.messages import LIMITS
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -210,6 +213,18 @@ def test_a_teacher_that_is_slow_is_given_all_the_time_that_is_left_and_one_that_
     client = Scripted(GONE, LATE)
     score(Teachers(configured("on_failure=wait", "timeout_s=9"), ROUTES, {"default": client}), [pair(0)])
     assert client.timeouts[:2] == [9, 9] and client.timeouts[2] == pytest.approx(3600, abs=5)
+
+
+def test_waiting_goes_on_beyond_the_longest_deadline_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client takes deadlines of up to 7 days, ``max_wait_s`` may be 30."""
+    monkeypatch.setattr(failures, "AGAIN_AFTER_S", 0.0)
+    month, week = 30 * 24 * 3600, LIMITS.timeout_s
+    client = Scripted(LATE, GONE, LATE, LATE)
+    config = configured("on_failure=wait", f"max_wait_s={month}", "timeout_s=9")
+    assert is_scored_by(0, score(Teachers(config, ROUTES, {"default": client}), [pair(0)])[0])
+    assert client.timeouts == [9, week, 9, week, week]
+    with TeacherClient(server_port=free_port()) as real:
+        real.submit([TeacherSequence(np.zeros(2, np.int32), 1)], client.timeouts[-1]).cancel()
 
 
 def test_waiting_survives_a_service_that_comes_late_goes_and_comes_back(

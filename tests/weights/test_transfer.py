@@ -85,7 +85,7 @@ def test_a_sender_that_never_comes_changes_nothing() -> None:
         ),
     ):
         receive_weights(receiver, 3, META, BUCKET, taken.extend)
-    assert timer.seconds < 2 and not taken
+    assert timer.seconds < 8 and not taken
 
 
 @both
@@ -95,7 +95,7 @@ def test_a_sender_that_stops_midway_is_named_within_the_deadline(kind: type[Tran
     sending = spawn(lambda: send_weights(sender, 3, META, stalls(3, resume), BUCKET))
     with Timer() as timer, pytest.raises(DeadlineError, match="weights v3, bucket 4 of 5: actor worker 0") as caught:
         receive_weights(receiver, 3, META, BUCKET, ignore)
-    assert timer.seconds < 2.5
+    assert timer.seconds < 8
     with pytest.raises(WeightSyncError, match=r"this weight channel is closed.*bucket 4 of 5"):
         receive_weights(receiver, 4, META, BUCKET, ignore)
     resume.set()
@@ -117,7 +117,7 @@ def test_an_export_that_raises_is_told_to_the_receivers_at_once() -> None:
             send_weights(sender, 3, META, export(), BUCKET)
         with pytest.raises(WeightSyncError, match=r"actor worker 0 .* reported: .*no such expert"):
             receiving.result(20)
-    assert timer.seconds < 5
+    assert timer.seconds < 10
 
 
 @both
@@ -144,7 +144,7 @@ def test_a_receiver_that_never_comes_is_named() -> None:
     spawn(lambda: receive_weights(first, 3, META, BUCKET, ignore))
     with Timer() as timer, pytest.raises(DeadlineError, match=r"weights v3, begin: rollout worker 1 .* did not answer"):
         send_weights(sender, 3, META, weights().items(), BUCKET)
-    assert timer.seconds < 2
+    assert timer.seconds < 8
 
 
 @both
@@ -157,7 +157,7 @@ def test_a_driver_can_end_the_wait_for_a_receiver_that_it_knows_to_be_dead(kind:
         for end in (sending, receiving):
             with pytest.raises(WeightSyncError, match="rollout worker 1 died"):
                 end.result(10)
-    assert timer.seconds < 5
+    assert timer.seconds < 10
 
 
 _HOLD_A_STORE = """
@@ -254,7 +254,7 @@ def test_a_receiver_that_dies_in_the_middle_is_named_at_the_deadline(kind: type[
             pytest.raises((DeadlineError, WeightSyncError), match=r"bucket [345] of 5: .*rollout worker 0"),
         ):
             send_weights(sender, 3, META, weights().items(), BUCKET)
-        assert timer.seconds < 2
+        assert timer.seconds < 8
     finally:
         process.kill()
         process.join()

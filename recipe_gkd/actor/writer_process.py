@@ -1,0 +1,204 @@
+"""Write files in a fork of the actor, which can fail, hang or be killed without harm to the actor.
+
+A fork shares the memory of the actor at the moment of the fork, so it writes a snapshot without a copy of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import pickle
+import select
+import signal
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+log = logging.getLogger(__name__)
+
+KILL_DEADLINE_S = 5.0
+"""Deadline for a killed process to end. A process that waits for a hung disk ends only when the disk answers."""
+PARENT_POLL_S = 1.0
+"""Interval of the check for a dead parent on kernels without ``pidfd_open``."""
+
+
+class WriterProcess:
+    """A forked process that runs one function and reports its result or its error.
+
+    The process ends when the process of the actor ends, whichever thread forked it. It holds none of the actor's
+    connections, so that the death of the actor is noticed although a writer still runs.
+
+    Lifecycle::
+
+        writer = WriterProcess(write_file)  # starts it
+        while not writer.has_ended(): ...
+        if (failure := writer.failure()) is None:
+            value = writer.result()
+        writer.kill()                       # in any case; does nothing to a process that has ended
+
+    Args:
+        function: Called without arguments in the fork. It must not use CUDA. Its result must be picklable.
+
+    Raises:
+        OSError: The process could not be forked.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._status: int | None = None
+        self._report: tuple[bool, Any] | None = None
+        self._report_fd = os.memfd_create("recipe_gkd_writer")
+        self._sentinel, held_by_writer = os.pipe()
+        actor = os.getpid()
+        collects = gc.isenabled()
+        gc.disable()  # collecting in the fork could touch CUDA tensors of the actor
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                _run(function, self._report_fd, held_by_writer, actor)
+        except OSError:
+            os.close(self._sentinel)
+            os.close(self._report_fd)
+            raise
+        finally:
+            os.close(held_by_writer)
+            if collects:
+                gc.enable()
+
+    def has_ended(self) -> bool:
+        """Return True if the process has ended, by itself or not."""
+        if self._status is not None:
+            return True
+        try:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:  # reaped by somebody else: the report tells whether it succeeded
+            pid, status = self.pid, 0
+        if pid:
+            self._status = status
+            self._report = self._read_report()
+            os.close(self._report_fd)
+            os.close(self._sentinel)
+        return bool(pid)
+
+    def failure(self) -> str | None:
+        """Return why the process failed. None if it has succeeded or still runs."""
+        if self._status is None:
+            return None
+        if self._report is not None:
+            succeeded, value = self._report
+            return None if succeeded else str(value)
+        if os.WIFSIGNALED(self._status):
+            number = os.WTERMSIG(self._status)
+            return (
+                f"its writing process {self.pid} was killed by {signal.Signals(number).name} (the kernel's log shows "
+                "if it was for lack of memory)"
+            )
+        return f"its writing process {self.pid} ended with status {os.waitstatus_to_exitcode(self._status)}"
+
+    def result(self) -> Any:
+        """Return the result of the function. The process must have ended without a failure."""
+        assert self._report is not None and self._report[0]
+        return self._report[1]
+
+    def kill(self) -> bool:
+        """End the process; return True if it has ended within ``KILL_DEADLINE_S``."""
+        if self.has_ended():
+            return True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        deadline = time.monotonic() + KILL_DEADLINE_S
+        while not self.has_ended():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                log.warning("writing process %d was killed but has not ended; it waits for a disk", self.pid)
+                return False
+            wait_for_any([self], min(left, 0.1))
+        return True
+
+    def _read_report(self) -> tuple[bool, Any] | None:
+        size = os.fstat(self._report_fd).st_size
+        try:
+            return pickle.loads(os.pread(self._report_fd, size, 0))
+        except (EOFError, pickle.UnpicklingError):  # it ended before it had reported
+            return None
+
+
+def wait_for_any(writers: Sequence[WriterProcess], timeout_s: float) -> None:
+    """Wait until one of the running ``writers`` ends, at most ``timeout_s``; all of it if none runs."""
+    _wait_for([writer._sentinel for writer in writers if writer._status is None], timeout_s)
+
+
+def _wait_for(descriptors: Sequence[int], timeout_s: float | None) -> None:
+    """Wait until one of ``descriptors`` can be read or is at its end. (``select`` fails for numbers above 1023.)"""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    poll.poll(None if timeout_s is None else timeout_s * 1000)
+
+
+def _run(function: Callable[[], Any], report_fd: int, sentinel: int, actor: int) -> NoReturn:
+    """Run the fork to its end. Never returns into the code of the actor."""
+    status = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which may still complete the save
+        _end_with(actor)
+        _release_connections(keep=sentinel)
+        torch.set_num_threads(1)  # the threads of the actor's pool do not exist here
+        report: tuple[bool, Any]
+        try:
+            report = (True, function())
+        except Exception as error:  # noqa: BLE001  # whatever it is, the actor reports it
+            report = (False, f"{type(error).__name__}: {error}")
+        left = memoryview(pickle.dumps(report))
+        while left:
+            left = left[os.write(report_fd, left) :]
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _end_with(actor: int) -> None:
+    """End this process when process ``actor`` ends.
+
+    ``PR_SET_PDEATHSIG`` would kill it when the forking thread ends, and Ray runs methods on threads that end.
+    """
+    try:
+        watched = os.pidfd_open(actor)
+    except OSError:
+        watched = None
+    if os.getppid() != actor:
+        os._exit(1)
+
+    def watch() -> None:
+        if watched is not None:
+            _wait_for([watched], None)
+        else:
+            never = threading.Event()
+            while os.getppid() == actor:
+                never.wait(PARENT_POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _release_connections(keep: int) -> None:
+    """Replace all inherited sockets and pipes but ``keep`` and the standard streams by ``/dev/null``.
+
+    They are not closed, because a file opened later could get the number of one that somebody still writes to.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd <= 2 or fd == keep:
+            continue
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            mode = os.fstat(fd).st_mode
+            if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode):
+                os.dup2(null, fd, inheritable=False)
+    os.close(null)

@@ -1,0 +1,88 @@
+"""Binding of a reward function's parameters, by name, to the values of one answer.
+
+Two families of names are accepted: this project's and verl's (``verl.workers.reward_manager``). :data:`NAMES` is the
+only table of them. Imports nothing but the standard library: the process that calls the function loads this file by its
+path.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+OURS, VERL = "this project's", "verl's"
+
+NAMES: dict[str, tuple[str | None, str]] = {
+    "prompt": (OURS, "prompt"),
+    "answer": (OURS, "answer"),
+    "response": (OURS, "answer"),
+    "extra": (OURS, "extra"),
+    "data_source": (VERL, "data_source"),
+    "solution_str": (VERL, "answer"),
+    "extra_info": (VERL, "extra_info"),
+    "ground_truth": (None, "ground_truth"),
+}
+"""Parameter name -> (its family, the value that it receives); None: the name is in both families."""
+
+KEYWORDS = {
+    OURS: ("prompt", "answer", "ground_truth", "extra"),
+    VERL: ("data_source", "solution_str", "ground_truth", "extra_info"),
+}
+"""Names under which ``**kwargs`` receives the values that no other parameter takes."""
+
+ACCEPTED = (
+    "parameters named as (prompt, answer, ground_truth, extra) or, as in verl, (data_source, solution_str, "
+    "ground_truth, extra_info=None): any of one family, in any order; others need a default value"
+)
+
+
+def values_of(prompt: Any, answer: str, ground_truth: Any, extra: dict[str, Any], data_source: Any) -> dict[str, Any]:
+    """Return the values that :data:`NAMES` refers to.
+
+    ``extra_info`` is the column of that name, as in verl; without such a column it is all columns of ``extra``.
+    """
+    extra_info = extra.get("extra_info")
+    return {
+        "prompt": prompt,
+        "answer": answer,
+        "ground_truth": ground_truth,
+        "extra": extra,
+        "data_source": data_source,
+        "extra_info": extra_info if isinstance(extra_info, dict) else extra,
+    }
+
+
+def bind(function: Callable[..., Any], name: str) -> dict[str, str] | str:
+    """Return parameter name -> name of the value that it receives, or the reason why the signature is refused."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return f"the parameters of its {name} cannot be read; wrap it in a Python function with {ACCEPTED}"
+    shown = f"its {name}{signature!s:.300}"
+    parameters = list(signature.parameters.values())
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    known = [p.name for p in named if p.name in NAMES]
+    families = {family: [n for n in known if NAMES[n][0] == family] for family in (OURS, VERL)}
+    if all(families.values()):
+        mixture = " and ".join(f"{', '.join(names)} (of {family} names)" for family, names in families.items())
+        return f"{shown} mixes {mixture}; expected {ACCEPTED}"
+    unknown = [p.name for p in named if p.name not in NAMES and p.default is p.empty]
+    if not takes_any:
+        unknown += [f"*{p.name}" for p in parameters if p.kind == p.VAR_POSITIONAL]
+    unknown += [f"{p.name} (positional-only)" for p in named if p.kind == p.POSITIONAL_ONLY and p.name in NAMES]
+    if unknown:
+        return f"{shown} has parameters that receive nothing: {', '.join(unknown)}; expected {ACCEPTED}"
+    if not known and not takes_any:
+        return f"{shown} takes nothing of the answer that it is to score; expected {ACCEPTED}"
+    binding = {n: NAMES[n][1] for n in known}
+    if takes_any:
+        family = VERL if families[VERL] else OURS
+        binding |= {n: NAMES[n][1] for n in KEYWORDS[family] if NAMES[n][1] not in binding.values()}
+    return binding
+
+
+def number_of(result: Any) -> Any:
+    """Return the score of a result, which may be a dict with more in it, as in verl."""
+    return result["score"] if isinstance(result, dict) and "score" in result else result

@@ -1,0 +1,80 @@
+"""Checks of the rollout engine's settings against the model. vLLM makes them only after its workers have started.
+
+No import of vLLM: the driver runs these before it starts any process.
+"""
+
+from __future__ import annotations
+
+from recipe_gkd.actor.shape import ModelShape
+from recipe_gkd.config.schema import Config
+from recipe_gkd.errors import ConfigError
+
+ROLLOUT = "actor_rollout_ref.rollout"
+VLLM_VOCAB_MULTIPLE = 64
+"""``DEFAULT_VOCAB_PADDING_SIZE`` of vLLM's ``vocab_parallel_embedding``."""
+
+
+def check_engine_fits(shape: ModelShape, config: Config) -> None:
+    """Compare length, parallelism and KV cache of ``actor_rollout_ref.rollout`` with the model.
+
+    Raises:
+        ConfigError: vLLM would refuse this combination.
+    """
+    _check_length(shape, config)
+    _check_parallelism(shape, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+    _check_cache(shape, config)
+
+
+def engine_length(config: Config) -> int:
+    """Return the longest sequence of an engine, in tokens."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return config.actor_rollout_ref.rollout.max_model_len or longest
+
+
+def _check_length(shape: ModelShape, config: Config) -> None:
+    length = engine_length(config)
+    if length > shape.max_positions:
+        raise ConfigError(
+            f"{ROLLOUT}.max_model_len={length} is more than the {shape.max_positions} positions of the student "
+            "(max_position_embeddings in its config.json); lower it, or set it to null"
+        )
+
+
+def _check_parallelism(shape: ModelShape, tp: int) -> None:
+    """Check that each rank has whole heads, and equally many columns of each layer and of the vocabulary.
+
+    Key/value heads may be repeated where there are fewer than ranks.
+    """
+    kv_fits = shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
+    padded = -(-shape.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
+    mixture = shape.mixture
+    widths = [
+        (shape.heads, "heads"),
+        (shape.ffn if mixture is None or not all(mixture.layers) else 0, "feed-forward columns"),
+        (mixture.ffn if mixture else 0, "feed-forward columns of an expert"),
+        (mixture.shared_ffn or 0 if mixture else 0, "feed-forward columns of the shared expert"),
+        (padded, f"ids (padded to a multiple of {VLLM_VOCAB_MULTIPLE})"),
+    ]
+    divided = [f"{width} {what}" for width, what in widths if width % tp]
+    if divided or not kv_fits:
+        kv = f"{shape.kv_heads} key/value heads (or be a multiple of them)"
+        raise ConfigError(
+            f"{ROLLOUT}.tensor_model_parallel_size is {tp}; it must divide the model's "
+            f"{', '.join(divided + ([] if kv_fits else [kv]))}"
+        )
+
+
+def _check_cache(shape: ModelShape, config: Config) -> None:
+    """Check that the longest sequence fits. ``dtype=auto`` counts as two bytes, the least that it can be."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.kv_cache_memory_megabytes is None:
+        return
+    n_bytes = 4 if rollout.dtype == "float32" else 2
+    heads = max(1, shape.kv_heads // rollout.tensor_model_parallel_size)
+    per_token = 2 * shape.layers * heads * shape.head_dim * n_bytes
+    needed = engine_length(config) * per_token
+    if needed > rollout.kv_cache_memory_megabytes << 20:
+        raise ConfigError(
+            f"{ROLLOUT}.kv_cache_memory_megabytes={rollout.kv_cache_memory_megabytes} does not hold one sequence of "
+            f"{engine_length(config)} tokens, which takes {-(-needed >> 20)} MB; raise it, or set it to null"
+        )

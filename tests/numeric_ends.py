@@ -1,0 +1,19 @@
+"""The values at both ends of a numeric key's range."""
+
+from __future__ import annotations
+
+import math
+
+from recipe_gkd.config.ranges import Range
+
+
+def ends_of(found: Range, *, of_integers: bool) -> tuple[float, float]:
+    """Return the smallest and the largest value inside the range, integers or floats."""
+    assert found.low is not None and found.high is not None, found
+
+    def after(value: float, to: float) -> float:
+        return value + math.copysign(1, to) if of_integers else math.nextafter(value, to)
+
+    low = after(found.low, math.inf) if found.open_low else found.low
+    high = after(found.high, -math.inf) if found.open_high else found.high
+    return (int(low), int(high)) if of_integers else (low, high)

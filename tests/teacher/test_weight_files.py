@@ -1,0 +1,79 @@
+"""Damaged weight files are named in milliseconds, before any engine is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from teacher.engines.checkpoint import read_checkpoint
+from teacher.errors import TeacherError
+from teacher.weight_files import find_damaged_weights
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A folder with two shards and their index."""
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for i, name in enumerate(names):
+        save_file({f"w{i}": np.ones((3, 5), np.float32)}, tmp_path / name, {"format": "pt"})
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    index = {"metadata": {}, "weight_map": {f"w{i}": name for i, name in enumerate(names)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tmp_path
+
+
+def truncate(n_bytes: int) -> Callable[[Path], object]:
+    def cut(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[:n_bytes])
+
+    return cut
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (truncate(0), r"is empty \(0 bytes\); copy or download it again"),
+    "length cut": (truncate(5), "is truncated, or no safetensors file: its 5 bytes do not hold its header"),
+    "header cut": (truncate(30), "is truncated, or no safetensors file: its 30 bytes do not hold its header"),
+    "data cut": (truncate(-1), r"is truncated: expected \d+ bytes by its header, got \d+"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), r"is damaged: expected \d+ bytes"),
+    "text": (lambda path: path.write_text("<html>404 not found</html>"), "is truncated, or no safetensors file"),
+    "no header": (
+        lambda path: path.write_bytes(b"\x02" + bytes(7) + b"[]"),
+        "is damaged: its header is no safetensors header",
+    ),
+    "pointer": (
+        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n"),
+        "is a Git LFS pointer .*git lfs pull",
+    ),
+    "gone": (Path.unlink, "is missing, but model.safetensors.index.json names it"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_weight_file_is_named(damage: str, sharded: Path) -> None:
+    assert find_damaged_weights(sharded) is None
+    apply, message = DAMAGES[damage]
+    apply(sharded / "model-00002-of-00002.safetensors")
+    with pytest.raises(TeacherError, match=rf"CKPT_PATH=.*model-00002-of-00002\.safetensors {message}"):
+        read_checkpoint(sharded)
+
+
+def test_a_damaged_index_is_named(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").write_text("{}")
+    assert "index.json is damaged: expected JSON with a weight_map" in str(find_damaged_weights(sharded))
+
+
+def test_files_that_the_index_does_not_name_are_not_checked(sharded: Path) -> None:
+    (sharded / "consolidated.safetensors").touch()
+    assert find_damaged_weights(sharded) is None
+
+
+def test_an_empty_file_in_the_old_format_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    assert "pytorch_model.bin is empty" in str(find_damaged_weights(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
+    assert find_damaged_weights(tmp_path) is None

@@ -1,0 +1,46 @@
+"""What happens after a process has ended: recipe_gkd/janitor.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from recipe_gkd.process_id import ProcessId, process_id
+
+KILLED_HOLDER = """
+import os, signal, sys
+from recipe_gkd.janitor import kill_after_this_process
+from recipe_gkd.process_id import ProcessId
+kill_after_this_process(eval(sys.argv[1]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two processes."""
+    processes = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def identity(process: subprocess.Popen[bytes]) -> ProcessId:
+    found = process_id(process.pid)
+    assert found is not None
+    return found
+
+
+def test_kill_after_this_process_killed_holder_ends_processes_by_identity(
+    sleepers: list[subprocess.Popen[bytes]],
+) -> None:
+    sleeper, other = sleepers
+    reused_pid = replace(identity(other), start_ticks=identity(other).start_ticks - 1)
+    subprocess.run([sys.executable, "-c", KILLED_HOLDER, repr([reused_pid, identity(sleeper)])], timeout=60)
+    assert sleeper.wait(timeout=60) == -9
+    assert other.poll() is None

@@ -1,0 +1,175 @@
+"""The run folder: one run at a time, and no trace of a start that was refused."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from recipe_gkd.config import Config, load_config
+from recipe_gkd.errors import ConfigError, ModelError, WorkerDied
+from recipe_gkd.main_gkd import main
+from recipe_gkd.run_folder import run_folder
+from recipe_gkd.run_lock import LOCK, locked
+
+
+def config(root: Path, *overrides: str) -> Config:
+    return load_config(
+        "on_policy_distill_trainer",
+        ["data.train_files=x", "actor_rollout_ref.model.path=x", f"trainer.default_local_dir={root}", *overrides],
+    )
+
+
+@pytest.fixture
+def root_logging() -> Iterator[None]:
+    """``main`` sets handlers and handlers of signals."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    logging.root.handlers[:], logging.root.level = handlers, level
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+
+
+def command(folder: Path, *overrides: str) -> int:
+    given = ["data.train_files=none.parquet", "actor_rollout_ref.model.path=nowhere/at/all"]
+    return main(
+        ["--config-name", "on_policy_distill_trainer", *given, f"trainer.default_local_dir={folder}", *overrides]
+    )
+
+
+# ---- the lock
+
+HOLDER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from recipe_gkd.run_lock import locked
+with locked(Path(sys.argv[1])):
+    if not (forked := os.fork()):
+        time.sleep(600)
+    started = subprocess.Popen(["sleep", "600"], close_fds=False)
+    print(forked, started.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_second_run_is_refused_by_name_until_the_first_has_ended_even_if_its_children_live(
+    tmp_path: Path, root_logging: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    children = [int(pid) for pid in holder.stdout.readline().split()]
+    try:
+        (tmp_path / "metrics.jsonl").write_text("of the first\n")
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        assert command(tmp_path) == 1
+        said = capsys.readouterr().err
+        assert f"is in use by another run, on host {socket.gethostname()} with pid {holder.pid}, since " in said
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+        holder.kill()
+        holder.wait()
+        with locked(tmp_path):
+            assert json.loads((tmp_path / LOCK).read_text())["process"]["pid"] == os.getpid()
+        assert all(Path(f"/proc/{pid}").exists() for pid in children)
+    finally:
+        for pid in (holder.pid, *children):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_one_lock_at_a_time_although_refused_starts_remove_its_file(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        with pytest.raises(ConfigError, match=f"with pid {os.getpid()}"), locked(tmp_path):
+            pass
+        (tmp_path / LOCK).unlink()
+        with locked(tmp_path):  # a new file: this is a new lock
+            pass
+    with locked(tmp_path):
+        pass
+
+
+def test_a_lock_is_taken_on_the_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder may have removed it between the opening and the locking."""
+    flock, calls = fcntl.flock, list[int]()
+
+    def late(descriptor: int, how: int) -> None:
+        if not calls:
+            (tmp_path / LOCK).unlink()
+        calls.append(descriptor)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(tmp_path):
+        assert len(calls) == 2 and (tmp_path / LOCK).exists()
+
+
+def test_a_file_system_without_locks_is_told_and_a_live_owner_still_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with locked(tmp_path):
+        assert "has no locks (No locks available)" in caplog.text and "was none" in caplog.text
+        with pytest.raises(ConfigError, match=f"in use by another run.* pid {os.getpid()}"), locked(tmp_path):
+            pass
+    owner = json.loads((tmp_path / LOCK).read_text())
+    owner["process"]["start_ticks"] -= 1  # another process had this pid
+    (tmp_path / LOCK).write_text(json.dumps(owner))
+    with locked(tmp_path):
+        pass
+
+
+# ---- refused starts
+
+
+def test_a_refused_start_leaves_no_folder(
+    tmp_path: Path, root_logging: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = f"trainer.trace_file={tmp_path}/traces/of/today.json"
+    assert command(tmp_path / "a" / "b", trace) == 1
+    assert "nowhere/at/all is not there" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_start_leaves_what_was_there(tmp_path: Path, root_logging: None) -> None:
+    (tmp_path / "mine").write_text("x")
+    assert command(tmp_path) == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name != LOCK] == ["mine"]
+    (tmp_path / "run.log").write_text("of an earlier run\n")
+    assert command(tmp_path) == 1
+    assert (tmp_path / "run.log").read_text().startswith("of an earlier run\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "accepted", "kept"),
+    [
+        (ModelError("x"), False, False),
+        (ModelError("x"), True, True),
+        (WorkerDied("x"), False, True),
+        (ValueError("x"), False, True),
+        (KeyboardInterrupt(), False, True),
+    ],
+)
+def test_the_log_of_a_start_that_failed_stays(tmp_path: Path, error: BaseException, accepted: bool, kept: bool) -> None:
+    with pytest.raises(type(error)), run_folder(config(tmp_path / "run")) as folder:
+        (folder.path / "run.log").write_text("what happened")
+        if accepted:
+            folder.accept()
+        raise error
+    assert (tmp_path / "run" / "run.log").exists() == kept == (tmp_path / "run").exists()
