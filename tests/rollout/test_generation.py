@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +147,24 @@ def test_answers_that_take_too_long_are_counted_by_the_worker_and_dropped(
         before, worker._config = worker._config, config
         return before
 
-    impatient = config_for(folders[OLD, False], "actor_rollout_ref.rollout.timeout_s=1")
+    def set_step_delay(worker: Any, seconds: float) -> None:
+        def set_on(engine: Any) -> None:
+            engine.__dict__.pop("step", None)
+            if seconds:
+                step = engine.step
+                engine.step = lambda: time.sleep(seconds) or step()
+
+        worker._engine.run(set_on).result(20)
+
+    impatient = config_for(folders[OLD, False], "actor_rollout_ref.rollout.timeout_s=2")
     before = ray.get(pool.handles[2].__ray_call__.remote(configure, impatient), timeout=20)
+    ray.get(pool.handles[2].__ray_call__.remote(set_step_delay, 0.5), timeout=30)
     try:
-        told = rf"rollout worker 2: \d+ of {MANY} answers of step 0 are unfinished after 1 s; raise .*rollout.timeout_s"
+        told = r"rollout worker 2: \d+ of 20 answers of step 0 are unfinished after 2 s; raise .*rollout.timeout_s"
         with pytest.raises(DeadlineError, match=told):
-            generate(pool, 2, prompts(MANY))
+            generate(pool, 2, prompts(20))
     finally:
+        ray.get(pool.handles[2].__ray_call__.remote(set_step_delay, 0.0), timeout=30)
         ray.get(pool.handles[2].__ray_call__.remote(configure, before), timeout=20)
     assert len(generate(pool, 2, prompts(5))) == 5
 
