@@ -3,13 +3,14 @@
 # run_foreground [--cleanup CLEANUP] COMMAND [ARGUMENT...]: Run COMMAND to its end and return its exit status. SIGTERM,
 # SIGINT, SIGHUP and SIGQUIT to this shell are forwarded to COMMAND; then this shell exits once COMMAND has ended, with
 # its status, or with 128 + the signal's number if that is 0. If COMMAND succeeds, CLEANUP (shell code) runs when this
-# shell ends, however it does. Signals do not interrupt it, and its failure does not change the exit status.
+# shell ends, however it does. Signals to this shell do not interrupt it, and its failure does not change the exit
+# status.
 #
 # A COMMAND that is a shell function must `exec` its last command: the signal is sent to that one process.
 run_foreground() {
   local status='' code cleanup=''
   if [ "$1" = --cleanup ]; then cleanup=$2; shift 2; fi
-  foreground_pid='' foreground_signal='' foreground_status=0
+  foreground_pid='' foreground_signal='' foreground_status=0 foreground_sent=''
   trap 'forward_signal TERM 143' TERM
   trap 'forward_signal INT 130' INT
   trap 'forward_signal HUP 129' HUP
@@ -20,7 +21,9 @@ run_foreground() {
   "$@" </dev/null &
   foreground_pid=$!
   set +m
-  [ "$foreground_status" = 0 ] || kill -s "$foreground_signal" -- "$foreground_pid" 2>/dev/null || true
+  # A signal from before COMMAND had a pid.
+  [ "$foreground_status" = 0 ] || [ -n "$foreground_sent" ] \
+    || kill -s "$foreground_signal" -- "$foreground_pid" 2>/dev/null || true
   while :; do  # a signal ends `wait`, not COMMAND
     foreground_signal='' code=0
     wait "$foreground_pid" || code=$?
@@ -29,7 +32,8 @@ run_foreground() {
   done
   if [ -n "$cleanup" ] && [ "$status" = 0 ]; then
     foreground_cleanup=$cleanup
-    trap 'trap "" TERM INT HUP QUIT; eval "$foreground_cleanup" || true' EXIT
+    # Not `trap ""`: a process of CLEANUP could not handle a signal that was ignored when it began.
+    trap 'trap : TERM INT HUP QUIT; eval "$foreground_cleanup" || true' EXIT
   fi
   # Not the default actions: these end the shell without its EXIT trap, and a CLEANUP would not run.
   trap 'exit 143' TERM
@@ -46,5 +50,8 @@ run_foreground() {
 
 forward_signal() { # forward_signal NAME STATUS: the trap of `run_foreground`
   foreground_signal=$1 foreground_status=$2
-  [ -z "$foreground_pid" ] || kill -s "$1" -- "$foreground_pid" 2>/dev/null || true
+  if [ -n "$foreground_pid" ]; then
+    foreground_sent=1
+    kill -s "$1" -- "$foreground_pid" 2>/dev/null || true
+  fi
 }

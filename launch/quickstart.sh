@@ -72,7 +72,7 @@ exec 9>> "$lock"  # never removed: a second one must find this file
 flock -n 9 || { echo "quickstart.sh: another one ($(cat "$lock")) runs in $QUICKSTART_DIR; wait for it, or set QUICKSTART_DIR" >&2; exit 1; }
 echo "pid $$ on $(uname -n)" > "$lock"
 stop_teacher  # of a quickstart that was killed
-[ $fresh = 0 ] || find "$QUICKSTART_DIR" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +
+[ $fresh = 0 ] || find "$QUICKSTART_DIR/" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +
 mkdir -p "$run"
 : > "$stages.new"
 stage "set-up" bash launch/setup.sh

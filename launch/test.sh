@@ -14,21 +14,7 @@ bash launch/setup.sh
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 .venv/bin/ruff check .
 .venv/bin/mypy
-# Two processes: most of the long tests wait for processes that use one core each. A folder of tests stays in one of them (tests/conftest.py).
-status=0
-.venv/bin/python -m pytest -n 2 --no-loadscope-reorder --cache-clear "${slow[@]}" "$@" || status=$?
-
-# The tests wait for real processes with deadlines of seconds, which a busy machine can miss. So a few failed tests get a
-# second chance, alone: a defect fails again, and a test that passes now is named.
-failed=.pytest_cache/v/cache/lastfailed
-n_failed=$(grep -c '": true' "$failed" 2>/dev/null || true)
-if [ "$status" = 1 ] && [ "${n_failed:-0}" -ge 1 ] && [ "$n_failed" -le 5 ]; then
-  names=$(sed -n 's/^ *"\(.*\)": true,\{0,1\}$/  \1/p' "$failed")
-  printf '\n%s test(s) failed; once more, one after the other:\n%s\n' "$n_failed" "$names"
-  status=0
-  .venv/bin/python -m pytest "${slow[@]}" "$@" -n 0 --last-failed || status=$?
-  if [ "$status" = 0 ]; then
-    printf '\nThese tests failed beside others and passed alone:\n%s\n' "$names"
-  fi
-fi
-exit "$status"
+# Two processes: most of the long tests wait for processes that use one core each. A folder of tests stays in one of
+# them (tests/conftest.py). Tests wait for real processes with deadlines of seconds, which a busy machine can miss, so a
+# failed test is run once more; pytest lists the tests that needed it (RERUN).
+exec .venv/bin/python -m pytest -n 2 --no-loadscope-reorder --reruns 1 -rR "${slow[@]}" "$@"

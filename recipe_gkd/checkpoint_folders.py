@@ -100,13 +100,12 @@ def remove_folder(folder: Path) -> None:
 
     What cannot be deleted now keeps a name that :func:`recover` removes. A folder that cannot be renamed stays.
     """
-    if not folder.exists():
-        return
     name = folder.name.removeprefix(_WRITING).removeprefix(_REPLACED)
-    doomed = next(
-        path for number in itertools.count() if not (path := folder.with_name(f"{_REMOVING}{name}.{number}")).exists()
-    )
+    candidates = (folder.with_name(f"{_REMOVING}{name}.{number}") for number in itertools.count())
     try:
+        if not folder.exists():
+            return
+        doomed = next(path for path in candidates if not path.exists())
         folder.rename(doomed)
     except OSError as error:
         log.warning("%s cannot be removed: %s; remove it by hand", folder, error)
@@ -118,22 +117,27 @@ def recover(root: Path) -> None:
     """Finish or undo what a process left half done that was killed in ``root``. Only for the owner of the run's lock.
 
     A new checkpoint that was complete gets its name, a replaced one without a successor gets its name back, and all
-    other temporary folders are deleted.
+    other temporary folders are deleted. A damaged folder with the final name counts as none if there is a complete one.
+
+    Raises:
+        OSError: The disk refuses to list ``root`` or to look into it.
     """
     for step in _steps_with(root, _WRITING):
-        if damage(writing_folder(root, step)) is None and not final_folder(root, step).exists():
+        if damage(writing_folder(root, step)) is None and damage(final_folder(root, step)) is not None:
             _finish(root, step)
         else:
             why = damage(writing_folder(root, step)) or "there is an older complete checkpoint of this step"
             log.warning("removing %s, which was not put in place: %s", writing_folder(root, step), why)
             remove_folder(writing_folder(root, step))
     for step in _steps_with(root, _REPLACED):
-        if not final_folder(root, step).exists():
-            with _reporting(_replaced_folder(root, step)):
-                _replaced_folder(root, step).rename(final_folder(root, step))
-                log.warning("%s was being replaced; restored", final_folder(root, step))
-        else:
+        final, replaced = final_folder(root, step), _replaced_folder(root, step)
+        if damage(final) is None or (final.exists() and damage(replaced) is not None):
             remove_replaced(root, step)
+            continue
+        with _reporting(replaced):
+            remove_folder(final)
+            replaced.rename(final)
+            log.warning("%s was being replaced; restored", final)
     for leftover in root.glob(f"{_REMOVING}global_step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in root.glob(f"{PROBE}*"):

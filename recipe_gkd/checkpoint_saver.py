@@ -9,7 +9,8 @@
                                                           +--> folder removed, counted, idle
 
 ``checkpoint.async_save=false`` passes through the same states within ``save()``. The driver's own work on the disk
-(flushing, renaming, removing old checkpoints) is done in a thread, because the event loop serves all stages of the run.
+(making folders, flushing, renaming, removing) is done in threads, because the event loop serves all stages of the run.
+Each wait for it has a deadline. Work that hangs is left behind, and what comes after it waits for its turn.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from recipe_gkd.checkpoint_folders import final_folder
 from recipe_gkd.checkpoints import Best, CheckpointWriter, Progress, keep_best, remove_old
@@ -29,12 +30,16 @@ from recipe_gkd.threads import in_thread
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 SAVE_MARGIN_S = 15.0
 """Added to the actors' own deadline, because their error names the cause and the driver's only a missing reply."""
 LAST_CHANCE_S = 1.0
 """Deadline for a background save to be complete once a worker has failed."""
 SHORT_WAIT_S = 0.5
 """Time that ``finish(wait=False)`` gives the driver's own work on the disk, which usually takes milliseconds."""
+DISCARD_S = 5.0
+"""Time that the removal of a failed save may take before the run goes on without waiting for it."""
 
 CallActors = Callable[..., Awaitable[list[Any]]]
 """``call(method, *args, timeout_s=...)`` on every actor rank."""
@@ -68,6 +73,7 @@ class CheckpointSaver:
         self._allowed = config.trainer.save_failures_allowed
         self._writer: CheckpointWriter | None = None
         self._completion: asyncio.Future[list[int]] | None = None  # -> steps whose checkpoints were removed
+        self._disk_work: asyncio.Future[Any] | None = None  # the last that was started
         self._best_on_disk = best
         self._failed: tuple[Progress, Best | None] | None = None  # of the last save, if it failed
         self._latest: Path | None = None
@@ -80,7 +86,13 @@ class CheckpointSaver:
         await self.finish()
         try:
             self._failed = None
-            self._writer = writer = CheckpointWriter(self._root, progress, best)
+            making = self._start_on_disk(CheckpointWriter, self._root, progress, best)
+            await asyncio.wait([making], timeout=self._timeout_s)
+            if not making.done():
+                raise CheckpointError(
+                    f"the disk of {self._root} did not make a folder within {self._timeout_s:g} s; look at the disk"
+                )
+            self._writer = writer = making.result()
             if self._with_hf:  # first: if it fails, no background save has begun
                 await self._call("save_hf", str(writer.folder / "huggingface"))
             await self._call("save_checkpoint", str(writer.folder / "actor"))
@@ -99,7 +111,7 @@ class CheckpointSaver:
         writer = self._writer
         try:
             if self._completion is None and all(await self._call("finish_saves", wait, timeout_s=timeout_s)):
-                self._completion = asyncio.ensure_future(in_thread(self._complete_on_disk, writer))
+                self._completion = self._start_on_disk(self._complete_on_disk, writer)
             if self._completion is not None:
                 patience_s = (timeout_s or self._timeout_s) if wait else SHORT_WAIT_S
                 await self._await_completion(writer, self._completion, patience_s, must_end=wait)
@@ -146,12 +158,39 @@ class CheckpointSaver:
             return best
         return self._best_on_disk
 
-    # ---- the end of a save
+    # ---- work on the disk
+
+    def _start_on_disk(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Run ``function(*args)`` in a thread, once all work on the disk that was started before has ended.
+
+        Work that nobody waits for any more may still go on. If later work overtook it, it could remove the folder of a
+        new save, or make an older checkpoint the latest.
+
+        Returns:
+            Future of the result. It raises :class:`CheckpointError` for an error of the disk.
+        """
+
+        async def in_turn(before: asyncio.Future[Any] | None) -> T:
+            if before is not None and not before.done():
+                await asyncio.wait([before])
+            try:
+                return await in_thread(function, *args)
+            except OSError as error:
+                raise CheckpointError(f"the disk of {self._root} failed: {error}; look at the disk") from error
+
+        self._disk_work = work = asyncio.ensure_future(in_turn(self._disk_work))
+        return work
 
     def _complete_on_disk(self, writer: CheckpointWriter) -> list[int]:
         """Give the checkpoint its name, and return the steps whose checkpoints were removed for it. In a thread."""
         writer.complete()
-        return remove_old(self._root, newest=writer.progress.step, keep=self._keep)
+        try:
+            return remove_old(self._root, newest=writer.progress.step, keep=self._keep)
+        except (CheckpointError, OSError) as error:  # the checkpoint is complete nevertheless
+            log.warning("old checkpoints could not be removed (trainer.max_actor_ckpt_to_keep): %s", error)
+            return []
+
+    # ---- the end of a save
 
     async def _await_completion(
         self, writer: CheckpointWriter, completion: asyncio.Future[list[int]], patience_s: float, *, must_end: bool
@@ -187,8 +226,12 @@ class CheckpointSaver:
     async def _discard(self) -> None:
         writer, self._writer, self._completion = self._writer, None, None
         self.is_pending = False
-        if writer is not None:
-            await in_thread(writer.discard)
+        if writer is None:
+            return
+        removal = self._start_on_disk(writer.discard)
+        await asyncio.wait([removal], timeout=DISCARD_S)
+        if not removal.done():
+            log.warning("%s not removed within %g s; look at the disk. The next run does", writer.folder, DISCARD_S)
 
     def _where(self) -> str:
         return f"the last complete checkpoint is {self._latest}" if self._latest else "this run has saved none so far"

@@ -47,6 +47,8 @@ class Progress:
     """Samples trained on without the response of their teacher (``teacher.on_failure=skip_samples``)."""
     data_fingerprint: str = ""
     """Hash of all prompts, in the order of the data; empty in checkpoints of older versions."""
+    answers_fingerprint: str = ""
+    """Hash of their reference responses; empty as long as the run has trained on none (``gkd.sft_share=0``)."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class CheckpointWriter:
 
         writer = CheckpointWriter(root, progress)   # makes writer.folder, with a temporary name
         ...                                         # the actors write into writer.folder / "actor", perhaps for minutes
-        path = writer.complete()                    # or writer.discard()
+        writer.complete()                           # or writer.discard()
 
     Raises:
         CheckpointError: The disk refuses, or the actors have not completed their part.
@@ -103,7 +105,7 @@ class CheckpointWriter:
         with _writing(self.folder):
             self.folder.mkdir(parents=True)
 
-    def complete(self) -> Path:
+    def complete(self) -> None:
         """Give the folder its final name, and make it the latest, and perhaps the best. Replaces one of the same step.
 
         A crash between any two operations leaves the old or the new checkpoint of this step under its final name, or
@@ -124,16 +126,15 @@ class CheckpointWriter:
                 folders.write_latest(self.root, step)
         finally:
             folders.remove_replaced(self.root, step)
-        return final
 
     def _mark_as_written(self) -> None:
         metadata = self.folder / ACTOR_METADATA
-        if not metadata.is_file() or not metadata.stat().st_size:
-            raise CheckpointError(
-                f"the checkpoint of step {self.progress.step} is incomplete: the actors have not written "
-                f"{metadata}, which they do last; their logs say what failed"
-            )
         with _writing(self.folder):
+            if not metadata.is_file() or not metadata.stat().st_size:
+                raise CheckpointError(
+                    f"the checkpoint of step {self.progress.step} is incomplete: the actors have not written "
+                    f"{metadata}, which they do last; their logs say what failed"
+                )
             sync_tree(self.folder)
             write_durably(self.folder / TRAINER, json.dumps(asdict(self.progress), indent=2) + "\n")
         self.is_written = True
@@ -185,7 +186,7 @@ def read_best(root: Path, metric: str | None, *, until: int) -> Best | None:
         for best in bests
         if best.step <= until
         and metric in (None, best.metric)
-        and (not best.has_checkpoint or (final_folder(root, best.step) / TRAINER).is_file())
+        and (not best.has_checkpoint or folders.damage(final_folder(root, best.step)) is None)
     ]
     if bests:
         _write_bests(root, kept)

@@ -48,6 +48,9 @@ class PromptData:
 
     ``ids[i]`` int32 [P] are the tokens of row ``rows[i]`` of ``table``; overlong rows were dropped or cut. With
     ``given_answers``, ``given_ids[i]`` int32 [T] are those of its ``data.response_key``.
+
+    ``fingerprint`` is a hash of the prompts of these rows. ``answers_fingerprint`` is one of their reference responses,
+    empty without ``given_answers``.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class PromptData:
         began = time.monotonic()
         self.ids: list[np.ndarray] = []
         self.rows: list[int] = []
-        dropped, digest = 0, hashlib.blake2b(digest_size=16)
+        dropped = 0
         for row, prompt in enumerate(prompts):
             ids = _tokenise(prompt, tokenizer, f"row {row} of {name}")
             if len(ids) > config.max_prompt_length:
@@ -82,8 +85,7 @@ class PromptData:
                 ids = _truncate(ids, config, row)
             self.ids.append(ids)
             self.rows.append(row)
-            digest.update(json.dumps(prompt, sort_keys=True, default=str).encode() + b"\n")  # JSON has no line feed
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = _fingerprint(prompts, self.rows)
         if dropped:
             log.warning(
                 "%s: %d of %d prompts are longer than data.max_prompt_length=%d and were dropped",
@@ -99,7 +101,11 @@ class PromptData:
                 f"data.max_prompt_length={config.max_prompt_length}; raise it"
             )
         self._ends = frozenset({*stop_token_ids, tokenizer.eos_token_id}) if given_answers else frozenset()
-        self.given_ids = _given_answers(table, self.rows, config, tokenizer, self._ends) if given_answers else []
+        self.given_ids: list[np.ndarray] = []
+        self.answers_fingerprint = ""
+        if given_answers:
+            self.given_ids = _given_answers(table, self.rows, config, tokenizer, self._ends)
+            self.answers_fingerprint = _fingerprint(table.column(config.response_key).to_pylist(), self.rows)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -249,6 +255,14 @@ def column_at(table: pa.Table, path: list[str]) -> pa.ChunkedArray:
     for name in path[1:]:
         column = pc.struct_field(column, [name])
     return column
+
+
+def _fingerprint(values: list[Any], rows: list[int]) -> str:
+    """Return a hash of the values of ``rows``, 32 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(json.dumps(values[row], sort_keys=True, default=str).encode() + b"\n")  # JSON has no line feed
+    return digest.hexdigest()
 
 
 def _tokenise(prompt: Any, tokenizer: Any, where: str) -> np.ndarray:

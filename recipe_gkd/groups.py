@@ -60,6 +60,7 @@ class WorkerGroup:
     async def stream(self, rank: int, method: str, *args: Any, timeout_s: float, phase: str) -> AsyncIterator[Any]:
         """Iterate what an async generator of one worker yields; the deadline is for the whole of it."""
         items = getattr(self.handles[rank], method).options(num_returns="streaming").remote(*args)
+        actor_id = self._id(rank)  # of this worker, which may be replaced meanwhile
         started = time.monotonic()
         try:
             while True:
@@ -71,7 +72,7 @@ class WorkerGroup:
                     return
                 yield item
         except RayError as error:  # first: a worker's own TimeoutError is also one of ours
-            raise await self._blame(rank, phase, error) from error
+            raise await self._blame(rank, actor_id, phase, error) from error
         except TimeoutError as error:
             self._unanswered.add(rank)
             raise self._silent(phase, [rank], [], timeout_s) from error
@@ -108,6 +109,7 @@ class WorkerGroup:
     async def _gather(self, calls: dict[int, Awaitable[Any]], *, timeout_s: float, phase: str) -> list[Any]:
         """Await all, in the order of ``calls``: rank -> what to wait for."""
         tasks = {asyncio.ensure_future(_result(call)): rank for rank, call in calls.items()}
+        actor_ids = {rank: self._id(rank) for rank in calls}  # of these workers, which may be replaced meanwhile
         try:
             _, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             if pending and any(task.done() and task.exception() for task in tasks):
@@ -115,7 +117,7 @@ class WorkerGroup:
             done = [task for task in tasks if task.done()]
             if failed := {tasks[task]: error for task in done if (error := task.exception())}:
                 rank, error = _root_cause(failed)
-                raise await self._blame(rank, phase, error) from error
+                raise await self._blame(rank, actor_ids[rank], phase, error) from error
             if pending:
                 silent = [rank for task, rank in tasks.items() if task in pending]
                 raise self._silent(phase, silent, [tasks[task] for task in done], timeout_s)
@@ -125,19 +127,19 @@ class WorkerGroup:
                 (self._unanswered.discard if task.done() else self._unanswered.add)(rank)
                 task.cancel()
 
-    async def _blame(self, rank: int, phase: str, error: BaseException) -> GkdError:
+    async def _blame(self, rank: int, actor_id: str, phase: str, error: BaseException) -> GkdError:
         """The error as the user sees it: who, in which phase, why; of the worker's own class if that is one of ours."""
         error, label = _cause(error), self.label(rank)
         who = label.partition(" of ")[0]
         if isinstance(error, WorkerDied):  # its engine has failed: the process lives, but is of no more use
-            self._died.add(self._id(rank))
+            self._died.add(actor_id)
         if isinstance(error, GkdError):
             named = re.search(rf"\b{re.escape(who)}\b", str(error))  # worker 1 is not named by one of worker 12
             return error if named else type(error)(f"{phase}: {label}: {error}")
         place = (await locate([self.handles[rank]]))[0] if isinstance(error, RayError) else None
         if place is None or not (_is_death(error) or place.dead):
             return WorkerError(f"{phase}: {label} failed: {type(error).__name__}: {error}")
-        self._died.add(getattr(error, "actor_id", None) or self._id(rank))
+        self._died.add(actor_id)
         # Ray is sure that a process has ended, or only that it cannot be reached, as when its whole node dies.
         how = "died or cannot be reached" if isinstance(error, ActorUnavailableError) else "died"
         return WorkerDied(

@@ -32,6 +32,7 @@ from recipe_gkd.resume import ResumePoint, load_first_usable, resume_points
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.run_folder import CONFIG, LOG, RunFolder, run_folder
 from recipe_gkd.teachers import Teachers, open_teachers, read_routes
+from recipe_gkd.threads import run_until
 from recipe_gkd.trainer import Judging, Trainer
 from recipe_gkd.unexpected import as_known_error
 from recipe_gkd.validation import Validation, read_validation
@@ -40,6 +41,8 @@ from recipe_gkd.workers import Workers, start_workers
 log = logging.getLogger("recipe_gkd")
 
 
+LAST_RECOVERY_S = 10.0
+"""Time that the removal of half a save may take at the end of a run."""
 _SAME_REQUEST_S = 1.0
 """Signals within this time are one request: a terminal, ``timeout`` and wrapper scripts deliver it more than once."""
 _FILE_ONLY = "file_only"
@@ -123,7 +126,15 @@ def run(config: Config, composed: str, folder: RunFolder) -> None:
             sft_share=config.gkd.sft_share,
         )
         validation = read_validation(config, student.tokenizer)
-        fresh = Progress(0, 0, len(data), config.data.seed, config.data.shuffle, data_fingerprint=data.fingerprint)
+        fresh = Progress(
+            step=0,
+            prompts_trained=0,
+            n_prompts=len(data),
+            data_seed=config.data.seed,
+            shuffle=config.data.shuffle,
+            data_fingerprint=data.fingerprint,
+            answers_fingerprint=data.answers_fingerprint,
+        )
         recover(folder.path)
         points = resume_points(config, fresh)
         progress = points[0].progress if points else fresh
@@ -152,7 +163,26 @@ def run(config: Config, composed: str, folder: RunFolder) -> None:
             try:
                 asyncio.run(_until_terminated(training))
             finally:
-                recover(folder.path)  # actors that were saving when the run ended may have gone on writing
+                _recover_at_the_end(folder.path)
+
+
+def _recover_at_the_end(root: Path) -> None:
+    """Remove what actors may have gone on writing when the run ended. Never raises, to keep the error of the run."""
+
+    def attempt() -> bool:
+        try:
+            recover(root)
+        except OSError as error:
+            log.warning("saves that were not completed may be left in %s: %s", root, error)
+        return True
+
+    if run_until(time.monotonic() + LAST_RECOVERY_S, [attempt]) != [True]:
+        log.warning(
+            "the disk of %s did not answer within %g s; saves that were not completed may be left there, and the next "
+            "run removes them",
+            root,
+            LAST_RECOVERY_S,
+        )
 
 
 def _items(config: Config, data: PromptData, student: Student) -> RewardItems | None:

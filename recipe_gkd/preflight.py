@@ -14,6 +14,7 @@ from recipe_gkd.actor.shape import check_fits, read_shape
 from recipe_gkd.config import Config
 from recipe_gkd.config.objective import SAMPLED
 from recipe_gkd.config.teachers import TEACHER
+from recipe_gkd.config.validate import validates
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.model_files import check_tokenizer_files, check_weight_files
 from recipe_gkd.rollout.limits import check_engine_fits
@@ -115,15 +116,18 @@ def meet_teachers(clients: Mapping[str, Client], student: Student, config: Confi
 def check_stop_ids(config: Config, student: Student, of_teachers: Collection[int]) -> frozenset[int]:
     """Return the ids at which a sampled response ends: those of the student's folder, and ``of_teachers``.
 
+    Nothing is checked if the run samples no response.
+
     Raises:
         ConfigError: There is none, so that each response would run to its limit; or reference responses end with an id
             at which a sampled one goes on: training on them would teach the student never to stop.
     """
     stops = frozenset({*stop_token_ids(str(student.path)), *of_teachers})
     usable = frozenset(token for token in stops if 0 <= token < student.n_tokens)
+    if config.gkd.sft_share == 1 and not validates(config):
+        return usable
     remedy = f"in {student.path}/generation_config.json"
-    samples = config.gkd.sft_share < 1 or config.trainer.test_freq > 0 or config.trainer.val_before_train
-    if samples and not usable:
+    if not usable:
         found = f"only {sorted(stops)}, which its tokenizer does not have" if stops else "none"
         raise ConfigError(
             f"a sampled response has no token at which it ends, and each would run to data.max_response_length="
@@ -138,7 +142,7 @@ def check_stop_ids(config: Config, student: Student, of_teachers: Collection[int
         f"the tokenizer of {student.path} ends a text with {student.tokenizer.eos_token!r} (id {own}), but sampled "
         f"responses end at {sorted(usable)}"
     )
-    if config.gkd.sft_share > 0 and samples:
+    if config.gkd.sft_share > 0:
         raise ConfigError(
             f"{what}: gkd.sft_share={config.gkd.sft_share:g} would train on reference responses that end with an id at "
             f"which generation goes on; set eos_token_id {remedy} to [{listed}], or correct eos_token in its "

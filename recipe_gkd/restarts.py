@@ -82,6 +82,6 @@ async def _answer(of_node: Awaitable[T]) -> T | None:
     try:
         async with asyncio.timeout(_NODE_S):
             return await of_node
-    except (RayError, TimeoutError) as error:
+    except (RayError, OSError) as error:  # TimeoutError is an OSError, as is what this node itself raises
         log.warning("a node of the rollout pool could not be asked for its processes: %s", error or "no answer")
         return None

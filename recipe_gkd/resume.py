@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recipe_gkd.checkpoint_folders import LATEST, TRAINER, damage, final_folder, read_latest, steps_of
 from recipe_gkd.checkpoints import Progress
 from recipe_gkd.config import Config
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch
+from recipe_gkd.run_folder import folder_of
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def resume_points(config: Config, expected: Progress) -> list[ResumePoint]:
         if reason := damage(folder):
             raise CheckpointError(f"{folder} is no complete checkpoint ({reason}); {ANOTHER}")
         return [ResumePoint(folder, read_progress(folder, expected=expected))]
-    root = Path(trainer.default_local_dir).expanduser()
+    root = folder_of(trainer)
     points, damaged = [], []
     for folder in _candidates(root):
         try:
@@ -81,7 +82,7 @@ def _candidates(root: Path) -> list[Path]:
 
 
 def read_progress(folder: Path, *, expected: Progress) -> Progress:
-    """Return the progress of the checkpoint's run.
+    """Return the progress of the checkpoint's run, with the reference responses of this run if it trains on them.
 
     Raises:
         CheckpointMismatch: Its position would mean another place in this run's data.
@@ -99,15 +100,16 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
                 f"{folder} was made with {name}={was}, this run has {name}={now}: its position in the "
                 "data would be another one. Restore the setting, or use trainer.resume_mode=disable"
             )
-    fingerprints = {found.data_fingerprint, expected.data_fingerprint}
-    if len(fingerprints) > 1 and "" not in fingerprints:
-        raise CheckpointMismatch(
-            f"{folder} was made with other prompts: as many as this run has, but they have the fingerprint "
-            f"{found.data_fingerprint}, and this run's {expected.data_fingerprint}. Restore data.train_files (and what "
-            "selects from them), or train the model in its huggingface folder on the new data: "
-            "actor_rollout_ref.model.path with trainer.resume_mode=disable and another trainer.default_local_dir"
-        )
-    return found
+    for name, what in (("data_fingerprint", "prompts"), ("answers_fingerprint", "reference responses")):
+        was, now = getattr(found, name), getattr(expected, name)
+        if was and now and was != now:
+            raise CheckpointMismatch(
+                f"{folder} was made with other {what}: as many as this run has, but they have the fingerprint {was}, "
+                f"and this run's {now}. Restore data.train_files (and what selects from them), or train the model in "
+                "its huggingface folder on the new data: actor_rollout_ref.model.path with "
+                "trainer.resume_mode=disable and another trainer.default_local_dir"
+            )
+    return replace(found, answers_fingerprint=expected.answers_fingerprint or found.answers_fingerprint)
 
 
 async def load_first_usable(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from recipe_gkd.checkpoints import LINK
 from recipe_gkd.config import Config
+from recipe_gkd.config.schema import TrainerConfig
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError, ModelError, ResourceError, RewardError
 from recipe_gkd.run_lock import LOCK, locked
 from teacher.errors import TeacherError
@@ -18,8 +19,9 @@ REFUSALS = (CheckpointError, ConfigError, DataError, ModelError, ResourceError, 
 """Errors whose message names all that the user must change before the run can start."""
 
 
-def folder_of(config: Config) -> Path:
-    return Path(config.trainer.default_local_dir).expanduser()
+def folder_of(trainer: TrainerConfig) -> Path:
+    """Return the run folder, as it was given but for ``~``."""
+    return Path(trainer.default_local_dir).expanduser()
 
 
 class RunFolder:
@@ -61,7 +63,7 @@ def run_folder(config: Config) -> Iterator[RunFolder]:
     made: list[Path] = []
     try:
         check_outputs(config, made)
-        path = folder_of(config)
+        path = folder_of(config.trainer)
         with locked(path):
             folder = RunFolder(path)
             try:
@@ -85,7 +87,7 @@ def check_outputs(config: Config, made: list[Path] | None = None) -> None:
         made: The folders that this call makes are appended to it, parents first.
     """
     outputs = {
-        "trainer.default_local_dir": folder_of(config) / LOG,
+        "trainer.default_local_dir": folder_of(config.trainer) / LOG,
         "trainer.trace_file": config.trainer.trace_file,
         "ray_init.timeline_json_file": config.ray_init.timeline_json_file,
     }
@@ -99,7 +101,7 @@ def check_outputs(config: Config, made: list[Path] | None = None) -> None:
             raise ConfigError(f"{key}: {file} cannot be written: {error}; choose another place") from error
         if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
             raise ConfigError(f"{key}: {file} cannot be written: it is a folder or protected; choose another place")
-    link = folder_of(config) / LINK
+    link = folder_of(config.trainer) / LINK
     if config.trainer.best_metric is not None and link.exists() and not link.is_symlink():
         raise ConfigError(
             f"trainer.best_metric={config.trainer.best_metric}: {link} is to be a link to the best checkpoint, and "

@@ -39,10 +39,11 @@ def folders_of(pid: int) -> list[Path]:
     return [folder for folder in _parent().glob(f"{_PREFIX}_{_machine()}_{pid}_*") if _is_private(folder)]
 
 
-def remove_of(pid: int) -> None:
-    """Remove the folders of a process that has ended."""
-    for folder in folders_of(pid):
-        shutil.rmtree(folder, ignore_errors=True)
+def remove_of(process: ProcessId) -> None:
+    """Remove the folder of a process that has ended."""
+    for folder in _parent().glob(f"{_prefix(process)}*"):
+        if _is_private(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @cache
@@ -50,7 +51,7 @@ def _make(pid: int) -> Path:
     _remove_stale()
     process = process_id(pid)
     assert process is not None
-    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}_{_machine()}_{pid}_{process.start_ticks:x}_", dir=_parent())
+    folder = tempfile.mkdtemp(prefix=_prefix(process), dir=_parent())
     run_after_this_process(_REMOVE, folder, str(_KEPT_S))  # if nobody else has removed it
     return Path(folder)
 
@@ -70,6 +71,10 @@ def _is_private(folder: Path) -> bool:
         found = folder.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
     return False
+
+
+def _prefix(process: ProcessId) -> str:
+    return f"{_PREFIX}_{_machine()}_{process.pid}_{process.start_ticks:x}_"
 
 
 def _machine() -> str:

@@ -63,12 +63,11 @@ def _cause(body: BaseException | None, group: BaseExceptionGroup[BaseException])
     cancelled_from_outside = task is not None and task.cancelling() > 0
     if body is not None and (cancelled_from_outside or not isinstance(body, asyncio.CancelledError)):
         return body
-    return _first(group)
+    return first_failure(group)
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure that came first; the rest of the group are its consequences."""
-    error: BaseException = group
+def first_failure(error: BaseException) -> BaseException:
+    """Return the failure that came first in a group; the rest of the group are its consequences."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

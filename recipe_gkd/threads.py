@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -19,28 +19,7 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
     executor without a deadline, so a thread that hangs on a disk would keep a failed run from ending. A caller that is
     canceled leaves the thread behind.
     """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if outcome.done():
-            return
-        if error is None:
-            outcome.set_result(result)
-        else:
-            outcome.set_exception(error)
-
-    def work() -> None:
-        result, failure = None, None
-        try:
-            result = function(*args)
-        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
-            failure = error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, name=_name(function), daemon=True).start()
-    return await outcome
+    return await asyncio.wrap_future(_start(function, *args))
 
 
 def run_until(deadline: float, calls: Sequence[Callable[[], T]]) -> list[T | None]:
@@ -53,22 +32,22 @@ def run_until(deadline: float, calls: Sequence[Callable[[], T]]) -> list[T | Non
     Returns:
         Results in the order of ``calls``; None for a call that raised, or that has not returned by ``deadline``.
     """
-    results: list[T | None] = [None] * len(calls)
-
-    def work(place: int, call: Callable[[], T]) -> None:
-        with suppress(Exception):
-            results[place] = call()
-
-    threads = [
-        threading.Thread(target=work, args=(place, call), name=_name(call), daemon=True)
-        for place, call in enumerate(calls)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return list(results)
+    futures = [_start(call) for call in calls]
+    ended = wait(futures, timeout=max(0.0, deadline - time.monotonic())).done
+    return [future.result() if future in ended and future.exception() is None else None for future in futures]
 
 
-def _name(function: Callable[..., Any]) -> str:
-    return f"in_thread:{getattr(function, '__name__', type(function).__name__)}"
+def _start(function: Callable[..., T], *args: Any) -> Future[T]:
+    """Start a daemon thread that computes ``function(*args)``."""
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()  # so that a canceled caller does not cancel what the thread settles later
+
+    def work() -> None:
+        try:
+            outcome.set_result(function(*args))
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+            outcome.set_exception(error)
+
+    name = getattr(function, "__name__", type(function).__name__)
+    threading.Thread(target=work, name=f"in_thread:{name}", daemon=True).start()
+    return outcome

@@ -6,7 +6,6 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,6 +22,7 @@ from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.advantages import with_group_statistics
+from recipe_gkd.run_folder import folder_of
 from recipe_gkd.samples import Answer, Prompt
 from recipe_gkd.schedule import Pipeline
 from recipe_gkd.teachers import Teachers
@@ -63,7 +63,7 @@ class Trainer:
         self.start, self.judging = start, judging
         self.progress, self.best = start.progress, start.best
         self.teachers.resume(start.progress.skipped_samples)
-        self.root = Path(config.trainer.default_local_dir).expanduser().absolute()
+        self.root = folder_of(config.trainer).absolute()
         self.saver = CheckpointSaver(config, self.root, self.call_actors, best=start.best)
         self.last_step = loader.last_step(self.progress.prompts_trained, self.progress.step)
 

@@ -6,6 +6,7 @@ import traceback
 from pathlib import Path
 
 from recipe_gkd.errors import GkdError, UnexpectedError
+from recipe_gkd.tasks import first_failure
 from teacher.errors import TeacherError
 
 _PACKAGES = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("recipe_gkd", "teacher"))
@@ -19,7 +20,7 @@ def as_known_error(error: Exception, phase: str) -> GkdError | TeacherError:
     """
     if isinstance(error, GkdError | TeacherError):
         return error
-    root = _first(error)
+    root = first_failure(error)
     text = " ".join(str(root).split()) or "no message"
     if isinstance(root, OSError) and root.errno is not None:
         meaning = "the operating system refused this; look at the disk, the memory and the limits of the machine"
@@ -28,13 +29,6 @@ def as_known_error(error: Exception, phase: str) -> GkdError | TeacherError:
     unexpected = UnexpectedError(f"{phase}: {type(root).__name__}: {text}\nin {_place(root)}; {meaning}")
     unexpected.__cause__ = error
     return unexpected
-
-
-def _first(error: BaseException) -> BaseException:
-    """Return the first failure of a group of them."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _place(error: BaseException) -> str:

@@ -26,9 +26,11 @@ import numpy as np
 import pyarrow as pa
 
 from recipe_gkd.config import Config
+from recipe_gkd.config.validate import validates
 from recipe_gkd.data import PromptData, read_table
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
+from recipe_gkd.run_folder import folder_of
 from recipe_gkd.samples import Answer, Prompt
 from recipe_gkd.threads import in_thread
 
@@ -51,7 +53,7 @@ class Validation:
         self.n = config.actor_rollout_ref.rollout.val_kwargs.n
         self._reward = config.custom_reward_function.name
         self._shown = config.trainer.log_val_generations
-        self._folder = Path(config.trainer.default_local_dir).expanduser() / "validation"
+        self._folder = folder_of(config.trainer) / "validation"
         try:
             table = read_table(config.data.val_files, config.data.prompt_key)
             data = PromptData(table, config.data, tokenizer, name="the validation data")
@@ -119,9 +121,8 @@ class Validation:
 
 
 def read_validation(config: Config, tokenizer: Any) -> Validation | None:
-    """None if the run does not validate."""
-    trainer = config.trainer
-    return Validation(config, tokenizer) if trainer.test_freq > 0 or trainer.val_before_train else None
+    """Return the validation of a run, None if the run does not validate."""
+    return Validation(config, tokenizer) if validates(config) else None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from ray.exceptions import RayError
 
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.actor.ray_worker import ActorWorker
@@ -20,10 +21,11 @@ from recipe_gkd.diagnosis import diagnose
 from recipe_gkd.errors import ResourceError, WorkerDied
 from recipe_gkd.groups import WorkerGroup
 from recipe_gkd.placement import check_devices, placement_table, places_of
-from recipe_gkd.pools import create_pools, pool_specs
+from recipe_gkd.pools import Pool, create_pools, pool_specs
 from recipe_gkd.restarts import RolloutRestarts
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
 from recipe_gkd.rollout.ray_worker import RolloutWorker
+from recipe_gkd.run_folder import folder_of
 from recipe_gkd.tasks import run_to_end
 from recipe_gkd.threads import in_thread
 from recipe_gkd.unexpected import as_known_error
@@ -74,7 +76,6 @@ async def start_workers(
     """
     timeout_s = config.trainer.startup_timeout_s
     actor_pool, rollout_pool = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
-    capacity = await in_thread(cluster_capacity, (actor_pool, rollout_pool))
     rollout = config.actor_rollout_ref.rollout
     n_actors, n_rollouts = actor_pool.spec.n_workers, rollout_pool.spec.n_workers
 
@@ -102,6 +103,7 @@ async def start_workers(
             _set_up_actors(actors, timeout_s), rollouts.call("setup", timeout_s=timeout_s, phase="start")
         )
         await restarts.remember(range(n_rollouts))
+        capacity = await _capacity((actor_pool, rollout_pool))
         weights = WeightSync(
             actors,
             rollouts,
@@ -117,19 +119,29 @@ async def start_workers(
         yield Workers(actors, rollouts, weights, [report["dp_rank"] for report in layout], restarts, capacity)
     except Exception as error:
         known = as_known_error(error, phase)
-        root = Path(config.trainer.default_local_dir).expanduser().absolute()
+        root = folder_of(config.trainer).absolute()
         if folder := await diagnose(known, [actors, rollouts], root):
             raise type(known)(f"{known}\ndiagnosis: {folder}") from error
         raise known from known.__cause__
     finally:
         try:
-            await asyncio.gather(
-                actors.stop(timeout_s=SHUTDOWN_S), rollouts.stop(timeout_s=SHUTDOWN_S), return_exceptions=True
-            )
+            stops = (actors.stop(timeout_s=SHUTDOWN_S), rollouts.stop(timeout_s=SHUTDOWN_S))
+            for outcome in await asyncio.gather(*stops, return_exceptions=True):
+                if isinstance(outcome, Exception):
+                    log.error("workers could not be stopped: %s", outcome, exc_info=outcome)
         finally:  # canceled (a second signal): nothing more is waited for, and all processes end
             await run_to_end(restarts.end_remains(range(n_rollouts)))
             actor_pool.release()
             rollout_pool.release()
+
+
+async def _capacity(pools: Sequence[Pool]) -> ClusterCapacity | None:
+    """Return what the cluster could grant instead of ``pools``, or None if Ray does not tell: only advice needs it."""
+    try:
+        return await in_thread(cluster_capacity, pools)
+    except (RayError, LookupError) as error:
+        log.warning("no advice about the sizes of the pools: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _transport(config: Config, device: str) -> str:
@@ -149,7 +161,7 @@ async def _check_shared_folder(config: Config, actors: WorkerGroup) -> None:
     """Each actor rank writes its part of a checkpoint: all must see the driver's folder, not one of the same name."""
     if config.trainer.save_freq <= 0 and config.trainer.best_metric is None:
         return
-    folder = Path(config.trainer.default_local_dir).expanduser().absolute()
+    folder = folder_of(config.trainer).absolute()
     with tempfile.NamedTemporaryFile(dir=folder, prefix=PROBE) as probe:
         seen = await actors.call("sees", probe.name, timeout_s=SHUTDOWN_S, phase="look for the checkpoint folder")
     if blind := [actors.label(rank) for rank, sees in enumerate(seen) if not sees]:

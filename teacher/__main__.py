@@ -15,6 +15,8 @@ from teacher.logs import set_up_logging
 
 logger = logging.getLogger("teacher")
 
+_SERVING = ("proxy", "worker")  # these run for weeks: nobody can repeat with DEBUG what ended one of them
+
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done or stopped by a signal, 1 failed (the last line on stderr says why), 2 wrong arguments."""
@@ -23,24 +25,26 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except TeacherError as error:
-        if args.log_format == "json":
-            logger.error("%s failed: %s", args.command, error)
-        else:
-            print(f"teacher {args.command}: {error}", file=sys.stderr)
-        return 1
+        return _failed(args, str(error))
     except KeyboardInterrupt:
         return 130
     except (OSError, zmq.ZMQError) as error:  # what the machine refuses: files, sockets, permissions
-        logger.debug("where it was refused", exc_info=True)
-        text = f"the system refused: {type(error).__name__}: {error}; --log-level DEBUG shows where"
-        if args.log_format == "json":
-            logger.error("%s failed: %s", args.command, text)
-        else:
-            print(f"teacher {args.command}: {text}", file=sys.stderr)
-        return 1
+        serves = args.command in _SERVING
+        logger.log(logging.ERROR if serves else logging.DEBUG, "where the system refused", exc_info=True)
+        hint = "see the traceback above" if serves else "--log-level DEBUG shows where"
+        return _failed(args, f"the system refused: {type(error).__name__}: {error}; {hint}")
     except Exception:  # not to the interpreter, whose long way out would bury the reason under others' last words
         logger.exception("teacher %s failed", args.command)
         return 1
+
+
+def _failed(args: argparse.Namespace, reason: str) -> int:
+    """Write the reason as the last line on stderr. Returns the exit code."""
+    if args.log_format == "json":
+        logger.error("%s failed: %s", args.command, reason)
+    else:
+        print(f"teacher {args.command}: {reason}", file=sys.stderr)
+    return 1
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -223,31 +223,36 @@ show_log() {
 }
 
 # signal_all SIGNAL: Send it to the session of each process of `own` that still is ours. Only the leader gets it (it ends
-# its own children); SIGKILL goes to the whole group, which nobody else can be in.
+# its own children); SIGKILL goes to the whole group.
 signal_all() {
   local pidfile pid started not_ours
   for pidfile in "${own[@]}"; do
     read_pid_file "$pidfile"
     if [[ -n $not_ours || -z $pid ]]; then continue; fi
     if [[ $1 == KILL ]]; then
-      if is_alive "$pidfile" || is_our_group "$pid"; then kill -KILL -- "-$pid" 2>/dev/null || true; fi
+      if is_alive "$pidfile" || is_our_group "$pid" "$pidfile"; then kill -KILL -- "-$pid" 2>/dev/null || true; fi
     elif is_alive "$pidfile"; then
       kill -s "$1" -- "$pid" 2>/dev/null || true
     fi
   done
 }
 
-# is_our_group PGID: the leader has ended and somebody of the group that it founded is left (not counting the dead that
-# wait for init to collect them). The kernel gives the number to no other process while the group has members, so if
-# a live process has the pid now, it is a stranger and the group was empty.
+# is_our_group PGID FILE: Return 0 if the leader has ended and a member of the group that it founded is left (not
+# counting the dead that wait for init to collect them). The kernel gives the number to no other process while the group
+# has members, so if a live process has the pid now, it is a stranger and the group was empty. After that a stranger may
+# have founded a group of this number and have ended too: only a member that writes to the log beside FILE counts.
 is_our_group() {
   [[ -z $(start_time_of "$1") ]] || return 1
   kill -0 -- "-$1" 2>/dev/null || return 1
-  local stat
+  local stat log errors
+  log=$(cd -- "$(dirname -- "$2")" && pwd -P)/$(basename -- "$2" .pid).log
   while read -r stat; do
     # shellcheck disable=SC2206
     local -a fields=(${stat##*) })
-    if [[ ${fields[2]:-} == "$1" && ${fields[0]} != [ZX] ]]; then return 0; fi
+    if [[ ${fields[2]:-} == "$1" && ${fields[0]} != [ZX] ]]; then
+      errors=$(readlink -- "/proc/${stat%% *}/fd/2" 2>/dev/null) || continue
+      if [[ ${errors% (deleted)} == "$log" ]]; then return 0; fi
+    fi
   done < <(cat /proc/[0-9]*/stat 2>/dev/null)
   return 1
 }
@@ -257,20 +262,24 @@ any_alive() {
   for pidfile in "${own[@]}"; do
     read_pid_file "$pidfile"
     if [[ -n $not_ours || -z $pid ]]; then continue; fi
-    if is_alive "$pidfile" || is_our_group "$pid"; then return 0; fi
+    if is_alive "$pidfile" || is_our_group "$pid" "$pidfile"; then return 0; fi
   done
   return 1
 }
 
-# stop_all: End the processes of `own`: SIGTERM, STOP_TIMEOUT_S later SIGKILL. Logs stay.
+# stop_all: End the processes of `own`: SIGTERM, STOP_TIMEOUT_S later SIGKILL. A signal to this shell ends the waiting,
+# but not the rest. Logs stay.
 stop_all() {
   ((${#own[@]})) || return 0
-  trap '' INT TERM HUP  # not in the middle of this, which ends by its own deadlines
+  local began=$SECONDS deadline=$((SECONDS + STOP_TIMEOUT_S)) pidfile
+  trap 'deadline=0' INT TERM HUP
   signal_all TERM
-  local deadline=$((SECONDS + STOP_TIMEOUT_S)) pidfile
-  while any_alive && ((SECONDS < deadline)); do sleep 0.1; done
+  while any_alive && ((SECONDS < deadline)); do sleep 0.1 || true; done
+  # Ctrl-C also ends the helpers of `any_alive`, which then finds nobody: from here on they ignore it.
+  trap '' INT TERM HUP
   if any_alive; then
-    echo "$(basename -- "$0"): still running after $STOP_TIMEOUT_S s, killing" >&2 || true  # the terminal may be gone
+    # The terminal may be gone.
+    echo "$(basename -- "$0"): still running after $((SECONDS - began)) s, killing" >&2 || true
     signal_all KILL
     deadline=$((SECONDS + 5))
     while any_alive && ((SECONDS < deadline)); do sleep 0.1; done

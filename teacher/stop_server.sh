@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # End what start_server.sh or join_server.sh started, and nothing else.
 set -euo pipefail
+trap '' INT TERM HUP  # until `stop_all` handles them: a signal between two reads would leave all processes running
 source "$(dirname -- "${BASH_SOURCE[0]}")/server_common.sh"
 
 usage() {

@@ -1,87 +1,97 @@
-"""Find damaged weight files of a model folder by their headers and sizes. Imports neither torch nor an engine."""
+"""Find, open and check the weight files of a model folder. Imports neither torch nor an engine."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 INDEX_NAME = "model.safetensors.index.json"
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _REPAIR = "copy or download it again"
+
+
+class WeightFileError(Exception):
+    """A weight file or an index is missing or damaged. The message names it and says what to do."""
+
+
+def read_index(folder: Path) -> dict[str, str] | None:
+    """Return the file name of each tensor by a model folder's index, None if there is no index.
+
+    Raises:
+        WeightFileError: The index cannot be read, or names a file that is missing.
+    """
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        return None
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        file_of = {str(name): str(file) for name, file in weight_map.items()}
+    except OSError as error:
+        raise WeightFileError(f"{index} cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise WeightFileError(
+            f"{index} is damaged: expected JSON with a weight_map ({type(error).__name__}: {error}); {_REPAIR}"
+        ) from error
+    if missing := sorted({file for file in file_of.values() if not (folder / file).is_file()}):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise WeightFileError(f"{folder / missing[0]}{more} is missing, but {INDEX_NAME} names it; {_REPAIR}")
+    return file_of
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that hold a model folder's weights: those that its index names, else all.
+
+    vLLM reads the same files. Beside an index a folder can have others, such as ``consolidated.safetensors``.
+
+    Raises:
+        WeightFileError: As :func:`read_index`.
+    """
+    file_of = read_index(folder)
+    return sorted(folder.glob("*.safetensors") if file_of is None else {folder / file for file in file_of.values()})
+
+
+def open_weights(path: Path, framework: str = "np") -> safe_open:
+    """Open a safetensors file; its header and size are compared.
+
+    Raises:
+        WeightFileError: The file cannot be read, or is damaged.
+    """
+    try:
+        return safe_open(path, framework=framework)
+    except OSError as error:
+        raise WeightFileError(f"{path} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise WeightFileError(_damage(path, error)) from error
 
 
 def find_damaged_weights(folder: Path) -> str | None:
     """Return a message that names a missing or damaged weight file of a model folder, None if all are good.
 
     Reads headers and sizes only, so that a checkpoint of any size takes milliseconds. A changed byte inside a tensor is
-    not found. Without an index every ``*.safetensors`` file is checked, with one those that it names. Of ``*.bin``
-    files, which are read only where there is no safetensors file, the size is compared with 0.
+    not found. Of ``*.bin`` files, which are read only if there is no safetensors file, the size is compared with 0.
     """
-    index = folder / INDEX_NAME
-    if index.is_file():
-        names = _names_in_index(index)
-        if isinstance(names, str):
-            return names
-        paths = [folder / name for name in names]
-        if missing := [path.name for path in paths if not path.is_file()]:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            return f"{folder / missing[0]}{more} is missing, but {INDEX_NAME} names it; {_REPAIR}"
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
-    if paths:
-        return next((damage for path in paths if (damage := find_safetensors_damage(path))), None)
-    return next((damage for path in sorted(folder.glob("*.bin")) if (damage := _find_unreadable(path))), None)
-
-
-def find_safetensors_damage(path: Path) -> str | None:
-    """Return a message if ``path`` is no whole safetensors file, None if its header and size agree."""
     try:
-        n_bytes = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(len(_LFS_POINTER))
-            file.seek(0)
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            fits = _LENGTH_BYTES + length <= n_bytes and length <= _MAX_HEADER_BYTES
-            header = file.read(length) if fits else b""
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror or error}"
+        paths = weight_files(folder)
+        for path in paths:
+            with open_weights(path):
+                pass
+    except WeightFileError as error:
+        return str(error)
+    bins = [] if paths else sorted(folder.glob("*.bin"))
+    return next((damage for path in bins if (damage := _find_unreadable(path))), None)
+
+
+def _damage(path: Path, error: SafetensorError) -> str:
+    n_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(len(_LFS_POINTER))
     if n_bytes == 0:
         return f"{path} is empty (0 bytes); {_REPAIR}"
     if start == _LFS_POINTER:
         return f"{path} is a Git LFS pointer of {n_bytes} bytes, not the weights; run `git lfs pull` in its folder"
-    if n_bytes < _LENGTH_BYTES or not fits:
-        return f"{path} is truncated, or no safetensors file: its {n_bytes} bytes do not hold its header; {_REPAIR}"
-    data_bytes = _data_bytes(header)
-    if data_bytes is None:
-        return f"{path} is damaged: its header is no safetensors header; {_REPAIR}"
-    if (expected := _LENGTH_BYTES + length + data_bytes) != n_bytes:
-        what = "truncated" if n_bytes < expected else "damaged"
-        return f"{path} is {what}: expected {expected} bytes by its header, got {n_bytes}; {_REPAIR}"
-    return None
-
-
-def _data_bytes(header: bytes) -> int | None:
-    """Return the bytes of all tensors that a header lists, None if it is no safetensors header."""
-    try:
-        entries: dict[str, Any] = json.loads(header)
-        ends = [int(entry["data_offsets"][1]) for name, entry in entries.items() if name != "__metadata__"]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        return None
-    return max(ends, default=0)
-
-
-def _names_in_index(index: Path) -> list[str] | str:
-    """Return the file names that an index lists, or a message if it lists none."""
-    try:
-        names = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-    except OSError as error:
-        return f"{index} cannot be read: {error.strerror or error}"
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return f"{index} is damaged: expected JSON with a weight_map ({type(error).__name__}: {error}); {_REPAIR}"
-    return sorted(names)
+    return f"{path} is damaged: its {n_bytes} bytes cannot be read as safetensors: {error}; {_REPAIR}"
 
 
 def _find_unreadable(path: Path) -> str | None:

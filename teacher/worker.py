@@ -32,7 +32,7 @@ from teacher.stop_signal import Stoppable
 from teacher.wire import protocol
 from teacher.wire.connection import WORKER, Connection
 from teacher.wire.frames import Frame
-from teacher.wire.messages import Cancel, Failure, Probe, Pulse, Rejoin, Score, Welcome
+from teacher.wire.messages import Cancel, Failure, Probe, Pulse, Ready, Rejoin, Score, Welcome
 from teacher.wire.sockets import BACKEND_PORT, WORKER_HEARTBEAT
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ class Worker:
         """
         Args:
             auth_dir: folder with this worker's keys, for a proxy that has some.
-            stall_timeout_s: an engine step that takes longer ends the process; None: nobody watches.
+            stall_timeout_s: an engine step that takes longer ends the process; None: nobody watches. The proxy
+                receives this limit and waits longer.
 
         Raises: TeacherError if the address is malformed or keys are missing.
         """
@@ -173,11 +174,9 @@ class Worker:
         while self._connection.receive() is not None:
             pass
         self._forget_all()
-        self._connection.send(
-            protocol.encode_ready(
-                self._engine.info, self._engine.capacity_tokens, f"{socket.gethostname()}:{os.getpid()}"
-            )
-        )
+        name = f"{socket.gethostname()}:{os.getpid()}"
+        ready = Ready(self._engine.info, self._engine.capacity_tokens, name, self._stall_timeout_s or 0.0)
+        self._connection.send(protocol.encode_ready(ready))
 
     def _forget_all(self) -> None:
         self._is_registered = False

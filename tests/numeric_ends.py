@@ -7,13 +7,12 @@ import math
 from recipe_gkd.config.ranges import Range
 
 
-def ends_of(found: Range, *, of_integers: bool) -> tuple[float, float]:
-    """Return the smallest and the largest value inside the range, integers or floats."""
-    assert found.low is not None and found.high is not None, found
+def ends_of(found: Range) -> tuple[float, float]:
+    """Return the smallest and the largest value inside the range; integers if only these are values."""
 
     def after(value: float, to: float) -> float:
-        return value + math.copysign(1, to) if of_integers else math.nextafter(value, to)
+        return value + math.copysign(1, to) if found.integer else math.nextafter(value, to)
 
     low = after(found.low, math.inf) if found.open_low else found.low
     high = after(found.high, -math.inf) if found.open_high else found.high
-    return (int(low), int(high)) if of_integers else (low, high)
+    return (int(low), int(high)) if found.integer else (low, high)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from test_checkpoints import PROGRESS, names, weights
 
-from recipe_gkd import checkpoints
+from recipe_gkd import checkpoint_folders, checkpoint_saver, checkpoints
 from recipe_gkd.checkpoint_folders import read_latest, steps_of
 from recipe_gkd.checkpoint_saver import CheckpointSaver
 from recipe_gkd.checkpoints import Best, Progress
@@ -152,6 +153,92 @@ def test_a_slow_disk_holds_up_neither_a_step_nor_the_event_loop(
     run(work)
     assert steps_of(tmp_path) == [1] and saver.failed_saves == 0
     assert actors.calls.count("finish_saves") == 1
+
+
+def test_a_hung_disk_holds_up_no_failed_save_and_no_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A removal, and the making of a folder, get a deadline. They do not overtake each other when the disk answers."""
+    disk, remove = threading.Event(), checkpoint_folders.remove_folder
+    waits_for = [disk]
+
+    def remove_folder(folder: Path) -> None:
+        assert waits_for[-1].wait(30)
+        remove(folder)
+
+    monkeypatch.setattr(checkpoint_folders, "remove_folder", remove_folder)
+    monkeypatch.setattr(checkpoint_saver, "DISCARD_S", 0.1)
+    actors = Actors(finish_saves=[FAIL])
+    saver = saver_of(tmp_path, actors, ASYNC, "trainer.save_failures_allowed=9")
+
+    async def work() -> None:
+        saver._timeout_s = 0.3
+        await saver.save(at(1), None)
+        assert saver.failed_saves == 1 and "did not make a folder within 0.3 s" in caplog.text
+        disk.set()
+        saver._timeout_s = 30
+        await saver.save(at(1), None)
+        disk.clear()
+        await saver.finish()
+        assert saver.failed_saves == 2 and ".writing_global_step_1 not removed within 0.1 s" in caplog.text
+        waits_for.append(threading.Event())
+        waits_for[-1].set()  # nothing but the removal hangs
+        again = asyncio.ensure_future(saver.save(at(1), None))
+        await asyncio.sleep(0.1)
+        disk.set()
+        await again
+        await asyncio.sleep(0.1)
+        await saver.finish()
+        assert saver.failed_saves == 2 and steps_of(tmp_path) == [1]
+        await saver.save(at(2), None)
+        waits_for[-1].clear()
+        actors.plan["finish_saves"] = [False]
+        await asyncio.wait_for(saver.give_up(workers_failed=True), 5)
+        waits_for[-1].set()
+
+    run(work)
+    assert steps_of(tmp_path) == [1]
+
+
+def broken(*_: object) -> Any:
+    raise OSError(errno.ESTALE, "Stale file handle")
+
+
+@pytest.mark.parametrize(("what", "name"), [(Path, "is_file"), (checkpoints, "keep_best")])
+def test_an_error_of_a_network_disk_is_a_failed_save(
+    tmp_path: Path, what: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = saver_of(tmp_path, Actors(), ASYNC)
+
+    async def work() -> None:
+        await saver.save(at(1), Best("m", 1.0, 1))
+        with monkeypatch.context() as disk:
+            disk.setattr(what, name, broken)
+            await saver.finish()
+        await saver.save(at(2), None)
+        await saver.finish()
+
+    run(work)
+    assert saver.failed_saves == 1 and "Stale file handle" in caplog.text and read_latest(tmp_path) == 2
+
+
+@pytest.mark.parametrize("name", ["steps_of", "best.json"])
+def test_old_checkpoints_that_cannot_be_removed_are_no_failed_save(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if name == "steps_of":
+        monkeypatch.setattr(checkpoint_folders, name, broken)
+    else:
+        (tmp_path / name).write_text("{")
+    saver = saver_of(tmp_path, Actors(), "trainer.max_actor_ckpt_to_keep=1", "trainer.save_failures_allowed=0")
+
+    async def work() -> None:
+        for step in (1, 2):
+            await saver.save(at(step), None)
+
+    run(work)
+    assert saver.failed_saves == 0 and read_latest(tmp_path) == 2
+    assert caplog.text.count("old checkpoints could not be removed") == 2
 
 
 @pytest.mark.parametrize("error", [WorkerDied("x"), DeadlineError("x")])

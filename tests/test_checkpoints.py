@@ -216,6 +216,34 @@ def test_content_is_flushed_before_it_gets_a_name_and_the_name_before_the_pointe
     ]
 
 
+@pytest.mark.parametrize("newer", [True, False], ids=["new and complete", "replaced and complete"])
+def test_recovery_prefers_a_complete_checkpoint_to_a_damaged_one_with_the_final_name(
+    tmp_path: Path, newer: bool
+) -> None:
+    write(tmp_path)
+    if newer:
+        begin(tmp_path, content="complete")._mark_as_written()
+    else:
+        shutil.copytree(final_folder(tmp_path, 4), replaced := tmp_path / ".replaced_global_step_4")
+        (replaced / "actor" / "weights").write_text("complete")
+    (final_folder(tmp_path, 4) / "trainer.json").write_text("")
+    recover(tmp_path)
+    assert damage(final_folder(tmp_path, 4)) is None and weights(tmp_path, 4) == "complete"
+    assert names(tmp_path) == ["global_step_4", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_folder_that_cannot_even_be_looked_at_is_no_error_of_its_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    writer = begin(tmp_path)
+    monkeypatch.setattr(Path, "exists", refuse)
+    writer.discard()
+    assert ".writing_global_step_4 cannot be removed: [Errno 13] Permission denied" in caplog.text
+
+
 # ---- how many are kept
 
 
@@ -273,7 +301,7 @@ def test_of_the_best_count_those_that_are_there_by_this_metric_up_to_this_step(t
         write(tmp_path, step, best=Best("a" if step < 8 else "b", step, step))
     assert read_best(tmp_path, None, until=8) == Best("b", 8, 8)
     assert read_best(tmp_path, "a", until=8) == Best("a", 6, 6)
-    shutil.rmtree(tmp_path / "global_step_6")
+    (tmp_path / "global_step_6" / "actor" / "metadata.json").unlink()
     assert read_best(tmp_path, "a", until=6) == Best("a", 4, 4)
     assert read_best(tmp_path, "a", until=3) == Best("a", 2, 2)
     assert read_best(tmp_path, "b", until=3) is None and not (tmp_path / "best").is_symlink()

@@ -339,3 +339,14 @@ def test_fingerprint_depends_on_the_prompts_and_their_order_and_not_on_the_day(t
     assert of("ab", "c") == of("ab", "c", day=2)
     assert len({of("ab", "c"), of("c", "ab"), of("a", "bc"), of("abc"), of("ab", "d"), of("ab", "c", "d")}) == 6
     assert of("ab", "much too long", "c", filter_overlong_prompts="true") == of("ab", "c")
+
+
+def test_reference_responses_have_a_fingerprint_of_their_own_if_they_are_trained_on(tmp_path: Path) -> None:
+    def of(*texts: str, given_answers: bool = True) -> tuple[str, str]:
+        files = parquet(tmp_path, {"prompt": ["a", "much too long", "b"], "response": list(texts)})
+        data = load(files, given_answers=given_answers, filter_overlong_prompts="true")
+        return data.fingerprint, data.answers_fingerprint
+
+    assert of("x", "y", "z") == of("x", "of a row that is not used", "z") != of("x", "y", "other")
+    assert of("x", "y", "z")[0] == of("x", "y", "other")[0] == of("x", "y", "z", given_answers=False)[0]
+    assert of("x", "y", "z", given_answers=False)[1] == "" and len(of("x", "y", "z")[1]) == 32

@@ -11,6 +11,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,7 +23,7 @@ from recipe_gkd.diagnosis import collect, diagnose, on_node
 from recipe_gkd.diagnosis.processes import Place
 from recipe_gkd.errors import DeadlineError, GkdError, ModelError, WorkerDied
 from recipe_gkd.groups import WorkerGroup
-from recipe_gkd.process_id import ProcessId, boot_id, is_alive
+from recipe_gkd.process_id import is_alive, process_id
 
 
 class Stuck:
@@ -184,10 +185,27 @@ def test_dumps_of_the_nccl_flight_recorder_are_asked_for_by_pipe_and_collected(
         time.sleep(0.01)
     time.sleep(0.2)
     assert on_node.inspect([process.pid], str(tmp_path), 5)[process.pid].nccl_dumps == {"nccl_3": b"dump"}
+    ended = process_id(process.pid)
     process.wait(10)  # also of one that has died
     assert on_node.inspect([process.pid], str(tmp_path), 5)[process.pid].nccl_dumps == {"nccl_3": b"dump"}
-    on_node.end([ProcessId(boot_id(), process.pid, 0)], 0.0, 1.0)
+    assert ended is not None
+    on_node.end([ended], 0.0, 1.0)
     assert not pipes[0].parent.exists()
+
+
+def test_dumps_that_do_not_come_hold_up_a_diagnosis_once_and_not_for_each_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr(on_node, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr(on_node, "run_until", lambda _, looks: [None for _ in looks])
+    monkeypatch.setattr(on_node, "_ask_for_nccl_dumps", lambda pid: {tmp_path / f"nccl_{pid}": 0.0})
+    found = on_node.inspect(range(1, 9), str(tmp_path), 2.0)
+    assert len(found) == 8 and clock.now < 2.1
 
 
 def test_other_errors_need_no_diagnosis_and_a_folder_that_cannot_be_written_is_no_error(

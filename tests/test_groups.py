@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,7 +108,7 @@ def test_a_workers_own_error_keeps_its_class_and_message(group: WorkerGroup) -> 
 
 def test_an_error_that_tells_of_worker_12_is_still_given_the_name_of_worker_1_who_raised_it() -> None:
     group = WorkerGroup("test", [None] * 13)
-    told = [run(group._blame(rank, "load", WeightSyncError("test worker 12 did not come"))) for rank in (1, 12)]
+    told = [run(group._blame(rank, "", "load", WeightSyncError("test worker 12 did not come"))) for rank in (1, 12)]
     assert [str(error) for error in told] == [
         "load: test worker 1 of 13: test worker 12 did not come",
         "test worker 12 did not come",
@@ -257,6 +258,29 @@ def test_whatever_ray_raises_of_a_dead_process_is_a_death_and_the_rest_is_a_fail
     monkeypatch.setattr(groups.ray, "cancel", lambda _: None)
     for raised in errors_of(error):
         assert type(raised) is expected and says in str(raised) and "rollout worker 0 of 1" in str(raised)
+
+
+def test_failure_of_a_replaced_worker_does_not_count_as_the_death_of_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def locate(handles: Any) -> list[Place]:
+        return [Place(1, "node", "10.0.0.1", False, "")] * len(handles)
+
+    monkeypatch.setattr(groups, "locate", locate)
+    monkeypatch.setattr(groups.ray, "kill", lambda *_, **__: None)
+    successor: Any = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "cd" * 16))
+    group = WorkerGroup("rollout", [None])
+
+    class Replaced(Unreachable):
+        def __await__(self) -> Any:
+            group.replace(0, successor)
+            raise self._error
+            yield
+
+    group.handles = [Replaced(WorkerDied("rollout worker 0: the rollout engine failed"))]
+    with pytest.raises(WorkerDied):
+        run(group.call("update", timeout_s=5, phase="update"))
+    assert group.handles == [successor] and run(group.dead()) == []
 
 
 @pytest.mark.slow

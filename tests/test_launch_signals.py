@@ -148,8 +148,11 @@ def test_a_fresh_quickstart_removes_nothing_of_one_that_runs(start: Start, check
     assert kept.exists() and events(checkout) == before and running.poll() is None
     running.terminate()
     running.wait(timeout=20)
-    fresh(START_STATUS="7")
-    assert not kept.exists() and (checkout / "outputs" / "q" / ".lock").exists()
+    (checkout / "link").symlink_to("outputs/q")
+    for folder in ("outputs/q", "link"):
+        kept.touch()
+        fresh(START_STATUS="7", QUICKSTART_DIR=folder)
+        assert not kept.exists() and (checkout / "outputs" / "q" / ".lock").exists()
 
 
 def test_fresh_removes_nothing_from_a_folder_that_no_quickstart_made(checkout: Path) -> None:
@@ -180,3 +183,31 @@ echo went on
 """
     done = subprocess.run(["bash", "-c", script], cwd=REPO, capture_output=True, text=True, timeout=20, check=False)
     assert (done.returncode, done.stdout) == (128 + signal.Signals[f"SIG{name}"], "cleanup\n")
+
+
+def test_a_signal_to_the_wrapper_does_not_interrupt_the_cleanup_which_may_handle_its_own() -> None:
+    script = """
+set -euo pipefail
+source launch/foreground.bash
+cleanup() {
+  bash -c 'trap "echo handled" INT; kill -s TERM $PPID; kill -s INT $$; sleep 0.5; echo cleanup'
+}
+run_foreground --cleanup cleanup true
+"""
+    done = subprocess.run(["bash", "-c", script], cwd=REPO, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "handled\ncleanup\n", "")
+
+
+def test_a_signal_right_after_the_start_of_a_command_is_forwarded_once() -> None:
+    """The signal comes between the two lines that start the command and look for a signal that came before."""
+    script = """
+set -euo pipefail
+source launch/foreground.bash
+set() { builtin set "$@"; [ "$1" != +m ] || builtin kill -s TERM $$; }
+kill() { echo "$@"; builtin kill "$@"; }
+run_foreground sleep 20
+"""
+    done = subprocess.run(["bash", "-c", script], cwd=REPO, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 143
+    to_command, to_group = done.stdout.splitlines()
+    assert to_command.startswith("-s TERM -- ") and to_group.startswith("-s TERM -- -")

@@ -11,10 +11,13 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import SimpleNamespace
+from typing import Any
 
+import annotated_types
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,25 +30,26 @@ from torch.nn.functional import log_softmax
 from recipe_gkd.actor.microbatch import micro_batches
 from recipe_gkd.actor.optimizer import learning_rate
 from recipe_gkd.actor.shape import Mixture, ModelShape
-from recipe_gkd.config import Config, limits
+from recipe_gkd.config import Config, limits, ranges
 from recipe_gkd.config.load import compose_config, known_keys, to_config
 from recipe_gkd.config.ranges import numeric_range
 from recipe_gkd.config.validate import validate
-from recipe_gkd.data import PromptData, PromptLoader, read_table
+from recipe_gkd.data import PromptData, PromptLoader, _truncate, read_table
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses import Divergence, topk_divergence
 from recipe_gkd.losses.policy import grpo_loss
-from recipe_gkd.losses.sampled import importance_weights, k1
+from recipe_gkd.losses.sampled import importance_weights, k1, k2, k3
 from recipe_gkd.metrics.changes import Setup
 from recipe_gkd.pools import choose_nodes, pool_specs
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rollout.engine import EngineOptions
 from recipe_gkd.rollout.sampling import request_seed, sampling_from
-from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
+from recipe_gkd.samples import Sample, TeacherTopK
 from recipe_gkd.weights.buckets import plan_buckets
 from teacher.records import TeacherSequence
 from teacher.wire.messages import LIMITS, Score
 from teacher.wire.protocol import decode, encode_score
+from tests.count_consumers import ANSWER, PROMPT, at, come_due, connect, count, schedule
 from tests.numeric_ends import ends_of
 
 MEGATRON, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
@@ -86,20 +90,10 @@ COMPOSED = compose_config("on_policy_distill_trainer", ["data.train_files=x", "a
 
 
 def ends(name: str) -> tuple[Any, Any]:
-    hint: Any = Config
-    for part in name.split("."):
-        hint = get_type_hints(hint)[part]
     found = numeric_range(name)
-    assert found is not None and found.low is not None and found.high is not None, f"{name} lacks a bound"
-    low, high = ends_of(found, of_integers=int in (hint, *get_args(hint)))
+    assert found is not None
+    low, high = ends_of(found)
     return ([low, low], [high, high]) if name.endswith("betas") else (low, high)
-
-
-def at(config: Config, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 # ---- the code that consumes a key, or what it hands the value to
@@ -190,14 +184,14 @@ def lose(config: Config, name: str) -> None:
     logp = log_softmax(logits, 1)[:, 0]
     older = torch.tensor([-30.0, -1.0, -1e-3])
     weights = importance_weights(logp, older, "truncate", gkd.importance_cap)
-    parts.append(gkd.distill_loss_coef * weights * k1(logp, logps[:, 0]))
+    parts += [gkd.distill_loss_coef * weights * estimate(logp, logps[:, 0]) for estimate in (k1, k2, k3)]
     clip = dict(clip_low=gkd.clip_ratio_low, clip_high=gkd.clip_ratio_high, clip_c=gkd.clip_ratio_c)
     for advantage in (-1.0, 1.0):
         parts.append(gkd.rl_loss_coef * grpo_loss(logp, older, torch.full((3,), advantage), **clip)[0])
     parts.append(gkd.sft_loss_coef * -logp)
     total = torch.stack(parts).sum()
     total.backward()
-    assert total.isfinite() and logits.grad is not None and logits.grad.isfinite().all()
+    assert total.isfinite() and logits.grad is not None and logits.grad.norm().isfinite()
 
 
 def load_data(config: Config, name: str) -> None:
@@ -220,13 +214,7 @@ def load_data(config: Config, name: str) -> None:
 
 def divide(config: Config, name: str) -> None:
     actor = config.actor_rollout_ref.actor
-    answer = Answer(
-        uid=0, ids=np.zeros(2, np.int32), logprobs=np.zeros(2, np.float32), finish_reason="stop",
-        weights_version=0, versions_T=np.zeros(2, np.int32),
-    )  # fmt: skip
-    sample = Sample(
-        prompt=Prompt(uid=0, ids=np.zeros(3, np.int32), row=0), answer=answer, teacher=TeacherTopK.absent(2)
-    )
+    sample = Sample(prompt=PROMPT, answer=ANSWER, teacher=TeacherTopK.absent(2))
     for max_token_len in (None, actor.max_token_len):
         batches = micro_batches([sample] * 3, micro_batch_size=actor.micro_batch_size, max_token_len=max_token_len)
         assert sum(map(len, batches)) == 3
@@ -237,7 +225,8 @@ def lay_out(config: Config, name: str) -> None:
     """Pools of any size are counted, and refused by a machine that is too small for them."""
     specs = pool_specs(config, "cpu")
     assert all(spec.n_workers >= 1 for spec in specs)
-    choose_nodes(specs, [{"CPU": 2.0}])
+    choose_nodes(specs, [{"CPU": float(config.ray_init.num_cpus or 2)}])
+    ThreadPoolExecutor(config.custom_reward_function.num_workers).shutdown()  # a thread for each process, none started
     Setup.of(config)
     if not name.startswith(MEGATRON):
         return
@@ -261,7 +250,10 @@ def generate(config: Config, name: str) -> None:
     for which in ("train", "validation"):
         parameters = sampling_from(config, which).for_request(0, 0)  # type: ignore[arg-type]
         np.float32(parameters["temperature"])
-        np.int32(parameters.get("top_k", 0))
+        np.array([parameters.get("top_k", 0), parameters["max_tokens"], options.max_model_len], np.int32)
+    for truncation in ("left", "right", "middle"):
+        data: Any = dataclasses.replace(config.data, truncation=truncation)
+        assert len(_truncate(np.arange(data.max_prompt_length + 1), data, 0)) == data.max_prompt_length
 
 
 def send_weights(config: Config, name: str) -> None:
@@ -271,14 +263,14 @@ def send_weights(config: Config, name: str) -> None:
     assert sum(bucket.n_bytes for bucket in buckets) == (4 << 20) + 16
 
 
-def count(config: Config, name: str) -> None:
-    """A number that is only compared with another one."""
-    assert at(config, name) is not None
-
-
 def consumer(name: str) -> Callable[[Config, str], None]:
     last = name.rsplit(".", 1)[-1]
     groups: dict[Callable[[Config, str], None], list[str]] = {
+        come_due: ["trainer.save_freq", "trainer.test_freq"],
+        connect: [f"{TEACHER}.server_port"],
+        generate: ["data.max_prompt_length", "data.max_response_length"],
+        lay_out: ["custom_reward_function.num_workers", "ray_init.num_cpus"],
+        schedule: ["trainer.max_staleness", f"{TEACHER}.num_microbatches"],
         ask_teacher: [f"{TEACHER}.timeout_s", f"{TEACHER}.top_k", "gkd.distill_temperature"],
         seed: ["data.seed"],
         load_data: ["data.train_batch_size", f"{ROLLOUT}.n", "trainer.total_epochs", "trainer.total_training_steps"],
@@ -318,6 +310,22 @@ def test_a_key_works_at_both_ends_of_its_range(name: str) -> None:
         consumer(name)(config, name)
 
 
+@pytest.mark.parametrize("temperature", ends("gkd.distill_temperature"))
+def test_all_coefficients_at_their_upper_end_give_finite_losses_and_gradients(temperature: float) -> None:
+    bounded = ("_coef", "_cap", "_low", "_high", "_c")
+    names = [name for name in KEYS if name.startswith("gkd.") and name.endswith(bounded)]
+    assert len(names) == 7
+    highest = {name: ends(name)[1] for name in names}
+    lose(configured({"gkd.sft_share": 0.5, "gkd.distill_temperature": temperature, **highest}), "")
+
+
+def test_a_key_without_a_bound_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    unbounded = SimpleNamespace(default=SimpleNamespace(metadata=[annotated_types.Ge(0)]))
+    monkeypatch.setattr(ranges, "known_keys", lambda: {"data.seed": unbounded})
+    with pytest.raises(ValueError, match=r"data\.seed lacks a bound"):
+        numeric_range("data.seed")
+
+
 @pytest.mark.parametrize("name", KEYS)
 def test_a_value_beyond_either_end_is_refused_with_the_key(name: str) -> None:
     low, high = ends(name)
@@ -336,7 +344,7 @@ def test_limits_of_the_teacher_service_are_those_of_its_protocol() -> None:
     assert LIMITS.sequence_tokens == limits.MAX_TOKENS
     assert numeric_range(f"{TEACHER}.top_k").high == LIMITS.vocab_size  # type: ignore[union-attr]
     found = numeric_range("gkd.distill_temperature")
-    assert found is not None and LIMITS.min_temperature <= found.low <= found.high <= LIMITS.max_temperature  # type: ignore[operator]
+    assert found is not None and LIMITS.min_temperature <= found.low <= found.high <= LIMITS.max_temperature
 
 
 @pytest.mark.parametrize("section", [ROLLOUT, f"{ROLLOUT}.val_kwargs"])

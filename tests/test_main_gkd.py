@@ -203,6 +203,15 @@ def test_an_end_that_only_the_tokenizer_knows_is_a_warning_where_nobody_trains_o
     assert f"(id {END}), but sampled responses end at [3]" in caplog.text
 
 
+@pytest.mark.parametrize(("eos", "ends"), [(None, set()), (3, {3})])
+def test_where_nothing_is_sampled_nothing_is_said_about_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, eos: object, ends: set[int]
+) -> None:
+    config = configured(tmp_path, "gkd.sft_share=1")
+    assert check_stop_ids(config, student_with(tmp_path, eos=eos), ()) == ends
+    assert not caplog.records
+
+
 # ---- signals
 
 

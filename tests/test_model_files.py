@@ -54,7 +54,7 @@ def test_a_vocabulary_without_its_merges_is_named(folder: Path) -> None:
         read(folder)
 
 
-@pytest.mark.parametrize(("n_bytes", "says"), [(0, "is empty"), (100, "truncated")])
+@pytest.mark.parametrize(("n_bytes", "says"), [(0, "is empty"), (100, "cannot be read as safetensors")])
 def test_a_weight_file_that_is_not_whole_is_named(folder: Path, n_bytes: int, says: str) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:n_bytes])

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from test_checkpoints import PROGRESS, write
+from test_checkpoints import PROGRESS, begin, write
 
 from recipe_gkd import main_gkd
 from recipe_gkd.checkpoints import Best, Progress, Start
 from recipe_gkd.config import Config, load_config
-from recipe_gkd.errors import CheckpointError, CheckpointMismatch
+from recipe_gkd.errors import CheckpointError, CheckpointMismatch, WorkerDied
+from recipe_gkd.preflight import Student
+from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.resume import ResumePoint, load_first_usable, resume_points
 
 
@@ -109,6 +115,21 @@ def test_other_prompts_in_equal_number_are_refused(tmp_path: Path, caplog: pytes
         CheckpointMismatch, match=r"other prompts: .* fingerprint abc, and this run's xyz\. Restore data\.train_files"
     ):
         steps(tmp_path, expected=replace(PROGRESS, data_fingerprint="xyz"))
+
+
+def test_other_reference_responses_are_refused_if_both_runs_train_on_them(tmp_path: Path) -> None:
+    def with_answers(fingerprint: str) -> Progress:
+        return replace(PROGRESS, answers_fingerprint=fingerprint)
+
+    write(tmp_path)
+    [point] = resume_points(config(tmp_path), with_answers("abc"))  # the first run that trains on them
+    assert point.progress == with_answers("abc")
+    change(tmp_path, 4, answers_fingerprint="abc")
+    for now in ("abc", ""):
+        [point] = resume_points(config(tmp_path), with_answers(now))
+        assert point.progress == with_answers("abc")
+    with pytest.raises(CheckpointMismatch, match=r"other reference responses: .* fingerprint abc, and this run's xyz"):
+        steps(tmp_path, expected=with_answers("xyz"))
 
 
 def test_a_checkpoint_of_an_older_version_is_read_with_a_warning(
@@ -224,3 +245,78 @@ def test_everything_follows_the_checkpoint_that_was_loaded(
     else:
         assert called == [("start_workers", 10), load]
         assert start.progress.prompts_trained == 40 and start.best == Best("m", 0.2, 4)
+
+
+class Command:
+    """``main_gkd.run`` without teacher, Ray and workers: ``train`` stands for the training."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        table = {"prompt": ["1+1=", "1+2="], "answer": ["2", "3"]}
+        pq.write_table(pa.table(table), root / "train.parquet")
+        self.root = root / "run"
+        self.root.mkdir()
+        self.config = config(
+            self.root, f"data.train_files={root}/train.parquet", "gkd.sft_share=0.5", "data.response_key=answer"
+        )
+        self.points: list[int] = []
+        self.progress = PROGRESS
+        self.train: Callable[[], object] = lambda: None
+        student = Student(Path("x"), 64, build_tokenizer(), "the same", n_tokens=60)
+        replacements: dict[str, Any] = {
+            "read_student": lambda _: student,
+            "open_teachers": lambda *_: nullcontext(SimpleNamespace(clients={})),
+            "meet_teachers": lambda *_: (),
+            "check_stop_ids": lambda *_: (),
+            "ray_cluster": lambda _: nullcontext(),
+            "_raise_on_signals": lambda: None,
+            "_train": self._train,
+        }
+        for name, replacement in replacements.items():
+            monkeypatch.setattr(main_gkd, name, replacement)
+
+    async def _train(
+        self, config: Any, teachers: Any, loader: Any, points: Any, fresh: Any, *_: Any, **__: Any
+    ) -> None:
+        self.points, self.progress = [point.progress.step for point in points], fresh
+        self.train()
+
+    def run(self) -> None:
+        folder: Any = SimpleNamespace(path=self.root)
+        main_gkd.run(self.config, "", folder)
+
+
+def test_the_command_recovers_before_and_after_the_run_and_records_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = Command(tmp_path, monkeypatch)
+    command.run()
+    assert len(command.progress.data_fingerprint) == len(command.progress.answers_fingerprint) == 32
+    writer = begin(command.root, 8)  # of a run that was killed before it gave the folder its name
+    writer.progress = replace(command.progress, step=8)
+    writer._mark_as_written()
+    command.train = lambda: begin(command.root, 9)
+    command.run()
+    assert command.points == [8] and not list(command.root.glob(".writing*"))
+
+
+@pytest.mark.parametrize("disk", ["broken", "hung"])
+def test_a_last_recovery_that_fails_does_not_hide_the_error_of_the_run(
+    tmp_path: Path, disk: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    command, answers = Command(tmp_path, monkeypatch), threading.Event()
+
+    def fail() -> None:
+        def recover(_: Path) -> None:
+            if disk == "broken":
+                raise OSError(errno.ESTALE, "Stale file handle")
+            answers.wait(30)
+
+        monkeypatch.setattr(main_gkd, "recover", recover)
+        raise WorkerDied("actor worker 0 of 1")
+
+    monkeypatch.setattr(main_gkd, "LAST_RECOVERY_S", 0.2)
+    command.train = fail
+    with pytest.raises(WorkerDied):
+        command.run()
+    assert ("Stale file handle" if disk == "broken" else "did not answer within 0.2 s") in caplog.text
+    answers.set()

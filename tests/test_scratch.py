@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from recipe_gkd import scratch, watch
-from recipe_gkd.process_id import process_id
+from recipe_gkd.process_id import ProcessId, boot_id, process_id
 
 
 @pytest.fixture
@@ -75,8 +76,19 @@ class TestScratchFolder:
         scratch._remove_stale()
         assert not reused.exists() and alive.exists() and container.exists()
 
-    @pytest.mark.parametrize("kind", ["link", "open", "file"])
-    def test_that_somebody_else_could_have_made_is_not_used(self, parent: Path, kind: str) -> None:
+    def test_of_a_process_is_not_removed_in_place_of_an_earlier_one_with_its_pid(self, parent: Path) -> None:
+        with process_with_folder(parent) as (process, folder):
+            own = process_id(process.pid)
+            assert own is not None
+            scratch.remove_of(replace(own, start_ticks=own.start_ticks - 1))
+            assert folder.exists()
+            scratch.remove_of(own)
+            assert not folder.exists()
+
+    @pytest.mark.parametrize("kind", ["link", "open", "file", "other owner"])
+    def test_that_somebody_else_could_have_made_is_not_used(
+        self, parent: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
         name = parent / f"gkd_{scratch._machine()}_77_1_x"
         victim = parent / "victim"
         victim.mkdir(mode=0o700)
@@ -86,10 +98,14 @@ class TestScratchFolder:
         elif kind == "open":
             name.mkdir(mode=0o777)
             name.chmod(0o777)
+        elif kind == "other owner":
+            name.mkdir(mode=0o700)
+            other = os.geteuid() + 1
+            monkeypatch.setattr(scratch.os, "geteuid", lambda: other)
         else:
-            name.write_text("")
+            name.touch(mode=0o600)
         assert scratch.folders_of(77) == []
-        scratch.remove_of(77)
+        scratch.remove_of(ProcessId(boot_id(), 77, 1))
         scratch._remove_stale()
         assert os.path.lexists(name) and (victim / "file").read_text() == "precious"
 

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RaySystemError
 
 from recipe_gkd import groups, restarts, workers
 from recipe_gkd.config import Config, load_config
+from recipe_gkd.diagnosis import on_node
 from recipe_gkd.diagnosis.processes import Place
 from recipe_gkd.errors import GkdError, UnexpectedError, WorkerError
 from recipe_gkd.workers import start_workers
@@ -122,3 +124,59 @@ def test_whatever_ends_the_training_gets_a_diagnosis_and_is_an_error_of_ours(
     [folder] = (tmp_path / "diagnosis").iterdir()
     assert f"diagnosis: {folder}" in str(caught.value) and says in (folder / "report.md").read_text()
     assert sorted(ended) == ["ActorWorker", "RolloutWorker"]
+
+
+def test_errors_of_advice_and_of_the_shutdown_do_not_replace_the_result_of_the_run(
+    ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_capacity(_: Any) -> None:
+        raise RaySystemError("the control service does not answer")
+
+    async def refuse(handles: list[Handle], *, timeout_s: float) -> None:
+        raise RaySystemError("cannot end them")
+
+    async def answer(kind: str, method: str) -> Any:
+        return ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0}
+
+    async def body() -> None:
+        trained.append(True)
+
+    trained: list[bool] = []
+    monkeypatch.setattr(workers, "cluster_capacity", no_capacity)
+    monkeypatch.setattr(groups, "end_workers", refuse)
+    asyncio.run(train(tmp_path, monkeypatch, answer, body))
+    assert trained == [True]
+    assert "no advice" in caplog.text and caplog.text.count("workers could not be stopped") == 2
+
+
+def test_a_second_signal_ends_all_processes_without_waiting_for_the_shutdown(
+    ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing, n_ended = asyncio.Event(), []
+
+    async def answer(kind: str, method: str) -> Any:
+        if method == "shutdown":
+            closing.set()
+            await asyncio.sleep(3600)
+        return ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0}
+
+    async def run_on_node(_: str, function: Any, *args: Any) -> list[Any]:
+        await asyncio.sleep(0.1)  # a canceled wait would end here
+        if function is on_node.end_trees:
+            n_ended.append(args[0])
+        return []
+
+    async def scenario() -> None:
+        training = asyncio.ensure_future(train(tmp_path, monkeypatch, answer, lambda: asyncio.sleep(3600)))
+        await asyncio.sleep(0.5)
+        training.cancel()
+        await asyncio.wait_for(closing.wait(), DEADLINE_S)
+        for _ in range(2):
+            training.cancel()
+            await asyncio.sleep(0.02)
+        with pytest.raises(asyncio.CancelledError):
+            await training
+
+    monkeypatch.setattr(restarts, "run_on_node", run_on_node)
+    asyncio.run(asyncio.wait_for(scenario(), workers.SHUTDOWN_S - 2))
+    assert sorted(ended) == ["ActorWorker", "RolloutWorker"] and len(n_ended) == 1

@@ -78,7 +78,8 @@ class StateWriter:
         writer.finish()                           # waits for that
 
     A save that fails on one rank (an error of the writer, its death, or ``timeout_s`` since its start) raises
-    :class:`CheckpointError` on all ranks, once. Its processes have ended then, and the next save can start.
+    :class:`CheckpointError` on all ranks, once. The next save can start then. Its processes have been killed, and have
+    ended, except those that wait for a hung disk.
 
     Args:
         timeout_s: Seconds that a save may take from its start.
@@ -99,16 +100,11 @@ class StateWriter:
 
     def finish_if_written(self) -> bool:
         """Return True if no save is in progress, after completing the one that all ranks have written."""
-        if self._save is None:
+        save, self._save = self._save, None  # a save that raises is over
+        if save is None or save.advance():
             return True
-        try:
-            is_complete = self._save.advance()
-        except BaseException:
-            self._save = None
-            raise
-        if is_complete:
-            self._save = None
-        return is_complete
+        self._save = save
+        return False
 
     def finish(self) -> None:
         """Wait until the save in progress, if any, is complete."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from recipe_gkd.actor.hf_layout import read_shard
@@ -18,6 +16,7 @@ from recipe_gkd.actor.hf_names import EMBEDDING, OUTPUT, Weight, weights
 from recipe_gkd.actor.parallel import Layout
 from recipe_gkd.actor.shape import ModelShape
 from recipe_gkd.errors import ModelError
+from teacher.weight_files import INDEX_NAME, WeightFileError, open_weights, read_index
 
 
 def own_parameters(chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout) -> list[tuple[Weight, Tensor | None]]:
@@ -79,17 +78,19 @@ class _FolderReader:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
         self._open: dict[str, Any] = {}
-        index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
-        if index.is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif single.is_file():
-            self._file_of = dict.fromkeys(self._handle(single.name).keys(), single.name)
-        else:
-            raise ModelError(
-                f"no model.safetensors or model.safetensors.index.json in {folder}; save the model in that format "
-                "(save_pretrained does)"
-            )
+        try:
+            file_of = read_index(folder)
+        except WeightFileError as error:
+            raise ModelError(str(error)) from error
+        if file_of is None:
+            if not single.is_file():
+                raise ModelError(
+                    f"no {single.name} or {INDEX_NAME} in {folder}; save the model in that format (save_pretrained "
+                    "does)"
+                )
+            file_of = dict.fromkeys(self._handle(single.name).keys(), single.name)
+        self._file_of = file_of
 
     def expect(self, name: str, size: tuple[int, ...]) -> None:
         if name not in self._file_of:
@@ -104,7 +105,7 @@ class _FolderReader:
     def _handle(self, file: str) -> Any:
         if file not in self._open:
             try:
-                self._open[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{self._folder / file} cannot be read as safetensors: {error}") from error
+                self._open[file] = self._stack.enter_context(open_weights(self._folder / file, framework="pt"))
+            except WeightFileError as error:
+                raise ModelError(str(error)) from error
         return self._open[file]

@@ -300,8 +300,8 @@ class MegatronActor:
             parameters, stages = self._parameters[first:last], self._stages[first:last]
             return export_weights(parameters, stages, self.shape, self.layout, self.device, self._dtype)
 
-        def run(function: Callable[[], None] | None, failure: str | None) -> None:
-            functions = [function] if function is not None and self.layout.rank == 0 else []
+        def run(function: Callable[[], None], failure: str | None) -> None:
+            functions = [function] if self.layout.rank == 0 else []
             ParallelWrite(
                 f"the save of the Hugging Face folder {path}",
                 functions,
@@ -325,7 +325,7 @@ class MegatronActor:
 
         Raises:
             CheckpointError: This save failed, or an earlier one in the background. Raised on all ranks. Nothing is
-                written any more; the actor can be used on.
+                written any more, except by a killed process that waits for a hung disk; the actor can be used on.
         """
         self.finish_saves()
         self._check_usable()
@@ -343,8 +343,8 @@ class MegatronActor:
             wait: Wait for the writers, until ``actor.timeout_s`` from the start of the save.
 
         Raises:
-            CheckpointError: The save failed or is overdue. Raised on all ranks, once. Nothing is written any more; the
-                actor can be used on.
+            CheckpointError: The save failed or is overdue. Raised on all ranks, once. Nothing is written any more,
+                except by a killed process that waits for a hung disk; the actor can be used on.
         """
         with cpu_compat.on_host():
             if wait:

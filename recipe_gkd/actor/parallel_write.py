@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recipe_gkd.actor.writer_process import WriterProcess, wait_for_any
+from recipe_gkd.actor.writer_process import WriterProcess, kill_all, wait_for_any
 from recipe_gkd.errors import CheckpointError
 
 FIRST_ROUND_S, LONGEST_ROUND_S = 0.01, 0.5
@@ -55,7 +55,8 @@ class ParallelWrite:
         while not write.poll(): ...   # or write.wait()
         write.results()
 
-    A failed write leaves no process behind on any rank.
+    A failed write leaves no process behind on any rank, except a killed one that waits for a hung disk: it ends when
+    the disk answers.
 
     Args:
         what: What is written, for messages.
@@ -90,17 +91,16 @@ class ParallelWrite:
         """Return True if all ranks have written. Collective.
 
         Raises:
-            CheckpointError: The write of a rank failed, or is overdue. The processes of all ranks have ended.
+            CheckpointError: The write of a rank failed, or is overdue. The processes of all ranks have been killed, and
+                have ended, except those that wait for a hung disk.
         """
         running = bool(self._running())  # first: the failure of a process is there only once it has ended
         try:
             return agree(self._what, self._own_failure(), self._device, running=running)
-        except CheckpointError:
-            self.kill()
-            dist.barrier()  # the files must not be removed while another rank still writes
-            raise
-        except BaseException:
-            self.kill()
+        except BaseException as error:
+            kill_all(self._writers)
+            if isinstance(error, CheckpointError):  # raised on all ranks
+                dist.barrier()  # the files must not be removed while another rank still writes
             raise
 
     def wait(self) -> None:
@@ -118,11 +118,6 @@ class ParallelWrite:
     def results(self) -> list[Any]:
         """Return the results of this rank's functions, in their order, after all ranks have written."""
         return [writer.result() for writer in self._writers]
-
-    def kill(self) -> None:
-        """End this rank's processes."""
-        for writer in self._writers:
-            writer.kill()
 
     def _running(self) -> list[WriterProcess]:
         return [writer for writer in self._writers if not writer.has_ended()]

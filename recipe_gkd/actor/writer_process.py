@@ -23,7 +23,7 @@ import torch
 log = logging.getLogger(__name__)
 
 KILL_DEADLINE_S = 5.0
-"""Deadline for a killed process to end. A process that waits for a hung disk ends only when the disk answers."""
+"""Deadline for all killed processes to end. One that waits for a hung disk ends only when the disk answers."""
 PARENT_POLL_S = 1.0
 """Interval of the check for a dead parent on kernels without ``pidfd_open``."""
 
@@ -40,7 +40,7 @@ class WriterProcess:
         while not writer.has_ended(): ...
         if (failure := writer.failure()) is None:
             value = writer.result()
-        writer.kill()                       # in any case; does nothing to a process that has ended
+        kill_all([writer])                  # in any case; does nothing to a process that has ended
 
     Args:
         function: Called without arguments in the fork. It must not use CUDA. Its result must be picklable.
@@ -105,27 +105,29 @@ class WriterProcess:
         assert self._report is not None and self._report[0]
         return self._report[1]
 
-    def kill(self) -> bool:
-        """End the process; return True if it has ended within ``KILL_DEADLINE_S``."""
-        if self.has_ended():
-            return True
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        deadline = time.monotonic() + KILL_DEADLINE_S
-        while not self.has_ended():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                log.warning("writing process %d was killed but has not ended; it waits for a disk", self.pid)
-                return False
-            wait_for_any([self], min(left, 0.1))
-        return True
-
     def _read_report(self) -> tuple[bool, Any] | None:
         size = os.fstat(self._report_fd).st_size
-        try:
+        try:  # unpickling is safe: the file has no name, and only the fork of this process has written to it
             return pickle.loads(os.pread(self._report_fd, size, 0))
         except (EOFError, pickle.UnpicklingError):  # it ended before it had reported
             return None
+
+
+def kill_all(writers: Sequence[WriterProcess]) -> bool:
+    """End processes; return True if all have ended within ``KILL_DEADLINE_S``, one deadline for all of them."""
+    for writer in writers:
+        if not writer.has_ended():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(writer.pid, signal.SIGKILL)
+    deadline = time.monotonic() + KILL_DEADLINE_S
+    while running := [writer for writer in writers if not writer.has_ended()]:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            pids = ", ".join(str(writer.pid) for writer in running)
+            log.warning("writing processes were killed but have not ended, as they wait for a disk: %s", pids)
+            return False
+        wait_for_any(running, min(left, 0.1))
+    return True
 
 
 def wait_for_any(writers: Sequence[WriterProcess], timeout_s: float) -> None:

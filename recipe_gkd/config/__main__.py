@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from omegaconf import OmegaConf
 
-from recipe_gkd.config.load import compose_config, description, known_keys
+from recipe_gkd.config.load import compose_config, description, known_keys, type_of
 from recipe_gkd.config.ranges import numeric_range
-from recipe_gkd.config.schema import Config
 
 
 def reference() -> str:
@@ -19,7 +18,7 @@ def reference() -> str:
     for name, field in known_keys().items():
         default = _at(values, name)
         shown = "*must be set*" if default == "???" else f"`{json.dumps(default)}`"
-        rows.append(f"| `{name}` | {shown} | {description(field)}{_choices(_hint(name))}{_range(name)} |")
+        rows.append(f"| `{name}` | {shown} | {description(field)}{_choices(type_of(name))}{_range(name)} |")
     return "\n".join(rows)
 
 
@@ -27,13 +26,6 @@ def _at(values: Any, name: str) -> Any:
     for part in name.split("."):
         values = values[part]
     return values
-
-
-def _hint(name: str) -> Any:
-    hint: Any = Config
-    for part in name.split("."):
-        hint = get_type_hints(hint)[part]
-    return hint
 
 
 def _range(name: str) -> str:

@@ -19,13 +19,18 @@ MAX_TOKENS = 1 << 20
 MAX_INT32 = 2**31 - 1
 """Positions, offsets and ``top_k`` are int32 in Megatron and vLLM."""
 MAX_NODES, MAX_DEVICES, MAX_CPUS = 4096, 1024, 4096
-"""Nodes of a pool, devices of a node, CPUs of a local cluster."""
+"""Nodes of a pool, devices of a node, CPUs of a local cluster. Sizes that the largest machines have; the code compares
+and multiplies them, and a machine that is too small is refused."""
 MAX_BATCH, MAX_GROUP, MAX_STEPS, MAX_EPOCHS = 1 << 20, 1 << 12, 10**9, 10**6
-"""Prompts of a step, responses to a prompt, steps and epochs of a run: a sample's number is an int64."""
-MAX_COUNT = 10**6
-"""Other things that are counted."""
+"""Prompts of a step, responses to a prompt, steps and epochs of a run: a sample's number is an int64.
+
+``MAX_STEPS`` also bounds keys that are only compared with a count of the run, and that any integer would suit: the
+intervals of saves and validations, checkpoints to keep, failures, restarts and skipped samples that are allowed, and
+answers shown in the log.
+"""
 MAX_COEFFICIENT = 1e6
-"""Weights of losses and bounds of probability ratios: their products remain finite in float32."""
+"""Weights of losses and bounds of probability ratios: with all of them this large, losses and the norms of their
+gradients remain finite in float32."""
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """Range in which vLLM samples as asked: it raises lower temperatures to 0.01 and refuses higher ones."""
 

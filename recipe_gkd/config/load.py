@@ -93,6 +93,14 @@ def known_keys(section: type = Config, prefix: str = "") -> dict[str, dataclasse
     return keys
 
 
+def type_of(name: str) -> Any:
+    """Return the type of the key ``name`` in the schema, with its annotations."""
+    hint: Any = Config
+    for part in name.split("."):
+        hint = get_type_hints(hint, include_extras=True)[part]
+    return hint
+
+
 def description(field: dataclasses.Field[Any]) -> str:
     info: Any = field.default  # pydantic keeps a field's Field(...) there
     return str(info.description)

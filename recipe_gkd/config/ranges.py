@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
-from recipe_gkd.config.load import known_keys
-from recipe_gkd.config.schema import Config
+from recipe_gkd.config.load import known_keys, type_of
 
 
 @dataclass(frozen=True)
@@ -14,16 +13,18 @@ class Range:
     """Values that a numeric key can have.
 
     Attributes:
-        low: Lower bound, None if there is none.
-        high: Upper bound, None if there is none.
+        low: Lower bound.
+        high: Upper bound.
         open_low: True if ``low`` itself is excluded.
         open_high: True if ``high`` itself is excluded.
+        integer: True if only integers are values.
     """
 
-    low: float | None
-    high: float | None
+    low: float
+    high: float
     open_low: bool
     open_high: bool
+    integer: bool
 
     def __str__(self) -> str:
         low, high = (f"{value:,}".removesuffix(".0") for value in (self.low, self.high))
@@ -31,12 +32,15 @@ class Range:
 
 
 def numeric_range(name: str) -> Range | None:
-    """Return the range of the key ``name``; None if it is not a number or a tuple of numbers."""
-    hint: Any = Config
-    for part in name.split("."):
-        hint = get_type_hints(hint, include_extras=True)[part]
+    """Return the range of the key ``name``; None if it is not a number or a tuple of numbers.
+
+    Raises:
+        ValueError: The schema gives a number no lower or no upper bound.
+    """
+    hint = type_of(name)
     kinds = [hint, *get_args(hint)] + [inner for outer in get_args(hint) for inner in get_args(outer)]
-    if not {int, float} & {kind for kind in kinds if isinstance(kind, type)}:
+    numbers = {int, float} & {kind for kind in kinds if isinstance(kind, type)}
+    if not numbers:
         return None
     info: Any = known_keys()[name].default
     limits = [*info.metadata, *(limit for kind in kinds for limit in getattr(kind, "metadata", ()))] if info else []
@@ -44,4 +48,7 @@ def numeric_range(name: str) -> Range | None:
     found = {
         kind: getattr(limit, kind) for limit in limits for kind in ("ge", "gt", "le", "lt") if hasattr(limit, kind)
     }
-    return Range(found.get("gt", found.get("ge")), found.get("lt", found.get("le")), "gt" in found, "lt" in found)
+    low, high = found.get("gt", found.get("ge")), found.get("lt", found.get("le"))
+    if low is None or high is None:
+        raise ValueError(f"{name} lacks a bound")
+    return Range(low, high, "gt" in found, "lt" in found, integer=numbers == {int})

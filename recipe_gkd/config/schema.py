@@ -17,7 +17,6 @@ from recipe_gkd.config.limits import (
     LONGEST_WAIT_S,
     MAX_BATCH,
     MAX_COEFFICIENT,
-    MAX_COUNT,
     MAX_CPUS,
     MAX_DEVICES,
     MAX_EPOCHS,
@@ -276,7 +275,7 @@ class GkdConfig:
     baseline: Literal["none", "expected", "group"] = key(
         "Of `k1`, subtracted from log p - log q of the sampled token: `expected`: what it is on average at this "
         "position, from the teacher's top-k; `group`: the mean over the tokens of the other answers to the same "
-        "prompt, then divided by their deviation."
+        "prompt, then divided by their deviation, at least 0.1 nats."
     )
     sft_share: float = key("Share of the prompts that are trained on the given answer, not a sampled one.", ge=0, le=1)
     sft_target: Literal["data", "teacher"] = key(
@@ -348,7 +347,7 @@ class TrainerConfig:
     )
     test_freq: int = key("Validate every so many steps; -1: never.", ge=-1, le=MAX_STEPS)
     val_before_train: bool = key("Validate before the first step.")
-    log_val_generations: int = key("Validation answers shown in the log, each time.", ge=0, le=MAX_COUNT)
+    log_val_generations: int = key("Validation answers shown in the log, each time.", ge=0, le=MAX_STEPS)
     best_metric: str | None = key(
         "A validation metric, such as `val/gsm8k/compute_score`: the checkpoint where it was highest is kept as "
         "`best`. With `val_before_train` it must also exceed the value before training."
@@ -364,7 +363,7 @@ class TrainerConfig:
     resume_from_path: str | None = key("Checkpoint folder (`.../global_step_N`) for `resume_path`.")
     startup_timeout_s: float = seconds("all workers together may take to start.")
     max_worker_restarts: int = key(
-        "Rollout workers that may be replaced in one run when they die; 0: none.", ge=0, le=MAX_COUNT
+        "Rollout workers that may be replaced in one run when they die; 0: none.", ge=0, le=MAX_STEPS
     )
     trace_file: str | None = key("Write a trace of every stage, worker and batch there, for Perfetto.")
 

@@ -153,9 +153,14 @@ def _resume(config: Config) -> Iterator[str]:
         )
 
 
+def validates(config: Config) -> bool:
+    """Return True if the run validates at all, before the first step or later."""
+    return config.trainer.test_freq > 0 or config.trainer.val_before_train
+
+
 def _validation(config: Config) -> Iterator[str]:
     trainer, sampling = config.trainer, config.actor_rollout_ref.rollout.val_kwargs
-    wanted = trainer.test_freq > 0 or trainer.val_before_train
+    wanted = validates(config)
     if wanted and not config.data.val_files:
         yield (
             f"trainer.test_freq={trainer.test_freq}, trainer.val_before_train={str(trainer.val_before_train).lower()} "

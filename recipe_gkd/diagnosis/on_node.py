@@ -62,7 +62,7 @@ class WorkerReport:
 def inspect(pids: Sequence[int], log_dir: str, timeout_s: float) -> dict[int, WorkerReport]:
     """Look into each of ``pids`` and its children, all at once; ends in ``timeout_s`` with what it has got by then."""
     deadline = time.monotonic() + timeout_s
-    asked = {pid: _ask_for_nccl_dumps(pid) for pid in pids}
+    asked = {dump: before for pid in pids for dump, before in _ask_for_nccl_dumps(pid).items()}
     trees = {pid: [pid, *(child.pid for child in tree([pid]) if child.pid != pid)] for pid in pids}
     members = [member for tree in trees.values() for member in tree]
     # In threads that are left behind: of a process that hangs in the kernel, even reading /proc can hang.
@@ -71,10 +71,9 @@ def inspect(pids: Sequence[int], log_dir: str, timeout_s: float) -> dict[int, Wo
         member: report or ProcessReport(member, "", UNREADABLE, 0, "")
         for member, report in zip(members, looks, strict=True)
     }
+    _wait_for_dumps(asked, deadline)
     return {
-        pid: WorkerReport(
-            [reports[member] for member in trees[pid]], _logs(pid, Path(log_dir)), _dumps(pid, asked[pid], deadline)
-        )
+        pid: WorkerReport([reports[member] for member in trees[pid]], _logs(pid, Path(log_dir)), _dumps(pid))
         for pid in pids
     }
 
@@ -104,19 +103,19 @@ def end(processes: Sequence[ProcessId], grace_s: float, timeout_s: float) -> lis
     started = time.monotonic()
     left = _wait(processes, grace_s)
     for process in left:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):  # one that may not be ended stays, and is returned
             os.kill(process.pid, signal.SIGKILL)
     left = _wait(left, timeout_s - (time.monotonic() - started))
     for process in set(processes) - set(left):
-        scratch.remove_of(process.pid)
+        scratch.remove_of(process)
     return [process.pid for process in left]
 
 
 def _wait(processes: Sequence[ProcessId], seconds: float) -> list[ProcessId]:
-    """Those of ``processes``, no children of ours, that have not ended by then."""
+    """Wait until ``processes``, which need not be children of this one, have ended; return those that have not."""
     deadline = time.monotonic() + seconds
     while (left := [process for process in processes if is_alive(process)]) and time.monotonic() < deadline:
-        time.sleep(0.01)
+        time.sleep(0.01)  # pidfd_open, which could be waited on, is missing in kernels before 5.3, as of RHEL 8
     return left
 
 
@@ -203,14 +202,19 @@ def _ask_for_nccl_dumps(pid: int) -> dict[Path, float]:
     return asked
 
 
-def _dumps(pid: int, asked: dict[Path, float], deadline: float) -> dict[str, bytes]:
-    """The dumps that were asked for, when they are written, and those that a process has left of its own accord."""
-    while time.monotonic() < deadline and not all(
-        dump.exists() and dump.stat().st_mtime > before for dump, before in asked.items()
-    ):
-        time.sleep(0.05)  # NCCL's monitor looks at the pipe once a second
-    if asked:
-        time.sleep(0.1)  # a dump is there before its last byte is
+def _wait_for_dumps(asked: dict[Path, float], deadline: float) -> None:
+    """Wait until all these dumps are newer than given and grow no more; NCCL's monitor reads its pipe once a second."""
+    sizes: list[int] = []
+    while asked and time.monotonic() < deadline:
+        time.sleep(0.05)  # another process writes them, and tells nobody when it has
+        found = [dump.stat() if dump.exists() else None for dump in asked]
+        is_new = all(now and now.st_mtime > before for now, before in zip(found, asked.values(), strict=True))
+        if is_new and sizes == (sizes := [now.st_size for now in found if now]):
+            return
+
+
+def _dumps(pid: int) -> dict[str, bytes]:
+    """Read the dumps of a worker, those that it has written of its own accord, too."""
     return {
         dump.name: dump.read_bytes()
         for dump in _nccl_files(pid)

@@ -77,7 +77,7 @@ async def end_workers(handles: Sequence[Any], *, timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
             pids: dict[str, list[int]] = {}
             for place in await locate(handles):
-                if place.pid:
+                if place.pid and not place.dead:  # that pid of a dead one may be another process's by now
                     pids.setdefault(place.node_id, []).append(place.pid)
             # Their children are looked up first: those of a process that has ended are nobody's.
             trees = await _on_nodes({node: (on_node.tree, own) for node, own in pids.items()})

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TextIO
 from tqdm import tqdm
 
 from recipe_gkd.config.schema import TrainerConfig
+from recipe_gkd.run_folder import folder_of
 
 
 class Logger(Protocol):
@@ -25,7 +26,7 @@ class Loggers:
     """All destinations that ``trainer.logger`` names; a context manager that closes them."""
 
     def __init__(self, config: TrainerConfig, *, first_step: int, last_step: int) -> None:
-        folder = Path(config.default_local_dir).expanduser()
+        folder = folder_of(config)
         folder.mkdir(parents=True, exist_ok=True)
         make: dict[str, Callable[[], Logger]] = {
             "console": lambda: Console(first_step, last_step),

@@ -14,10 +14,13 @@ from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.samples import Sample
 
 EPS = 1e-9
-"""Rewards whose deviation is not above this share of the largest are equal but for rounding; so are logprobs."""
+"""Rewards whose deviation is not above this share of the largest are equal but for rounding."""
 STD_EPSILON = 1e-6
-"""Added to a deviation before it divides, so that rewards that differ by noise only have no advantage: as in verl
-(``compute_grpo_outcome_advantage``; TRL's ``GRPOTrainer`` adds 1e-4)."""
+"""Added to a deviation of rewards before it divides, so that rewards that differ by noise only have no advantage: as in
+verl (``compute_grpo_outcome_advantage``; TRL's ``GRPOTrainer`` adds 1e-4)."""
+MIN_SCALE_NATS = 0.1
+"""Lower bound of the deviation of ``log p - log q`` by which the baseline ``group`` divides. Smaller deviations are
+mostly rounding: bfloat16 rounds logits of 16 and more by up to 0.06. So no token is weighted more than tenfold."""
 
 
 def with_group_statistics(samples: Sequence[Sample], gkd: GkdConfig, answers_per_prompt: int) -> list[Sample]:
@@ -51,10 +54,12 @@ def with_advantages(samples: Sequence[Sample], answers_per_prompt: int, *, by_st
 
 
 def with_baselines(samples: Sequence[Sample], answers_per_prompt: int) -> list[Sample]:
-    """Mean and deviation of the rewards of ``k1``, log p - log q of each sampled token, over the tokens of the *other*
-    answers to the same prompt: an answer's own tokens depend on each other, and would bias its baseline.
+    """Set mean and deviation of the rewards of ``k1``, log p - log q of each sampled token, over the tokens of the
+    *other* answers to the same prompt: an answer's own tokens depend on each other, and would bias its baseline.
 
-    An answer that the teacher gave no opinion on counts for nothing, and stays as it is."""
+    The deviation is at least :data:`MIN_SCALE_NATS`, and 1 if the others have a single token. An answer that the
+    teacher gave no opinion on counts for nothing, and stays as it is.
+    """
     prepared = list(samples)
     for group in _groups(samples, answers_per_prompt):
         places = [place for place in group if not samples[place].is_skipped]
@@ -65,10 +70,8 @@ def with_baselines(samples: Sequence[Sample], answers_per_prompt: int) -> list[S
         for place in places:
             others = np.concatenate([np.zeros(0), *(rewards[other] for other in places if other != place)])
             if len(others):
-                std = float(others.std())
-                baseline = float(others.mean())
-                scale = std + STD_EPSILON if std > EPS else 1.0
-                prepared[place] = replace(samples[place], baseline=baseline, scale=scale)
+                scale = max(float(others.std()), MIN_SCALE_NATS) if len(others) > 1 else 1.0
+                prepared[place] = replace(samples[place], baseline=float(others.mean()), scale=scale)
     return prepared
 
 

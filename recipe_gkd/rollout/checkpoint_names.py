@@ -9,23 +9,24 @@ from pathlib import Path
 
 from recipe_gkd.errors import ModelError, WeightSyncError
 from recipe_gkd.weights.buckets import TensorMeta
-
-_MAX_HEADER_BYTES = 100_000_000
-"""Limit of the safetensors format."""
+from teacher.weight_files import WeightFileError, open_weights, weight_files
 
 _NOT_WEIGHTS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 
 def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in the folder's safetensors files; empty if it has none. Reads headers only."""
+    """Return the shape of every tensor in the folder's weight files; empty if it has none. Reads headers only.
+
+    Raises:
+        ModelError: A weight file or the index is missing or damaged.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with path.open("rb") as file:
-            n_bytes = int.from_bytes(file.read(8), "little")
-            if n_bytes > _MAX_HEADER_BYTES:
-                raise ModelError(f"{path} is not a safetensors file (header of {n_bytes} bytes); copy the folder again")
-            header = json.loads(file.read(n_bytes))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    try:
+        for path in weight_files(Path(folder)):
+            with open_weights(path) as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except WeightFileError as error:
+        raise ModelError(f"the rollout model {folder}: {error}") from error
     return shapes
 
 

@@ -33,6 +33,7 @@ _CPU_KV_CACHE_MEGABYTES = 256
 _CPU_BATCHED_TOKENS = 4096
 _CUDA_BATCHED_TOKENS = 2048
 """vLLM's ``SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS``."""
+_FAILED_ENGINE_CLOSE_S = 1.0
 _NOTICE_S = 0.5
 """Time that the end of a tensor rank may take to be noticed, after its peers have lost their connections to it."""
 
@@ -151,11 +152,14 @@ class RolloutEngine:
         return self.run(go_on)
 
     def close(self) -> None:
-        """Stop the thread and the engine; waits for the step or command in progress. Idempotent."""
+        """Stop the thread and the engine; waits for the step or command in progress. Idempotent.
+
+        The thread of an engine that has failed may hang: it gets a second.
+        """
         self._closing = True
         self._commands.put((lambda _: None, Future()))
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(None if self._failure is None else _FAILED_ENGINE_CLOSE_S)
 
     # On the engine's thread.
 
@@ -175,9 +179,9 @@ class RolloutEngine:
             self._end(failure)
             ready.set_exception(failure)
             return
-        _watch_ranks(engine, self._rank_died)
-        ready.set_result(_describe(engine))
         try:
+            _watch_ranks(engine, self._rank_died)
+            ready.set_result(_describe(engine))
             while not self._closing and self._failure is None:
                 self._run_commands(engine)
                 if not self._paused and engine.has_unfinished_requests():
@@ -186,6 +190,7 @@ class RolloutEngine:
         except Exception as error:
             log.exception("the rollout engine failed")
             self._end(_failed(error))
+            _settle(ready, error=self._failure)  # if it failed before it was ready
         finally:
             engine.engine_core.shutdown()
 
@@ -210,8 +215,7 @@ class RolloutEngine:
             result = command(engine)
         except Exception as error:
             if isinstance(error, WorkerDied) or is_device_loss(error):
-                self._end(_failed(error))
-                raise
+                raise  # it ends the engine
             # The peers of a rank that died may fail a moment before its end is noticed, which settles this, too.
             if self.options.tensor_parallel_size == 1 or not self._ended.wait(_NOTICE_S):
                 _settle(done, error=error)

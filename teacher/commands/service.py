@@ -35,7 +35,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     proxy.add_argument("--backend-port", type=port, default=BACKEND_PORT, help="for workers")
     add_auth_dir(proxy, "keys of the server, and of those it lets in")
     _add_stall_timeout(
-        proxy, "of the workers; one that is silent for 1.5 times as long hangs: its requests go to others"
+        proxy, "a worker that is silent for 1.5 times this, or its own if larger, hangs: its requests go to others"
     )
     proxy.add_argument("--max-queue-tokens", type=positive, default=MAX_QUEUE_TOKENS, help="that may wait here")
     proxy.add_argument("--http-bind", default="127.0.0.1", help="interface of /healthz and /metrics; has no keys")

@@ -13,10 +13,11 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from teacher.errors import TeacherRequestError
+from teacher.errors import TeacherError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
 from teacher.proxy.fair_queue import ClientKey, FairQueue, Job
 from teacher.records import ModelInfo
 from teacher.wire.frames import Frame
+from teacher.wire.sockets import LOOK_HINT
 
 # After so many lost workers a request is taken to be the cause; the one before, it has a worker for itself, so that
 # those that were only there at the time are not taken for it.
@@ -39,6 +40,8 @@ class Worker:
     name: str
     info: ModelInfo
     capacity_tokens: int
+    stall_timeout_s: float = 0.0
+    """The worker's own limit of an engine step; 0: none."""
     in_flight: dict[int, Job] = field(default_factory=dict)
     load_tokens: int = 0
 
@@ -193,6 +196,24 @@ class Dispatcher:
             _, _, job = heapq.heappop(self._deadlines)
             expired.append((job, self._close(job)))
         return expired
+
+    def deadline_error(self, worker: Worker | None) -> TeacherError:
+        """Return the error of a request whose deadline has passed at ``worker``, or before a worker had it."""
+        if worker is not None:
+            return TeacherTimeout(
+                f"worker {worker.name} had the request but did not finish it in time; it may be slow (raise the "
+                f"timeout, add workers) or its engine may hang: {LOOK_HINT}"
+            )
+        if self.workers:
+            return TeacherTimeout(f"all {len(self.workers)} workers were busy until the deadline; add workers or time")
+        return self.no_worker()
+
+    def no_worker(self) -> TeacherUnavailable:
+        """Return the error of what waited for a worker until its deadline, with the reason why there is none."""
+        return TeacherUnavailable(
+            f"the proxy has no worker ({self.last_loss}); look at the worker's log, or add one with "
+            "teacher/join_server.sh"
+        )
 
     def drop_waiting(self) -> list[Job]:
         """Forget all that no worker has."""

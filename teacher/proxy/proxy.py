@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import zmq
 
-from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout, TeacherUnavailable
+from teacher.errors import TeacherError, TeacherProtocolError
 from teacher.logs import Seldom
 from teacher.proxy.dispatch import MAX_QUEUE_TOKENS, Dispatcher, QueueFull, Worker
 from teacher.proxy.doors import Doors, peer_name
@@ -41,7 +41,7 @@ from teacher.wire.messages import (
     Ready,
     Score,
 )
-from teacher.wire.sockets import BACKEND_PORT, FRONTEND_PORT, LOOK_HINT, WORKER_HEARTBEAT, receive, send
+from teacher.wire.sockets import BACKEND_PORT, FRONTEND_PORT, WORKER_HEARTBEAT, receive, send
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,9 @@ class Proxy:
 
         Args:
             keys: who is let in; without, only a loopback address can be bound.
-            stall_timeout_s: Limit of the workers for one engine step, in seconds. A worker that is silent for
-                ``SILENCE_PER_STALL`` times as long hangs, and its requests go to others.
+            stall_timeout_s: Least limit of an engine step, in seconds. A worker that is silent for
+                ``SILENCE_PER_STALL`` times as long, or times its own limit if that is larger, hangs, and its requests
+                go to others.
             max_queue_tokens: of the requests that wait; beyond, clients are told to keep theirs.
 
         Raises: TeacherError if an address cannot be bound.
@@ -83,7 +84,7 @@ class Proxy:
         self.frontend_port, self.backend_port = self._doors.frontend_port, self._doors.backend_port
         self._dispatcher = Dispatcher(max_queue_tokens)
         self._overview = Overview(self._dispatcher)
-        self._max_silence_s = SILENCE_PER_STALL * stall_timeout_s
+        self._stall_timeout_s = stall_timeout_s
         self._invalid = Seldom()
         self._hellos: dict[ClientKey, float] = {}  # deadlines of those that wait for a worker
         self._told_to_rejoin: dict[bytes, float] = {}
@@ -211,28 +212,13 @@ class Proxy:
         now = time.monotonic()
         for job, worker in self._dispatcher.expire(now):
             self._overview.count(expired=1)
-            error: TeacherError
             if worker is not None:
                 self._tell_cancelled(worker, job)
-                error = TeacherTimeout(
-                    f"worker {worker.name} had the request but did not finish it in time; it may be slow (raise the "
-                    f"timeout, add workers) or its engine may hang: {LOOK_HINT}"
-                )
-            elif self._dispatcher.workers:
-                n_workers = len(self._dispatcher.workers)
-                error = TeacherTimeout(f"all {n_workers} workers were busy until the deadline; add workers or time")
-            else:
-                error = self._no_worker()
+            error = self._dispatcher.deadline_error(worker)
             self._to_client(job.client[0], protocol.encode_error(job.client[1], error))
         for key in [key for key, deadline in self._hellos.items() if deadline <= now]:
             if self._hellos.pop(key, None) is not None:  # else it went with its client
-                self._to_client(key[0], protocol.encode_error(key[1], self._no_worker()))
-
-    def _no_worker(self) -> TeacherUnavailable:
-        return TeacherUnavailable(
-            f"the proxy has no worker ({self._dispatcher.last_loss}); look at the worker's log, or add one with "
-            "teacher/join_server.sh"
-        )
+                self._to_client(key[0], protocol.encode_error(key[1], self._dispatcher.no_worker()))
 
     def _lose_client(self, client: bytes, reason: str) -> None:
         self._outbox.forget(client)
@@ -282,7 +268,8 @@ class Proxy:
             self._lose_worker(identity, "the last one started afresh", left=True)
         self._told_to_rejoin.pop(identity, None)
         try:
-            self._dispatcher.add_worker(Worker(identity, ready.name, ready.info, ready.capacity_tokens))
+            worker = Worker(identity, ready.name, ready.info, ready.capacity_tokens, ready.stall_timeout_s)
+            self._dispatcher.add_worker(worker)
         except TeacherError as error:
             logger.warning("refused worker %s: %s", ready.name, error)
             self._send(self._backend, identity, protocol.encode_error(0, error))
@@ -345,10 +332,11 @@ class Proxy:
         self._take_stock(now)
 
     def _look_after_workers(self, now: float) -> None:
-        for identity in list(self._dispatcher.workers):
+        for identity, worker in list(self._dispatcher.workers.items()):
+            max_silence_s = SILENCE_PER_STALL * max(self._stall_timeout_s, worker.stall_timeout_s)
             if not self._send(self._backend, identity, protocol.encode_probe()):
                 self._lose_worker(identity, _LOST)
-            elif (silent_s := self._overview.silent_s(identity, now)) > self._max_silence_s:
+            elif (silent_s := self._overview.silent_s(identity, now)) > max_silence_s:
                 self._lose_worker(identity, f"the last one hangs: its engine has made no step for {silent_s:.0f} s")
 
     def _take_stock(self, now: float) -> None:

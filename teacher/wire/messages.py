@@ -33,6 +33,7 @@ class Limits:
     request_frame_bytes: int = 4 << 20  # the largest legal request frame: one sequence
     answer_frame_bytes: int = 16 << 30  # 1M tokens x top-4096, or 16k tokens x a whole vocabulary of 256k
     timeout_s: float = 7 * 24 * 3600.0
+    stall_timeout_s: float = 1e6
     # Beyond these a distribution is one token or uniform, and logits / temperature may leave fp32.
     min_temperature: float = 1e-6
     max_temperature: float = 1e6
@@ -138,11 +139,17 @@ class Failure:
 
 @dataclass(frozen=True)
 class Ready:
-    """`name`: of the worker, for people: host and pid."""
+    """Registration of a worker.
+
+    Attributes:
+        name: Host and pid, for people.
+        stall_timeout_s: Time after which the worker ends itself if an engine step has not returned; 0: never.
+    """
 
     info: ModelInfo
     capacity_tokens: int
     name: str
+    stall_timeout_s: float
 
 
 @dataclass(frozen=True)

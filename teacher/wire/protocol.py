@@ -1,6 +1,6 @@
 """The wire format: one msgpack header frame, then raw little-endian array frames. No sockets here.
 
-    header = {"v": 4, "kind": "score", "id": 7, ..., "arrays": [["i4", 12], ["f4", 5, 64], ...]}
+    header = {"v": 5, "kind": "score", "id": 7, ..., "arrays": [["i4", 12], ["f4", 5, 64], ...]}
     frames = [msgpack(header), array 0, array 1, ...]
 
 Ragged: one or three arrays a sequence, response positions only, no padding. Nothing is unpickled. Each count, size and
@@ -146,8 +146,8 @@ def encode_error(request_id: int, error: TeacherError) -> list[Frame]:
     return pack(Kind.ERROR, request_id, code=code, message=str(error)[: LIMITS.text_chars])
 
 
-def encode_ready(info: ModelInfo, capacity_tokens: int, name: str) -> list[Frame]:
-    return pack(Kind.READY, 0, info=asdict(info), capacity_tokens=capacity_tokens, name=name[: LIMITS.text_chars])
+def encode_ready(ready: Ready) -> list[Frame]:
+    return pack(Kind.READY, 0, **asdict(ready) | {"name": ready.name[: LIMITS.text_chars]})
 
 
 def encode_pulse(pulse: Pulse) -> list[Frame]:
@@ -278,7 +278,9 @@ def _decode_answer(header: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
 def _decode_ready(header: dict[str, Any], arrays: list[np.ndarray]) -> Ready:
     _expect_arrays(arrays, 0)
     capacity_tokens = checked.integer(header, "capacity_tokens", 1, 2**40)
-    return Ready(ModelInfo(**checked.record(header, ModelInfo)), capacity_tokens, checked.text(header, "name"))
+    stall_timeout_s = checked.number(header, "stall_timeout_s", -1, LIMITS.stall_timeout_s)
+    info = ModelInfo(**checked.record(header, ModelInfo))
+    return Ready(info, capacity_tokens, checked.text(header, "name"), stall_timeout_s)
 
 
 def _decode_cancel(header: dict[str, Any], arrays: list[np.ndarray]) -> Cancel:
@@ -333,7 +335,7 @@ _KEYS = {
     Kind.ASK_STATUS.value: {"timeout_s"},
     Kind.SCORE.value: {"timeout_s", "prompt_lens", "temperature", "top_k", "wire_dtype", "model"},
     Kind.LATER.value: {"reason"},
-    Kind.READY.value: {"info", "capacity_tokens", "name"},
+    Kind.READY.value: {field.name for field in fields(Ready)},
     Kind.PULSE.value: {field.name for field in fields(Pulse)},
     Kind.BYE.value: {"reason", "broken"},
 }

@@ -15,7 +15,8 @@ import psutil
 import pytest
 import ray
 
-from recipe_gkd.actor.writer_process import WriterProcess, wait_for_any
+from recipe_gkd.actor import writer_process
+from recipe_gkd.actor.writer_process import WriterProcess, kill_all, wait_for_any
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -63,7 +64,26 @@ def test_writer_of_a_process_with_more_than_1024_open_files() -> None:
 def test_stopped_writer_can_be_killed() -> None:
     writer = WriterProcess(_sleep)
     os.kill(writer.pid, signal.SIGSTOP)
-    assert writer.kill() and not psutil.pid_exists(writer.pid)
+    assert kill_all([writer]) and not psutil.pid_exists(writer.pid)
+
+
+def test_all_writers_are_killed_before_any_is_waited_for_and_share_one_deadline(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a hung disk, where a killed process does not end."""
+    writers = [WriterProcess(_sleep) for _ in range(3)]
+    killed: list[int] = []
+    try:
+        with monkeypatch.context() as hung:
+            hung.setattr(os, "kill", lambda pid, _: killed.append(pid))
+            hung.setattr(writer_process, "KILL_DEADLINE_S", 0.5)
+            began = time.monotonic()
+            assert not kill_all(writers)
+            assert time.monotonic() - began < 1.2, "three deadlines would be 1.5 s"
+        assert killed == [writer.pid for writer in writers]
+        assert f"have not ended, as they wait for a disk: {', '.join(map(str, killed))}" in caplog.text
+    finally:
+        assert kill_all(writers)
 
 
 def test_writer_holds_none_of_the_connections_of_the_actor() -> None:
@@ -79,7 +99,7 @@ def test_writer_holds_none_of_the_connections_of_the_actor() -> None:
         assert os.read(ready, 1) == b""
         assert not writer.has_ended()
     finally:
-        writer.kill()
+        kill_all([writer])
         peer.close()
         for fd in (ready, started, starting):
             os.close(fd)

@@ -158,6 +158,15 @@ def test_a_step_is_never_promised_in_less_than_the_work_of_all_its_processes_tak
     assert "two_step_off" in advice(on_a_machine(4, ray_cpus=4, setup=one_each), metrics)[0][1]
 
 
+def test_teacher_workers_for_which_the_machine_has_no_core_are_not_advised() -> None:
+    one_each = replace(SETUP, actor=(1, 1), rollout=(1, 1), n_teachers=1)
+    metrics = train(0.5, 4.0, 0.5, n_teachers=1)
+    ((_, line),) = advice(on_a_machine(8, ray_cpus=8, setup=one_each), metrics)
+    assert "n_server_workers=" in line
+    ((_, line),) = advice(on_a_machine(3, ray_cpus=3, setup=one_each), metrics)
+    assert line.endswith("; no other split, schedule or number of workers would save 5% of it")
+
+
 def test_a_split_that_no_node_can_hold_is_not_advised() -> None:
     setup = replace(SETUP, actor=(1, 4), rollout=(1, 4))
     pools = PoolSpec("actor", 1, 4, "cuda", ""), PoolSpec("rollout", 1, 4, "cuda", "")

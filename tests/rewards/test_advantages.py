@@ -73,10 +73,15 @@ def test_rewards_that_differ_by_noise_have_no_advantage() -> None:
     assert all(abs(s.advantage) < 1e-5 for s in with_advantages(noise, 3, by_std=True))
 
 
-def test_token_rewards_that_differ_by_noise_are_not_scaled_up() -> None:
-    noise = [sample(0, r_T=[1.0, 1.0]), sample(1, r_T=[1.0, 1.0 + 1e-7])]
-    first = with_baselines(noise, 2)[0]
-    assert first.scale == pytest.approx(1e-6, rel=0.2)
+@pytest.mark.parametrize("others", [[1.0, 1.0], [1.0, 1.0 + 1e-7], [1.0, 1.0 + 1e-6], [1.0, 1.01], [0.9, 1.1]])
+def test_a_token_reward_is_weighted_at_most_tenfold_however_alike_those_of_the_others_are(others: list[float]) -> None:
+    first = with_baselines([sample(0, r_T=[2.0]), sample(1, r_T=others)], 2)[0]
+    assert (2.0 - first.baseline) / first.scale == pytest.approx(10, rel=0.01)
+
+
+def test_the_scale_grows_continuously_from_its_lower_bound() -> None:
+    scales = [with_baselines([sample(0, r_T=[2.0]), sample(1, r_T=[-s, s])], 2)[0].scale for s in (0.099, 0.101, 3)]
+    assert scales == pytest.approx([0.1, 0.101, 3], rel=1e-5)
 
 
 def test_given_answers_take_no_part_and_the_order_stays() -> None:
@@ -96,7 +101,7 @@ def test_baseline_and_scale_of_an_answer_are_over_the_tokens_of_the_others_to_it
     prepared = with_baselines(batch, 3)
     tokens = np.array([1.0, 2.0, 3.0, 5.0])
     assert [s.baseline for s in prepared[:3]] == pytest.approx([5.0, tokens.mean(), 2.0])
-    assert [s.scale for s in prepared[:3]] == pytest.approx([1.0, tokens.std() + 1e-6, tokens[:3].std() + 1e-6])
+    assert [s.scale for s in prepared[:3]] == pytest.approx([1.0, tokens.std(), tokens[:3].std()])
     assert (prepared[3].baseline, prepared[3].scale) == (0.0, 1.0)  # there are no others
 
 

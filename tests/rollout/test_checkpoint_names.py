@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from recipe_gkd.errors import ModelError, WeightSyncError
+from recipe_gkd.model_files import check_weight_files
 from recipe_gkd.rollout.checkpoint_names import check_announced, folder_shapes
 
 SHAPES = {"model.embed_tokens.weight": (8, 4), "model.layers.0.mlp.up_proj.weight": (6, 4), "model.norm.weight": (4,)}
@@ -26,8 +27,28 @@ def folder(tmp_path: Path, extra: dict[str, tuple[int, ...]] | None = None, *, t
 
 def test_shapes_are_read_from_the_headers_of_all_shards(tmp_path: Path) -> None:
     assert folder_shapes(folder(tmp_path)) == SHAPES
-    (tmp_path / "model-9.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(ModelError, match=r"model-9.safetensors is not a safetensors file"):
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"\xff" * 100, "is damaged: its 100 bytes cannot be read as safetensors"), (b"", "is empty")]
+)
+def test_a_damaged_shard_is_named(tmp_path: Path, content: bytes, says: str) -> None:
+    (Path(folder(tmp_path)) / "model-9.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=f"model-9.safetensors {says}"):
+        folder_shapes(str(tmp_path))
+
+
+def test_only_files_that_the_index_names_are_read_here_and_checked_at_the_start(tmp_path: Path) -> None:
+    """Mixtral's folder also has ``consolidated.safetensors``, possibly incomplete, with other tensor names."""
+    weight_map = {name: f"model-{i}.safetensors" for i, name in enumerate(SHAPES)}
+    (Path(folder(tmp_path)) / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    stray = tmp_path / "consolidated.safetensors"
+    for write in (stray.touch, lambda: save_file({"tok_embeddings.weight": torch.zeros(8, 4)}, stray)):
+        write()
+        check_weight_files(tmp_path)
+        assert folder_shapes(str(tmp_path)) == SHAPES
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model-1.safetensors is missing, but model.safetensors.index.json names it"):
         folder_shapes(str(tmp_path))
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import queue
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +35,28 @@ def _environment_of_a_worker() -> None:
     from recipe_gkd.rollout import vllm_compat  # noqa: F401 - sets it before vLLM is imported
 
 
+def test_the_end_of_a_tensor_ranks_process_is_told_by_its_name() -> None:
+    from recipe_gkd.rollout.vllm_compat import multiproc_executor, watch_ranks
+
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=time.sleep, args=(60,), name=f"VllmWorker-{rank}") for rank in range(2)]
+    executor = object.__new__(multiproc_executor.MultiprocExecutor)
+    executor.workers = [SimpleNamespace(proc=process) for process in processes]
+    engine: Any = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(model_executor=executor)))
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    try:
+        for process in processes:
+            process.start()
+        watch_ranks(engine, told.put)
+        processes[1].kill()
+        assert told.get(timeout=20) == "VllmWorker-1"
+    finally:
+        del executor.workers  # the executor's finalizer would end them, too
+        for process in processes:
+            process.kill()
+            process.join()
+
+
 def test_temperatures_are_bounded_where_vllm_changes_or_refuses_them() -> None:
     from vllm.exceptions import VLLMValidationError
 
@@ -51,7 +77,7 @@ def test_vllm_samples_as_asked_at_both_ends_of_each_range(key: str, section: str
 
     found = numeric_range(f"{ROLLOUT}.{section}{key}")
     assert found is not None
-    for value in ends_of(found, of_integers=key == "top_k"):
+    for value in ends_of(found):
         asked_for = max(value, 1e-300) if key == "top_p" else value  # Hydra reads 5e-324 as text
         overrides = [f"{ROLLOUT}.{section}temperature=1", f"{ROLLOUT}.{section}{key}={asked_for}"]
         name: Any = "validation" if section else "train"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,6 +149,61 @@ def test_the_death_of_a_tensor_rank_is_told_even_while_the_engines_thread_hangs(
             waiting.result(5)
     assert len(got) == 1 and isinstance(got[0], WorkerDied)
     released.set()
+    engine.close()
+
+
+def test_an_engine_that_cannot_be_described_fails_its_start_and_is_shut_down(
+    failing: tuple[RolloutEngine, FailingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, inner = failing
+    inner.closed.clear()
+
+    def describe(_: Any) -> dict[str, Any]:
+        raise AttributeError("no such field of vLLM")
+
+    monkeypatch.setattr(module, "_describe", describe)
+    engine = RolloutEngine(OPTIONS)
+    with pytest.raises(WorkerDied, match="the rollout engine failed: AttributeError: no such field of vLLM"):
+        engine.start().result(5)
+    assert inner.closed.wait(5)
+    engine.close()
+
+
+def test_close_of_a_failed_engine_does_not_wait_for_its_hung_thread(
+    failing: tuple[RolloutEngine, FailingEngine],
+) -> None:
+    engine, _ = failing
+    hangs, released, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def load(_: Any) -> None:
+        hangs.set()
+        released.wait(25)
+
+    engine.run(load)
+    assert hangs.wait(5)
+    engine._rank_died("VllmWorker-1")
+    threading.Thread(target=lambda: (engine.close(), closed.set()), daemon=True).start()
+    assert closed.wait(15)
+    released.set()
+
+
+def test_a_command_that_fails_because_a_tensor_rank_died_is_a_death_though_the_failure_is_noticed_first(
+    failing: tuple[RolloutEngine, FailingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = failing
+    engine.options = replace(OPTIONS, tensor_parallel_size=2)
+    monkeypatch.setattr(module, "_NOTICE_S", 20.0)
+    failed = threading.Event()
+
+    def load(_: Any) -> None:
+        failed.set()
+        raise ConnectionError("connection closed by peer")
+
+    command = engine.run(load)
+    assert failed.wait(5)
+    engine._rank_died("VllmWorker-1")
+    with pytest.raises(WorkerDied, match="its process VllmWorker-1 died"):
+        command.result(5)
     engine.close()
 
 

@@ -103,12 +103,12 @@ class FakeEngine:
 class RunningWorker:
     """A worker in a thread; `error` is what its `run` raised."""
 
-    def __init__(self, backend_port: int, engine: FakeEngine) -> None:
+    def __init__(self, backend_port: int, engine: FakeEngine, stall_timeout_s: float | None = None) -> None:
         self.engine = engine
         self.error: BaseException | None = None
         self.settled = threading.Event()  # registered, or ended
         self._stop = StopFlag()
-        self._worker = Worker(engine, backend_port=backend_port)
+        self._worker = Worker(engine, backend_port=backend_port, stall_timeout_s=stall_timeout_s)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -128,8 +128,10 @@ class RunningWorker:
 
 
 @contextmanager
-def running_worker(backend_port: int, engine: FakeEngine | None = None) -> Iterator[RunningWorker]:
-    worker = RunningWorker(backend_port, engine or FakeEngine())
+def running_worker(
+    backend_port: int, engine: FakeEngine | None = None, stall_timeout_s: float | None = None
+) -> Iterator[RunningWorker]:
+    worker = RunningWorker(backend_port, engine or FakeEngine(), stall_timeout_s)
     try:
         assert worker.settled.wait(timeout=10)
         yield worker

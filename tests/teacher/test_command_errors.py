@@ -19,7 +19,7 @@ from fake_worker import FakeEngine, running_worker
 
 from teacher import TeacherClient, TeacherError, TeacherSequence, stop_signal
 from teacher.__main__ import main
-from teacher.commands import service
+from teacher.commands import ask, service
 from teacher.proxy import doors
 from teacher.wire.auth import client_keys, server_keys
 from teacher.wire.make_keys import make_keys
@@ -100,15 +100,20 @@ def test_a_ready_file_that_cannot_be_written_or_is_a_link_is_named(
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), zmq.ZMQError(errno.EMFILE)])
-def test_whatever_else_the_machine_refuses_is_one_line(
-    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", ["proxy", "status"])
+def test_whatever_else_the_machine_refuses_is_one_line_after_the_traceback_of_a_process_that_serves(
+    error: Exception, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any, **named: Any) -> None:
         raise error
 
     monkeypatch.setattr(doors, "make_socket", refuse)
-    said = refused([*PROXY, "--bind", "127.0.0.1"], capsys)
-    assert said.startswith("teacher proxy: the system refused: ") and "Too many open files; --log-level DEBUG" in said
+    monkeypatch.setattr(ask, "_client", refuse)
+    assert main([*PROXY, "--bind", "127.0.0.1"] if command == "proxy" else [command]) == 1
+    *before, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"teacher {command}: the system refused: ") and "Too many open files; " in last
+    assert ("Traceback (most recent call last):" in before) == (command == "proxy")
+    assert ("in refuse" in "".join(before)) == ("--log-level DEBUG" not in last) == (command == "proxy")
 
 
 def test_a_second_signal_ends_a_proxy_that_waits_for_its_workers(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from teacher.errors import TeacherProtocolError, TeacherTimeout
 from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
 from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
 from teacher.wire import protocol
-from teacher.wire.messages import LIMITS, Kind, Message, Pulse
+from teacher.wire.messages import LIMITS, Kind, Message, Pulse, Ready
 
 # The same examples on every machine. Time is bounded by `decode_safely`.
 FUZZ = settings(derandomize=True, max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
@@ -76,7 +76,7 @@ def valid_messages() -> dict[str, list[bytes]]:
         Kind.CANCEL: protocol.encode_cancel(1),
         Kind.LATER: protocol.encode_later(1, "full"),
         Kind.ERROR: protocol.encode_error(1, TeacherTimeout("late")),
-        Kind.READY: protocol.encode_ready(ModelInfo(**MODEL), 100, "host:7"),
+        Kind.READY: protocol.encode_ready(Ready(ModelInfo(**MODEL), 100, "host:7", 60.0)),
         Kind.WELCOME: protocol.encode_welcome(),
         Kind.PULSE: protocol.encode_pulse(Pulse(1, 2, 3, 4.0)),
         Kind.REJOIN: protocol.encode_rejoin(),

@@ -39,6 +39,8 @@ MODEL: dict[str, Any] = dict(
     eos_token_ids=(1, 7),
 )
 
+READY = Ready(ModelInfo(**MODEL), 100, "host:7", 60.0)
+
 
 def sequences() -> list[TeacherSequence]:
     return [TeacherSequence(np.arange(n, dtype=np.int32), prompt_len) for n, prompt_len in ((5, 2), (2, 1), (7, 6))]
@@ -69,7 +71,7 @@ def valid_messages() -> list[list[bytes]]:
             protocol.encode_score(1, 2.0, sequences(), 0.7),
             protocol.encode_answer(1, answers()),
             protocol.encode_error(1, errors.TeacherTimeout("late")),
-            protocol.encode_ready(ModelInfo(**MODEL), 100, "host:7"),
+            protocol.encode_ready(READY),
             protocol.encode_welcome(),
             protocol.encode_probe(),
             protocol.encode_bye("done"),
@@ -114,7 +116,7 @@ def test_small_messages_survive_the_round_trip() -> None:
     hello, info, _, _, _, ready, welcome, probe, bye = (protocol.decode(frames) for frames in valid_messages())
     assert hello == Hello(1, 2.0)
     assert info == Info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2))
-    assert ready == Ready(ModelInfo(**MODEL), 100, "host:7")
+    assert ready == READY
     assert (welcome, probe, bye) == (Welcome(), Probe(), Bye("done", broken=False))
 
 
@@ -251,6 +253,10 @@ def absurd_messages() -> list[list[bytes]]:
         with_header(answer, arrays=[["f4", 9], ["i4", 3, 3], ["f4", 3], ["f4", 1, 3], ["i4", 1, 3], ["f4", 1]]),
         with_header(answer, arrays=[["i4", 3, 3], ["f4", 3, 3], ["f4", 3], ["f4", 1, 3], ["i4", 1, 3], ["f4", 1]]),
         with_header(valid_messages()[5], capacity_tokens=0),
+        *(
+            with_header(valid_messages()[5], stall_timeout_s=value)
+            for value in (-1.0, 1e7, float("nan"), True, "1", None)
+        ),
         with_header(valid_messages()[5], info={**MODEL, "vocab_size": "9"}),
         with_header(valid_messages()[5], info={**MODEL, "extra": 1}),
         *(

@@ -6,7 +6,10 @@ import os
 import resource
 import signal
 import subprocess
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,17 +27,25 @@ BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 def interpreter(tmp_path: Path) -> Path:
     """A stand-in for Python: each process of the service is ready at once and sleeps; every other command succeeds.
 
-    ``$FILL_DISK`` names the process (``proxy`` or ``worker``) at whose start the script can no longer write files.
+    ``$FILL_DISK`` names the process (``proxy`` or ``worker``) at whose start the script can no longer write files,
+    ``$HANG`` a command that sleeps too. All command lines contain the folder (see ``processes_of``).
     """
     stub = tmp_path / "interpreter"
     stub.write_text(
         """#!/bin/bash
 [[ $3 == "${FILL_DISK:-}" ]] && prlimit --pid $PPID --fsize=0:0
-while (($#)); do [[ $1 == --ready-file ]] && touch "$2" && exec sleep 60; shift; done
+[[ $3 == "${HANG:-}" ]] && exec -a "$0 $3" sleep 60
+while (($#)); do [[ $1 == --ready-file ]] && touch "$2" && exec -a "$2" sleep 60; shift; done
 """
     )
     stub.chmod(0o700)
     return stub
+
+
+def environment_of(interpreter: Path, run_dir: Path | str) -> dict[str, str]:
+    environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    environment |= {"PYTHON": str(interpreter), "CKPT_PATH": str(interpreter.parent), "RUN_DIR": str(run_dir)}
+    return environment | {name: str(free_port()) for name in ("PROXY_FRONTEND_PORT", "PROXY_BACKEND_PORT")}
 
 
 def run(
@@ -46,12 +57,9 @@ def run(
         if disk_is_full:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
-    environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
-    environment |= {"PYTHON": str(interpreter), "CKPT_PATH": str(interpreter.parent), "RUN_DIR": str(run_dir)}
-    environment |= {name: str(free_port()) for name in ("PROXY_FRONTEND_PORT", "PROXY_BACKEND_PORT")}
     return subprocess.run(
         [str(REPO / "teacher" / script)],
-        env=environment | variables,
+        env=environment_of(interpreter, run_dir) | variables,
         capture_output=True,
         text=True,
         timeout=50,
@@ -72,6 +80,26 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 
 def ticks(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of the process's state, empty if it has gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def signals(pid: int, mask: str) -> set[int]:
+    """Return the signals in a mask of /proc/PID/status: ``SigIgn`` or ``SigCgt``."""
+    lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {number for number in signal.valid_signals() if int(lines[mask], 16) >> (number - 1) & 1}
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        threading.Event().wait(0.02)
 
 
 def test_a_pid_file_names_process_boot_and_host_and_stopping_removes_it(interpreter: Path, tmp_path: Path) -> None:
@@ -190,3 +218,80 @@ def test_a_folder_that_cannot_be_made_is_refused_with_what_to_set(
     refused = run("start_server.sh", interpreter, Path(run_dir.format(file=interpreter)))
     assert refused.returncode == 1 and "start_server.sh: cannot make RUN_DIR=" in refused.stderr
     assert "set RUN_DIR to a folder that you can write" in refused.stderr
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("log_is_removed", [False, True])
+def test_of_a_group_without_a_leader_only_a_process_that_writes_to_our_log_is_killed(
+    is_ours: bool, log_is_removed: bool, interpreter: Path, tmp_path: Path
+) -> None:
+    """The number of a process that ended long ago may be that of a later group, whose leader has ended as well."""
+    run_dir, link = tmp_path / "run", tmp_path / "link"
+    run_dir.mkdir()
+    link.symlink_to(run_dir)
+    log = run_dir / ("proxy.log" if is_ours else "other.log")
+    with open(log, "wb") as errors:
+        leader = subprocess.Popen(
+            ["bash", "-c", "sleep 60 >&2 & echo $!"], stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        )
+    member = int(leader.communicate(timeout=10)[0])
+    if log_is_removed:
+        log.unlink()
+    try:
+        (run_dir / "proxy.pid").write_text(f"{leader.pid} 1 {BOOT} {HOST}\n")
+        stopped = run("stop_server.sh", interpreter, link, STOP_TIMEOUT_S="0")
+        assert stopped.returncode == 0, stopped.stderr
+        assert ("killing" in stopped.stderr) == is_ours and not (run_dir / "proxy.pid").exists()
+        assert state_of(member) in ("Z", "") if is_ours else state_of(member) == "S"
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["signal", "Ctrl-C while it waits", "Ctrl-C from the start"])
+def test_a_signal_to_a_script_that_waits_for_the_end_of_a_process_kills_the_process(
+    how: str, interpreter: Path, tmp_path: Path
+) -> None:
+    """Ctrl-C, which is pressed again and again, also reaches the helpers of the script: ``sleep`` and ``cat``."""
+    for name in ("cat", "sleep"):
+        stub = tmp_path / name
+        stub.write_text(f'#!/bin/bash\ntouch "{tmp_path}/in {name}"\n/bin/sleep 0.03\nexec /bin/{name} "$@"\n')
+        stub.chmod(0o700)
+    stubborn = subprocess.Popen(["bash", "-c", "trap '' TERM; exec sleep 60"], start_new_session=True)
+    try:
+        wait_until(lambda: signal.SIGTERM in signals(stubborn.pid, "SigIgn"))
+        (tmp_path / "proxy.pid").write_text(f"{stubborn.pid} {ticks(stubborn.pid)} {BOOT} {HOST}\n")
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        script = subprocess.Popen(
+            [str(REPO / "teacher" / "stop_server.sh")],
+            env=environment_of(interpreter, tmp_path) | {"STOP_TIMEOUT_S": "50", "PATH": path},
+            start_new_session=True,
+        )
+        if how == "Ctrl-C from the start":
+            wait_until(lambda: {signal.SIGINT, signal.SIGTERM} <= signals(script.pid, "SigIgn"))
+        else:
+            wait_until((tmp_path / "in sleep").exists)
+        if how == "signal":
+            script.terminate()
+        while how != "signal" and script.poll() is None:
+            os.killpg(script.pid, signal.SIGINT)
+            threading.Event().wait(0.02)
+        assert script.wait(timeout=20) == 0 and stubborn.wait(timeout=10) == -signal.SIGKILL
+        assert not (tmp_path / "proxy.pid").exists()
+    finally:
+        stubborn.kill()
+        stubborn.wait(timeout=10)
+
+
+def test_a_signal_during_the_final_check_ends_the_check_and_the_service(interpreter: Path, tmp_path: Path) -> None:
+    environment = environment_of(interpreter, tmp_path / "run") | {"HANG": "check"}
+    script = subprocess.Popen([str(REPO / "teacher" / "start_server.sh")], env=environment, start_new_session=True)
+    try:
+        wait_until(lambda: len(processes_of(Path(f"{interpreter} check"))) == 1)
+        assert len(processes_of(tmp_path)) == 3
+        script.terminate()
+        assert script.wait(timeout=20) == 128 + signal.SIGTERM
+        assert processes_of(tmp_path) == []
+    finally:
+        script.kill()
+        script.wait(timeout=10)

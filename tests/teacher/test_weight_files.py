@@ -34,22 +34,30 @@ def truncate(n_bytes: int) -> Callable[[Path], object]:
     return cut
 
 
+def swap_tensors(path: Path) -> None:
+    """Give each of two tensors the bytes of the other's size. The file has the length that its header calls for."""
+    save_file({"a": np.ones(3, np.float32), "b": np.ones(5, np.float32)}, path)
+    raw = path.read_bytes()
+    assert b"[0,12]" in raw and b"[12,32]" in raw
+    path.write_bytes(raw.replace(b"[0,12]", b"[0,20]").replace(b"[12,32]", b"[20,32]"))
+
+
+NOT_SAFETENSORS = r"is damaged: its \d+ bytes cannot be read as safetensors: .*; copy or download it again"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (truncate(0), r"is empty \(0 bytes\); copy or download it again"),
-    "length cut": (truncate(5), "is truncated, or no safetensors file: its 5 bytes do not hold its header"),
-    "header cut": (truncate(30), "is truncated, or no safetensors file: its 30 bytes do not hold its header"),
-    "data cut": (truncate(-1), r"is truncated: expected \d+ bytes by its header, got \d+"),
-    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), r"is damaged: expected \d+ bytes"),
-    "text": (lambda path: path.write_text("<html>404 not found</html>"), "is truncated, or no safetensors file"),
-    "no header": (
-        lambda path: path.write_bytes(b"\x02" + bytes(7) + b"[]"),
-        "is damaged: its header is no safetensors header",
-    ),
+    "length cut": (truncate(5), NOT_SAFETENSORS),
+    "header cut": (truncate(30), NOT_SAFETENSORS),
+    "data cut": (truncate(-1), NOT_SAFETENSORS),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), NOT_SAFETENSORS),
+    "text": (lambda path: path.write_text("<html>404 not found</html>"), NOT_SAFETENSORS),
+    "no header": (lambda path: path.write_bytes(b"\x02" + bytes(7) + b"[]"), NOT_SAFETENSORS),
+    "offsets": (swap_tensors, NOT_SAFETENSORS),
     "pointer": (
         lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n"),
         "is a Git LFS pointer .*git lfs pull",
     ),
     "gone": (Path.unlink, "is missing, but model.safetensors.index.json names it"),
+    "folder": (lambda path: (path.unlink(), path.mkdir()), "is missing, but model.safetensors.index.json names it"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from recipe_gkd.teachers import open_teachers, outages
 from teacher.client import TeacherClient
 from teacher.errors import TeacherTimeout, TeacherUnavailable
 from teacher.records import TeacherSequence
+from teacher.status import ServiceStatus
 from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(60)
@@ -115,3 +117,27 @@ def test_a_cancelled_wait_cancels_the_request() -> None:
     config = configured().actor_rollout_ref.teacher
     with TeacherClient(server_port=free_port()) as client:
         asyncio.run(run())
+
+
+def test_a_service_is_checked_once_for_all_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        address = "tcp://none"
+        n_checks = 0
+
+        def submit_status(self, timeout_s: float) -> Future[ServiceStatus]:
+            self.n_checks += 1
+            return Future()
+
+    async def run() -> None:
+        monitor = outages.OutageMonitor({"a": client, "b": client}, configured().actor_rollout_ref.teacher)  # type: ignore[dict-item]
+        waits = [asyncio.create_task(monitor.result_of("ab"[i % 2], Future())) for i in range(20)]
+        await until(lambda: client.n_checks > 0)
+        await asyncio.sleep(5 * outages.FIRST_CHECK_S)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.wait(waits)
+
+    monkeypatch.setattr(outages, "CHECK_EVERY_S", 60.0)
+    client = Client()
+    asyncio.run(run())
+    assert client.n_checks == 1
