@@ -1,10 +1,10 @@
 """vLLM as a scorer: prompt logprobs, kept as tensors, of sequences that are never continued.
 
 The only file of the service that imports vLLM, public parts and internals alike. What it relies on beyond the public
-interface is one method, replaced in `_keep_prompt_logprobs_as_tensors`, the layout of the KV cache, read in
-`_kv_cache_room`, and the model's `compute_logits`, see `vllm_worker`. `VllmEngine._self_check` scores a sequence at
-start-up and refuses to serve if the result is not what the rest of this file expects; if only the temperature does not
-do what it must, requests at another than 1 are refused.
+interface: one method, replaced in `_keep_prompt_logprobs_as_tensors`; one function, replaced in
+`_keep_store_in_own_folder`; the layout of the KV cache, read in `_kv_cache_room`; the model's `compute_logits`, see
+`vllm_worker`. `VllmEngine._self_check` scores a sequence at start-up and refuses to serve if the result is not what the
+rest of this file expects; if only the temperature does not do what it must, requests at another than 1 are refused.
 
 Prefix caching is off: a request for prompt logprobs whose rows come from the cache gets uninitialised memory. So what
 outlives a request is the model alone, and a change of temperature leaves nothing stale.
@@ -15,8 +15,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -74,6 +76,7 @@ class VllmEngine:
             from vllm.v1.engine.llm_engine import LLMEngine
 
         _keep_prompt_logprobs_as_tensors()
+        self._store = _keep_store_in_own_folder()
         self._k, self._tp_size = config.n_logprobs, config.tp_size
         self._temperature = 1.0
         self._why_only_temperature_1 = ""
@@ -191,6 +194,7 @@ class VllmEngine:
         # With one rank all there is to end is this process; vLLM's own clean-up first collects garbage for seconds.
         if self._tp_size > 1:
             self._engine.engine_core.shutdown()
+        self._store.cleanup()
 
     def _kv_cache_room(self) -> int:
         """KV blocks for sequences; all groups of layers take theirs from one pool, in which one block is never used."""
@@ -351,6 +355,19 @@ def _spread(answer: TeacherAnswer) -> float:
     logps = np.column_stack([answer.topk_logps_TK, answer.sampled_logps_T]).astype(np.float64)
     below = logps[:, :1] - logps
     return float(below[np.isfinite(below)].sum())
+
+
+def _keep_store_in_own_folder() -> tempfile.TemporaryDirectory[str]:
+    """Keep torch's ``FileStore`` in a folder that is removed with the engine.
+
+    vLLM (utils/network_utils.py) puts it into the temporary folder of the machine, where every worker would leave one.
+    """
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    folder = tempfile.TemporaryDirectory(prefix="teacher_")
+    for module in (multiproc_executor, uniproc_executor):
+        vars(module)["get_file_store_init_method"] = lambda: f"file://{folder.name}/vllm_dist_{uuid4().hex}"
+    return folder
 
 
 def _keep_prompt_logprobs_as_tensors() -> None:

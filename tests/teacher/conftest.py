@@ -71,9 +71,11 @@ def proxy() -> Iterator[Proxy]:
         yield running
 
 
-def run_script(name: str, *flags: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-    """One of the service's scripts, with this interpreter."""
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+def run_script(
+    name: str, *flags: str, timeout_s: float = 120.0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run one of the service's scripts with this interpreter and these environment variables."""
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
     command = [str(REPO / "teacher" / name), *flags]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
 
@@ -135,16 +137,20 @@ class Service:
 def service(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A real service that scores whole distributions: K = vocabulary size."""
     run_dir, port, backend_port = tmp_path_factory.mktemp("teacher_service"), free_port(), free_port()
+    temporary = tmp_path_factory.mktemp("temporary")
     started = run_script(
         "start_server.sh",
         *("--ckpt-path", str(tiny_qwen2), "--run-dir", str(run_dir), "--dtype", "float32", "--logits-mib", "1"),
         *("--n-logprobs", str(VOCAB_SIZE), "--kv-cache-mib", "16", "--start-timeout-s", "90"),
         *("--proxy-frontend-port", str(port), "--proxy-backend-port", str(backend_port)),
+        TMPDIR=str(temporary),
     )
     try:
         assert started.returncode == 0, started.stdout + started.stderr
+        assert list(temporary.glob("teacher_*/vllm_dist_*"))
         yield Service(port, backend_port, run_dir, tiny_qwen2)
     finally:
         stopped = run_script("stop_server.sh", "--run-dir", str(run_dir))
         assert stopped.returncode == 0, stopped.stdout + stopped.stderr
         assert processes_of(run_dir) == [] and "killing" not in stopped.stderr
+        assert list(temporary.rglob("*vllm_dist*")) == list(temporary.glob("teacher_*")) == []

@@ -212,7 +212,7 @@ def test_a_start_that_cannot_succeed_fails_fast_and_readably_and_leaves_no_proce
     expected = {
         "missing": "model is no folder; expected a local model",
         "no model": "is no model: it has no config.json",
-        "damaged weights": "model/model.safetensors is truncated: expected",
+        "damaged weights": "model/model.safetensors is damaged: its",
         "unset": "CKPT_PATH is not set",
         "unknown backend": "BACKEND must be vllm, got 'sglang'",
         "k too large": f"N_LOGPROBS must be 1 to the model's vocabulary size {VOCAB_SIZE}",
