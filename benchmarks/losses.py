@@ -37,10 +37,10 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.losses import Divergence, topk_divergence
-from recipe_gkd.losses.buckets import Outcomes, Tail, outcomes, present_entries
+from recipe_gkd.losses.distributions import Outcomes, Tail, outcomes, present_entries
 from recipe_gkd.losses.divergences import Kind
 from recipe_gkd.losses.fused_head import read_hidden
-from recipe_gkd.losses.question import Question
+from recipe_gkd.losses.logits_query import Question
 
 TIMEOUT_S = 600
 FROM_LOGITS = ("log_softmax", "autograd", "analytic", "in_place")

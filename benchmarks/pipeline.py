@@ -4,7 +4,7 @@
     python benchmarks/pipeline.py --replay RUN/metrics.jsonl      what other pools and schedules would make of that run
 
 For each shape of a load (how long a batch is generated, scored, trained on) and each schedule: the seconds of a step in
-steady state over ``recipe_gkd.bounds.step_bound`` of the same stages, each measured alone, and against ``sync`` without
+steady state over ``recipe_gkd.metrics.step_time_model.step_bound`` of the same stages, each measured alone, and against ``sync`` without
 streaming, where the teacher gets whole batches. Every schedule runs twice: as shipped, with answers streamed to the
 teacher as they finish (the main figures), and batch by batch, which is what the bound is about.
 
@@ -31,9 +31,11 @@ import virtual_time
 from pipeline_replay import replay
 from pipeline_stages import BatchTimes, Pools, Stages, drive, idle
 
-from recipe_gkd.bounds import step_bound
+from recipe_gkd.config.staleness import MAX_STALENESS
 from recipe_gkd.errors import GkdError
-from recipe_gkd.flow import MAX_STALENESS, Flow, now
+from recipe_gkd.metrics.step_time_model import step_bound
+from recipe_gkd.pipeline.interface import Flow
+from recipe_gkd.runtime.clock import now
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from pipeline_stages import BatchTimes, Pools, Stages, drive
 
 from recipe_gkd.config.load import to_config
+from recipe_gkd.config.staleness import MAX_STALENESS
 from recipe_gkd.errors import ConfigError, DataError
-from recipe_gkd.flow import MAX_STALENESS, Flow
 from recipe_gkd.metrics.changes import NEEDED, Setup, mean, splits_of, stage_seconds, usual
+from recipe_gkd.pipeline.interface import Flow
 
 ANSWERS_PER_LANE = 16
 MICROBATCHES = 8

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from recipe_gkd.data import PromptBatch
-from recipe_gkd.flow import Flow, deal, now
+from recipe_gkd.data.prompts import PromptBatch
+from recipe_gkd.data.samples import Answer, Prompt, Sample, TeacherTopK
 from recipe_gkd.metrics.timeline import Timeline
-from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
-from recipe_gkd.schedule import Pipeline
+from recipe_gkd.pipeline.interface import Flow, deal
+from recipe_gkd.pipeline.pipeline import Pipeline
+from recipe_gkd.runtime.clock import now
 
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 BLINK_S = 1e-9

@@ -29,12 +29,12 @@ from typing import Any
 import psutil
 import torch
 
-from recipe_gkd.weights.buckets import Bucket, TensorMeta, pack, plan_buckets, views
-from recipe_gkd.weights.connect import connect
-from recipe_gkd.weights.ipc import SharedMemory
-from recipe_gkd.weights.receiver import receive_weights
-from recipe_gkd.weights.sender import send_weights
-from recipe_gkd.weights.transport import Transport, join_store, open_store
+from recipe_gkd.weight_sync.bucket_plan import Bucket, TensorMeta, pack, plan_buckets, views
+from recipe_gkd.weight_sync.ipc import SharedMemory
+from recipe_gkd.weight_sync.receiver import receive_weights
+from recipe_gkd.weight_sync.sender import send_weights
+from recipe_gkd.weight_sync.transport import Transport, join_store, open_store
+from recipe_gkd.weight_sync.transport_factory import connect
 
 TIMEOUT_S = 300.0
 WAYS = ("sync", "raw", "overlapped", "per_tensor")

@@ -62,7 +62,7 @@ class WeightSyncError(GkdError, RuntimeError):
 
 
 class UnexpectedError(GkdError, RuntimeError):
-    """An exception that no part of the project expects, and perhaps a bug; :mod:`recipe_gkd.unexpected` makes it."""
+    """An exception that no part of the project expects, and perhaps a bug; :mod:`recipe_gkd.diagnostics.unexpected_errors` makes it."""
 
 
 class CheckpointError(GkdError, RuntimeError):

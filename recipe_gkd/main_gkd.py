@@ -19,22 +19,23 @@ from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
-from recipe_gkd.checkpoint_folders import recover
-from recipe_gkd.checkpoints import Progress, Start, forget_best, read_best
-from recipe_gkd.cli import config_parser
-from recipe_gkd.cluster import choose_device, ray_cluster
+from recipe_gkd.checkpoints.folders import recover
+from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
+from recipe_gkd.checkpoints.run_folder import CONFIG, LOG, RunFolder, run_folder
+from recipe_gkd.checkpoints.state import Progress, Start
+from recipe_gkd.checkpoints.store import forget_best, read_best
+from recipe_gkd.commands.arguments import config_parser
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.config.load import compose_config
-from recipe_gkd.data import PromptData, PromptLoader, read_table
+from recipe_gkd.data.prompts import PromptData, PromptLoader, read_table
+from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import DataError, UnexpectedError
 from recipe_gkd.preflight import Student, check_stop_ids, meet_teachers, read_student, with_model_path
-from recipe_gkd.resume import ResumePoint, load_first_usable, resume_points
+from recipe_gkd.ray_cluster.connection import choose_device, ray_cluster
 from recipe_gkd.rewards import RewardItems, RewardScorer
-from recipe_gkd.run_folder import CONFIG, LOG, RunFolder, run_folder
-from recipe_gkd.teachers import Teachers, open_teachers, read_routes
-from recipe_gkd.threads import run_until
+from recipe_gkd.runtime.threads import run_until
+from recipe_gkd.teacher_routing import Teachers, open_teachers, read_routes
 from recipe_gkd.trainer import Judging, Trainer
-from recipe_gkd.unexpected import as_known_error
 from recipe_gkd.validation import Validation, read_validation
 from recipe_gkd.workers import Workers, start_workers
 
@@ -336,7 +337,7 @@ def _terminate(number: int, _: object) -> NoReturn:
 def _start_logging(folder: Path) -> None:
     """Everything to ``run.log``; to the console what a person wants to see while it runs."""
     console, file = logging.StreamHandler(), logging.FileHandler(folder / LOG, encoding="utf-8")
-    console.addFilter(lambda record: record.levelno >= logging.WARNING or record.name != "recipe_gkd.weights.sync")
+    console.addFilter(lambda record: record.levelno >= logging.WARNING or record.name != "recipe_gkd.weight_sync.synchronizer")
     console.addFilter(lambda record: not hasattr(record, _FILE_ONLY))
     logging.raiseExceptions = False  # a disk that is full must not print a traceback for each line
     logging.basicConfig(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe_gkd.actor.shape import check_fits, read_shape
+from recipe_gkd.actor.model_dims import check_fits, read_shape
 from recipe_gkd.config import Config
 from recipe_gkd.config.objective import SAMPLED
 from recipe_gkd.config.teachers import TEACHER
@@ -19,7 +19,7 @@ from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.model_files import check_tokenizer_files, check_weight_files
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
-from recipe_gkd.teachers.teachers import Client
+from recipe_gkd.teacher_routing.router import Client
 from teacher.fingerprint import count_ids, tokenizer_fingerprint
 from teacher.records import TeacherInfo, TeacherSequence
 

@@ -11,22 +11,23 @@ from typing import Any
 import ray
 
 from recipe_gkd.actor.microbatch import shard_batch
-from recipe_gkd.checkpoint_saver import CheckpointSaver
-from recipe_gkd.checkpoints import Best, Start
+from recipe_gkd.checkpoints.run_folder import folder_of
+from recipe_gkd.checkpoints.saver import CheckpointSaver
+from recipe_gkd.checkpoints.state import Best, Start
 from recipe_gkd.config import Config
-from recipe_gkd.data import PromptLoader
+from recipe_gkd.config.staleness import staleness_bound
+from recipe_gkd.data.prompts import PromptLoader
+from recipe_gkd.data.samples import Answer, Prompt
 from recipe_gkd.errors import GkdError
-from recipe_gkd.flow import Flow, ReadyBatch, staleness_bound
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.metrics.timeline import Timeline
+from recipe_gkd.pipeline.interface import Flow, ReadyBatch
+from recipe_gkd.pipeline.pipeline import Pipeline
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.advantages import with_group_statistics
-from recipe_gkd.run_folder import folder_of
-from recipe_gkd.samples import Answer, Prompt
-from recipe_gkd.schedule import Pipeline
-from recipe_gkd.teachers import Teachers
-from recipe_gkd.threads import in_thread
+from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.teacher_routing import Teachers
 from recipe_gkd.validation import Validation
 from recipe_gkd.workers import Workers
 

@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
 from recipe_gkd.config.validate import validates
-from recipe_gkd.data import PromptData, read_table
+from recipe_gkd.data.prompts import PromptData, read_table
+from recipe_gkd.data.samples import Answer, Prompt
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
-from recipe_gkd.run_folder import folder_of
-from recipe_gkd.samples import Answer, Prompt
-from recipe_gkd.threads import in_thread
+from recipe_gkd.runtime.threads import in_thread
 
 log = logging.getLogger(__name__)
 

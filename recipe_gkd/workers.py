@@ -14,22 +14,22 @@ from ray.exceptions import RayError
 
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.actor.ray_worker import ActorWorker
-from recipe_gkd.capacity import ClusterCapacity, cluster_capacity
-from recipe_gkd.checkpoint_folders import PROBE
+from recipe_gkd.checkpoints.folders import PROBE
+from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
-from recipe_gkd.diagnosis import diagnose
+from recipe_gkd.diagnostics.collect import diagnose
+from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ResourceError, WorkerDied
-from recipe_gkd.groups import WorkerGroup
-from recipe_gkd.placement import check_devices, placement_table, places_of
-from recipe_gkd.pools import Pool, create_pools, pool_specs
-from recipe_gkd.restarts import RolloutRestarts
+from recipe_gkd.ray_cluster.capacity import ClusterCapacity, cluster_capacity
+from recipe_gkd.ray_cluster.placement import check_devices, placement_table, places_of
+from recipe_gkd.ray_cluster.pools import Pool, create_pools, pool_specs
+from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
 from recipe_gkd.rollout.ray_worker import RolloutWorker
-from recipe_gkd.run_folder import folder_of
-from recipe_gkd.tasks import run_to_end
-from recipe_gkd.threads import in_thread
-from recipe_gkd.unexpected import as_known_error
-from recipe_gkd.weights.sync import WeightSync
+from recipe_gkd.runtime.tasks import run_to_end
+from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.weight_sync.synchronizer import WeightSync
 
 log = logging.getLogger(__name__)
 

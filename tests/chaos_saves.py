@@ -157,7 +157,7 @@ def drive(config: Any, pipes: list[Connection], events: Connection, pids: list[i
     from recipe_gkd.errors import GkdError
 
     logging.basicConfig(filename=Path(config.trainer.default_local_dir) / "run.log", level=logging.INFO, force=True)
-    logging.getLogger("recipe_gkd.checkpoint_saver").addHandler(LiftLimits(pids))
+    logging.getLogger("recipe_gkd.checkpoints.saver").addHandler(LiftLimits(pids))
     try:
         failed_saves = asyncio.run(train(config, Group(pipes), events))
     except GkdError as error:
@@ -169,10 +169,10 @@ def drive(config: Any, pipes: list[Connection], events: Connection, pids: list[i
 async def train(config: Any, group: Group, events: Connection) -> int:
     from types import SimpleNamespace
 
-    from recipe_gkd.checkpoint_folders import recover
-    from recipe_gkd.checkpoints import Progress, Start
-    from recipe_gkd.resume import load_first_usable, resume_points
-    from recipe_gkd.run_lock import locked
+    from recipe_gkd.checkpoints.folders import recover
+    from recipe_gkd.checkpoints.resume import load_first_usable, resume_points
+    from recipe_gkd.checkpoints.run_lock import locked
+    from recipe_gkd.checkpoints.state import Progress, Start
     from recipe_gkd.trainer import Trainer
 
     class Run(Trainer):
@@ -321,7 +321,7 @@ def strike(kind: str, trial: Trial, dice: random.Random, save_s: float) -> str:
 
 def check_folder(root: Path) -> None:
     """Check that every folder with a final name is complete, and so is the one that is the latest."""
-    from recipe_gkd.checkpoint_folders import LATEST, damage, final_folder, read_latest, steps_of
+    from recipe_gkd.checkpoints.folders import LATEST, damage, final_folder, read_latest, steps_of
 
     broken = {step: damage(final_folder(root, step)) for step in steps_of(root)}
     assert not any(broken.values()), broken
@@ -385,7 +385,7 @@ def damage_one(folder: Path, dice: random.Random) -> None:
 
 def clear_damage(root: Path, damaged: Path | None, inode: int | None) -> None:
     """Remove the damaged folder if the trial has not replaced it, as a person would, and the pointer to it."""
-    from recipe_gkd.checkpoint_folders import read_latest, steps_of, write_latest
+    from recipe_gkd.checkpoints.folders import read_latest, steps_of, write_latest
 
     if damaged and damaged.exists() and damaged.stat().st_ino == inode:
         shutil.rmtree(damaged)
@@ -398,7 +398,7 @@ def overrides_of(root: Path, dice: random.Random) -> tuple[list[str], int, Path 
 
     Some trials resume from a step before the latest, and replace the checkpoints after it.
     """
-    from recipe_gkd.checkpoint_folders import read_latest, recover, steps_of
+    from recipe_gkd.checkpoints.folders import read_latest, recover, steps_of
     from tests.actor.tiny import ACTOR
 
     contents = "[model,optimizer,extra" + dice.choice([",hf_model]", "]"])

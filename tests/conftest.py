@@ -56,7 +56,7 @@ def ray_session() -> Iterator[None]:
     """One local Ray cluster for all tests of this process, with more CPU slots than the machine has cores."""
     import ray
 
-    from recipe_gkd.cluster import start_local_cluster
+    from recipe_gkd.ray_cluster.connection import start_local_cluster
 
     here = {"PYTHONPATH": str(Path(__file__).parent)}  # worker classes that a test module defines
     start_local_cluster(

@@ -12,16 +12,17 @@ import pytest
 from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
-from recipe_gkd.checkpoint_saver import CheckpointSaver
-from recipe_gkd.checkpoints import remove_old
+from recipe_gkd.checkpoints.saver import CheckpointSaver
+from recipe_gkd.checkpoints.store import remove_old
 from recipe_gkd.config import Config, limits
+from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.config.teachers import addresses
+from recipe_gkd.data.samples import Answer, Prompt
 from recipe_gkd.errors import CheckpointError, WorkerDied
-from recipe_gkd.flow import Flow, staleness_bound
-from recipe_gkd.restarts import RolloutRestarts
+from recipe_gkd.pipeline.interface import Flow
+from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.rewards.items import RewardItem
-from recipe_gkd.samples import Answer, Prompt
-from recipe_gkd.teachers.failures import Asked, FailurePolicy
+from recipe_gkd.teacher_routing.failure_policy import Asked, FailurePolicy
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.validation import Judged, table_of
 from teacher.client import TeacherClient

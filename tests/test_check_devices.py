@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd import check_devices as command
 from recipe_gkd import workers
+from recipe_gkd.commands import check_devices as command
 from recipe_gkd.config import load_config
 from recipe_gkd.errors import ResourceError
-from recipe_gkd.placement import check_devices, placement_table, where_am_i
+from recipe_gkd.ray_cluster.placement import check_devices, placement_table, where_am_i
 
 GIB = 1 << 30
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from test_checkpoints import PROGRESS, names, weights
 
-from recipe_gkd import checkpoint_folders, checkpoint_saver, checkpoints
-from recipe_gkd.checkpoint_folders import read_latest, steps_of
-from recipe_gkd.checkpoint_saver import CheckpointSaver
-from recipe_gkd.checkpoints import Best, Progress
+from recipe_gkd.checkpoints import folders, store
+from recipe_gkd.checkpoints.folders import read_latest, steps_of
+from recipe_gkd.checkpoints.saver import CheckpointSaver
+from recipe_gkd.checkpoints.state import Best, Progress
 from recipe_gkd.config import load_config
 from recipe_gkd.errors import CheckpointError, DeadlineError, GkdError, WorkerDied
 
@@ -135,7 +135,7 @@ def test_a_slow_disk_holds_up_neither_a_step_nor_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = threading.Event()
-    monkeypatch.setattr(checkpoints, "sync_tree", lambda _: disk.wait(60))
+    monkeypatch.setattr(store, "sync_tree", lambda _: disk.wait(60))
     actors = Actors()
     saver = saver_of(tmp_path, actors, ASYNC)
 
@@ -159,15 +159,15 @@ def test_a_hung_disk_holds_up_no_failed_save_and_no_end_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A removal, and the making of a folder, get a deadline. They do not overtake each other when the disk answers."""
-    disk, remove = threading.Event(), checkpoint_folders.remove_folder
+    disk, remove = threading.Event(), folders.remove_folder
     waits_for = [disk]
 
     def remove_folder(folder: Path) -> None:
         assert waits_for[-1].wait(30)
         remove(folder)
 
-    monkeypatch.setattr(checkpoint_folders, "remove_folder", remove_folder)
-    monkeypatch.setattr(checkpoint_saver, "DISCARD_S", 0.1)
+    monkeypatch.setattr(folders, "remove_folder", remove_folder)
+    monkeypatch.setattr("recipe_gkd.checkpoints.saver.DISCARD_S", 0.1)
     actors = Actors(finish_saves=[FAIL])
     saver = saver_of(tmp_path, actors, ASYNC, "trainer.save_failures_allowed=9")
 
@@ -204,7 +204,7 @@ def broken(*_: object) -> Any:
     raise OSError(errno.ESTALE, "Stale file handle")
 
 
-@pytest.mark.parametrize(("what", "name"), [(Path, "is_file"), (checkpoints, "keep_best")])
+@pytest.mark.parametrize(("what", "name"), [(Path, "is_file"), (store, "keep_best")])
 def test_an_error_of_a_network_disk_is_a_failed_save(
     tmp_path: Path, what: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -227,7 +227,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_no_failed_save(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if name == "steps_of":
-        monkeypatch.setattr(checkpoint_folders, name, broken)
+        monkeypatch.setattr(folders, name, broken)
     else:
         (tmp_path / name).write_text("{")
     saver = saver_of(tmp_path, Actors(), "trainer.max_actor_ckpt_to_keep=1", "trainer.save_failures_allowed=0")

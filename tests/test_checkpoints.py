@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd import checkpoint_folders
-from recipe_gkd.checkpoint_folders import damage, final_folder, read_latest, recover, steps_of
-from recipe_gkd.checkpoints import Best, CheckpointWriter, Progress, forget_best, keep_best, read_best, remove_old
+from recipe_gkd.checkpoints import folders
+from recipe_gkd.checkpoints.folders import damage, final_folder, read_latest, recover, steps_of
+from recipe_gkd.checkpoints.state import Best, Progress
+from recipe_gkd.checkpoints.store import CheckpointWriter, forget_best, keep_best, read_best, remove_old
 from recipe_gkd.errors import CheckpointError
 
 PROGRESS = Progress(step=4, prompts_trained=256, n_prompts=1000, data_seed=1, shuffle=True)
@@ -166,10 +167,10 @@ def test_a_complete_folder_that_cannot_be_renamed_stays_and_gets_its_name_later(
         writer.complete()
     writer.discard()
     assert weights(tmp_path, 4) == "4" and read_latest(tmp_path) == 4
-    assert damage(checkpoint_folders.writing_folder(tmp_path, 4)) is None
+    assert damage(folders.writing_folder(tmp_path, 4)) is None
     shutil.rmtree(final_folder(tmp_path, 4))
     recover(tmp_path)  # which cannot rename it either
-    assert damage(checkpoint_folders.writing_folder(tmp_path, 4)) is None
+    assert damage(folders.writing_folder(tmp_path, 4)) is None
     monkeypatch.undo()
     recover(tmp_path)
     assert weights(tmp_path, 4) == "new"

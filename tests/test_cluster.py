@@ -1,4 +1,4 @@
-"""The start of Ray on this machine: recipe_gkd/cluster.py."""
+"""The start of Ray on this machine: recipe_gkd/ray_cluster/connection.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from recipe_gkd import cluster
 from recipe_gkd.errors import ResourceError
+from recipe_gkd.ray_cluster import connection
 
 TIMED_OUT = "The current node timed out during startup. This could happen because ..."
 SLOW_AGENT = """
@@ -26,7 +26,7 @@ START = """
 import logging
 logging.basicConfig(level=logging.WARNING)
 import ray
-from recipe_gkd.cluster import start_local_cluster
+from recipe_gkd.ray_cluster.connection import start_local_cluster
 start_local_cluster(num_cpus=1, include_dashboard=False)
 print("started", len(ray.nodes()))
 """
@@ -44,7 +44,7 @@ def test_start_local_cluster_ray_times_out_is_tried_again_without_what_is_left(
 
     monkeypatch.setattr(ray, "init", init)
     try:
-        cluster.start_local_cluster(num_cpus=1)
+        connection.start_local_cluster(num_cpus=1)
         assert [process.poll() for process in started] == [-9, None]
         assert "trying again" in caplog.text
     finally:
@@ -61,7 +61,7 @@ def test_start_local_cluster_ray_never_starts_raises_an_error_that_names_the_log
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ResourceError, match=r"3 attempts of 30 s.*raylet.err.*session_latest/logs"):
-        cluster.start_local_cluster()
+        connection.start_local_cluster()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 from recipe_gkd.config import load_config
 from recipe_gkd.config.schema import DataConfig
-from recipe_gkd.data import PromptData, PromptLoader, read_table
+from recipe_gkd.data.prompts import PromptData, PromptLoader, read_table
 from recipe_gkd.errors import DataError
 
 

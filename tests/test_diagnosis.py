@@ -18,20 +18,21 @@ import psutil
 import pytest
 import ray
 
-from recipe_gkd import scratch, watch
-from recipe_gkd.diagnosis import collect, diagnose, on_node
-from recipe_gkd.diagnosis.processes import Place
+from recipe_gkd.diagnostics import collect, node_agent, stack_dumps
+from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.errors import DeadlineError, GkdError, ModelError, WorkerDied
-from recipe_gkd.groups import WorkerGroup
-from recipe_gkd.process_id import is_alive, process_id
+from recipe_gkd.ray_cluster.node_probe import Place
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from recipe_gkd.runtime import process_trees, scratch
+from recipe_gkd.runtime.process_id import is_alive, process_id
 
 
 class Stuck:
     """A worker that can be told to hang."""
 
     def setup(self) -> int:
-        watch.watch_stacks()
-        watch.open_to_watchers()  # again, as a vLLM worker in this process does
+        stack_dumps.watch_stacks()
+        stack_dumps.open_to_watchers()  # again, as a vLLM worker in this process does
         return os.getpid()
 
     def spin_for_ever(self) -> None:
@@ -76,8 +77,8 @@ time.sleep(1000)
 _RECORDER = """
 import os
 os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "1"
-from recipe_gkd import watch
-watch.watch_stacks()
+from recipe_gkd.diagnostics import stack_dumps
+stack_dumps.watch_stacks()
 prefix = os.environ["TORCH_FR_DUMP_TEMP_FILE"]
 os.mkfifo(prefix + "3.pipe")
 open(prefix + "3.pipe").read(1)
@@ -164,12 +165,12 @@ def test_where_py_spy_is_not_allowed_the_process_writes_its_stacks_itself(hung: 
         raise PermissionError("Operation not permitted")
 
     stranger = subprocess.Popen(["sleep", "60"])  # has no handler for SIGUSR1, and must not be ended by it
-    monkeypatch.setattr(on_node.subprocess, "run", refuse)
+    monkeypatch.setattr(node_agent.subprocess, "run", refuse)
     _, pids, _ = hung
     for rank in (1, 2, 3):
-        assert HANGS[rank] in on_node._stacks(pids[rank], frozen=False, deadline=time.monotonic() + 1)
-    assert "not permitted" in on_node._stacks(pids[STOPPED], frozen=True, deadline=time.monotonic() + 1)
-    assert "not permitted" in on_node._stacks(stranger.pid, frozen=False, deadline=time.monotonic() + 1)
+        assert HANGS[rank] in node_agent._stacks(pids[rank], frozen=False, deadline=time.monotonic() + 1)
+    assert "not permitted" in node_agent._stacks(pids[STOPPED], frozen=True, deadline=time.monotonic() + 1)
+    assert "not permitted" in node_agent._stacks(stranger.pid, frozen=False, deadline=time.monotonic() + 1)
     assert stranger.poll() is None
     stranger.kill()
     stranger.wait()
@@ -184,12 +185,12 @@ def test_dumps_of_the_nccl_flight_recorder_are_asked_for_by_pipe_and_collected(
     while not (pipes := list(tmp_path.glob("*/nccl_3.pipe"))):
         time.sleep(0.01)
     time.sleep(0.2)
-    assert on_node.inspect([process.pid], str(tmp_path), 5)[process.pid].nccl_dumps == {"nccl_3": b"dump"}
+    assert node_agent.inspect([process.pid], str(tmp_path), 5)[process.pid].nccl_dumps == {"nccl_3": b"dump"}
     ended = process_id(process.pid)
     process.wait(10)  # also of one that has died
-    assert on_node.inspect([process.pid], str(tmp_path), 5)[process.pid].nccl_dumps == {"nccl_3": b"dump"}
+    assert node_agent.inspect([process.pid], str(tmp_path), 5)[process.pid].nccl_dumps == {"nccl_3": b"dump"}
     assert ended is not None
-    on_node.end([ended], 0.0, 1.0)
+    process_trees.end([ended], 0.0, 1.0)
     assert not pipes[0].parent.exists()
 
 
@@ -201,10 +202,10 @@ def test_dumps_that_do_not_come_hold_up_a_diagnosis_once_and_not_for_each_worker
     def sleep(seconds: float) -> None:
         clock.now += seconds
 
-    monkeypatch.setattr(on_node, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
-    monkeypatch.setattr(on_node, "run_until", lambda _, looks: [None for _ in looks])
-    monkeypatch.setattr(on_node, "_ask_for_nccl_dumps", lambda pid: {tmp_path / f"nccl_{pid}": 0.0})
-    found = on_node.inspect(range(1, 9), str(tmp_path), 2.0)
+    monkeypatch.setattr(node_agent, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr(node_agent, "run_until", lambda _, looks: [None for _ in looks])
+    monkeypatch.setattr(node_agent, "_ask_for_nccl_dumps", lambda pid: {tmp_path / f"nccl_{pid}": 0.0})
+    found = node_agent.inspect(range(1, 9), str(tmp_path), 2.0)
     assert len(found) == 8 and clock.now < 2.1
 
 
@@ -279,11 +280,11 @@ def test_processes_are_ended_across_a_step_of_the_clock_and_one_that_got_their_p
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
-    known = on_node.tree([child.pid for child in children])
+    known = process_trees.tree([child.pid for child in children])
     monkeypatch.setattr(psutil.Process, "create_time", lambda *_, **__: 0.0)  # what psutil tells after such a step
     other = replace(known[1], start_ticks=known[1].start_ticks - 1)  # the one that had the pid before
     try:
-        assert on_node.end_trees([known[0], other], 5.0) == []
+        assert process_trees.end_trees([known[0], other], 5.0) == []
         assert not is_alive(known[0]) and is_alive(known[1])
     finally:
         for child in children:

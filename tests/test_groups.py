@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import ray
 
-from recipe_gkd import groups
-from recipe_gkd.diagnosis.processes import Place
 from recipe_gkd.errors import DeadlineError, GkdError, ModelError, WeightSyncError, WorkerDied, WorkerError
-from recipe_gkd.groups import WorkerGroup
+from recipe_gkd.ray_cluster import worker_group
+from recipe_gkd.ray_cluster.node_probe import Place
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -254,8 +254,8 @@ def test_whatever_ray_raises_of_a_dead_process_is_a_death_and_the_rest_is_a_fail
     async def locate(handles: Any) -> list[Place]:
         return [Place(1, "node", "10.0.0.1", dead, "")] * len(handles)
 
-    monkeypatch.setattr(groups, "locate", locate)
-    monkeypatch.setattr(groups.ray, "cancel", lambda _: None)
+    monkeypatch.setattr(worker_group, "locate", locate)
+    monkeypatch.setattr(worker_group.ray, "cancel", lambda _: None)
     for raised in errors_of(error):
         assert type(raised) is expected and says in str(raised) and "rollout worker 0 of 1" in str(raised)
 
@@ -266,8 +266,8 @@ def test_failure_of_a_replaced_worker_does_not_count_as_the_death_of_its_success
     async def locate(handles: Any) -> list[Place]:
         return [Place(1, "node", "10.0.0.1", False, "")] * len(handles)
 
-    monkeypatch.setattr(groups, "locate", locate)
-    monkeypatch.setattr(groups.ray, "kill", lambda *_, **__: None)
+    monkeypatch.setattr(worker_group, "locate", locate)
+    monkeypatch.setattr(worker_group.ray, "kill", lambda *_, **__: None)
     successor: Any = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "cd" * 16))
     group = WorkerGroup("rollout", [None])
 
@@ -289,7 +289,7 @@ def test_a_worker_that_rays_memory_monitor_kills_is_dead_and_the_error_tells_why
     program = """
 import asyncio, sys
 import ray
-from recipe_gkd.groups import WorkerGroup
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.errors import WorkerDied
 settings = {"memory_usage_threshold": 0.01, "memory_monitor_refresh_ms": 500}
 ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _system_config=settings)

@@ -1,4 +1,4 @@
-"""What happens after a process has ended: recipe_gkd/janitor.py."""
+"""What happens after a process has ended: recipe_gkd/runtime/after_exit.py."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from recipe_gkd.process_id import ProcessId, process_id
+from recipe_gkd.runtime.process_id import ProcessId, process_id
 
 KILLED_HOLDER = """
 import os, signal, sys
-from recipe_gkd.janitor import kill_after_this_process
-from recipe_gkd.process_id import ProcessId
+from recipe_gkd.runtime.after_exit import kill_after_this_process
+from recipe_gkd.runtime.process_id import ProcessId
 kill_after_this_process(eval(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """

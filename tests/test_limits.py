@@ -28,24 +28,24 @@ from omegaconf import OmegaConf
 from torch.nn.functional import log_softmax
 
 from recipe_gkd.actor.microbatch import micro_batches
+from recipe_gkd.actor.model_dims import Mixture, ModelShape
 from recipe_gkd.actor.optimizer import learning_rate
-from recipe_gkd.actor.shape import Mixture, ModelShape
 from recipe_gkd.config import Config, limits, ranges
 from recipe_gkd.config.load import compose_config, known_keys, to_config
 from recipe_gkd.config.ranges import numeric_range
 from recipe_gkd.config.validate import validate
-from recipe_gkd.data import PromptData, PromptLoader, _truncate, read_table
+from recipe_gkd.data.prompts import PromptData, PromptLoader, _truncate, read_table
+from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses import Divergence, topk_divergence
 from recipe_gkd.losses.policy import grpo_loss
-from recipe_gkd.losses.sampled import importance_weights, k1, k2, k3
+from recipe_gkd.losses.sampled_token import importance_weights, k1, k2, k3
 from recipe_gkd.metrics.changes import Setup
-from recipe_gkd.pools import choose_nodes, pool_specs
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from recipe_gkd.ray_cluster.pools import choose_nodes, pool_specs
 from recipe_gkd.rollout.engine import EngineOptions
 from recipe_gkd.rollout.sampling import request_seed, sampling_from
-from recipe_gkd.samples import Sample, TeacherTopK
-from recipe_gkd.weights.buckets import plan_buckets
+from recipe_gkd.weight_sync.bucket_plan import plan_buckets
 from teacher.records import TeacherSequence
 from teacher.wire.messages import LIMITS, Score
 from teacher.wire.protocol import decode, encode_score

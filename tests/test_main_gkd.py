@@ -20,16 +20,17 @@ import pyarrow.parquet as pq
 import pytest
 import zmq
 
-from recipe_gkd import groups, main_gkd
+from recipe_gkd import main_gkd
+from recipe_gkd.checkpoints.run_folder import check_outputs
 from recipe_gkd.config import Config, load_config
-from recipe_gkd.data import PromptData, read_table
+from recipe_gkd.data.prompts import PromptData, read_table
+from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError, UnexpectedError
-from recipe_gkd.groups import WorkerGroup
 from recipe_gkd.main_gkd import Terminated, _items, _until_terminated
 from recipe_gkd.preflight import Student, check_stop_ids, meet_teachers
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
-from recipe_gkd.run_folder import check_outputs
-from recipe_gkd.unexpected import as_known_error
+from recipe_gkd.ray_cluster import worker_group
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from teacher.errors import TeacherRequestError
 from teacher.records import TeacherInfo
 
@@ -262,7 +263,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append("killed")
 
     monkeypatch.setattr(main_gkd, "_SAME_REQUEST_S", 0.0)
-    monkeypatch.setattr(groups, "end_workers", end_workers)
+    monkeypatch.setattr(worker_group, "end_workers", end_workers)
     return calls
 
 

@@ -10,11 +10,11 @@ import pytest
 import ray
 from ray._private.state import available_resources_per_node
 
-from recipe_gkd import capacity
 from recipe_gkd.config import load_config
-from recipe_gkd.diagnosis.processes import own_node
 from recipe_gkd.errors import ResourceError
-from recipe_gkd.pools import PoolSpec, choose_nodes, create_pools, pool_specs
+from recipe_gkd.ray_cluster import capacity
+from recipe_gkd.ray_cluster.node_probe import own_node
+from recipe_gkd.ray_cluster.pools import PoolSpec, choose_nodes, create_pools, pool_specs
 
 GPUS = dict(CPU=8.0, GPU=4.0)
 

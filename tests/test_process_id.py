@@ -1,11 +1,11 @@
-"""Identity of processes: recipe_gkd/process_id.py."""
+"""Identity of processes: recipe_gkd/runtime/process_id.py."""
 
 import os
 import subprocess
 import sys
 from dataclasses import replace
 
-from recipe_gkd.process_id import is_alive, process_id
+from recipe_gkd.runtime.process_id import is_alive, process_id
 
 
 def test_process_id_of_this_process_is_alive() -> None:

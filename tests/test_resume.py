@@ -20,12 +20,12 @@ import pytest
 from test_checkpoints import PROGRESS, begin, write
 
 from recipe_gkd import main_gkd
-from recipe_gkd.checkpoints import Best, Progress, Start
+from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
+from recipe_gkd.checkpoints.state import Best, Progress, Start
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch, WorkerDied
 from recipe_gkd.preflight import Student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
-from recipe_gkd.resume import ResumePoint, load_first_usable, resume_points
 
 
 def config(root: Path, *overrides: str) -> Config:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
+from recipe_gkd.checkpoints.run_folder import run_folder
+from recipe_gkd.checkpoints.run_lock import LOCK, locked
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.errors import ConfigError, ModelError, WorkerDied
 from recipe_gkd.main_gkd import main
-from recipe_gkd.run_folder import run_folder
-from recipe_gkd.run_lock import LOCK, locked
 
 
 def config(root: Path, *overrides: str) -> Config:
@@ -55,7 +55,7 @@ def command(folder: Path, *overrides: str) -> int:
 HOLDER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from recipe_gkd.run_lock import locked
+from recipe_gkd.checkpoints.run_lock import locked
 with locked(Path(sys.argv[1])):
     if not (forked := os.fork()):
         time.sleep(600)

@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import run
 
-from recipe_gkd.data import PromptBatch
+from recipe_gkd.config.staleness import MAX_STALENESS
+from recipe_gkd.data.prompts import PromptBatch
+from recipe_gkd.data.samples import Answer, Prompt, Sample, TeacherTopK
 from recipe_gkd.errors import WorkerDied
-from recipe_gkd.flow import MAX_STALENESS, Flow, deal, now
 from recipe_gkd.metrics.timeline import Timeline
-from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
-from recipe_gkd.schedule import Pipeline
+from recipe_gkd.pipeline.interface import Flow, deal
+from recipe_gkd.pipeline.pipeline import Pipeline
+from recipe_gkd.runtime.clock import now
 
 EMPTY = np.zeros(0, np.int32)
 VALIDATION = -1

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from recipe_gkd import scratch, watch
-from recipe_gkd.process_id import ProcessId, boot_id, process_id
+from recipe_gkd.diagnostics import stack_dumps
+from recipe_gkd.runtime import scratch
+from recipe_gkd.runtime.process_id import ProcessId, boot_id, process_id
 
 
 @pytest.fixture
@@ -113,9 +114,9 @@ class TestScratchFolder:
 def test_the_stacks_file_of_a_process_has_no_name_in_the_temporary_folder(parent: Path) -> None:
     links = parent / f"recipe_gkd_{os.getuid()}"  # as another user could make it
     links.mkdir()
-    program = "from recipe_gkd import watch; watch.open_to_watchers(); print('ready', flush=True)"
+    program = "from recipe_gkd import watch; stack_dumps.open_to_watchers(); print('ready', flush=True)"
     with running(program, parent) as (process, line):
         assert line == "ready"
-        assert watch.stacks_file(process.pid) is not None and watch.stacks_file(os.getppid()) is None
+        assert stack_dumps.stacks_file(process.pid) is not None and stack_dumps.stacks_file(os.getppid()) is None
         assert [path.name for path in parent.rglob("*")] == [links.name]
-    assert watch.stacks_file(process.pid) is None
+    assert stack_dumps.stacks_file(process.pid) is None

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from recipe_gkd.tasks import Tasks, run_to_end
-from recipe_gkd.threads import in_thread, run_until
+from recipe_gkd.runtime.tasks import Tasks, run_to_end
+from recipe_gkd.runtime.threads import in_thread, run_until
 
 
 class TestTasks:
@@ -88,7 +88,7 @@ class TestThreads:
         """Neither the end of the event loop nor that of the interpreter, which join other threads."""
         program = """
 import asyncio, threading
-from recipe_gkd.threads import in_thread
+from recipe_gkd.runtime.threads import in_thread
 async def main():
     try:
         await asyncio.wait_for(in_thread(threading.Event().wait), 0.2)

@@ -15,16 +15,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe_gkd.checkpoints import Progress, Start, forget_best, read_best
+from recipe_gkd.checkpoints.resume import resume_points
+from recipe_gkd.checkpoints.state import Progress, Start
+from recipe_gkd.checkpoints.store import forget_best, read_best
 from recipe_gkd.config import Config, load_config
-from recipe_gkd.data import PromptData, PromptLoader, read_table
+from recipe_gkd.data.prompts import PromptData, PromptLoader, read_table
+from recipe_gkd.data.samples import Answer, Prompt, Sample, TeacherTopK
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError
-from recipe_gkd.flow import ReadyBatch
+from recipe_gkd.pipeline.interface import ReadyBatch
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
-from recipe_gkd.resume import resume_points
 from recipe_gkd.rewards import RewardItem
-from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
-from recipe_gkd.teachers import Routes, Teachers
+from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.trainer import Judging, Trainer
 from recipe_gkd.validation import Validation, read_validation
 

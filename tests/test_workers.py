@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from ray.exceptions import RaySystemError
 
-from recipe_gkd import groups, restarts, workers
+from recipe_gkd import workers
 from recipe_gkd.config import Config, load_config
-from recipe_gkd.diagnosis import on_node
-from recipe_gkd.diagnosis.processes import Place
 from recipe_gkd.errors import GkdError, UnexpectedError, WorkerError
+from recipe_gkd.ray_cluster import rollout_restarts, worker_group
+from recipe_gkd.ray_cluster.node_probe import Place
+from recipe_gkd.runtime import process_trees
 from recipe_gkd.workers import start_workers
 
 DEADLINE_S = 20.0
@@ -46,11 +47,11 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     async def run_on_node(*_: Any) -> list[Any]:
         return []
 
-    monkeypatch.setattr(groups, "end_workers", end_workers)
-    monkeypatch.setattr(groups, "locate", locate)
-    monkeypatch.setattr(restarts, "locate", locate)
-    monkeypatch.setattr(restarts, "run_on_node", run_on_node)
-    monkeypatch.setattr("recipe_gkd.diagnosis.collect.locate", locate)
+    monkeypatch.setattr(worker_group, "end_workers", end_workers)
+    monkeypatch.setattr(worker_group, "locate", locate)
+    monkeypatch.setattr(rollout_restarts, "locate", locate)
+    monkeypatch.setattr(rollout_restarts, "run_on_node", run_on_node)
+    monkeypatch.setattr("recipe_gkd.diagnostics.collect.locate", locate)
     monkeypatch.setattr(workers, "check_devices", lambda *_, **__: None)
     monkeypatch.setattr(workers, "placement_table", lambda _: "")
     monkeypatch.setattr(workers, "cluster_capacity", lambda _: None)
@@ -143,7 +144,7 @@ def test_errors_of_advice_and_of_the_shutdown_do_not_replace_the_result_of_the_r
 
     trained: list[bool] = []
     monkeypatch.setattr(workers, "cluster_capacity", no_capacity)
-    monkeypatch.setattr(groups, "end_workers", refuse)
+    monkeypatch.setattr(worker_group, "end_workers", refuse)
     asyncio.run(train(tmp_path, monkeypatch, answer, body))
     assert trained == [True]
     assert "no advice" in caplog.text and caplog.text.count("workers could not be stopped") == 2
@@ -162,7 +163,7 @@ def test_a_second_signal_ends_all_processes_without_waiting_for_the_shutdown(
 
     async def run_on_node(_: str, function: Any, *args: Any) -> list[Any]:
         await asyncio.sleep(0.1)  # a canceled wait would end here
-        if function is on_node.end_trees:
+        if function is process_trees.end_trees:
             n_ended.append(args[0])
         return []
 
@@ -177,6 +178,6 @@ def test_a_second_signal_ends_all_processes_without_waiting_for_the_shutdown(
         with pytest.raises(asyncio.CancelledError):
             await training
 
-    monkeypatch.setattr(restarts, "run_on_node", run_on_node)
+    monkeypatch.setattr(rollout_restarts, "run_on_node", run_on_node)
     asyncio.run(asyncio.wait_for(scenario(), workers.SHUTDOWN_S - 2))
     assert sorted(ended) == ["ActorWorker", "RolloutWorker"] and len(n_ended) == 1

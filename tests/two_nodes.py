@@ -19,12 +19,12 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from recipe_gkd import check_devices
+from recipe_gkd.commands import check_devices
 from recipe_gkd.config import load_config
-from recipe_gkd.diagnosis import diagnose
+from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.errors import DeadlineError, ResourceError, WorkerDied
-from recipe_gkd.groups import WorkerGroup
-from recipe_gkd.pools import Pool, create_pools, pool_specs
+from recipe_gkd.ray_cluster.pools import Pool, create_pools, pool_specs
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 
 
 class Worker:

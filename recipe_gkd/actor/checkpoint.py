@@ -33,11 +33,11 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.storage import WriteResult
 
+from recipe_gkd.actor.model_dims import ModelShape
 from recipe_gkd.actor.parallel import Layout
 from recipe_gkd.actor.parallel_write import FIRST_ROUND_S, LONGEST_ROUND_S, ParallelWrite, agree
-from recipe_gkd.actor.shape import ModelShape
-from recipe_gkd.durable import sync_file, sync_folder, write_durably
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch
+from recipe_gkd.runtime.durable_files import sync_file, sync_folder, write_durably
 
 # The optimiser's default sharding cannot be saved (dist_checkpointing/mapping.py:134); this one moves to any layout.
 OPTIMIZER_SHARDING = {

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.actor.layer_spec import PackedRow
+from recipe_gkd.actor.loss_metrics import POSITION_BUCKETS
 from recipe_gkd.actor.microbatch import PackedBatch, similar_lengths
-from recipe_gkd.actor.report import POSITION_BUCKETS
 
 OVERLAP_ROWS = 8
 """Positions of a micro-batch at which the student's own top-k is looked for."""
@@ -47,7 +47,7 @@ class DeviceBatch:
     baselines_T: Tensor
     scales_T: Tensor
     weights: dict[str, Tensor]
-    """[T], by component of the objective; see :mod:`~recipe_gkd.actor.components`."""
+    """[T], by component of the objective; see :mod:`~recipe_gkd.actor.loss_terms`."""
 
 
 def to_device(packed: PackedBatch, weights: Mapping[str, np.ndarray], device: torch.device) -> DeviceBatch:

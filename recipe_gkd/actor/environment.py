@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipe_gkd.watch import nccl_environment
+from recipe_gkd.diagnostics.stack_dumps import nccl_environment
 
 
 def worker_environment(device: str) -> dict[str, str]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from recipe_gkd.actor.hf_layout import join_shards, shard_size
 from recipe_gkd.actor.hf_names import Cut, Weight
+from recipe_gkd.actor.model_dims import ModelShape
 from recipe_gkd.actor.parallel import Layout
-from recipe_gkd.actor.shape import ModelShape
-from recipe_gkd.weights.buckets import TensorMeta
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 
 def weights_meta(weights: Iterable[Weight], dtype: torch.dtype) -> list[TensorMeta]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.actor.hf_names import Cut, Weight
-from recipe_gkd.actor.shape import ModelShape
+from recipe_gkd.actor.model_dims import ModelShape
 
 ReadPart = Callable[[str, tuple[slice, ...]], Tensor]
 """Reads a part of a named Hugging Face tensor from its file."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from recipe_gkd.actor.hf_layout import read_shard
 from recipe_gkd.actor.hf_names import EMBEDDING, OUTPUT, Weight, weights
+from recipe_gkd.actor.model_dims import ModelShape
 from recipe_gkd.actor.parallel import Layout
-from recipe_gkd.actor.shape import ModelShape
 from recipe_gkd.errors import ModelError
 from teacher.weight_files import INDEX_NAME, WeightFileError, open_weights, read_index
 

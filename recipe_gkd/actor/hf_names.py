@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
-from recipe_gkd.actor.shape import Mixture, ModelShape
+from recipe_gkd.actor.model_dims import Mixture, ModelShape
 
 
 class Cut(Enum):

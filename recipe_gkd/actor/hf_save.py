@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from recipe_gkd.durable import sync_file, sync_folder, sync_tree
-from recipe_gkd.weights.buckets import TensorMeta
+from recipe_gkd.runtime.durable_files import sync_file, sync_folder, sync_tree
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 FILE_BYTES = 4 << 30
 

@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipe_gkd.actor import cpu_compat
+from recipe_gkd.actor import megatron_patches
 from recipe_gkd.actor.checkpoint import StateWriter, TrainingState, check, load
-from recipe_gkd.actor.components import Totals
 from recipe_gkd.actor.export import export_weights, stages_of_weights, weights_meta
 from recipe_gkd.actor.hf_load import load_hf, own_parameters
 from recipe_gkd.actor.hf_names import weights
 from recipe_gkd.actor.hf_save import save_hf_folder
+from recipe_gkd.actor.loss_metrics import metrics, names_of_sums
+from recipe_gkd.actor.loss_terms import Totals
 from recipe_gkd.actor.microbatch import PackedBatch, micro_batches, pack
 from recipe_gkd.actor.model import build_chunks, transformer_config
+from recipe_gkd.actor.model_dims import read_shape
 from recipe_gkd.actor.objective import Objective
 from recipe_gkd.actor.optimizer import (
     clip_and_step,
@@ -33,14 +35,12 @@ from recipe_gkd.actor.optimizer import (
 from recipe_gkd.actor.padding_rows import keep_padding_rows
 from recipe_gkd.actor.parallel import check_world_size, find_store, init_parallel, leave_parallel, tensor_group
 from recipe_gkd.actor.parallel_write import ParallelWrite
-from recipe_gkd.actor.report import metrics, names_of_sums
-from recipe_gkd.actor.shape import read_shape
 from recipe_gkd.actor.step import run_micro_batches
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.teachers import names as teacher_names
+from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import CheckpointError, DataError, EchoError, WorkerError
-from recipe_gkd.samples import Sample
-from recipe_gkd.weights.buckets import TensorMeta
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 UIDS_IN_MESSAGE = 8
 
@@ -103,8 +103,8 @@ class MegatronActor:
         shape = self.shape = read_shape(
             self._model_path, trust_remote_code=self._config.actor_rollout_ref.model.trust_remote_code
         )
-        cpu_compat.install()
-        with cpu_compat.on_host():
+        megatron_patches.install()
+        with megatron_patches.on_host():
             transformer = transformer_config(shape, megatron, self.device)
             self.layout = layout = init_parallel(
                 megatron,
@@ -164,7 +164,7 @@ class MegatronActor:
 
         ``step`` counts from 0; it sets the learning rate, and brings the weights from version ``step`` to ``step + 1``.
 
-        Returns, the same on every rank: those of :func:`recipe_gkd.actor.report.metrics`, `actor/grad_norm` (before
+        Returns, the same on every rank: those of :func:`recipe_gkd.actor.loss_metrics.metrics`, `actor/grad_norm` (before
         clipping), `actor/lr`, `actor/micro_batches` (of each rank), `perf/max_memory_allocated_gb` (the most that any
         rank has had so far, up to this backward pass). A batch without any response token leaves the weights as they
         are.
@@ -175,7 +175,7 @@ class MegatronActor:
         self._check_usable()
         self._step = step
         lr = learning_rate(step, self._total_steps, self._actor.optim)
-        with cpu_compat.on_host():
+        with megatron_patches.on_host():
             batches, totals = self._plan(samples)
             for chunk in self._wrapped:
                 chunk.zero_grad_buffer()
@@ -312,7 +312,7 @@ class MegatronActor:
             ).wait()
 
         metas = [weights_meta([weight], self._dtype) for weight, _ in self._parameters]
-        with cpu_compat.on_host():
+        with megatron_patches.on_host():
             save_hf_folder(Path(path), self._model_path, metas, export, run)
 
     # ---------------------------------------------------------------- checkpoints
@@ -331,7 +331,7 @@ class MegatronActor:
         self._check_usable()
         options = self._actor.checkpoint
         contents = [part for part in options.save_contents if part != "hf_model"]  # for which there is save_hf
-        with cpu_compat.on_host():
+        with megatron_patches.on_host():
             self._writer.save(Path(path), self._state(), self._step, contents)
             if not options.async_save:
                 self._writer.finish()
@@ -346,7 +346,7 @@ class MegatronActor:
             CheckpointError: The save failed or is overdue. Raised on all ranks, once. Nothing is written any more,
                 except by a killed process that waits for a hung disk; the actor can be used on.
         """
-        with cpu_compat.on_host():
+        with megatron_patches.on_host():
             if wait:
                 self._writer.finish()
             return self._writer.finish_if_written()
@@ -362,7 +362,7 @@ class MegatronActor:
         """
         self.finish_saves()
         path, contents = Path(path), self._actor.checkpoint.load_contents
-        with cpu_compat.on_host():
+        with megatron_patches.on_host():
             common = check(path, self._state(), contents)
             self._partly_loaded = path
             self._step = load(path, self._state(), contents, common)

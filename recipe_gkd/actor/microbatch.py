@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import DataError
-from recipe_gkd.samples import Sample
 
 TEACHER_MASS_TOLERANCE = 5e-3
 """By how much the probabilities of a teacher's top-k may sum to more than 1: 1e-3 of it for bfloat16 engines, the rest

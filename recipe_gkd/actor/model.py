@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipe_gkd.actor.layer_spec import decoder_spec, has_transformer_engine
-from recipe_gkd.actor.shape import Mixture, ModelShape, check_fits
+from recipe_gkd.actor.model_dims import Mixture, ModelShape, check_fits
 from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError
 

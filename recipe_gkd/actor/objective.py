@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from recipe_gkd.actor.device_batch import DeviceBatch
-from recipe_gkd.actor.report import POSITION_BUCKETS
+from recipe_gkd.actor.loss_metrics import POSITION_BUCKETS
 from recipe_gkd.config.schema import GkdConfig
-from recipe_gkd.losses.buckets import Outcomes, outcomes, present_entries
 from recipe_gkd.losses.diagnostics import entropy, topk_overlap
+from recipe_gkd.losses.distributions import Outcomes, outcomes, present_entries
 from recipe_gkd.losses.divergences import Divergence, reverse_kl
+from recipe_gkd.losses.logits_query import Question, Reading
 from recipe_gkd.losses.policy import grpo_loss
-from recipe_gkd.losses.question import Question, Reading
-from recipe_gkd.losses.sampled import importance_weights, k1, k2, k3
-from recipe_gkd.losses.student import Student
+from recipe_gkd.losses.sampled_token import importance_weights, k1, k2, k3
+from recipe_gkd.losses.student_output import Student
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Losses:
     loss_T: Tensor
     """Weighted so that its sum over the global batch, divided by the number of response tokens, is the objective."""
     sums: dict[str, Tensor]
-    """Scalars, float64, to be added up over the global batch; see :mod:`~recipe_gkd.actor.report`."""
+    """Scalars, float64, to be added up over the global batch; see :mod:`~recipe_gkd.actor.loss_metrics`."""
 
 
 @dataclass(frozen=True, kw_only=True)

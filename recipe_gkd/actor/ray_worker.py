@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from recipe_gkd.config.schema import Config
-from recipe_gkd.placement import where_am_i
-from recipe_gkd.samples import Sample
-from recipe_gkd.watch import watch_stacks
-from recipe_gkd.weights.actor_side import ActorWeights
-from recipe_gkd.weights.buckets import TensorMeta
-from recipe_gkd.weights.stats import TransferStats
-from recipe_gkd.weights.transport import open_store
+from recipe_gkd.data.samples import Sample
+from recipe_gkd.diagnostics.stack_dumps import watch_stacks
+from recipe_gkd.ray_cluster.placement import where_am_i
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+from recipe_gkd.weight_sync.sender_api import ActorWeights
+from recipe_gkd.weight_sync.stats import TransferStats
+from recipe_gkd.weight_sync.transport import open_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

@@ -13,13 +13,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from recipe_gkd.actor.components import Totals
 from recipe_gkd.actor.device_batch import DeviceBatch, to_device
+from recipe_gkd.actor.logit_rows import only_rows
+from recipe_gkd.actor.loss_terms import Totals
 from recipe_gkd.actor.microbatch import PackedBatch
 from recipe_gkd.actor.objective import Losses
-from recipe_gkd.actor.output_rows import only_rows
 from recipe_gkd.config.schema import GkdConfig
-from recipe_gkd.losses.student import HiddenStates, Logits, Student
+from recipe_gkd.losses.student_output import HiddenStates, Logits, Student
 
 LossFunction = Callable[[Student, DeviceBatch], Losses]
 """Of the rows that predict a response token, in the dtype of training."""

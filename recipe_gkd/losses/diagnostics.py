@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from recipe_gkd.losses.question import local_columns
+from recipe_gkd.losses.logits_query import local_columns
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from recipe_gkd.losses.buckets import Outcomes, Tail
+from recipe_gkd.losses.distributions import Outcomes, Tail
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd", "kl_rkl", "skewed_forward_kl", "skewed_reverse_kl", "tvd"]
 
@@ -23,7 +23,7 @@ class Divergence:
 
     kind: Kind = "forward_kl"
     tail: Tail = "bucket"
-    """See :mod:`~recipe_gkd.losses.buckets`."""
+    """See :mod:`~recipe_gkd.losses.distributions`."""
     temperature: float = 1.0
     """Both distributions are those of logits / temperature. The value is not multiplied by its square."""
     beta: float = 0.5

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from recipe_gkd.losses.kernels import arithmetic_for, chunk_positions
-from recipe_gkd.losses.question import Question, Reading
-from recipe_gkd.losses.reading import Plan, chunks, reading_of
+from recipe_gkd.losses.kernel_backend import arithmetic_for, chunk_positions
+from recipe_gkd.losses.log_stats import Plan, chunks, reading_of
+from recipe_gkd.losses.logits_query import Question, Reading
 
 BLOCK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Logits of a block: enough rows for a matrix product to be efficient."""
@@ -32,7 +32,7 @@ def read_hidden(
     tp_group: ProcessGroup | None = None,
     chunk_tokens: int | None = None,
 ) -> Reading:
-    """As :func:`~recipe_gkd.losses.reading.read_logits` of ``hidden_TD @ weight_WD.T``; differentiable in both.
+    """As :func:`~recipe_gkd.losses.log_stats.read_logits` of ``hidden_TD @ weight_WD.T``; differentiable in both.
 
     ``hidden_TD`` is whole on every rank of ``tp_group``, and so is its gradient; rank r has the rows
     [r W, (r + 1) W) of the weight. ``chunk_tokens``: positions of a block; None: as many as suit the device.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recipe_gkd.losses.sampled import probability_ratio
+from recipe_gkd.losses.sampled_token import probability_ratio
 
 
 def grpo_loss(

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from recipe_gkd.losses.buckets import outcomes, present_entries
+from recipe_gkd.losses.distributions import outcomes, present_entries
 from recipe_gkd.losses.divergences import Divergence
-from recipe_gkd.losses.question import Question, Reading
-from recipe_gkd.losses.reading import read_logits
+from recipe_gkd.losses.log_stats import read_logits
+from recipe_gkd.losses.logits_query import Question, Reading
 
 
 def topk_divergence(
@@ -29,7 +29,7 @@ def topk_divergence(
     ``teacher_logps_TK``: float32 log-probabilities of the teacher's whole distribution at ``divergence.temperature``,
     not renormalised; -inf: no entry. ``teacher_ids_TK``: int64 global ids, distinct in a row; one that the student does
     not have is no entry. ``vocab_size``: ids from here on are padding of the student's vocabulary.
-    ``chunk_tokens``, ``in_place``: see :func:`~recipe_gkd.losses.reading.read_logits`.
+    ``chunk_tokens``, ``in_place``: see :func:`~recipe_gkd.losses.log_stats.read_logits`.
     """
     present_TK = present_entries(teacher_logps_TK, teacher_ids_TK, vocab_size)
     question = Question(

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_gkd.bounds import StageSeconds, step_seconds
 from recipe_gkd.config import Config
+from recipe_gkd.config.staleness import MAX_STALENESS, staleness_bound
 from recipe_gkd.config.teachers import addresses
-from recipe_gkd.flow import MAX_STALENESS, staleness_bound
+from recipe_gkd.metrics.step_time_model import StageSeconds, step_seconds
 
 WAITS = {
     "generation": ("timing/wait_prev_gen",),

@@ -10,8 +10,8 @@ from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
+from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config.schema import TrainerConfig
-from recipe_gkd.run_folder import folder_of
 
 
 class Logger(Protocol):

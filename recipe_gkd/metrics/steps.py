@@ -11,13 +11,14 @@ import numpy as np
 import psutil
 
 from recipe_gkd.config import Config
-from recipe_gkd.flow import ReadyBatch, now
+from recipe_gkd.data.samples import Sample
 from recipe_gkd.metrics.advice import Advisor
 from recipe_gkd.metrics.changes import WAITS, Setup
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
-from recipe_gkd.samples import Sample
+from recipe_gkd.pipeline.interface import ReadyBatch
+from recipe_gkd.runtime.clock import now
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ OF_A_STEP = [*(name for names in WAITS.values() for name in names), *DONE]
 
 
 class Capacity(Protocol):
-    """Interface of :class:`recipe_gkd.capacity.ClusterCapacity` that advice needs."""
+    """Interface of :class:`recipe_gkd.ray_cluster.capacity.ClusterCapacity` that advice needs."""
 
     @property
     def cores(self) -> float | None: ...

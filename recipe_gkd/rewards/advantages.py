@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from recipe_gkd.config.schema import GkdConfig
-from recipe_gkd.samples import Sample
+from recipe_gkd.data.samples import Sample
 
 EPS = 1e-9
 """Rewards whose deviation is not above this share of the largest are equal but for rounding."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_gkd.config.schema import DataConfig
-from recipe_gkd.data import PromptData, column_at, column_path
+from recipe_gkd.data.prompts import PromptData, column_at, column_path
+from recipe_gkd.data.samples import Answer, Prompt
 from recipe_gkd.errors import DataError
-from recipe_gkd.samples import Answer, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recipe_gkd.config import Config
+from recipe_gkd.data.samples import Answer, Prompt
 from recipe_gkd.errors import GkdError, ModelError, WorkerDied, WorkerError
 from recipe_gkd.rollout.device_loss import is_device_loss
-from recipe_gkd.samples import Answer, Prompt
-from recipe_gkd.scratch import scratch_folder
+from recipe_gkd.runtime.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine, RequestOutput

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipe_gkd.watch import nccl_environment
+from recipe_gkd.diagnostics.stack_dumps import nccl_environment
 
 _ALWAYS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in our thread: commands run between its steps

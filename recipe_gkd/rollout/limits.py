@@ -5,7 +5,7 @@ No import of vLLM: the driver runs these before it starts any process.
 
 from __future__ import annotations
 
-from recipe_gkd.actor.shape import ModelShape
+from recipe_gkd.actor.model_dims import ModelShape
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import ConfigError
 

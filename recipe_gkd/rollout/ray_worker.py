@@ -13,16 +13,16 @@ from concurrent.futures import Future
 from typing import Any, TypeVar, get_args
 
 from recipe_gkd.config import Config
+from recipe_gkd.data.samples import Answer, Prompt
+from recipe_gkd.diagnostics.stack_dumps import watch_stacks
 from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError
-from recipe_gkd.placement import where_am_i
+from recipe_gkd.ray_cluster.placement import where_am_i
 from recipe_gkd.rollout.checkpoint_names import check_announced, folder_shapes
 from recipe_gkd.rollout.engine import EngineOptions, RolloutEngine
 from recipe_gkd.rollout.sampling import SamplingName, sampling_from
 from recipe_gkd.rollout.weight_updates import WeightUpdates
-from recipe_gkd.samples import Answer, Prompt
-from recipe_gkd.threads import in_thread
-from recipe_gkd.watch import watch_stacks
-from recipe_gkd.weights.buckets import TensorMeta
+from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 
+from recipe_gkd.diagnostics.stack_dumps import open_to_watchers
 from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.vllm_compat import (
@@ -33,11 +34,10 @@ from recipe_gkd.rollout.vllm_compat import (
     set_current_vllm_config,
     take_expert_kernels,
 )
-from recipe_gkd.watch import open_to_watchers
-from recipe_gkd.weights.buckets import TensorMeta
-from recipe_gkd.weights.connect import connect
-from recipe_gkd.weights.receiver import NamedTensors, receive_weights
-from recipe_gkd.weights.transport import Transport, join_store
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+from recipe_gkd.weight_sync.receiver import NamedTensors, receive_weights
+from recipe_gkd.weight_sync.transport import Transport, join_store
+from recipe_gkd.weight_sync.transport_factory import connect
 
 BACKEND = "recipe_gkd"
 
@@ -51,7 +51,7 @@ class JoinChannel(WeightTransferInitInfo):
     labels: list[str]
     timeout_s: float
     transport: str
-    """See ``recipe_gkd.weights.connect.TRANSPORTS``; all ends must be told the same."""
+    """See ``recipe_gkd.weight_sync.transport_factory.TRANSPORTS``; all ends must be told the same."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from recipe_gkd.errors import WeightSyncError, WorkerDied
-from recipe_gkd.weights.buckets import TensorMeta
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine

@@ -25,8 +25,8 @@ from recipe_gkd.actor import checkpoint, hf_save
 from recipe_gkd.actor.padding_rows import padding_rows
 from recipe_gkd.actor.parallel import leave_parallel
 from recipe_gkd.config import Config
+from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.errors import CheckpointError, GkdError
-from recipe_gkd.samples import Sample, TeacherTopK
 from tests.actor.tiny import exported, packed_logits, started, transformers_logits, update
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.config.schema import GkdConfig
-from recipe_gkd.samples import Sample
+from recipe_gkd.data.samples import Sample
 
 LEAST_TAIL = 2.0**-24
 

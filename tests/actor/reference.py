@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from recipe_gkd.samples import Sample
+from recipe_gkd.data.samples import Sample
 
 Objective = Callable[[Sequence[tuple[Sample, Tensor]]], dict[str, Tensor]]
 """Of the samples with a response, each with the float64 logits [T, V] that predict it: `actor/*`, with `actor/loss`."""

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from recipe_gkd.samples import Sample
+from recipe_gkd.data.samples import Sample
 from tests.actor import jobs
 from tests.actor.reference import reference_training
 from tests.actor.tiny import (

@@ -8,7 +8,7 @@ import pytest
 
 from recipe_gkd.actor.parallel import find_store, meet
 from recipe_gkd.errors import DeadlineError
-from recipe_gkd.weights.transport import open_store
+from recipe_gkd.weight_sync.transport import open_store
 from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(60)

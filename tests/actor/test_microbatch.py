@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recipe_gkd.actor.components import Totals, members
+from recipe_gkd.actor.loss_terms import Totals, members
 from recipe_gkd.actor.microbatch import micro_batches, pack, shard_batch, similar_lengths
+from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.errors import DataError
-from recipe_gkd.samples import Sample, TeacherTopK
 from tests.actor.tiny import TOP_K, make_sample, make_samples
 
 SAMPLES = make_samples(40)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from recipe_gkd.actor.shape import check_fits, read_shape
+from recipe_gkd.actor.model_dims import check_fits, read_shape
 from recipe_gkd.errors import ConfigError, ModelError
 from tests.actor import jobs
 from tests.actor.test_checkpoint import FIRST, SECOND

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipe_gkd.samples import Sample, TeacherTopK
+from recipe_gkd.data.samples import Sample, TeacherTopK
 from tests.actor import jobs
 from tests.actor.plain_objectives import plain_objective
 from tests.actor.reference import reference_training

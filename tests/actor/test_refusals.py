@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from recipe_gkd.actor.shape import check_fits, read_shape
+from recipe_gkd.actor.model_dims import check_fits, read_shape
 from recipe_gkd.errors import ConfigError, ModelError
 from tests.actor import jobs
 from tests.actor.test_layouts import PP2, TP2, VPP2
@@ -92,7 +92,7 @@ def test_layouts_that_do_not_divide_the_model_are_found_by_its_numbers_alone(fol
 
 
 def test_numbers_of_a_model_are_read_without_megatron() -> None:
-    program = "import sys; import recipe_gkd.actor.shape; sys.exit(bool({'megatron', 'torch'} & set(sys.modules)))"
+    program = "import sys; import recipe_gkd.actor.model_dims; sys.exit(bool({'megatron', 'torch'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 

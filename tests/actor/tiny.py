@@ -15,16 +15,16 @@ import transformers
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from recipe_gkd.actor import cpu_compat
-from recipe_gkd.actor.components import Totals
+from recipe_gkd.actor import megatron_patches
+from recipe_gkd.actor.loss_terms import Totals
 from recipe_gkd.actor.megatron_actor import MegatronActor
 from recipe_gkd.actor.microbatch import pack, shard_batch
+from recipe_gkd.actor.model_dims import LLAMA3_ROPE
 from recipe_gkd.actor.objective import Losses
 from recipe_gkd.actor.parallel import leave_parallel
-from recipe_gkd.actor.shape import LLAMA3_ROPE
 from recipe_gkd.actor.step import run_micro_batches
 from recipe_gkd.config import Config, load_config
-from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
+from recipe_gkd.data.samples import Answer, Prompt, Sample, TeacherTopK
 
 VOCAB = 96
 TOP_K = 8
@@ -155,7 +155,7 @@ def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
     packed = pack(samples, multiple_of=actor.layout.tp_size)
     every_row = dataclasses.replace(packed, loss_rows_T=np.arange(sum(packed.lengths)))
     batches = [every_row] * 2
-    with cpu_compat.on_host(), torch.no_grad():
+    with megatron_patches.on_host(), torch.no_grad():
         reports = run_micro_batches(
             actor._wrapped, batches, capture, totals=Totals.of(Totals.counts(batches)), gkd=actor._gkd, tp_group=None,
             device=torch.device("cpu"), forward_only=True,

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from command import Run, Start, Teacher, processes_marked, running_teacher, script
 
-from recipe_gkd.diagnosis.on_node import tree
+from recipe_gkd.checkpoints.run_lock import locked
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.process_id import is_alive
-from recipe_gkd.run_lock import locked
+from recipe_gkd.runtime.process_id import is_alive
+from recipe_gkd.runtime.process_trees import tree
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from command import Run, Start, Teacher, running_teacher
 
+from recipe_gkd.checkpoints.run_folder import check_outputs
 from recipe_gkd.config import load_config
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.run_folder import check_outputs
 from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(320)

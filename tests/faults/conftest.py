@@ -13,10 +13,10 @@ import pytest
 import ray.cloudpickle
 from faulty import DEADLINE_S, Census, TrainerOf
 
-from recipe_gkd.checkpoints import Progress, Start
+from recipe_gkd.checkpoints.state import Progress, Start
 from recipe_gkd.config import load_config
-from recipe_gkd.data import PromptData, PromptLoader, read_table
-from recipe_gkd.teachers import Routes, Teachers
+from recipe_gkd.data.prompts import PromptData, PromptLoader, read_table
+from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.workers import start_workers
 from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence

@@ -16,11 +16,11 @@ import psutil
 
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
-from recipe_gkd.diagnosis import on_node
-from recipe_gkd.diagnosis.processes import locate
-from recipe_gkd.groups import WorkerGroup
-from recipe_gkd.process_id import ProcessId, is_alive
+from recipe_gkd.ray_cluster.node_probe import locate
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.ray_worker import RolloutWorker
+from recipe_gkd.runtime import process_trees
+from recipe_gkd.runtime.process_id import ProcessId, is_alive
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.workers import Workers
 
@@ -29,11 +29,11 @@ TrainerOf = Callable[..., AbstractAsyncContextManager[Trainer]]
 
 MOMENTS = {
     "generate": "recipe_gkd.rollout.engine:RolloutEngine._deliver",
-    "receive": "recipe_gkd.weights.channel:Channel.broadcast",
+    "receive": "recipe_gkd.weight_sync.collective:Channel.broadcast",
     "load": "recipe_gkd.rollout.vllm_weights:BucketReceiver.finish_weight_update",
     "update": "recipe_gkd.actor.megatron_actor:MegatronActor.update",
     "gather": "recipe_gkd.actor.export:_exchange",
-    "broadcast": "recipe_gkd.weights.channel:Channel.broadcast",
+    "broadcast": "recipe_gkd.weight_sync.collective:Channel.broadcast",
 }
 
 
@@ -86,7 +86,7 @@ class Census:
 
     async def take(self, workers: Workers) -> None:
         places = await locate([*workers.actors.handles, *workers.rollouts.handles])
-        self._seen.update(on_node.tree([place.pid for place in places]))
+        self._seen.update(process_trees.tree([place.pid for place in places]))
 
     def __len__(self) -> int:
         return len(self._seen)

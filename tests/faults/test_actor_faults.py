@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from faulty import DEADLINE_S, Strike, TrainerOf, arm
 
-from recipe_gkd.diagnosis.collect import TIMEOUT_S
+from recipe_gkd.diagnostics.collect import TIMEOUT_S
 from recipe_gkd.errors import GkdError
 
 pytestmark = pytest.mark.timeout(200)

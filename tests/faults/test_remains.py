@@ -15,8 +15,8 @@ import ray.cloudpickle
 from faulty import lives
 
 from recipe_gkd.errors import WorkerDied
-from recipe_gkd.groups import WorkerGroup
-from recipe_gkd.restarts import RolloutRestarts
+from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 
 
 class Parent:

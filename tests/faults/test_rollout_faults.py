@@ -12,11 +12,11 @@ import psutil
 import pytest
 from faulty import DEADLINE_S, Census, TrainerOf, arm, lives
 
-from recipe_gkd.diagnosis import on_node
-from recipe_gkd.diagnosis.processes import locate
 from recipe_gkd.errors import GkdError, WorkerDied
-from recipe_gkd.flow import now
 from recipe_gkd.metrics.timeline import Timeline
+from recipe_gkd.ray_cluster.node_probe import locate
+from recipe_gkd.runtime import process_trees
+from recipe_gkd.runtime.clock import now
 from recipe_gkd.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(250)
@@ -89,7 +89,7 @@ def test_a_worker_whose_tensor_rank_is_killed_is_replaced_and_no_prompt_is_lost_
         await census.take(trainer.workers)
         [place] = await locate(trainer.workers.rollouts.handles)
         [rank] = [
-            one.pid for one in on_node.tree([place.pid]) if f"Worker_TP{number}" in psutil.Process(one.pid).name()
+            one.pid for one in process_trees.tree([place.pid]) if f"Worker_TP{number}" in psutil.Process(one.pid).name()
         ]
         os.kill(rank, signal.SIGKILL)
         killed.append(place.pid)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.losses import Divergence
-from recipe_gkd.losses.buckets import Tail
+from recipe_gkd.losses.distributions import Tail
 from recipe_gkd.losses.divergences import Kind
 
 VOCABULARY = 93

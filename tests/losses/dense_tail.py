@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from recipe_gkd.losses.kernels import Arithmetic
-from recipe_gkd.losses.question import Backward, Head
+from recipe_gkd.losses.kernel_backend import Arithmetic
+from recipe_gkd.losses.logits_query import Backward, Head
 
 KINDS = ("random", "all mass on the support", "+-1e4", "-inf among them", "all equal", "around 3e4")
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from recipe_gkd.losses import Divergence
-from recipe_gkd.losses.buckets import outcomes, present_entries
+from recipe_gkd.losses.distributions import outcomes, present_entries
 from recipe_gkd.losses.fused_head import read_hidden
-from recipe_gkd.losses.question import Question, Reading
-from recipe_gkd.losses.reading import read_logits
+from recipe_gkd.losses.log_stats import read_logits
+from recipe_gkd.losses.logits_query import Question, Reading
 from tests.losses.cases import COLUMNS, VOCABULARY, Case, make_case, row_weights
 from tests.losses.runs import group
 from tests.worker_pool import WorkerPool

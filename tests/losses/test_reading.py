@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from recipe_gkd.losses.buckets import present_entries
-from recipe_gkd.losses.question import Question, Reading
-from recipe_gkd.losses.reading import read_logits
+from recipe_gkd.losses.distributions import present_entries
+from recipe_gkd.losses.log_stats import read_logits
+from recipe_gkd.losses.logits_query import Question, Reading
 from tests.losses.cases import COLUMNS, ROWS, TEMPERATURES, VOCABULARY, Case, make_case, row_weights
 from tests.losses.dense import dense_picked_and_entropy
 from tests.losses.runs import group

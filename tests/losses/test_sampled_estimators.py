@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe_gkd.losses.question import Question
-from recipe_gkd.losses.reading import read_logits
-from recipe_gkd.losses.sampled import Importance, importance_weights, k1, k2, k3
+from recipe_gkd.losses.log_stats import read_logits
+from recipe_gkd.losses.logits_query import Question
+from recipe_gkd.losses.sampled_token import Importance, importance_weights, k1, k2, k3
 
 V = 37
 GENERATOR = torch.Generator().manual_seed(0)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from recipe_gkd.losses.buckets import present_entries
 from recipe_gkd.losses.diagnostics import entropy, topk_overlap
+from recipe_gkd.losses.distributions import present_entries
 from tests.losses.cases import VOCABULARY, Case, make_case
 from tests.losses.runs import group
 from tests.worker_pool import WorkerPool

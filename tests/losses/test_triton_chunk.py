@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.losses import chunk as torch_chunk
-from recipe_gkd.losses.kernels import CHOICE, arithmetic_for
-from recipe_gkd.losses.question import Backward
+from recipe_gkd.losses import torch_kernels as torch_chunk
+from recipe_gkd.losses.kernel_backend import CHOICE, arithmetic_for
+from recipe_gkd.losses.logits_query import Backward
 from tests.losses.dense_tail import KINDS, Case, check_gradient, check_rounded_once, check_sums, make
 
 pytest.importorskip("triton", reason="needs triton")
@@ -42,11 +42,11 @@ def interpreted() -> Iterator[Run]:
 
 def small_blocks() -> None:
     """Several blocks, groups and splits in rows of a few hundred columns."""
-    from recipe_gkd.losses import triton_chunk
+    from recipe_gkd.losses import triton_backend
 
     os.environ[CHOICE] = "triton"
     torch.set_num_threads(1)
-    triton_chunk.COLUMNS, triton_chunk.ENTRIES = 64, 64
+    triton_backend.COLUMNS, triton_backend.ENTRIES = 64, 64
 
 
 def check(case: Case, device: str = "cpu") -> None:
@@ -109,11 +109,11 @@ def test_a_nan_among_the_logits_is_not_hidden(interpreted: Run) -> None:
 
 
 def check_float64() -> None:
-    from recipe_gkd.losses import triton_chunk
+    from recipe_gkd.losses import triton_backend
 
     chunk = make(Case())
     with pytest.raises(TypeError, match=r"got torch\.float64 logits.*expected one of"):
-        triton_chunk.tail_sums(chunk.logits_CW.double(), chunk.heads, torch.float64)
+        triton_backend.tail_sums(chunk.logits_CW.double(), chunk.heads, torch.float64)
 
 
 def test_float64_is_refused(interpreted: Run) -> None:

@@ -9,12 +9,12 @@ import pytest
 from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
-from recipe_gkd.capacity import ClusterCapacity
 from recipe_gkd.config import load_config
-from recipe_gkd.flow import Flow
 from recipe_gkd.metrics.advice import LASTS, REPEAT, Advisor
 from recipe_gkd.metrics.changes import Setup, free_changes, more_devices, splits_of, stage_seconds
-from recipe_gkd.pools import PoolSpec
+from recipe_gkd.pipeline.interface import Flow
+from recipe_gkd.ray_cluster.capacity import ClusterCapacity
+from recipe_gkd.ray_cluster.pools import PoolSpec
 
 SETUP = Setup(staleness=1, actor=(1, 4), rollout=(1, 4), n_teachers=2)
 

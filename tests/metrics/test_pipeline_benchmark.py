@@ -15,7 +15,7 @@ from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
 from recipe_gkd.config.load import compose_config
-from recipe_gkd.flow import Flow
+from recipe_gkd.pipeline.interface import Flow
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from pipeline_stages import BatchTimes, Pools, Stages
 from virtual_time import run
 
 from recipe_gkd.config import load_config
-from recipe_gkd.flow import Flow
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.steps import StepMetrics, span
-from recipe_gkd.schedule import Pipeline
+from recipe_gkd.pipeline.interface import Flow
+from recipe_gkd.pipeline.pipeline import Pipeline
 
 N_STEPS = 4
 

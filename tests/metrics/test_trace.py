@@ -15,10 +15,11 @@ from pipeline_stages import BatchTimes, Pools, Stages
 from virtual_time import run
 
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.flow import Flow, now
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
-from recipe_gkd.schedule import Pipeline
+from recipe_gkd.pipeline.interface import Flow
+from recipe_gkd.pipeline.pipeline import Pipeline
+from recipe_gkd.runtime.clock import now
 
 
 class Both:

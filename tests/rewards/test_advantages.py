@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipe_gkd.data.samples import Answer, Prompt, Sample, TeacherTopK
 from recipe_gkd.rewards.advantages import with_advantages, with_baselines
-from recipe_gkd.samples import Answer, Prompt, Sample, TeacherTopK
 
 NO_IDS = np.zeros(0, np.int32)
 

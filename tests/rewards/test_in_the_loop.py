@@ -17,17 +17,18 @@ import pyarrow.parquet as pq
 import pytest
 from reward_files import reward_file, settings
 
-from recipe_gkd.checkpoints import Progress, Start
+from recipe_gkd.checkpoints.state import Progress, Start
 from recipe_gkd.config import Config, load_config
-from recipe_gkd.data import PromptData, PromptLoader, read_table
+from recipe_gkd.data.prompts import PromptData, PromptLoader, read_table
+from recipe_gkd.data.samples import Answer, Prompt, Sample
 from recipe_gkd.errors import GkdError, RewardError, WorkerDied
-from recipe_gkd.flow import ReadyBatch, now
 from recipe_gkd.metrics.steps import describe
 from recipe_gkd.metrics.timeline import Timeline
+from recipe_gkd.pipeline.interface import ReadyBatch
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItems, RewardScorer
-from recipe_gkd.samples import Answer, Prompt, Sample
-from recipe_gkd.teachers import Routes, Teachers
+from recipe_gkd.runtime.clock import now
+from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.trainer import Judging, Trainer
 from teacher.errors import TeacherError, TeacherTimeout
 from teacher.records import TeacherAnswer, TeacherSequence

@@ -12,13 +12,13 @@ import pytest
 
 from recipe_gkd.config import load_config
 from recipe_gkd.config.schema import DataConfig
-from recipe_gkd.data import PromptData, read_table
+from recipe_gkd.data.prompts import PromptData, read_table
+from recipe_gkd.data.samples import Answer
 from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.reward import compute_score
 from recipe_gkd.quickstart.task import Problem, write_parquet
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItem, RewardItems
-from recipe_gkd.samples import Answer
 
 
 def settings(files: list[Path], **values: Any) -> DataConfig:

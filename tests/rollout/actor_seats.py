@@ -9,8 +9,8 @@ from small_models import VOCABULARY, prompts
 
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
-from recipe_gkd.groups import WorkerGroup
-from recipe_gkd.samples import Answer, Sample, TeacherTopK
+from recipe_gkd.data.samples import Answer, Sample, TeacherTopK
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 
 
 class ActorSeat(ActorWorker):

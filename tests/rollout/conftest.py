@@ -15,12 +15,12 @@ import ray
 from small_models import TEACHERS_EOS, VOCABULARY, TinyActor, config_for, prompts, trained_model
 
 from recipe_gkd.config import Config
-from recipe_gkd.groups import WorkerGroup
+from recipe_gkd.data.samples import Answer, Prompt
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.environment import worker_environment
 from recipe_gkd.rollout.ray_worker import RolloutWorker
-from recipe_gkd.samples import Answer, Prompt
-from recipe_gkd.weights.buckets import TensorMeta
-from recipe_gkd.weights.sync import WeightSync
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+from recipe_gkd.weight_sync.synchronizer import WeightSync
 
 OLD, NEW = 1, 2
 """Seeds of the weights before and after a sync."""

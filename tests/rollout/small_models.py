@@ -13,13 +13,13 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from recipe_gkd.config import Config, load_config
-from recipe_gkd.samples import Answer, Prompt
-from recipe_gkd.weights.actor_side import ActorWeights
-from recipe_gkd.weights.buckets import TensorMeta
-from recipe_gkd.weights.channel import Channel
-from recipe_gkd.weights.receiver import receive_weights
-from recipe_gkd.weights.stats import TransferStats
-from recipe_gkd.weights.transport import join_store
+from recipe_gkd.data.samples import Answer, Prompt
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+from recipe_gkd.weight_sync.collective import Channel
+from recipe_gkd.weight_sync.receiver import receive_weights
+from recipe_gkd.weight_sync.sender_api import ActorWeights
+from recipe_gkd.weight_sync.stats import TransferStats
+from recipe_gkd.weight_sync.transport import join_store
 
 VOCABULARY = 300
 PADDED_TO = 320

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from small_models import config_for
 
-from recipe_gkd.actor.shape import ModelShape
+from recipe_gkd.actor.model_dims import ModelShape
 from recipe_gkd.config import limits
 from recipe_gkd.config.ranges import numeric_range
 from recipe_gkd.errors import ConfigError

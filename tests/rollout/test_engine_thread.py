@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from small_models import prompts
 
+from recipe_gkd.data.samples import Answer
 from recipe_gkd.errors import GkdError, ModelError, WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.rollout import engine as module
 from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.engine import EngineOptions, RolloutEngine
 from recipe_gkd.rollout.weight_updates import WeightUpdates
-from recipe_gkd.samples import Answer
 
 pytestmark = pytest.mark.timeout(30)
 

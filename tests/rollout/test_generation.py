@@ -24,8 +24,8 @@ from small_models import (
 )
 
 from recipe_gkd.config import Config
+from recipe_gkd.data.samples import Answer, Prompt
 from recipe_gkd.errors import DeadlineError, WorkerError
-from recipe_gkd.samples import Answer, Prompt
 
 MANY = 3000
 """Prompts that keep an engine busy for longer than any deadline here."""

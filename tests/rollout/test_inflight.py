@@ -11,8 +11,8 @@ import pytest
 from conftest import NEW, OLD, Pool
 from small_models import config_for, model_of, prompts, reference_logprobs
 
+from recipe_gkd.data.samples import Answer, Prompt
 from recipe_gkd.errors import DeadlineError, WeightSyncError
-from recipe_gkd.samples import Answer, Prompt
 
 MANY = 200
 """Together more tokens than one step of the engine may compute, so that paused answers cannot all go on in one."""

@@ -18,10 +18,10 @@ from transformers import Qwen2ForCausalLM
 
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.config import Config
-from recipe_gkd.groups import WorkerGroup
+from recipe_gkd.data.samples import Answer, Prompt
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.ray_worker import RolloutWorker
-from recipe_gkd.samples import Answer, Prompt
-from recipe_gkd.weights.sync import WeightSync
+from recipe_gkd.weight_sync.synchronizer import WeightSync
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 TP2, PP2 = f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.pipeline_model_parallel_size=2"

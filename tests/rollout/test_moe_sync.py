@@ -15,10 +15,10 @@ from small_models import EOS, VOCABULARY, config_for, prompts, reference_logprob
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from recipe_gkd.actor.environment import worker_environment as actor_environment
-from recipe_gkd.groups import WorkerGroup
+from recipe_gkd.data.samples import Answer
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.ray_worker import RolloutWorker
-from recipe_gkd.samples import Answer
-from recipe_gkd.weights.sync import WeightSync
+from recipe_gkd.weight_sync.synchronizer import WeightSync
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 

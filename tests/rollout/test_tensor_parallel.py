@@ -16,13 +16,14 @@ import ray.cloudpickle
 from conftest import CHANNEL_TIMEOUT_S, NEW, OLD, Pool, answers_of
 from small_models import model_of, prompts, reference_logprobs
 
-from recipe_gkd.diagnosis import on_node
-from recipe_gkd.diagnosis.processes import locate
+from recipe_gkd.diagnostics import node_agent
 from recipe_gkd.errors import WorkerDied
-from recipe_gkd.groups import WorkerGroup
-from recipe_gkd.process_id import is_alive
-from recipe_gkd.restarts import RolloutRestarts
-from recipe_gkd.weights.sync import WeightSync
+from recipe_gkd.ray_cluster.node_probe import locate
+from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from recipe_gkd.runtime import process_trees
+from recipe_gkd.runtime.process_id import is_alive
+from recipe_gkd.weight_sync.synchronizer import WeightSync
 
 
 def synchronizer(pool: Pool, group: WorkerGroup) -> WeightSync:
@@ -59,7 +60,7 @@ def test_two_tensor_ranks_generate_and_are_updated_as_one(pool: Pool, tensor_pai
 
 def test_each_tensor_rank_can_be_looked_into_where_py_spy_is_not_allowed_to(tensor_pair: WorkerGroup) -> None:
     (place,) = asyncio.run(locate(tensor_pair.handles))
-    stacks = [on_node._faulthandler_stacks(one.pid, time.monotonic() + 2) for one in on_node.tree([place.pid])]
+    stacks = [node_agent._faulthandler_stacks(one.pid, time.monotonic() + 2) for one in process_trees.tree([place.pid])]
     assert sum("worker_busy_loop" in text for text in stacks) == 2
 
 
@@ -85,7 +86,7 @@ def test_a_worker_whose_tensor_rank_is_killed_counts_as_dead_and_is_replaced(
         await synchronizer(pool, tensor_pair).sync(5)
         await restarts.remember([0])
         (place,) = await locate(tensor_pair.handles)
-        processes = on_node.tree([place.pid])
+        processes = process_trees.tree([place.pid])
         [rank] = [one.pid for one in processes if "VLLM::Worker_TP1" in psutil.Process(one.pid).name()]
         os.kill(rank, signal.SIGKILL)
         with pytest.raises(WorkerDied, match="rollout worker 0: the rollout engine failed"):

@@ -14,10 +14,10 @@ import ray
 from conftest import CHANNEL_TIMEOUT_S, NEW, OLD, Pool, environment
 from small_models import DoomedWorker, config_for, model_of, prompts, reference_logprobs
 
+from recipe_gkd.data.samples import Answer
 from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.rollout.ray_worker import RolloutWorker
-from recipe_gkd.samples import Answer
-from recipe_gkd.weights.sync import WeightSync
+from recipe_gkd.weight_sync.synchronizer import WeightSync
 
 
 def same(found: dict[int, Answer], expected: dict[int, Answer]) -> bool:
@@ -99,7 +99,7 @@ def test_two_workers_get_one_version_in_one_sync(pool: Pool, caplog: pytest.LogC
     reset(pool, 0, 1)
     assert not same(generate(pool, 1), pool.fresh[1])
     pool.tell_actor("become", NEW, True)
-    with caplog.at_level(logging.INFO, logger="recipe_gkd.weights.sync"):
+    with caplog.at_level(logging.INFO, logger="recipe_gkd.weight_sync.synchronizer"):
         numbers = asyncio.run(pool.sync(0, 1).sync(12))
     for rank in (0, 1):
         assert same(generate(pool, rank), pool.fresh[1])

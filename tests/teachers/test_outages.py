@@ -12,7 +12,7 @@ import pytest
 from opinionated_services import Engine, proxy_without_workers, service, worker_of
 from test_teachers import ROUTES, configured, is_scored_by, pair
 
-from recipe_gkd.teachers import open_teachers, outages
+from recipe_gkd.teacher_routing import open_teachers, outages
 from teacher.client import TeacherClient
 from teacher.errors import TeacherTimeout, TeacherUnavailable
 from teacher.records import TeacherSequence
@@ -39,7 +39,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "recipe_gkd.teachers.outages"]
+    return [record.getMessage() for record in caplog.records if record.name == "recipe_gkd.teacher_routing.outages"]
 
 
 def test_a_service_without_workers_is_reported_once_and_so_is_the_end_of_that(

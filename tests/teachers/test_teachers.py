@@ -15,10 +15,10 @@ import pytest
 from opinionated_services import REFUSED, opinion, service
 
 from recipe_gkd.config import Config, load_config
+from recipe_gkd.data.samples import Answer, Prompt, Sample
 from recipe_gkd.errors import DataError
-from recipe_gkd.samples import Answer, Prompt, Sample
-from recipe_gkd.teachers import Routes, Teachers, failures, open_teachers, read_routes
-from recipe_gkd.teachers.teachers import length_of_union
+from recipe_gkd.teacher_routing import Routes, Teachers, failure_policy, open_teachers, read_routes
+from recipe_gkd.teacher_routing.router import length_of_union
 from teacher.client import TeacherClient
 from teacher.errors import (
     TeacherError,
@@ -196,7 +196,7 @@ def test_what_ends_the_run_at_once(policy: str, ends_the_run: list[TeacherError]
 def test_waiting_asks_again_until_there_is_an_answer_and_says_so_at_once_and_not_too_often(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failures, "AGAIN_AFTER_S", 0.0)
+    monkeypatch.setattr(failure_policy, "AGAIN_AFTER_S", 0.0)
     client = Scripted(GONE, LATE, GONE)
     samples = score(Teachers(configured("on_failure=wait"), ROUTES, {"default": client}), [pair(0), pair(1)], step=7)
     assert client.n_asked == 4 and all(is_scored_by(0, sample) for sample in samples)
@@ -209,7 +209,7 @@ def test_waiting_asks_again_until_there_is_an_answer_and_says_so_at_once_and_not
 def test_a_teacher_that_is_slow_is_given_all_the_time_that_is_left_and_one_that_is_gone_is_asked_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(failures, "AGAIN_AFTER_S", 0.0)
+    monkeypatch.setattr(failure_policy, "AGAIN_AFTER_S", 0.0)
     client = Scripted(GONE, LATE)
     score(Teachers(configured("on_failure=wait", "timeout_s=9"), ROUTES, {"default": client}), [pair(0)])
     assert client.timeouts[:2] == [9, 9] and client.timeouts[2] == pytest.approx(3600, abs=5)
@@ -217,7 +217,7 @@ def test_a_teacher_that_is_slow_is_given_all_the_time_that_is_left_and_one_that_
 
 def test_waiting_goes_on_beyond_the_longest_deadline_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client takes deadlines of up to 7 days, ``max_wait_s`` may be 30."""
-    monkeypatch.setattr(failures, "AGAIN_AFTER_S", 0.0)
+    monkeypatch.setattr(failure_policy, "AGAIN_AFTER_S", 0.0)
     month, week = 30 * 24 * 3600, LIMITS.timeout_s
     client = Scripted(LATE, GONE, LATE, LATE)
     config = configured("on_failure=wait", f"max_wait_s={month}", "timeout_s=9")
@@ -230,7 +230,7 @@ def test_waiting_goes_on_beyond_the_longest_deadline_of_one_request(monkeypatch:
 def test_waiting_survives_a_service_that_comes_late_goes_and_comes_back(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failures, "SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(failure_policy, "SAY_EVERY_S", 0.0)
     port = free_port()
     config = configured(f"server_port={port}", "on_failure=wait", "timeout_s=0.3")
 
@@ -269,7 +269,7 @@ def test_skipping_loses_the_samples_that_have_no_answer_and_no_other_and_says_wh
     with service(0) as math, service(50) as code:
         config = configured(*two_teachers(math=math, code=code), "on_failure=skip_samples")
         with open_teachers(config, Routes(("math", "code"), np.array([0, 1, 0]))) as teachers:
-            caplog.set_level(logging.WARNING, "recipe_gkd.teachers")
+            caplog.set_level(logging.WARNING, "recipe_gkd.teacher_routing")
             samples = score(teachers, [pair(0), pair(2, [8, REFUSED]), pair(1), pair(3), pair(5)], step=4)
             assert uids(samples) == [0, 2, 1, 3, 5]
             assert [sample.is_skipped for sample in samples] == [False, True, False, False, False]

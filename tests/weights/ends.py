@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from recipe_gkd.weights.buckets import TensorMeta
-from recipe_gkd.weights.channel import Channel
-from recipe_gkd.weights.ipc import SharedMemory
-from recipe_gkd.weights.transport import Transport, join_store, open_store
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+from recipe_gkd.weight_sync.collective import Channel
+from recipe_gkd.weight_sync.ipc import SharedMemory
+from recipe_gkd.weight_sync.transport import Transport, join_store, open_store
 
 CPU = torch.device("cpu")
 LABELS = ["actor worker 0", *(f"rollout worker {rank}" for rank in range(3))]

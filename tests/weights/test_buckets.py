@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipe_gkd.errors import WeightSyncError
-from recipe_gkd.weights.buckets import ALIGNMENT, Checksum, Plan, TensorMeta, pack, plan_buckets, views
+from recipe_gkd.weight_sync.bucket_plan import ALIGNMENT, Checksum, Plan, TensorMeta, pack, plan_buckets, views
 
 SHAPES = {
     "matrix": ((7, 5), torch.float32),

@@ -17,13 +17,13 @@ import torch
 from ends import CPU, META, Timer, spawn, weights
 
 from recipe_gkd.errors import DeadlineError, WeightSyncError, WorkerDied, silence
-from recipe_gkd.weights import sync
-from recipe_gkd.weights.actor_side import ActorWeights
-from recipe_gkd.weights.buckets import TensorMeta
-from recipe_gkd.weights.connect import connect
-from recipe_gkd.weights.receiver import NamedTensors, receive_weights
-from recipe_gkd.weights.sync import WeightSync
-from recipe_gkd.weights.transport import Transport, join_store
+from recipe_gkd.weight_sync import synchronizer
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+from recipe_gkd.weight_sync.receiver import NamedTensors, receive_weights
+from recipe_gkd.weight_sync.sender_api import ActorWeights
+from recipe_gkd.weight_sync.synchronizer import WeightSync
+from recipe_gkd.weight_sync.transport import Transport, join_store
+from recipe_gkd.weight_sync.transport_factory import connect
 
 pytestmark = pytest.mark.timeout(60)
 TIMEOUT_S = 10.0
@@ -205,7 +205,7 @@ def test_a_frozen_worker_is_named_with_the_phase_in_which_it_froze_and_is_not_wa
     parties = Parties()
     asyncio.run(parties.sync.sync(1))
     parties.hurry(1.0)
-    monkeypatch.setattr(sync, "_MARGIN_S", 0.5)
+    monkeypatch.setattr(synchronizer, "_MARGIN_S", 0.5)
     if freeze == "actor":
         parties.actor.freeze_in = "send_weights"
     else:

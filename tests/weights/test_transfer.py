@@ -20,14 +20,14 @@ import torch.distributed as dist
 from ends import CPU, KINDS, LABELS, META, Timer, connect, spawn, stalls, weights
 
 from recipe_gkd.errors import DeadlineError, WeightSyncError
-from recipe_gkd.weights.actor_side import ActorWeights
-from recipe_gkd.weights.buckets import TensorMeta
-from recipe_gkd.weights.channel import Channel
-from recipe_gkd.weights.ipc import SharedMemory
-from recipe_gkd.weights.memory import BufferPool
-from recipe_gkd.weights.receiver import NamedTensors, receive_weights
-from recipe_gkd.weights.sender import send_weights
-from recipe_gkd.weights.transport import Transport, interrupt, join_store, open_store
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+from recipe_gkd.weight_sync.collective import Channel
+from recipe_gkd.weight_sync.host_memory import BufferPool
+from recipe_gkd.weight_sync.ipc import SharedMemory
+from recipe_gkd.weight_sync.receiver import NamedTensors, receive_weights
+from recipe_gkd.weight_sync.sender import send_weights
+from recipe_gkd.weight_sync.sender_api import ActorWeights
+from recipe_gkd.weight_sync.transport import Transport, interrupt, join_store, open_store
 
 pytestmark = pytest.mark.timeout(60)
 BUCKET = 3000  # one tensor of 1600 bytes in each

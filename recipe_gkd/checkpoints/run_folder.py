@@ -1,0 +1,118 @@
+"""The folder of a run: outputs are writable, one run owns it at a time, and a refused start leaves no trace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from recipe_gkd.checkpoints.run_lock import LOCK, locked
+from recipe_gkd.checkpoints.store import LINK
+from recipe_gkd.config import Config
+from recipe_gkd.config.schema import TrainerConfig
+from recipe_gkd.errors import CheckpointError, ConfigError, DataError, ModelError, ResourceError, RewardError
+from teacher.errors import TeacherError
+
+LOG, CONFIG = "run.log", "config.yaml"
+REFUSALS = (CheckpointError, ConfigError, DataError, ModelError, ResourceError, RewardError, TeacherError)
+"""Errors whose message names all that the user must change before the run can start."""
+
+
+def folder_of(trainer: TrainerConfig) -> Path:
+    """Return the run folder, as it was given but for ``~``."""
+    return Path(trainer.default_local_dir).expanduser()
+
+
+class RunFolder:
+    """A run folder that this process has locked.
+
+    Attributes:
+        path: The folder, ``trainer.default_local_dir``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._new_files = [path / name for name in (LOG, CONFIG) if not (path / name).exists()]
+        self._accepted = False
+
+    def accept(self) -> None:
+        """Keep what the run has written from now on: its workers have started."""
+        self._accepted = True
+
+    def remove_traces(self, error: BaseException) -> None:
+        """Remove the files that this start has made, if ``error`` refuses it before its workers have started.
+
+        A worker that failed, or an unexpected error, is no refusal: the log is needed to understand it.
+        """
+        if self._accepted or not isinstance(error, REFUSALS):
+            return
+        for path in self._new_files:
+            path.unlink(missing_ok=True)
+        if [path.name for path in self.path.iterdir()] == [LOCK]:
+            (self.path / LOCK).unlink()  # its holder may: who takes a lock looks if the file is still there
+
+
+@contextmanager
+def run_folder(config: Config) -> Iterator[RunFolder]:
+    """Make the folders of all outputs, and hold the lock of the run folder.
+
+    Raises:
+        ConfigError: An output cannot be written, or another run uses the folder. Nothing in it has been changed then.
+    """
+    made: list[Path] = []
+    try:
+        check_outputs(config, made)
+        path = folder_of(config.trainer)
+        with locked(path):
+            folder = RunFolder(path)
+            try:
+                yield folder
+            except BaseException as error:
+                with suppress(OSError):
+                    folder.remove_traces(error)
+                raise
+    except BaseException:
+        for path in reversed(made):
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
+        raise
+
+
+def check_outputs(config: Config, made: list[Path] | None = None) -> None:
+    """Check that every file that the run will write can be written, which would otherwise fail after hours.
+
+    Args:
+        config: Configuration of the run.
+        made: The folders that this call makes are appended to it, parents first.
+    """
+    outputs = {
+        "trainer.default_local_dir": folder_of(config.trainer) / LOG,
+        "trainer.trace_file": config.trainer.trace_file,
+        "ray_init.timeline_json_file": config.ray_init.timeline_json_file,
+    }
+    for key, path in outputs.items():
+        if path is None:
+            continue
+        file = Path(path).expanduser()
+        try:
+            _make(file.parent, [] if made is None else made)
+        except OSError as error:
+            raise ConfigError(f"{key}: {file} cannot be written: {error}; choose another place") from error
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ConfigError(f"{key}: {file} cannot be written: it is a folder or protected; choose another place")
+    link = folder_of(config.trainer) / LINK
+    if config.trainer.best_metric is not None and link.exists() and not link.is_symlink():
+        raise ConfigError(
+            f"trainer.best_metric={config.trainer.best_metric}: {link} is to be a link to the best checkpoint, and "
+            "something else has that name; rename it, or choose another trainer.default_local_dir"
+        )
+
+
+def _make(folder: Path, made: list[Path]) -> None:
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        made.append(path)
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is no folder")

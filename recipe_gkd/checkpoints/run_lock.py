@@ -1,0 +1,135 @@
+"""One run at a time in a run folder: a lock for the life of the driver's process."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.runtime.process_id import ProcessId, is_alive, process_id
+
+log = logging.getLogger(__name__)
+
+LOCK = ".lock"
+_TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+_NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+
+_held: set[int] = set()
+"""Descriptors of the locks that this process holds."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process that holds a lock, as written into the lock's file."""
+
+    host: str
+    process: ProcessId
+    since: str
+
+    def __str__(self) -> str:
+        return f"on host {self.host} with pid {self.process.pid}, since {self.since}"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of ``folder``, which exists. The kernel releases it when this process ends, even by SIGKILL.
+
+    Child processes do not hold it: the descriptor is closed in a fork, and by exec.
+
+    Raises:
+        ConfigError: Another process holds the lock; the message names its host and pid.
+    """
+    descriptor = _take(folder / LOCK)
+    _held.add(descriptor)
+    try:
+        _write_owner(descriptor)
+        yield
+    finally:
+        if descriptor in _held:  # not in a fork of this process
+            _held.discard(descriptor)
+            os.close(descriptor)
+
+
+def _take(path: Path) -> int:
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"trainer.default_local_dir: {path} cannot be opened: {error}") from error
+        try:
+            _lock(descriptor, path)
+            # A run that was refused removes the file while it holds the lock: then this is no longer the folder's lock.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = _read_owner(path)
+        if error.errno in _TAKEN:
+            raise _refusal(path, owner) from error
+        if error.errno not in _NOT_SUPPORTED:
+            raise ConfigError(f"trainer.default_local_dir: {path} cannot be locked: {error}") from error
+        if owner is not None and is_alive(owner.process):
+            raise _refusal(path, owner) from error
+        log.warning(
+            "the file system of %s has no locks (%s): make sure that no other run uses this folder; the last "
+            "one was %s",
+            path.parent,
+            error.strerror,
+            owner or "none",
+        )
+
+
+def _refusal(path: Path, owner: Owner | None) -> ConfigError:
+    return ConfigError(
+        f"trainer.default_local_dir={path.parent} is in use by another run, "
+        f"{owner or f'whose host and pid are not in {path} yet'}; wait for it, end it, or choose another "
+        "trainer.default_local_dir or trainer.experiment_name"
+    )
+
+
+def _write_owner(descriptor: int) -> None:
+    own = process_id(os.getpid())
+    assert own is not None
+    owner = Owner(socket.gethostname(), own, datetime.now().astimezone().isoformat(timespec="seconds"))
+    text = json.dumps(asdict(owner)) + "\n"
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+    except OSError as error:  # a full disk: the lock holds all the same
+        log.warning("host and pid of this run cannot be written into its lock: %s", error)
+
+
+def _read_owner(path: Path) -> Owner | None:
+    try:
+        found = json.loads(path.read_text())
+        return Owner(str(found["host"]), ProcessId(**found["process"]), str(found["since"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _close_in_child() -> None:
+    for descriptor in _held:
+        with suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

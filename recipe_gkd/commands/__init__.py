@@ -1,0 +1,1 @@
+"""Commands besides training: ``python -m recipe_gkd <command>``."""

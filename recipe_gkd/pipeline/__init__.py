@@ -1,0 +1,1 @@
+"""The schedule that overlaps generation, teacher requests and training within a staleness bound."""

@@ -1,0 +1,1 @@
+"""Ray: connection, resource pools, placement, worker groups, and replacement of dead workers."""
