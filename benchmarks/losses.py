@@ -1,6 +1,6 @@
 """What a divergence costs: time of forward and backward, and peak memory, against what everybody has.
 
-    python benchmarks/losses.py [--quick] [--json FILE] [--kind reverse_kl] [--tail renormalise] [-k 64]
+    python benchmarks/losses.py [--quick] [--json FILE] [--kind reverse_kl] [--tail renormalize] [-k 64]
 
 From logits [T, V] (no product of matrices is measured):
 
@@ -12,7 +12,7 @@ From logits [T, V] (no product of matrices is measured):
 From hidden states and the output layer, to the gradients of both:
 
     head          their product, then ``in_place``
-    fused_head    recipe_gkd.losses.fused_head.read_hidden
+    fused_head    recipe_gkd.losses.fused_head.compute_log_stats_from_hidden
 
 Times are measured in one process, one way after the other, repetition by repetition, and a ratio is the median of the
 repetitions' ratios, so that a noisy machine troubles all of them alike. (On a CPU autograd and the heads, which take
@@ -37,10 +37,10 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.losses import Divergence, topk_divergence
-from recipe_gkd.losses.distributions import Outcomes, Tail, outcomes, present_entries
+from recipe_gkd.losses.distributions import BucketedDistributions, Tail, distributions, valid_entries
 from recipe_gkd.losses.divergences import Kind
-from recipe_gkd.losses.fused_head import read_hidden
-from recipe_gkd.losses.logits_query import Question
+from recipe_gkd.losses.fused_head import compute_log_stats_from_hidden
+from recipe_gkd.losses.logits_query import LogitsQuery
 
 TIMEOUT_S = 600
 FROM_LOGITS = ("log_softmax", "autograd", "analytic", "in_place")
@@ -112,8 +112,8 @@ def log_softmax(case: Case, given: Inputs, logits_TV: Tensor) -> tuple[Tensor, .
 def autograd(case: Case, given: Inputs, logits_TV: Tensor) -> tuple[Tensor, ...]:
     log_q_TV = (logits_TV.float() / case.divergence.temperature).log_softmax(1)
     tail_T1 = log_q_TV.scatter(1, given.ids_TK, float("-inf")).logsumexp(1, keepdim=True)
-    u_TB = torch.cat([log_q_TV.gather(1, given.ids_TK), tail_T1], dim=1)
-    loss = case.divergence.of(buckets(case, given, u_TB)).sum()
+    log_mass_TB = torch.cat([log_q_TV.gather(1, given.ids_TK), tail_T1], dim=1)
+    loss = case.divergence.of(buckets(case, given, log_mass_TB)).sum()
     return torch.autograd.grad(loss, logits_TV)
 
 
@@ -141,21 +141,21 @@ def head(case: Case, given: Inputs, hidden_TD: Tensor, weight_VD: Tensor) -> tup
 
 
 def fused_head(case: Case, given: Inputs, hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, ...]:
-    question = Question(
+    query = LogitsQuery(
         ids_TK=given.ids_TK,
-        present_TK=present_entries(given.logps_TK, given.ids_TK, case.vocabulary),
-        picked_T=given.ids_TK[:, 0],
+        valid_TK=valid_entries(given.logps_TK, given.ids_TK, case.vocabulary),
+        sampled_T=given.ids_TK[:, 0],
         vocab_size=case.vocabulary,
         temperature=case.divergence.temperature,
     )
-    reading = read_hidden(hidden_TD, weight_VD, question)
-    loss = case.divergence.of(buckets(case, given, reading.u_TB)).sum()
+    stats = compute_log_stats_from_hidden(hidden_TD, weight_VD, query)
+    loss = case.divergence.of(buckets(case, given, stats.log_mass_TB)).sum()
     return torch.autograd.grad(loss, (hidden_TD, weight_VD))
 
 
-def buckets(case: Case, given: Inputs, u_TB: Tensor) -> Outcomes:
-    present_TK = present_entries(given.logps_TK, given.ids_TK, case.vocabulary)
-    return outcomes(u_TB, given.logps_TK, present_TK, case.divergence.tail)
+def buckets(case: Case, given: Inputs, log_mass_TB: Tensor) -> BucketedDistributions:
+    valid_TK = valid_entries(given.logps_TK, given.ids_TK, case.vocabulary)
+    return distributions(log_mass_TB, given.logps_TK, valid_TK, case.divergence.tail)
 
 
 WAYS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -206,15 +206,15 @@ def times(case: Case, ways: tuple[str, ...], repeats: int) -> dict[str, list[flo
             if way == "in_place":
                 spare.logits_TV.copy_(given.logits_TV)
                 used = spare
-            synchronise(case.device)
+            synchronize(case.device)
             started = time.perf_counter()
             go(way, case, used)
-            synchronise(case.device)
+            synchronize(case.device)
             seconds[way].append(time.perf_counter() - started)
     return seconds
 
 
-def synchronise(device: str) -> None:
+def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -235,12 +235,12 @@ def peak(way: str, case: Case, threads: int) -> int:
     torch.set_num_threads(threads)
     given = inputs_for(case, (way,))
     go(way, *few(case, given))
-    synchronise(case.device)
+    synchronize(case.device)
     if case.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         go(way, case, given)
-        synchronise(case.device)
+        synchronize(case.device)
         return torch.cuda.max_memory_allocated() - before
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now what there is
     before = status_bytes("VmRSS")

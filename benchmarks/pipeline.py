@@ -34,7 +34,7 @@ from pipeline_stages import BatchTimes, Pools, Stages, drive, idle
 from recipe_gkd.config.staleness import MAX_STALENESS
 from recipe_gkd.errors import GkdError
 from recipe_gkd.metrics.step_time_model import step_bound
-from recipe_gkd.pipeline.interface import Flow
+from recipe_gkd.pipeline.interface import PipelineConfig
 from recipe_gkd.runtime.clock import now
 
 
@@ -45,7 +45,7 @@ class Shape:
     generate: float
     teacher: float
     update: float
-    answers: str = "varied"
+    responses: str = "varied"
     """Seconds of a batch's answers: ``equal``; ``varied``, by 20 % about the mean; ``long_tailed``, lognormal."""
 
 
@@ -100,12 +100,12 @@ class Bench:
 
     def times(self, shape: Shape) -> BatchTimes:
         """Answers of set proportions, scaled so that one batch alone is generated in the shape's time."""
-        shares = answer_shares(shape.answers)
-        trial = BatchTimes(answers=shares, teacher=0, update=0, sync=0)
+        shares = answer_shares(shape.responses)
+        trial = BatchTimes(responses=shares, teacher=0, update=0, sync=0)
         alone = virtual_time.run(Stages(lambda step: trial, self.pools).alone(1))[0]
         unit = self.unit_s
         return BatchTimes(
-            answers=[share * shape.generate * unit / alone for share in shares],
+            responses=[share * shape.generate * unit / alone for share in shares],
             teacher=shape.teacher * unit,
             update=shape.update * unit,
             sync=self.sync * unit,
@@ -113,18 +113,18 @@ class Bench:
 
     async def measure(self, shape: str, schedule: str, streaming: bool, times: BatchTimes) -> Result:
         staleness = MAX_STALENESS[schedule]
-        flow = Flow(
+        pipeline_config = PipelineConfig(
             max_staleness=staleness,
-            n_lanes=self.pools.n_lanes,
-            capacity=self.pools.n_lanes * self.pools.n_slots,
+            n_replicas=self.pools.n_replicas,
+            capacity=self.pools.n_replicas * self.pools.n_slots,
             requests_per_batch=N_REQUESTS if streaming else 1,
             inflight_update=self.inflight and staleness > 0,
         )
-        g, t, u, w = await _alone(times, self.pools, flow.requests_per_batch, whole_batches=not streaming)
+        g, t, u, w = await _alone(times, self.pools, pipeline_config.requests_per_batch, whole_batches=not streaming)
         bound = step_bound(g, t, u, w, staleness)
         stages = Stages(lambda step: times, self.pools, whole_batches=not streaming)
         warm_up = 2 * staleness + 2
-        course = await drive(stages, flow, warm_up + self.n_steps + staleness)
+        course = await drive(stages, pipeline_config, warm_up + self.n_steps + staleness)
         since, until = course.ended_at[warm_up - 1], course.ended_at[warm_up + self.n_steps - 1]
         step_s = (until - since) / self.n_steps
 
@@ -208,7 +208,7 @@ HEADER = f"{'shape':<17}{'schedule':<14}{'teacher gets':<14}{'step s':>8}{'bound
 
 def row(result: Result) -> str:
     return (
-        f"{result.shape:<17}{result.schedule:<14}{'answers' if result.streaming else 'batches':<14}"
+        f"{result.shape:<17}{result.schedule:<14}{'responses' if result.streaming else 'batches':<14}"
         f"{result.step_s:8.3f}{result.bound_s:9.3f}{result.step_over_bound:7.3f}{result.speedup_over_sync:8.2f}x"
         f"{result.staleness:7.1f}{result.idle_actor:14.0%}{result.idle_rollout:8.0%}{result.idle_teacher:8.0%}"
     )
@@ -224,7 +224,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, help="measured, in steady state (12)")
     parser.add_argument("--unit", type=float, default=1.0, help="seconds of a balanced stage (1)")
     parser.add_argument("--sync", type=float, default=0.03, help="of a weight sync, in units (0.03)")
-    parser.add_argument("--lanes", type=int, default=2, help="rollout workers (2)")
+    parser.add_argument("--replicas", type=int, default=2, help="rollout workers (2)")
     parser.add_argument("--slots", type=int, default=16, help=f"of each, for batches of {BATCH_SIZE} answers (16)")
     parser.add_argument("--teachers", type=int, default=2, help="teacher workers (2)")
     parser.add_argument("--inflight", action="store_true", help="update weights in flight")
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
         sync=asked.sync,
         n_steps=asked.steps,
         inflight=asked.inflight,
-        pools=Pools(n_lanes=asked.lanes, n_slots=asked.slots, n_teachers=asked.teachers),
+        pools=Pools(n_replicas=asked.replicas, n_slots=asked.slots, n_teachers=asked.teachers),
     )
     times = {shape: bench.times(SHAPES[shape]) for shape in asked.shape}
     work = watched(measure_all(bench, times, asked.schedule))

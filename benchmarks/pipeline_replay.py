@@ -21,8 +21,8 @@ from pipeline_stages import BatchTimes, Pools, Stages, drive
 from recipe_gkd.config.load import to_config
 from recipe_gkd.config.staleness import MAX_STALENESS
 from recipe_gkd.errors import ConfigError, DataError
-from recipe_gkd.metrics.changes import NEEDED, Setup, mean, splits_of, stage_seconds, usual
-from recipe_gkd.pipeline.interface import Flow
+from recipe_gkd.metrics.changes import NEEDED, ResourceLayout, mean, splits_of, stage_seconds, usual
+from recipe_gkd.pipeline.interface import PipelineConfig
 
 ANSWERS_PER_LANE = 16
 MICROBATCHES = 8
@@ -96,7 +96,7 @@ def read_steps(path: Path) -> list[dict[str, float]]:
 
 def read_setup(
     path: Path, steps: Sequence[Mapping[str, float]], *, actor: int | None, rollout: int | None, teacher: int | None
-) -> Setup:
+) -> ResourceLayout:
     """From the run's ``config.yaml``, or from the command line where that is missing."""
     given = [
         name for name, value in (("actor", actor), ("rollout", rollout), ("teacher", teacher)) if value is not None
@@ -106,52 +106,52 @@ def read_setup(
             raise ConfigError(f"--{given[0]} was given, but {path} says what the run had; leave it out")
         config = OmegaConf.load(path)
         assert isinstance(config, DictConfig)
-        return Setup.of(to_config(config))
+        return ResourceLayout.of(to_config(config))
     if actor is None or rollout is None or teacher is None:
         raise ConfigError(f"there is no {path}; give --actor, --rollout and --teacher: devices, devices, workers")
     staleness = max(int(step.get("training/staleness_max", 1)) for step in steps)
-    return Setup(staleness=staleness, actor=(1, actor), rollout=(1, rollout), n_teachers=teacher)
+    return ResourceLayout(staleness=staleness, actor=(1, actor), rollout=(1, rollout), n_teachers=teacher)
 
 
-def step_seconds(steps: Sequence[Mapping[str, float]], setup: Setup, variant: Variant) -> float:
+def step_seconds(steps: Sequence[Mapping[str, float]], setup: ResourceLayout, variant: Variant) -> float:
     """Seconds of a step in steady state."""
-    n_lanes = max(1, setup.rollout[0] * setup.rollout[1] // setup.rollout_divisor)
+    n_replicas = max(1, setup.rollout[0] * setup.rollout[1] // setup.rollout_divisor)
     whole = stage_seconds(steps)
     alone = whole.latency / max(mean(steps, "timing/generate_sequences"), 1e-9)  # the rest was queueing
     syncs = [each["timing/sync_rollout_weights"] for each in steps if each["timing/sync_rollout_weights"] > 0]
     sync = statistics.fmean(syncs) if syncs else 0.0
-    times = [batch_times(step, n_lanes, setup, variant, alone=alone, sync=sync) for step in steps]
-    pools = Pools(n_lanes=n_lanes, n_slots=ANSWERS_PER_LANE, n_teachers=variant.n_teachers)
-    flow = Flow(
+    times = [batch_times(step, n_replicas, setup, variant, alone=alone, sync=sync) for step in steps]
+    pools = Pools(n_replicas=n_replicas, n_slots=ANSWERS_PER_LANE, n_teachers=variant.n_teachers)
+    pipeline_config = PipelineConfig(
         max_staleness=variant.staleness,
-        n_lanes=n_lanes,
-        capacity=n_lanes * ANSWERS_PER_LANE,
+        n_replicas=n_replicas,
+        capacity=n_replicas * ANSWERS_PER_LANE,
         requests_per_batch=variant.n_teachers * MICROBATCHES,
         inflight_update=setup.inflight and variant.staleness > 0,
     )
     warm_up = 2 * variant.staleness + 2
 
     async def run() -> float:
-        course = await drive(Stages(lambda i: times[i % len(times)], pools), flow, 2 * warm_up + len(times))
+        course = await drive(Stages(lambda i: times[i % len(times)], pools), pipeline_config, 2 * warm_up + len(times))
         return (course.ended_at[warm_up + len(times) - 1] - course.ended_at[warm_up - 1]) / len(times)
 
     return virtual_time.run(run())
 
 
 def batch_times(
-    step: Mapping[str, float], n_lanes: int, setup: Setup, variant: Variant, *, alone: float, sync: float
+    step: Mapping[str, float], n_replicas: int, setup: ResourceLayout, variant: Variant, *, alone: float, sync: float
 ) -> BatchTimes:
     """Of one recorded step, in the pools of the variant. ``alone``: the share of generation that was not queueing."""
-    lanes = curve(n_lanes, step[GENERATE_MIN], step[GENERATE_MEAN], step[GENERATE_MAX])
+    replicas = curve(n_replicas, step[GENERATE_MIN], step[GENERATE_MEAN], step[GENERATE_MAX])
     lengths = [step.get(f"response_seq_len/{what}", 1.0) for what in ("min", "average", "max")]
     shares = [length / max(lengths[2], 1.0) for length in curve(ANSWERS_PER_LANE, *lengths)]
     # the pipeline deals answers to lanes in turn
-    answers = [
-        alone * lanes[i % n_lanes] * shares[i // n_lanes] / variant.rollout for i in range(n_lanes * len(shares))
+    responses = [
+        alone * replicas[i % n_replicas] * shares[i // n_replicas] / variant.rollout for i in range(n_replicas * len(shares))
     ]
     own = stage_seconds([step])
     return BatchTimes(
-        answers=answers,
+        responses=responses,
         teacher=own.teacher * setup.n_teachers / variant.n_teachers,
         update=own.update / variant.actor,
         sync=sync,
@@ -171,7 +171,7 @@ def curve(n: int, least: float, mean: float, most: float) -> list[float]:
     return [least + (most - least) * place**high for place in places]
 
 
-def _describe(setup: Setup) -> str:
+def _describe(setup: ResourceLayout) -> str:
     (actor_nodes, actor), (rollout_nodes, rollout) = setup.actor, setup.rollout
     return (
         f"staleness bound {setup.staleness}, actor {actor_nodes} x {actor}, rollout {rollout_nodes} x {rollout}, "

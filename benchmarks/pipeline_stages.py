@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from recipe_gkd.data.prompts import PromptBatch
-from recipe_gkd.data.samples import Answer, Prompt, Sample, TeacherTopK
+from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.metrics.timeline import Timeline
-from recipe_gkd.pipeline.interface import Flow, deal
+from recipe_gkd.pipeline.interface import PipelineConfig, assign_prompts
 from recipe_gkd.pipeline.pipeline import Pipeline
 from recipe_gkd.runtime.clock import now
 
@@ -30,7 +30,7 @@ BLINK_S = 1e-9
 class BatchTimes:
     """Seconds that a batch takes in each stage."""
 
-    answers: Sequence[float]
+    responses: Sequence[float]
     """Of each answer, in a slot; every batch has equally many."""
     teacher: float
     """Of the whole batch, shared out to all workers."""
@@ -41,7 +41,7 @@ class BatchTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Pools:
-    n_lanes: int = 2
+    n_replicas: int = 2
     n_slots: int = 16
     """Of each lane."""
     n_teachers: int = 2
@@ -68,9 +68,9 @@ class Stages:
     def __init__(self, times: Callable[[int], BatchTimes], pools: Pools, *, whole_batches: bool = False) -> None:
         """``times``: of a step, from 0."""
         self._times, self._whole_batches = times, whole_batches
-        self.n_lanes, self.n_teachers = pools.n_lanes, 1 if whole_batches else pools.n_teachers
-        self.batch_size = len(times(0).answers)
-        self._slots = [asyncio.Semaphore(pools.n_slots) for _ in range(pools.n_lanes)]
+        self.n_replicas, self.n_teachers = pools.n_replicas, 1 if whole_batches else pools.n_teachers
+        self.batch_size = len(times(0).responses)
+        self._slots = [asyncio.Semaphore(pools.n_slots) for _ in range(pools.n_replicas)]
         self._teachers = asyncio.Semaphore(self.n_teachers)
         self._answered: defaultdict[int, int] = defaultdict(int)
         self._scored: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
@@ -82,22 +82,22 @@ class Stages:
         uids = range(step * self.batch_size, (step + 1) * self.batch_size)
         return PromptBatch(step, 0.0, [Prompt(uid=uid, ids=NO_IDS, row=uid) for uid in uids])
 
-    async def generate(self, lane: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Answer]]:
-        seconds, version = self._times(step).answers, self._version
+    async def generate(self, replica: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Response]]:
+        seconds, version = self._times(step).responses, self._version
         done: asyncio.Queue[int] = asyncio.Queue()
 
-        async def answer(uid: int) -> None:
-            async with self._slots[lane]:
-                with self.timeline.span(f"rollout {lane}", "generate"):
+        async def response(uid: int) -> None:
+            async with self._slots[replica]:
+                with self.timeline.span(f"rollout {replica}", "generate"):
                     await self._generate_for(seconds[uid % self.batch_size])
             done.put_nowait(uid)
 
-        answers = [asyncio.ensure_future(answer(prompt.uid)) for prompt in prompts]
+        responses = [asyncio.ensure_future(response(prompt.uid)) for prompt in prompts]
         try:
-            for _ in answers:
-                yield [_answer(await done.get(), version)]
+            for _ in responses:
+                yield [_response(await done.get(), version)]
         finally:
-            for task in answers:
+            for task in responses:
                 task.cancel()
 
     async def _generate_for(self, seconds: float) -> None:
@@ -110,7 +110,7 @@ class Stages:
         """Seconds of all syncs until now."""
         return self._paused_s + max(0.0, now() - self._paused_since)
 
-    async def score(self, group: Sequence[tuple[Prompt, Answer]], step: int) -> list[Sample]:
+    async def score(self, group: Sequence[tuple[Prompt, Response]], step: int) -> list[Sample]:
         if not self._whole_batches:
             await self._teach(step, len(group))
         else:
@@ -119,7 +119,7 @@ class Stages:
                 await self._teach(step, self.batch_size)
                 self._scored[step].set()
             await self._scored[step].wait()
-        return [Sample(prompt=prompt, answer=answer, teacher=TeacherTopK.absent(0)) for prompt, answer in group]
+        return [Sample(prompt=prompt, response=response, teacher=TeacherTopK.absent(0)) for prompt, response in group]
 
     async def _teach(self, step: int, n_answers: int) -> None:
         async with self._teachers:
@@ -141,16 +141,16 @@ class Stages:
     async def alone(self, n_requests: int) -> tuple[float, float, float, float]:
         """Seconds of each stage for a batch when nothing else goes on: generate, teacher, update, sync."""
         prompts, ends = self.batch(0).prompts, [now()]
-        shares = [share for share in enumerate(deal(prompts, self.n_lanes, 1)) if share[1]]
+        shares = [share for share in enumerate(assign_prompts(prompts, self.n_replicas, 1)) if share[1]]
 
-        async def generate(lane: int, share: Sequence[Prompt]) -> None:
-            async for _ in self.generate(lane, share, 0):
+        async def generate(replica: int, share: Sequence[Prompt]) -> None:
+            async for _ in self.generate(replica, share, 0):
                 pass
 
-        await asyncio.gather(*(generate(lane, share) for lane, share in shares))
+        await asyncio.gather(*(generate(replica, share) for replica, share in shares))
         ends.append(now())
-        answers = [(prompt, _answer(prompt.uid, 0)) for prompt in prompts]
-        await asyncio.gather(*(self.score(answers[i::n_requests], 0) for i in range(n_requests)))
+        responses = [(prompt, _response(prompt.uid, 0)) for prompt in prompts]
+        await asyncio.gather(*(self.score(responses[i::n_requests], 0) for i in range(n_requests)))
         ends.append(now())
         await self.update(0)
         ends.append(now())
@@ -160,19 +160,19 @@ class Stages:
         return g, t, u, w
 
 
-async def drive(stages: Stages, flow: Flow, n_steps: int) -> Course:
+async def drive(stages: Stages, pipeline_config: PipelineConfig, n_steps: int) -> Course:
     """Train ``n_steps`` batches; the schedule decides when what happens."""
     course, began = Course(), now()
     pipeline = Pipeline(
         (stages.batch(step) for step in range(n_steps)),
-        flow,
+        pipeline_config,
         generate=stages.generate,
         score=stages.score,
         sync=stages.sync,
     )
     async with pipeline:
         async for batch in pipeline:
-            async with pipeline.updating(batch):
+            async with pipeline.actor_update(batch):
                 update_began = now()
                 await stages.update(batch.step)
             ended = now()
@@ -191,13 +191,13 @@ def idle(timeline: Timeline, stages: Stages, since: float, until: float) -> dict
     """What a run reports: shares of the step in which a pool had nothing to do."""
     return {
         "perf/idle_actor": timeline.idle(["actor"], since, until),
-        "perf/idle_rollout": timeline.idle([f"rollout {lane}" for lane in range(stages.n_lanes)], since, until),
+        "perf/idle_rollout": timeline.idle([f"rollout {replica}" for replica in range(stages.n_replicas)], since, until),
         "perf/idle_teacher": timeline.idle(["teacher"], since, until, stages.n_teachers),
     }
 
 
-def _answer(uid: int, version: int) -> Answer:
-    return Answer(
+def _response(uid: int, version: int) -> Response:
+    return Response(
         uid=uid,
         ids=NO_IDS,
         logprobs=NO_LOGPROBS,

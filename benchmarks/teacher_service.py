@@ -1,6 +1,6 @@
 """What the teacher service adds to its engine, what its wire format costs, and how soon a lost worker's work is done.
 
-    python benchmarks/teacher.py [--quick] [--json FILE] [--rounds 9] [--sequences 64] [--positions 512] [-k 256]
+    python benchmarks/teacher_service.py [--quick] [--json FILE] [--rounds 9] [--sequences 64] [--positions 512] [-k 256]
 
 Real processes: a proxy and vLLM workers, started by teacher/start_server.sh and join_server.sh, on a tiny random Qwen2
 that is made here; one `TeacherClient` in this process; and the same engine with the same settings alone in a process
@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 from teacher_processes import TIMEOUT_S, Service
 
-from teacher import TeacherAnswer, TeacherClient, TeacherSequence
+from teacher import ScoredSequence, TeacherClient, TeacherSequence
 from teacher.wire import protocol
 from teacher.wire.messages import Answer, WireDtype
 
@@ -169,14 +169,14 @@ def running(case: Case) -> Iterator[tuple[EngineAlone, Service]]:
 # ---- one worker
 
 
-def service_seconds(client: TeacherClient, sequences: list[TeacherSequence]) -> tuple[float, list[TeacherAnswer]]:
+def service_seconds(client: TeacherClient, sequences: list[TeacherSequence]) -> tuple[float, list[ScoredSequence]]:
     began = time.perf_counter()
     answers = client.submit(sequences).result(timeout=TIMEOUT_S)
     return time.perf_counter() - began, answers
 
 
-def codec_seconds(answers: list[TeacherAnswer], wire_dtype: WireDtype) -> float:
-    """From arrays to frames to arrays. What travelled as float16 is float32 again at the end, as the client has it."""
+def codec_seconds(answers: list[ScoredSequence], wire_dtype: WireDtype) -> float:
+    """From arrays to frames to arrays. What traveled as float16 is float32 again at the end, as the client has it."""
     began = time.perf_counter()
     decoded = protocol.decode(protocol.encode_answer(1, answers, wire_dtype=wire_dtype))
     assert isinstance(decoded, Answer)
@@ -185,7 +185,7 @@ def codec_seconds(answers: list[TeacherAnswer], wire_dtype: WireDtype) -> float:
     return time.perf_counter() - began
 
 
-def torch_seconds(answers: list[TeacherAnswer]) -> float:
+def torch_seconds(answers: list[ScoredSequence]) -> float:
     """torch.save and torch.load of the same arrays, in memory."""
     import torch
 
@@ -198,7 +198,7 @@ def torch_seconds(answers: list[TeacherAnswer]) -> float:
     return time.perf_counter() - began
 
 
-def bytes_per_position(answers: list[TeacherAnswer], wire_dtype: WireDtype) -> float:
+def bytes_per_position(answers: list[ScoredSequence], wire_dtype: WireDtype) -> float:
     frames = protocol.encode_answer(1, answers, wire_dtype=wire_dtype)
     return sum(memoryview(frame).nbytes for frame in frames) / sum(len(answer.sampled_logps_T) for answer in answers)
 

@@ -30,7 +30,7 @@ import psutil
 import torch
 
 from recipe_gkd.weight_sync.bucket_plan import Bucket, TensorMeta, pack, plan_buckets, views
-from recipe_gkd.weight_sync.ipc import SharedMemory
+from recipe_gkd.weight_sync.ipc import IpcTransport
 from recipe_gkd.weight_sync.receiver import receive_weights
 from recipe_gkd.weight_sync.sender import send_weights
 from recipe_gkd.weight_sync.transport import Transport, join_store, open_store
@@ -130,19 +130,19 @@ def end(rank: int, world: int, transport: str, device_type: str, port: Any, todo
                     results.put((number, way, seconds))
         del ways
     channel.begin_update()
-    channel.meet("all done")
+    channel.rendezvous("all done")
     channel.close()
 
 
 def timed(channel: Transport, act: Callable[[int], None], repetition: int) -> float:
     channel.begin_update()
-    channel.meet("start")
+    channel.rendezvous("start")
     started = time.perf_counter()
     act(repetition)
     if channel.device.type == "cuda":
         torch.cuda.synchronize(channel.device)
     channel.begin_update()
-    channel.meet("end")
+    channel.rendezvous("end")
     return time.perf_counter() - started
 
 
@@ -157,7 +157,7 @@ def sending(channel: Transport, case: Case) -> dict[str, Callable[[int], None]]:
         for bucket in alone:
             tensor = weights[bucket.slots[0].name]
             buffer_U = tensor.view(-1).view(torch.uint8)
-            if isinstance(channel, SharedMemory):
+            if isinstance(channel, IpcTransport):
                 buffer_U = stage[: buffer_U.numel()].copy_(buffer_U)
             channel.finish(channel.broadcast(buffer_U), "tensor")
 

@@ -40,7 +40,7 @@ class WorkerDied(WorkerError):
     """Death of a worker: its process has ended, or its engine has failed. Another worker can do its work."""
 
 
-class EchoError(WorkerError):
+class SecondaryFailure(WorkerError):
     """A failure whose cause another worker reports."""
 
 
@@ -73,7 +73,7 @@ class CheckpointMismatch(CheckpointError):
     """A checkpoint that is complete, but belongs to another model, other data or other settings."""
 
 
-def silence(error: BaseException | None) -> DeadlineError | None:
+def find_timeout_error(error: BaseException | None) -> DeadlineError | None:
     """The first that names silent workers among this error and those that led to it."""
     seen: list[BaseException] = []  # an error that is raised from itself, or from one that it led to, makes a circle
     while error is not None and error not in seen:

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from recipe_gkd.checkpoints.folders import recover
 from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
 from recipe_gkd.checkpoints.run_folder import CONFIG, LOG, RunFolder, run_folder
-from recipe_gkd.checkpoints.state import Progress, Start
+from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.checkpoints.store import forget_best, read_best
 from recipe_gkd.commands.arguments import config_parser
 from recipe_gkd.config import Config, load_config
@@ -35,7 +35,7 @@ from recipe_gkd.ray_cluster.connection import choose_device, ray_cluster
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.runtime.threads import run_until
 from recipe_gkd.teacher_routing import Teachers, open_teachers, read_routes
-from recipe_gkd.trainer import Judging, Trainer
+from recipe_gkd.trainer import RewardContext, Trainer
 from recipe_gkd.validation import Validation, read_validation
 from recipe_gkd.workers import Workers, start_workers
 
@@ -146,7 +146,7 @@ def run(config: Config, composed: str, folder: RunFolder) -> None:
         log.info("%d prompts, steps %d to %d", len(data), progress.step + 1, last_step)
         items = _items(config, data, student)
         (folder.path / CONFIG).write_text(composed, encoding="utf-8")
-        with _judging(config, items, validation) as judging, ExitStack() as opened:
+        with _judging(config, items, validation) as reward_context, ExitStack() as opened:
             with _hangup_ignored():
                 opened.enter_context(ray_cluster(config))
             _raise_on_signals()  # again: Ray sets a handler of its own
@@ -156,7 +156,7 @@ def run(config: Config, composed: str, folder: RunFolder) -> None:
                 loader,
                 points,
                 fresh,
-                judging,
+                reward_context,
                 folder=folder,
                 stop_token_ids=stop_token_ids,
                 n_tokens=student.n_tokens,
@@ -205,13 +205,13 @@ def _items(config: Config, data: PromptData, student: Student) -> RewardItems | 
 
 
 @contextmanager
-def _judging(config: Config, items: RewardItems | None, validation: Validation | None) -> Iterator[Judging | None]:
+def _judging(config: Config, items: RewardItems | None, validation: Validation | None) -> Iterator[RewardContext | None]:
     """The reward function in its processes; None if nothing is to be judged."""
     if items is None and validation is None:
         yield None
     else:
         with RewardScorer(config.custom_reward_function) as scorer:
-            yield Judging(scorer, items, validation)
+            yield RewardContext(scorer, items, validation)
 
 
 async def _train(
@@ -220,7 +220,7 @@ async def _train(
     loader: PromptLoader,
     points: Sequence[ResumePoint],
     fresh: Progress,
-    judging: Judging | None,
+    reward_context: RewardContext | None,
     *,
     folder: RunFolder,
     stop_token_ids: Sequence[int],
@@ -244,15 +244,15 @@ async def _train(
             start = await _resume(config, workers, points, folder.path)
         else:
             forget_best(folder.path)
-            start = Start(fresh)
+            start = ResumeState(fresh)
         if (total := last_step(start.progress)) != planned:  # of another checkpoint than planned
             await workers.actors.call(
                 "set_total_steps", total, timeout_s=config.actor_rollout_ref.actor.timeout_s, phase="resume"
             )
-        await Trainer(config, workers, teachers, loader, start, judging).fit()
+        await Trainer(config, workers, teachers, loader, start, reward_context).fit()
 
 
-async def _resume(config: Config, workers: Workers, points: Sequence[ResumePoint], root: Path) -> Start:
+async def _resume(config: Config, workers: Workers, points: Sequence[ResumePoint], root: Path) -> ResumeState:
     async def load(path: str) -> None:
         timeout_s = config.actor_rollout_ref.actor.timeout_s
         await workers.actors.call("load_checkpoint", path, timeout_s=timeout_s, phase="load_checkpoint")
@@ -260,7 +260,7 @@ async def _resume(config: Config, workers: Workers, points: Sequence[ResumePoint
     point = await load_first_usable(points, load, may_skip=config.trainer.resume_mode == "auto")
     log.info("resumed from %s", point.folder)
     best = read_best(root, config.trainer.best_metric, until=point.progress.step)
-    return Start(point.progress, point.folder, best)
+    return ResumeState(point.progress, point.folder, best)
 
 
 async def _until_terminated(work: Coroutine[Any, Any, None]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe_gkd.actor.model_dims import check_fits, read_shape
+from recipe_gkd.actor.model_dims import check_fits, read_model_dims
 from recipe_gkd.config import Config
 from recipe_gkd.config.objective import SAMPLED
 from recipe_gkd.config.teachers import TEACHER
@@ -48,7 +48,7 @@ def read_student(config: Config) -> Student:
 
     model = config.actor_rollout_ref.model
     path = find_model(model.path)
-    shape = read_shape(path, trust_remote_code=model.trust_remote_code)
+    shape = read_model_dims(path, trust_remote_code=model.trust_remote_code)
     check_fits(shape, config.actor_rollout_ref.actor.megatron)
     longest = config.data.max_prompt_length + config.data.max_response_length
     if shape.max_positions < longest:
@@ -180,9 +180,9 @@ def meet_teacher(name: str, client: Client, student: Student, config: Config) ->
             f"{TEACHER}.top_k={teacher.top_k}, but {who} returns {info.n_logprobs} ids at most; lower it, set it to "
             "null, or start the teacher with a larger N_LOGPROBS"
         )
-    if (teacher.top_k or info.n_logprobs) == 1 and gkd.tail == "renormalise" and gkd.distill_loss_type not in SAMPLED:
+    if (teacher.top_k or info.n_logprobs) == 1 and gkd.tail == "renormalize" and gkd.distill_loss_type not in SAMPLED:
         raise ConfigError(
-            f"gkd.tail=renormalise with a top 1 of {who}: one id, renormalised, has probability 1 on both sides, and "
+            f"gkd.tail=renormalize with a top 1 of {who}: one id, renormalized, has probability 1 on both sides, and "
             f"the gradient is zero; set gkd.tail=bucket, or raise {TEACHER}.top_k or the teacher's N_LOGPROBS"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length

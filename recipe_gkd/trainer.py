@@ -13,16 +13,16 @@ import ray
 from recipe_gkd.actor.microbatch import shard_batch
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.checkpoints.saver import CheckpointSaver
-from recipe_gkd.checkpoints.state import Best, Start
+from recipe_gkd.checkpoints.state import Best, ResumeState
 from recipe_gkd.config import Config
 from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.data.prompts import PromptLoader
-from recipe_gkd.data.samples import Answer, Prompt
+from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import GkdError
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.metrics.timeline import Timeline
-from recipe_gkd.pipeline.interface import Flow, ReadyBatch
+from recipe_gkd.pipeline.interface import PipelineConfig, ReadyBatch
 from recipe_gkd.pipeline.pipeline import Pipeline
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.advantages import with_group_statistics
@@ -33,12 +33,12 @@ from recipe_gkd.workers import Workers
 
 log = logging.getLogger(__name__)
 
-MARGIN_S = 3.0
+RPC_DEADLINE_MARGIN_S = 3.0
 """A worker's own deadline ends first: its error says more than that it did not answer."""
 
 
 @dataclass(frozen=True)
-class Judging:
+class RewardContext:
     """The reward function, and what it judges."""
 
     scorer: RewardScorer
@@ -48,7 +48,7 @@ class Judging:
 
 
 class Trainer:
-    """Student answers; a teacher's top-k at every position of the answers; an update towards it; and again."""
+    """Student answers; a teacher's top-k at every position of the answers; an update toward it; and again."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class Trainer:
         workers: Workers,
         teachers: Teachers,
         loader: PromptLoader,
-        start: Start,
-        judging: Judging | None = None,
+        start: ResumeState,
+        reward_context: RewardContext | None = None,
     ) -> None:
         """``judging``: None if nothing is judged."""
         self.config, self.workers, self.teachers, self.loader = config, workers, teachers, loader
-        self.start, self.judging = start, judging
+        self.start, self.reward_context = start, reward_context
         self.progress, self.best = start.progress, start.best
         self.teachers.resume(start.progress.skipped_samples)
         self.root = folder_of(config.trainer).absolute()
@@ -94,13 +94,13 @@ class Trainer:
                 if trainer.val_before_train:
                     metrics = await self.validate(pipeline)
                     steps.log_validation(loggers, metrics, self.progress.step)
-                    if best := self.choose_best(metrics, has_checkpoint=self.start.is_of(self.root)):
+                    if best := self.choose_best(metrics, has_checkpoint=self.start.belongs_to_run(self.root)):
                         self.saver.keep_best(best)
                 async for batch in pipeline:
                     batch.metrics |= self.teachers.report(
                         batch.samples, batch.step, before=self.progress.skipped_samples
                     )
-                    async with pipeline.updating(batch):
+                    async with pipeline.actor_update(batch):
                         with span(batch.metrics, "timing/update_actor"):
                             batch.metrics |= await self.update(batch)
                     self.advance(batch)
@@ -118,20 +118,20 @@ class Trainer:
 
     def pipeline(self, timeline: Timeline) -> Pipeline:
         trainer, settings = self.config.trainer, self.config.actor_rollout_ref
-        flow = Flow(
+        pipeline_config = PipelineConfig(
             max_staleness=staleness_bound(trainer),
-            n_lanes=len(self.workers.rollouts),
+            n_replicas=len(self.workers.rollouts),
             capacity=len(self.workers.rollouts) * settings.rollout.max_num_seqs,
-            answers_per_prompt=settings.rollout.n,
+            responses_per_prompt=settings.rollout.n,
             requests_per_batch=settings.teacher.n_server_workers * settings.teacher.num_microbatches,
             inflight_update=trainer.inflight_update,
         )
         return Pipeline(
             self.loader.batches(self.progress.prompts_trained, first_step=self.progress.step),
-            flow,
+            pipeline_config,
             generate=self.generate,
             score=self.teachers.score,
-            judge=self.judge if self.judging is not None and self.judging.items is not None else None,
+            judge=self.judge if self.reward_context is not None and self.reward_context.items is not None else None,
             sync=self.workers.weights.sync,
             replace=self.workers.replace_dead_rollouts,
             first_version=self.progress.step,
@@ -140,34 +140,34 @@ class Trainer:
 
     # ---- the stages
 
-    async def generate(self, rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Answer]]:
+    async def generate(self, rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Response]]:
         """One rollout worker's share of a batch, as its answers finish; given ones are there already."""
-        given = [prompt for prompt in prompts if prompt.given_ids is not None]
+        given = [prompt for prompt in prompts if prompt.reference_ids is not None]
         if given:
-            yield [self.loader.data.given_answer(prompt, version=step) for prompt in given]
-        asked = [prompt for prompt in prompts if prompt.given_ids is None]
+            yield [self.loader.data.reference_response(prompt, version=step) for prompt in given]
+        asked = [prompt for prompt in prompts if prompt.reference_ids is None]
         if not asked:
             return
-        async for answers in self.workers.rollouts.stream(
+        async for responses in self.workers.rollouts.stream(
             rank,
             "generate",
             asked,
             step,
-            timeout_s=self.config.actor_rollout_ref.rollout.timeout_s + MARGIN_S,
+            timeout_s=self.config.actor_rollout_ref.rollout.timeout_s + RPC_DEADLINE_MARGIN_S,
             phase=f"generate, step {step}",
         ):
-            yield answers
+            yield responses
 
-    async def judge(self, group: Sequence[tuple[Prompt, Answer]]) -> dict[int, float]:
+    async def judge(self, group: Sequence[tuple[Prompt, Response]]) -> dict[int, float]:
         """What the reward function says of the sampled answers, by uid."""
-        assert self.judging is not None and self.judging.items is not None
-        scorer, items = self.judging.scorer, self.judging.items
-        sampled = [pair for pair in group if pair[0].given_ids is None]
-        described = await in_thread(lambda: [items.of(prompt, answer) for prompt, answer in sampled])
+        assert self.reward_context is not None and self.reward_context.items is not None
+        scorer, items = self.reward_context.scorer, self.reward_context.items
+        sampled = [pair for pair in group if pair[0].reference_ids is None]
+        described = await in_thread(lambda: [items.of(prompt, response) for prompt, response in sampled])
         return dict(zip([item.uid for item in described], await scorer.score(described), strict=True))
 
     async def update(self, batch: ReadyBatch) -> dict[str, float]:
-        """One optimiser step on the whole batch; each data-parallel rank gets its share."""
+        """One optimizer step on the whole batch; each data-parallel rank gets its share."""
         actors = self.workers.actors
         samples = with_group_statistics(batch.samples, self.config.gkd, self.config.actor_rollout_ref.rollout.n)
         shards = [await in_thread(ray.put, shard) for shard in shard_batch(samples, self.workers.dp_size)]
@@ -181,27 +181,27 @@ class Trainer:
 
     async def validate(self, pipeline: Pipeline) -> dict[str, float]:
         """Of the actor's weights as they are; while the reward function judges, generation goes on."""
-        assert self.judging is not None and self.judging.validation is not None  # the configuration would be refused
-        validation = self.judging.validation
-        generate = partial(self.answer_validation, timeout_s=validation.timeout_s)
-        answers = await pipeline.answers_now(validation.prompts, generate, answers_per_prompt=validation.n)
-        return await validation.report(answers, self.judging.scorer, self.progress.step)
+        assert self.reward_context is not None and self.reward_context.validation is not None  # the configuration would be refused
+        validation = self.reward_context.validation
+        generate = partial(self.generate_validation, timeout_s=validation.timeout_s)
+        responses = await pipeline.generate_for_validation(validation.prompts, generate, responses_per_prompt=validation.n)
+        return await validation.report(responses, self.reward_context.scorer, self.progress.step)
 
-    async def answer_validation(
+    async def generate_validation(
         self, rank: int, prompts: Sequence[Prompt], step: int, *, timeout_s: float
-    ) -> AsyncIterator[list[Answer]]:
+    ) -> AsyncIterator[list[Response]]:
         """One rollout worker's share of the validation prompts."""
-        async for answers in self.workers.rollouts.stream(
+        async for responses in self.workers.rollouts.stream(
             rank,
             "generate",
             list(prompts),
             step,
             "validation",
             timeout_s,
-            timeout_s=timeout_s + MARGIN_S,
+            timeout_s=timeout_s + RPC_DEADLINE_MARGIN_S,
             phase=f"validate after step {step}",
         ):
-            yield answers
+            yield responses
 
     async def save(self) -> None:
         """Save a checkpoint of this step, or count a failed save; with ``async_save`` in the background."""
@@ -215,8 +215,8 @@ class Trainer:
         return await self.workers.actors.call(method, *args, timeout_s=timeout_s, phase=phase)
 
     def advance(self, batch: ReadyBatch) -> None:
-        answers_per_prompt = self.config.actor_rollout_ref.rollout.n
-        prompts = len({sample.prompt.uid // answers_per_prompt for sample in batch.samples})
+        responses_per_prompt = self.config.actor_rollout_ref.rollout.n
+        prompts = len({sample.prompt.uid // responses_per_prompt for sample in batch.samples})
         skipped = sum(sample.is_skipped for sample in batch.samples)
         self.progress = replace(
             self.progress,

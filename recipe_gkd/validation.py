@@ -9,7 +9,7 @@ Metrics, each of a data source (the column ``data.data_source_key``; ``data`` wh
     val/<data_source>/<reward>          mean over the prompts of the mean over their val_kwargs.n answers
     val/<data_source>/<reward>/best@n   mean over the prompts of the best of them, if n > 1
     val/<data_source>/response_len      tokens of an answer
-    val/<data_source>/cut_share         answers that were cut at data.max_response_length
+    val/<data_source>/truncated_fraction         answers that were cut at data.max_response_length
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
 from recipe_gkd.config.validate import validates
 from recipe_gkd.data.prompts import PromptData, read_table
-from recipe_gkd.data.samples import Answer, Prompt
+from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.runtime.threads import in_thread
 
 log = logging.getLogger(__name__)
 
-LENGTH, CUT = "response_len", "cut_share"
+LENGTH, CUT = "response_len", "truncated_fraction"
 NO_SOURCE = "data"
 SHOWN_CHARS = 200
 """Of each text in the log; the file has all."""
 
 
 class Validation:
-    """The prompts of ``data.val_files``, tokenised once, and what is made of the answers to them.
+    """The prompts of ``data.val_files``, tokenized once, and what is made of the answers to them.
 
     Raises :class:`DataError` for files that cannot be used, and :class:`ConfigError` for a ``trainer.best_metric`` that
     this validation does not produce. The same prompts are answered each time, with the same seeds.
@@ -87,28 +87,28 @@ class Validation:
                 f"{', '.join(self.metric_names)}. Choose one of them, or null"
             )
 
-    async def report(self, answers: Sequence[Answer], scorer: RewardScorer, step: int) -> dict[str, float]:
+    async def report(self, responses: Sequence[Response], scorer: RewardScorer, step: int) -> dict[str, float]:
         """Score the answers to ``prompts``; write all, log some, and return the metrics. ``step``: updates done."""
-        judged = await self._judge(answers, scorer)
+        judged = await self._judge(responses, scorer)
         path = self._folder / f"step_{step}.jsonl"
-        await in_thread(write_answers, path, judged)
+        await in_thread(write_responses, path, judged)
         if self._shown:
             log.info("validation after step %d: %s", step, table_of(judged, self._shown, path))
         return self._metrics(judged)
 
-    async def _judge(self, answers: Sequence[Answer], scorer: RewardScorer) -> list[Judged]:
-        pairs = list(zip(self.prompts, answers, strict=True))
-        items = await in_thread(lambda: [self._items.of(prompt, answer) for prompt, answer in pairs])
+    async def _judge(self, responses: Sequence[Response], scorer: RewardScorer) -> list[ScoredResponse]:
+        pairs = list(zip(self.prompts, responses, strict=True))
+        items = await in_thread(lambda: [self._items.of(prompt, response) for prompt, response in pairs])
         rewards = await scorer.score(items)
         return [
-            Judged(str(self._sources[number // self.n]), prompt, answer, item, reward)
-            for number, ((prompt, answer), item, reward) in enumerate(zip(pairs, items, rewards, strict=True))
+            ScoredResponse(str(self._sources[number // self.n]), prompt, response, item, reward)
+            for number, ((prompt, response), item, reward) in enumerate(zip(pairs, items, rewards, strict=True))
         ]
 
-    def _metrics(self, judged: list[Judged]) -> dict[str, float]:
+    def _metrics(self, judged: list[ScoredResponse]) -> dict[str, float]:
         rewards_PN = np.array([one.reward for one in judged], np.float64).reshape(-1, self.n)
-        lengths_PN = np.array([len(one.answer.ids) for one in judged]).reshape(-1, self.n)
-        cut_PN = np.array([one.answer.finish_reason == "length" for one in judged]).reshape(-1, self.n)
+        lengths_PN = np.array([len(one.response.ids) for one in judged]).reshape(-1, self.n)
+        cut_PN = np.array([one.response.finish_reason == "length" for one in judged]).reshape(-1, self.n)
         metrics = {}
         for source in np.unique(self._sources):
             of, reward = self._sources == source, f"val/{source}/{self._reward}"
@@ -126,12 +126,12 @@ def read_validation(config: Config, tokenizer: Any) -> Validation | None:
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredResponse:
     """One answer, and what it is worth."""
 
     data_source: str
     prompt: Prompt
-    answer: Answer
+    response: Response
     item: RewardItem
     reward: float
 
@@ -143,7 +143,7 @@ def sources_of(table: pa.Table, key: str) -> list[str]:
     return [NO_SOURCE if name is None else str(name) for name in table.column(key).to_pylist()]
 
 
-def write_answers(path: Path, judged: Sequence[Judged]) -> None:
+def write_responses(path: Path, judged: Sequence[ScoredResponse]) -> None:
     """An object a line; a file that is there is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".writing")
@@ -153,17 +153,17 @@ def write_answers(path: Path, judged: Sequence[Judged]) -> None:
                 "data_source": one.data_source,
                 "row": one.prompt.row,
                 "prompt": one.item.prompt,
-                "answer": one.item.answer,
+                "answer": one.item.response,
                 "ground_truth": one.item.ground_truth,
                 "reward": one.reward,
-                LENGTH: len(one.answer.ids),
-                "finish_reason": one.answer.finish_reason,
+                LENGTH: len(one.response.ids),
+                "finish_reason": one.response.finish_reason,
             }
             file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
     draft.replace(path)
 
 
-def table_of(judged: Sequence[Judged], n: int, path: Path) -> str:
+def table_of(judged: Sequence[ScoredResponse], n: int, path: Path) -> str:
     """Some of the answers, evenly spread and the same ones each time, as a person wants to read them."""
     n = min(n, len(judged))
     lines = [f"{n} of {len(judged)} answers, all in {path}"]
@@ -171,7 +171,7 @@ def table_of(judged: Sequence[Judged], n: int, path: Path) -> str:
         lines += [
             f"  {one.data_source}, row {one.prompt.row}",
             f"    prompt        {_shown(one.item.prompt)}",
-            f"    answer        {_shown(one.item.answer)}{' (cut)' if one.answer.finish_reason == 'length' else ''}",
+            f"    answer        {_shown(one.item.response)}{' (cut)' if one.response.finish_reason == 'length' else ''}",
             f"    ground truth  {_shown(one.item.ground_truth)}",
             f"    reward        {one.reward:g}",
         ]

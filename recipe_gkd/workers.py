@@ -21,7 +21,7 @@ from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ResourceError, WorkerDied
 from recipe_gkd.ray_cluster.capacity import ClusterCapacity, cluster_capacity
-from recipe_gkd.ray_cluster.placement import check_devices, placement_table, places_of
+from recipe_gkd.ray_cluster.placement import check_devices, collect_device_reports, placement_table
 from recipe_gkd.ray_cluster.pools import Pool, create_pools, pool_specs
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
@@ -29,7 +29,7 @@ from recipe_gkd.rollout.environment import worker_environment as rollout_environ
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime.tasks import run_to_end
 from recipe_gkd.runtime.threads import in_thread
-from recipe_gkd.weight_sync.synchronizer import WeightSync
+from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Workers:
 
     actors: WorkerGroup
     rollouts: WorkerGroup
-    weights: WeightSync
+    weights: WeightSynchronizer
     dp_ranks: list[int]
     """Of each actor rank."""
     restarts: RolloutRestarts
@@ -95,16 +95,16 @@ async def start_workers(
     restarts = RolloutRestarts(rollouts, start_rollout, allowed=config.trainer.max_worker_restarts, timeout_s=timeout_s)
     try:
         # What is wrong with the places is told before engines fail of it, with errors that do not name it.
-        places = await places_of([actors, rollouts], timeout_s=timeout_s)
+        places = await collect_device_reports([actors, rollouts], timeout_s=timeout_s)
         log.info("workers:\n%s", placement_table(places))
         check_devices(places, shared=config.rollout.share_actor_gpus)
         await _check_shared_folder(config, actors)
         layout, engines = await asyncio.gather(
             _set_up_actors(actors, timeout_s), rollouts.call("setup", timeout_s=timeout_s, phase="start")
         )
-        await restarts.remember(range(n_rollouts))
+        await restarts.record_processes(range(n_rollouts))
         capacity = await _capacity((actor_pool, rollout_pool))
-        weights = WeightSync(
+        weights = WeightSynchronizer(
             actors,
             rollouts,
             tensor_parallel_size=rollout.tensor_model_parallel_size,
@@ -130,7 +130,7 @@ async def start_workers(
                 if isinstance(outcome, Exception):
                     log.error("workers could not be stopped: %s", outcome, exc_info=outcome)
         finally:  # canceled (a second signal): nothing more is waited for, and all processes end
-            await run_to_end(restarts.end_remains(range(n_rollouts)))
+            await run_to_end(restarts.kill_orphans(range(n_rollouts)))
             actor_pool.release()
             rollout_pool.release()
 

@@ -15,13 +15,13 @@ from teacher.errors import (
     TeacherUnavailable,
 )
 from teacher.fingerprint import tokenizer_fingerprint
-from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence
+from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 
 __all__ = [
     "AsyncTeacherClient",
+    "ScoredSequence",
     "ServiceStatus",
-    "TeacherAnswer",
     "TeacherChanged",
     "TeacherClient",
     "TeacherError",

@@ -23,7 +23,7 @@ def tokenizer_fingerprint(tokenizer: HasVocabulary) -> str:
     Top-k distillation compares two distributions id by id, so what has to agree is what each id stands for. Which ids
     end, pad or begin a text is left out on purpose: a base and an instruct model of one family share the map but not
     the end-of-sequence id, and distilling one into the other is sound. Merges and chat template are left out too: the
-    teacher is given ids, it never tokenises.
+    teacher is given ids, it never tokenizes.
 
     Returns: "sha256:" and 64 hexadecimal digits.
     """

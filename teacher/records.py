@@ -24,7 +24,7 @@ class TeacherSequence:
 
 
 @dataclass(frozen=True, eq=False)
-class TeacherAnswer:
+class ScoredSequence:
     """The teacher's distributions at the response positions of one sequence.
 
     Row r is log_softmax(logits / temperature) over all tokens, in fp32, for the logits that predict response

@@ -126,7 +126,7 @@ is_alive() {
 # leave_nothing_behind: However this shell ends from here on, what it launched ends before it. A signal in the middle of
 # a launch counts once the pid is on disk.
 leave_nothing_behind() {
-  launching='' signalled='' checker='' own=()
+  launching='' signaled='' checker='' own=()
   trap 'stop_all' EXIT
   trap 'on_signal 130' INT
   trap 'on_signal 143' TERM
@@ -135,7 +135,7 @@ leave_nothing_behind() {
 
 on_signal() {
   if [[ -n $checker ]]; then kill -- "$checker" 2>/dev/null || true; fi
-  if [[ -n $launching ]]; then signalled=$1; else exit "$1"; fi
+  if [[ -n $launching ]]; then signaled=$1; else exit "$1"; fi
 }
 
 # launch NAME ARGUMENT...: `python -m teacher ARGUMENT...` in a session of its own, so that it outlives this shell, with
@@ -162,7 +162,7 @@ launch() {
   fi
   own+=("$RUN_DIR/$name.pid")
   launching=''
-  [[ -z $signalled ]] || exit "$signalled"
+  [[ -z $signaled ]] || exit "$signaled"
   disown "$pid"
 }
 

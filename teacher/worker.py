@@ -27,7 +27,7 @@ import zmq
 
 from teacher.engines.base import ScoringEngine
 from teacher.errors import TeacherChanged, TeacherProtocolError, TeacherRequestError, TeacherUnavailable
-from teacher.records import TeacherAnswer
+from teacher.records import ScoredSequence
 from teacher.stop_signal import Stoppable
 from teacher.wire import protocol
 from teacher.wire.connection import WORKER, Connection
@@ -46,7 +46,7 @@ class _Job:
 
     request: Score
     keys: list[int]
-    answers: dict[int, TeacherAnswer] = field(default_factory=dict)  # by key
+    answers: dict[int, ScoredSequence] = field(default_factory=dict)  # by key
 
 
 class Worker:
@@ -273,7 +273,7 @@ class Worker:
             self._forget(job)
             self._connection.send(protocol.encode_error(job.request.request_id, error))
 
-    def _collect(self, key: int, answer: TeacherAnswer) -> int:
+    def _collect(self, key: int, answer: ScoredSequence) -> int:
         """Answer the request if this was its last sequence. Returns the sequence's tokens; 0 if nobody waits for it."""
         job = self._job_of_key.pop(key, None)
         if job is None:

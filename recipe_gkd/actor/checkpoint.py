@@ -33,13 +33,13 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.storage import WriteResult
 
-from recipe_gkd.actor.model_dims import ModelShape
+from recipe_gkd.actor.model_dims import ModelDims
 from recipe_gkd.actor.parallel import Layout
 from recipe_gkd.actor.parallel_write import FIRST_ROUND_S, LONGEST_ROUND_S, ParallelWrite, agree
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch
 from recipe_gkd.runtime.durable_files import sync_file, sync_folder, write_durably
 
-# The optimiser's default sharding cannot be saved (dist_checkpointing/mapping.py:134); this one moves to any layout.
+# The optimizer's default sharding cannot be saved (dist_checkpointing/mapping.py:134); this one moves to any layout.
 OPTIMIZER_SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -53,7 +53,7 @@ class TrainingState:
 
     chunks: Sequence[GPTModel]
     optimizer: MegatronOptimizer
-    shape: ModelShape
+    shape: ModelDims
     layout: Layout
     dtype: str
     device: torch.device
@@ -338,7 +338,7 @@ def _check_fits(path: Path, about: dict[str, Any], state: TrainingState, content
         )
     if "optimizer" in contents and about["optimizer_kind"] != state.optimizer_kind:
         raise CheckpointMismatch(
-            f"{path}: its optimiser state was saved with {about['optimizer_kind']}, this run has "
+            f"{path}: its optimizer state was saved with {about['optimizer_kind']}, this run has "
             f"{state.optimizer_kind}; make them equal, or take optimizer out of "
             "actor_rollout_ref.actor.checkpoint.load_contents"
         )

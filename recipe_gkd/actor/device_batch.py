@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recipe_gkd.actor.layer_spec import PackedRow
+from recipe_gkd.actor.layer_spec import PackedSequences
 from recipe_gkd.actor.loss_metrics import POSITION_BUCKETS
-from recipe_gkd.actor.microbatch import PackedBatch, similar_lengths
+from recipe_gkd.actor.microbatch import PackedBatch, bucket_by_length
 
 OVERLAP_ROWS = 8
 """Positions of a micro-batch at which the student's own top-k is looked for."""
 AS_THEY_ARE = (
-    "loss_rows_T", "logps_TK", "ids_TK", "answer_ids_T", "sampling_logps_T", "teacher_logps_T",
-    "has_teacher_T", "teacher_numbers_T", "is_given_T", "advantages_T", "baselines_T", "scales_T",
+    "loss_rows_T", "logps_TK", "ids_TK", "response_ids_T", "sampling_logps_T", "teacher_logps_T",
+    "has_teacher_T", "teacher_numbers_T", "is_reference_T", "advantages_T", "baselines_T", "scales_T",
 )  # fmt: skip
 """Arrays of a packed batch that become tensors, under the same names."""
 
@@ -29,11 +29,11 @@ class DeviceBatch:
 
     token_ids_1N: Tensor
     position_ids_1N: Tensor
-    row: PackedRow
+    row: PackedSequences
     loss_rows_T: Tensor
     logps_TK: Tensor
     ids_TK: Tensor
-    answer_ids_T: Tensor
+    response_ids_T: Tensor
     position_buckets_T: Tensor
     """int64: which of :data:`POSITION_BUCKETS` the token's position in its answer is in."""
     overlap_rows_R: Tensor
@@ -42,7 +42,7 @@ class DeviceBatch:
     teacher_logps_T: Tensor
     has_teacher_T: Tensor
     teacher_numbers_T: Tensor
-    is_given_T: Tensor
+    is_reference_T: Tensor
     advantages_T: Tensor
     baselines_T: Tensor
     scales_T: Tensor
@@ -56,15 +56,15 @@ def to_device(packed: PackedBatch, weights: Mapping[str, np.ndarray], device: to
 
     bounds = torch.tensor([0, *packed.lengths]).cumsum(0).to(torch.int32).to(device)
     longest = max(packed.lengths)
-    blocks = similar_lengths(packed.lengths)
-    row = PackedRow(
+    blocks = bucket_by_length(packed.lengths)
+    row = PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         blocks=[tensor(np.maximum(block, 0)) for block in blocks],
-        places_N=tensor(_places(blocks)),
+        unpack_index_N=tensor(_places(blocks)),
     )
     return DeviceBatch(
         token_ids_1N=tensor(packed.token_ids_N)[None],
@@ -85,6 +85,6 @@ def _places(blocks: Sequence[np.ndarray]) -> np.ndarray:
     """[N]: where each row of the packed row is in the blocks, flattened and one after the other."""
     rows = np.concatenate([block.ravel() for block in blocks])
     (real,) = np.nonzero(rows >= 0)
-    places_N = np.empty(len(real), dtype=np.int64)
-    places_N[rows[real]] = real
-    return places_N
+    unpack_index_N = np.empty(len(real), dtype=np.int64)
+    unpack_index_N[rows[real]] = real
+    return unpack_index_N

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipe_gkd.actor.hf_layout import join_shards, shard_size
-from recipe_gkd.actor.hf_names import Cut, Weight
-from recipe_gkd.actor.model_dims import ModelShape
+from recipe_gkd.actor.hf_names import ShardSpec, Weight
+from recipe_gkd.actor.model_dims import ModelDims
 from recipe_gkd.actor.parallel import Layout
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
@@ -34,7 +34,7 @@ def stages_of_weights(
 
 @torch.no_grad()
 def export_weights(
-    parameters: Sequence[tuple[Weight, Tensor | None]], stages: Sequence[int], shape: ModelShape, layout: Layout,
+    parameters: Sequence[tuple[Weight, Tensor | None]], stages: Sequence[int], shape: ModelDims, layout: Layout,
     device: torch.device, dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Yields ``(name, tensor)`` on global rank 0, and nothing on the others, which must run it to its end all the same.
@@ -59,11 +59,11 @@ def export_weights(
             _exchange([dist.P2POp(dist.isend, own.contiguous(), 0)])
 
 
-def _holders(weight: Weight, stage: int, shape: ModelShape, layout: Layout) -> range:
+def _holders(weight: Weight, stage: int, shape: ModelDims, layout: Layout) -> range:
     """Global ranks that have the shards of a weight in the first replica, in order; see :class:`Layout`."""
     first = stage * (layout.world_size // layout.pp_size)
     if weight.expert is None:
-        return range(first, first + (1 if weight.cut is Cut.NONE else layout.tp_size))
+        return range(first, first + (1 if weight.cut is ShardSpec.NONE else layout.tp_size))
     assert shape.mixture is not None
     first += weight.expert // (shape.mixture.experts // layout.ep_size) * layout.etp_size
     return range(first, first + layout.etp_size)

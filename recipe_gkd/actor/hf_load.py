@@ -13,13 +13,13 @@ from torch import Tensor
 
 from recipe_gkd.actor.hf_layout import read_shard
 from recipe_gkd.actor.hf_names import EMBEDDING, OUTPUT, Weight, weights
-from recipe_gkd.actor.model_dims import ModelShape
+from recipe_gkd.actor.model_dims import ModelDims
 from recipe_gkd.actor.parallel import Layout
 from recipe_gkd.errors import ModelError
 from teacher.weight_files import INDEX_NAME, WeightFileError, open_weights, read_index
 
 
-def own_parameters(chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout) -> list[tuple[Weight, Tensor | None]]:
+def own_parameters(chunks: Sequence[GPTModel], shape: ModelDims, layout: Layout) -> list[tuple[Weight, Tensor | None]]:
     """Every weight of the model in order, with this rank's parameter for it; None if only other ranks have it."""
     in_layers: dict[tuple[int, str], Tensor] = {}
     outside: dict[str, Tensor] = {}
@@ -48,7 +48,7 @@ def own_parameters(chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout
 
 
 @torch.no_grad()
-def load_hf(path: str | Path, chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout) -> None:
+def load_hf(path: str | Path, chunks: Sequence[GPTModel], shape: ModelDims, layout: Layout) -> None:
     """Fill every parameter of ``chunks``; :class:`ModelError` for a tensor that is missing or of another shape."""
     unfilled = {id(p): name for chunk in chunks for name, p in chunk.named_parameters()}
     with ExitStack() as stack:

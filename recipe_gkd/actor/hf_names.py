@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
-from recipe_gkd.actor.model_dims import Mixture, ModelShape
+from recipe_gkd.actor.model_dims import ModelDims, MoEConfig
 
 
-class Cut(Enum):
+class ShardSpec(Enum):
     """How the ranks of a tensor-parallel group divide a weight; :mod:`~recipe_gkd.actor.hf_layout` does it.
 
     The group is that of the model, or for an expert's weight that of the expert.
@@ -41,22 +41,22 @@ class Weight:
     """Its name in the model chunk, or in the layer for a layer's weight; then its other name with Transformer Engine,
     which merges a norm into the linear layer that follows, and a rank's experts into one module. For an expert, `{}`
     stands for its number among those of the rank."""
-    cut: Cut
+    cut: ShardSpec
     layer: int | None
     """Global layer number; None outside the layers."""
     expert: int | None = None
     """Global number of the expert that it belongs to; None outside the experts."""
 
 
-def weights(shape: ModelShape) -> Iterator[Weight]:
+def weights(shape: ModelDims) -> Iterator[Weight]:
     """All of them, in the order of the forward pass. A tied output layer is not one."""
     vocab = (shape.vocab_size, shape.hidden)
-    yield Weight((("model.embed_tokens.weight", vocab),), (EMBEDDING,), Cut.VOCAB, None)
+    yield Weight((("model.embed_tokens.weight", vocab),), (EMBEDDING,), ShardSpec.VOCAB, None)
     for layer in range(shape.layers):
         yield from _layer_weights(shape, layer)
-    yield Weight((("model.norm.weight", (shape.hidden,)),), ("decoder.final_layernorm.weight",), Cut.NONE, None)
+    yield Weight((("model.norm.weight", (shape.hidden,)),), ("decoder.final_layernorm.weight",), ShardSpec.NONE, None)
     if not shape.tied:
-        yield Weight((("lm_head.weight", vocab),), (OUTPUT,), Cut.VOCAB, None)
+        yield Weight((("lm_head.weight", vocab),), (OUTPUT,), ShardSpec.VOCAB, None)
 
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -64,28 +64,28 @@ OUTPUT = "output_layer.weight"
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
-def _layer_weights(shape: ModelShape, layer: int) -> Iterator[Weight]:
+def _layer_weights(shape: ModelDims, layer: int) -> Iterator[Weight]:
     weight = partial(_weight, layer)
     hidden, head = shape.hidden, shape.head_dim
     q, kv = shape.heads * head, shape.kv_heads * head
 
     yield weight(
-        Cut.NONE,
+        ShardSpec.NONE,
         ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
         {"input_layernorm.weight": (hidden,)},
     )
     for kind, tail in (("weight", (hidden,)), ("bias", ())) if shape.qkv_bias else (("weight", (hidden,)),):
         yield weight(
-            Cut.QKV,
+            ShardSpec.QKV,
             (f"self_attention.linear_qkv.{kind}",),
             {f"self_attn.{name}_proj.{kind}": (rows, *tail) for name, rows in (("q", q), ("k", kv), ("v", kv))},
         )
     if shape.qk_norm:
-        yield weight(Cut.NONE, ("self_attention.q_layernorm.weight",), {"self_attn.q_norm.weight": (head,)})
-        yield weight(Cut.NONE, ("self_attention.k_layernorm.weight",), {"self_attn.k_norm.weight": (head,)})
-    yield weight(Cut.COLUMNS, ("self_attention.linear_proj.weight",), {"self_attn.o_proj.weight": (hidden, q)})
+        yield weight(ShardSpec.NONE, ("self_attention.q_layernorm.weight",), {"self_attn.q_norm.weight": (head,)})
+        yield weight(ShardSpec.NONE, ("self_attention.k_layernorm.weight",), {"self_attn.k_norm.weight": (head,)})
+    yield weight(ShardSpec.COLUMNS, ("self_attention.linear_proj.weight",), {"self_attn.o_proj.weight": (hidden, q)})
     yield weight(
-        Cut.NONE,
+        ShardSpec.NONE,
         ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
         {"post_attention_layernorm.weight": (hidden,)},
     )
@@ -95,13 +95,13 @@ def _layer_weights(shape: ModelShape, layer: int) -> Iterator[Weight]:
         yield from _mlp_weights(layer, "mlp", MLP_NAMES, ("mlp.{}.weight",), hidden, shape.ffn)
 
 
-def _mixture_weights(shape: ModelShape, mixture: Mixture, layer: int) -> Iterator[Weight]:
+def _mixture_weights(shape: ModelDims, mixture: MoEConfig, layer: int) -> Iterator[Weight]:
     hidden = shape.hidden
     block, names = ("block_sparse_moe", ("w1", "w3", "w2")) if shape.family == "mixtral" else ("mlp", MLP_NAMES)
-    yield _weight(layer, Cut.NONE, ("mlp.router.weight",), {f"{block}.gate.weight": (mixture.experts, hidden)})
+    yield _weight(layer, ShardSpec.NONE, ("mlp.router.weight",), {f"{block}.gate.weight": (mixture.experts, hidden)})
     if mixture.shared_ffn is not None:
         gate = {f"{block}.shared_expert_gate.weight": (1, hidden)}
-        yield _weight(layer, Cut.NONE, ("mlp.shared_experts.gate_weight",), gate)
+        yield _weight(layer, ShardSpec.NONE, ("mlp.shared_experts.gate_weight",), gate)
         yield from _mlp_weights(
             layer, f"{block}.shared_expert", names, ("mlp.shared_experts.{}.weight",), hidden, mixture.shared_ffn
         )
@@ -119,12 +119,12 @@ def _mlp_weights(
     """``names`` of gate, up and down after ``prefix``; in ``mcore`` `{}` stands for Megatron's name of the layer."""
     gate, up, down = (f"{prefix}.{name}.weight" for name in names)
     fc1, fc2 = (tuple(name.format(f"linear_{fc}") for name in mcore) for fc in ("fc1", "fc2"))
-    yield _weight(layer, Cut.GATE_UP, fc1, {gate: (ffn, hidden), up: (ffn, hidden)}, expert)
-    yield _weight(layer, Cut.COLUMNS, fc2, {down: (hidden, ffn)}, expert)
+    yield _weight(layer, ShardSpec.GATE_UP, fc1, {gate: (ffn, hidden), up: (ffn, hidden)}, expert)
+    yield _weight(layer, ShardSpec.COLUMNS, fc2, {down: (hidden, ffn)}, expert)
 
 
 def _weight(
-    layer: int, cut: Cut, mcore: tuple[str, ...], hf: Mapping[str, tuple[int, ...]], expert: int | None = None
+    layer: int, cut: ShardSpec, mcore: tuple[str, ...], hf: Mapping[str, tuple[int, ...]], expert: int | None = None
 ) -> Weight:
     named = tuple((f"model.layers.{layer}.{name}", size) for name, size in hf.items())
     return Weight(named, mcore, cut, layer, expert)

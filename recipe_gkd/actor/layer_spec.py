@@ -58,12 +58,12 @@ def _device(config: TransformerConfig) -> torch.device | int:
 
 
 @dataclass
-class PackedRow(PackedSeqParams):
+class PackedSequences(PackedSeqParams):
     """Where the sequences of a packed row lie, for Transformer Engine and Megatron's rotary embedding, and for us."""
 
     blocks: list[Tensor] = field(default_factory=list)
     """int64 [B, S] each: row numbers of B sequences of similar length; any row where one is shorter than S."""
-    places_N: Tensor | None = None
+    unpack_index_N: Tensor | None = None
     """int64: where each row is in the blocks, flattened and one after the other."""
 
 
@@ -81,7 +81,7 @@ class PackedAttention(MegatronModule):
         value: Tensor,
         attention_mask: None,
         *,
-        packed_seq_params: PackedRow,
+        packed_seq_params: PackedSequences,
         **_: Any,
     ) -> Tensor:
         """``query`` [N, H, D], ``key`` and ``value`` [N, G, D] -> [N, H * D]."""
@@ -93,7 +93,7 @@ class PackedAttention(MegatronModule):
                 q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
             )
             outputs.append(out.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs)[packed_seq_params.places_N].flatten(1)
+        return torch.cat(outputs)[packed_seq_params.unpack_index_N].flatten(1)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}

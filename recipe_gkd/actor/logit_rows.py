@@ -14,23 +14,23 @@ from torch import Tensor
 
 
 @dataclass
-class OutputRows:
-    """What the model's output layer did in the body of :func:`only_rows`."""
+class LogitRows:
+    """What the model's output layer did in the body of :func:`select_logit_rows`."""
 
     weight_WD: Tensor | None = None
     """The layer's weights, if it was passed over: the model's output are hidden states then."""
 
 
 @contextmanager
-def only_rows(model: torch.nn.Module, rows_T: Tensor, *, pass_over: bool = False) -> Iterator[OutputRows]:
+def select_logit_rows(model: torch.nn.Module, rows_T: Tensor, *, skip_lm_head: bool = False) -> Iterator[LogitRows]:
     """Inside, the output layer computes these rows of a packed row alone; nothing changes on other pipeline stages.
 
-    ``pass_over``: it computes nothing, and the model returns the hidden states of these rows: whoever multiplies them
+    ``skip_lm_head``: it computes nothing, and the model returns the hidden states of these rows: whoever multiplies them
     with the weights sums their gradient over the tensor-parallel ranks.
     With sequence parallelism the layer's input is divided by rows, so it is gathered first, and the layer is told that
     it is whole, in the way of Megatron's own last-token logits (models/gpt/gpt_model.py:668).
     """
-    done = OutputRows()
+    done = LogitRows()
     layer = getattr(unwrap_model(model), "output_layer", None)
     if layer is None:
         yield done
@@ -50,7 +50,7 @@ def only_rows(model: torch.nn.Module, rows_T: Tensor, *, pass_over: bool = False
 
     hook = layer.register_forward_pre_hook(select)
     layer.sequence_parallel = False
-    if pass_over:
+    if skip_lm_head:
         layer.forward = keep
     try:
         yield done

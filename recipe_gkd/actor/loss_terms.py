@@ -19,18 +19,18 @@ def members(batch: PackedBatch) -> dict[str, np.ndarray]:
     """bool [T], by component."""
     return {
         "distill": batch.has_teacher_T,
-        "pg": ~batch.is_given_T,
-        "sft": batch.is_given_T & ~batch.has_teacher_T & ~batch.is_skipped_T,
+        "pg": ~batch.is_reference_T,
+        "sft": batch.is_reference_T & ~batch.has_teacher_T & ~batch.is_skipped_T,
     }
 
 
 @dataclass(frozen=True)
-class Totals:
+class GlobalDenominators:
     """Over the global batch: number of response tokens, and of each component's tokens and answers."""
 
     n_tokens: float
     n_tokens_of: dict[str, float]
-    n_answers_of: dict[str, float]
+    n_responses_of: dict[str, float]
 
     @staticmethod
     def counts(batches: list[PackedBatch]) -> list[float]:
@@ -38,13 +38,13 @@ class Totals:
         tokens = sum(len(batch.uids_T) for batch in batches)
         found = [(members(batch), batch) for batch in batches]
         n_tokens_of = [sum(float(own[name].sum()) for own, _ in found) for name in COMPONENTS]
-        n_answers_of = [
-            sum(float((own[name] / batch.answer_lengths_T).sum()) for own, batch in found) for name in COMPONENTS
+        n_responses_of = [
+            sum(float((own[name] / batch.response_lengths_T).sum()) for own, batch in found) for name in COMPONENTS
         ]
-        return [float(tokens), *n_tokens_of, *map(round, n_answers_of)]
+        return [float(tokens), *n_tokens_of, *map(round, n_responses_of)]
 
     @classmethod
-    def of(cls, counts: list[float]) -> Totals:
+    def of(cls, counts: list[float]) -> GlobalDenominators:
         tokens, *rest = counts
         n = len(COMPONENTS)
         return cls(tokens, dict(zip(COMPONENTS, rest[:n], strict=True)), dict(zip(COMPONENTS, rest[n:], strict=True)))
@@ -60,6 +60,6 @@ class Totals:
             if mode == "token-mean":
                 each_T = self.n_tokens / max(self.n_tokens_of[name], 1) * np.ones(len(own_T))
             else:
-                each_T = self.n_tokens / max(self.n_answers_of[name], 1) / batch.answer_lengths_T
+                each_T = self.n_tokens / max(self.n_responses_of[name], 1) / batch.response_lengths_T
             weights[name] = np.where(own_T, each_T, 0).astype(np.float32)
         return weights

@@ -20,10 +20,10 @@ from recipe_gkd.actor.hf_load import load_hf, own_parameters
 from recipe_gkd.actor.hf_names import weights
 from recipe_gkd.actor.hf_save import save_hf_folder
 from recipe_gkd.actor.loss_metrics import metrics, names_of_sums
-from recipe_gkd.actor.loss_terms import Totals
+from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.microbatch import PackedBatch, micro_batches, pack
 from recipe_gkd.actor.model import build_chunks, transformer_config
-from recipe_gkd.actor.model_dims import read_shape
+from recipe_gkd.actor.model_dims import read_model_dims
 from recipe_gkd.actor.objective import Objective
 from recipe_gkd.actor.optimizer import (
     clip_and_step,
@@ -39,7 +39,7 @@ from recipe_gkd.actor.step import run_micro_batches
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.teachers import names as teacher_names
 from recipe_gkd.data.samples import Sample
-from recipe_gkd.errors import CheckpointError, DataError, EchoError, WorkerError
+from recipe_gkd.errors import CheckpointError, DataError, SecondaryFailure, WorkerError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 UIDS_IN_MESSAGE = 8
@@ -92,7 +92,7 @@ class MegatronActor:
     # ---------------------------------------------------------------- start and end
 
     def setup(self) -> dict[str, Any]:
-        """Join the group, build the model, read its weights, make the optimiser.
+        """Join the group, build the model, read its weights, make the optimizer.
 
         Returns this rank's place (`rank`, `dp_rank`, `dp_size`, `tp_rank`, `pp_rank`), `parameters` (held by this
         rank) and `seconds`.
@@ -100,7 +100,7 @@ class MegatronActor:
         """
         started = time.monotonic()
         megatron = self._actor.megatron
-        shape = self.shape = read_shape(
+        shape = self.shape = read_model_dims(
             self._model_path, trust_remote_code=self._config.actor_rollout_ref.model.trust_remote_code
         )
         megatron_patches.install()
@@ -160,7 +160,7 @@ class MegatronActor:
     # ---------------------------------------------------------------- training
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
-        """One optimiser step on this data-parallel rank's shard (see :func:`shard_batch`) of the global batch.
+        """One optimizer step on this data-parallel rank's shard (see :func:`shard_batch`) of the global batch.
 
         ``step`` counts from 0; it sets the learning rate, and brings the weights from version ``step`` to ``step + 1``.
 
@@ -169,14 +169,14 @@ class MegatronActor:
         rank has had so far, up to this backward pass). A batch without any response token leaves the weights as they
         are.
 
-        Raises :class:`DataError` for a sample that cannot be trained on (:class:`EchoError` on the other ranks), and
+        Raises :class:`DataError` for a sample that cannot be trained on (:class:`SecondaryFailure` on the other ranks), and
         :class:`WorkerError` if the loss or the gradient is not finite; the weights are unchanged then.
         """
         self._check_usable()
         self._step = step
         lr = learning_rate(step, self._total_steps, self._actor.optim)
         with megatron_patches.on_host():
-            batches, totals = self._plan(samples)
+            batches, denominators = self._plan(samples)
             for chunk in self._wrapped:
                 chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
@@ -184,7 +184,7 @@ class MegatronActor:
                 self._wrapped,
                 batches,
                 self._loss,
-                totals=totals,
+                denominators=denominators,
                 gkd=self._gkd,
                 tp_group=tensor_group(self.layout),
                 device=self.device,
@@ -209,7 +209,7 @@ class MegatronActor:
             "perf/max_memory_allocated_gb": peak_bytes / 2**30,
         }
 
-    def _plan(self, samples: Sequence[Sample]) -> tuple[list[PackedBatch], Totals]:
+    def _plan(self, samples: Sequence[Sample]) -> tuple[list[PackedBatch], GlobalDenominators]:
         """This rank's micro-batches, as many as every other rank has: empty ones make up for missing ones.
 
         And the totals of the global batch.
@@ -234,15 +234,15 @@ class MegatronActor:
         if refusal is not None:
             raise refusal
         if any_refused:
-            raise EchoError(f"update {self._step}: another rank refused a sample; its error says which, and why")
-        mine = Totals.counts(batches)
+            raise SecondaryFailure(f"update {self._step}: another rank refused a sample; its error says which, and why")
+        mine = GlobalDenominators.counts(batches)
         counted_here = self.layout.is_last_stage and self.layout.tp_rank == 0  # by one rank of those with these samples
         sums = torch.tensor(mine, dtype=torch.float64, device=self.device) * counted_here
         dist.all_reduce(sums)
         # Interleaved pipeline stages take micro-batches in rounds of the number of stages.
         interleaved = self._actor.megatron.virtual_pipeline_model_parallel_size is not None
         most = math.ceil(max(most, 1) / self.layout.pp_size) * self.layout.pp_size if interleaved else max(most, 1)
-        return batches + [pack([], multiple_of=multiple_of)] * (most - len(batches)), Totals.of(sums.tolist())
+        return batches + [pack([], multiple_of=multiple_of)] * (most - len(batches)), GlobalDenominators.of(sums.tolist())
 
     def _sum_over_ranks(self, reports: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
         """Sums over the global batch, and the most bytes that any rank has had; the same on every rank."""

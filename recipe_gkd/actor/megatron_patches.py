@@ -27,10 +27,10 @@ HOST = torch.device("cpu")
 
 def install() -> None:
     """Idempotent."""
-    _mend_adam_steps()
-    _mend_bucket_padding()
-    _mend_router()
-    _mend_results_queue()
+    _patch_adam_steps()
+    _patch_bucket_padding()
+    _patch_router()
+    _patch_results_queue()
     if not torch.cuda.is_available():
         _take_host_for_device()
 
@@ -131,7 +131,7 @@ def _exchange_unequal_parts_with_gloo() -> None:
     mappings._reduce_scatter_along_first_dim = reduce_parts
 
 
-def _mend_router() -> None:
+def _patch_router() -> None:
     """transformer/moe/moe_utils.py:34 binds this name only with Transformer Engine installed; :1192 reads it always."""
     from megatron.core.transformer.moe import moe_utils
 
@@ -139,7 +139,7 @@ def _mend_router() -> None:
         moe_utils.te_general_gemm = None
 
 
-def _mend_results_queue() -> None:
+def _patch_results_queue() -> None:
     """Replace the queue for which dist_checkpointing/strategies/filesystem_async.py:55 would start a process.
 
     The process, a multiprocessing manager, outlives an actor that is killed, and leaves a folder ``pymp-*``. The
@@ -151,7 +151,7 @@ def _mend_results_queue() -> None:
         filesystem_async._results_queue = queue.Queue()  # only ever stored
 
 
-def _mend_adam_steps() -> None:
+def _patch_adam_steps() -> None:
     """torch's AdamW keeps ``step`` per parameter; optimizer/distrib_optimizer.py expects Apex's single one.
 
     The loaders leave ``step`` out of what they restore (:2101) although the copy loop asks for it (:940), and
@@ -181,8 +181,8 @@ def _mend_adam_steps() -> None:
     cls._steps_are_mended = True
 
 
-def _mend_bucket_padding() -> None:
-    """Optimiser state of a parameter behind a padded bucket would be saved shifted, with no more than a warning.
+def _patch_bucket_padding() -> None:
+    """Optimizer state of a parameter behind a padded bucket would be saved shifted, with no more than a warning.
 
     A tied embedding on pipeline stages has a bucket of its own, and buckets are padded to a multiple of the
     data-parallel size and 128 elements. optimizer/distrib_optimizer.py:1120 gathers them without that padding, and
@@ -199,7 +199,7 @@ def _mend_bucket_padding() -> None:
         padded_maps = [buffer.param_index_map for buffer in self.buffers]
         try:
             for buffer in self.buffers:
-                buffer.param_index_map = _places_without_padding(buffer)
+                buffer.param_index_map = _index_without_padding(buffer)
             return original(self, *args, **kwargs)
         finally:
             for buffer, padded_map in zip(self.buffers, padded_maps, strict=True):
@@ -209,7 +209,7 @@ def _mend_bucket_padding() -> None:
     cls._padding_is_mended = True
 
 
-def _places_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
+def _index_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
     shifts, unpadded = [], 0
     for bucket in buffer.buckets:
         shifts.append(bucket.offset - unpadded)

@@ -38,7 +38,7 @@ def micro_batches(samples: Sequence[Sample], *, micro_batch_size: int, max_token
 
     A sample longer than ``max_token_len`` gets a micro-batch of its own. Samples without a response take no part.
     """
-    samples = [sample for sample in samples if len(sample.answer.ids)]
+    samples = [sample for sample in samples if len(sample.response.ids)]
     if max_token_len is None:
         return [list(samples[i : i + micro_batch_size]) for i in range(0, len(samples), micro_batch_size)]
     bins: list[list[Sample]] = []
@@ -58,7 +58,7 @@ def micro_batches(samples: Sequence[Sample], *, micro_batch_size: int, max_token
 
 def _input_length(sample: Sample) -> int:
     """Tokens of the forward pass: nothing is predicted from the last token of a response."""
-    return max(sample.n_tokens - 1, 0) if len(sample.answer.ids) else 0
+    return max(sample.n_tokens - 1, 0) if len(sample.response.ids) else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +77,11 @@ class PackedBatch:
     """int64; -1 there."""
     uids_T: np.ndarray
     """int64: whose token it is."""
-    answer_ids_T: np.ndarray
+    response_ids_T: np.ndarray
     """int64: the response tokens themselves."""
     positions_T: np.ndarray
     """int64: their positions in the answers, from 0."""
-    answer_lengths_T: np.ndarray
+    response_lengths_T: np.ndarray
     """int64: of the answer that it belongs to."""
     sampling_logps_T: np.ndarray
     """float32, under the weights that sampled it."""
@@ -93,7 +93,7 @@ class PackedBatch:
     """bool: it was asked, and gave no answer."""
     teacher_numbers_T: np.ndarray
     """int64: which teacher."""
-    is_given_T: np.ndarray
+    is_reference_T: np.ndarray
     """bool: it is of the data, not sampled."""
     advantages_T: np.ndarray
     """float32, of the answer; see :class:`Sample`."""
@@ -119,7 +119,7 @@ def pack(samples: Sequence[Sample], *, multiple_of: int = 1) -> PackedBatch:
     starts = np.cumsum([0, *lengths])
     total = int(starts[-1])
     rows = [
-        start + len(sample.prompt.ids) - 1 + np.arange(len(sample.answer.ids))
+        start + len(sample.prompt.ids) - 1 + np.arange(len(sample.response.ids))
         for sample, start in zip(samples, starts, strict=False)
     ]
     if filler := -total % multiple_of if total else multiple_of:
@@ -131,17 +131,17 @@ def pack(samples: Sequence[Sample], *, multiple_of: int = 1) -> PackedBatch:
     ids_TK = np.full((n_tokens, k), -1, dtype=np.int64)
     row = 0
     for sample in samples:
-        rows_of_sample = slice(row, row := row + len(sample.answer.ids))
+        rows_of_sample = slice(row, row := row + len(sample.response.ids))
         width = sample.teacher.ids_TK.shape[1]
         logps_TK[rows_of_sample, :width] = sample.teacher.logps_TK
         ids_TK[rows_of_sample, :width] = sample.teacher.ids_TK
-    answer_lengths = [len(sample.answer.ids) for sample in samples]
+    response_lengths = [len(sample.response.ids) for sample in samples]
 
     def of_tokens(arrays: Iterable[np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate([np.zeros(0), *arrays]).astype(dtype)
 
     def of_samples(values: Iterable[float], dtype: type) -> np.ndarray:
-        return np.repeat(list(values), answer_lengths).astype(dtype)
+        return np.repeat(list(values), response_lengths).astype(dtype)
 
     return PackedBatch(
         token_ids_N=np.concatenate(ids).astype(np.int64),
@@ -150,15 +150,15 @@ def pack(samples: Sequence[Sample], *, multiple_of: int = 1) -> PackedBatch:
         logps_TK=logps_TK,
         ids_TK=ids_TK,
         uids_T=of_samples((sample.prompt.uid for sample in samples), np.int64),
-        answer_ids_T=of_tokens((sample.answer.ids for sample in samples), np.int64),
-        positions_T=of_tokens(map(np.arange, answer_lengths), np.int64),
-        answer_lengths_T=of_samples(answer_lengths, np.int64),
-        sampling_logps_T=of_tokens((sample.answer.logprobs for sample in samples), np.float32),
+        response_ids_T=of_tokens((sample.response.ids for sample in samples), np.int64),
+        positions_T=of_tokens(map(np.arange, response_lengths), np.int64),
+        response_lengths_T=of_samples(response_lengths, np.int64),
+        sampling_logps_T=of_tokens((sample.response.logprobs for sample in samples), np.float32),
         teacher_logps_T=of_tokens((sample.teacher.sampled_logps_T for sample in samples), np.float32),
         has_teacher_T=np.asarray((ids_TK >= 0).any(1)),
         is_skipped_T=of_samples((sample.is_skipped for sample in samples), np.bool_),
         teacher_numbers_T=of_samples((sample.teacher_number for sample in samples), np.int64),
-        is_given_T=of_samples((sample.is_given for sample in samples), np.bool_),
+        is_reference_T=of_samples((sample.is_reference for sample in samples), np.bool_),
         advantages_T=of_samples((sample.advantage for sample in samples), np.float32),
         baselines_T=of_samples((sample.baseline for sample in samples), np.float32),
         scales_T=of_samples((sample.scale for sample in samples), np.float32),
@@ -174,7 +174,7 @@ def _check(sample: Sample) -> None:
             f"sample {sample.prompt.uid}: the teacher's top-k has probability {mass_T.max():.4g} at response position "
             f"{int(np.argmax(np.nan_to_num(mass_T, nan=np.inf)))}; expected log-probabilities that sum to at most 1"
         )
-    for whose, logps_T in (("teacher", sample.teacher.sampled_logps_T), ("student", sample.answer.logprobs)):
+    for whose, logps_T in (("teacher", sample.teacher.sampled_logps_T), ("student", sample.response.logprobs)):
         if not (logps_T <= TEACHER_MASS_TOLERANCE).all():
             raise DataError(
                 f"sample {sample.prompt.uid}: the {whose}'s log-probability of a response token is "
@@ -182,7 +182,7 @@ def _check(sample: Sample) -> None:
             )
 
 
-def similar_lengths(lengths: Sequence[int], least_fill: float = 0.75) -> list[np.ndarray]:
+def bucket_by_length(lengths: Sequence[int], least_fill: float = 0.75) -> list[np.ndarray]:
     """Group the sequences of a packed row into right-padded blocks, each filled to ``least_fill`` or more in each line.
 
     Returns int64 arrays [sequences, longest]: row numbers, -1 for padding. Every row of the input is in one of them.

@@ -13,12 +13,12 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipe_gkd.actor.layer_spec import decoder_spec, has_transformer_engine
-from recipe_gkd.actor.model_dims import Mixture, ModelShape, check_fits
+from recipe_gkd.actor.model_dims import ModelDims, MoEConfig, check_fits
 from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError
 
 
-def transformer_config(shape: ModelShape, config: MegatronConfig, device: torch.device) -> TransformerConfig:
+def transformer_config(shape: ModelDims, config: MegatronConfig, device: torch.device) -> TransformerConfig:
     """Megatron's config, with ``override_transformer_config`` applied last.
 
     Raises :class:`ConfigError` for an unknown override, and as :func:`check_fits` does.
@@ -74,7 +74,7 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, device: torch.
     return TransformerConfig(**values | _known(config.override_transformer_config))
 
 
-def _mixture(mixture: Mixture | None, config: MegatronConfig) -> dict[str, Any]:
+def _mixture(mixture: MoEConfig | None, config: MegatronConfig) -> dict[str, Any]:
     """Without an auxiliary loss that balances the experts: Megatron's coefficient is 0 unless it is overridden."""
     if mixture is None:
         return {}
@@ -120,8 +120,8 @@ def _known(overrides: dict[str, Any]) -> dict[str, Any]:
     return overrides
 
 
-def build_chunks(shape: ModelShape, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
-    """This rank's part of the model, uninitialised: one chunk, or one for each virtual pipeline stage."""
+def build_chunks(shape: ModelDims, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
+    """This rank's part of the model, uninitialized: one chunk, or one for each virtual pipeline stage."""
     chunks = []
     virtual_stages = config.virtual_pipeline_model_parallel_size
     for stage in range(virtual_stages or 1):
@@ -147,10 +147,10 @@ def build_chunks(shape: ModelShape, config: TransformerConfig, device: torch.dev
 
 
 def _give_experts_their_own_buffers(chunk: GPTModel) -> None:
-    """Gradients of experts are summed over the experts' data-parallel group, and have an optimiser of their own.
+    """Gradients of experts are summed over the experts' data-parallel group, and have an optimizer of their own.
 
     Megatron says so only of experts that are divided among ranks (tensor_parallel/layers.py:886). Said of all of them,
-    a whole set of experts on each tensor-parallel rank is right too, whose tokens differ, and the optimiser's state
+    a whole set of experts on each tensor-parallel rank is right too, whose tokens differ, and the optimizer's state
     moves between layouts that divide experts and those that do not.
     """
     for name, parameter in chunk.named_parameters():

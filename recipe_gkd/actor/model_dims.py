@@ -29,7 +29,7 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture:
+class MoEConfig:
     """The layers in which a router sends each token to a few of many experts."""
 
     layers: tuple[bool, ...]
@@ -46,7 +46,7 @@ class Mixture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
+class ModelDims:
     """What is needed to build the model and to convert its weights."""
 
     family: str
@@ -65,7 +65,7 @@ class ModelShape:
     """``max_position_embeddings``: the longest sequence that the model was made for."""
     rope_base: float
     rope_llama3_factor: float | None
-    mixture: Mixture | None = None
+    mixture: MoEConfig | None = None
     """None: all layers are dense."""
 
     def padded_vocab(self, tp_size: int) -> int:
@@ -73,7 +73,7 @@ class ModelShape:
         return -(-self.vocab_size // multiple) * multiple
 
 
-def read_shape(path: str | Path, *, trust_remote_code: bool = False) -> ModelShape:
+def read_model_dims(path: str | Path, *, trust_remote_code: bool = False) -> ModelDims:
     """Raise :class:`ModelError` if there is no model in the folder ``path``, or none that is supported."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -94,7 +94,7 @@ def read_shape(path: str | Path, *, trust_remote_code: bool = False) -> ModelSha
         raise ModelError(f"{path} is a {family!r} model; the actor can train: {', '.join(FAMILIES)}")
     _check_supported(hf, path)
     rope = _rope(hf, path)
-    return ModelShape(
+    return ModelDims(
         family=hf.model_type,
         layers=hf.num_hidden_layers,
         hidden=hf.hidden_size,
@@ -114,9 +114,9 @@ def read_shape(path: str | Path, *, trust_remote_code: bool = False) -> ModelSha
     )
 
 
-def _mixture(hf: PretrainedConfig) -> Mixture | None:
+def _mixture(hf: PretrainedConfig) -> MoEConfig | None:
     if hf.model_type == "mixtral":
-        return Mixture(
+        return MoEConfig(
             layers=(True,) * hf.num_hidden_layers,
             experts=hf.num_local_experts,
             top_k=hf.num_experts_per_tok,
@@ -132,7 +132,7 @@ def _mixture(hf: PretrainedConfig) -> Mixture | None:
     )
     if not hf.num_experts or not any(layers):
         return None
-    return Mixture(
+    return MoEConfig(
         layers=layers,
         experts=hf.num_experts,
         top_k=hf.num_experts_per_tok,
@@ -151,7 +151,7 @@ def _check_supported(hf: PretrainedConfig, path: str | Path) -> None:
         "attention_dropout": bool(getattr(hf, "attention_dropout", 0.0)),
         "sliding_window": hf.model_type == "mixtral" and hf.sliding_window is not None,
         "router_jitter_noise": bool(getattr(hf, "router_jitter_noise", 0.0)),
-        # Megatron cannot normalise the weight of one expert (to 1).
+        # Megatron cannot normalize the weight of one expert (to 1).
         "num_experts_per_tok": (mixture := _mixture(hf)) is not None and mixture.normalized and mixture.top_k == 1,
     }
     if found := [f"{name}={getattr(hf, name)}" for name, is_unusual in unusual.items() if is_unusual]:
@@ -172,7 +172,7 @@ def _rope(hf: PretrainedConfig, path: str | Path) -> dict[str, Any]:
     return rope
 
 
-def check_fits(shape: ModelShape, config: MegatronConfig) -> None:
+def check_fits(shape: ModelDims, config: MegatronConfig) -> None:
     """Raise :class:`ConfigError` for widths, experts and layers that the layout does not divide."""
     tp = config.tensor_model_parallel_size
     ffn = _tensor_parallel_ffn(shape)
@@ -192,7 +192,7 @@ def check_fits(shape: ModelShape, config: MegatronConfig) -> None:
         _check_stages_have_experts(shape.mixture.layers, config.pipeline_model_parallel_size, stages)
 
 
-def _tensor_parallel_ffn(shape: ModelShape) -> list[int]:
+def _tensor_parallel_ffn(shape: ModelDims) -> list[int]:
     """The widths of the feed-forward layers that are no experts: of dense layers, and of the shared expert."""
     if shape.mixture is None:
         return [shape.ffn]
@@ -200,7 +200,7 @@ def _tensor_parallel_ffn(shape: ModelShape) -> list[int]:
     return dense if shape.mixture.shared_ffn is None else [*dense, shape.mixture.shared_ffn]
 
 
-def _check_experts(mixture: Mixture | None, config: MegatronConfig) -> None:
+def _check_experts(mixture: MoEConfig | None, config: MegatronConfig) -> None:
     tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
     etp = config.expert_tensor_parallel_size
     if mixture is None:
@@ -227,7 +227,7 @@ def _check_experts(mixture: Mixture | None, config: MegatronConfig) -> None:
 
 
 def _check_stages_have_experts(layers: tuple[bool, ...], ranks: int, stages: int) -> None:
-    """Megatron cannot save the optimiser of a rank whose layers are all dense while those of others have experts."""
+    """Megatron cannot save the optimizer of a rank whose layers are all dense while those of others have experts."""
     per_stage = len(layers) // stages
     for rank in range(ranks):
         if not any(any(layers[stage * per_stage :][:per_stage]) for stage in range(rank, stages, ranks)):

@@ -17,9 +17,9 @@ from recipe_gkd.actor.device_batch import DeviceBatch
 from recipe_gkd.actor.loss_metrics import POSITION_BUCKETS
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.diagnostics import entropy, topk_overlap
-from recipe_gkd.losses.distributions import Outcomes, outcomes, present_entries
+from recipe_gkd.losses.distributions import BucketedDistributions, distributions, valid_entries
 from recipe_gkd.losses.divergences import Divergence, reverse_kl
-from recipe_gkd.losses.logits_query import Question, Reading
+from recipe_gkd.losses.logits_query import LogitsQuery, StudentLogStats
 from recipe_gkd.losses.policy import grpo_loss
 from recipe_gkd.losses.sampled_token import importance_weights, k1, k2, k3
 from recipe_gkd.losses.student_output import Student
@@ -45,21 +45,21 @@ class Objective:
 
     def __call__(self, student: Student, batch: DeviceBatch) -> Losses:
         gkd = self.gkd
-        present_TK = present_entries(batch.logps_TK, batch.ids_TK, self.vocab_size)
-        sums = self._overlap(student, batch, present_TK)  # before the gradient takes the place of the logits
-        reading = student.read(
-            Question(
+        valid_TK = valid_entries(batch.logps_TK, batch.ids_TK, self.vocab_size)
+        sums = self._overlap(student, batch, valid_TK)  # before the gradient takes the place of the logits
+        stats = student.read(
+            LogitsQuery(
                 ids_TK=batch.ids_TK,
-                present_TK=present_TK,
-                picked_T=batch.answer_ids_T,
+                valid_TK=valid_TK,
+                sampled_T=batch.response_ids_T,
                 vocab_size=self.vocab_size,
                 temperature=gkd.distill_temperature,
             )
         )
-        logp_T = reading.picked_logp_T
-        buckets = outcomes(reading.u_TB, batch.logps_TK, present_TK, "bucket")
+        logp_T = stats.sampled_logp_T
+        buckets = distributions(stats.log_mass_TB, batch.logps_TK, valid_TK, "bucket")
 
-        distill_T = self._distill(reading, buckets, batch, present_TK)
+        distill_T = self._distill(stats, buckets, batch, valid_TK)
         loss_T = gkd.distill_loss_coef * batch.weights["distill"] * distill_T
         found = {"distill": batch.weights["distill"] * distill_T, "kl": distill_T * batch.has_teacher_T}
         if gkd.use_rl_loss:
@@ -72,11 +72,11 @@ class Objective:
                 clip_c=gkd.clip_ratio_c,
             )
             loss_T = loss_T + gkd.rl_loss_coef * batch.weights["pg"] * policy_T
-            found |= {"pg": batch.weights["pg"] * policy_T, "clipped": clipped_T * ~batch.is_given_T}
+            found |= {"pg": batch.weights["pg"] * policy_T, "clipped": clipped_T * ~batch.is_reference_T}
         if gkd.sft_share:
             loss_T = loss_T - gkd.sft_loss_coef * batch.weights["sft"] * logp_T
             found["sft"] = -batch.weights["sft"] * logp_T
-        found |= {"loss": loss_T} | self._differences(reading, buckets, batch, found["kl"])
+        found |= {"loss": loss_T} | self._differences(stats, buckets, batch, found["kl"])
         sums |= {name: value_T.detach().sum(dtype=torch.float64) for name, value_T in found.items()}
         return Losses(loss_T=loss_T, sums=sums)
 
@@ -97,12 +97,12 @@ class Objective:
                     skew_alpha=gkd.skew_alpha,
                 )
 
-    def _distill(self, reading: Reading, buckets: Outcomes, batch: DeviceBatch, present_TK: Tensor) -> Tensor:
+    def _distill(self, stats: StudentLogStats, buckets: BucketedDistributions, batch: DeviceBatch, valid_TK: Tensor) -> Tensor:
         """[T], arbitrary but finite where no teacher has said anything."""
-        gkd, logp_T, teacher_logp_T = self.gkd, reading.picked_logp_T, batch.teacher_logps_T
+        gkd, logp_T, teacher_logp_T = self.gkd, stats.sampled_logp_T, batch.teacher_logps_T
         if self._divergence is not None:
             if gkd.tail != "bucket":
-                buckets = outcomes(reading.u_TB, batch.logps_TK, present_TK, gkd.tail)
+                buckets = distributions(stats.log_mass_TB, batch.logps_TK, valid_TK, gkd.tail)
             return self._divergence.of(buckets).to(logp_T.dtype)
         match gkd.distill_loss_type:
             case "k1":
@@ -116,11 +116,11 @@ class Objective:
         return estimate_T * importance_weights(logp_T, batch.sampling_logps_T, gkd.importance, gkd.importance_cap)
 
     @torch.no_grad()
-    def _differences(self, reading: Reading, buckets: Outcomes, batch: DeviceBatch, kl_T: Tensor) -> dict[str, Tensor]:
+    def _differences(self, stats: StudentLogStats, buckets: BucketedDistributions, batch: DeviceBatch, kl_T: Tensor) -> dict[str, Tensor]:
         """How student and teacher differ, beside the loss: [T] each, 0 where a token does not count."""
-        asked_T, sampled_T = batch.has_teacher_T, ~batch.is_given_T
+        asked_T, sampled_T = batch.has_teacher_T, ~batch.is_reference_T
         p_TB, q_TB = buckets.p_TC, buckets.q_TC
-        grown_T = reading.picked_logp_T - batch.sampling_logps_T > math.log(self.gkd.importance_cap)
+        grown_T = stats.sampled_logp_T - batch.sampling_logps_T > math.log(self.gkd.importance_cap)
         found = {
             "teacher_topk_mass": p_TB[:, :-1].sum(1) * asked_T,
             "student_topk_mass": q_TB[:, :-1].sum(1) * asked_T,
@@ -128,7 +128,7 @@ class Objective:
             "student_tail_mass": q_TB[:, -1] * asked_T,
             "teacher_topk_entropy": entropy(p_TB) * asked_T,
             "student_topk_entropy": entropy(q_TB) * asked_T,
-            "entropy": reading.entropy_T * sampled_T,
+            "entropy": stats.entropy_T * sampled_T,
             "above_cap": grown_T * sampled_T,
             "n_asked": asked_T,
             "n_sampled": sampled_T,
@@ -142,12 +142,12 @@ class Objective:
             found |= {f"kl_of_{number}": kl_T * its_T, f"n_of_{number}": its_T}
         return found
 
-    def _overlap(self, student: Student, batch: DeviceBatch, present_TK: Tensor) -> dict[str, Tensor]:
+    def _overlap(self, student: Student, batch: DeviceBatch, valid_TK: Tensor) -> dict[str, Tensor]:
         rows_R = batch.overlap_rows_R
         share_R = topk_overlap(
             student.logits(rows_R),
             batch.ids_TK[rows_R],
-            present_TK[rows_R],
+            valid_TK[rows_R],
             vocab_size=self.vocab_size,
             tp_group=self.tp_group,
         )

@@ -18,7 +18,7 @@ from recipe_gkd.config.schema import OptimConfig
 
 
 def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Of optimiser step ``step``, counted from 0: linear warm-up that ends at ``lr``, then the decay to ``min_lr``.
+    """Of optimizer step ``step``, counted from 0: linear warm-up that ends at ``lr``, then the decay to ``min_lr``.
 
     The first step of a warm-up of W steps has lr / W, not 0; ``min_lr`` is reached at ``total_steps`` and kept.
     """
@@ -41,7 +41,7 @@ def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
 def wrap_and_optimize(
     chunks: Sequence[GPTModel], config: TransformerConfig, optim: OptimConfig, *, distributed: bool
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
-    """Gradient buffers around each chunk, and the optimiser over all of them. The weights must be loaded before."""
+    """Gradient buffers around each chunk, and the optimizer over all of them. The weights must be loaded before."""
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     wrapped = []
     for number, chunk in enumerate(chunks):

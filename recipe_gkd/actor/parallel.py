@@ -25,8 +25,8 @@ waits for the receivers, and its error, which names the receiver that is missing
 class Layout:
     """This rank's coordinates: tensor, pipeline and data parallel; and among the experts of a mixture.
 
-    Megatron numbers ranks stage by stage. In a stage, the ranks of a tensor-parallel group are neighbours; for experts
-    the same ranks are counted anew: neighbours divide each expert, then follow those that divide the set of experts.
+    Megatron numbers ranks stage by stage. In a stage, the ranks of a tensor-parallel group are neighbors; for experts
+    the same ranks are counted anew: neighbors divide each expert, then follow those that divide the set of experts.
     """
 
     rank: int

@@ -10,10 +10,10 @@ import ray
 
 from recipe_gkd.config.schema import Config
 from recipe_gkd.data.samples import Sample
-from recipe_gkd.diagnostics.stack_dumps import watch_stacks
-from recipe_gkd.ray_cluster.placement import where_am_i
+from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
+from recipe_gkd.ray_cluster.placement import device_report
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
-from recipe_gkd.weight_sync.sender_api import ActorWeights
+from recipe_gkd.weight_sync.sender_api import WeightSenderApi
 from recipe_gkd.weight_sync.stats import TransferStats
 from recipe_gkd.weight_sync.transport import open_store
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class ActorWorker:
-    """The methods of :class:`MegatronActor`, to be called on all ranks at once, and those of :class:`ActorWeights`."""
+    """The methods of :class:`MegatronActor`, to be called on all ranks at once, and those of :class:`WeightSenderApi`."""
 
     def __init__(
         self, config: Config, *, total_steps: int, rank: int, world_size: int, device: str, n_tokens: int | None = None
     ) -> None:
-        watch_stacks()
+        enable_stack_dumps()
         self._config, self._device = config, device
         self._store: TCPStore | None = None
         self._arguments: dict[str, Any] = dict(
@@ -35,7 +35,7 @@ class ActorWorker:
         )
 
     def where(self) -> dict[str, Any]:
-        return where_am_i(self._device)
+        return device_report(self._device)
 
     def sees(self, path: str) -> bool:
         """Whether a file that the driver has written is there on this worker's node too."""
@@ -54,7 +54,7 @@ class ActorWorker:
         meeting = self._store or (master_addr, master_port)
         self.actor = MegatronActor(**self._arguments, local_rank=0, meeting=meeting)
         report = self.actor.setup()
-        self.weights = ActorWeights(
+        self.weights = WeightSenderApi(
             self.actor,
             rank=report["rank"],
             device=self.actor.device,

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from recipe_gkd.actor.device_batch import DeviceBatch, to_device
-from recipe_gkd.actor.logit_rows import only_rows
-from recipe_gkd.actor.loss_terms import Totals
+from recipe_gkd.actor.logit_rows import select_logit_rows
+from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.microbatch import PackedBatch
 from recipe_gkd.actor.objective import Losses
 from recipe_gkd.config.schema import GkdConfig
@@ -30,7 +30,7 @@ def run_micro_batches(
     batches: Sequence[PackedBatch],
     loss: LossFunction,
     *,
-    totals: Totals,
+    denominators: GlobalDenominators,
     gkd: GkdConfig,
     tp_group: ProcessGroup | None,
     device: torch.device,
@@ -43,8 +43,8 @@ def run_micro_batches(
 
     def forward(batches: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         packed = next(batches)
-        batch = to_device(packed, totals.weights(packed, gkd.loss_agg_mode), device)
-        with only_rows(model, batch.loss_rows_T, pass_over=gkd.fuse_lm_head) as rows:
+        batch = to_device(packed, denominators.weights(packed, gkd.loss_agg_mode), device)
+        with select_logit_rows(model, batch.loss_rows_T, skip_lm_head=gkd.fuse_lm_head) as rows:
             output_1TX = model(batch.token_ids_1N, batch.position_ids_1N, None, packed_seq_params=batch.row)
         weight_WD = rows.weight_WD
 

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SAVE_MARGIN_S = 15.0
+SAVE_DEADLINE_MARGIN_S = 15.0
 """Added to the actors' own deadline, because their error names the cause and the driver's only a missing reply."""
-LAST_CHANCE_S = 1.0
+SAVE_GRACE_PERIOD_S = 1.0
 """Deadline for a background save to be complete once a worker has failed."""
 SHORT_WAIT_S = 0.5
 """Time that ``finish(wait=False)`` gives the driver's own work on the disk, which usually takes milliseconds."""
@@ -69,7 +69,7 @@ class CheckpointSaver:
         self._root, self._call_actors = root, call_actors
         self._with_hf = "hf_model" in actor.checkpoint.save_contents
         self._background = actor.checkpoint.async_save
-        self._timeout_s = actor.timeout_s + SAVE_MARGIN_S
+        self._timeout_s = actor.timeout_s + SAVE_DEADLINE_MARGIN_S
         self._keep = config.trainer.max_actor_ckpt_to_keep
         self._allowed = config.trainer.save_failures_allowed
         self._writer: CheckpointWriter | None = None
@@ -144,7 +144,7 @@ class CheckpointSaver:
         """
         try:
             with suppress(GkdError):
-                await self.finish(wait=not workers_failed, timeout_s=LAST_CHANCE_S if workers_failed else None)
+                await self.finish(wait=not workers_failed, timeout_s=SAVE_GRACE_PERIOD_S if workers_failed else None)
         finally:
             await self._discard()
 

@@ -46,7 +46,7 @@ class Best:
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumeState:
     """Starting point of a run."""
 
     progress: Progress
@@ -55,7 +55,7 @@ class Start:
     best: Best | None = None
     """Best of the run up to this point."""
 
-    def is_of(self, root: Path) -> bool:
+    def belongs_to_run(self, root: Path) -> bool:
         """Return True if its weights come from a checkpoint in the run folder ``root``."""
         own = final_folder(root, self.progress.step)
         return self.checkpoint is not None and self.checkpoint.resolve() == own.resolve()

@@ -21,20 +21,26 @@ from recipe_gkd.config.load import compose_config, to_config
 from recipe_gkd.config.validate import validate
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.ray_cluster.connection import choose_device, ray_cluster
-from recipe_gkd.ray_cluster.placement import Reports, check_devices, placement_table, places_of, where_am_i
+from recipe_gkd.ray_cluster.placement import (
+    Reports,
+    check_devices,
+    collect_device_reports,
+    device_report,
+    placement_table,
+)
 from recipe_gkd.ray_cluster.pools import create_pools, pool_specs
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
 
 
-class PlaceHolder:
+class ProbeActor:
     """In the place of a worker: says where that is."""
 
     def __init__(self, device: str) -> None:
         self._device = device
 
     def where(self) -> dict[str, Any]:
-        return where_am_i(self._device)
+        return device_report(self._device)
 
     def shutdown(self) -> None:
         pass
@@ -51,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         validate(config)
         with ray_cluster(config):
             device = choose_device(config.trainer.device)
-            reports = asyncio.run(visit_places(config, device))
+            reports = asyncio.run(probe_placement(config, device))
         print(placement_table(reports))
         check_devices(reports, shared=config.rollout.share_actor_gpus)
     except Exception as error:  # noqa: BLE001 - printed as one error, with the place of an unexpected one
@@ -65,19 +71,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def visit_places(config: Config, device: str) -> Reports:
+async def probe_placement(config: Config, device: str) -> Reports:
     """What a process in the place of each worker says of it."""
     timeout_s = config.trainer.startup_timeout_s
     pools = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
     groups = [
         WorkerGroup(
             pool.spec.name,
-            [pool.spawn(PlaceHolder, rank, {"device": device}, env=env) for rank in range(pool.spec.n_workers)],
+            [pool.spawn(ProbeActor, rank, {"device": device}, env=env) for rank in range(pool.spec.n_workers)],
         )
         for pool, env in zip(pools, (actor_environment(device), rollout_environment(device)), strict=True)
     ]
     try:
-        return await places_of(groups, timeout_s=timeout_s)
+        return await collect_device_reports(groups, timeout_s=timeout_s)
     finally:
         await asyncio.gather(*(group.stop(timeout_s=5) for group in groups))
         for pool in pools:

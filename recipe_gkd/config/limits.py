@@ -6,11 +6,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-SHORTEST_S = 1e-3
+MIN_TIMEOUT_S = 1e-3
 """Shortest deadline: a timeout of zero means "the default" to torch."""
-LONGEST_S = 7 * 24 * 3600.0
+MAX_TIMEOUT_S = 7 * 24 * 3600.0
 """Longest deadline of one call: that of a request in ``teacher.wire.messages``. ``poll`` takes at most 24 days."""
-LONGEST_WAIT_S = 30 * 24 * 3600.0
+MAX_TEACHER_WAIT_S = 30 * 24 * 3600.0
 """Longest time over which a request is repeated."""
 MAX_SEED = 2**32 - 1
 """Largest seed that every generator takes, also after Megatron has added its offset of the rank."""
@@ -31,7 +31,7 @@ answers shown in the log.
 MAX_COEFFICIENT = 1e6
 """Weights of losses and bounds of probability ratios: with all of them this large, losses and the norms of their
 gradients remain finite in float32."""
-LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
+LOWEST_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """Range in which vLLM samples as asked: it raises lower temperatures to 0.01 and refuses higher ones."""
 
 
@@ -44,6 +44,6 @@ def _can_be_sampled_at(temperature: float) -> float:
 
 
 Temperature = Annotated[float, AfterValidator(_can_be_sampled_at)]
-"""0, or within :data:`LOWEST_TEMPERATURE` and :data:`HIGHEST_TEMPERATURE`."""
+"""0, or within :data:`LOWEST_TEMPERATURE` and :data:`MAX_TEMPERATURE`."""
 Beta = Annotated[float, Field(ge=0, le=1 - 1e-6)]
 """Decay rate of a moving average, below 1 in float32 too."""

@@ -23,12 +23,15 @@ from recipe_gkd.errors import ConfigError
 
 
 def config_dir() -> Path:
-    """The folder of the YAML files: ``config/`` of the checkout, or the copy inside the installed package."""
-    package = Path(__file__).resolve().parent.parent
-    for folder in (package.parent / "config", package / "config_files"):
-        if (folder / "on_policy_distill_trainer.yaml").is_file():
-            return folder
-    raise ConfigError(f"no config folder beside or inside {package}; reinstall recipe_gkd, or pass --config-dir FOLDER")
+    """Return the folder of the YAML files.
+
+    Raises:
+        ConfigError: The installation does not contain them.
+    """
+    folder = Path(__file__).resolve().parents[1] / "config_files"
+    if not (folder / "on_policy_distill_trainer.yaml").is_file():
+        raise ConfigError(f"no config files in {folder}; reinstall recipe_gkd, or pass --config-dir FOLDER")
+    return folder.resolve()
 
 
 def load_config(name: str, overrides: Sequence[str] = (), folder: Path | None = None) -> Config:

@@ -12,9 +12,6 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import (
-    HIGHEST_TEMPERATURE,
-    LONGEST_S,
-    LONGEST_WAIT_S,
     MAX_BATCH,
     MAX_COEFFICIENT,
     MAX_CPUS,
@@ -25,8 +22,11 @@ from recipe_gkd.config.limits import (
     MAX_NODES,
     MAX_SEED,
     MAX_STEPS,
+    MAX_TEACHER_WAIT_S,
+    MAX_TEMPERATURE,
+    MAX_TIMEOUT_S,
     MAX_TOKENS,
-    SHORTEST_S,
+    MIN_TIMEOUT_S,
     Beta,
     Temperature,
 )
@@ -39,9 +39,9 @@ def key(doc: str, **bounds: Any) -> Any:
     return Field(description=doc, **bounds)
 
 
-def seconds(doc: str, longest: float = LONGEST_S) -> Any:
+def seconds(doc: str, longest: float = MAX_TIMEOUT_S) -> Any:
     """The deadline of a wait."""
-    return key(f"Seconds that {doc}", ge=SHORTEST_S, le=longest)
+    return key(f"Seconds that {doc}", ge=MIN_TIMEOUT_S, le=longest)
 
 
 def _as_list(value: Any) -> Any:
@@ -55,7 +55,7 @@ Files = Annotated[list[str], BeforeValidator(_as_list)]
 LossType = Literal[
     "forward_kl", "reverse_kl", "jsd", "kl_rkl", "skewed_forward_kl", "skewed_reverse_kl", "tvd", "k1", "k2", "k3"
 ]
-Tail = Literal["bucket", "renormalise", "none"]
+Tail = Literal["bucket", "renormalize", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -101,13 +101,13 @@ class MegatronConfig:
         "Ranks that share each expert; null: as `tensor_model_parallel_size`.", ge=1, le=MAX_DEVICES
     )
     sequence_parallel: bool = key("Divide activations between layers by sequence (needs tensor parallel > 1).")
-    use_distributed_optimizer: bool = key("Divide the optimiser state between the data-parallel ranks.")
+    use_distributed_optimizer: bool = key("Divide the optimizer state between the data-parallel ranks.")
     dtype: Literal["bfloat16", "float32"] = key(
-        "Precision of weights and activations; the optimiser keeps fp32 copies."
+        "Precision of weights and activations; the optimizer keeps fp32 copies."
     )
     param_offload: bool = key("Move parameters to the host between updates.")
     grad_offload: bool = key("Move gradients to the host between updates.")
-    optimizer_offload: bool = key("Move the optimiser state to the host between updates.")
+    optimizer_offload: bool = key("Move the optimizer state to the host between updates.")
     override_transformer_config: dict[str, Any] = key(
         "Fields of Megatron's TransformerConfig to set as they are, such as `recompute_granularity`."
     )
@@ -130,7 +130,7 @@ class OptimConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
     save_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = key(
-        "Parts of a checkpoint: weights, optimiser state, the rate's schedule, and a Hugging Face folder."
+        "Parts of a checkpoint: weights, optimizer state, the rate's schedule, and a Hugging Face folder."
     )
     load_contents: list[Literal["model", "optimizer", "extra"]] = key("Parts to read when resuming.")
     async_save: bool = key("Write in the background while training goes on.")
@@ -154,7 +154,7 @@ class ActorConfig:
 class ValidationSamplingConfig:
     n: int = key("Answers to each validation prompt; their rewards are averaged.", ge=1, le=MAX_GROUP)
     temperature: Temperature = key(
-        "Sampling temperature of validation answers; 0 is greedy, else 0.01 to 2.", ge=0, le=HIGHEST_TEMPERATURE
+        "Sampling temperature of validation answers; 0 is greedy, else 0.01 to 2.", ge=0, le=MAX_TEMPERATURE
     )
     top_p: float = key("Nucleus sampling of validation answers; 1: off.", gt=0, le=1)
     top_k: int = key("Sample validation answers among the k likeliest tokens; -1 or 0: among all.", ge=-1, le=MAX_INT32)
@@ -164,7 +164,7 @@ class ValidationSamplingConfig:
 class RolloutEngineConfig:
     name: Literal["vllm"] = key("Generation engine.")
     n: int = key("Answers to each prompt.", ge=1, le=MAX_GROUP)
-    temperature: Temperature = key("Sampling temperature; 0 is greedy, else 0.01 to 2.", ge=0, le=HIGHEST_TEMPERATURE)
+    temperature: Temperature = key("Sampling temperature; 0 is greedy, else 0.01 to 2.", ge=0, le=MAX_TEMPERATURE)
     top_p: float = key("Nucleus sampling; 1: off.", gt=0, le=1)
     top_k: int = key("Sample among the k likeliest tokens; -1 or 0: among all.", ge=-1, le=MAX_INT32)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key("Precision of the rollout engine.")
@@ -214,10 +214,10 @@ class TeacherConfig:
     on_failure: Literal["fail", "wait", "skip_samples"] = key(
         "When a request has no answer after `timeout_s`, or is refused. `fail`: the run ends. `wait`: it is asked "
         "again, up to `max_wait_s` (one that is refused ends the run). `skip_samples`: its samples stay in the batch, "
-        "but nothing is learnt from the teacher on them, up to `max_skipped_samples`."
+        "but nothing is learned from the teacher on them, up to `max_skipped_samples`."
     )
     max_wait_s: float = seconds(
-        "a request may be asked again, one time after the other, before the run ends: of `wait`.", LONGEST_WAIT_S
+        "a request may be asked again, one time after the other, before the run ends: of `wait`.", MAX_TEACHER_WAIT_S
     )
     max_skipped_samples: int = key(
         "Samples that may be skipped in the whole run, resumed or not, before it ends: of `skip_samples`.",
@@ -247,7 +247,7 @@ class GkdConfig:
     distill_loss_coef: float = key("Weight of the distillation loss; 0: it is only measured.", ge=0, le=MAX_COEFFICIENT)
     distill_temperature: float = key("Both distributions are those of logits / this.", ge=1e-3, le=1e3)
     tail: Tail = key(
-        "All ids outside the teacher's top-k: `bucket`: one outcome; `renormalise`: left out, and both sides divided "
+        "All ids outside the teacher's top-k: `bucket`: one outcome; `renormalize`: left out, and both sides divided "
         "by what is left (biased); `none`: left out of the sum (biased)."
     )
     beta: float = key(

@@ -35,7 +35,7 @@ def validate(config: Config) -> None:
 
 
 def _not_supported(config: Config) -> Iterator[str]:
-    """Values that this family of recipes knows and this one cannot honour yet: refused, never ignored."""
+    """Values that this family of recipes knows and this one cannot honor yet: refused, never ignored."""
     megatron = config.actor_rollout_ref.actor.megatron
     if config.actor_rollout_ref.hybrid_engine:
         yield (

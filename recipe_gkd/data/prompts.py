@@ -1,4 +1,4 @@
-"""Prompts: parquet files -> tokenised once -> batches at a position that can be saved and restored.
+"""Prompts: parquet files -> tokenized once -> batches at a position that can be saved and restored.
 
 The run's prompts are one endless-looking stream: epoch after epoch, each a permutation drawn from ``data.seed`` and
 its number. Batch ``i`` is the stream's slice ``[i * B, (i + 1) * B)``, across the ends of epochs, so each prompt is
@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recipe_gkd.config.schema import DataConfig
-from recipe_gkd.data.samples import Answer, Prompt
+from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -44,10 +44,10 @@ class PromptBatch:
 
 
 class PromptData:
-    """The tokenised prompts of some parquet files.
+    """The tokenized prompts of some parquet files.
 
     ``ids[i]`` int32 [P] are the tokens of row ``rows[i]`` of ``table``; overlong rows were dropped or cut. With
-    ``given_answers``, ``given_ids[i]`` int32 [T] are those of its ``data.response_key``.
+    ``given_answers``, ``reference_ids[i]`` int32 [T] are those of its ``data.response_key``.
 
     ``fingerprint`` is a hash of the prompts of these rows. ``answers_fingerprint`` is one of their reference responses,
     empty without ``given_answers``.
@@ -77,7 +77,7 @@ class PromptData:
         self.rows: list[int] = []
         dropped = 0
         for row, prompt in enumerate(prompts):
-            ids = _tokenise(prompt, tokenizer, f"row {row} of {name}")
+            ids = _tokenize(prompt, tokenizer, f"row {row} of {name}")
             if len(ids) > config.max_prompt_length:
                 if config.filter_overlong_prompts:
                     dropped += 1
@@ -94,31 +94,31 @@ class PromptData:
                 len(prompts),
                 config.max_prompt_length,
             )
-        log.info("tokenised %d prompts of %s in %.1f s", len(prompts), name, time.monotonic() - began)
+        log.info("tokenized %d prompts of %s in %.1f s", len(prompts), name, time.monotonic() - began)
         if not self.ids:
             raise DataError(
                 f"no prompt is left of the {len(prompts)} given: all are longer than "
                 f"data.max_prompt_length={config.max_prompt_length}; raise it"
             )
         self._ends = frozenset({*stop_token_ids, tokenizer.eos_token_id}) if given_answers else frozenset()
-        self.given_ids: list[np.ndarray] = []
+        self.reference_ids: list[np.ndarray] = []
         self.answers_fingerprint = ""
         if given_answers:
-            self.given_ids = _given_answers(table, self.rows, config, tokenizer, self._ends)
+            self.reference_ids = _reference_responses(table, self.rows, config, tokenizer, self._ends)
             self.answers_fingerprint = _fingerprint(table.column(config.response_key).to_pylist(), self.rows)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def prompt(self, index: int, uid: int, *, given: bool = False) -> Prompt:
-        given_ids = self.given_ids[index] if given else None
-        return Prompt(uid=uid, ids=self.ids[index], row=self.rows[index], given_ids=given_ids)
+        reference_ids = self.reference_ids[index] if given else None
+        return Prompt(uid=uid, ids=self.ids[index], row=self.rows[index], reference_ids=reference_ids)
 
-    def given_answer(self, prompt: Prompt, version: int) -> Answer:
+    def reference_response(self, prompt: Prompt, version: int) -> Response:
         """Of a prompt that has one, as if weights of ``version`` had sampled it, with certainty."""
-        assert prompt.given_ids is not None
-        ids = prompt.given_ids
-        return Answer(
+        assert prompt.reference_ids is not None
+        ids = prompt.reference_ids
+        return Response(
             uid=prompt.uid,
             ids=ids,
             logprobs=np.zeros(len(ids), np.float32),
@@ -174,7 +174,7 @@ class PromptLoader:
         if self._is_given(place):
             yield self.data.prompt(index, first_uid, given=True)
         else:
-            yield from (self.data.prompt(index, first_uid + answer) for answer in range(self.n))
+            yield from (self.data.prompt(index, first_uid + response) for response in range(self.n))
 
     def _is_given(self, place: int) -> bool:
         """Evenly spread: among the first P places are floor(share * P)."""
@@ -265,7 +265,7 @@ def _fingerprint(values: list[Any], rows: list[int]) -> str:
     return digest.hexdigest()
 
 
-def _tokenise(prompt: Any, tokenizer: Any, where: str) -> np.ndarray:
+def _tokenize(prompt: Any, tokenizer: Any, where: str) -> np.ndarray:
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
         bos = tokenizer.bos_token_id
@@ -308,7 +308,7 @@ def _messages(prompt: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _given_answers(
+def _reference_responses(
     table: pa.Table, rows: list[int], config: DataConfig, tokenizer: Any, ends: Collection[int | None]
 ) -> list[np.ndarray]:
     """Return the reference response of each row, int32 [T], cut at ``max_response_length``.
@@ -327,10 +327,10 @@ def _given_answers(
             "the student's tokenizer has no end-of-sequence token, with which given answers end: set eos_token in its "
             "tokenizer_config.json, or gkd.sft_share=0"
         )
-    answers = table.column(key).to_pylist()
+    responses = table.column(key).to_pylist()
     given = []
     for row in rows:
-        text = answers[row]
+        text = responses[row]
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else []
         if len(ids) == 0:
             raise DataError(

@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A tokenised prompt at its place in the run."""
+    """A tokenized prompt at its place in the run."""
 
     uid: int
     """Number of this sample in the run, from 0; `rollout.n` answers to one prompt have `n` uids."""
@@ -21,12 +21,12 @@ class Prompt:
     """int32 [P]."""
     row: int
     """Row of the data set it came from; the other columns stay there."""
-    given_ids: np.ndarray | None = None
+    reference_ids: np.ndarray | None = None
     """int32 [T]: the answer of the data, which is trained on instead of a sampled one (``gkd.sft_share``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class Response:
     """What a rollout worker made of a prompt."""
 
     uid: int
@@ -37,7 +37,7 @@ class Answer:
     finish_reason: str
     """`stop`: the model ended; `length`: cut at `data.max_response_length`."""
     weights_version: int
-    """Number of optimiser steps behind the oldest weights that had a part in it: staleness is never understated."""
+    """Number of optimizer steps behind the oldest weights that had a part in it: staleness is never understated."""
     versions_T: np.ndarray
     """int32 [T], ascending: the weights' version that sampled each token; they differ if weights changed in flight."""
 
@@ -68,12 +68,12 @@ class Sample:
     """A sample that is ready to be trained on."""
 
     prompt: Prompt
-    answer: Answer
+    response: Response
     teacher: TeacherTopK
     teacher_number: int = 0
     """Which teacher's: its place in :func:`recipe_gkd.config.teachers.names`."""
     is_skipped: bool = False
-    """Its teacher was asked and gave no answer (``teacher.on_failure=skip_samples``): nothing is learnt from a teacher
+    """Its teacher was asked and gave no answer (``teacher.on_failure=skip_samples``): nothing is learned from a teacher
     on it, and a given answer does not become one that teaches by its own tokens."""
     reward: float | None = None
     """What the reward function said of it, if it was asked."""
@@ -85,17 +85,17 @@ class Sample:
     """They are divided by it then."""
 
     @property
-    def is_given(self) -> bool:
+    def is_reference(self) -> bool:
         """Its answer is of the data, not sampled from the student."""
-        return self.prompt.given_ids is not None
+        return self.prompt.reference_ids is not None
 
     def __post_init__(self) -> None:
-        rows = len(self.answer.ids)
-        if self.prompt.uid != self.answer.uid:
-            raise ValueError(f"answer {self.answer.uid} was attached to prompt {self.prompt.uid}")
+        rows = len(self.response.ids)
+        if self.prompt.uid != self.response.uid:
+            raise ValueError(f"answer {self.response.uid} was attached to prompt {self.prompt.uid}")
         lengths = {
-            "logprobs": len(self.answer.logprobs),
-            "versions": len(self.answer.versions_T),
+            "logprobs": len(self.response.logprobs),
+            "versions": len(self.response.versions_T),
             "teacher rows": len(self.teacher.logps_TK),
             "teacher id rows": len(self.teacher.ids_TK),
             "teacher logprobs of them": len(self.teacher.sampled_logps_T),
@@ -107,8 +107,8 @@ class Sample:
     @property
     def token_ids(self) -> np.ndarray:
         """int32 [P + T]: what the actor's forward pass sees."""
-        return np.concatenate([self.prompt.ids, self.answer.ids])
+        return np.concatenate([self.prompt.ids, self.response.ids])
 
     @property
     def n_tokens(self) -> int:
-        return len(self.prompt.ids) + len(self.answer.ids)
+        return len(self.prompt.ids) + len(self.response.ids)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recipe_gkd.diagnostics.node_agent import GONE, WorkerReport, inspect_here
-from recipe_gkd.diagnostics.report import Subject, render
-from recipe_gkd.errors import DeadlineError, UnexpectedError, WeightSyncError, WorkerError, silence
+from recipe_gkd.diagnostics.report import WorkerDiagnostics, render
+from recipe_gkd.errors import DeadlineError, UnexpectedError, WeightSyncError, WorkerError, find_timeout_error
 from recipe_gkd.ray_cluster.node_probe import locate, run_on_node
 from recipe_gkd.runtime.threads import in_thread
 
@@ -66,23 +66,23 @@ async def _in_time(deadline: float, act: Callable[..., T], *args: Any) -> T:
     return await asyncio.wait_for(in_thread(act, *args), max(0.0, deadline - time.monotonic()))
 
 
-async def _locate(groups: Sequence[WorkerGroup], deadline: float) -> list[Subject]:
+async def _locate(groups: Sequence[WorkerGroup], deadline: float) -> list[WorkerDiagnostics]:
     """All workers, of as many groups as Ray tells of in time."""
-    subjects: list[Subject] = []
+    subjects: list[WorkerDiagnostics] = []
     try:
         async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
             for group in groups:
                 places = await locate(group.handles)
-                subjects += [Subject(group.label(rank), place) for rank, place in enumerate(places)]
+                subjects += [WorkerDiagnostics(group.label(rank), place) for rank, place in enumerate(places)]
     except TimeoutError:
         log.warning("Ray did not tell in time where all workers are")
     return subjects
 
 
-async def _look(subjects: Sequence[Subject], deadline: float) -> None:
+async def _look(subjects: Sequence[WorkerDiagnostics], deadline: float) -> None:
     """Fill in the reports of all nodes that answer in time."""
     timeout_s = max(0.0, deadline - time.monotonic())
-    looks: dict[asyncio.Task[dict[int, WorkerReport]], list[Subject]] = {}
+    looks: dict[asyncio.Task[dict[int, WorkerReport]], list[WorkerDiagnostics]] = {}
     for node in {subject.place.node_id for subject in subjects if subject.place.pid}:
         here = [subject for subject in subjects if subject.place.node_id == node and subject.place.pid]
         pids = [subject.place.pid for subject in here]
@@ -100,7 +100,7 @@ async def _look(subjects: Sequence[Subject], deadline: float) -> None:
                 subject.report = look.result().get(subject.place.pid)
 
 
-def _files(subjects: Sequence[Subject]) -> dict[str, bytes]:
+def _files(subjects: Sequence[WorkerDiagnostics]) -> dict[str, bytes]:
     """What stands beside the report: name -> content."""
     files: dict[str, bytes] = {}
     for subject in subjects:
@@ -119,9 +119,9 @@ def _files(subjects: Sequence[Subject]) -> dict[str, bytes]:
     return files
 
 
-def _write_report(error: Exception, subjects: Sequence[Subject], files: Sequence[str], root: Path) -> Path:
+def _write_report(error: Exception, subjects: Sequence[WorkerDiagnostics], files: Sequence[str], root: Path) -> Path:
     """The folder. First, so that it is there even if the disk is too slow for the rest."""
-    late = silence(error)
+    late = find_timeout_error(error)
     phase = late.phase if late else str(error).partition(":")[0]
     folder = root / "diagnosis" / f"{time.strftime('%Y%m%d-%H%M%S')}-{_slug(phase)}"
     folder.mkdir(parents=True, exist_ok=True)

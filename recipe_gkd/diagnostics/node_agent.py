@@ -124,11 +124,11 @@ def _stacks(pid: int, *, frozen: bool, deadline: float) -> str:
 
 
 def _faulthandler_stacks(pid: int, deadline: float) -> str:
-    """Of a process that called :func:`open_to_watchers`: SIGUSR1 would end any other."""
+    """Of a process that called :func:`allow_stack_dumps`: SIGUSR1 would end any other."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-        file = stack_dumps.stacks_file(pid)
+        file = stack_dumps.stack_dump_file(pid)
         if file is None or not caught & 1 << (signal.SIGUSR1 - 1):
             return ""
         before = file.stat().st_size

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recipe_gkd.diagnostics.node_agent import GONE, WorkerReport
-from recipe_gkd.errors import DeadlineError, silence
-from recipe_gkd.ray_cluster.node_probe import Place
+from recipe_gkd.errors import DeadlineError, find_timeout_error
+from recipe_gkd.ray_cluster.node_probe import ActorLocation
 
 
 @dataclass
-class Subject:
+class WorkerDiagnostics:
     """A worker of which a diagnosis tells; ``report`` is None if its node did not answer."""
 
     label: str
-    place: Place
+    place: ActorLocation
     report: WorkerReport | None = None
 
 
-def render(error: Exception, subjects: Sequence[Subject], files: Sequence[str]) -> str:
+def render(error: Exception, subjects: Sequence[WorkerDiagnostics], files: Sequence[str]) -> str:
     """Markdown; ``files`` are the names of those that stand beside it."""
-    late = silence(error) or DeadlineError()
+    late = find_timeout_error(error) or DeadlineError()
     about = [f"time: {time.strftime('%Y-%m-%d %H:%M:%S %z')}"]
     if late.silent:
         about.append(f"phase: {late.phase}")
@@ -47,7 +47,7 @@ def render(error: Exception, subjects: Sequence[Subject], files: Sequence[str]) 
     return "\n\n".join(parts) + "\n"
 
 
-def _rows(subject: Subject, asked: str) -> list[tuple[str, ...]]:
+def _rows(subject: WorkerDiagnostics, asked: str) -> list[tuple[str, ...]]:
     place = subject.place
     node = f"{place.node_ip} ({place.node_id[:8]})" if place.node_id else "-"
     if not place.pid:

@@ -18,30 +18,30 @@ NCCL_FILES = "nccl_"
 """Prefix of the files of NCCL's flight recorder in a worker's scratch folder."""
 
 
-def watch_stacks() -> None:
-    """Call once in a worker, before it opens a process group: :func:`open_to_watchers`, and for NCCL's recorder, too.
+def enable_stack_dumps() -> None:
+    """Call once in a worker, before it opens a process group: :func:`allow_stack_dumps`, and for NCCL's recorder, too.
 
     With :func:`nccl_environment`, the flight recorder of this process and its children dumps into the scratch folder of
     this one, when its pipe is written to: ``nccl_<rank>`` is the dump of a rank, ``nccl_<rank>.pipe`` its pipe.
     """
-    open_to_watchers()
+    allow_stack_dumps()
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:
         prefix = str(scratch_folder() / NCCL_FILES)  # torch appends the rank
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = prefix
 
 
-def open_to_watchers() -> None:
+def allow_stack_dumps() -> None:
     """Call in a worker and in every process that it spawns, as these inherit nothing of it; more than once, if need be.
 
     SIGUSR1 then writes the stacks of all threads to a file of this process, which serves where py-spy is not
     allowed to look into it. The file is in memory and has no name in a file system: nothing of it can be left behind,
-    and nobody else can put a link in its place. :func:`stacks_file` finds it.
+    and nobody else can put a link in its place. :func:`stack_dump_file` finds it.
     """
-    _open_to_watchers(os.getpid())
+    _allow_stack_dumps(os.getpid())
 
 
 @cache
-def _open_to_watchers(pid: int) -> None:
+def _allow_stack_dumps(pid: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=os.memfd_create(_STACKS), all_threads=True)
     # Where Yama guards ptrace (most distributions), py-spy, no parent of this process, would be refused.
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)
@@ -56,7 +56,7 @@ def nccl_environment() -> dict[str, str]:
     return {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
-def stacks_file(pid: int) -> Path | None:
+def stack_dump_file(pid: int) -> Path | None:
     """Return a path by which the stacks file of a live process can be opened; None if it has none."""
     with suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():

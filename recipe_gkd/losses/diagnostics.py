@@ -14,7 +14,7 @@ from recipe_gkd.losses.logits_query import local_columns
 def topk_overlap(
     logits_RW: Tensor,
     teacher_ids_RK: Tensor,
-    present_RK: Tensor,
+    valid_RK: Tensor,
     *,
     vocab_size: int,
     tp_group: ProcessGroup | None = None,
@@ -26,7 +26,7 @@ def topk_overlap(
     rows, width = logits_RW.shape
     first_column = 0 if tp_group is None else tp_group.rank() * width
     logits_RW = logits_RW.float()
-    columns_RK, own_RK = local_columns(teacher_ids_RK, present_RK, first_column, width)
+    columns_RK, own_RK = local_columns(teacher_ids_RK, valid_RK, first_column, width)
     x_RK = logits_RW.gather(1, columns_RK).where(own_RK, 0)
     logits_RW = logits_RW.clone()
     logits_RW[:, max(vocab_size - first_column, 0) :] = float("-inf")
@@ -36,9 +36,9 @@ def topk_overlap(
         gathered = [torch.empty_like(best_RK) for _ in range(tp_group.size())]
         dist.all_gather(gathered, best_RK, group=tp_group)
         best_RK = torch.cat(gathered, dim=1).sort(dim=1, descending=True).values
-    k_R = present_RK.sum(1)
+    k_R = valid_RK.sum(1)
     least_R1 = best_RK.gather(1, (k_R[:, None] - 1).clamp(min=0))
-    return ((x_RK >= least_R1) & present_RK).sum(1) / k_R
+    return ((x_RK >= least_R1) & valid_RK).sum(1) / k_R
 
 
 def entropy(p_TC: Tensor) -> Tensor:

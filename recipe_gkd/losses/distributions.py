@@ -3,7 +3,7 @@
 - ``bucket``: one more outcome, that of any other id. Both rows are distributions, so a divergence of them is one: zero
   only if they agree on every bucket, and, by data processing, at most that of the whole vocabulary. Which student mass
   lies where inside the tail is not seen; how much lies there is.
-- ``renormalise``: both rows are divided by their mass on the support. Biased: it compares p(. | support) with
+- ``renormalize``: both rows are divided by their mass on the support. Biased: it compares p(. | support) with
   q(. | support), and student mass off the support costs nothing, so it can grow unseen (verl's issue 5041 is a
   collapse of that kind).
 - ``none``: the sum runs over the support alone, with the true p and q. Biased: the sum of a part is no divergence. It
@@ -23,31 +23,31 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Tail = Literal["bucket", "renormalise", "none"]
+Tail = Literal["bucket", "renormalize", "none"]
 
 LEAST_TAIL = 2.0**-24
-"""What the teacher's tail has at least, where there is one: half the distance of 1 to its neighbour in float32, below
+"""What the teacher's tail has at least, where there is one: half the distance of 1 to its neighbor in float32, below
 which log-probabilities in float32 cannot say whether anything is left. Without it reverse KL could be infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcomes:
+class BucketedDistributions:
     """What a divergence is a function of; an outcome that is not there has p = 0 and log p = log q = 0."""
 
     p_TC: Tensor
     log_p_TC: Tensor
     log_q_TC: Tensor
     """Differentiable."""
-    there_TC: Tensor
+    valid_TC: Tensor
     """bool."""
 
     @property
     def q_TC(self) -> Tensor:
         """Differentiable."""
-        return self.log_q_TC.exp() * self.there_TC
+        return self.log_q_TC.exp() * self.valid_TC
 
 
-def present_entries(logps_TK: Tensor, ids_TK: Tensor, vocab_size: int) -> Tensor:
+def valid_entries(logps_TK: Tensor, ids_TK: Tensor, vocab_size: int) -> Tensor:
     """bool [T, K]: the entries that are buckets of their own.
 
     An id outside the student's vocabulary (a teacher padded to another size) and an entry of probability zero
@@ -56,33 +56,33 @@ def present_entries(logps_TK: Tensor, ids_TK: Tensor, vocab_size: int) -> Tensor
     return (ids_TK >= 0) & (ids_TK < vocab_size) & (logps_TK != float("-inf"))
 
 
-def outcomes(u_TB: Tensor, teacher_logps_TK: Tensor, present_TK: Tensor, tail: Tail) -> Outcomes:
-    """``u_TB`` as in :class:`~recipe_gkd.losses.logits_query.Reading`; ``teacher_logps_TK``: of the whole distribution."""
-    there_TB = torch.cat([present_TK, u_TB[:, -1:] != float("-inf")], dim=1)
-    log_p_TB = teacher_log_buckets(teacher_logps_TK, present_TK, has_tail_T=there_TB[:, -1]).to(u_TB.dtype)
-    there_TC = there_TB if tail == "bucket" else there_TB[:, :-1]
-    n_columns = there_TC.shape[1]
-    if tail == "renormalise":
-        some_T1 = there_TC.any(1, keepdim=True)  # a row without any support entry has nothing to say
+def distributions(log_mass_TB: Tensor, teacher_logps_TK: Tensor, valid_TK: Tensor, tail: Tail) -> BucketedDistributions:
+    """``log_mass_TB`` as in :class:`~recipe_gkd.losses.logits_query.StudentLogStats`; ``teacher_logps_TK``: of the whole distribution."""
+    valid_TB = torch.cat([valid_TK, log_mass_TB[:, -1:] != float("-inf")], dim=1)
+    log_p_TB = teacher_log_buckets(teacher_logps_TK, valid_TK, has_tail_T=valid_TB[:, -1]).to(log_mass_TB.dtype)
+    valid_TC = valid_TB if tail == "bucket" else valid_TB[:, :-1]
+    n_columns = valid_TC.shape[1]
+    if tail == "renormalize":
+        some_T1 = valid_TC.any(1, keepdim=True)  # a row without any support entry has nothing to say
         log_p_TC = log_p_TB[:, :-1].where(some_T1, 0).log_softmax(1)
-        log_q_TC = u_TB[:, :-1].where(some_T1, 0).log_softmax(1)
+        log_q_TC = log_mass_TB[:, :-1].where(some_T1, 0).log_softmax(1)
     else:
-        log_p_TC, log_q_TC = log_p_TB[:, :n_columns], u_TB.log_softmax(1)[:, :n_columns]
-    return Outcomes(
-        p_TC=log_p_TC.exp().where(there_TC, 0),
-        log_p_TC=log_p_TC.where(there_TC, 0),
-        log_q_TC=log_q_TC.where(there_TC, 0),
-        there_TC=there_TC,
+        log_p_TC, log_q_TC = log_p_TB[:, :n_columns], log_mass_TB.log_softmax(1)[:, :n_columns]
+    return BucketedDistributions(
+        p_TC=log_p_TC.exp().where(valid_TC, 0),
+        log_p_TC=log_p_TC.where(valid_TC, 0),
+        log_q_TC=log_q_TC.where(valid_TC, 0),
+        valid_TC=valid_TC,
     )
 
 
-def teacher_log_buckets(logps_TK: Tensor, present_TK: Tensor, has_tail_T: Tensor) -> Tensor:
+def teacher_log_buckets(logps_TK: Tensor, valid_TK: Tensor, has_tail_T: Tensor) -> Tensor:
     """``log_p_TB``, float64, each row a distribution; -inf for a bucket that is not there.
 
     ``has_tail_T`` says whether any id is left over for the tail. Where none is, or where the rounding of the
     teacher's float32 makes the sum exceed 1, the row is divided by its sum.
     """
-    logps_TK = logps_TK.double().masked_fill(~present_TK, float("-inf"))
+    logps_TK = logps_TK.double().masked_fill(~valid_TK, float("-inf"))
     tail_T = (1 - logps_TK.exp().sum(1)).clamp(min=LEAST_TAIL).where(has_tail_T, 0)
     log_p_TB = torch.cat([logps_TK, tail_T.log()[:, None]], dim=1)
     return log_p_TB - log_p_TB.logsumexp(1, keepdim=True)

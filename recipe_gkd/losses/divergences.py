@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from recipe_gkd.losses.distributions import Outcomes, Tail
+from recipe_gkd.losses.distributions import BucketedDistributions, Tail
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd", "kl_rkl", "skewed_forward_kl", "skewed_reverse_kl", "tvd"]
 
@@ -30,68 +30,68 @@ class Divergence:
     rkl_ratio: float = 0.5
     skew_alpha: float = 0.1
 
-    def of(self, outcomes: Outcomes) -> Tensor:
+    def of(self, distributions: BucketedDistributions) -> Tensor:
         match self.kind:
             case "forward_kl":
-                return forward_kl(outcomes)
+                return forward_kl(distributions)
             case "reverse_kl":
-                return reverse_kl(outcomes)
+                return reverse_kl(distributions)
             case "jsd":
-                return jsd(outcomes, beta=self.beta)
+                return jsd(distributions, beta=self.beta)
             case "kl_rkl":
-                return kl_rkl(outcomes, rkl_ratio=self.rkl_ratio)
+                return kl_rkl(distributions, rkl_ratio=self.rkl_ratio)
             case "skewed_forward_kl":
-                return skewed_forward_kl(outcomes, skew_alpha=self.skew_alpha)
+                return skewed_forward_kl(distributions, skew_alpha=self.skew_alpha)
             case "skewed_reverse_kl":
-                return skewed_reverse_kl(outcomes, skew_alpha=self.skew_alpha)
+                return skewed_reverse_kl(distributions, skew_alpha=self.skew_alpha)
             case "tvd":
-                return tvd(outcomes)
+                return tvd(distributions)
 
 
-def forward_kl(outcomes: Outcomes) -> Tensor:
+def forward_kl(distributions: BucketedDistributions) -> Tensor:
     """KL(P || Q) = sum p (log p - log q): mass-covering (Hinton et al. 2015, arXiv 1503.02531).
 
     With a tail bucket, dL/dl_i = q_i - p_i on the support and (1 - p_tail / q_tail) q_i off it.
     """
-    return (outcomes.p_TC * (outcomes.log_p_TC - outcomes.log_q_TC)).sum(1)
+    return (distributions.p_TC * (distributions.log_p_TC - distributions.log_q_TC)).sum(1)
 
 
-def reverse_kl(outcomes: Outcomes) -> Tensor:
+def reverse_kl(distributions: BucketedDistributions) -> Tensor:
     """KL(Q || P) = sum q (log q - log p): mode-seeking (Gu et al. 2024, MiniLLM, arXiv 2306.08543)."""
-    return (outcomes.q_TC * (outcomes.log_q_TC - outcomes.log_p_TC)).sum(1)
+    return (distributions.q_TC * (distributions.log_q_TC - distributions.log_p_TC)).sum(1)
 
 
-def kl_rkl(outcomes: Outcomes, *, rkl_ratio: float) -> Tensor:
+def kl_rkl(distributions: BucketedDistributions, *, rkl_ratio: float) -> Tensor:
     """(1 - r) KL(P || Q) + r KL(Q || P)."""
-    return (1 - rkl_ratio) * forward_kl(outcomes) + rkl_ratio * reverse_kl(outcomes)
+    return (1 - rkl_ratio) * forward_kl(distributions) + rkl_ratio * reverse_kl(distributions)
 
 
-def jsd(outcomes: Outcomes, *, beta: float) -> Tensor:
-    """Generalised Jensen-Shannon: b KL(P || M) + (1 - b) KL(Q || M), M = b P + (1 - b) Q (Agarwal et al. 2024, GKD,
+def jsd(distributions: BucketedDistributions, *, beta: float) -> Tensor:
+    """Generalized Jensen-Shannon: b KL(P || M) + (1 - b) KL(Q || M), M = b P + (1 - b) Q (Agarwal et al. 2024, GKD,
     arXiv 2306.13649, eq. 1). Divided by b it tends to forward KL for b -> 0, by 1 - b to reverse KL for b -> 1."""
-    log_m_TC = _log_mixture(outcomes, beta)
-    to_p_T = (outcomes.p_TC * (outcomes.log_p_TC - log_m_TC)).sum(1)
-    to_q_T = (outcomes.q_TC * (outcomes.log_q_TC - log_m_TC)).sum(1)
+    log_m_TC = _log_mixture(distributions, beta)
+    to_p_T = (distributions.p_TC * (distributions.log_p_TC - log_m_TC)).sum(1)
+    to_q_T = (distributions.q_TC * (distributions.log_q_TC - log_m_TC)).sum(1)
     return beta * to_p_T + (1 - beta) * to_q_T
 
 
-def skewed_forward_kl(outcomes: Outcomes, *, skew_alpha: float) -> Tensor:
+def skewed_forward_kl(distributions: BucketedDistributions, *, skew_alpha: float) -> Tensor:
     """KL(P || a P + (1 - a) Q): at most -log a, bounded gradient (Ko et al. 2024, DistiLLM, arXiv 2402.03898)."""
-    return (outcomes.p_TC * (outcomes.log_p_TC - _log_mixture(outcomes, skew_alpha))).sum(1)
+    return (distributions.p_TC * (distributions.log_p_TC - _log_mixture(distributions, skew_alpha))).sum(1)
 
 
-def skewed_reverse_kl(outcomes: Outcomes, *, skew_alpha: float) -> Tensor:
+def skewed_reverse_kl(distributions: BucketedDistributions, *, skew_alpha: float) -> Tensor:
     """KL(Q || (1 - a) P + a Q): finite also where P has no mass (DistiLLM, as above)."""
-    return (outcomes.q_TC * (outcomes.log_q_TC - _log_mixture(outcomes, 1 - skew_alpha))).sum(1)
+    return (distributions.q_TC * (distributions.log_q_TC - _log_mixture(distributions, 1 - skew_alpha))).sum(1)
 
 
-def tvd(outcomes: Outcomes) -> Tensor:
+def tvd(distributions: BucketedDistributions) -> Tensor:
     """Total variation, half of sum |p - q|: between 0 and 1 (Wen et al. 2023, f-distill, arXiv 2307.15190)."""
-    return 0.5 * (outcomes.p_TC - outcomes.q_TC).abs().sum(1)
+    return 0.5 * (distributions.p_TC - distributions.q_TC).abs().sum(1)
 
 
-def _log_mixture(outcomes: Outcomes, teacher_share: float) -> Tensor:
+def _log_mixture(distributions: BucketedDistributions, teacher_share: float) -> Tensor:
     """log(a P + (1 - a) Q), and 0 for an outcome that is not there."""
-    log_p_TC = outcomes.log_p_TC + math.log(teacher_share)
-    log_q_TC = outcomes.log_q_TC + math.log1p(-teacher_share)
-    return log_p_TC.logaddexp(log_q_TC).where(outcomes.there_TC, 0)
+    log_p_TC = distributions.log_p_TC + math.log(teacher_share)
+    log_q_TC = distributions.log_q_TC + math.log1p(-teacher_share)
+    return log_p_TC.logaddexp(log_q_TC).where(distributions.valid_TC, 0)

@@ -16,34 +16,34 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from recipe_gkd.losses.kernel_backend import arithmetic_for, chunk_positions
+from recipe_gkd.losses.kernel_backend import chunk_positions, select_backend
 from recipe_gkd.losses.log_stats import Plan, chunks, reading_of
-from recipe_gkd.losses.logits_query import Question, Reading
+from recipe_gkd.losses.logits_query import LogitsQuery, StudentLogStats
 
 BLOCK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Logits of a block: enough rows for a matrix product to be efficient."""
 
 
-def read_hidden(
+def compute_log_stats_from_hidden(
     hidden_TD: Tensor,
     weight_WD: Tensor,
-    question: Question,
+    query: LogitsQuery,
     *,
     tp_group: ProcessGroup | None = None,
     chunk_tokens: int | None = None,
-) -> Reading:
-    """As :func:`~recipe_gkd.losses.log_stats.read_logits` of ``hidden_TD @ weight_WD.T``; differentiable in both.
+) -> StudentLogStats:
+    """As :func:`~recipe_gkd.losses.log_stats.compute_log_stats` of ``hidden_TD @ weight_WD.T``; differentiable in both.
 
     ``hidden_TD`` is whole on every rank of ``tp_group``, and so is its gradient; rank r has the rows
     [r W, (r + 1) W) of the weight. ``chunk_tokens``: positions of a block; None: as many as suit the device.
     """
     width = len(weight_WD)
-    plan = Plan.make(question, width, tp_group)
+    plan = Plan.make(query, width, tp_group)
     rows = chunk_tokens or max(1, BLOCK_ELEMENTS[hidden_TD.device.type] // max(width, 1))
-    return reading_of(question, *_ReadHidden.apply(hidden_TD, weight_WD, plan, chunks(len(hidden_TD), rows)))
+    return reading_of(query, *_LogStatsOfHidden.apply(hidden_TD, weight_WD, plan, chunks(len(hidden_TD), rows)))
 
 
-class _ReadHidden(torch.autograd.Function):
+class _LogStatsOfHidden(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_TD: Tensor, weight_WD: Tensor, plan: Plan, blocks: list[slice]
@@ -70,11 +70,11 @@ class _ReadHidden(torch.autograd.Function):
         dtype = torch.promote_types(weight_WD.dtype, torch.float32)  # a sum over many blocks
         grad_TD = torch.empty_like(hidden_TD) if needs_hidden else None
         grad_WD = torch.zeros_like(weight_WD, dtype=dtype) if needs_weight else None
-        wanted, arithmetic = ctx.plan.backward(top_TH, scale_TH, grads), arithmetic_for(hidden_TD)
+        wanted, backend = ctx.plan.backward(top_TH, scale_TH, grads), select_backend(hidden_TD)
         for block in ctx.blocks:
             logits_RW = hidden_TD[block] @ weight_WD.T
             for rows in chunks(len(logits_RW), chunk_positions(logits_RW)):
-                arithmetic.write_gradient(logits_RW[rows], logits_RW[rows], wanted.rows(_within(block, rows)))
+                backend.write_gradient(logits_RW[rows], logits_RW[rows], wanted.rows(_within(block, rows)))
             if grad_TD is not None:
                 torch.matmul(logits_RW, weight_WD, out=grad_TD[block])
             if grad_WD is not None:

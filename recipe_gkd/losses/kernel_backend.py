@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses import torch_kernels
-from recipe_gkd.losses.logits_query import Backward, Head
+from recipe_gkd.losses.logits_query import Backward, SoftmaxSpec
 
 log = logging.getLogger(__name__)
 
@@ -22,15 +22,15 @@ CHOICE = "RECIPE_GKD_ARITHMETIC"
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Arithmetic(Protocol):
+class KernelBackend(Protocol):
     """What :mod:`~recipe_gkd.losses.torch_kernels` documents."""
 
-    def tail_sums(self, logits_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> Tensor: ...
+    def tail_sums(self, logits_CW: Tensor, softmaxes: Sequence[SoftmaxSpec], dtype: torch.dtype) -> Tensor: ...
 
     def write_gradient(self, out_CW: Tensor, logits_CW: Tensor, wanted: Backward) -> None: ...
 
 
-def arithmetic_for(tensor: Tensor, choice: str | None = None) -> Arithmetic:
+def select_backend(tensor: Tensor, choice: str | None = None) -> KernelBackend:
     """``choice``: ``auto`` (Triton on a GPU, if it is installed), ``torch`` or ``triton``; None: what the environment
     says. Raises ConfigError for others, and for ``triton`` where that cannot work."""
     choice = choice or os.environ.get(CHOICE) or "auto"
@@ -57,20 +57,20 @@ def arithmetic_for(tensor: Tensor, choice: str | None = None) -> Arithmetic:
 
 def chunk_positions(logits_TW: Tensor) -> int:
     """Positions to take at a time: what stays in a core's cache, what is little of a GPU's memory, or all."""
-    if arithmetic_for(logits_TW) is not torch_kernels:
+    if select_backend(logits_TW) is not torch_kernels:
         return max(1, len(logits_TW))  # the kernels allocate nothing of the logits' size
     return max(1, (1 << 26 if logits_TW.is_cuda else 1 << 20) // max(logits_TW.shape[1], 1))
 
 
 @functools.cache
-def _triton() -> Arithmetic | None:
+def _triton() -> KernelBackend | None:
     """None if it is not installed, or cannot compile here (there is no C compiler, say): it is never required."""
     try:
         from recipe_gkd.losses import triton_backend
     except ImportError:
         return None
     if torch.cuda.is_available():
-        head = Head(
+        head = SoftmaxSpec(
             columns_TK=torch.zeros(1, 0, dtype=torch.int64, device="cuda"),
             own_TK=torch.zeros(1, 0, dtype=torch.bool, device="cuda"),
             real_columns=1,

@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class LogitsQuery:
     """The same on every rank of a tensor-parallel group."""
 
     ids_TK: Tensor
     """int64, global: the buckets of one id each. Those present in one row are distinct."""
-    present_TK: Tensor
+    valid_TK: Tensor
     """bool: which of them are there; all other ids are the tail. A present id is in [0, vocab_size)."""
-    picked_T: Tensor
+    sampled_T: Tensor
     """int64: one id at each position (the sampled token), in the support or not."""
     vocab_size: int
     """Columns from here on are padding, and belong to no distribution."""
@@ -27,23 +27,23 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class StudentLogStats:
     """The same on every rank. float32, or float64 for float64 logits."""
 
-    u_TB: Tensor
+    log_mass_TB: Tensor
     """Log masses of the buckets at the temperature, up to a constant of the row; -inf for a bucket that is not there.
-    ``u_TB.log_softmax(1)`` are the student's log-probabilities of the buckets. Differentiable in the logits.
+    ``log_mass_TB.log_softmax(1)`` are the student's log-probabilities of the buckets. Differentiable in the logits.
 
     The tail is a logsumexp over its own ids, never 1 - sum(q), of which no digit is right once the support holds nearly
     all of the mass."""
-    picked_logp_T: Tensor
+    sampled_logp_T: Tensor
     """Of the picked ids, under the whole distribution at temperature 1. Differentiable in the logits."""
     entropy_T: Tensor
     """Of the whole distribution at temperature 1, in nats. Detached."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
+class SoftmaxSpec:
     """Buckets in the columns of one rank, and the temperature at which they are read."""
 
     columns_TK: Tensor
@@ -54,8 +54,8 @@ class Head:
     """Columns from here on are padding."""
     inverse_temperature: float
 
-    def rows(self, part: slice) -> Head:
-        return Head(
+    def rows(self, part: slice) -> SoftmaxSpec:
+        return SoftmaxSpec(
             columns_TK=self.columns_TK[part],
             own_TK=self.own_TK[part],
             real_columns=self.real_columns,
@@ -71,7 +71,7 @@ class Backward:
     of the first head, and ``grad_picked_T1`` at the picked column; 0 in the padding.
     """
 
-    heads: list[Head]
+    softmaxes: list[SoftmaxSpec]
     top_TH: Tensor
     """Largest logit of the tail on all ranks, not divided by the temperature. Finite, also where there is no tail."""
     grad_tail_TH: Tensor
@@ -82,7 +82,7 @@ class Backward:
 
     def rows(self, part: slice) -> Backward:
         return Backward(
-            heads=[head.rows(part) for head in self.heads],
+            softmaxes=[head.rows(part) for head in self.softmaxes],
             top_TH=self.top_TH[part],
             grad_tail_TH=self.grad_tail_TH[part],
             grad_support_TK=self.grad_support_TK[part],
@@ -97,19 +97,19 @@ def local_columns(ids: Tensor, present: Tensor, first_column: int, width: int) -
     return (ids - first_column).where(own, 0), own
 
 
-def heads_of(question: Question, first_column: int, width: int) -> list[Head]:
+def heads_of(query: LogitsQuery, first_column: int, width: int) -> list[SoftmaxSpec]:
     """The buckets; and, if those are at another temperature than 1, the whole vocabulary as one bucket at that."""
-    real_columns = min(max(question.vocab_size - first_column, 0), width)
-    columns_TK, own_TK = local_columns(question.ids_TK, question.present_TK, first_column, width)
-    heads = [
-        Head(
+    real_columns = min(max(query.vocab_size - first_column, 0), width)
+    columns_TK, own_TK = local_columns(query.ids_TK, query.valid_TK, first_column, width)
+    softmaxes = [
+        SoftmaxSpec(
             columns_TK=columns_TK,
             own_TK=own_TK,
             real_columns=real_columns,
-            inverse_temperature=1 / question.temperature,
+            inverse_temperature=1 / query.temperature,
         )
     ]
-    if question.temperature != 1:
+    if query.temperature != 1:
         none_T0, no_T0 = columns_TK[:, :0], own_TK[:, :0]
-        heads.append(Head(columns_TK=none_T0, own_TK=no_T0, real_columns=real_columns, inverse_temperature=1.0))
-    return heads
+        softmaxes.append(SoftmaxSpec(columns_TK=none_T0, own_TK=no_T0, real_columns=real_columns, inverse_temperature=1.0))
+    return softmaxes

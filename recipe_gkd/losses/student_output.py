@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from recipe_gkd.losses.fused_head import read_hidden
-from recipe_gkd.losses.log_stats import read_logits
-from recipe_gkd.losses.logits_query import Question, Reading
+from recipe_gkd.losses.fused_head import compute_log_stats_from_hidden
+from recipe_gkd.losses.log_stats import compute_log_stats
+from recipe_gkd.losses.logits_query import LogitsQuery, StudentLogStats
 
 
 class Student(Protocol):
     """T positions. All ranks of a tensor-parallel group call the same methods in the same order."""
 
-    def read(self, question: Question) -> Reading:
+    def read(self, query: LogitsQuery) -> StudentLogStats:
         """Once: differentiable."""
 
     def logits(self, rows_R: Tensor) -> Tensor:
@@ -26,15 +26,15 @@ class Student(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Logits:
-    """Their gradient is written over them; see :func:`~recipe_gkd.losses.log_stats.read_logits`."""
+    """Their gradient is written over them; see :func:`~recipe_gkd.losses.log_stats.compute_log_stats`."""
 
     logits_TW: Tensor
     tp_group: ProcessGroup | None
     chunk_tokens: int | None
 
-    def read(self, question: Question) -> Reading:
-        return read_logits(
-            self.logits_TW, question, tp_group=self.tp_group, chunk_tokens=self.chunk_tokens, in_place=True
+    def read(self, query: LogitsQuery) -> StudentLogStats:
+        return compute_log_stats(
+            self.logits_TW, query, tp_group=self.tp_group, chunk_tokens=self.chunk_tokens, in_place=True
         )
 
     def logits(self, rows_R: Tensor) -> Tensor:
@@ -43,16 +43,16 @@ class Logits:
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenStates:
-    """See :func:`~recipe_gkd.losses.fused_head.read_hidden`."""
+    """See :func:`~recipe_gkd.losses.fused_head.compute_log_stats_from_hidden`."""
 
     hidden_TD: Tensor
     weight_WD: Tensor
     tp_group: ProcessGroup | None
     chunk_tokens: int | None
 
-    def read(self, question: Question) -> Reading:
-        return read_hidden(
-            self.hidden_TD, self.weight_WD, question, tp_group=self.tp_group, chunk_tokens=self.chunk_tokens
+    def read(self, query: LogitsQuery) -> StudentLogStats:
+        return compute_log_stats_from_hidden(
+            self.hidden_TD, self.weight_WD, query, tp_group=self.tp_group, chunk_tokens=self.chunk_tokens
         )
 
     @torch.no_grad()

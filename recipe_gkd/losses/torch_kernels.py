@@ -12,23 +12,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recipe_gkd.losses.logits_query import Backward, Head
+from recipe_gkd.losses.logits_query import Backward, SoftmaxSpec
 
 FAR_BELOW = -80.0
 """A finite stand-in for all that lies further below the maximum, -inf too: exp of it is nothing beside 1 in float64,
 but not yet one of the denormal numbers, which are ten times as slow."""
 
 
-def tail_sums(logits_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> Tensor:
+def tail_sums(logits_CW: Tensor, softmaxes: Sequence[SoftmaxSpec], dtype: torch.dtype) -> Tensor:
     """Return, over the ids off each head's support, m = max logit, sum exp(x) and sum exp(x) x: [C, H, 3].
 
     x = (logit - m) / temperature. The three are -inf, 0, 0 where there are no such ids. Differences of logits lose no
     digit, however large the logits are; those of logit / temperature would.
     """
-    return torch.stack([_tail_sums(logits_CW, head, dtype) for head in heads], dim=1)
+    return torch.stack([_tail_sums(logits_CW, head, dtype) for head in softmaxes], dim=1)
 
 
-def _tail_sums(logits_CW: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
+def _tail_sums(logits_CW: Tensor, head: SoftmaxSpec, dtype: torch.dtype) -> Tensor:
     """Compute them by PyTorch's softmax: its one kernel is faster than exp and sum. sum exp(x) = 1 / (its largest)."""
     x_CW = _off_support(logits_CW, head, dtype)
     if not x_CW.shape[1]:
@@ -45,18 +45,18 @@ def _tail_sums(logits_CW: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
 
 def write_gradient(out_CW: Tensor, logits_CW: Tensor, wanted: Backward) -> None:
     """Into ``out_CW``, which may be ``logits_CW`` itself; rounded once, to its dtype."""
-    heads, top_CH, grad_tail_CH = wanted.heads, wanted.top_TH, wanted.grad_tail_TH
-    grad_CW = _tail_gradient(logits_CW, heads[0], top_CH[:, 0], grad_tail_CH[:, 0])
-    if len(heads) > 1:
+    softmaxes, top_CH, grad_tail_CH = wanted.softmaxes, wanted.top_TH, wanted.grad_tail_TH
+    grad_CW = _tail_gradient(logits_CW, softmaxes[0], top_CH[:, 0], grad_tail_CH[:, 0])
+    if len(softmaxes) > 1:
         grad_CW = grad_CW.clone()
-        for number in range(1, len(heads)):
-            grad_CW += _tail_gradient(logits_CW, heads[number], top_CH[:, number], grad_tail_CH[:, number])
-    grad_CW.scatter_add_(1, heads[0].columns_TK, wanted.grad_support_TK)
+        for number in range(1, len(softmaxes)):
+            grad_CW += _tail_gradient(logits_CW, softmaxes[number], top_CH[:, number], grad_tail_CH[:, number])
+    grad_CW.scatter_add_(1, softmaxes[0].columns_TK, wanted.grad_support_TK)
     grad_CW.scatter_add_(1, wanted.picked_columns_T1, wanted.grad_picked_T1)
     out_CW.copy_(grad_CW)
 
 
-def _tail_gradient(logits_CW: Tensor, head: Head, top_C: Tensor, grad_tail_C: Tensor) -> Tensor:
+def _tail_gradient(logits_CW: Tensor, head: SoftmaxSpec, top_C: Tensor, grad_tail_C: Tensor) -> Tensor:
     x_CW = _off_support(logits_CW, head, top_C.dtype)
     _shift_and_divide(x_CW, top_C, head)
     x_CW.clamp_(min=FAR_BELOW).exp_()
@@ -64,13 +64,13 @@ def _tail_gradient(logits_CW: Tensor, head: Head, top_C: Tensor, grad_tail_C: Te
     return x_CW.mul_((grad_tail_C * head.inverse_temperature)[:, None])
 
 
-def _shift_and_divide(x_CW: Tensor, top_C: Tensor, head: Head) -> None:
+def _shift_and_divide(x_CW: Tensor, top_C: Tensor, head: SoftmaxSpec) -> None:
     x_CW.sub_(top_C[:, None])
     if head.inverse_temperature != 1:
         x_CW.mul_(head.inverse_temperature)
 
 
-def _off_support(logits_CW: Tensor, head: Head, dtype: torch.dtype) -> Tensor:
+def _off_support(logits_CW: Tensor, head: SoftmaxSpec, dtype: torch.dtype) -> Tensor:
     """Return the logits in ``dtype``, in scratch memory, with -inf on this rank's support ids and in the padding."""
     x_CW = _scratch("x", logits_CW.shape, dtype, logits_CW.device).copy_(logits_CW)
     x_CW[:, head.real_columns :] = float("-inf")
@@ -86,7 +86,7 @@ _kept = threading.local()
 
 
 def _scratch(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory, valid until the next call with this name in this thread.
+    """Uninitialized memory, valid until the next call with this name in this thread.
 
     Kept on a CPU, where the pages of fresh memory cost more than the arithmetic on them.
     """

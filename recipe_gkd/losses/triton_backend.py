@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import cdiv
 
 from recipe_gkd.losses import triton_kernels as kernels
-from recipe_gkd.losses.logits_query import Backward, Head
+from recipe_gkd.losses.logits_query import Backward, SoftmaxSpec
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COLUMNS = 4096
@@ -33,11 +33,11 @@ LANES_BYTES = 16
 """What a thread reads at once."""
 
 
-def tail_sums(logits_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> Tensor:
+def tail_sums(logits_CW: Tensor, softmaxes: Sequence[SoftmaxSpec], dtype: torch.dtype) -> Tensor:
     """[C, H, 3] over the ids off each head's support: m = max logit, sum exp(x), and sum exp(x) x, with
     x = (logit - m) / temperature. They are -inf, 0, 0 where there are no such ids."""
-    _check(logits_CW, heads, dtype)
-    (rows, width), n_heads, device = logits_CW.shape, len(heads), logits_CW.device
+    _check(logits_CW, softmaxes, dtype)
+    (rows, width), n_heads, device = logits_CW.shape, len(softmaxes), logits_CW.device
     sums_CH3 = torch.empty(rows, n_heads, 3, dtype=dtype, device=device)
     if not rows:
         return sums_CH3
@@ -45,9 +45,9 @@ def tail_sums(logits_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> T
     blocks_per_split = cdiv(blocks, _splits(rows, blocks, device))
     splits = max(1, cdiv(blocks, max(blocks_per_split, 1)))
     parts_CSH3 = torch.empty(rows, splits, n_heads, 3, dtype=dtype, device=device)
-    temperatures = _inverse_temperatures(heads)
+    temperatures = _inverse_temperatures(softmaxes)
     with torch.cuda.device_of(logits_CW):
-        words_CW = _support_words(heads[0], rows, width)
+        words_CW = _support_words(softmaxes[0], rows, width)
         kernels.sum_tails[rows, splits](
             parts_CSH3,
             logits_CW,
@@ -55,11 +55,11 @@ def tail_sums(logits_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> T
             logits_CW.stride(0),
             words_CW.shape[1],
             width,
-            min(heads[0].real_columns, width),
+            min(softmaxes[0].real_columns, width),
             blocks_per_split * COLUMNS,
             *temperatures,
             HEADS=n_heads,
-            SUPPORT=heads[0].columns_TK.shape[1] > 0,
+            SUPPORT=softmaxes[0].columns_TK.shape[1] > 0,
             BLOCK=COLUMNS,
             LANES=LANES_BYTES // logits_CW.element_size(),
             num_warps=WARPS,
@@ -80,15 +80,15 @@ def tail_sums(logits_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> T
 
 def write_gradient(out_CW: Tensor, logits_CW: Tensor, wanted: Backward) -> None:
     """Into ``out_CW``, which may be ``logits_CW`` itself; rounded once, to its dtype."""
-    heads, top_CH, grad_tail_CH = wanted.heads, wanted.top_TH, wanted.grad_tail_TH
-    _check(logits_CW, heads, top_CH.dtype)
-    _check(out_CW, heads, top_CH.dtype)
-    (rows, width), n_heads, device = logits_CW.shape, len(heads), logits_CW.device
+    softmaxes, top_CH, grad_tail_CH = wanted.softmaxes, wanted.top_TH, wanted.grad_tail_TH
+    _check(logits_CW, softmaxes, top_CH.dtype)
+    _check(out_CW, softmaxes, top_CH.dtype)
+    (rows, width), n_heads, device = logits_CW.shape, len(softmaxes), logits_CW.device
     if not rows or not width:
         return
-    temperatures = _inverse_temperatures(heads)
-    n_support, real_columns = heads[0].columns_TK.shape[1], min(heads[0].real_columns, width)
-    columns_CK, own_CK = _entries(heads[0])
+    temperatures = _inverse_temperatures(softmaxes)
+    n_support, real_columns = softmaxes[0].columns_TK.shape[1], min(softmaxes[0].real_columns, width)
+    columns_CK, own_CK = _entries(softmaxes[0])
     picked_columns_C1, (top_CH, grad_tail_CH) = wanted.picked_columns_T1.contiguous(), _rows(top_CH, grad_tail_CH)
     values_CX = torch.empty(rows, n_support + 1, dtype=torch.float32, device=device)
     # Without fused multiply-add, so that both kernels round the sum of two heads alike.
@@ -145,7 +145,7 @@ def _splits(rows: int, blocks: int, device: torch.device) -> int:
     return max(1, min(cdiv(PROGRAMS_PER_PROCESSOR * processors, rows), blocks, MOST_SPLITS))
 
 
-def _support_words(head: Head, rows: int, width: int) -> Tensor:
+def _support_words(head: SoftmaxSpec, rows: int, width: int) -> Tensor:
     """[C, ceil(W / 32)] int32: bit i % 32 of word i // 32 says that id i of this rank is in the support."""
     columns_CK, own_CK = _entries(head)
     n_support = columns_CK.shape[1]
@@ -157,7 +157,7 @@ def _support_words(head: Head, rows: int, width: int) -> Tensor:
     return words_CW
 
 
-def _entries(head: Head) -> tuple[Tensor, Tensor]:
+def _entries(head: SoftmaxSpec) -> tuple[Tensor, Tensor]:
     return head.columns_TK.contiguous(), head.own_TK.contiguous().view(torch.uint8)
 
 
@@ -165,11 +165,11 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(torch.float32).contiguous() for tensor in tensors]
 
 
-def _inverse_temperatures(heads: Sequence[Head]) -> tuple[float, float]:
-    return heads[0].inverse_temperature, heads[-1].inverse_temperature
+def _inverse_temperatures(softmaxes: Sequence[SoftmaxSpec]) -> tuple[float, float]:
+    return softmaxes[0].inverse_temperature, softmaxes[-1].inverse_temperature
 
 
-def _check(matrix_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> None:
+def _check(matrix_CW: Tensor, softmaxes: Sequence[SoftmaxSpec], dtype: torch.dtype) -> None:
     if matrix_CW.dtype not in DTYPES or dtype != torch.float32:
         raise TypeError(
             f"got {matrix_CW.dtype} logits and sums in {dtype}, expected one of {DTYPES} and sums in torch.float32: "
@@ -179,5 +179,5 @@ def _check(matrix_CW: Tensor, heads: Sequence[Head], dtype: torch.dtype) -> None
         raise ValueError(
             f"got logits of strides {matrix_CW.stride()}, expected 1 along the vocabulary: call contiguous()"
         )
-    if len(heads) > 2 or any(head.columns_TK.shape[1] for head in heads[1:]):
-        raise ValueError(f"got {len(heads)} heads, expected the buckets, and at most a second head without support")
+    if len(softmaxes) > 2 or any(head.columns_TK.shape[1] for head in softmaxes[1:]):
+        raise ValueError(f"got {len(softmaxes)} heads, expected the buckets, and at most a second head without support")

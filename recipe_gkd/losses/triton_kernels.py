@@ -1,6 +1,6 @@
 """The kernels of :mod:`~recipe_gkd.losses.triton_backend`.
 
-Axis names: R groups of L neighbouring columns, which one thread reads at once; K support ids. Rows are 64-bit: a micro
+Axis names: R groups of L neighboring columns, which one thread reads at once; K support ids. Rows are 64-bit: a micro
 batch can hold more than 2^31 logits. Matrices other than logits and gradient are contiguous.
 """
 

@@ -9,12 +9,12 @@ from itertools import chain
 from recipe_gkd.metrics.changes import (
     NEEDED,
     WAITS,
-    Change,
-    Setup,
-    free_changes,
+    ResourceLayout,
+    WhatIf,
     larger_buckets,
     mean,
     more_devices,
+    no_cost_changes,
     stage_seconds,
     usual,
     waited,
@@ -38,7 +38,7 @@ FASTER_REWARDS = "more processes (custom_reward_function.num_workers), or a fast
 class Advisor:
     """Watches the metrics of the last steps."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ResourceLayout) -> None:
         self._setup = setup
         self._steps: deque[Mapping[str, float]] = deque(maxlen=LASTS)
         self._began = False
@@ -92,23 +92,23 @@ def describe(bottleneck: str, steps: Sequence[Mapping[str, float]]) -> str:
     return f"the trainer waits {wait:.3g} s of a step of {seconds:.3g} s, {share}, for {what} (idle: {idle})"
 
 
-def advise(setup: Setup, steps: Sequence[Mapping[str, float]]) -> str:
+def advise(setup: ResourceLayout, steps: Sequence[Mapping[str, float]]) -> str:
     """The change that the model expects most of; more devices only if nothing else is worth it."""
     stages, measured = stage_seconds(steps), mean(steps, "timing/step")
-    modelled = setup.expected(stages, stages)
+    modeled = setup.expected(stages, stages)
 
-    def saved(change: Change) -> float:
-        return 1 - change.seconds / modelled
+    def saved(change: WhatIf) -> float:
+        return 1 - change.seconds / modeled
 
-    def worth(change: Change) -> float:
+    def worth(change: WhatIf) -> float:
         return saved(change) / 2 if change.at_best else saved(change)
 
-    without_devices = chain(free_changes(setup, stages), larger_buckets(setup, stages, steps))
+    without_devices = chain(no_cost_changes(setup, stages), larger_buckets(setup, stages, steps))
     for changes in (without_devices, more_devices(setup, stages)):
         best = max(changes, key=worth, default=None)
         if best is not None and worth(best) >= WORTHWHILE:
             at_best = " at best" if best.at_best else ""
             return f"{best.text} would make it {measured * (1 - saved(best)):.3g} s{at_best}, {saved(best):.0%} less"
-    if setup.core_seconds(stages) >= modelled * (1 - WORTHWHILE):
+    if setup.core_seconds(stages) >= modeled * (1 - WORTHWHILE):
         return f"all {setup.cores:g} cores are at work: only more or faster ones would make it shorter"
     return f"no other split, schedule or number of workers would save {WORTHWHILE:.0%} of it"

@@ -45,7 +45,7 @@ Grants = Callable[[tuple[int, int], tuple[int, int]], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class ResourceLayout:
     """What the model knows of a configuration. Devices are GPUs, or slots on a CPU."""
 
     staleness: int
@@ -69,7 +69,7 @@ class Setup:
     """True if the teacher uses the same cores."""
 
     @classmethod
-    def of(cls, config: Config, grants: Grants | None = None, cores: float | None = None) -> Setup:
+    def of(cls, config: Config, grants: Grants | None = None, cores: float | None = None) -> ResourceLayout:
         trainer, settings = config.trainer, config.actor_rollout_ref
         megatron = settings.actor.megatron
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
@@ -118,7 +118,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Change:
+class WhatIf:
     """``seconds``: what the model says of a step with it; compare with what it says of the run as it is."""
 
     text: str
@@ -170,11 +170,11 @@ def _busy(steps: Sequence[Mapping[str, float]], pool: str) -> float:
     return statistics.fmean((1 - step[f"perf/idle_{pool}"]) * step["timing/step"] for step in steps)
 
 
-def free_changes(setup: Setup, stages: StageSeconds) -> Iterator[Change]:
+def no_cost_changes(setup: ResourceLayout, stages: StageSeconds) -> Iterator[WhatIf]:
     """Those that ask for no more devices, except the teacher's."""
 
-    def change(text: str, changed: StageSeconds, staleness: int = setup.staleness) -> Change:
-        return Change(text, setup.expected(stages, changed, staleness=staleness))
+    def change(text: str, changed: StageSeconds, staleness: int = setup.staleness) -> WhatIf:
+        return WhatIf(text, setup.expected(stages, changed, staleness=staleness))
 
     n, most = setup.n_teachers, 4 * setup.n_teachers
     if setup.cores is not None and setup.teacher_shares_cores:
@@ -189,10 +189,10 @@ def free_changes(setup: Setup, stages: StageSeconds) -> Iterator[Change]:
     yield change(f"{name} (answers up to {staler} update{'s' * (staler > 1)} old)", stages, staler)
     if setup.staleness and not setup.inflight:
         seconds = setup.expected(stages, stages, inflight=True)
-        yield Change("trainer.inflight_update=true (an answer may then mix two versions)", seconds)
+        yield WhatIf("trainer.inflight_update=true (an answer may then mix two versions)", seconds)
 
 
-def larger_buckets(setup: Setup, stages: StageSeconds, steps: Sequence[Mapping[str, float]]) -> Iterator[Change]:
+def larger_buckets(setup: ResourceLayout, stages: StageSeconds, steps: Sequence[Mapping[str, float]]) -> Iterator[WhatIf]:
     """Propose buckets of twice the size if the weights do not fit into one. At best they halve the transfer."""
     syncs = [step for step in steps if MEGABYTES in step and TRANSFER in step]
     if not syncs or mean(syncs, MEGABYTES) * 1e6 <= setup.bucket_megabytes * (1 << 20) or not stages.sync:
@@ -200,10 +200,10 @@ def larger_buckets(setup: Setup, stages: StageSeconds, steps: Sequence[Mapping[s
     saved = mean(syncs, TRANSFER) / max(mean(syncs, SYNC), 1e-9) / 2
     seconds = setup.expected(stages, stages.scaled(sync=1 / max(1 - saved, 0.5)))
     key = "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
-    yield Change(f"{key}={2 * setup.bucket_megabytes:g}", seconds, at_best=True)
+    yield WhatIf(f"{key}={2 * setup.bucket_megabytes:g}", seconds, at_best=True)
 
 
-def more_devices(setup: Setup, stages: StageSeconds) -> Iterator[Change]:
+def more_devices(setup: ResourceLayout, stages: StageSeconds) -> Iterator[WhatIf]:
     """Propose pools up to twice as large that the cluster has room for."""
     if setup.shared:
         return
@@ -221,12 +221,12 @@ def more_devices(setup: Setup, stages: StageSeconds) -> Iterator[Change]:
         for count in range(devices + 1, 2 * devices + 1):
             if count % multiple_of == 0 and fits(pool, count):
                 seconds = setup.expected(stages, stages.scaled(**{pool: count / devices}))
-                larger.append(Change(f"{key}.n_gpus_per_node={count}", seconds))
+                larger.append(WhatIf(f"{key}.n_gpus_per_node={count}", seconds))
         if larger:
             yield _smallest(larger)
 
 
-def splits_of(setup: Setup) -> Iterator[tuple[str, float, float]]:
+def splits_of(setup: ResourceLayout) -> Iterator[tuple[str, float, float]]:
     """Other ways to share the same devices out: the keys, and the factors of the rollout and of the actor pool.
 
     Devices of a node if each pool has one node; whole nodes if they are equal; else nothing can move.
@@ -248,7 +248,7 @@ def splits_of(setup: Setup) -> Iterator[tuple[str, float, float]]:
             yield (f"trainer.{key}={new_actor} rollout.{key}={new_rollout}", new_rollout / rollout, new_actor / actor)
 
 
-def _smallest(changes: list[Change]) -> Change:
+def _smallest(changes: list[WhatIf]) -> WhatIf:
     """The first that is nearly as good as the best."""
     best = min(change.seconds for change in changes)
     return next(change for change in changes if change.seconds <= 1.1 * best)

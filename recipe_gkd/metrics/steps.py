@@ -13,7 +13,7 @@ import psutil
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.metrics.advice import Advisor
-from recipe_gkd.metrics.changes import WAITS, Setup
+from recipe_gkd.metrics.changes import WAITS, ResourceLayout
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
@@ -59,7 +59,7 @@ class StepMetrics:
         trainer = config.trainer
         self._trace = TraceFile(trainer.trace_file) if trainer.trace_file else None
         self.timeline = Timeline(now, sink=self._trace)
-        setup = Setup.of(config) if capacity is None else Setup.of(config, capacity.grants, capacity.cores)
+        setup = ResourceLayout.of(config) if capacity is None else ResourceLayout.of(config, capacity.grants, capacity.cores)
         self._advisor = Advisor(setup)
         self._pools = {
             "actor": ["actor"],
@@ -115,38 +115,38 @@ class StepMetrics:
         }
 
 
-def describe(batch: ReadyBatch, answers_per_prompt: int = 1) -> dict[str, float]:
+def describe(batch: ReadyBatch, responses_per_prompt: int = 1) -> dict[str, float]:
     """Metrics that follow from the samples alone; what is said of answers is said of the sampled ones."""
     metrics = {
         "training/epoch": batch.epoch,
-        "training/sft_share": float(np.mean([sample.is_given for sample in batch.samples])),
+        "training/sft_share": float(np.mean([sample.is_reference for sample in batch.samples])),
         "perf/total_num_tokens": float(sum(sample.n_tokens for sample in batch.samples)),
     }
-    sampled = [sample for sample in batch.samples if not sample.is_given]
+    sampled = [sample for sample in batch.samples if not sample.is_reference]
     if not sampled:
         return metrics
-    lengths = np.array([len(sample.answer.ids) for sample in sampled])
-    cut = np.array([sample.answer.finish_reason == "length" for sample in sampled])
-    staleness = np.array(batch.staleness)[[not sample.is_given for sample in batch.samples]]
-    versions = [sample.answer.versions_T for sample in sampled]  # ascending
+    lengths = np.array([len(sample.response.ids) for sample in sampled])
+    cut = np.array([sample.response.finish_reason == "length" for sample in sampled])
+    staleness = np.array(batch.staleness)[[not sample.is_reference for sample in batch.samples]]
+    versions = [sample.response.versions_T for sample in sampled]  # ascending
     metrics |= {
         "response_seq_len/average": float(lengths.mean()),
         "response_seq_len/max": float(lengths.max()),
         "response_seq_len/min": float(lengths.min()),
-        "response_seq_len/cut_share": float(cut.mean()),
+        "response_seq_len/truncated_fraction": float(cut.mean()),
         "training/staleness_mean": float(staleness.mean()),
         "training/staleness_max": float(staleness.max()),
-        "training/updated_in_flight_share": float(np.mean([len(own) > 0 and own[0] != own[-1] for own in versions])),
+        "training/mixed_version_fraction": float(np.mean([len(own) > 0 and own[0] != own[-1] for own in versions])),
     }
-    return metrics | _rewards(sampled, answers_per_prompt)
+    return metrics | _rewards(sampled, responses_per_prompt)
 
 
-def _rewards(sampled: list[Sample], answers_per_prompt: int) -> dict[str, float]:
+def _rewards(sampled: list[Sample], responses_per_prompt: int) -> dict[str, float]:
     """Empty if no reward function was asked."""
     groups: dict[int, list[float]] = {}
     for sample in sampled:
         if sample.reward is not None:
-            groups.setdefault(sample.prompt.uid // answers_per_prompt, []).append(sample.reward)
+            groups.setdefault(sample.prompt.uid // responses_per_prompt, []).append(sample.reward)
     if not groups:
         return {}
     rewards = np.concatenate(list(groups.values()))
@@ -155,7 +155,7 @@ def _rewards(sampled: list[Sample], answers_per_prompt: int) -> dict[str, float]
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
         "reward/std": float(rewards.std()),
-        "reward/equal_share": float(np.mean([min(group) == max(group) for group in groups.values()])),
+        "reward/zero_std_group_fraction": float(np.mean([min(group) == max(group) for group in groups.values()])),
     }
 
 

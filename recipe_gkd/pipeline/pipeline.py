@@ -16,7 +16,7 @@ last sample is scored. A batch is handed out as soon as the bound allows and a w
 do not idle on the last answers of the batch before. Weights are sent never during an update and, unless they may be
 updated in flight, never while answers are under way. Stages are callables: this module knows no worker.
 
-Between two updates the trainer may have all workers for itself (:meth:`Pipeline.answers_now`, for validation): what is
+Between two updates the trainer may have all workers for itself (:meth:`Pipeline.generate_for_validation`, for validation): what is
 under way ends first, and the next batch is handed out afterwards.
 """
 
@@ -30,12 +30,21 @@ from dataclasses import replace
 from typing import Any
 
 from recipe_gkd.data.prompts import PromptBatch
-from recipe_gkd.data.samples import Answer, Prompt, Sample
+from recipe_gkd.data.samples import Prompt, Response, Sample
 from recipe_gkd.errors import WorkerDied, WorkerError
 from recipe_gkd.metrics.timeline import Timeline
-from recipe_gkd.pipeline.interface import Flow, Generate, Judge, ReadyBatch, Replace, Score, Sync, deal
+from recipe_gkd.pipeline.interface import (
+    ComputeRewards,
+    Generate,
+    PipelineConfig,
+    ReadyBatch,
+    Replace,
+    Score,
+    Sync,
+    assign_prompts,
+)
 from recipe_gkd.runtime.clock import now
-from recipe_gkd.runtime.tasks import Tasks
+from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
 
 ANY_VERSION = 0
 """What a new worker wants: a sync, of whatever version, before the next update."""
@@ -59,18 +68,18 @@ class Pipeline:
     def __init__(
         self,
         batches: Iterable[PromptBatch],
-        flow: Flow,
+        pipeline_config: PipelineConfig,
         *,
         generate: Generate,
         score: Score,
         sync: Sync,
-        judge: Judge | None = None,
+        judge: ComputeRewards | None = None,
         replace: Replace | None = None,
         first_version: int = 0,
         timeline: Timeline | None = None,
     ) -> None:
         """``first_version``: the actor's."""
-        self._batches, self._flow = batches, flow
+        self._batches, self._config = batches, pipeline_config
         self._generate, self._score, self._judge, self._sync, self._replace = generate, score, judge, sync, replace
         self.timeline = timeline or Timeline(now)
         self._version = first_version
@@ -79,15 +88,15 @@ class Pipeline:
         self._next_step: int | None = None  # of the batch that will be handed out next
         self._actor_busy = self._syncing = False
         self._reserved = False  # for answers that the trainer waits for: no batch is handed out
-        self._under_way = 0  # answers
-        self._set_aside = 0  # answers that wait for a new worker
-        self._handed_out_at = self._generate_s = self._update_s = 0.0  # of the last batch: what to expect of the next
+        self._in_flight = 0  # answers
+        self._parked = 0  # answers that wait for a new worker
+        self._dispatched_at = self._generate_s = self._update_s = 0.0  # of the last batch: what to expect of the next
         self._changed = asyncio.Event()
         self._replacing = asyncio.Lock()
         self._deaths: dict[int, WorkerDied] = {}  # lane -> why it may not be given work
-        self._batches_under_way: asyncio.Queue[asyncio.Task[ReadyBatch] | None] = asyncio.Queue()
+        self._batches_in_flight: asyncio.Queue[asyncio.Task[ReadyBatch] | None] = asyncio.Queue()
         self._sync_metrics: dict[str, float] = {}
-        self._tasks = Tasks()
+        self._tasks = FirstErrorTaskGroup()
 
     async def __aenter__(self) -> Pipeline:
         await self._tasks.__aenter__()
@@ -102,7 +111,7 @@ class Pipeline:
     async def __aiter__(self) -> AsyncIterator[ReadyBatch]:
         while True:
             asked = now()
-            task = await self._batches_under_way.get()
+            task = await self._batches_in_flight.get()
             if task is None:
                 return
             batch = await task
@@ -111,8 +120,8 @@ class Pipeline:
 
     def _account_for_wait(self, batch: ReadyBatch, asked: float, ready: float) -> None:
         """What the trainer waited for since it asked: first weights for the workers, then answers, teacher, rewards."""
-        teacher = "wait_prev_prev_teacher" if self._flow.max_staleness >= 2 else "wait_prev_teacher"
-        ends = {"wait_sync": batch.handed_out_at, "wait_prev_gen": batch.generated_at, teacher: batch.scored_at}
+        teacher = "wait_prev_prev_teacher" if self._config.max_staleness >= 2 else "wait_prev_teacher"
+        ends = {"wait_sync": batch.dispatched_at, "wait_prev_gen": batch.generated_at, teacher: batch.scored_at}
         if self._judge is not None:
             ends["wait_reward"] = ready
         since = asked
@@ -124,7 +133,7 @@ class Pipeline:
             since = until
 
     @asynccontextmanager
-    async def updating(self, batch: ReadyBatch) -> AsyncIterator[None]:
+    async def actor_update(self, batch: ReadyBatch) -> AsyncIterator[None]:
         """The body is one update: when it ends, the actor's weights have the next version.
 
         Adds the metrics of the last weight sync, if new, to the batch's; see :meth:`actor`.
@@ -157,9 +166,9 @@ class Pipeline:
         self._actor_busy = False  # not after a failure, which ends the run: nothing else shall begin
         self._notify()
 
-    async def answers_now(
-        self, prompts: Sequence[Prompt], generate: Generate, *, answers_per_prompt: int = 1
-    ) -> list[Answer]:
+    async def generate_for_validation(
+        self, prompts: Sequence[Prompt], generate: Generate, *, responses_per_prompt: int = 1
+    ) -> list[Response]:
         """Answers outside the run, for validation, with the actor's weights as they are now; in the prompts' order.
 
         Only for who updates the actor, between two updates or before the first. The answers under way end first, the
@@ -168,47 +177,47 @@ class Pipeline:
         """
         self._reserved = True
         with self.timeline.span("trainer", "validate", version=self._version):
-            await self._until(lambda: not self._actor_busy and not self._under_way and not self._set_aside)
+            await self._until(lambda: not self._actor_busy and not self._in_flight and not self._parked)
             if self._rollout_version != self._version:
                 await self._send_weights()
-            answers: dict[int, Answer] = {}
-            self._now_under_way(len(prompts))
-            shares = deal(prompts, self._flow.n_lanes, answers_per_prompt)
-            lanes = [
-                self._tasks.start(self._validate(lane, share, generate, answers))
-                for lane, share in enumerate(shares)
+            responses: dict[int, Response] = {}
+            self._add_in_flight(len(prompts))
+            shares = assign_prompts(prompts, self._config.n_replicas, responses_per_prompt)
+            replicas = [
+                self._tasks.start(self._validate(replica, share, generate, responses))
+                for replica, share in enumerate(shares)
                 if share
             ]
-            for ended in lanes:
+            for ended in replicas:
                 await ended
         self._reserved = False
         self._notify()
-        return [answers[prompt.uid] for prompt in prompts]
+        return [responses[prompt.uid] for prompt in prompts]
 
-    async def _validate(self, lane: int, prompts: list[Prompt], generate: Generate, answers: dict[int, Answer]) -> None:
-        with self.timeline.span(f"rollout {lane}", "validate", version=self._version, samples=len(prompts)):
-            async for prompt, answer in self._answers(lane, prompts, self._version, generate):
-                answers[prompt.uid] = answer
+    async def _validate(self, replica: int, prompts: list[Prompt], generate: Generate, responses: dict[int, Response]) -> None:
+        with self.timeline.span(f"rollout {replica}", "validate", version=self._version, samples=len(prompts)):
+            async for prompt, response in self._responses(replica, prompts, self._version, generate):
+                responses[prompt.uid] = response
 
     # ---- when a batch is handed out, and when weights are sent
 
     async def _produce(self) -> None:
         for batch in self._batches:
-            self._next_step, oldest_version = batch.step, batch.step - self._flow.max_staleness
-            if self._flow.inflight_update:  # the sync need not wait until there is a free place
-                await self._freshen(oldest_version)
-            await self._until(lambda: self._under_way < self._flow.capacity)
-            await self._freshen(oldest_version)
+            self._next_step, oldest_version = batch.step, batch.step - self._config.max_staleness
+            if self._config.inflight_update:  # the sync need not wait until there is a free place
+                await self._ensure_fresh_weights(oldest_version)
+            await self._until(lambda: self._in_flight < self._config.capacity)
+            await self._ensure_fresh_weights(oldest_version)
             # Not during a sync, or its wait for weights would pass for generation.
             await self._until(lambda: not self._syncing and not self._reserved)
-            self._now_under_way(len(batch.prompts))
-            self._handed_out_at = now()
-            self._batches_under_way.put_nowait(self._tasks.start(self._prepare(batch)))
+            self._add_in_flight(len(batch.prompts))
+            self._dispatched_at = now()
+            self._batches_in_flight.put_nowait(self._tasks.start(self._prepare(batch)))
         self._next_step = None
         self._notify()
-        self._batches_under_way.put_nowait(None)
+        self._batches_in_flight.put_nowait(None)
 
-    async def _freshen(self, oldest_version: int) -> None:
+    async def _ensure_fresh_weights(self, oldest_version: int) -> None:
         """Before generating: wait for the weights that the bound asks for; take newer ones if that holds up nobody."""
 
         def behind() -> bool:
@@ -228,7 +237,7 @@ class Pipeline:
         return self._is_quiet() and not self._deaths  # a new worker is sent its weights by who waits for it
 
     def _is_quiet(self) -> bool:
-        return not self._actor_busy and (self._flow.inflight_update or not self._under_way)
+        return not self._actor_busy and (self._config.inflight_update or not self._in_flight)
 
     def _sync_goes_first(self) -> bool:
         """Before another update: a sync that somebody waits for, or will while that update goes on.
@@ -238,21 +247,21 @@ class Pipeline:
         """
         if not any(version <= self._version for version in [*self._wanted, *self._wanted_next()]):
             return False
-        seconds_left = self._handed_out_at + self._generate_s - now()
-        return self._flow.inflight_update or not self._under_way or seconds_left < self._update_s
+        seconds_left = self._dispatched_at + self._generate_s - now()
+        return self._config.inflight_update or not self._in_flight or seconds_left < self._update_s
 
     def _wanted_next(self) -> list[int]:
         """The version that the next batch will wait for, unless the actor has two batches to train on till then."""
-        if self._flow.inflight_update or self._next_step is None or self._next_step > self._version + 2:
+        if self._config.inflight_update or self._next_step is None or self._next_step > self._version + 2:
             return []
-        version = self._next_step - self._flow.max_staleness
+        version = self._next_step - self._config.max_staleness
         return [version] if self._rollout_version is not None and self._rollout_version < version else []
 
     async def _send_weights(self) -> None:
         async with self._actor_now():
             self._syncing = True
             with ExitStack() as spans:
-                for track in ["actor", *(f"rollout {lane}" for lane in range(self._flow.n_lanes))]:
+                for track in ["actor", *(f"rollout {replica}" for replica in range(self._config.n_replicas))]:
                     spans.enter_context(self.timeline.span(track, "sync", version=self._version))
                 self._sync_metrics = await self._sync(self._version)
             self._rollout_version, self._syncing = self._version, False
@@ -263,9 +272,9 @@ class Pipeline:
         while not true():
             await self._changed.wait()
 
-    def _now_under_way(self, more: int) -> None:
-        self._under_way += more
-        self.timeline.count("rollout", "answers under way", self._under_way)
+    def _add_in_flight(self, more: int) -> None:
+        self._in_flight += more
+        self.timeline.count("rollout", "answers under way", self._in_flight)
         self._notify()
 
     def _notify(self) -> None:
@@ -275,39 +284,39 @@ class Pipeline:
     # ---- a batch on its way: answers, from whatever lane, group by group to the teacher
 
     async def _prepare(self, prompts: PromptBatch) -> ReadyBatch:
-        batch = ReadyBatch(prompts.step, prompts.epoch, handed_out_at=now())
-        shares = deal(prompts.prompts, self._flow.n_lanes, self._flow.answers_per_prompt)
+        batch = ReadyBatch(prompts.step, prompts.epoch, dispatched_at=now())
+        shares = assign_prompts(prompts.prompts, self._config.n_replicas, self._config.responses_per_prompt)
         requests: list[asyncio.Task[tuple[float, list[Sample]]]] = []
         judgements: list[asyncio.Task[dict[int, float]]] = []
-        group: list[tuple[Prompt, Answer]] = []
-        group_size = math.ceil(len(prompts.prompts) / self._flow.requests_per_batch)
+        group: list[tuple[Prompt, Response]] = []
+        group_size = math.ceil(len(prompts.prompts) / self._config.requests_per_batch)
         n_left = len(prompts.prompts)
 
-        def answered(prompt: Prompt, answer: Answer) -> None:
+        def answered(prompt: Prompt, response: Response) -> None:
             nonlocal group, n_left
-            group.append((prompt, answer))
+            group.append((prompt, response))
             n_left -= 1
             if len(group) == group_size or not n_left:
                 requests.append(self._tasks.start(self._request(group, batch.step)))
                 if self._judge is not None:
-                    judgements.append(self._tasks.start(self._judgement(self._judge, group, batch.step)))
+                    judgements.append(self._tasks.start(self._compute_rewards(self._judge, group, batch.step)))
                 group = []
 
-        lanes = [
-            self._tasks.start(self._run_lane(lane, share, batch.step, answered))
-            for lane, share in enumerate(shares)
+        replicas = [
+            self._tasks.start(self._run_replica(replica, share, batch.step, answered))
+            for replica, share in enumerate(shares)
             if share
         ]
-        ended = [await lane for lane in lanes]
+        ended = [await replica for replica in replicas]
         batch.generated_at = max(ended)
-        self._generate_s = batch.generated_at - batch.handed_out_at
+        self._generate_s = batch.generated_at - batch.dispatched_at
         for request in requests:
             batch.samples += (await request)[1]
         batch.scored_at = now()
         rewards = {uid: reward for judgement in judgements for uid, reward in (await judgement).items()}
         batch.samples = [replace(sample, reward=rewards.get(sample.prompt.uid)) for sample in batch.samples]
         batch.samples.sort(key=lambda sample: sample.prompt.uid)
-        seconds = [end - batch.handed_out_at for end in ended]
+        seconds = [end - batch.dispatched_at for end in ended]
         batch.metrics = {
             "timing/generate_sequences": max(seconds),
             "timing/generate_sequences_min": min(seconds),
@@ -318,66 +327,66 @@ class Pipeline:
         }
         return batch
 
-    async def _run_lane(
-        self, lane: int, prompts: list[Prompt], step: int, answered: Callable[[Prompt, Answer], None]
+    async def _run_replica(
+        self, replica: int, prompts: list[Prompt], step: int, answered: Callable[[Prompt, Response], None]
     ) -> float:
         """When its last answer was there."""
-        with self.timeline.span(f"rollout {lane}", "generate", step=step, samples=len(prompts)):
-            async for prompt, answer in self._answers(lane, prompts, step, self._generate):
-                answered(prompt, answer)
+        with self.timeline.span(f"rollout {replica}", "generate", step=step, samples=len(prompts)):
+            async for prompt, response in self._responses(replica, prompts, step, self._generate):
+                answered(prompt, response)
         return now()
 
-    async def _answers(
-        self, lane: int, prompts: list[Prompt], step: int, generate: Generate
-    ) -> AsyncIterator[tuple[Prompt, Answer]]:
+    async def _responses(
+        self, replica: int, prompts: list[Prompt], step: int, generate: Generate
+    ) -> AsyncIterator[tuple[Prompt, Response]]:
         """Each prompt's answer once, even if the lane's worker has to be replaced on the way."""
         waiting = {prompt.uid: prompt for prompt in prompts}
         while waiting:
-            await self._until(lambda: lane in self._deaths or not self._syncing)  # which may replace a worker
-            if lane in self._deaths or self._replacing.locked():  # for another lane: this one may be dead unnoticed
-                await self._revive(lane, len(waiting))
+            await self._until(lambda: replica in self._deaths or not self._syncing)  # which may replace a worker
+            if replica in self._deaths or self._replacing.locked():  # for another lane: this one may be dead unnoticed
+                await self._restart_replica(replica, len(waiting))
                 continue
             try:
-                async for answers in generate(lane, list(waiting.values()), step):
-                    self._now_under_way(-len(answers))
-                    for answer in answers:
-                        if answer.uid not in waiting:
-                            raise WorkerError(f"step {step}: an answer to prompt {answer.uid}, which was not asked")
-                        yield waiting.pop(answer.uid), answer
+                async for responses in generate(replica, list(waiting.values()), step):
+                    self._add_in_flight(-len(responses))
+                    for response in responses:
+                        if response.uid not in waiting:
+                            raise WorkerError(f"step {step}: an answer to prompt {response.uid}, which was not asked")
+                        yield waiting.pop(response.uid), response
             except WorkerDied as death:
                 if waiting:  # else whoever needs the worker next, a batch or a sync, meets its death
-                    self._deaths[lane] = death
+                    self._deaths[replica] = death
             else:
                 if waiting:
                     raise WorkerError(f"step {step}: {len(waiting)} of {len(prompts)} prompts got no answer")
 
-    async def _revive(self, lane: int, n_waiting: int) -> None:
+    async def _restart_replica(self, replica: int, n_waiting: int) -> None:
         """A new worker with weights for a lane whose worker died; for another, wait until there is no replacement.
 
         Its prompts are not under way meanwhile, or no sync could begin.
         """
         if self._replace is None:
-            raise self._deaths[lane]
-        self._set_aside += n_waiting
-        self._now_under_way(-n_waiting)
+            raise self._deaths[replica]
+        self._parked += n_waiting
+        self._add_in_flight(-n_waiting)
         async with self._replacing:
-            if death := self._deaths.get(lane):
+            if death := self._deaths.get(replica):
                 await self._replace(death)
                 self._wanted.append(ANY_VERSION)
                 await self._until(self._is_quiet)
                 await self._send_weights()
                 self._wanted.remove(ANY_VERSION)
-                del self._deaths[lane]
+                del self._deaths[replica]
                 self._notify()
-        self._set_aside -= n_waiting
-        self._now_under_way(n_waiting)
+        self._parked -= n_waiting
+        self._add_in_flight(n_waiting)
 
-    async def _request(self, group: Sequence[tuple[Prompt, Answer]], step: int) -> tuple[float, list[Sample]]:
+    async def _request(self, group: Sequence[tuple[Prompt, Response]], step: int) -> tuple[float, list[Sample]]:
         """When it was made, and the samples."""
         began = now()
         with self.timeline.span("teacher", "score", step=step, samples=len(group)):
             return began, await self._score(group, step)
 
-    async def _judgement(self, judge: Judge, group: Sequence[tuple[Prompt, Answer]], step: int) -> dict[int, float]:
+    async def _compute_rewards(self, judge: ComputeRewards, group: Sequence[tuple[Prompt, Response]], step: int) -> dict[int, float]:
         with self.timeline.span("reward", "judge", step=step, samples=len(group)):
             return await judge(group)

@@ -135,7 +135,7 @@ def train_into_band(
 ) -> Made:
     """Supervised training until the accuracy on `dev` lies in `recipe.band`.
 
-    If an evaluation finds it above the band, model and optimiser return to the evaluation before, and go on with half
+    If an evaluation finds it above the band, model and optimizer return to the evaluation before, and go on with half
     the learning rate and half the steps until the next evaluation.
 
     Raises ModelError after `recipe.max_steps` steps outside the band.

@@ -77,7 +77,7 @@ def prepare(
 
 
 def _key(seed: int, made_with: Mapping[str, Any]) -> str:
-    """What an artefact is made of, as a digest, without the limit on the steps: it does not change a finished model."""
+    """What an artifact is made of, as a digest, without the limit on the steps: it does not change a finished model."""
     parts = [seed, {k: v for k, v in made_with.items() if k != "max_steps"}, Problem(123, 456).answer, CHAT_TEMPLATE]
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -24,7 +24,7 @@ _RAY_KILLS_S = 0.3
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorLocation:
     """Where Ray runs an actor, or ran it last; ``pid`` 0 and no ``node_id`` before it has started."""
 
     pid: int
@@ -57,7 +57,7 @@ def own_node() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-async def locate(handles: Sequence[Any]) -> list[Place]:
+async def locate(handles: Sequence[Any]) -> list[ActorLocation]:
     """Asks Ray's control service, so that it does not matter whether the actors answer."""
     return await in_thread(lambda: [_locate(handle) for handle in handles])
 
@@ -104,9 +104,9 @@ def _kill(handles: Sequence[Any]) -> None:
         ray.kill(handle, no_restart=True)
 
 
-def _locate(handle: Any) -> Place:
+def _locate(handle: Any) -> ActorLocation:
     info = ray_state.actor_table(handle._actor_id.hex())
     address = info.get("Address", {})
     dead = info.get("State") == "DEAD"
     cause = info["DeathCause"].actor_died_error_context.error_message.split(" Some common")[0] if dead else ""
-    return Place(info.get("Pid", 0), address.get("NodeID", ""), address.get("IPAddress", ""), dead, cause)
+    return ActorLocation(info.get("Pid", 0), address.get("NodeID", ""), address.get("IPAddress", ""), dead, cause)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 
 Reports = Mapping[str, Mapping[str, Any]]
-"""Label of a worker, as ``rollout worker 0 of 2`` -> what :func:`where_am_i` says there."""
+"""Label of a worker, as ``rollout worker 0 of 2`` -> what :func:`device_report` says there."""
 
 
-def where_am_i(device: str) -> dict[str, Any]:
+def device_report(device: str) -> dict[str, Any]:
     """Of this process, on ``device`` (`cpu` or `cuda`):
 
     `node` (host name), `node_id` and `node_ip` (Ray's; a host may be several nodes), `pid`, `host_memory` (bytes),
@@ -60,7 +60,7 @@ def _by_ray() -> dict[str, Any]:
     }
 
 
-async def places_of(groups: Sequence[WorkerGroup], *, timeout_s: float) -> Reports:
+async def collect_device_reports(groups: Sequence[WorkerGroup], *, timeout_s: float) -> Reports:
     """What each worker's ``where()`` says; all are asked at the same time, as soon as their processes run."""
     calls = (group.call("where", timeout_s=timeout_s, phase="start, look at the devices") for group in groups)
     return {

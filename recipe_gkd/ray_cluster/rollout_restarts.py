@@ -18,7 +18,7 @@ from recipe_gkd.runtime.process_id import ProcessId
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_NODE_S = 2.0
+NODE_PROBE_TIMEOUT_S = 2.0
 """What a node has to list or end processes; it takes a tenth of that."""
 
 
@@ -38,28 +38,28 @@ class RolloutRestarts:
         async with self._one_at_a_time:
             await self._replace_dead(death)
 
-    async def remember(self, ranks: Iterable[int]) -> None:
+    async def record_processes(self, ranks: Iterable[int]) -> None:
         """Learn the processes of workers that are set up: once a worker has died, nobody knows its children."""
         ranks = list(ranks)
         places = await locate([self._rollouts.handles[rank] for rank in ranks])
-        trees = await asyncio.gather(*(_answer(run_on_node(at.node_id, process_trees.tree, [at.pid])) for at in places))
+        trees = await asyncio.gather(*(_response(run_on_node(at.node_id, process_trees.tree, [at.pid])) for at in places))
         for rank, place, tree in zip(ranks, places, trees, strict=True):
             self._processes[rank] = place.node_id, tree or []
 
-    async def end_remains(self, ranks: Iterable[int]) -> None:
+    async def kill_orphans(self, ranks: Iterable[int]) -> None:
         """End what is left of dead workers: the ranks of a tensor-parallel engine can be stuck, and keep their GPUs.
 
         The process of a worker whose engine failed still lives, and ends here, too. Never raises, and takes
-        :data:`_NODE_S` at most.
+        :data:`NODE_PROBE_TIMEOUT_S` at most.
         """
         known = [self._processes.pop(rank) for rank in ranks if rank in self._processes]
-        ends = (_answer(run_on_node(node, process_trees.end_trees, tree, _NODE_S / 2)) for node, tree in known)
+        ends = (_response(run_on_node(node, process_trees.end_trees, tree, NODE_PROBE_TIMEOUT_S / 2)) for node, tree in known)
         if left := [pid for pids in await asyncio.gather(*ends) for pid in pids or ()]:
             log.warning("processes of dead rollout workers that could not be ended: %s", left)
 
     async def _replace_dead(self, death: WorkerDied | None) -> None:
         dead = await self._rollouts.dead()
-        await self.end_remains(dead)
+        await self.kill_orphans(dead)
         why = f": {death}" if death is not None else ""
         for rank in dead:
             label = self._rollouts.label(rank)
@@ -74,13 +74,13 @@ class RolloutRestarts:
         await asyncio.gather(
             *(self._rollouts.call_one(rank, "setup", timeout_s=self._timeout_s, phase="start again") for rank in dead)
         )
-        await self.remember(dead)
+        await self.record_processes(dead)
 
 
-async def _answer(of_node: Awaitable[T]) -> T | None:
+async def _response(of_node: Awaitable[T]) -> T | None:
     """None if the node is gone, or does not answer."""
     try:
-        async with asyncio.timeout(_NODE_S):
+        async with asyncio.timeout(NODE_PROBE_TIMEOUT_S):
             return await of_node
     except (RayError, OSError) as error:  # TimeoutError is an OSError, as is what this node itself raises
         log.warning("a node of the rollout pool could not be asked for its processes: %s", error or "no answer")

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from recipe_gkd.errors import DeadlineError, EchoError, GkdError, WorkerDied, WorkerError
+from recipe_gkd.errors import DeadlineError, GkdError, SecondaryFailure, WorkerDied, WorkerError
 from recipe_gkd.ray_cluster.node_probe import end_workers, locate
 from recipe_gkd.runtime.tasks import run_to_end
 
@@ -72,7 +72,7 @@ class WorkerGroup:
                     return
                 yield item
         except RayError as error:  # first: a worker's own TimeoutError is also one of ours
-            raise await self._blame(rank, actor_id, phase, error) from error
+            raise await self._to_worker_error(rank, actor_id, phase, error) from error
         except TimeoutError as error:
             self._unanswered.add(rank)
             raise self._silent(phase, [rank], [], timeout_s) from error
@@ -117,7 +117,7 @@ class WorkerGroup:
             done = [task for task in tasks if task.done()]
             if failed := {tasks[task]: error for task in done if (error := task.exception())}:
                 rank, error = _root_cause(failed)
-                raise await self._blame(rank, actor_ids[rank], phase, error) from error
+                raise await self._to_worker_error(rank, actor_ids[rank], phase, error) from error
             if pending:
                 silent = [rank for task, rank in tasks.items() if task in pending]
                 raise self._silent(phase, silent, [tasks[task] for task in done], timeout_s)
@@ -127,7 +127,7 @@ class WorkerGroup:
                 (self._unanswered.discard if task.done() else self._unanswered.add)(rank)
                 task.cancel()
 
-    async def _blame(self, rank: int, actor_id: str, phase: str, error: BaseException) -> GkdError:
+    async def _to_worker_error(self, rank: int, actor_id: str, phase: str, error: BaseException) -> GkdError:
         """The error as the user sees it: who, in which phase, why; of the worker's own class if that is one of ours."""
         error, label = _cause(error), self.label(rank)
         who = label.partition(" of ")[0]
@@ -187,7 +187,7 @@ def _root_cause(failed: dict[int, BaseException]) -> tuple[int, BaseException]:
     def order(error: BaseException) -> int:
         cause = _cause(error)
         if isinstance(cause, GkdError):
-            return 2 if isinstance(cause, EchoError) else 0
+            return 2 if isinstance(cause, SecondaryFailure) else 0
         return 1 if _is_death(cause) else 2
 
     return min(failed.items(), key=lambda item: order(item[1]))

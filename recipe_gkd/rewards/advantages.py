@@ -1,6 +1,6 @@
 """What the rewards of a group of answers to one prompt say of each of them. Pure: samples in, samples out.
 
-A group is the samples whose ``uid // answers_per_prompt`` is the same; given answers are in none and stay as they are.
+A group is the samples whose ``uid // responses_per_prompt`` is the same; given answers are in none and stay as they are.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ MIN_SCALE_NATS = 0.1
 mostly rounding: bfloat16 rounds logits of 16 and more by up to 0.06. So no token is weighted more than tenfold."""
 
 
-def with_group_statistics(samples: Sequence[Sample], gkd: GkdConfig, answers_per_prompt: int) -> list[Sample]:
+def with_group_statistics(samples: Sequence[Sample], gkd: GkdConfig, responses_per_prompt: int) -> list[Sample]:
     """What the objective needs before the batch is divided among ranks, which may part a group."""
     samples = list(samples)
     if gkd.use_rl_loss:
-        samples = with_advantages(samples, answers_per_prompt, by_std=gkd.norm_adv_by_std)
+        samples = with_advantages(samples, responses_per_prompt, by_std=gkd.norm_adv_by_std)
     if gkd.distill_loss_type == "k1" and gkd.baseline == "group":
-        samples = with_baselines(samples, answers_per_prompt)
+        samples = with_baselines(samples, responses_per_prompt)
     return samples
 
 
-def with_advantages(samples: Sequence[Sample], answers_per_prompt: int, *, by_std: bool) -> list[Sample]:
+def with_advantages(samples: Sequence[Sample], responses_per_prompt: int, *, by_std: bool) -> list[Sample]:
     """Set GRPO's advantages (Shao et al. 2024, arXiv:2402.03300): reward less the group's mean, and by its deviation.
 
     The deviation is that of a sample, over n - 1, plus :data:`STD_EPSILON`, as in other implementations. Equal rewards
     have advantage 0. Raises ValueError if a sampled answer has no reward.
     """
     prepared = list(samples)
-    for places in _groups(samples, answers_per_prompt):
+    for places in _groups(samples, responses_per_prompt):
         rewards = np.array([_reward(samples[place]) for place in places])
         advantages = rewards - rewards.mean()
         std = rewards.std(ddof=1) if len(places) > 1 else 0.0
@@ -53,7 +53,7 @@ def with_advantages(samples: Sequence[Sample], answers_per_prompt: int, *, by_st
     return prepared
 
 
-def with_baselines(samples: Sequence[Sample], answers_per_prompt: int) -> list[Sample]:
+def with_baselines(samples: Sequence[Sample], responses_per_prompt: int) -> list[Sample]:
     """Set mean and deviation of the rewards of ``k1``, log p - log q of each sampled token, over the tokens of the
     *other* answers to the same prompt: an answer's own tokens depend on each other, and would bias its baseline.
 
@@ -61,10 +61,10 @@ def with_baselines(samples: Sequence[Sample], answers_per_prompt: int) -> list[S
     teacher gave no opinion on counts for nothing, and stays as it is.
     """
     prepared = list(samples)
-    for group in _groups(samples, answers_per_prompt):
+    for group in _groups(samples, responses_per_prompt):
         places = [place for place in group if not samples[place].is_skipped]
         rewards = {
-            place: np.subtract(samples[place].teacher.sampled_logps_T, samples[place].answer.logprobs, dtype=np.float64)
+            place: np.subtract(samples[place].teacher.sampled_logps_T, samples[place].response.logprobs, dtype=np.float64)
             for place in places
         }
         for place in places:
@@ -75,12 +75,12 @@ def with_baselines(samples: Sequence[Sample], answers_per_prompt: int) -> list[S
     return prepared
 
 
-def _groups(samples: Sequence[Sample], answers_per_prompt: int) -> list[list[int]]:
+def _groups(samples: Sequence[Sample], responses_per_prompt: int) -> list[list[int]]:
     """The places of each group's samples."""
     groups: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
-        if not sample.is_given:
-            groups.setdefault(sample.prompt.uid // answers_per_prompt, []).append(place)
+        if not sample.is_reference:
+            groups.setdefault(sample.prompt.uid // responses_per_prompt, []).append(place)
     return list(groups.values())
 
 

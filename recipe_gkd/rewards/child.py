@@ -161,13 +161,13 @@ def end_group() -> None:
 
 
 if __name__ == "__main__":
-    to_driver, stacks_file, drivers_stderr = map(int, sys.argv[1:])
-    restore_stderr(drivers_stderr, stacks_file)
-    for descriptor in (to_driver, stacks_file):  # processes that the function starts shall not hold them
+    to_driver, stack_dump_file, drivers_stderr = map(int, sys.argv[1:])
+    restore_stderr(drivers_stderr, stack_dump_file)
+    for descriptor in (to_driver, stack_dump_file):  # processes that the function starts shall not hold them
         os.set_inheritable(descriptor, False)
-    faulthandler.enable(file=stacks_file)
+    faulthandler.enable(file=stack_dump_file)
     threading.Thread(target=end_with_driver, args=(to_driver,), daemon=True).start()
     try:
-        main(Connection(to_driver), stacks_file)
+        main(Connection(to_driver), stack_dump_file)
     except (EOFError, ConnectionError):  # the driver is gone
         end_group()

@@ -7,7 +7,7 @@ from typing import Any
 
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import PromptData, column_at, column_path
-from recipe_gkd.data.samples import Answer, Prompt
+from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import DataError
 
 
@@ -21,7 +21,7 @@ class RewardItem:
     """Its row, for errors: ``row 17 of the training data``."""
     prompt: str | list[dict[str, Any]]
     """As it stands in the data."""
-    answer: str
+    response: str
     """Decoded, without special tokens."""
     ground_truth: Any
     """From ``data.ground_truth_key``."""
@@ -33,8 +33,8 @@ class RewardItem:
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of :func:`recipe_gkd.rewards.binding.values_of`."""
-        names = "prompt", "answer", "ground_truth", "extra", "data_source"
-        return {name: getattr(self, name) for name in names}
+        names = "prompt", "ground_truth", "extra", "data_source"
+        return {name: getattr(self, name) for name in names} | {"answer": self.response}
 
 
 class RewardItems:
@@ -56,9 +56,9 @@ class RewardItems:
         if must_have_truth:
             self._refuse_nulls(data.rows)
 
-    def of(self, prompt: Prompt, answer: Answer) -> RewardItem:
+    def of(self, prompt: Prompt, response: Response) -> RewardItem:
         row = self._table.slice(prompt.row, 1).to_pylist()[0]
-        text = self._tokenizer.decode(answer.ids.tolist(), skip_special_tokens=True)
+        text = self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True)
         truth: Any = row
         for name in self._truth:
             truth = None if truth is None else truth[name]
@@ -67,10 +67,10 @@ class RewardItems:
             taken.add(self._truth[0])
         extra = {name: value for name, value in row.items() if name not in taken}
         return RewardItem(
-            uid=answer.uid,
+            uid=response.uid,
             where=f"row {prompt.row} of {self._name}",
             prompt=row[self._config.prompt_key],
-            answer=text,
+            response=text,
             ground_truth=truth,
             extra=extra,
             data_source=row.get(self._config.data_source_key),

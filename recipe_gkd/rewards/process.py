@@ -123,8 +123,8 @@ class RewardProcess:
                 raise EOFError
             if time.monotonic() >= deadline:
                 raise TimeoutError
-        answer: float | str | None = self._connection.recv()
-        return answer
+        response: float | str | None = self._connection.recv()
+        return response
 
     def _is_dead(self) -> bool:
         """Without reaping it: until then its number, which is that of its group, is its own."""
@@ -160,7 +160,7 @@ class RewardProcess:
         return RewardError(
             f"the reward function {self._config.name} of {self._path} gave no reward to sample {item.uid} "
             f"({item.where}): {wrong}\n"
-            f"prompt: {cut(item.prompt)}\nanswer: {cut(item.answer)}\nground truth: {cut(item.ground_truth)}"
+            f"prompt: {cut(item.prompt)}\nanswer: {cut(item.response)}\nground truth: {cut(item.ground_truth)}"
         )
 
 

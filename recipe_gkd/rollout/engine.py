@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recipe_gkd.config import Config
-from recipe_gkd.data.samples import Answer, Prompt
+from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import GkdError, ModelError, WorkerDied, WorkerError
 from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.runtime.scratch import scratch_folder
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Deliver = Callable[[list[Answer] | GkdError], None]
+Deliver = Callable[[list[Response] | GkdError], None]
 """Called on the engine's thread with what has just finished, or once with the error that ended everything."""
 
 _CPU_KV_CACHE_MEGABYTES = 256
@@ -226,13 +226,13 @@ class RolloutEngine:
         self._paused = paused
 
     def _deliver(self, outputs: Sequence[Any], engine: LLMEngine) -> None:
-        finished: dict[Deliver, list[Answer]] = {}
+        finished: dict[Deliver, list[Response]] = {}
         for output in outputs:
             if output.finished and (owner := self._running.pop(output.request_id, None)):
                 uid, deliver = owner
-                finished.setdefault(deliver, []).append(_answer(uid, output, int(engine.get_weight_version())))
-        for deliver, answers in finished.items():
-            deliver(answers)
+                finished.setdefault(deliver, []).append(_response(uid, output, int(engine.get_weight_version())))
+        for deliver, responses in finished.items():
+            deliver(responses)
 
     def _abort(self, engine: LLMEngine, request_ids: Sequence[str]) -> None:
         engine.abort_request([request_id for request_id in request_ids if self._running.pop(request_id, None)])
@@ -371,7 +371,7 @@ def _add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dic
     engine.add_request(request_id, {"prompt_token_ids": prompt.ids.tolist()}, sampling)
 
 
-def _answer(uid: int, output: RequestOutput, version: int) -> Answer:
+def _response(uid: int, output: RequestOutput, version: int) -> Response:
     """``version``: that of the engine now, which an answer without tokens carries."""
     from recipe_gkd.rollout.vllm_compat import FlatLogprobs
 
@@ -379,7 +379,7 @@ def _answer(uid: int, output: RequestOutput, version: int) -> Answer:
     assert isinstance(completion.logprobs, FlatLogprobs)
     spans = completion.weight_versions or []
     versions_T = np.repeat([int(span.version) for span in spans], [span.end - span.start for span in spans])
-    return Answer(
+    return Response(
         uid=uid,
         ids=np.asarray(completion.token_ids, dtype=np.int32),
         logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),

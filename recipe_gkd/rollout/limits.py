@@ -5,7 +5,7 @@ No import of vLLM: the driver runs these before it starts any process.
 
 from __future__ import annotations
 
-from recipe_gkd.actor.model_dims import ModelShape
+from recipe_gkd.actor.model_dims import ModelDims
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import ConfigError
 
@@ -14,7 +14,7 @@ VLLM_VOCAB_MULTIPLE = 64
 """``DEFAULT_VOCAB_PADDING_SIZE`` of vLLM's ``vocab_parallel_embedding``."""
 
 
-def check_engine_fits(shape: ModelShape, config: Config) -> None:
+def check_engine_fits(shape: ModelDims, config: Config) -> None:
     """Compare length, parallelism and KV cache of ``actor_rollout_ref.rollout`` with the model.
 
     Raises:
@@ -31,7 +31,7 @@ def engine_length(config: Config) -> int:
     return config.actor_rollout_ref.rollout.max_model_len or longest
 
 
-def _check_length(shape: ModelShape, config: Config) -> None:
+def _check_length(shape: ModelDims, config: Config) -> None:
     length = engine_length(config)
     if length > shape.max_positions:
         raise ConfigError(
@@ -40,7 +40,7 @@ def _check_length(shape: ModelShape, config: Config) -> None:
         )
 
 
-def _check_parallelism(shape: ModelShape, tp: int) -> None:
+def _check_parallelism(shape: ModelDims, tp: int) -> None:
     """Check that each rank has whole heads, and equally many columns of each layer and of the vocabulary.
 
     Key/value heads may be repeated where there are fewer than ranks.
@@ -64,7 +64,7 @@ def _check_parallelism(shape: ModelShape, tp: int) -> None:
         )
 
 
-def _check_cache(shape: ModelShape, config: Config) -> None:
+def _check_cache(shape: ModelDims, config: Config) -> None:
     """Check that the longest sequence fits. ``dtype=auto`` counts as two bytes, the least that it can be."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.kv_cache_memory_megabytes is None:

@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from typing import Any, TypeVar, get_args
 
 from recipe_gkd.config import Config
-from recipe_gkd.data.samples import Answer, Prompt
-from recipe_gkd.diagnostics.stack_dumps import watch_stacks
+from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
 from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError
-from recipe_gkd.ray_cluster.placement import where_am_i
+from recipe_gkd.ray_cluster.placement import device_report
 from recipe_gkd.rollout.checkpoint_names import check_announced, folder_shapes
 from recipe_gkd.rollout.engine import EngineOptions, RolloutEngine
 from recipe_gkd.rollout.sampling import SamplingName, sampling_from
@@ -50,7 +50,7 @@ class RolloutWorker:
         n_tokens: int | None = None,
         folder_version: int | None = None,
     ) -> None:
-        watch_stacks()
+        enable_stack_dumps()
         self._config, self._device, self._stop_token_ids = config, device, stop_token_ids
         self._folder_version = folder_version
         self._name = f"rollout worker {rank}"
@@ -66,7 +66,7 @@ class RolloutWorker:
         self._unfit_before: str | None = None
 
     async def where(self) -> dict[str, Any]:
-        return where_am_i(self._device)
+        return device_report(self._device)
 
     async def setup(self) -> dict[str, Any]:
         """Start the engine; what it is, and how long the start took."""
@@ -78,13 +78,13 @@ class RolloutWorker:
         }
         described = await _on_engine(self._engine.start())
         if (version := self._folder_version) is not None:
-            await _on_engine(self._engine.run(lambda eng: self._updates.adopt(eng, version)))
+            await _on_engine(self._engine.run(lambda eng: self._updates.set_version(eng, version)))
         self._folder_shapes = folder_shapes(folder)
         return described | {"seconds": time.monotonic() - started}
 
     async def generate(
         self, prompts: list[Prompt], step: int, sampling: SamplingName = "train", timeout_s: float | None = None
-    ) -> AsyncIterator[list[Answer]]:
+    ) -> AsyncIterator[list[Response]]:
         """Answer ``prompts``; yields, each time, all answers that finished since the last time.
 
         ``timeout_s``: instead of ``rollout.timeout_s``, which is meant for a share of a training batch.
@@ -98,11 +98,11 @@ class RolloutWorker:
         timeout_s = timeout_s or self._config.actor_rollout_ref.rollout.timeout_s
         started = time.monotonic()
         await self._in_time(self._open.wait(), started, timeout_s, "the weight update before it did not end")
-        self._updates.check_fit()
+        self._updates.ensure_valid()
         loop = asyncio.get_running_loop()
-        finished: asyncio.Queue[list[Answer] | GkdError] = asyncio.Queue()
+        finished: asyncio.Queue[list[Response] | GkdError] = asyncio.Queue()
 
-        def deliver(result: list[Answer] | GkdError) -> None:
+        def deliver(result: list[Response] | GkdError) -> None:
             loop.call_soon_threadsafe(finished.put_nowait, result)
 
         params = [self._sampling[sampling].for_request(prompt.uid, step) for prompt in prompts]
@@ -120,9 +120,9 @@ class RolloutWorker:
                     results.append(finished.get_nowait())
                 if failure := next((result for result in results if isinstance(result, GkdError)), None):
                     raise type(failure)(f"{self._name}: {failure}")
-                answers = [answer for result in results if not isinstance(result, GkdError) for answer in result]
-                n_left -= len(answers)
-                yield answers
+                responses = [response for result in results if not isinstance(result, GkdError) for response in result]
+                n_left -= len(responses)
+                yield responses
         finally:
             if n_left:
                 self._engine.abort(request_ids)

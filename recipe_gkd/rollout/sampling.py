@@ -53,7 +53,7 @@ def request_seed(seed: int, uid: int, step: int) -> int:
     """The seed of one answer: the first 63 bits of BLAKE2b over (``data.seed``, ``prompt.uid``, step) as int64s.
 
     Nothing else enters, so an answer does not depend on the worker that generates it, on the other prompts of its
-    batch, or on a restart. Neighbouring triples give unrelated seeds.
+    batch, or on a restart. Neighboring triples give unrelated seeds.
     """
     digest = hashlib.blake2b(struct.pack("<qqq", seed, uid, step), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from recipe_gkd.diagnostics.stack_dumps import open_to_watchers
+from recipe_gkd.diagnostics.stack_dumps import allow_stack_dumps
 from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.vllm_compat import (
@@ -73,7 +73,7 @@ class BucketReceiver(WeightTransferEngine[JoinChannel, ReceiveWeights]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        open_to_watchers()  # here, as vLLM makes this one at the start of each of its worker processes
+        allow_stack_dumps()  # here, as vLLM makes this one at the start of each of its worker processes
         self.dirty = False
         self.outcome: dict[str, Any] = {}
         self._channel: Transport | None = None

@@ -33,11 +33,11 @@ class WeightUpdates:
         """Why it may not generate."""
         self._received: int | None = None
 
-    def check_fit(self) -> None:
+    def ensure_valid(self) -> None:
         if self.unfit is not None:
             raise WeightSyncError(f"{self.name} refuses to generate: {self.unfit}")
 
-    def adopt(self, engine: LLMEngine, version: int) -> None:
+    def set_version(self, engine: LLMEngine, version: int) -> None:
         """What the engine was started with counts as ``version``."""
         engine.set_weight_version(str(version))
         self.unfit = None
@@ -81,8 +81,8 @@ class WeightUpdates:
         self._call(engine, "gkd_commit_weights")
         self.unfit = "the prefix cache of the old weights could not be emptied"
         if not engine.reset_prefix_cache(reset_running_requests=True):  # they compute their cache anew, and go on
-            self.check_fit()
-        self.adopt(engine, version)
+            self.ensure_valid()
+        self.set_version(engine, version)
 
     def drop(self, engine: LLMEngine) -> None:
         """Give up an update, in whatever state it is; the channel is closed."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Tasks:
+class FirstErrorTaskGroup:
     """An ``asyncio.TaskGroup`` that raises what came first, not a group, and cancels what its body leaves behind."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Tasks:
         task.add_done_callback(self._running.discard)
         return task
 
-    async def __aenter__(self) -> Tasks:
+    async def __aenter__(self) -> FirstErrorTaskGroup:
         await self._group.__aenter__()
         return self
 

@@ -15,7 +15,7 @@ from recipe_gkd.config.schema import TeacherConfig
 from recipe_gkd.config.teachers import TEACHER
 from recipe_gkd.runtime.clock import now
 from teacher.errors import TeacherError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
-from teacher.records import TeacherAnswer
+from teacher.records import ScoredSequence
 from teacher.wire.messages import LIMITS
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ SAY_EVERY_S = 60.0
 AGAIN_AFTER_S = 1.0
 """Between one request and the next, where the first failed at once."""
 
-Ask = Callable[[float], Awaitable[list[TeacherAnswer]]]
+Ask = Callable[[float], Awaitable[list[ScoredSequence]]]
 """With a deadline in seconds."""
 
 
@@ -51,7 +51,7 @@ class FailurePolicy:
         self.last_error: TeacherError | None = None
         self._said_at: dict[str, float] = {}  # teacher -> when it was last said that it is waited for
 
-    async def answers(self, ask: Ask, request: Asked) -> list[TeacherAnswer] | None:
+    async def responses(self, ask: Ask, request: Asked) -> list[ScoredSequence] | None:
         """None: the samples of this request are skipped. Raises what ends the run."""
         config = self._config
         match config.on_failure:
@@ -66,14 +66,14 @@ class FailurePolicy:
             case _:
                 return await ask(config.timeout_s)
 
-    async def _persist(self, ask: Ask, request: Asked) -> list[TeacherAnswer]:
+    async def _persist(self, ask: Ask, request: Asked) -> list[ScoredSequence]:
         """Ask again until there is an answer, or ``max_wait_s`` after the first failure."""
         longest, timeout_s = self._config.max_wait_s, self._config.timeout_s
         failed_at: float | None = None
         while True:
             asked_at = now()
             try:
-                answers = await ask(timeout_s)
+                responses = await ask(timeout_s)
             except (TeacherTimeout, TeacherUnavailable) as error:
                 failed_at = now() if failed_at is None else failed_at
                 left_s = failed_at + longest - now()
@@ -91,7 +91,7 @@ class FailurePolicy:
             else:
                 if failed_at is not None:
                     log.warning("%s: answered, %.0f s after its first failure", request, now() - failed_at)
-                return answers
+                return responses
 
     def _say_waiting(self, request: Asked, left_s: float, error: TeacherError) -> None:
         """At once, and then every so often, whatever the number of requests that wait."""

@@ -48,11 +48,11 @@ class OutageMonitor:
             while not (await asyncio.wait([result], timeout=pause_s))[0]:
                 await self._check(teacher, result)
                 pause_s = CHECK_EVERY_S
-            answer = result.result()
+            response = result.result()
         finally:
             result.cancel()  # without effect if it is done
         self._note_recovery(teacher, "answers")
-        return answer
+        return response
 
     async def _check(self, teacher: str, result: asyncio.Future[R]) -> None:
         """Request the status, however many requests wait, once in ``CHECK_EVERY_S``. Ends early with ``result``."""

@@ -13,16 +13,16 @@ import numpy as np
 
 from recipe_gkd.config import Config
 from recipe_gkd.config.teachers import TEACHER, addresses
-from recipe_gkd.data.samples import Answer, Prompt, Sample, TeacherTopK
+from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.runtime.clock import now
-from recipe_gkd.runtime.tasks import Tasks
+from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
 from recipe_gkd.teacher_routing.failure_policy import Asked, FailurePolicy
 from recipe_gkd.teacher_routing.outages import OutageMonitor
 from recipe_gkd.teacher_routing.routes import Routes
 from teacher.client import TeacherClient
-from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence
+from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 
-Pair = tuple[Prompt, Answer]
+Pair = tuple[Prompt, Response]
 
 
 class Client(Protocol):
@@ -32,7 +32,7 @@ class Client(Protocol):
 
     def submit(
         self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None, *, temperature: float = 1.0
-    ) -> Future[list[TeacherAnswer]]: ...
+    ) -> Future[list[ScoredSequence]]: ...
 
 
 @contextmanager
@@ -87,10 +87,10 @@ class Teachers:
         the run, see :class:`FailurePolicy`.
         """
         by_teacher: defaultdict[int, list[Pair]] = defaultdict(list)
-        for prompt, answer in group:
-            if self._is_asked(prompt, answer):
-                by_teacher[self._routes.number_of(prompt.row)].append((prompt, answer))
-        async with Tasks() as tasks:
+        for prompt, response in group:
+            if self._is_asked(prompt, response):
+                by_teacher[self._routes.number_of(prompt.row)].append((prompt, response))
+        async with FirstErrorTaskGroup() as tasks:
             requests = [
                 tasks.start(self._ask(number, request, step))
                 for number, pairs in by_teacher.items()
@@ -98,26 +98,26 @@ class Teachers:
             ]
             scored = {sample.prompt.uid: sample for request in requests for sample in await request}
         return [
-            scored.get(prompt.uid) or Sample(prompt=prompt, answer=answer, teacher=TeacherTopK.absent(len(answer.ids)))
-            for prompt, answer in group
+            scored.get(prompt.uid) or Sample(prompt=prompt, response=response, teacher=TeacherTopK.absent(len(response.ids)))
+            for prompt, response in group
         ]
 
     def _requests(self, pairs: list[Pair]) -> list[list[Pair]]:
         """Where failed samples are skipped, each is a request of its own: none is lost through another."""
         return [[pair] for pair in pairs] if self._skips else [pairs]
 
-    def _is_asked(self, prompt: Prompt, answer: Answer) -> bool:
-        return len(answer.ids) > 0 and (prompt.given_ids is None or self._gkd.sft_target == "teacher")
+    def _is_asked(self, prompt: Prompt, response: Response) -> bool:
+        return len(response.ids) > 0 and (prompt.reference_ids is None or self._gkd.sft_target == "teacher")
 
     async def _ask(self, number: int, pairs: Sequence[Pair], step: int) -> list[Sample]:
         name, temperature = self._routes.names[number], self._gkd.distill_temperature
         client = self.clients[name]
         sequences = [
-            TeacherSequence(token_ids=np.concatenate([prompt.ids, answer.ids]), prompt_len=len(prompt.ids))
-            for prompt, answer in pairs
+            TeacherSequence(token_ids=np.concatenate([prompt.ids, response.ids]), prompt_len=len(prompt.ids))
+            for prompt, response in pairs
         ]
 
-        async def ask(timeout_s: float) -> list[TeacherAnswer]:
+        async def ask(timeout_s: float) -> list[ScoredSequence]:
             request = client.submit(sequences, timeout_s, temperature=temperature)
             if self._outages is None:
                 return await asyncio.wrap_future(request)
@@ -125,18 +125,18 @@ class Teachers:
 
         began = now()
         request = Asked(teacher=name, step=step, uids=[prompt.uid for prompt, _ in pairs])
-        answers = await self._policy.answers(ask, request)
+        responses = await self._policy.responses(ask, request)
         self._with_teacher[step, number].append((began, now()))
-        opinions = [None] * len(pairs) if answers is None else answers
+        opinions = [None] * len(pairs) if responses is None else responses
         return [
             Sample(
                 prompt=prompt,
-                answer=answer,
-                teacher=_top_k(opinion) if opinion else TeacherTopK.absent(len(answer.ids)),
+                response=response,
+                teacher=_top_k(opinion) if opinion else TeacherTopK.absent(len(response.ids)),
                 teacher_number=number,
                 is_skipped=opinion is None,
             )
-            for (prompt, answer), opinion in zip(pairs, opinions, strict=True)
+            for (prompt, response), opinion in zip(pairs, opinions, strict=True)
         ]
 
     def report(self, samples: Sequence[Sample], step: int, *, before: int) -> dict[str, float]:
@@ -146,7 +146,7 @@ class Teachers:
 
         Raises the last failure if no sample has an opinion, and there is a distillation loss to have one for.
         """
-        asked = [sample for sample in samples if self._is_asked(sample.prompt, sample.answer)]
+        asked = [sample for sample in samples if self._is_asked(sample.prompt, sample.response)]
         skipped = sum(sample.is_skipped for sample in asked)
         if skipped and skipped == len(asked) and self._gkd.distill_loss_coef and (error := self._policy.last_error):
             raise type(error)(
@@ -157,7 +157,7 @@ class Teachers:
         metrics = {"teacher/skipped_samples": float(skipped), "teacher/skipped_samples_total": float(before + skipped)}
         tokens = [0] * len(self._routes.names)
         for sample in asked:
-            tokens[sample.teacher_number] += 0 if sample.is_skipped else len(sample.answer.ids)
+            tokens[sample.teacher_number] += 0 if sample.is_skipped else len(sample.response.ids)
         for number, name in enumerate(self._routes.names):
             metrics |= {
                 f"teacher/{name}/tokens": float(tokens[number]),
@@ -167,8 +167,8 @@ class Teachers:
         return metrics
 
 
-def _top_k(answer: TeacherAnswer) -> TeacherTopK:
-    return TeacherTopK(logps_TK=answer.topk_logps_TK, ids_TK=answer.topk_ids_TK, sampled_logps_T=answer.sampled_logps_T)
+def _top_k(response: ScoredSequence) -> TeacherTopK:
+    return TeacherTopK(logps_TK=response.topk_logps_TK, ids_TK=response.topk_ids_TK, sampled_logps_T=response.sampled_logps_T)
 
 
 def length_of_union(intervals: Sequence[tuple[float, float]]) -> float:

@@ -162,7 +162,7 @@ class Checksum:
 
     The transport is reliable, so what this guards against are our own mistakes: a buffer overwritten while it is still
     being sent, a bucket lost, repeated or out of order. A sum finds those, runs at memory speed (on 2 cores 64 MiB take
-    2 ms; crc32 takes 13), runs on the device where the bucket is, and costs no synchronisation before the end.
+    2 ms; crc32 takes 13), runs on the device where the bucket is, and costs no synchronization before the end.
     """
 
     _FACTOR = 1_000_003  # any odd number: makes the order of the buckets count

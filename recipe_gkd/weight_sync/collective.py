@@ -20,7 +20,7 @@ _POLL_S = 0.0002
 _LOOK_S = 0.2
 
 
-class Channel(Transport):
+class CollectiveTransport(Transport):
     """A :class:`Transport` between any machines: NCCL if ``device`` is a GPU (one of its own for each end), or gloo."""
 
     _group: Any = None
@@ -77,11 +77,11 @@ def _process_group(store: dist.Store, rank: int, world: int, device: torch.devic
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timedelta(seconds=timeout_s)
     assert isinstance(store, dist.TCPStore)
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address_towards(store.host))]
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address_toward(store.host))]
     return dist.ProcessGroupGloo(prefixed, rank, world, gloo)
 
 
-def _own_address_towards(host: str) -> str:
+def _own_address_toward(host: str) -> str:
     """The address of the interface that leads to ``host``; gloo's own choice, the host name's, may be unreachable."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

@@ -35,7 +35,7 @@ class _Copy:
     buffer_U: torch.Tensor
 
 
-class SharedMemory(Transport):
+class IpcTransport(Transport):
     """A :class:`Transport` within one node. Nothing of it has a name in the file system, so nothing is ever left."""
 
     _segments: dict[int, tuple[int, str]]
@@ -49,7 +49,7 @@ class SharedMemory(Transport):
     def _open(self) -> None:
         self._segments, self._mapped = {}, OrderedDict()
         node, gpu = _place(self.device)
-        heard = self.meet("connect, places", json.dumps([node, gpu]))
+        heard = self.rendezvous("connect, places", json.dumps([node, gpu]))
         if self.rank == 0:
             places = {rank: json.loads(text) for rank, text in heard.items()}
             if away := [self.label(rank) for rank, place in places.items() if place[0] != node]:
@@ -59,7 +59,7 @@ class SharedMemory(Transport):
                     "actor_rollout_ref.rollout.weight_transport=collective"
                 )
             self._one_gpu = gpu is not None and all(place[1] == gpu for place in places.values())
-        said = self.meet("connect, memory", json.dumps(self._one_gpu))
+        said = self.rendezvous("connect, memory", json.dumps(self._one_gpu))
         if self.rank != 0:
             self._one_gpu = json.loads(said[0])
 
@@ -90,15 +90,15 @@ class SharedMemory(Transport):
             handles = (
                 [_cuda_handle(buffer_U) for _ in self.others] if self._one_gpu else [self._segments[_address(buffer_U)]]
             )
-            self.say(_topic(work.number), json.dumps([handles, buffer_U.storage_offset(), buffer_U.numel()]))
+            self.publish(_topic(work.number), json.dumps([handles, buffer_U.storage_offset(), buffer_U.numel()]))
         return work
 
     def finish(self, work: _Copy, phase: str) -> None:
         """On rank 0: until every receiver has its copy. A receiver makes it here."""
         topic = _topic(work.number)
-        heard = self.hear(topic, phase)
+        heard = self.collect(topic, phase)
         if self.rank == 0:
-            self.unsay(topic)
+            self.retract(topic)
             return
         handles, offset, n_bytes = json.loads(heard[0])
         try:
@@ -107,8 +107,8 @@ class SharedMemory(Transport):
             _settle(self.device)
         except (RuntimeError, OSError) as error:
             self.fail(phase, error)
-        self.say(topic, "taken")
-        self.unsay(_topic(work.number - 2))  # rank 0 has heard it, or would not have come to this one
+        self.publish(topic, "taken")
+        self.retract(_topic(work.number - 2))  # rank 0 has heard it, or would not have come to this one
 
     def _segment(self, number: int, path: str) -> torch.Tensor:
         if number not in self._mapped:

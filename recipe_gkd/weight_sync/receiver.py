@@ -41,7 +41,7 @@ def receive_weights(
     try:
         plan = channel.plan(meta, bucket_bytes)
         own = plan.fingerprint(version)
-        theirs = channel.meet(f"{name}, begin", own)[0]
+        theirs = channel.rendezvous(f"{name}, begin", own)[0]
         if theirs != own:
             raise WeightSyncError(f"{name}, begin: the sender has plan {theirs}, this receiver {own}")
         started = time.monotonic()
@@ -52,7 +52,7 @@ def receive_weights(
                 take(views(bucket, buffer_U))
                 del buffer_U
         value = checksum.value()
-        sent = channel.meet(f"{name}, confirm", value)[0]
+        sent = channel.rendezvous(f"{name}, confirm", value)[0]
         if value != sent:
             raise WeightSyncError(f"{name}, confirm: checksum {value} was received, but {sent} was sent: it is void")
     except GkdError as error:
@@ -123,7 +123,7 @@ class _Arrivals:
             if self._left:
                 return
             phase = f"{self._name}, bucket {i + 1} of {len(self._buckets)}"
-            self._channel.meet(phase)
+            self._channel.rendezvous(phase)
             buffer_U = self._channel.receive_buffer(bucket.n_bytes)
             under_way.append((self._channel.broadcast(buffer_U), phase, bucket, buffer_U))
             del buffer_U

@@ -47,7 +47,7 @@ def send_weights(
 
 def _agree(channel: Transport, own: str, name: str) -> None:
     """No byte is sent before every receiver is there and has planned the same buckets."""
-    heard = channel.meet(f"{name}, begin", own)
+    heard = channel.rendezvous(f"{name}, begin", own)
     if different := {rank: theirs for rank, theirs in heard.items() if theirs != own}:
         who = ", ".join(f"{channel.labels[rank]} has {theirs}" for rank, theirs in different.items())
         raise WeightSyncError(
@@ -75,7 +75,7 @@ def _send_buckets(
         else:
             buffer_U = in_place(bucket, tensors)
         checksum.add(buffer_U)
-        channel.meet(phase)
+        channel.rendezvous(phase)
         previous, on_its_way = on_its_way, (channel.broadcast(buffer_U), phase, buffer_U)
         if previous:
             channel.finish(*previous[:2])
@@ -87,7 +87,7 @@ def _send_buckets(
 
 
 def _confirm(channel: Transport, checksum: str, name: str) -> None:
-    heard = channel.meet(f"{name}, confirm", checksum)
+    heard = channel.rendezvous(f"{name}, confirm", checksum)
     if different := {rank: theirs for rank, theirs in heard.items() if theirs != checksum}:
         who = ", ".join(f"{channel.labels[rank]} has {theirs}" for rank, theirs in different.items())
         raise WeightSyncError(f"{name}, confirm: checksum {checksum} was sent, but {who}; the update is void")

@@ -25,7 +25,7 @@ class WeightSource(Protocol):
         """A collective: every actor rank iterates it in step. Global rank 0 gets the full tensors."""
 
 
-class ActorWeights:
+class WeightSenderApi:
     """One a rank. ``rank`` is the global rank in the actor pool; only rank 0 opens a channel.
 
     Every actor rank calls :meth:`send` at the same time; when rank 0 fails it still iterates the export to its end, so

@@ -8,7 +8,7 @@
 A failure in any phase ends the attempt: every worker is told to give the update up, and then has its old version, or
 is unfit and refuses to generate; only if the commit of some failed do others have the new version already. One more
 attempt follows, after ``repair`` and on a new channel, unless a worker was silent until its deadline; if that fails
-too, one :class:`WeightSyncError` names who and where, twice. The next :meth:`WeightSync.sync` connects anew.
+too, one :class:`WeightSyncError` names who and where, twice. The next :meth:`WeightSynchronizer.sync` connects anew.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError, silence
+from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError, find_timeout_error
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.transport import interrupt
@@ -52,11 +52,11 @@ class Group(Protocol):
     async def call_one(self, rank: int, method: str, *args: Any, timeout_s: float, phase: str) -> Any: ...
 
 
-class WeightSync:
+class WeightSynchronizer:
     """Weights from ``actors`` to ``rollouts``, each of whose engines has ``tensor_parallel_size`` workers.
 
     The actors need the methods ``open_weight_store``, ``connect_weight_channel``, ``weights_meta`` and ``send_weights``
-    (see :class:`ActorWeights`), the rollouts those of :class:`RolloutWorker`. ``timeout_s`` bounds each phase.
+    (see :class:`WeightSenderApi`), the rollouts those of :class:`RolloutWorker`. ``timeout_s`` bounds each phase.
     ``transport``: see ``connect.TRANSPORTS``. ``inflight``: workers need not finish their answers before an update.
     ``engine_dtype``: what the workers load into, the name of a torch dtype. ``repair`` may replace dead workers in
     ``rollouts``; it is awaited before the second attempt.
@@ -122,7 +122,7 @@ class WeightSync:
             numbers = await self._attempt(version)
             retries = 0
         except WeightSyncError as first:
-            if isinstance(first.__cause__, DeadlineError) or silence(first):
+            if isinstance(first.__cause__, DeadlineError) or find_timeout_error(first):
                 raise  # a new channel does not make a silent worker answer, and the time is over
             log.warning("weight sync v%d: is tried once more, on a new channel", version)
             try:
@@ -223,7 +223,7 @@ class WeightSync:
 
         The cause is ``error``, or, if workers do not answer now, an error that names all that were silent in ``phase``.
         """
-        known, (least, most) = silence(error), _DROP_S
+        known, (least, most) = find_timeout_error(error), _DROP_S
         drop_s = min(max(least, self._timeout_s / 2), most)
         labels = [self._rollouts.label(rank) for rank in range(len(self._rollouts))]
         states = await asyncio.gather(

@@ -101,7 +101,7 @@ class Transport:
         self._packed: list[torch.Tensor] = []
         self._pool = BufferPool(device)
         self.begin_update()
-        self.meet("connect")
+        self.rendezvous("connect")
         try:
             self._open()
         except GkdError as error:
@@ -160,7 +160,7 @@ class Transport:
         """From now on ``timeout_s`` runs, for all waits of this update together."""
         self.deadline = time.monotonic() + self.timeout_s
 
-    def meet(self, phase: str, text: str = "") -> dict[int, str]:
+    def rendezvous(self, phase: str, text: str = "") -> dict[int, str]:
         """Wait for the others. Rank 0 gets what each of them said, {rank: text}; the others get what rank 0 said.
 
         Rank 0 answers when all have come. Raises :class:`WeightSyncError` if somebody came to report a failure.
@@ -168,21 +168,21 @@ class Transport:
         self.check_alive()
         self._n_meetings += 1
         if self.rank != 0:
-            self.say(self._n_meetings, text)
-        heard = self.hear(self._n_meetings, phase)
+            self.publish(self._n_meetings, text)
+        heard = self.collect(self._n_meetings, phase)
         if self.rank == 0:
-            self.say(self._n_meetings, text)
-        self.unsay(self._n_meetings - 2)  # where everybody has been: nobody comes to m + 2 before all have heard m
+            self.publish(self._n_meetings, text)
+        self.retract(self._n_meetings - 2)  # where everybody has been: nobody comes to m + 2 before all have heard m
         return heard
 
-    def say(self, topic: object, text: str) -> None:
+    def publish(self, topic: object, text: str) -> None:
         """Leave a note; it stays in the store, on rank 0, until :meth:`unsay`."""
         self.store.set(_key(topic, self.rank), text)
 
-    def unsay(self, topic: object) -> None:
+    def retract(self, topic: object) -> None:
         self.store.delete_key(_key(topic, self.rank))
 
-    def hear(self, topic: object, phase: str) -> dict[int, str]:
+    def collect(self, topic: object, phase: str) -> dict[int, str]:
         """What each of the others says of ``topic``; waits for it."""
         keys = {rank: _key(topic, rank) for rank in self.others}
         try:
@@ -244,7 +244,7 @@ class Transport:
         self.close(reason)
         with contextlib.suppress(dist.DistError):  # the store's process may be gone, with all who could read this
             for topic in self._due():
-                self.say(topic, _FAILED + reason[:1000])
+                self.publish(topic, _FAILED + reason[:1000])
 
     def _due(self) -> list[object]:
         """Topics of which others wait, or may soon wait, for this end's notes."""

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from recipe_gkd.errors import WeightSyncError
-from recipe_gkd.weight_sync.collective import Channel
-from recipe_gkd.weight_sync.ipc import SharedMemory
+from recipe_gkd.weight_sync.collective import CollectiveTransport
+from recipe_gkd.weight_sync.ipc import IpcTransport
 from recipe_gkd.weight_sync.transport import Transport
 
-TRANSPORTS: dict[str, type[Transport]] = {"collective": Channel, "ipc": SharedMemory}
+TRANSPORTS: dict[str, type[Transport]] = {"collective": CollectiveTransport, "ipc": IpcTransport}
 
 
 def connect(

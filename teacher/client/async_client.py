@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from teacher.client.client import DEFAULT_TIMEOUT_S, STATUS_TIMEOUT_S, TeacherClient
-from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence
+from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 from teacher.wire.messages import WireDtype
 from teacher.wire.sockets import FRONTEND_PORT
@@ -49,7 +49,7 @@ class AsyncTeacherClient:
 
     async def score(
         self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None, *, temperature: float = 1.0
-    ) -> list[TeacherAnswer]:
+    ) -> list[ScoredSequence]:
         """The answers, in order. Raises what the future of `TeacherClient.submit` would."""
         return await asyncio.wrap_future(self._client.submit(sequences, timeout_s, temperature=temperature))
 

@@ -56,7 +56,7 @@ class Call(ABC, Generic[R]):
         if self._settle():
             self.future.set_exception(error)
 
-    def end_cancelled(self) -> None:
+    def end_canceled(self) -> None:
         """Tell who waits for a cancelled future (`concurrent.futures.wait`) that it is."""
         self._settle()
 

@@ -14,7 +14,7 @@ from teacher.client.calls import Question
 from teacher.client.exchange import Exchange
 from teacher.client.pieces import Scoring
 from teacher.errors import TeacherRequestError
-from teacher.records import TeacherAnswer, TeacherInfo, TeacherSequence
+from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 from teacher.wire import protocol
 from teacher.wire.connection import CLIENT, Connection
@@ -88,7 +88,7 @@ class TeacherClient:
 
     def submit(
         self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None, *, temperature: float = 1.0
-    ) -> Future[list[TeacherAnswer]]:
+    ) -> Future[list[ScoredSequence]]:
         """Have `sequences` scored, with log_softmax(logits / temperature); the answers keep their order.
 
         They travel in pieces of `pieces.PIECE_TOKENS`, so they are dealt evenly to the workers; up to 4096 sequences.
@@ -113,7 +113,7 @@ class TeacherClient:
                 met=self._met,
             )
         except TeacherRequestError as error:
-            refused: Future[list[TeacherAnswer]] = Future()
+            refused: Future[list[ScoredSequence]] = Future()
             refused.set_exception(error)
             return refused
         self._exchange.start(call)

@@ -223,7 +223,7 @@ class Exchange:
         requests = [request for i in request_ids if (request := self._inflight.remove(i)) is not None]
         for request in requests:
             if request.call.future.cancelled():
-                request.call.end_cancelled()
+                request.call.end_canceled()
             if request.is_sent:
                 self._connection.send(protocol.encode_cancel(request.request_id))
         return requests

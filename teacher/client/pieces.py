@@ -13,7 +13,7 @@ import numpy as np
 
 from teacher.client.calls import Call
 from teacher.errors import TeacherProtocolError
-from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
+from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
 from teacher.wire import protocol
 from teacher.wire.frames import Frame
 from teacher.wire.messages import Answer, Message, WireDtype, check_sequences
@@ -36,7 +36,7 @@ def cut(lengths: Sequence[int], piece_tokens: int = PIECE_TOKENS) -> list[range]
     return pieces
 
 
-class Scoring(Call[list[TeacherAnswer]]):
+class Scoring(Call[list[ScoredSequence]]):
     """One submit: a request for each piece."""
 
     takes_place = True
@@ -75,7 +75,7 @@ class Scoring(Call[list[TeacherAnswer]]):
         ]
         self._n_rows = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
         self._n_columns = top_k  # None until the first answer shows it
-        self._answers: dict[int, TeacherAnswer] = {}
+        self._answers: dict[int, ScoredSequence] = {}
 
     def encode(self, request_id: int, timeout_s: float) -> list[Frame]:
         return protocol.readdress(self._messages[self._index(request_id)], request_id, timeout_s)
@@ -100,7 +100,7 @@ class Scoring(Call[list[TeacherAnswer]]):
     def _index(self, request_id: int) -> int:
         return request_id - self.request_ids.start
 
-    def _check_size(self, i: int, answer: TeacherAnswer) -> None:
+    def _check_size(self, i: int, answer: ScoredSequence) -> None:
         n_rows, n_columns = answer.topk_logps_TK.shape
         if self._n_columns is None:
             self._n_columns = n_columns
@@ -110,6 +110,6 @@ class Scoring(Call[list[TeacherAnswer]]):
             )
 
 
-def _in_float32(answer: TeacherAnswer) -> TeacherAnswer:
+def _in_float32(answer: ScoredSequence) -> ScoredSequence:
     logps_TK = answer.topk_logps_TK.astype(np.float32, copy=False)
-    return TeacherAnswer(logps_TK, answer.topk_ids_TK, answer.sampled_logps_T)
+    return ScoredSequence(logps_TK, answer.topk_ids_TK, answer.sampled_logps_T)

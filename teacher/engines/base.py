@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from teacher.errors import TeacherRequestError
-from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
+from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,6 @@ class ScoringEngine(Protocol):
 
     def has_work(self) -> bool: ...
 
-    def step(self) -> list[tuple[int, TeacherAnswer | TeacherRequestError]]: ...
+    def step(self) -> list[tuple[int, ScoredSequence | TeacherRequestError]]: ...
 
     def close(self) -> None: ...

@@ -6,7 +6,7 @@ interface: one method, replaced in `_keep_prompt_logprobs_as_tensors`; one funct
 `vllm_worker`. `VllmEngine._self_check` scores a sequence at start-up and refuses to serve if the result is not what the
 rest of this file expects; if only the temperature does not do what it must, requests at another than 1 are refused.
 
-Prefix caching is off: a request for prompt logprobs whose rows come from the cache gets uninitialised memory. So what
+Prefix caching is off: a request for prompt logprobs whose rows come from the cache gets uninitialized memory. So what
 outlives a request is the model alone, and a change of temperature leaves nothing stale.
 """
 
@@ -36,7 +36,7 @@ from teacher.engines.vllm_install import (
 from teacher.engines.vllm_worker import LogitsCalls
 from teacher.errors import TeacherError, TeacherRequestError
 from teacher.fingerprint import count_ids, tokenizer_fingerprint
-from teacher.records import ModelInfo, TeacherAnswer, TeacherSequence
+from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
 
 logger = logging.getLogger(__name__)
 
@@ -181,8 +181,8 @@ class VllmEngine:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
-    def step(self) -> list[tuple[int, TeacherAnswer | TeacherRequestError]]:
-        done: list[tuple[int, TeacherAnswer | TeacherRequestError]] = [*self._admit()]
+    def step(self) -> list[tuple[int, ScoredSequence | TeacherRequestError]]:
+        done: list[tuple[int, ScoredSequence | TeacherRequestError]] = [*self._admit()]
         for output in self._engine.step() if self._sequences else []:
             sequence = self._sequences.pop(int(output.request_id), None) if output.finished else None
             if sequence is not None:
@@ -248,7 +248,7 @@ class VllmEngine:
             seed=0,
         )
 
-    def _answer(self, sequence: TeacherSequence, tensors: Any) -> TeacherAnswer:
+    def _answer(self, sequence: TeacherSequence, tensors: Any) -> ScoredSequence:
         """Response rows of vLLM's [N-1, 1+K] tensors: row i predicts token i+1, column 0 is the token that is there."""
         first, n_tokens, k = sequence.prompt_len - 1, len(sequence.token_ids), self._k
         logps, ids = tensors.logprobs.numpy(), tensors.logprob_token_ids.numpy()
@@ -257,7 +257,7 @@ class VllmEngine:
                 f"vLLM returned prompt logprobs {logps.shape} that do not belong to the {n_tokens} tokens asked for"
             )
         # Copies: a view would keep the prompt's rows alive, and the wire wants contiguous arrays.
-        return TeacherAnswer(
+        return ScoredSequence(
             topk_logps_TK=np.ascontiguousarray(logps[first:, 1 : 1 + k], dtype=np.float32),
             topk_ids_TK=np.ascontiguousarray(ids[first:, 1 : 1 + k], dtype=np.int32),
             sampled_logps_T=np.ascontiguousarray(logps[first:, 0], dtype=np.float32),
@@ -284,10 +284,10 @@ class VllmEngine:
             self._why_only_temperature_1 = f"vLLM {vllm_version()} failed the check of it ({error})"
             logger.warning("requests at another temperature than 1 will be refused: %s", self._why_only_temperature_1)
 
-    def _score_probe(self) -> TeacherAnswer:
+    def _score_probe(self) -> ScoredSequence:
         n_tokens = min(4, self._info.max_model_len)
         self.add(-1, TeacherSequence(np.arange(n_tokens, dtype=np.int32) % self._info.n_tokens, 1))
-        done: list[tuple[int, TeacherAnswer | TeacherRequestError]] = []
+        done: list[tuple[int, ScoredSequence | TeacherRequestError]] = []
         while self.has_work() and not done:
             done = self.step()
         result = done[0][1]
@@ -306,7 +306,7 @@ class VllmEngine:
                 f"{answer.topk_ids_TK.max()}, and a mass of {_mass(answer).tolist()}"
             )
 
-    def _check_temperature(self, at_1: TeacherAnswer) -> None:
+    def _check_temperature(self, at_1: ScoredSequence) -> None:
         """At temperature T, differences between logprobs are those at 1, divided by T; raise RuntimeError if not."""
         temperature = 1 / 16
         try:
@@ -345,12 +345,12 @@ def _no_room_for_one(error: ValueError, args: Any) -> TeacherError:
     )
 
 
-def _mass(answer: TeacherAnswer) -> np.ndarray:
+def _mass(answer: ScoredSequence) -> np.ndarray:
     """float64 [T], of the top-k."""
     return np.exp(answer.topk_logps_TK.astype(np.float64)).sum(axis=1)
 
 
-def _spread(answer: TeacherAnswer) -> float:
+def _spread(answer: ScoredSequence) -> float:
     """By how much the first logprob of each row exceeds the others, in total."""
     logps = np.column_stack([answer.topk_logps_TK, answer.sampled_logps_T]).astype(np.float64)
     below = logps[:, :1] - logps

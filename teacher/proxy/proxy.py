@@ -191,9 +191,9 @@ class Proxy:
             job, worker = cancelled
             self._overview.count(cancelled=1)
             if worker is not None:
-                self._tell_cancelled(worker, job)
+                self._tell_canceled(worker, job)
 
-    def _tell_cancelled(self, worker: Worker, job: Job) -> None:
+    def _tell_canceled(self, worker: Worker, job: Job) -> None:
         self._send(self._backend, worker.identity, protocol.encode_cancel(job.job_id))
 
     def _answer_hellos(self) -> None:
@@ -213,7 +213,7 @@ class Proxy:
         for job, worker in self._dispatcher.expire(now):
             self._overview.count(expired=1)
             if worker is not None:
-                self._tell_cancelled(worker, job)
+                self._tell_canceled(worker, job)
             error = self._dispatcher.deadline_error(worker)
             self._to_client(job.client[0], protocol.encode_error(job.client[1], error))
         for key in [key for key, deadline in self._hellos.items() if deadline <= now]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from teacher.errors import TeacherError, TeacherRequestError
-from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
+from teacher.records import ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 
 # Peers of another version refuse each other: one that overlooked a field would answer another question than was asked.
@@ -114,10 +114,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Answer:
-    """Its arrays are views of the frames; `topk_logps_TK` has the dtype in which it travelled."""
+    """Its arrays are views of the frames; `topk_logps_TK` has the dtype in which it traveled."""
 
     request_id: int
-    answers: list[TeacherAnswer]
+    answers: list[ScoredSequence]
 
 
 @dataclass(frozen=True)

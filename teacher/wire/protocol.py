@@ -27,7 +27,7 @@ from teacher.errors import (
     TeacherTimeout,
     TeacherUnavailable,
 )
-from teacher.records import ModelInfo, TeacherAnswer, TeacherInfo, TeacherSequence
+from teacher.records import ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 from teacher.wire import header as checked
 from teacher.wire.frames import Frame, pack, unpack_arrays, unpack_header
@@ -118,7 +118,7 @@ def encode_score(
 
 
 def encode_answer(
-    request_id: int, answers: Sequence[TeacherAnswer], *, top_k: int = 0, wire_dtype: WireDtype = "float32"
+    request_id: int, answers: Sequence[ScoredSequence], *, top_k: int = 0, wire_dtype: WireDtype = "float32"
 ) -> list[Frame]:
     """The first `top_k` of each row, all if 0.
 
@@ -271,7 +271,7 @@ def _decode_answer(header: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         size = logps_TK.shape
         if len(size) != 2 or got[0][0] not in ("<f4", "<f2") or got[1:] != [("<i4", size), ("<f4", size[:1])]:
             raise TeacherProtocolError(f"expected float32 or float16 [T,K], int32 [T,K], float32 [T], got {short(got)}")
-        answers.append(TeacherAnswer(logps_TK, ids_TK, sampled_T))
+        answers.append(ScoredSequence(logps_TK, ids_TK, sampled_T))
     return Answer(checked.request_id(header), answers)
 
 

@@ -1,0 +1,97 @@
+"""The code that consumes numeric keys which are counts, called with their values; for ``test_limits.py``."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from pipeline_stages import BatchTimes, Pools, Stages, drive
+from virtual_time import run
+
+from recipe_gkd.checkpoints.saver import CheckpointSaver
+from recipe_gkd.checkpoints.store import remove_old
+from recipe_gkd.config import Config, limits
+from recipe_gkd.config.staleness import staleness_bound
+from recipe_gkd.config.teachers import addresses
+from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.errors import CheckpointError, WorkerDied
+from recipe_gkd.pipeline.interface import PipelineConfig
+from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
+from recipe_gkd.rewards.items import RewardItem
+from recipe_gkd.teacher_routing.failure_policy import Asked, FailurePolicy
+from recipe_gkd.trainer import Trainer
+from recipe_gkd.validation import ScoredResponse, table_of
+from teacher.client import TeacherClient
+from teacher.errors import TeacherTimeout
+
+PROMPT = Prompt(uid=0, ids=np.zeros(3, np.int32), row=0)
+ANSWER = Response(
+    uid=0, ids=np.zeros(2, np.int32), logprobs=np.zeros(2, np.float32), finish_reason="stop",
+    weights_version=0, versions_T=np.zeros(2, np.int32),
+)  # fmt: skip
+
+
+def at(config: Config, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def connect(config: Config, name: str) -> None:
+    ((ip, port),) = addresses(config.actor_rollout_ref.teacher).values()
+    TeacherClient(ip, port).close()
+
+
+def schedule(config: Config, name: str) -> None:
+    """Batches of two responses pass all stages."""
+    teacher = config.actor_rollout_ref.teacher
+    pipeline_config = PipelineConfig(
+        max_staleness=staleness_bound(config.trainer),
+        requests_per_batch=teacher.n_server_workers * teacher.num_microbatches,
+    )
+    times = BatchTimes(responses=[1.0, 2.0], teacher=1.0, update=1.0, sync=0.1)
+    course = run(drive(Stages(lambda step: times, Pools(n_replicas=1)), pipeline_config, 3))
+    assert len(course.staleness) == 3 and max(course.staleness) <= pipeline_config.max_staleness
+
+
+def come_due(config: Config, name: str) -> None:
+    every, last = at(config, name), limits.MAX_STEPS
+    trainers: list[Any] = [SimpleNamespace(progress=SimpleNamespace(step=step), last_step=last) for step in (1, last)]
+    assert [Trainer._is_due(trainer, every) for trainer in trainers] == [every == 1, every > 0]
+
+
+def count(config: Config, name: str) -> None:
+    """A number that is only compared with a count of the run."""
+    limit = at(config, name)
+    match name.rsplit(".", 1)[-1]:
+        case "save_failures_allowed":
+            call: Any = None
+            saver = CheckpointSaver(config, Path("x"), call, best=None)
+            saver.failed_saves = limit
+            progress: Any = SimpleNamespace(step=1)
+            with pytest.raises(CheckpointError, match=f"{name}={limit};"):
+                asyncio.run(saver._count_failure(CheckpointError("full"), progress, None))
+        case "max_worker_restarts":
+            rollouts: Any = SimpleNamespace(dead=lambda: asyncio.sleep(0, [0]), label=str)
+            restarts = RolloutRestarts(rollouts, print, allowed=limit, timeout_s=1)
+            restarts._used = limit
+            with pytest.raises(WorkerDied, match=f"{name}={limit} "):
+                asyncio.run(restarts.replace_dead())
+        case "max_skipped_samples":
+            policy = FailurePolicy(config.actor_rollout_ref.teacher)
+            policy.n_skipped = limit
+            with pytest.raises(TeacherTimeout, match=f"{name}={limit};"):
+                policy._skip(Asked(teacher="a", step=0, uids=[0]), TeacherTimeout("late"))
+        case "max_actor_ckpt_to_keep":
+            assert remove_old(Path("no checkpoints"), newest=1, keep=limit) == []
+        case "log_val_generations":
+            item = RewardItem(uid=0, where="", prompt="", response="", ground_truth="", extra={}, data_source=None)
+            judged = ScoredResponse("gsm8k", PROMPT, ANSWER, item, 1.0)
+            assert table_of([judged], limit, Path("x")).startswith(f"{min(limit, 1)} of 1 answers")
+        case _:
+            raise AssertionError(f"{name}: add the code that consumes it")

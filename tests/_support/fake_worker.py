@@ -1,0 +1,157 @@
+"""A worker with an engine that computes nothing: for tests of queueing, deadlines and errors only.
+
+As a script, `fake_worker.py BACKEND_PORT` is such a worker in a process of its own, for tests that kill it. It says on
+stdout what it was given, and answers nothing before SIGUSR1.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from teacher.errors import TeacherError, TeacherRequestError
+from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
+from teacher.worker import Worker
+from tests._support.teacher_service import StopFlag
+
+INFO = ModelInfo(
+    "fake",
+    vocab_size=100,
+    n_tokens=100,
+    tokenizer_fingerprint="none",
+    max_model_len=32,
+    n_logprobs=4,
+    engine="fake",
+    eos_token_ids=(1, 7),
+)
+
+
+TOO_COLD = 0.125
+
+
+def expected_answer(sequence: TeacherSequence, temperature: float = 1.0) -> ScoredSequence:
+    """Depends on every token, position and the temperature, so that a mixed-up answer shows."""
+    response_T = sequence.token_ids[sequence.prompt_len :]
+    topk_ids_TK = (response_T[:, None] + np.arange(4, dtype=np.int32)) % 100
+    topk_logps_TK = -topk_ids_TK.astype(np.float32) / np.float32(temperature)
+    return ScoredSequence(topk_logps_TK, topk_ids_TK, -response_T.astype(np.float32) / np.float32(temperature))
+
+
+class FakeEngine:
+    """Scores while `gate` is open, newest sequence first: answers come out of order. Token 99 breaks the engine, and
+    token 98 is refused only when it is scored.
+
+    `temperatures` is the history of them; TOO_COLD is refused.
+    """
+
+    def __init__(self, info: ModelInfo = INFO, capacity_tokens: int = 1000) -> None:
+        self.info, self.capacity_tokens = info, capacity_tokens
+        self.gate = threading.Event()
+        self.gate.set()
+        self.added = threading.Semaphore(0)
+        self.n_scored = 0
+        self.temperatures = [1.0]
+        self._waiting: dict[int, TeacherSequence] = {}
+
+    @property
+    def temperature(self) -> float:
+        return self.temperatures[-1]
+
+    def set_temperature(self, temperature: float) -> None:
+        if self._waiting:
+            raise RuntimeError(f"temperature {temperature} for {len(self._waiting)} sequences of another")
+        self.temperatures.append(temperature)
+
+    def check(self, sequence: TeacherSequence, temperature: float) -> None:
+        if temperature == TOO_COLD:
+            raise TeacherRequestError(f"temperature {temperature} is not for this model")
+        if sequence.token_ids.max() >= self.info.vocab_size:
+            raise TeacherRequestError(f"token id {sequence.token_ids.max()} is outside the vocabulary")
+
+    def add(self, key: int, sequence: TeacherSequence) -> None:
+        self._waiting[key] = sequence
+        self.added.release()
+
+    def discard(self, keys: list[int]) -> None:
+        for key in keys:
+            self._waiting.pop(key, None)
+
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def step(self) -> list[tuple[int, ScoredSequence | TeacherRequestError]]:
+        if not self.gate.wait(timeout=0.01):
+            return []
+        key, sequence = self._waiting.popitem()
+        if 99 in sequence.token_ids:
+            raise RuntimeError("the device fell off the bus")
+        if 98 in sequence.token_ids:
+            return [(key, TeacherRequestError("the engine refused the request: 98"))]
+        self.n_scored += 1
+        return [(key, expected_answer(sequence, self.temperature))]
+
+    def close(self) -> None:
+        self._waiting.clear()
+
+
+class RunningWorker:
+    """A worker in a thread; `error` is what its `run` raised."""
+
+    def __init__(self, backend_port: int, engine: FakeEngine, stall_timeout_s: float | None = None) -> None:
+        self.engine = engine
+        self.error: BaseException | None = None
+        self.settled = threading.Event()  # registered, or ended
+        self._stop = StopFlag()
+        self._worker = Worker(engine, backend_port=backend_port, stall_timeout_s=stall_timeout_s)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._worker.run(self._stop, register_timeout_s=10, on_registered=self.settled.set)
+        except (RuntimeError, TeacherError) as error:
+            self.error = error
+        finally:
+            self.settled.set()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self.thread.join(timeout=10)
+        assert not self.thread.is_alive()
+        self._stop.close()
+
+
+@contextmanager
+def running_worker(
+    backend_port: int, engine: FakeEngine | None = None, stall_timeout_s: float | None = None
+) -> Iterator[RunningWorker]:
+    worker = RunningWorker(backend_port, engine or FakeEngine(), stall_timeout_s)
+    try:
+        assert worker.settled.wait(timeout=10)
+        yield worker
+    finally:
+        worker.stop()
+
+
+OTHER_INFO = replace(INFO, tokenizer_fingerprint="another")
+
+
+class HeldEngine(FakeEngine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate.clear()
+        signal.signal(signal.SIGUSR1, lambda *_: self.gate.set())
+
+    def add(self, key: int, sequence: TeacherSequence) -> None:
+        super().add(key, sequence)
+        print(f"added {key}", flush=True)
+
+
+if __name__ == "__main__":
+    Worker(HeldEngine(), backend_port=int(sys.argv[1])).run(StopFlag())

@@ -1,0 +1,111 @@
+"""Proxies in this process, and a real teacher service by its own scripts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from teacher.proxy import Proxy
+from tests._support.repository import REPO
+
+VOCAB_SIZE = 96
+MAX_MODEL_LEN = 64
+
+
+class StopFlag:
+    """A `Stoppable` that a test can set."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+
+    def set(self) -> None:
+        self._sender.send(b"\0")
+
+    def fileno(self) -> int:
+        return self._receiver.fileno()
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()
+
+
+@contextmanager
+def running_proxy(frontend_port: int = 0, backend_port: int = 0, **settings: Any) -> Iterator[Proxy]:
+    proxy, stop = Proxy(frontend_port=frontend_port, backend_port=backend_port, **settings), StopFlag()
+    thread = threading.Thread(target=proxy.run, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        stop.set()
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+        stop.close()
+
+
+def run_script(
+    name: str, *flags: str, timeout_s: float = 120.0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run one of the service's scripts with this interpreter and these environment variables."""
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
+    command = [str(REPO / "teacher" / name), *flags]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Pids of live processes whose command line names the run folder."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(run_dir).encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue  # ended meanwhile
+    return found
+
+
+@dataclass(frozen=True)
+class Service:
+    port: int
+    backend_port: int
+    run_dir: Path
+    ckpt_path: Path
+
+
+def make_tiny_qwen2(folder: Path) -> Path:
+    """Save a random Qwen2 with two layers, 96 tokens and a character tokenizer, in float32; return ``folder``."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_MODEL_LEN,
+        initializer_range=0.1,  # distributions far from uniform, logits small enough for 1e-5 in float32
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(32 + i): 3 + i for i in range(VOCAB_SIZE - 3)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return folder

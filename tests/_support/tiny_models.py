@@ -1,0 +1,170 @@
+"""Tiny models and batches, and the jobs that the pool's processes run on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from recipe_gkd.actor import megatron_patches
+from recipe_gkd.actor.loss_terms import GlobalDenominators
+from recipe_gkd.actor.megatron_actor import MegatronActor
+from recipe_gkd.actor.microbatch import pack, shard_batch
+from recipe_gkd.actor.model_dims import LLAMA3_ROPE
+from recipe_gkd.actor.objective import Losses
+from recipe_gkd.actor.parallel import leave_parallel
+from recipe_gkd.actor.step import run_micro_batches
+from recipe_gkd.config import Config, load_config
+from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
+
+VOCAB = 96
+TOP_K = 8
+MODEL = "actor_rollout_ref.model.path"
+ACTOR = "actor_rollout_ref.actor"
+MEGATRON = f"{ACTOR}.megatron"
+
+
+def make_folder(path: Path, kind: str, seed: int = 0) -> Path:
+    """A Hugging Face folder of ``kind``, with biases and norms that matter."""
+    sizes: dict[str, Any] = dict(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4 if kind == "qwen3" else 2, max_position_embeddings=256, rms_norm_eps=1e-6,
+        tie_word_embeddings=kind in ("qwen2", "qwen3"), dtype="float32",
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    if kind in ("qwen2", "qwen2_untied"):
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
+    elif kind == "qwen3":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=12))
+    elif kind == "qwen3_moe":
+        experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, norm_topk_prob=True)
+        config = transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=12, mlp_only_layers=[1])
+        model = transformers.Qwen3MoeForCausalLM(config)
+    elif kind == "qwen2_moe":
+        experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20)
+        config = transformers.Qwen2MoeConfig(**sizes, **experts, shared_expert_intermediate_size=24)
+        model = transformers.Qwen2MoeForCausalLM(config)
+    elif kind == "mixtral":
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=4))
+    else:
+        scaled = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, **LLAMA3_ROPE)
+        rope: dict[str, Any] = {"rope_parameters": scaled} if kind == "llama3" else {}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **rope))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.1 * torch.randn_like(parameter))
+            else:
+                parameter.normal_(0, 0.1 if "bias" in name else 0.15)
+    model.save_pretrained(path, max_shard_size="40kB" if kind == "llama" else "5GB")  # llama: several files
+    (path / "tokenizer.json").write_text("{}")
+    (path / "generation_config.json").write_text('{"max_new_tokens": 7}')
+    return path
+
+
+def make_samples(count: int, *, seed: int = 0, sharpness: float = 1.5) -> list[Sample]:
+    """Ragged: prompts of 1 to 9 tokens, answers of 0 to 20; a random teacher's top-k."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for uid in range(count):
+        prompt = rng.integers(0, VOCAB, rng.integers(1, 10)).astype(np.int32)
+        response = rng.integers(0, VOCAB, rng.integers(0, 21)).astype(np.int32)
+        scores = rng.normal(size=(len(response), VOCAB)) * sharpness
+        logps = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+        ids = np.argsort(-logps, axis=1)[:, :TOP_K].astype(np.int32)
+        top = np.take_along_axis(logps, ids, 1).astype(np.float32)
+        samples.append(make_sample(uid, prompt, response, top, ids))
+    return samples
+
+
+def make_sample(uid: int, prompt: Any, response: Any, logps_TK: Any, ids_TK: Any) -> Sample:
+    zeros = np.zeros(len(response), np.float32)
+    return Sample(
+        prompt=Prompt(uid=uid, ids=np.asarray(prompt, np.int32), row=uid),
+        response=Response(
+            uid=uid,
+            ids=np.asarray(response, np.int32),
+            logprobs=zeros,
+            finish_reason="stop",
+            weights_version=0,
+            versions_T=np.zeros(len(response), np.int32),
+        ),
+        teacher=TeacherTopK(
+            logps_TK=np.asarray(logps_TK, np.float32), ids_TK=np.asarray(ids_TK, np.int32), sampled_logps_T=zeros
+        ),
+    )
+
+
+def make_config(folder: Path, *overrides: str, ranks: int = 1) -> Config:
+    return load_config(
+        "on_policy_distill_trainer",
+        [
+            "data.train_files=none.parquet", f"{MODEL}={folder}", "trainer.device=cpu",
+            f"trainer.n_gpus_per_node={ranks}", "actor_rollout_ref.nccl_timeout=60", f"{MEGATRON}.dtype=float32",
+            f"{ACTOR}.optim.lr=0.01", f"{ACTOR}.optim.betas=[0.9,0.95]", f"{ACTOR}.optim.weight_decay=0.05",
+            f"{ACTOR}.optim.clip_grad=0.5", f"{ACTOR}.max_token_len=64", f"{ACTOR}.timeout_s=60", *overrides,
+        ],
+    )  # fmt: skip
+
+
+@contextmanager
+def started(
+    rank: int, world_size: int, port: int, config: Config, total_steps: int = 10, n_tokens: int | None = None
+) -> Iterator[Any]:
+    """An actor that has been set up, and leaves its group at the end."""
+    actor = MegatronActor(
+        config, total_steps=total_steps, rank=rank, world_size=world_size, local_rank=rank,
+        meeting=("127.0.0.1", port), device="cpu", n_tokens=n_tokens,
+    )  # fmt: skip
+    actor.placement = actor.setup()
+    try:
+        yield actor
+    finally:
+        leave_parallel()
+
+
+def update(actor: Any, samples: Sequence[Sample], step: int = 0) -> dict[str, float]:
+    """What the driver does: every rank gets the shard of its data-parallel rank."""
+    shards = shard_batch(samples, actor.placement["dp_size"])
+    return actor.update(shards[actor.placement["dp_rank"]], step)
+
+
+def exported(actor: Any) -> dict[str, Tensor]:
+    """On rank 0: every weight by name; elsewhere nothing."""
+    return {name: tensor.clone() for name, tensor in actor.export_weights()}
+
+
+def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
+    """[N, V] logits of one packed row of all samples, where this rank is on the last stage; None elsewhere."""
+
+    def capture(student: Any, _: Any) -> Losses:
+        logits_NW = student.logits(torch.arange(sum(packed.lengths)))
+        parts = [torch.empty_like(logits_NW) for _ in range(actor.layout.tp_size)]
+        dist.all_gather(parts, logits_NW.contiguous(), group=mpu.get_tensor_model_parallel_group())
+        return Losses(loss_T=logits_NW.sum(1), sums={"logits": torch.cat(parts, 1)[:, :VOCAB]})
+
+    packed = pack(samples, multiple_of=actor.layout.tp_size)
+    every_row = dataclasses.replace(packed, loss_rows_T=np.arange(sum(packed.lengths)))
+    batches = [every_row] * 2
+    with megatron_patches.on_host(), torch.no_grad():
+        reports = run_micro_batches(
+            actor._wrapped, batches, capture, denominators=GlobalDenominators.of(GlobalDenominators.counts(batches)), gkd=actor._gkd, tp_group=None,
+            device=torch.device("cpu"), forward_only=True,
+        )  # fmt: skip
+    return reports[0]["sums"]["logits"] if reports else None
+
+
+def transformers_logits(model: Any, samples: Sequence[Sample]) -> Tensor:
+    """The same rows, one sample at a time."""
+    rows = [torch.as_tensor(sample.token_ids[:-1]).long() for sample in samples]
+    with torch.no_grad():
+        return torch.cat([model(ids[None]).logits[0] for ids in rows])

@@ -1,0 +1,285 @@
+"""Given answers and rewards in the schedule: the trainer's own stages, on workers that only answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recipe_gkd.checkpoints.state import Progress, ResumeState
+from recipe_gkd.config import Config, load_config
+from recipe_gkd.data.prompts import PromptData, PromptLoader, read_table
+from recipe_gkd.data.samples import Prompt, Response, Sample
+from recipe_gkd.errors import GkdError, RewardError, WorkerDied
+from recipe_gkd.metrics.steps import describe
+from recipe_gkd.metrics.timeline import Timeline
+from recipe_gkd.pipeline.interface import ReadyBatch
+from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from recipe_gkd.rewards import RewardItems, RewardScorer
+from recipe_gkd.runtime.clock import now
+from recipe_gkd.teacher_routing import Routes, Teachers
+from recipe_gkd.trainer import RewardContext, Trainer
+from teacher.errors import TeacherError, TeacherTimeout
+from teacher.records import ScoredSequence, TeacherSequence
+from tests.unit.rewards.reward_files import reward_file, settings
+
+N, BATCH, ROWS = 2, 4, 24
+SAMPLED = "12"
+
+
+def configured(folder: Path, *overrides: str) -> Config:
+    rows = {"prompt": [f"{i}+0=" for i in range(ROWS)], "response": [str(i) for i in range(ROWS)]}
+    pq.write_table(pa.table(rows | {"ground_truth": rows["response"]}), folder / "data.parquet")
+    return load_config(
+        "on_policy_distill_trainer",
+        [
+            f"data.train_files={folder / 'data.parquet'}",
+            f"data.train_batch_size={BATCH}",
+            "actor_rollout_ref.model.path=x",
+            f"actor_rollout_ref.rollout.n={N}",
+            "trainer.scheduler=two_step_off",
+            *overrides,
+        ],
+    )
+
+
+class Workers:
+    """Rollout workers and a teacher that answer at once; worker 0 dies in calls of generate of these numbers."""
+
+    capacity = None
+
+    def __init__(self, n_replicas: int, deaths: Sequence[int] = ()) -> None:
+        self.n_replicas, self.deaths = n_replicas, deaths
+        self.asked: list[Prompt] = []
+        self.scored: list[TeacherSequence] = []
+        self.n_calls = self.n_replaced = 0
+        self.rollouts, self.weights, self.version = self, self, -1
+
+    def __len__(self) -> int:
+        return self.n_replicas
+
+    async def stream(
+        self, rank: int, method: str, prompts: list[Prompt], step: int, **_: Any
+    ) -> AsyncIterator[list[Response]]:
+        assert prompts and all(prompt.reference_ids is None for prompt in prompts)
+        call, self.n_calls = self.n_calls, self.n_calls + 1
+        for place, prompt in enumerate(prompts):
+            if call in self.deaths and place == len(prompts) // 2:
+                raise WorkerDied(f"rollout worker {rank}")
+            await asyncio.sleep(0)
+            self.asked.append(prompt)
+            ids = np.array(build_ids(SAMPLED), np.int32)
+            logprobs = np.full(len(ids), -0.5, np.float32)
+            versions = np.full(len(ids), self.version, np.int32)
+            yield [
+                Response(
+                    uid=prompt.uid,
+                    ids=ids,
+                    logprobs=logprobs,
+                    finish_reason="stop",
+                    weights_version=self.version,
+                    versions_T=versions,
+                )
+            ]
+
+    async def sync(self, version: int) -> dict[str, float]:
+        self.version = version
+        return {}
+
+    async def replace_dead_rollouts(self, death: WorkerDied) -> None:
+        self.n_replaced += 1
+
+    def submit(
+        self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
+    ) -> Future[list[ScoredSequence]]:
+        self.scored += sequences
+        answers: Future[list[ScoredSequence]] = Future()
+        rows = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
+        answers.set_result(
+            [
+                ScoredSequence(np.full((T, 2), -1.0, np.float32), np.zeros((T, 2), np.int32), np.full(T, -1, np.float32))
+                for T in rows
+            ]
+        )
+        return answers
+
+
+TOKENIZER = build_tokenizer()
+
+
+def build_ids(text: str) -> list[int]:
+    return [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
+
+
+def trainer_of(config: Config, workers: Workers, scorer: RewardScorer | None = None, teacher: Any = None) -> Trainer:
+    table = read_table(config.data.train_files, config.data.prompt_key)
+    data = PromptData(table, config.data, TOKENIZER, given_answers=True)
+    loader = PromptLoader(data, config.data, n=N, epochs=1, max_steps=None, sft_share=config.gkd.sft_share)
+    reward_context = RewardContext(scorer, RewardItems(data, config.data, TOKENIZER)) if scorer else None
+    progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
+    teachers = Teachers(config, Routes(("default",)), {"default": teacher or workers})
+    return Trainer(config, workers, teachers, loader, ResumeState(progress), reward_context)  # type: ignore[arg-type]
+
+
+async def batches_of(trainer: Trainer) -> list[ReadyBatch]:
+    batches = []
+    async with trainer.pipeline(Timeline(now)) as pipeline:
+        async for batch in pipeline:
+            async with pipeline.actor_update(batch):
+                trainer.advance(batch)
+            batches.append(batch)
+    return batches
+
+
+@pytest.mark.parametrize("target", ["data", "teacher"])
+@pytest.mark.parametrize(
+    ("share", "n_replicas", "deaths"), [(0.5, 3, (1, 4)), (0.25, 1, (0,)), (1.0, 2, ()), (0.0, 2, ())]
+)
+def test_given_answers_are_trained_on_once_without_a_rollout_worker(
+    tmp_path: Path, share: float, n_replicas: int, deaths: tuple[int, ...], target: str
+) -> None:
+    config = configured(tmp_path, f"gkd.sft_share={share}", f"gkd.sft_target={target}")
+    workers = Workers(n_replicas, deaths)
+    trainer = trainer_of(config, workers)
+    batches = asyncio.run(batches_of(trainer))
+
+    samples = [sample for batch in batches for sample in batch.samples]
+    given = [sample for sample in samples if sample.is_reference]
+    sampled = [sample for sample in samples if not sample.is_reference]
+    assert len(given) == share * ROWS and len(sampled) == (1 - share) * ROWS * N
+    assert sorted({sample.prompt.row for sample in samples}) == list(range(ROWS))
+    assert sorted(prompt.uid for prompt in workers.asked) == [sample.prompt.uid for sample in sampled]
+    assert workers.n_replaced == len(deaths)
+    assert trainer.progress.prompts_trained == ROWS and trainer.progress.step == len(batches)
+    for sample in given:
+        assert sample.response.ids.tolist() == build_ids(str(sample.prompt.row))
+        assert not sample.response.logprobs.any() and sample.response.finish_reason == "stop"
+        assert np.isneginf(sample.teacher.logps_TK).all() == (target == "data")
+    assert all(
+        batch.step == sample.response.weights_version for batch in batches for sample in batch.samples if sample.is_reference
+    )
+    assert len(workers.scored) == len(sampled) + len(given) * (target == "teacher")
+
+
+def test_sampled_answers_are_shared_out_evenly_wherever_given_ones_stand(tmp_path: Path) -> None:
+    workers = Workers(n_replicas=2)
+    asyncio.run(batches_of(trainer_of(configured(tmp_path, "gkd.sft_share=0.5"), workers)))
+    assert workers.n_calls == 2 * ROWS // BATCH  # both workers in every batch, which has two sampled prompts
+
+
+def test_rewards_are_of_sampled_answers_and_described(tmp_path: Path) -> None:
+    path = reward_file(tmp_path, "return float(answer == ground_truth)")
+    config = configured(tmp_path, "gkd.sft_share=0.5", "data.shuffle=false")
+    with RewardScorer(settings(path)) as scorer:
+        batches = asyncio.run(batches_of(trainer_of(config, Workers(2), scorer)))
+    for batch in batches:
+        for sample in batch.samples:
+            assert sample.reward == (None if sample.is_reference else float(str(sample.prompt.row) == SAMPLED))
+    with_reward = next(batch for batch in batches if any(sample.prompt.row == 12 for sample in batch.samples))
+    metrics = describe(with_reward, N)
+    assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
+        "reward/mean": 0.5,
+        "reward/min": 0.0,
+        "reward/max": 1.0,
+        "reward/std": 0.5,
+        "reward/zero_std_group_fraction": 1.0,
+    }
+    assert metrics["training/sft_share"] == pytest.approx(2 / 6)
+    assert metrics["response_seq_len/min"] == metrics["response_seq_len/max"] == 3
+    assert metrics["training/staleness_max"] == with_reward.step - min(
+        sample.response.weights_version for sample in with_reward.samples
+    )
+
+
+def test_a_batch_of_given_answers_alone_has_no_metrics_of_sampled_ones(tmp_path: Path) -> None:
+    batch = asyncio.run(batches_of(trainer_of(configured(tmp_path, "gkd.sft_share=1.0"), Workers(1))))[0]
+    assert set(describe(batch, N)) == {"training/epoch", "training/sft_share", "perf/total_num_tokens"}
+
+
+def test_samples_without_an_answer_of_their_teacher_keep_their_place_and_their_reward(tmp_path: Path) -> None:
+    class Unreliable(Workers):
+        def submit(
+            self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
+        ) -> Future[list[ScoredSequence]]:
+            answers = super().submit(sequences, timeout_s, temperature=temperature)
+            if len(self.scored) % 3 == 0:
+                answers = Future()
+                answers.set_exception(TeacherTimeout("late"))
+            return answers
+
+    path = reward_file(tmp_path, "return float(answer == ground_truth)")
+    policy = "actor_rollout_ref.teacher.on_failure=skip_samples"
+    config = configured(tmp_path, "gkd.sft_share=0.5", "gkd.sft_target=teacher", policy)
+    with RewardScorer(settings(path)) as scorer:
+        trainer, undisturbed = (trainer_of(config, workers, scorer) for workers in (Unreliable(2), Workers(2)))
+        batches, expected = (asyncio.run(batches_of(one)) for one in (trainer, undisturbed))
+
+    def told(batches: list[ReadyBatch]) -> list[tuple[int, int, float | None]]:
+        return [(batch.step, s.prompt.uid, s.reward) for batch in batches for s in batch.samples]
+
+    assert told(batches) == told(expected)
+    skipped = [sample for batch in batches for sample in batch.samples if sample.is_skipped]
+    assert len(skipped) > 5 and {sample.is_reference for sample in skipped} == {True, False}
+    assert trainer.progress == replace(undisturbed.progress, skipped_samples=len(skipped))
+
+
+def test_teacher_and_reward_are_asked_at_the_same_time_and_each_tells_its_own_failure(tmp_path: Path) -> None:
+    under_way = asyncio.Event()
+
+    class Scorer:
+        async def score(self, items: Sequence[Any]) -> list[float]:
+            under_way.set()
+            raise RewardError("the function")
+
+    class Silent(Workers):
+        def submit(
+            self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
+        ) -> Future[list[ScoredSequence]]:
+            return Future()  # never answered: cancelled when the other fails
+
+    class Refusing(Workers):
+        def submit(
+            self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
+        ) -> Future[list[ScoredSequence]]:
+            raise TeacherError("the teacher")
+
+    config = configured(tmp_path)
+    with pytest.raises(RewardError, match="the function"):
+        asyncio.run(batches_of(trainer_of(config, Workers(1), Scorer(), Silent(1))))  # type: ignore[arg-type]
+    with pytest.raises(TeacherError, match="the teacher"):
+        asyncio.run(batches_of(trainer_of(config, Workers(1), None, Refusing(1))))
+
+
+def test_a_batch_gets_advantages_before_it_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ByUid:
+        async def score(self, items: Sequence[Any]) -> list[float]:
+            return [float(item.uid % 2) for item in items]
+
+    def shard_batch(samples: Sequence[Sample], dp_size: int) -> list[list[Sample]]:
+        raise GkdError(f"{[sample.advantage for sample in samples]}")
+
+    monkeypatch.setattr("recipe_gkd.trainer.shard_batch", shard_batch)
+    path = "custom_reward_function.path=x.py"
+    config = configured(tmp_path, "gkd.use_rl_loss=true", path, "gkd.norm_adv_by_std=false")
+    trainer = trainer_of(config, Workers(1), ByUid())  # type: ignore[arg-type]
+    batch = asyncio.run(first_batch(trainer))
+    trainer.workers = SimpleNamespace(actors=None, dp_size=1)  # type: ignore[assignment]
+    with pytest.raises(GkdError, match=re.escape(str([-0.5, 0.5] * BATCH))):
+        asyncio.run(trainer.update(batch))
+
+
+async def first_batch(trainer: Trainer) -> ReadyBatch:
+    async with trainer.pipeline(Timeline(now)) as pipeline:
+        async for batch in pipeline:
+            return batch
+    raise AssertionError

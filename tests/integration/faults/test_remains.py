@@ -1,0 +1,68 @@
+"""Children of a worker that was killed outlive it when they are stuck; its successor must not meet them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import ray
+import ray.cloudpickle
+
+from recipe_gkd.errors import WorkerDied
+from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from tests.integration.faults.faulty import lives
+
+
+class Parent:
+    """A worker whose child, in a session of its own, hears nothing of its parent's end."""
+
+    def setup(self) -> None:
+        self.child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+
+    def pids(self) -> tuple[int, int]:
+        return os.getpid(), self.child.pid
+
+    def shutdown(self) -> None:
+        pass
+
+
+def test_children_of_a_killed_worker_end_before_its_successor_starts_and_with_the_run(ray_session: None) -> None:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    alive_at_start: list[bool] = []
+    children: list[int] = []
+
+    def start(rank: int) -> Any:
+        alive_at_start.extend(map(lives, children))
+        return ray.remote(num_cpus=0)(Parent).remote()
+
+    async def kill_parent(group: WorkerGroup) -> int:
+        """Its child, which lives on."""
+        pid, child = await group.call_one(0, "pids", timeout_s=30, phase="look")
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            await group.call("pids", timeout_s=30, phase="look")
+        assert lives(child)
+        children.append(child)
+        return int(child)
+
+    async def scenario() -> None:
+        group = WorkerGroup("rollout", [start(0)])
+        restarts = RolloutRestarts(group, start, allowed=1, timeout_s=30)
+        await group.call("setup", timeout_s=30, phase="start")
+        await restarts.record_processes([0])
+        await kill_parent(group)
+        await restarts.replace_dead()
+        assert alive_at_start == [False]
+        child = await kill_parent(group)
+        with pytest.raises(WorkerDied, match="are used up"):
+            await restarts.replace_dead()
+        assert not lives(child)
+        await group.stop(timeout_s=5)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

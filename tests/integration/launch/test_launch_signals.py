@@ -1,0 +1,214 @@
+"""A signal to a script that runs a training beside a teacher reaches the training first, and the teacher afterwards."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests._support.repository import REPO
+
+pytestmark = pytest.mark.timeout(60)
+
+TRAINING = """#!/bin/bash
+# A stand-in for Python. As a training it needs half a second to end after a signal, as one that saves does.
+[[ "$*" == *recipe_gkd.main_gkd* ]] || exit 0
+for name in TERM INT HUP; do trap "echo training got $name >>events; sleep 0.5; echo training ended >>events
+  exit $((128 + $(kill -l $name)))" $name; done
+again() { echo training got TERM again >>events; exit 3; }
+[[ -z ${SECOND:-} ]] || trap "echo training got TERM >>events; trap again TERM" TERM
+sleep 50 &  # left behind
+echo "helper $!" >>events
+echo "training $$" >>events
+while :; do sleep 0.05; done
+"""
+
+
+def stub(text: str) -> str:
+    return f"#!/bin/bash\n{text}\n"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The launch scripts among stand-ins for the teacher's scripts and for Python; all write to ``events``."""
+    shutil.copytree(REPO / "launch", tmp_path / "launch")
+    for path, text in {
+        "launch/setup.sh": stub("exit 0"),
+        "teacher/start_server.sh": stub('echo teacher started >>events; mkdir -p "$RUN_DIR"; exit ${START_STATUS:-0}'),
+        "teacher/stop_server.sh": stub("echo teacher stopped >>events"),
+        ".venv/bin/python": TRAINING,
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+        (tmp_path / path).chmod(0o700)
+    (tmp_path / "events").touch()
+    (tmp_path / "model").mkdir()
+    return tmp_path
+
+
+def events(checkout: Path) -> list[str]:
+    return (checkout / "events").read_text().splitlines()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        threading.Event().wait(0.02)
+
+
+SCRIPTS = ["run_qwen2.5_one_node.sh", "quickstart.sh"]
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start(checkout: Path) -> Iterator[Start]:
+    """Start a script, and return once its stand-in training runs."""
+    scripts: list[subprocess.Popen[bytes]] = []
+
+    def start(script: str, *, until: str = "training ", **variables: str) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"TEACHER": "model", "TRAIN_FILES": "x", "QUICKSTART_DIR": "outputs/q"} | variables
+        command = ["bash", f"launch/{script}"]
+        scripts.append(
+            subprocess.Popen(command, cwd=checkout, env=environment, stdout=subprocess.DEVNULL, process_group=0)
+        )
+        wait_until(lambda: any(event.startswith(until) for event in events(checkout)))
+        return scripts[-1]
+
+    yield start
+    for script in scripts:
+        script.kill()
+        script.wait(timeout=10)
+    for event in events(checkout):
+        if event.removeprefix("training ").isdigit() and Path(f"/proc/{event.split()[1]}").exists():
+            os.kill(int(event.split()[1]), signal.SIGKILL)
+            pytest.fail("the training outlived its script")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("name", ["TERM", "INT", "HUP"])
+def test_a_signal_ends_the_training_and_then_the_teacher(script: str, name: str, start: Start, checkout: Path) -> None:
+    running = start(script)
+    number = signal.Signals[f"SIG{name}"]
+    running.send_signal(number)
+    assert running.wait(timeout=20) == 128 + number
+    (helper,) = [event.split()[1] for event in events(checkout) if event.startswith("helper ")]
+    wait_until(lambda: not Path(f"/proc/{helper}").exists())
+    after = events(checkout)[events(checkout).index("teacher started") + 1 :]
+    assert after[2:] == [f"training got {name}", "training ended", "teacher stopped"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_in_a_terminal_reaches_the_training_once(script: str, start: Start, checkout: Path) -> None:
+    """A terminal signals the whole process group of the script."""
+    running = start(script)
+    os.killpg(running.pid, signal.SIGINT)
+    assert running.wait(timeout=20) == 130
+    assert events(checkout)[-3:] == ["training got INT", "training ended", "teacher stopped"]
+
+
+def test_a_second_signal_reaches_the_training_too(start: Start, checkout: Path) -> None:
+    running = start("run_qwen2.5_one_node.sh", SECOND="1")
+    running.terminate()
+    wait_until(lambda: "training got TERM" in events(checkout))
+    running.terminate()
+    assert running.wait(timeout=20) == 3
+    assert events(checkout)[-2:] == ["training got TERM again", "teacher stopped"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_teacher_that_did_not_start_is_not_stopped(script: str, start: Start, checkout: Path) -> None:
+    """The service in its folder then belongs to another script."""
+    running = start(script, until="teacher started", START_STATUS="7")
+    assert running.wait(timeout=20) == 7
+    assert events(checkout)[-1] == "teacher started"
+
+
+def test_a_fresh_quickstart_removes_nothing_of_one_that_runs(start: Start, checkout: Path) -> None:
+    running = start("quickstart.sh")
+    kept = checkout / "outputs" / "q" / "runs" / "default" / "checkpoint"
+    kept.touch()
+    command = ["bash", "launch/quickstart.sh", "--fresh"]
+    environment = os.environ | {"QUICKSTART_DIR": "outputs/q"}
+
+    def fresh(**variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=checkout, env=environment | variables, capture_output=True, text=True, timeout=30, check=False
+        )
+
+    before = events(checkout)
+    refused = fresh()
+    assert refused.returncode == 1 and f"another one (pid {running.pid} on {os.uname().nodename})" in refused.stderr
+    assert kept.exists() and events(checkout) == before and running.poll() is None
+    running.terminate()
+    running.wait(timeout=20)
+    (checkout / "link").symlink_to("outputs/q")
+    for folder in ("outputs/q", "link"):
+        kept.touch()
+        fresh(START_STATUS="7", QUICKSTART_DIR=folder)
+        assert not kept.exists() and (checkout / "outputs" / "q" / ".lock").exists()
+
+
+def test_fresh_removes_nothing_from_a_folder_that_no_quickstart_made(checkout: Path) -> None:
+    home = checkout / "home"
+    home.mkdir()
+    (home / "thesis").touch()
+    refused = subprocess.run(
+        ["bash", "launch/quickstart.sh", "--fresh"],
+        cwd=checkout,
+        env=os.environ | {"QUICKSTART_DIR": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert refused.returncode == 1 and "no quickstart made it; --fresh removes nothing" in refused.stderr
+    assert [path.name for path in home.iterdir()] == ["thesis"]
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT", "HUP"])
+def test_a_signal_between_two_commands_runs_the_cleanup_too(name: str) -> None:
+    script = f"""
+set -euo pipefail
+source launch/foreground.bash
+run_foreground --cleanup 'echo cleanup' true
+kill -s {name} $$
+echo went on
+"""
+    done = subprocess.run(["bash", "-c", script], cwd=REPO, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout) == (128 + signal.Signals[f"SIG{name}"], "cleanup\n")
+
+
+def test_a_signal_to_the_wrapper_does_not_interrupt_the_cleanup_which_may_handle_its_own() -> None:
+    script = """
+set -euo pipefail
+source launch/foreground.bash
+cleanup() {
+  bash -c 'trap "echo handled" INT; kill -s TERM $PPID; kill -s INT $$; sleep 0.5; echo cleanup'
+}
+run_foreground --cleanup cleanup true
+"""
+    done = subprocess.run(["bash", "-c", script], cwd=REPO, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "handled\ncleanup\n", "")
+
+
+def test_a_signal_right_after_the_start_of_a_command_is_forwarded_once() -> None:
+    """The signal comes between the two lines that start the command and look for a signal that came before."""
+    script = """
+set -euo pipefail
+source launch/foreground.bash
+set() { builtin set "$@"; [ "$1" != +m ] || builtin kill -s TERM $$; }
+kill() { echo "$@"; builtin kill "$@"; }
+run_foreground sleep 20
+"""
+    done = subprocess.run(["bash", "-c", script], cwd=REPO, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 143
+    to_command, to_group = done.stdout.splitlines()
+    assert to_command.startswith("-s TERM -- ") and to_group.startswith("-s TERM -- -")

@@ -1,0 +1,61 @@
+"""Processes for Megatron ranks that a test starts, trains for one step, and leaves for the next layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from recipe_gkd.actor.ray_worker import ActorWorker
+from recipe_gkd.config import Config
+from recipe_gkd.data.samples import Response, Sample, TeacherTopK
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from tests.integration.rollout.small_models import VOCABULARY, prompts
+
+
+class ActorSeat(ActorWorker):
+    """A process for a rank of one actor after the other: importing Megatron takes longer than any layout."""
+
+    def __init__(self) -> None:
+        from recipe_gkd.actor import megatron_actor  # noqa: F401 - while other processes start
+
+    def sit(self, config: Config, rank: int, world_size: int) -> None:
+        super().__init__(config, total_steps=10, rank=rank, world_size=world_size, device="cpu")
+
+    def stand_up(self) -> None:
+        from recipe_gkd.actor.parallel import leave_parallel
+
+        self.weights.close()
+        leave_parallel()
+
+
+def samples(n: int) -> list[Sample]:
+    """Random answers, and a random teacher's four likeliest tokens."""
+    rng = np.random.default_rng(0)
+    made = []
+    for prompt in prompts(n):
+        ids = rng.integers(0, VOCABULARY, 10).astype(np.int32)
+        zeros, no_versions = np.zeros(10, np.float32), np.zeros(10, np.int32)
+        top = np.sort(rng.normal(size=(10, 4)).astype(np.float32) - 4)[:, ::-1]
+        top_ids = np.stack([rng.permutation(VOCABULARY)[:4] for _ in ids]).astype(np.int32)
+        response = Response(
+            uid=prompt.uid, ids=ids, logprobs=zeros, finish_reason="stop", weights_version=0, versions_T=no_versions
+        )
+        made.append(
+            Sample(
+                prompt=prompt,
+                response=response,
+                teacher=TeacherTopK(logps_TK=top, ids_TK=top_ids, sampled_logps_T=zeros),
+            )
+        )
+    return made
+
+
+async def trained(seats: list[Any], config: Config, n: int) -> WorkerGroup:
+    """An actor of ``n`` ranks, after one update."""
+    actor = WorkerGroup("actor", seats[:n])
+    await actor.call_each("sit", [(config, rank, n) for rank in range(n)], timeout_s=120, phase="sit")
+    meeting = await actor.call_one(0, "rendezvous", timeout_s=20, phase="meet")
+    await actor.call("setup", *meeting, timeout_s=60, phase="setup")
+    await actor.call("update", samples(8), 0, timeout_s=60, phase="update")
+    return actor

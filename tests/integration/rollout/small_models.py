@@ -1,0 +1,158 @@
+"""Tiny Qwen2 models, an actor that holds one (all of the actor's side but the training), and a worker that dies."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from recipe_gkd.config import Config, load_config
+from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+from recipe_gkd.weight_sync.collective import CollectiveTransport
+from recipe_gkd.weight_sync.receiver import receive_weights
+from recipe_gkd.weight_sync.sender_api import WeightSenderApi
+from recipe_gkd.weight_sync.stats import TransferStats
+from recipe_gkd.weight_sync.transport import join_store
+
+VOCABULARY = 300
+PADDED_TO = 320
+"""Rows of the embedding and of the output layer of an untied model, as it is on disk and as the actor has it."""
+EOS = 1
+TEACHERS_EOS = 2
+
+
+def model_of(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=tied, eos_token_id=EOS,
+        initializer_range=0.1,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).float().eval()
+
+
+def trained_model(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
+    """What a run works with: :func:`model_of`, and for an untied one padding that is likelier than any token."""
+    model = model_of(seed, tied=tied)
+    if tied:
+        return model
+    state, more = model.state_dict(), PADDED_TO - VOCABULARY
+    for name, factor in (("model.embed_tokens.weight", 1), ("lm_head.weight", 30)):
+        state[name] = torch.cat([state[name], factor * state[name][:more]])
+    padded = Qwen2ForCausalLM(Qwen2Config(**(model.config.to_dict() | {"vocab_size": PADDED_TO}))).float().eval()
+    padded.load_state_dict(state)
+    return padded
+
+
+def config_for(folder: Path, *overrides: str) -> Config:
+    return load_config(
+        "on_policy_distill_trainer",
+        [
+            f"actor_rollout_ref.model.path={folder}",
+            "data.train_files=none.parquet", "data.max_prompt_length=32", "data.max_response_length=48",
+            "actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.rollout.kv_cache_memory_megabytes=64",
+            "actor_rollout_ref.nccl_timeout=10", "trainer.device=cpu",
+            *overrides,
+        ],
+    )  # fmt: skip
+
+
+def prompts(n: int, first_uid: int = 0) -> list[Prompt]:
+    return [
+        Prompt(
+            uid=uid,
+            ids=np.random.default_rng(uid).integers(2, VOCABULARY, 4 + uid % 20).astype(np.int32),
+            row=uid,
+        )
+        for uid in range(first_uid, first_uid + n)
+    ]
+
+
+def reference_logps(model: Qwen2ForCausalLM, prompt: Prompt, response: Response) -> np.ndarray:
+    """Return what transformers predicts at each token of an answer: float32 [T, V]."""
+    ids = torch.from_numpy(np.concatenate([prompt.ids, response.ids])).long()
+    with torch.no_grad():
+        return model(ids[None]).logits[0].log_softmax(-1)[len(prompt.ids) - 1 : -1].numpy()
+
+
+def reference_logprobs(model: Qwen2ForCausalLM, prompt: Prompt, response: Response) -> np.ndarray:
+    """Return the log-probabilities of an answer's tokens by transformers: float32 [T]."""
+    return reference_logps(model, prompt, response)[np.arange(len(response.ids)), response.ids]
+
+
+class TinyActor:
+    """The methods that a weight sync needs of an actor worker; ``misbehave`` makes the export fail midway."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._weights = WeightSenderApi(self, rank=0, device=torch.device("cpu"), timeout_s=timeout_s)
+        self._after, self._stall_s = -1, 0.0
+
+    def become(self, seed: int, tied: bool) -> None:
+        """Take the weights that a training step would have led to."""
+        state = trained_model(seed, tied=tied).state_dict()
+        self._state = {name: tensor for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
+
+    def misbehave(self, after: int, stall_s: float) -> None:
+        """In the next export, stall after so many tensors, or raise there if ``stall_s`` is 0."""
+        self._after, self._stall_s = after, stall_s
+
+    def rename(self, old: str, new: str) -> None:
+        self._state = {new if name == old else name: tensor for name, tensor in self._state.items()}
+
+    def weights_meta(self) -> list[TensorMeta]:
+        return [(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in self._state.items()]
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        after, self._after = self._after, -1
+        for i, item in enumerate(self._state.items()):
+            if i == after:
+                if not self._stall_s:
+                    raise RuntimeError("the export broke")
+                time.sleep(self._stall_s)  # the fault under test, not a wait
+            yield item
+
+    def open_weight_store(self) -> tuple[str, int]:
+        return self._weights.open_store("127.0.0.1")
+
+    def connect_weight_channel(self, labels: list[str], transport: str) -> None:
+        self._weights.connect(labels, transport)
+
+    def send_weights(self, version: int, bucket_bytes: int) -> TransferStats | None:
+        return self._weights.send(version, bucket_bytes)
+
+    def shutdown(self) -> None:
+        self._weights.close()
+
+
+class DoomedWorker:
+    """A rollout worker without an engine, whose process ends in the middle of the first update that it receives."""
+
+    def setup(self) -> None:
+        """Answers when the process has started."""
+
+    def open_weight_channel(self, host: str, port: int, first_rank: int, labels: list[str], transport: str) -> None:
+        store = join_store(host, port, 10)
+        self._channel = CollectiveTransport(store, rank=first_rank, labels=labels, device=torch.device("cpu"), timeout_s=10)
+
+    def begin_weight_update(self, version: int, meta: list[TensorMeta], inflight: bool) -> None:
+        pass
+
+    def receive_weights(self, version: int, meta: list[TensorMeta], bucket_bytes: int) -> Any:
+        received: list[Any] = []
+
+        def take(tensors: Any) -> None:
+            received.append(tensors)
+            if len(received) == 3:
+                os._exit(1)
+
+        return receive_weights(self._channel, version, meta, bucket_bytes, take)
+
+    def drop_weights(self) -> None:
+        pass

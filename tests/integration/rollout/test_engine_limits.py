@@ -1,0 +1,132 @@
+"""Limits of vLLM that the configuration repeats: those of the installed release, and what we refuse before it would."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import queue
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipe_gkd.actor.model_dims import ModelDims
+from recipe_gkd.config import limits
+from recipe_gkd.config.ranges import numeric_range
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.rollout.engine import EngineOptions, _whole_prompts
+from recipe_gkd.rollout.limits import VLLM_VOCAB_MULTIPLE, check_engine_fits
+from recipe_gkd.rollout.sampling import sampling_from
+from tests._support.numeric_ends import ends_of
+from tests.integration.rollout.small_models import config_for
+
+ROLLOUT = "actor_rollout_ref.rollout"
+SHAPE = ModelDims(
+    family="qwen2", layers=4, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab_size=300, tied=True,
+    qkv_bias=True, qk_norm=False, norm_eps=1e-6, max_positions=512, rope_base=1e4, rope_llama3_factor=None,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_a_worker() -> None:
+    from recipe_gkd.rollout import vllm_compat  # noqa: F401 - sets it before vLLM is imported
+
+
+def test_the_end_of_a_tensor_ranks_process_is_told_by_its_name() -> None:
+    from recipe_gkd.rollout.vllm_compat import multiproc_executor, watch_ranks
+
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=time.sleep, args=(60,), name=f"VllmWorker-{rank}") for rank in range(2)]
+    executor = object.__new__(multiproc_executor.MultiprocExecutor)
+    executor.workers = [SimpleNamespace(proc=process) for process in processes]
+    engine: Any = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(model_executor=executor)))
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    try:
+        for process in processes:
+            process.start()
+        watch_ranks(engine, told.put)
+        processes[1].kill()
+        assert told.get(timeout=20) == "VllmWorker-1"
+    finally:
+        del executor.workers  # the executor's finalizer would end them, too
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def test_temperatures_are_bounded_where_vllm_changes_or_refuses_them() -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    from recipe_gkd.rollout.vllm_compat import SamplingParams
+
+    lowest, highest = limits.LOWEST_TEMPERATURE, limits.MAX_TEMPERATURE
+    for kept in (lowest, highest):
+        assert SamplingParams(temperature=kept).temperature == kept
+    assert SamplingParams(temperature=math.nextafter(lowest, 0)).temperature == lowest
+    with pytest.raises(VLLMValidationError, match="temperature must be in"):
+        SamplingParams(temperature=math.nextafter(highest, 3))
+
+
+@pytest.mark.parametrize("key", ["temperature", "top_p", "top_k"])
+@pytest.mark.parametrize("section", ["", "val_kwargs."])
+def test_vllm_samples_as_asked_at_both_ends_of_each_range(key: str, section: str) -> None:
+    from recipe_gkd.rollout.vllm_compat import SamplingParams
+
+    found = numeric_range(f"{ROLLOUT}.{section}{key}")
+    assert found is not None
+    for value in ends_of(found):
+        asked_for = max(value, 1e-300) if key == "top_p" else value  # Hydra reads 5e-324 as text
+        overrides = [f"{ROLLOUT}.{section}temperature=1", f"{ROLLOUT}.{section}{key}={asked_for}"]
+        name: Any = "validation" if section else "train"
+        asked = sampling_from(config_for(Path("nowhere"), *overrides), name).for_request(0, 0)
+        made = SamplingParams(**asked)
+        assert {own: getattr(made, own) for own in asked} == asked
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2048, 2049, 16384])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_vllm_schedules_any_number_of_sequences(device: str, max_num_seqs: int) -> None:
+    from vllm.config import SchedulerConfig
+
+    options = EngineOptions.from_config(config_for(Path("nowhere"), f"{ROLLOUT}.max_num_seqs={max_num_seqs}"), device)
+    settings = _whole_prompts(options)
+    made = SchedulerConfig(
+        max_model_len=options.max_model_len, is_encoder_decoder=False, max_num_seqs=max_num_seqs, **settings
+    )
+    assert made.max_num_seqs == max_num_seqs
+    assert max_num_seqs <= (numeric_range(f"{ROLLOUT}.max_num_seqs").high or 0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("layers", "overrides", "says"),
+    [
+        (4, [f"{ROLLOUT}.max_model_len=513"], "max_model_len=513 is more than the 512 positions of the student"),
+        (
+            4,
+            [f"{ROLLOUT}.tensor_model_parallel_size=3", "rollout.n_gpus_per_node=3"],
+            r"is 3; it must divide the model's 4 heads, 320 ids \(padded to a multiple of 64\), 2 key/value heads \(or",
+        ),
+        (
+            32,
+            [f"{ROLLOUT}.kv_cache_memory_megabytes=1", f"{ROLLOUT}.max_model_len=512", f"{ROLLOUT}.dtype=bfloat16"],
+            "kv_cache_memory_megabytes=1 does not hold one sequence of 512 tokens, which takes 2 MB",
+        ),
+    ],
+)
+def test_what_vllm_would_refuse_after_its_start_is_refused_before(layers: int, overrides: list[str], says: str) -> None:
+    shape = replace(SHAPE, layers=layers)
+    with pytest.raises(ConfigError, match=says):
+        check_engine_fits(shape, config_for(Path("nowhere"), *overrides))
+    check_engine_fits(shape, config_for(Path("nowhere"), f"{ROLLOUT}.max_model_len=512"))
+
+
+def test_the_vocabulary_is_padded_as_vllm_pads_it() -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE
+
+    assert DEFAULT_VOCAB_PADDING_SIZE == VLLM_VOCAB_MULTIPLE
+    for tp in (1, 2, 4):  # more ranks than key/value heads: these are repeated
+        sizes = f"{ROLLOUT}.tensor_model_parallel_size={tp}", f"rollout.n_gpus_per_node={tp}"
+        check_engine_fits(SHAPE, config_for(Path("nowhere"), *sizes))

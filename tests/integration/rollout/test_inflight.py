@@ -1,0 +1,189 @@
+"""New weights while answers are under way: these are paused where they are, and lose and double nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.errors import DeadlineError, WeightSyncError
+from tests.integration.rollout.conftest import NEW, OLD, Pool
+from tests.integration.rollout.small_models import config_for, model_of, prompts, reference_logprobs
+
+MANY = 200
+"""Together more tokens than one step of the engine may compute, so that paused answers cannot all go on in one."""
+
+
+async def tell(pool: Pool, method: str, *args: Any) -> list[Any]:
+    return await pool.group(0).call(method, *args, timeout_s=20, phase=method)
+
+
+async def update(pool: Pool, version: int, *, seed: int = NEW) -> None:
+    pool.tell_actor("become", seed, True)
+    assert (await pool.sync(0, inflight=True).sync(version))["weights/retries"] == 0
+
+
+async def broken_update(pool: Pool, version: int, *, staged: bool) -> Any:
+    """An update that ends midway and is dropped; why the worker is unfit."""
+    pool.tell_actor("become", NEW, True)
+    pool.tell_actor("misbehave", 8, 0.0)
+    meta = await pool.connect(0)
+    await tell(pool, "begin_weight_update", version, meta, True)
+    results = await pool.transfer(0, version, meta, staged)
+    assert all(isinstance(result, Exception) for result in results)
+    return (await tell(pool, "drop_weights"))[0]
+
+
+async def answers_during(pool: Pool, given: list[Prompt], meanwhile: Callable[[], Awaitable[Any]]) -> dict[int, Response]:
+    """Worker 0's answers, with something done to it as soon as the first of them have come."""
+    found: dict[int, Response] = {}
+    async for batch in pool.group(0).stream(0, "generate", given, 0, timeout_s=30, phase="generate"):
+        if not found:
+            await meanwhile()
+        found |= {response.uid: response for response in batch}
+    return found
+
+
+def reset(pool: Pool) -> None:
+    pool.tell_actor("become", OLD, True)
+    asyncio.run(pool.sync(0).sync(0))
+
+
+def same(one: dict[int, Response], other: dict[int, Response]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[uid].ids, other[uid].ids) for uid in one)
+
+
+def test_every_token_is_that_of_the_weights_that_it_names(pool: Pool) -> None:
+    reset(pool)
+    given = prompts(MANY)
+    found = asyncio.run(answers_during(pool, given, lambda: update(pool, 3)))
+    models = {0: model_of(OLD, tied=True), 3: model_of(NEW, tied=True)}
+    for prompt in given:
+        response = found[prompt.uid]
+        assert len(response.ids) == len(response.logprobs) == len(response.versions_T)
+        assert response.versions_T.dtype == np.int32 and (np.diff(response.versions_T) >= 0).all()
+        assert response.weights_version == response.versions_T[0]
+        expected = {version: reference_logprobs(model, prompt, response) for version, model in models.items()}
+        by_token = np.where(response.versions_T == 0, expected[0], expected[3])
+        np.testing.assert_allclose(response.logprobs, by_token, atol=1e-5)
+    assert sum(set(response.versions_T) == {0, 3} for response in found.values()) > MANY / 4
+
+
+def test_an_answer_goes_on_as_a_fresh_engine_with_the_new_weights_would(pool: Pool) -> None:
+    async def greedy_beside_sampled() -> dict[int, Response]:
+        """Greedy answers of this model all end together, at the limit; of sampled ones, some end early."""
+        greedy = asyncio.ensure_future(pool.responses(0, given, greedy=True))
+        await answers_during(pool, prompts(MANY), lambda: update(pool, 3))
+        return await greedy
+
+    reset(pool)
+    given = prompts(40)
+    found = asyncio.run(greedy_beside_sampled())
+    prefixes, rest = [], {}
+    for prompt in given:
+        response = found[prompt.uid]
+        n_old = int(sum(response.versions_T == 0))
+        if n_old < len(response.ids):
+            prefix = np.concatenate([prompt.ids, response.ids[:n_old]])
+            prefixes.append(Prompt(uid=prompt.uid, ids=prefix, row=0))
+            rest[prompt.uid] = response.ids[n_old:], response.logprobs[n_old:]
+    assert len(rest) > 10
+    pool.tell_actor("become", NEW, True)
+    asyncio.run(pool.sync(1).sync(0))
+    fresh = asyncio.run(pool.responses(1, prefixes, greedy=True))
+    for uid, (ids, logprobs) in rest.items():
+        assert np.array_equal(fresh[uid].ids[: len(ids)], ids)
+        np.testing.assert_allclose(fresh[uid].logprobs[: len(ids)], logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("ends", ["commit of the same weights", "drop"])
+def test_an_update_that_changes_no_weight_changes_no_token(pool: Pool, ends: str) -> None:
+    reset(pool)
+    undisturbed = asyncio.run(pool.responses(0, prompts(MANY)))
+
+    async def meanwhile() -> None:
+        if ends == "drop":
+            assert await broken_update(pool, 3, staged=True) is None
+        else:
+            await update(pool, 3, seed=OLD)
+
+    found = asyncio.run(answers_during(pool, prompts(MANY), meanwhile))
+    assert same(found, undisturbed)
+    assert (max(response.versions_T[-1] for response in found.values()) == 3) == (ends != "drop")
+
+
+def test_answers_of_an_unfit_worker_wait_for_the_update_that_repairs_it(pool: Pool) -> None:
+    reset(pool)
+
+    async def meanwhile() -> None:
+        assert "it may hold a mixture" in await broken_update(pool, 3, staged=False)
+        await update(pool, 4)
+
+    found = asyncio.run(answers_during(pool, prompts(MANY), meanwhile))
+    assert len(found) == MANY
+    assert {version for response in found.values() for version in response.versions_T} == {0, 4}
+
+
+def test_answers_end_with_the_reason_when_the_repair_fails_too(pool: Pool) -> None:
+    reset(pool)
+
+    async def meanwhile() -> None:
+        for version in (3, 4):
+            assert "it may hold a mixture" in await broken_update(pool, version, staged=False)
+
+    with pytest.raises(WeightSyncError, match="rollout worker 0: the answers under way were given up: it may hold"):
+        asyncio.run(answers_during(pool, prompts(MANY), meanwhile))
+    with pytest.raises(WeightSyncError, match="rollout worker 0 refuses to generate: it may hold a mixture"):
+        asyncio.run(pool.responses(0, prompts(3)))
+    reset(pool)
+    assert len(asyncio.run(pool.responses(0, prompts(3)))) == 3
+
+
+def test_a_pause_that_nobody_ends_fails_calls_at_their_own_deadline(pool: Pool, folders: Any) -> None:
+    async def calls() -> list[Any]:
+        meta = pool.tell_actor("weights_meta")
+        late: list[asyncio.Future[Any]] = []
+
+        async def pause() -> None:
+            await tell(pool, "begin_weight_update", 3, meta, True)
+            late.append(asyncio.ensure_future(pool.responses(0, prompts(3))))
+
+        early = asyncio.ensure_future(answers_during(pool, prompts(MANY), pause))
+        await asyncio.wait([early], timeout=30)
+        return await asyncio.gather(early, *late, return_exceptions=True)
+
+    reset(pool)
+    impatient = config_for(folders[OLD, True], "actor_rollout_ref.rollout.timeout_s=5")
+    with pool.configured(0, impatient):
+        early, late = asyncio.run(calls())
+    assert isinstance(early, DeadlineError) and f"of {MANY} answers of step 0 are unfinished after 5 s" in str(early)
+    assert isinstance(late, DeadlineError) and "the weight update before it did not end after 5 s" in str(late)
+    asyncio.run(tell(pool, "drop_weights"))
+    assert len(asyncio.run(pool.responses(0, prompts(3)))) == 3
+
+
+def test_requests_that_come_during_a_pause_are_answered_with_the_new_weights(pool: Pool) -> None:
+    reset(pool)
+
+    async def overlap() -> tuple[dict[int, Response], dict[int, Response]]:
+        late: list[asyncio.Future[dict[int, Response]]] = []
+
+        async def meanwhile() -> None:
+            pool.tell_actor("become", NEW, True)
+            meta = await pool.connect(0)
+            await tell(pool, "begin_weight_update", 3, meta, True)
+            late.append(asyncio.ensure_future(pool.responses(0, prompts(12), greedy=True)))
+            assert not (await asyncio.wait(late, timeout=0.2))[0]
+            await pool.transfer(0, 3, meta, None)
+            await tell(pool, "commit_weights", 3)
+
+        early = await answers_during(pool, prompts(MANY), meanwhile)
+        return early, await late[0]
+
+    early, late = asyncio.run(overlap())
+    assert len(early) == MANY
+    assert same(late, pool.fresh[1]) and {response.weights_version for response in late.values()} == {3}

@@ -1,0 +1,52 @@
+"""Tiny models, and a real service with vLLM."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from teacher.proxy import Proxy
+from tests._support.ports import free_port
+from tests._support.teacher_service import VOCAB_SIZE, Service, processes_of, run_script, running_proxy
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Commands of the service, called in this process, set it up for themselves."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with running_proxy() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def service(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A real service that scores whole distributions: K = vocabulary size."""
+    run_dir, port, backend_port = tmp_path_factory.mktemp("teacher_service"), free_port(), free_port()
+    temporary = tmp_path_factory.mktemp("temporary")
+    started = run_script(
+        "start_server.sh",
+        *("--ckpt-path", str(tiny_qwen2), "--run-dir", str(run_dir), "--dtype", "float32", "--logits-mib", "1"),
+        *("--n-logprobs", str(VOCAB_SIZE), "--kv-cache-mib", "16", "--start-timeout-s", "90"),
+        *("--proxy-frontend-port", str(port), "--proxy-backend-port", str(backend_port)),
+        TMPDIR=str(temporary),
+    )
+    try:
+        assert started.returncode == 0, started.stdout + started.stderr
+        assert list(temporary.glob("teacher_*/vllm_dist_*"))
+        yield Service(port, backend_port, run_dir, tiny_qwen2)
+    finally:
+        stopped = run_script("stop_server.sh", "--run-dir", str(run_dir))
+        assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+        assert processes_of(run_dir) == [] and "killing" not in stopped.stderr
+        assert list(temporary.rglob("*vllm_dist*")) == list(temporary.glob("teacher_*")) == []

@@ -1,0 +1,297 @@
+"""Run folders of the scripts: whose processes they name, what is left alone, and what a failed start leaves."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests._support.ports import free_port
+from tests._support.teacher_service import REPO, processes_of
+
+pytestmark = pytest.mark.timeout(60)
+
+HOST = os.uname().nodename
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path) -> Path:
+    """A stand-in for Python: each process of the service is ready at once and sleeps; every other command succeeds.
+
+    ``$FILL_DISK`` names the process (``proxy`` or ``worker``) at whose start the script can no longer write files,
+    ``$HANG`` a command that sleeps too. All command lines contain the folder (see ``processes_of``).
+    """
+    stub = tmp_path / "interpreter"
+    stub.write_text(
+        """#!/bin/bash
+[[ $3 == "${FILL_DISK:-}" ]] && prlimit --pid $PPID --fsize=0:0
+[[ $3 == "${HANG:-}" ]] && exec -a "$0 $3" sleep 60
+while (($#)); do [[ $1 == --ready-file ]] && touch "$2" && exec -a "$2" sleep 60; shift; done
+"""
+    )
+    stub.chmod(0o700)
+    return stub
+
+
+def environment_of(interpreter: Path, run_dir: Path | str) -> dict[str, str]:
+    environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    environment |= {"PYTHON": str(interpreter), "CKPT_PATH": str(interpreter.parent), "RUN_DIR": str(run_dir)}
+    return environment | {name: str(free_port()) for name in ("PROXY_FRONTEND_PORT", "PROXY_BACKEND_PORT")}
+
+
+def run(
+    script: str, interpreter: Path, run_dir: Path | str, *, disk_is_full: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    def limit_files() -> None:
+        """A limit of 0 bytes, with its signal ignored, makes every write to a file fail, as a full disk does."""
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        if disk_is_full:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    return subprocess.run(
+        [str(REPO / "teacher" / script)],
+        env=environment_of(interpreter, run_dir) | variables,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        preexec_fn=limit_files,
+    )
+
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that no script may end."""
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    yield process
+    assert process.poll() is None, "it was ended"
+    process.kill()
+    process.wait(timeout=10)
+
+
+def ticks(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of the process's state, empty if it has gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def signals(pid: int, mask: str) -> set[int]:
+    """Return the signals in a mask of /proc/PID/status: ``SigIgn`` or ``SigCgt``."""
+    lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {number for number in signal.valid_signals() if int(lines[mask], 16) >> (number - 1) & 1}
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        threading.Event().wait(0.02)
+
+
+def test_a_pid_file_names_process_boot_and_host_and_stopping_removes_it(interpreter: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    started = run("start_server.sh", interpreter, run_dir, N_WORKERS="2")
+    assert started.returncode == 0, started.stderr
+    for name in ("proxy", "worker-0", "worker-1"):
+        pid, *rest = (run_dir / f"{name}.pid").read_text().split()
+        assert rest == [ticks(int(pid)), BOOT, HOST]
+    again = run("start_server.sh", interpreter, run_dir)
+    assert again.returncode == 1 and "are running already" in again.stderr
+    assert run("stop_server.sh", interpreter, run_dir).returncode == 0
+    assert processes_of(tmp_path) == [] and not list(run_dir.glob("*.pid"))
+
+
+def test_the_default_folder_contains_the_host_name(interpreter: Path) -> None:
+    stopped = run("stop_server.sh", interpreter, "", PROXY_FRONTEND_PORT="15999")
+    assert stopped.returncode == 0 and f"outputs/teacher-{HOST}-15999" in stopped.stdout
+
+
+FOREIGN = {
+    "other host": ("{pid} {ticks} 00000000-0000-0000-0000-000000000000 nodeA", "is of host nodeA, this is"),
+    "other host, same boot": ("{pid} 1 {boot} nodeA", "is of host nodeA, this is"),
+    "empty": ("", "it is empty or damaged, expected 'pid start-ticks boot-id host'"),
+    "cut": ("{pid}", "it is empty or damaged"),
+    "no number": ("; rm -rf x", "it is empty or damaged"),
+    "old format, elsewhere": ("{pid} 1", "it names no host (an older version wrote it)"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_pid_file_of_another_host_or_damaged_is_named_and_all_others_are_stopped(
+    case: str, interpreter: Path, tmp_path: Path, bystander: subprocess.Popen[bytes]
+) -> None:
+    run_dir = tmp_path / "run"
+    assert run("start_server.sh", interpreter, run_dir).returncode == 0
+    content, reason = FOREIGN[case]
+    file = run_dir / "a-first.pid"
+    file.write_text(content.format(pid=bystander.pid, ticks=ticks(bystander.pid), boot=BOOT))
+    stopped = run("stop_server.sh", interpreter, run_dir)
+    assert stopped.returncode == 1
+    assert f"left alone: {file}: " in stopped.stderr and reason in stopped.stderr
+    assert "stopped 2 processes of this host, and left 1 pid files alone" in stopped.stderr
+    assert processes_of(tmp_path) == [] and [path.name for path in run_dir.glob("*.pid")] == ["a-first.pid"]
+    refused = run("join_server.sh", interpreter, run_dir)
+    assert refused.returncode == 1 and reason in refused.stderr and "set another RUN_DIR" in refused.stderr
+    assert file.exists() and processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("boot", ["11111111-2222-3333-4444-555555555555", BOOT])
+def test_a_process_of_an_earlier_boot_or_with_a_reused_pid_is_taken_for_ended(
+    boot: str, interpreter: Path, tmp_path: Path, bystander: subprocess.Popen[bytes]
+) -> None:
+    """The bystander has the pid, and after a reboot even the start ticks."""
+    started = ticks(bystander.pid) if boot != BOOT else "1"
+    (tmp_path / "proxy.pid").write_text(f"{bystander.pid} {started} {boot} {HOST}\n")
+    stopped = run("stop_server.sh", interpreter, tmp_path)
+    assert stopped.returncode == 0, stopped.stderr
+    assert not (tmp_path / "proxy.pid").exists()
+
+
+def test_a_process_recorded_by_an_older_version_is_stopped(interpreter: Path, tmp_path: Path) -> None:
+    old = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        (tmp_path / "proxy.pid").write_text(f"{old.pid} {ticks(old.pid)}\n")
+        assert run("stop_server.sh", interpreter, tmp_path).returncode == 0
+        assert old.wait(timeout=10) == -signal.SIGTERM and not (tmp_path / "proxy.pid").exists()
+    finally:
+        old.kill()
+        old.wait(timeout=10)
+
+
+@pytest.mark.parametrize("full_at", ["before", "proxy", "worker"])
+def test_a_full_disk_at_launch_leaves_no_process(full_at: str, interpreter: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    failed = run(
+        "start_server.sh", interpreter, run_dir, disk_is_full=full_at == "before", FILL_DISK=full_at, N_WORKERS="2"
+    )
+    assert failed.returncode == 1
+    assert f"cannot write {run_dir}/" in failed.stderr and "is the disk full?" in failed.stderr
+    assert processes_of(tmp_path) == [] and not list(run_dir.glob("*.pid")) and not list(run_dir.glob(".*"))
+
+
+def test_a_link_in_place_of_a_log_is_not_followed(interpreter: Path, tmp_path: Path) -> None:
+    run_dir, victim = tmp_path / "run", tmp_path / "victim"
+    run_dir.mkdir()
+    victim.write_text("precious")
+    for name in ("proxy.log", "worker-0.ready", ".proxy.pid.part"):
+        (run_dir / name).symlink_to(victim)
+    try:
+        started = run("start_server.sh", interpreter, run_dir)
+        assert started.returncode == 0, started.stderr
+    finally:
+        run("stop_server.sh", interpreter, run_dir)
+    assert victim.read_text() == "precious" and processes_of(tmp_path) == []
+
+
+def test_a_folder_that_others_own_or_can_write_is_refused(interpreter: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(0o1777)
+    refused = run("start_server.sh", interpreter, run_dir)
+    assert refused.returncode == 1 and f"every user can write RUN_DIR={run_dir}" in refused.stderr
+    run_dir.chmod(0o755)
+    if os.getuid() == 0:
+        os.chown(run_dir, 65534, 65534)
+        refused = run("start_server.sh", interpreter, run_dir)
+        assert refused.returncode == 1 and "belongs to another user" in refused.stderr
+    assert list(run_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("run_dir", ["/proc/teacher", "{file}/run"])
+def test_a_folder_that_cannot_be_made_is_refused_with_what_to_set(
+    run_dir: str, interpreter: Path, tmp_path: Path
+) -> None:
+    refused = run("start_server.sh", interpreter, Path(run_dir.format(file=interpreter)))
+    assert refused.returncode == 1 and "start_server.sh: cannot make RUN_DIR=" in refused.stderr
+    assert "set RUN_DIR to a folder that you can write" in refused.stderr
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("log_is_removed", [False, True])
+def test_of_a_group_without_a_leader_only_a_process_that_writes_to_our_log_is_killed(
+    is_ours: bool, log_is_removed: bool, interpreter: Path, tmp_path: Path
+) -> None:
+    """The number of a process that ended long ago may be that of a later group, whose leader has ended as well."""
+    run_dir, link = tmp_path / "run", tmp_path / "link"
+    run_dir.mkdir()
+    link.symlink_to(run_dir)
+    log = run_dir / ("proxy.log" if is_ours else "other.log")
+    with open(log, "wb") as errors:
+        leader = subprocess.Popen(
+            ["bash", "-c", "sleep 60 >&2 & echo $!"], stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        )
+    member = int(leader.communicate(timeout=10)[0])
+    if log_is_removed:
+        log.unlink()
+    try:
+        (run_dir / "proxy.pid").write_text(f"{leader.pid} 1 {BOOT} {HOST}\n")
+        stopped = run("stop_server.sh", interpreter, link, STOP_TIMEOUT_S="0")
+        assert stopped.returncode == 0, stopped.stderr
+        assert ("killing" in stopped.stderr) == is_ours and not (run_dir / "proxy.pid").exists()
+        assert state_of(member) in ("Z", "") if is_ours else state_of(member) == "S"
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["signal", "Ctrl-C while it waits", "Ctrl-C from the start"])
+def test_a_signal_to_a_script_that_waits_for_the_end_of_a_process_kills_the_process(
+    how: str, interpreter: Path, tmp_path: Path
+) -> None:
+    """Ctrl-C, which is pressed again and again, also reaches the helpers of the script: ``sleep`` and ``cat``."""
+    for name in ("cat", "sleep"):
+        stub = tmp_path / name
+        stub.write_text(f'#!/bin/bash\ntouch "{tmp_path}/in {name}"\n/bin/sleep 0.03\nexec /bin/{name} "$@"\n')
+        stub.chmod(0o700)
+    stubborn = subprocess.Popen(["bash", "-c", "trap '' TERM; exec sleep 60"], start_new_session=True)
+    try:
+        wait_until(lambda: signal.SIGTERM in signals(stubborn.pid, "SigIgn"))
+        (tmp_path / "proxy.pid").write_text(f"{stubborn.pid} {ticks(stubborn.pid)} {BOOT} {HOST}\n")
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        script = subprocess.Popen(
+            [str(REPO / "teacher" / "stop_server.sh")],
+            env=environment_of(interpreter, tmp_path) | {"STOP_TIMEOUT_S": "50", "PATH": path},
+            start_new_session=True,
+        )
+        if how == "Ctrl-C from the start":
+            wait_until(lambda: {signal.SIGINT, signal.SIGTERM} <= signals(script.pid, "SigIgn"))
+        else:
+            wait_until((tmp_path / "in sleep").exists)
+        if how == "signal":
+            script.terminate()
+        while how != "signal" and script.poll() is None:
+            os.killpg(script.pid, signal.SIGINT)
+            threading.Event().wait(0.02)
+        assert script.wait(timeout=20) == 0 and stubborn.wait(timeout=10) == -signal.SIGKILL
+        assert not (tmp_path / "proxy.pid").exists()
+    finally:
+        stubborn.kill()
+        stubborn.wait(timeout=10)
+
+
+def test_a_signal_during_the_final_check_ends_the_check_and_the_service(interpreter: Path, tmp_path: Path) -> None:
+    environment = environment_of(interpreter, tmp_path / "run") | {"HANG": "check"}
+    script = subprocess.Popen([str(REPO / "teacher" / "start_server.sh")], env=environment, start_new_session=True)
+    try:
+        wait_until(lambda: len(processes_of(Path(f"{interpreter} check"))) == 1)
+        assert len(processes_of(tmp_path)) == 3
+        script.terminate()
+        assert script.wait(timeout=20) == 128 + signal.SIGTERM
+        assert processes_of(tmp_path) == []
+    finally:
+        script.kill()
+        script.wait(timeout=10)

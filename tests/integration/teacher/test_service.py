@@ -1,0 +1,272 @@
+"""The real service: scripts, proxy and vLLM workers on a tiny Qwen2."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from teacher import TeacherClient, TeacherRequestError, TeacherSequence, tokenizer_fingerprint
+from teacher.__main__ import main
+from tests._support.ports import free_port
+from tests._support.teacher_service import MAX_MODEL_LEN, REPO, VOCAB_SIZE, Service, processes_of, run_script
+from tests.integration.teacher import qwen2_float64
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[TeacherClient]:
+    with TeacherClient(server_port=service.port, timeout_s=30) as connected:
+        yield connected
+
+
+def random_sequences(lengths: list[tuple[int, int]]) -> list[TeacherSequence]:
+    rng = np.random.default_rng(0)
+    return [TeacherSequence(rng.integers(0, VOCAB_SIZE, n, dtype=np.int32), prompt_len) for n, prompt_len in lengths]
+
+
+def test_hello_describes_the_model_that_was_started(service: Service, client: TeacherClient) -> None:
+    from transformers import AutoTokenizer
+
+    info = client.hello()
+    assert (info.vocab_size, info.n_logprobs, info.max_model_len) == (VOCAB_SIZE, VOCAB_SIZE, MAX_MODEL_LEN)
+    assert info.model_name == service.ckpt_path.name and info.n_workers == 1 and "float32" in info.engine
+    assert info.eos_token_ids == (1,)
+    assert info.tokenizer_fingerprint == tokenizer_fingerprint(AutoTokenizer.from_pretrained(service.ckpt_path))
+
+
+ResponseLogits = Callable[[TeacherSequence], np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def response_logits(service: Service) -> ResponseLogits:
+    """transformers' float32 logits [T, V] of the service's model."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM.from_pretrained(service.ckpt_path, dtype=torch.float32).eval()
+
+    def logits_of(sequence: TeacherSequence) -> np.ndarray:
+        with torch.no_grad():
+            logits_NV = model(torch.from_numpy(sequence.token_ids).long()[None]).logits[0]
+        return logits_NV[sequence.prompt_len - 1 : -1].numpy()
+
+    return logits_of
+
+
+def log_softmax(logits_TV: np.ndarray) -> np.ndarray:
+    shifted_TV = logits_TV.astype(np.float64) - logits_TV.max(axis=1, keepdims=True)
+    return shifted_TV - np.log(np.exp(shifted_TV).sum(axis=1, keepdims=True))
+
+
+def test_answers_agree_with_transformers(client: TeacherClient, response_logits: ResponseLogits) -> None:
+    """Whole distributions, from the shortest possible sequence to one of exactly the maximal length."""
+    sequences = random_sequences([(MAX_MODEL_LEN, 1), (MAX_MODEL_LEN, MAX_MODEL_LEN - 1), (2, 1), (10, 4), (33, 20)])
+    for sequence, answer in zip(sequences, client.submit(sequences).result(), strict=True):
+        logps_TV = log_softmax(response_logits(sequence))
+        response_T1 = sequence.token_ids[sequence.prompt_len :, None]
+
+        sorted_TV = -np.sort(-logps_TV, axis=1)
+        assert sorted_TV[:, 0].mean() > -3.5, "the model is too uniform to tell rows apart"
+        assert np.abs(answer.topk_logps_TK - sorted_TV).max() < 1e-5
+        assert np.abs(answer.topk_logps_TK - np.take_along_axis(logps_TV, answer.topk_ids_TK, 1)).max() < 1e-5
+        assert np.abs(answer.sampled_logps_T - np.take_along_axis(logps_TV, response_T1, 1)[:, 0]).max() < 1e-5
+        np.testing.assert_array_equal(
+            np.sort(answer.topk_ids_TK, axis=1), np.tile(np.arange(VOCAB_SIZE), (len(response_T1), 1))
+        )
+        assert np.abs(np.exp(answer.topk_logps_TK.astype(np.float64)).sum(axis=1) - 1).max() < 1e-5
+
+
+def test_the_error_of_an_answer_is_that_of_transformers_in_float32_at_most_fourfold(
+    service: Service, client: TeacherClient, response_logits: ResponseLogits
+) -> None:
+    """Both against float64: float32 leaves either of them a rounding error, which grows with the logits."""
+    sequences = random_sequences([(MAX_MODEL_LEN, 1)] * 8)
+    of_service = of_transformers = 0.0
+    for sequence, answer in zip(sequences, client.submit(sequences).result(), strict=True):
+        exact_TV = log_softmax(qwen2_float64.logits_NV(service.ckpt_path, sequence.token_ids)[:-1])
+        exact_TK = np.take_along_axis(exact_TV, answer.topk_ids_TK, 1)
+        of_service = max(of_service, np.abs(answer.topk_logps_TK - exact_TK).max())
+        of_transformers = max(of_transformers, np.abs(log_softmax(response_logits(sequence)) - exact_TV).max())
+    assert 1e-7 < of_transformers < 1e-5, "the reference is another model, or as inexact as what is measured"
+    assert of_service < 4 * of_transformers
+
+
+def test_interleaved_clients_get_the_distributions_at_their_own_temperatures(
+    service: Service, client: TeacherClient, response_logits: ResponseLogits
+) -> None:
+    """Long sequences are cut across the engine's steps, so that the requests really meet in it."""
+    sequences = random_sequences([(n, 1 + n // 3) for n in range(MAX_MODEL_LEN - 20, MAX_MODEL_LEN)])
+    with TeacherClient(server_port=service.port, timeout_s=30) as other:
+        futures = [
+            (temperature, sequence, who.submit([sequence], temperature=temperature))
+            for sequence in sequences
+            for who, temperature in ((client, 0.5), (other, 2.0), (other, 1.0))
+        ]
+        answers = [(temperature, sequence, future.result()[0]) for temperature, sequence, future in futures]
+    for temperature, sequence, answer in answers:
+        logps_TV = log_softmax(response_logits(sequence) / temperature)
+        response_T1 = sequence.token_ids[sequence.prompt_len :, None]
+        assert np.abs(answer.topk_logps_TK - np.take_along_axis(logps_TV, answer.topk_ids_TK, 1)).max() < 1e-5
+        assert np.abs(answer.sampled_logps_T - np.take_along_axis(logps_TV, response_T1, 1)[:, 0]).max() < 1e-5
+        assert np.abs(np.exp(answer.topk_logps_TK.astype(np.float64)).sum(axis=1) - 1).max() < 1e-5
+
+
+def test_an_answer_does_not_depend_on_its_company(client: TeacherClient) -> None:
+    """Many requests at once share engine steps, and long ones are cut across steps."""
+    sequences = random_sequences([(n, 1 + n // 3) for n in range(4, MAX_MODEL_LEN + 1)] * 3)
+    together = [client.submit([sequence]) for sequence in sequences]
+    for sequence, future in list(zip(sequences, together, strict=True))[::20]:
+        (alone,) = client.submit([sequence]).result()
+        np.testing.assert_allclose(future.result()[0].topk_logps_TK, alone.topk_logps_TK, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "complaint"),
+    [([1, VOCAB_SIZE], "outside the teacher's vocabulary"), ([-1, 1], "outside"), ([1] * 65, "takes at most 64")],
+)
+def test_a_request_that_the_model_cannot_score_fails_alone(
+    client: TeacherClient, token_ids: list[int], complaint: str
+) -> None:
+    good = random_sequences([(8, 2)])
+    bad = [*good, TeacherSequence(np.array(token_ids, np.int32), 1)]
+    futures = [client.submit(sequences) for sequences in (good, bad, good)]
+    with pytest.raises(TeacherRequestError, match=f"sequence 1: .*{complaint}"):
+        futures[1].result()
+    assert len(futures[0].result()) == len(futures[2].result()) == 1
+
+
+def test_the_workers_log_is_quiet(service: Service) -> None:
+    assert (service.run_dir / "worker-0.log").read_text() == ""
+
+
+def test_status_health_and_metrics_tell_what_runs(
+    service: Service, client: TeacherClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.submit(random_sequences([(8, 2)])).result()
+    assert main(["status", "--port", str(service.port)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{service.ckpt_path.name}, top {VOCAB_SIZE}" in shown and "since the start: answered" in shown
+    address = f"http://127.0.0.1:{service.port + 2}"  # where it is unless told otherwise
+    with urllib.request.urlopen(f"{address}/healthz", timeout=5) as health:
+        assert health.status == 200
+    with urllib.request.urlopen(f"{address}/metrics", timeout=5) as metrics:
+        assert "teacher_worker_scored_tokens_total{" in metrics.read().decode()
+
+
+def test_a_second_service_on_the_port_is_refused_and_the_first_goes_on(
+    service: Service, client: TeacherClient, tmp_path: Path
+) -> None:
+    port_flags = ("--proxy-frontend-port", str(service.port), "--proxy-backend-port", str(free_port()))
+    for run_dir in (tmp_path, service.run_dir):
+        refused = run_script(
+            "start_server.sh", "--ckpt-path", str(service.ckpt_path), "--run-dir", str(run_dir), *port_flags
+        )
+        assert refused.returncode == 1 and f"port {service.port} of 127.0.0.1 is in use" in refused.stderr
+    assert client.hello().n_workers == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "missing",
+        "no model",
+        "damaged weights",
+        "unset",
+        "unknown backend",
+        "k too large",
+    ],
+)
+def test_a_start_that_cannot_succeed_fails_fast_and_readably_and_leaves_no_process(
+    wrong: str, tiny_qwen2: Path, tmp_path: Path
+) -> None:
+    folder, run_dir, flags = tmp_path / "model", tmp_path / "run", []
+    if wrong == "no model":
+        folder.mkdir()
+        (folder / "notes.txt").write_text("nothing to see")
+    elif wrong == "damaged weights":
+        folder.mkdir()
+        for path in tiny_qwen2.iterdir():
+            content = path.read_bytes()
+            (folder / path.name).write_bytes(content[: len(content) // 2] if path.suffix == ".safetensors" else content)
+    elif wrong in ("unknown backend", "k too large"):
+        folder = tiny_qwen2
+        flags = ["--backend=sglang"] if wrong == "unknown backend" else [f"--n-logprobs={VOCAB_SIZE + 1}"]
+    flags += [] if wrong == "unset" else ["--ckpt-path", str(folder), "--kv-cache-mib", "16"]
+    flags += ["--n-logprobs=4"] if wrong != "k too large" else []
+    ports = [f"--proxy-frontend-port={free_port()}", f"--proxy-backend-port={free_port()}"]
+
+    began = time.monotonic()
+    failed = run_script("start_server.sh", *flags, *ports, "--run-dir", str(run_dir))
+    assert failed.returncode == 1 and time.monotonic() - began < 90
+    expected = {
+        "missing": "model is no folder; expected a local model",
+        "no model": "is no model: it has no config.json",
+        "damaged weights": "model/model.safetensors is damaged: its",
+        "unset": "CKPT_PATH is not set",
+        "unknown backend": "BACKEND must be vllm, got 'sglang'",
+        "k too large": f"N_LOGPROBS must be 1 to the model's vocabulary size {VOCAB_SIZE}",
+    }[wrong]
+    assert expected in failed.stderr
+    assert processes_of(run_dir) == []
+
+
+def test_a_start_that_is_interrupted_leaves_no_process(tiny_qwen2: Path, tmp_path: Path) -> None:
+    ports = [f"--proxy-frontend-port={free_port()}", f"--proxy-backend-port={free_port()}"]
+    command = [REPO / "teacher" / "start_server.sh", "--ckpt-path", tiny_qwen2, "--run-dir", tmp_path, *ports]
+    starting = subprocess.Popen(command, env={**os.environ, "PYTHON": sys.executable})
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "worker-0.pid").exists() and time.monotonic() < deadline:
+            threading.Event().wait(0.02)
+        starting.terminate()
+        assert starting.wait(timeout=90) == 128 + signal.SIGTERM
+    finally:
+        starting.kill()
+        starting.wait(timeout=10)
+        run_script("stop_server.sh", "--run-dir", str(tmp_path))
+    assert processes_of(tmp_path) == []
+
+
+def test_a_joined_worker_serves_and_is_stopped_alone_even_if_it_does_not_react(
+    service: Service, client: TeacherClient, tmp_path: Path
+) -> None:
+    """The stopped pid file of a stranger is there too: it is left alone."""
+    flags = ("--ckpt-path", str(service.ckpt_path), "--n-logprobs", str(VOCAB_SIZE), "--dtype", "float32")
+    flags += ("--kv-cache-mib", "16", "--proxy-backend-port", str(service.backend_port), "--run-dir", str(tmp_path))
+    try:
+        joined = run_script("join_server.sh", *flags)
+        assert joined.returncode == 0, joined.stderr
+        assert client.hello().n_workers == 2
+        os.kill(int((tmp_path / "worker-0.pid").read_text().split()[0]), signal.SIGSTOP)
+        record = (tmp_path / "worker-0.pid").read_text().split()
+        stranger = [str(os.getpid()), "1", *record[2:]]  # this process, with another start time
+        (tmp_path / "stranger.pid").write_text(" ".join(stranger) + "\n")
+    finally:
+        stopped = run_script("stop_server.sh", "--run-dir", str(tmp_path), "--stop-timeout-s", "1")
+    assert stopped.returncode == 0 and "killing" in stopped.stderr
+    assert processes_of(tmp_path) == [] and len(processes_of(service.run_dir)) == 2
+    deadline = time.monotonic() + 30
+    while client.hello().n_workers > 1 and time.monotonic() < deadline:
+        threading.Event().wait(0.1)
+    assert client.hello().n_workers == 1
+    assert len(client.submit(random_sequences([(8, 2)])).result()) == 1
+    assert "nothing to stop" in run_script("stop_server.sh", "--run-dir", str(tmp_path)).stdout
+
+
+@pytest.mark.parametrize("script", ["start_server.sh", "join_server.sh", "stop_server.sh"])
+def test_each_script_explains_itself(script: str) -> None:
+    shown = run_script(script, "--help")
+    assert shown.returncode == 0 and "RUN_DIR" in shown.stdout
+    assert "unknown option --nonsense" in run_script(script, "--nonsense", "1").stderr
+    assert os.access(REPO / "teacher" / script, os.X_OK)

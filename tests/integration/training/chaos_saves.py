@@ -1,0 +1,484 @@
+"""Kill a process or fill the disk at a random moment of a save, a hundred times; resume from a complete checkpoint.
+
+Real are the actors (two Megatron ranks on gloo), their writers, ``Trainer.fit`` with its saver, the run's lock,
+recovery and resume. Stand-ins are the training loop, which only updates and saves, and the calls to the actors, which
+go through pipes.
+
+    python -m tests.integration.training.chaos_saves [COUNT [SEED]]        CHAOS_SAVES and CHAOS_SEED set them for pytest
+
+A reference run notes a hash of the weights after every step. Each trial resumes, and its weights must have the hash of
+the checkpoint's step; so must those of its later steps, which the optimizer's state determines. The victim is the
+driver, an actor rank, a process that writes for it, or the disk (a limit of the size of files, which another process
+can set).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests._support.ports import free_port
+from tests._support.repository import REPO
+
+COUNT, SEED = int(os.environ.get("CHAOS_SAVES", "100")), int(os.environ.get("CHAOS_SEED", "0"))
+RANKS, STEPS_OF_A_TRIAL, LAST_STEP = 2, 2, 15
+TRIAL_S = 90.0
+"""Deadline of one trial, far above what it takes, and below the actors' own: a hang fails the test."""
+KINDS = ("driver", "rank", "writer", "disk")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 + 12 * COUNT)
+def test_a_run_resumes_from_a_complete_checkpoint_whatever_fails_at_whatever_moment_of_a_save(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.integration.training.chaos_saves", str(COUNT), str(SEED)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+# ---- an actor rank
+
+
+def serve_rank(rank: int, port: int, config: Any, pipe: Connection) -> None:
+    from recipe_gkd.errors import GkdError, WorkerError
+    from tests._support.tiny_models import exported, make_samples, started, update
+
+    with started(rank, RANKS, port, config, total_steps=LAST_STEP) as actor:
+
+        def train(step: int) -> None:
+            update(actor, make_samples(4, seed=step), step)
+
+        def digest() -> str:
+            weights = sorted(exported(actor).items())
+            return hashlib.sha256(b"".join(tensor.numpy().tobytes() for _, tensor in weights)).hexdigest()
+
+        own = {"train": train, "digest": digest}
+        while True:
+            try:
+                number, method, args = pipe.recv()
+            except EOFError:
+                os._exit(0)
+            try:
+                reply = True, own.get(method, getattr(actor, method, None))(*args)  # type: ignore[misc]
+            except GkdError as error:
+                reply = False, error
+            except Exception as error:  # noqa: BLE001  # as WorkerGroup does
+                reply = False, WorkerError(f"{method}: rank {rank}: {type(error).__name__}: {error}")
+            pipe.send((number, *reply))
+
+
+class Group:
+    """Stands in for ``WorkerGroup``: calls through pipes, with a deadline; a broken pipe is a death."""
+
+    def __init__(self, pipes: list[Connection]) -> None:
+        self.pipes, self.number = pipes, 0
+
+    async def call(self, method: str, *args: Any, timeout_s: float, phase: str) -> list[Any]:
+        from recipe_gkd.errors import DeadlineError, WorkerDied
+
+        self.number += 1
+        deadline = time.monotonic() + timeout_s
+        replies: dict[int, Any] = {}
+        errors: list[Exception] = []
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send((self.number, method, args))
+            except OSError:
+                raise WorkerDied(f"{phase}: rank {rank} died") from None
+        while len(replies) + len(errors) < len(self.pipes):
+            if errors:
+                deadline = min(deadline, time.monotonic() + 1.0)
+            while not (ready := wait(self.pipes, 0)) and time.monotonic() < deadline:
+                await asyncio.sleep(0.005)
+            if not ready:
+                raise errors[0] if errors else DeadlineError(f"{phase}: no reply within {timeout_s:g} s")
+            for pipe in ready:
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    number, fine, value = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    raise WorkerDied(f"{phase}: rank {rank} died") from None
+                if number != self.number:
+                    continue  # of a call that was given up
+                if fine:
+                    replies[rank] = value
+                else:
+                    errors.append(value)
+        if errors:
+            raise errors[0]
+        return [replies[rank] for rank in range(len(self.pipes))]
+
+
+# ---- the driver
+
+
+class LiftLimits(logging.Handler):
+    """Makes room on the disk as soon as a save has failed for the want of it."""
+
+    def __init__(self, pids: list[int]) -> None:
+        super().__init__(logging.WARNING)
+        self.pids = pids
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "could not be saved" in record.getMessage():
+            for pid in (os.getpid(), *self.pids):
+                with suppress(ProcessLookupError):
+                    limit_files(pid, None)
+
+
+def limit_files(pid: int, size: int | None) -> None:
+    hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
+
+
+def drive(config: Any, pipes: list[Connection], events: Connection, pids: list[int]) -> None:
+    from recipe_gkd.errors import GkdError
+
+    logging.basicConfig(filename=Path(config.trainer.default_local_dir) / "run.log", level=logging.INFO, force=True)
+    logging.getLogger("recipe_gkd.checkpoints.saver").addHandler(LiftLimits(pids))
+    try:
+        failed_saves = asyncio.run(train(config, Group(pipes), events))
+    except GkdError as error:
+        events.send(("end", f"{type(error).__name__}: {error}", None))
+    else:
+        events.send(("end", "", failed_saves))
+
+
+async def train(config: Any, group: Group, events: Connection) -> int:
+    from types import SimpleNamespace
+
+    from recipe_gkd.checkpoints.folders import recover
+    from recipe_gkd.checkpoints.resume import load_first_usable, resume_points
+    from recipe_gkd.checkpoints.run_lock import locked
+    from recipe_gkd.checkpoints.state import Progress, ResumeState
+    from recipe_gkd.trainer import Trainer
+
+    class Run(Trainer):
+        async def loop(self) -> None:
+            while self.progress.step < self.last_step:
+                await self.call_actors("train", self.progress.step)
+                step = self.progress.step + 1
+                self.progress = dataclasses.replace(self.progress, step=step, prompts_trained=4 * step)
+                events.send(("trained", step, (await self.call_actors("digest"))[0]))
+                await self.save()
+                events.send(("saved", step, self.saver.failed_saves))
+
+        async def save(self) -> None:
+            events.send(("saving", self.progress.step, None))
+            await super().save()
+
+    root = Path(config.trainer.default_local_dir)
+    fresh = Progress(0, 0, 64, 1, True, data_fingerprint="of these prompts")
+    timeout_s = config.actor_rollout_ref.actor.timeout_s
+    with locked(root):
+        recover(root)
+        start = ResumeState(fresh)
+        if points := resume_points(config, fresh):
+
+            async def load(path: str) -> None:
+                await group.call("load_checkpoint", path, timeout_s=timeout_s, phase="load_checkpoint")
+
+            point = await load_first_usable(points, load, may_skip=config.trainer.resume_mode == "auto")
+            start = ResumeState(point.progress, point.folder)
+        digest = (await group.call("digest", timeout_s=timeout_s, phase="digest"))[0]
+        events.send(("resumed", start.progress.step, digest))
+        last = min(start.progress.step + STEPS_OF_A_TRIAL, LAST_STEP)
+        loader: Any = SimpleNamespace(last_step=lambda position, step: last)
+        teachers: Any = SimpleNamespace(resume=lambda _: None)
+        workers: Any = SimpleNamespace(actors=group, rollouts=[])
+        run = Run(config, workers, teachers, loader, start)
+        await run.fit()
+        return run.saver.failed_saves
+
+
+# ---- a trial
+
+
+@dataclasses.dataclass
+class Trial:
+    """The processes of one run, and what it has reported."""
+
+    ranks: list[Any]
+    driver: Any
+    events: Connection
+    seen: list[tuple[str, Any, Any]] = dataclasses.field(default_factory=list)
+
+    def next(self, timeout_s: float) -> tuple[str, Any, Any] | None:
+        """Return the next event; None: the driver is dead, or nothing was reported in time."""
+        try:
+            if not self.events.poll(max(0.0, timeout_s)):
+                return None
+            self.seen.append(self.events.recv())
+        except (EOFError, OSError):
+            return None
+        return self.seen[-1]
+
+    def of(self, kind: str) -> list[tuple[Any, Any]]:
+        return [event[1:] for event in self.seen if event[0] == kind]
+
+    def descendants(self) -> dict[int, list[psutil.Process]]:
+        """Return what each rank has forked, by rank."""
+        found = {}
+        for number, rank in enumerate(self.ranks):
+            with suppress(psutil.NoSuchProcess):
+                found[number] = psutil.Process(rank.pid).children(recursive=True)
+        return found
+
+
+@contextmanager
+def run(config: Any) -> Iterator[Trial]:
+
+    context = multiprocessing.get_context("fork")
+    pairs, (here, there), port = [context.Pipe() for _ in range(RANKS)], context.Pipe(duplex=False), free_port()
+    every = [end for pair in pairs for end in pair] + [here, there]
+
+    def only(kept: list[Connection], work: Any, *args: Any) -> None:
+        for end in every:
+            if end not in kept:
+                end.close()
+        with open(os.devnull, "w") as nowhere:  # what a killed writer's relatives print is of no interest
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+        try:
+            work(*args)
+        finally:
+            os._exit(0)
+
+    ranks = [
+        context.Process(target=only, args=([pairs[rank][1]], serve_rank, rank, port, config, pairs[rank][1]))
+        for rank in range(RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    pipes = [pair[0] for pair in pairs]
+    pids = [process.pid for process in ranks]
+    driver = context.Process(target=only, args=([*pipes, there], drive, config, pipes, there, pids))
+    driver.start()
+    for end in every:
+        if end is not here:
+            end.close()
+    trial = Trial(ranks, driver, here)
+    children: list[psutil.Process] = []
+    try:
+        yield trial
+        children = [child for found in trial.descendants().values() for child in found]
+    finally:
+        for process in (driver, *ranks):  # Ray ends the workers of a driver, too
+            process.kill()
+            process.join()
+        here.close()
+        _, alive = psutil.wait_procs(children, timeout=15)
+        for child in alive:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+    assert not alive, f"outlived their actor: {alive}"
+
+
+def strike(kind: str, trial: Trial, dice: random.Random, save_s: float) -> str:
+    """Do the harm at a random moment of the save that has just begun. Returns what was done."""
+    before = {child.pid for found in trial.descendants().values() for child in found}
+    if kind == "disk":
+        victim = dice.choice([trial.driver, *trial.ranks])
+        time.sleep(dice.choice([0.0, dice.uniform(0, save_s)]))
+        limit_files(victim.pid, dice.choice([0, dice.randrange(200), dice.randrange(100_000)]))
+        return "disk"
+    until = time.monotonic() + dice.uniform(0, 1.2 * save_s)
+    if kind in ("driver", "rank"):
+        time.sleep(max(0.0, until - time.monotonic()))
+        os.kill(trial.driver.pid if kind == "driver" else dice.choice(trial.ranks).pid, signal.SIGKILL)
+        return kind
+    while time.monotonic() < until + 2 * save_s:
+        writers = [child for found in trial.descendants().values() for child in found if child.pid not in before]
+        with suppress(psutil.NoSuchProcess):
+            if writers and (time.monotonic() > until or dice.random() < 0.3):
+                dice.choice(writers).kill()
+                return kind
+        time.sleep(0.002)
+    return f"{kind} (had ended)"
+
+
+def check_folder(root: Path) -> None:
+    """Check that every folder with a final name is complete, and so is the one that is the latest."""
+    from recipe_gkd.checkpoints.folders import LATEST, damage, final_folder, read_latest, steps_of
+
+    broken = {step: damage(final_folder(root, step)) for step in steps_of(root)}
+    assert not any(broken.values()), broken
+    latest = read_latest(root)
+    temporary = {step: (root / f".replaced_global_step_{step}").exists() for step in range(LAST_STEP + 1)}
+    assert latest in broken or (latest is None and not (root / LATEST).exists()) or temporary[latest or 0], latest
+
+
+def one_trial(
+    config: Any, kind: str, dice: random.Random, expected: dict[int, str], save_s: float, resumes_at: int
+) -> str:
+    """Resume, go on, and do the harm in one of the saves. Returns what became of it."""
+    deadline = time.monotonic() + TRIAL_S
+    wounded_save = dice.randrange(STEPS_OF_A_TRIAL)
+    did, n_saves = "", 0
+    with run(config) as trial:
+        while (event := trial.next(deadline - time.monotonic())) and event[0] != "end":
+            if event[0] in ("resumed", "trained"):
+                assert event[2] == expected[event[1]], f"after step {event[1]}: other weights"
+                assert event[0] == "trained" or resumes_at in (-1, event[1]), (
+                    f"resumed from {event[1]}, not {resumes_at}"
+                )
+            if event[0] == "saving":
+                n_saves += 1
+                if n_saves == wounded_save + 1:
+                    did = strike(kind, trial, dice, save_s)
+        assert time.monotonic() < deadline, f"hangs after {did}: {trial.seen[-3:]}"
+        log = Path(config.trainer.default_local_dir) / "run.log"
+        assert trial.of("resumed"), f"did not start:\n{log.read_text()[-2000:]}"
+        error, failed = trial.of("end")[0] if trial.of("end") else ("killed", None)
+        if did == "driver":
+            assert error in ("killed", ""), error
+        elif did == "rank":
+            assert error == "" or error.startswith("WorkerDied"), error
+        else:  # the run has gone on to its end
+            assert error == "" and failed in (0, 1), f"{did}: {error}"
+    return f"{did or 'nothing'}{' failed save' if failed else ''}"
+
+
+def configuration(model: Path, root: Path, *overrides: str) -> Any:
+    from tests._support.tiny_models import ACTOR, make_config
+
+    return make_config(
+        model, f"{ACTOR}.timeout_s=120", "actor_rollout_ref.nccl_timeout=120", "trainer.save_freq=1",
+        f"trainer.default_local_dir={root}", *overrides, ranks=RANKS,
+    )  # fmt: skip
+
+
+def damage_one(folder: Path, dice: random.Random) -> None:
+    """Truncate or remove a file of a checkpoint, or all of it."""
+    shard = dice.choice(sorted((folder / "actor").glob("*.distcp")))
+    file = dice.choice([shard, folder / "trainer.json", folder / "actor" / "metadata.json", folder / "actor/.metadata"])
+    what = dice.choice(["truncate", "remove", "remove all"])
+    if what == "truncate":
+        os.truncate(file, dice.randrange(file.stat().st_size))
+    elif what == "remove":
+        file.unlink()
+    else:
+        shutil.rmtree(folder)
+
+
+def clear_damage(root: Path, damaged: Path | None, inode: int | None) -> None:
+    """Remove the damaged folder if the trial has not replaced it, as a person would, and the pointer to it."""
+    from recipe_gkd.checkpoints.folders import read_latest, steps_of, write_latest
+
+    if damaged and damaged.exists() and damaged.stat().st_ino == inode:
+        shutil.rmtree(damaged)
+    if damaged and not damaged.exists() and damaged.name == f"global_step_{read_latest(root)}":
+        write_latest(root, max(step for step in steps_of(root) if step < int(damaged.name[12:])))
+
+
+def overrides_of(root: Path, dice: random.Random) -> tuple[list[str], int, Path | None]:
+    """Return settings of a trial, the step that it must resume from, and the folder that was damaged for it, if any.
+
+    Some trials resume from a step before the latest, and replace the checkpoints after it.
+    """
+    from recipe_gkd.checkpoints.folders import read_latest, recover, steps_of
+    from tests._support.tiny_models import ACTOR
+
+    contents = "[model,optimizer,extra" + dice.choice([",hf_model]", "]"])
+    settings = [
+        f"{ACTOR}.checkpoint.save_contents={contents}",
+        f"{ACTOR}.checkpoint.async_save={dice.choice(['true', 'true', 'false'])}",
+        f"trainer.max_actor_ckpt_to_keep={dice.choice(['null', '2'])}",
+    ]
+    choice = dice.random()
+    if choice < 0.5:
+        recover(root)  # what the trial before has left; else its resuming run does that
+    check_folder(root)
+    if choice > 0.5 or (latest := read_latest(root)) is None:
+        return settings, -1, None
+    earlier = [step for step in steps_of(root) if step < latest]
+    if earlier and choice < 0.15:
+        damage_one(root / f"global_step_{latest}", dice)
+        return settings, earlier[-1], root / f"global_step_{latest}"
+    if earlier and choice < 0.4:
+        step = dice.choice(earlier)
+        chosen = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={root}/global_step_{step}"]
+        return settings + chosen, step, None
+    return settings, latest, None
+
+
+def reference(model: Path, root: Path) -> tuple[dict[int, str], float]:
+    """Return the hash of the weights after each step, and the seconds of a save."""
+    expected: dict[int, str] = {}
+    seconds: list[float] = []
+    began = 0.0
+    while LAST_STEP not in expected:
+        with run(configuration(model, root)) as trial:
+            while (event := trial.next(TRIAL_S)) and event[0] != "end":
+                if event[0] in ("resumed", "trained"):
+                    assert expected.setdefault(event[1], event[2]) == event[2]
+                if event[0] == "saving":
+                    began = time.monotonic()
+                if event[0] == "saved":
+                    seconds.append(time.monotonic() - began)
+        assert event == ("end", "", 0), (event, (root / "run.log").read_text()[-2000:])
+    return expected, sorted(seconds)[len(seconds) // 2]
+
+
+def main(count: int, seed: int) -> None:
+    import torch
+
+    import recipe_gkd.actor.megatron_actor  # once, before the forks
+    import recipe_gkd.trainer  # noqa: F401
+    from tests._support.tiny_models import make_folder
+
+    torch.set_num_threads(1)
+    outcomes: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="chaos_saves_", ignore_cleanup_errors=True) as folder:
+        model, root = make_folder(Path(folder) / "model", "qwen2"), Path(folder) / "run"
+        root.mkdir()
+        expected, save_s = reference(model, root)
+        print(f"reference: {len(expected)} steps, {save_s:.2f} s a save", flush=True)
+        began = time.monotonic()
+        for number in range(count):
+            dice = random.Random(f"{seed} {number}")
+            if max((int(path.name[12:]) for path in root.glob("global_step_*")), default=0) > LAST_STEP - 2:
+                shutil.rmtree(root)
+                root.mkdir()
+            kind = KINDS[number % len(KINDS)]
+            settings, resumes_at, damaged = overrides_of(root, dice)
+            before = damaged.stat().st_ino if damaged and damaged.exists() else None
+            try:
+                config = configuration(model, root, *settings)
+                outcome = one_trial(config, kind, dice, expected, save_s, resumes_at)
+                clear_damage(root, damaged, before)
+            except BaseException:
+                print(f"trial {number} of seed {seed}: {kind}, {settings}", flush=True)
+                print((root / "run.log").read_text()[-3000:], sorted(path.name for path in root.iterdir()), flush=True)
+                raise
+            outcomes[outcome] += 1
+            note = f", {damaged.name} was damaged" if damaged else ""
+            print(f"{time.monotonic() - began:6.1f} s  trial {number}: {outcome}{note}", flush=True)
+    print(dict(outcomes))
+
+
+if __name__ == "__main__":
+    given = [int(argument) for argument in sys.argv[1:]]
+    main(*(given + [COUNT, SEED][len(given) :]))

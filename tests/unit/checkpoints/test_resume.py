@@ -1,0 +1,322 @@
+"""The checkpoint that a run resumes from: the last complete one whose position means the same place in the data."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recipe_gkd import main_gkd
+from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
+from recipe_gkd.checkpoints.state import Best, Progress, ResumeState
+from recipe_gkd.config import Config, load_config
+from recipe_gkd.errors import CheckpointError, CheckpointMismatch, WorkerDied
+from recipe_gkd.preflight import Student
+from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from tests.unit.checkpoints.test_checkpoints import PROGRESS, begin, write
+
+
+def config(root: Path, *overrides: str) -> Config:
+    return load_config(
+        "on_policy_distill_trainer",
+        ["data.train_files=x", "actor_rollout_ref.model.path=x", f"trainer.default_local_dir={root}", *overrides],
+    )
+
+
+def steps(root: Path, *overrides: str, expected: Progress = PROGRESS) -> list[int]:
+    return [point.progress.step for point in resume_points(config(root, *overrides), expected)]
+
+
+def change(root: Path, step: int, **values: Any) -> None:
+    file = root / f"global_step_{step}" / "trainer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_complete_checkpoints_come_from_the_latest_on(tmp_path: Path) -> None:
+    assert steps(tmp_path) == []
+    write(tmp_path, 4, 12, 8)  # a run that went back to 4: 12 is of an abandoned one
+    assert steps(tmp_path) == [8, 4]
+    assert steps(tmp_path, "trainer.resume_mode=disable") == []
+    chosen = f"trainer.resume_from_path={tmp_path}/global_step_12"
+    assert steps(tmp_path, "trainer.resume_mode=resume_path", chosen) == [12]
+
+
+def empty(file: Path) -> None:
+    file.write_text("")
+
+
+def cut(file: Path) -> None:
+    file.write_text(file.read_text()[:20])
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("trainer.json", Path.unlink),
+        ("trainer.json", empty),
+        ("trainer.json", cut),
+        ("trainer.json", lambda file: file.write_text('{"step": "8"}')),
+        ("actor/metadata.json", Path.unlink),
+        ("actor/metadata.json", empty),
+        ("", shutil.rmtree),
+    ],
+    ids=["no trainer.json", "empty", "truncated", "other content", "no metadata", "empty metadata", "no folder"],
+)
+def test_a_damaged_checkpoint_is_skipped_with_a_warning_unless_it_was_asked_for(
+    tmp_path: Path, name: str, harm: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 2, 4, 8)
+    harm(tmp_path / "global_step_8" / name)
+    assert steps(tmp_path) == [4, 2]
+    assert "damaged checkpoint skipped" in caplog.text and "global_step_8" in caplog.text
+    with pytest.raises(CheckpointError, match=r"global_step_8.*(no complete checkpoint|cannot be read)"):
+        steps(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_8")
+    for step in (2, 4):
+        (tmp_path / f"global_step_{step}" / "trainer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used .*resume_mode=disable"):
+        steps(tmp_path)  # not from the beginning, over the run's folder
+
+
+@pytest.mark.parametrize("text", ["", "x\n"])
+def test_without_a_pointer_that_can_be_read_the_highest_step_counts(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 12, 4)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    assert steps(tmp_path) == [12, 4] and "is damaged" in caplog.text
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    assert steps(tmp_path) == [12, 4]
+
+
+@pytest.mark.parametrize("change_", [{"n_prompts": 999}, {"data_seed": 2}, {"shuffle": False}])
+def test_other_data_or_another_order_is_refused(tmp_path: Path, change_: dict[str, Any]) -> None:
+    write(tmp_path, 2, 4)
+    with pytest.raises(CheckpointMismatch, match=next(iter(change_))):
+        steps(tmp_path, expected=replace(PROGRESS, **change_))
+
+
+def test_other_prompts_in_equal_number_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path)
+    change(tmp_path, 4, data_fingerprint="abc")
+    assert steps(tmp_path, expected=replace(PROGRESS, data_fingerprint="abc")) == [4] and not caplog.text
+    with pytest.raises(
+        CheckpointMismatch, match=r"other prompts: .* fingerprint abc, and this run's xyz\. Restore data\.train_files"
+    ):
+        steps(tmp_path, expected=replace(PROGRESS, data_fingerprint="xyz"))
+
+
+def test_other_reference_responses_are_refused_if_both_runs_train_on_them(tmp_path: Path) -> None:
+    def with_answers(fingerprint: str) -> Progress:
+        return replace(PROGRESS, answers_fingerprint=fingerprint)
+
+    write(tmp_path)
+    [point] = resume_points(config(tmp_path), with_answers("abc"))  # the first run that trains on them
+    assert point.progress == with_answers("abc")
+    change(tmp_path, 4, answers_fingerprint="abc")
+    for now in ("abc", ""):
+        [point] = resume_points(config(tmp_path), with_answers(now))
+        assert point.progress == with_answers("abc")
+    with pytest.raises(CheckpointMismatch, match=r"other reference responses: .* fingerprint abc, and this run's xyz"):
+        steps(tmp_path, expected=with_answers("xyz"))
+
+
+def test_a_checkpoint_of_an_older_version_is_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path)
+    file = tmp_path / "global_step_4" / "trainer.json"
+    values = json.loads(file.read_text())
+    del values["skipped_samples"], values["data_fingerprint"]
+    file.write_text(json.dumps(values))
+    [point] = resume_points(config(tmp_path), replace(PROGRESS, data_fingerprint="abc"))
+    assert point.progress == PROGRESS
+    asyncio.run(load_first_usable([point], Actors({}).load, may_skip=True))
+    assert "cannot be checked that its data are the same" in caplog.text
+
+
+# ---- what the actors say of it
+
+
+def points(*steps: int) -> list[ResumePoint]:
+    return [ResumePoint(Path(f"/run/global_step_{step}"), replace(PROGRESS, step=step)) for step in steps]
+
+
+class Actors:
+    """Actors that refuse some checkpoints."""
+
+    def __init__(self, refusals: dict[int, CheckpointError]) -> None:
+        self.refusals, self.asked = refusals, list[str]()
+
+    async def load(self, path: str) -> None:
+        self.asked.append(path)
+        if error := self.refusals.get(int(path.split("_")[-1].split("/")[0])):
+            raise error
+
+
+def test_a_checkpoint_whose_shards_are_damaged_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    actors = Actors({8: CheckpointError("shard"), 6: CheckpointError("shard")})
+    loaded = asyncio.run(load_first_usable(points(8, 6, 4, 2), actors.load, may_skip=True))
+    assert loaded.progress.step == 4 and caplog.text.count("the one before is used") == 2
+    assert actors.asked == [f"/run/global_step_{step}/actor" for step in (8, 6, 4)]
+
+
+def test_the_only_checkpoint_that_may_be_loaded_or_one_that_does_not_fit_is_refused() -> None:
+    damaged = Actors({8: CheckpointError("shard 3"), 6: CheckpointError("shard 5")})
+    with pytest.raises(CheckpointError, match="shard 3"):
+        asyncio.run(load_first_usable(points(8), damaged.load, may_skip=False))
+    with pytest.raises(CheckpointError, match=r"no checkpoint could be loaded \(shard 3; shard 5\); choose another"):
+        asyncio.run(load_first_usable(points(8, 6), damaged.load, may_skip=True))
+    other = Actors({8: CheckpointMismatch("of another model")})
+    with pytest.raises(CheckpointMismatch, match="of another model"):
+        asyncio.run(load_first_usable(points(8, 6), other.load, may_skip=True))
+    assert other.asked == ["/run/global_step_8/actor"]
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_everything_follows_the_checkpoint_that_was_loaded(
+    tmp_path: Path, damaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Position, best, and the end of the learning rate's decay, which another batch size moves."""
+    write(tmp_path, 2, best=Best("m", 0.1, 2))
+    write(tmp_path, 4, best=Best("m", 0.2, 4))
+    change(tmp_path, 2, prompts_trained=10)
+    change(tmp_path, 4, prompts_trained=40)
+    actors = Actors({4: CheckpointError("actor worker 0 of 2: a shard is truncated")} if damaged else {})
+    called: list[Any] = []
+    started: list[ResumeState] = []
+
+    async def call(method: str, *args: Any, timeout_s: float, phase: str) -> list[Any]:
+        called.append((method, *args))
+        if method == "load_checkpoint":
+            await actors.load(*args)
+        return []
+
+    @asynccontextmanager
+    async def start_workers(*_: Any, total_steps: int, **__: Any) -> AsyncIterator[Any]:
+        called.append(("start_workers", total_steps))
+        yield SimpleNamespace(actors=SimpleNamespace(call=call))
+
+    class Trainer:
+        def __init__(self, config: Any, workers: Any, teachers: Any, loader: Any, start: ResumeState, reward_context: Any) -> None:
+            started.append(start)
+
+        async def fit(self) -> None: ...
+
+    monkeypatch.setattr(main_gkd, "start_workers", start_workers)
+    monkeypatch.setattr(main_gkd, "Trainer", Trainer)
+    monkeypatch.setattr(main_gkd, "choose_device", lambda _: "cpu")
+    validation = ["trainer.test_freq=1", "data.val_files=x", "custom_reward_function.path=x"]
+    settings: Any = config(tmp_path, "trainer.best_metric=m", *validation)
+    loader: Any = SimpleNamespace(last_step=lambda position, step: step + (100 - position) // 10)
+    folder: Any = SimpleNamespace(path=tmp_path, accept=lambda: None)
+    nothing: Any = None
+    points = resume_points(settings, PROGRESS)
+    asyncio.run(
+        main_gkd._train(
+            settings, nothing, loader, points, PROGRESS, nothing, folder=folder, stop_token_ids=(), n_tokens=8
+        )
+    )
+    [start] = started
+    load = ("load_checkpoint", str(tmp_path / "global_step_4" / "actor"))
+    if damaged:
+        assert called == [
+            ("start_workers", 10),
+            load,
+            ("load_checkpoint", str(tmp_path / "global_step_2" / "actor")),
+            ("set_total_steps", 11),
+        ]
+        assert start.progress.prompts_trained == 10 and start.best == Best("m", 0.1, 2)
+        assert (tmp_path / "best").readlink() == Path("global_step_2")
+    else:
+        assert called == [("start_workers", 10), load]
+        assert start.progress.prompts_trained == 40 and start.best == Best("m", 0.2, 4)
+
+
+class Command:
+    """``main_gkd.run`` without teacher, Ray and workers: ``train`` stands for the training."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        table = {"prompt": ["1+1=", "1+2="], "answer": ["2", "3"]}
+        pq.write_table(pa.table(table), root / "train.parquet")
+        self.root = root / "run"
+        self.root.mkdir()
+        self.config = config(
+            self.root, f"data.train_files={root}/train.parquet", "gkd.sft_share=0.5", "data.response_key=answer"
+        )
+        self.points: list[int] = []
+        self.progress = PROGRESS
+        self.train: Callable[[], object] = lambda: None
+        student = Student(Path("x"), 64, build_tokenizer(), "the same", n_tokens=60)
+        replacements: dict[str, Any] = {
+            "read_student": lambda _: student,
+            "open_teachers": lambda *_: nullcontext(SimpleNamespace(clients={})),
+            "meet_teachers": lambda *_: (),
+            "check_stop_ids": lambda *_: (),
+            "ray_cluster": lambda _: nullcontext(),
+            "_raise_on_signals": lambda: None,
+            "_train": self._train,
+        }
+        for name, replacement in replacements.items():
+            monkeypatch.setattr(main_gkd, name, replacement)
+
+    async def _train(
+        self, config: Any, teachers: Any, loader: Any, points: Any, fresh: Any, *_: Any, **__: Any
+    ) -> None:
+        self.points, self.progress = [point.progress.step for point in points], fresh
+        self.train()
+
+    def run(self) -> None:
+        folder: Any = SimpleNamespace(path=self.root)
+        main_gkd.run(self.config, "", folder)
+
+
+def test_the_command_recovers_before_and_after_the_run_and_records_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = Command(tmp_path, monkeypatch)
+    command.run()
+    assert len(command.progress.data_fingerprint) == len(command.progress.answers_fingerprint) == 32
+    writer = begin(command.root, 8)  # of a run that was killed before it gave the folder its name
+    writer.progress = replace(command.progress, step=8)
+    writer._mark_as_written()
+    command.train = lambda: begin(command.root, 9)
+    command.run()
+    assert command.points == [8] and not list(command.root.glob(".writing*"))
+
+
+@pytest.mark.parametrize("disk", ["broken", "hung"])
+def test_a_last_recovery_that_fails_does_not_hide_the_error_of_the_run(
+    tmp_path: Path, disk: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    command, responses = Command(tmp_path, monkeypatch), threading.Event()
+
+    def fail() -> None:
+        def recover(_: Path) -> None:
+            if disk == "broken":
+                raise OSError(errno.ESTALE, "Stale file handle")
+            responses.wait(30)
+
+        monkeypatch.setattr(main_gkd, "recover", recover)
+        raise WorkerDied("actor worker 0 of 1")
+
+    monkeypatch.setattr(main_gkd, "LAST_RECOVERY_S", 0.2)
+    command.train = fail
+    with pytest.raises(WorkerDied):
+        command.run()
+    assert ("Stale file handle" if disk == "broken" else "did not answer within 0.2 s") in caplog.text
+    responses.set()

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests._support.repository import REPO
+
+PROGRAM = REPO / "benchmarks" / "losses.py"
+
+
+def test_benchmark_writes_the_figures_that_it_promises(tmp_path: Path) -> None:
+    command = [sys.executable, str(PROGRAM), "--quick", "--repeats", "1", "--json", str(tmp_path / "figures.json")]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    found = json.loads((tmp_path / "figures.json").read_text())
+    for key in ("time_over_log_softmax", "extra_memory_over_autograd", "fused_peak_over_logits"):
+        assert found[key] > 0, key
+    ways = [row["way"] for row in found["rows"]]
+    assert ways == ["log_softmax", "autograd", "analytic", "in_place", "head", "fused_head"]

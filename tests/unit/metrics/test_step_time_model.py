@@ -1,0 +1,51 @@
+"""The model of a step: its limits, and that the real schedule keeps to it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_stages import BatchTimes, Pools, Stages, drive
+from virtual_time import run
+
+from recipe_gkd.metrics.step_time_model import StageSeconds, limits, step_bound, step_seconds
+from recipe_gkd.pipeline.interface import PipelineConfig
+
+seconds = st.sampled_from([0.1, 0.5, 1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("stages", "staleness", "bound"),
+    [((1, 1, 1, 0), 0, 3), ((1, 1, 1, 0), 1, 1.5), ((1, 1, 1, 0), 2, 1), ((1, 5, 1, 0), 1, 5), ((1, 1, 1, 1), 0, 4)],
+)
+def test_no_stage_and_no_batch_is_faster_than_the_bound(
+    stages: tuple[float, float, float, float], staleness: int, bound: float
+) -> None:
+    assert step_bound(*stages, staleness) == bound
+
+
+def test_what_limits_a_step_is_named() -> None:
+    stages = StageSeconds(generate=1.0, latency=1.4, teacher=1.2, tail=0.2, update=2.0, sync=0.4)
+    assert limits(stages, 1) == pytest.approx({"rollout": 1.8, "actor": 2.4, "teacher": 1.2, "staleness": 2.0})
+    assert limits(stages, 2)["rollout"] == pytest.approx(1.6)  # a sync serves two batches
+    assert limits(stages, 1, inflight=True)["rollout"] == pytest.approx(1.4)  # it does not wait for stragglers
+    assert step_seconds(stages, 0) == pytest.approx(4.0)
+    assert step_seconds(stages.scaled(actor=2.0, rollout=0.5), 1) == pytest.approx(3.2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(g=seconds, t=seconds, u=seconds, w=st.sampled_from([0.0, 0.02, 0.2]), staleness=st.integers(0, 3))
+def test_the_schedule_takes_what_the_model_says(g: float, t: float, u: float, w: float, staleness: int) -> None:
+    """Batch by batch, with answers that all take equally long: no stragglers, and no streaming."""
+    times = BatchTimes(responses=[g] * 8, teacher=t, update=u, sync=w)
+
+    async def steady() -> float:
+        stages = Stages(lambda step: times, Pools(n_replicas=2, n_slots=4), whole_batches=True)
+        pipeline_config = PipelineConfig(max_staleness=staleness, n_replicas=2, capacity=8)
+        ended = (await drive(stages, pipeline_config, 40)).ended_at
+        return (ended[36] - ended[12]) / 24
+
+    stages = StageSeconds(generate=g, latency=g, teacher=t, tail=t, update=u, sync=w)
+    step = run(steady())
+    assert step >= step_bound(g, t, u, w, staleness) - 1e-6
+    assert step <= 1.05 * step_seconds(stages, staleness) + w

@@ -1,0 +1,150 @@
+"""The trace file is what Perfetto reads: rows that nest, times that are the spans', readable when a run is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipeline_stages import BatchTimes, Pools, Stages
+from virtual_time import run
+
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.metrics.timeline import Timeline
+from recipe_gkd.metrics.trace import TraceFile
+from recipe_gkd.pipeline.interface import PipelineConfig
+from recipe_gkd.pipeline.pipeline import Pipeline
+from recipe_gkd.runtime.clock import now
+
+
+class Both:
+    """Hands everything to a trace file, and keeps it."""
+
+    def __init__(self, trace: TraceFile) -> None:
+        self.trace = trace
+        self.spans: list[tuple[str, str, float, float]] = []
+
+    def begin(self, track: str, name: str, since: float, args: dict[str, Any]) -> Any:
+        return self.trace.begin(track, name, since, args), track, name, since
+
+    def end(self, span: Any, until: float) -> None:
+        shown, track, name, since = span
+        self.trace.end(shown, until)
+        self.spans.append((track, name, since, until))
+
+    def record(self, track: str, name: str, since: float, until: float, args: dict[str, Any]) -> None:
+        self.trace.record(track, name, since, until, args)
+        self.spans.append((track, name, since, until))
+
+    def count(self, track: str, name: str, at: float, value: float) -> None:
+        self.trace.count(track, name, at, value)
+
+
+def drawn(events: list[dict[str, Any]]) -> list[tuple[str, str, float, float]]:
+    """(track, name, since, until) in seconds; each row's spans follow one another, or this fails."""
+    names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    rows = defaultdict(list)
+    spans = []
+    for event in events:
+        if event["ph"] in "BEX":
+            rows[event["tid"]].append(event)
+    for thread, row in rows.items():
+        at, open_ = 0.0, None
+        for event in row:
+            assert event["ts"] >= at
+            at = event["ts"] + event.get("dur", 0.0)
+            if event["ph"] == "E":
+                assert open_ is not None
+                spans.append((names[thread].split(" (")[0], open_["name"].split()[0], open_["ts"] / 1e6, at / 1e6))
+                open_ = None
+            else:
+                assert open_ is None
+                open_ = event if event["ph"] == "B" else None
+                if event["ph"] == "X":
+                    spans.append((names[thread].split(" (")[0], event["name"].split()[0], event["ts"] / 1e6, at / 1e6))
+        assert open_ is None
+    return spans
+
+
+def test_a_run_is_drawn_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "trace.json"
+    sink = Both(TraceFile(path))
+
+    async def train() -> None:
+        times = BatchTimes(responses=[0.5 + 0.1 * i for i in range(8)], teacher=2.0, update=1.0, sync=0.1)
+        stages = Stages(lambda step: times, Pools(n_slots=4))
+        pipeline_config = PipelineConfig(max_staleness=2, n_replicas=2, capacity=8, requests_per_batch=4)
+        timeline = Timeline(now, sink)
+        batches = [stages.batch(step) for step in range(6)]
+        pipeline = Pipeline(
+            batches, pipeline_config, generate=stages.generate, score=stages.score, sync=stages.sync, timeline=timeline
+        )
+        async with pipeline:
+            async for batch in pipeline:
+                async with pipeline.actor_update(batch):
+                    await stages.update(batch.step)
+                timeline.count("rollout", "staleness", max(batch.staleness))
+
+    run(train())
+    sink.trace.close()
+    events = json.loads(path.read_text())
+    by_time = sorted(drawn(events))
+    assert len(by_time) == len(sink.spans)
+    for shown, real in zip(by_time, sorted(sink.spans), strict=True):
+        assert shown[:2] == real[:2]
+        assert shown[2:] == pytest.approx(real[2:], abs=1e-8)
+    pools = {event["args"]["name"] for event in events if event.get("name") == "process_name"}
+    assert pools == {"actor", "rollout", "teacher", "trainer"}
+    workers = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    assert {"rollout 0", "rollout 1", "teacher", "teacher (2)"} <= workers
+    titles = {event.get("name") for event in events}
+    assert {"generate 0", "score 5", "update 3"} <= titles
+    counted = [event["args"]["staleness"] for event in events if event.get("name") == "staleness"]
+    assert counted[0] == 0 and max(counted) <= 2
+
+
+def test_the_file_of_a_killed_process_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    program = (
+        "import os, signal, sys, time\n"
+        "from recipe_gkd.metrics.timeline import Timeline\n"
+        "from recipe_gkd.metrics.trace import TraceFile\n"
+        "timeline = Timeline(time.monotonic, TraceFile(sys.argv[1]))\n"
+        "with timeline.span('actor', 'update', step=7), timeline.span('rollout 0', 'generate', step=8):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    died = subprocess.run([sys.executable, "-c", program, str(path)], timeout=60, check=False)
+    assert died.returncode < 0
+    text = path.read_text()
+    assert text.endswith(",\n")
+    events = json.loads(text.rstrip(",\n") + "]")  # which the viewers take as given
+    assert [event["name"] for event in events if event["ph"] == "B"] == ["update 7", "generate 8"]
+
+
+def test_an_earlier_trace_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("[\nthat of the run that failed")
+    TraceFile(path).close()
+    assert len(json.loads(path.read_text())) == 1
+    assert (tmp_path / "trace.previous.json").read_text() == "[\nthat of the run that failed"
+
+
+def test_a_place_that_cannot_be_written_is_told_and_a_full_disk_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"trainer.trace_file=.*cannot be written.*choose another place"):
+        TraceFile(tmp_path / "file" / "trace.json")
+    if not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    trace = TraceFile("/dev/full")
+    timeline = Timeline(lambda: 0.0, trace)
+    with timeline.span("actor", "update"):
+        timeline.count("actor", "version", 1)
+    trace.close()
+    assert [record.message.split(",")[0] for record in caplog.records] == ["the trace ends here"]

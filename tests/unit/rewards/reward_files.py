@@ -1,0 +1,33 @@
+"""Files with reward functions, and items to give them."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from recipe_gkd.config.schema import RewardFunctionConfig
+from recipe_gkd.rewards import RewardItem
+
+HEAD = "def compute_score(prompt, answer, ground_truth, extra):\n"
+
+
+def settings(path: Path | str, **values: Any) -> RewardFunctionConfig:
+    defaults: dict[str, Any] = {"name": "compute_score", "on_training": True, "timeout_s": 20.0, "num_workers": 1}
+    return RewardFunctionConfig(path=str(path), **(defaults | values))
+
+
+def reward_file(folder: Path, body: str, *, before: str = "") -> Path:
+    """A file whose ``compute_score`` has this body."""
+    path = folder / "my_reward.py"
+    path.write_text(before + "\n" + HEAD + textwrap.indent(textwrap.dedent(body), "    "))
+    return path
+
+
+def item(uid: int = 0, response: str = "an answer", **values: Any) -> RewardItem:
+    return RewardItem(
+        uid=uid,
+        where=f"row {uid} of the tests",
+        response=response,
+        **({"prompt": "a prompt", "ground_truth": "a truth", "extra": {}, "data_source": None} | values),
+    )

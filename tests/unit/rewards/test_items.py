@@ -1,0 +1,127 @@
+"""What a reward function is given of a row of the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recipe_gkd.config import load_config
+from recipe_gkd.config.schema import DataConfig
+from recipe_gkd.data.prompts import PromptData, read_table
+from recipe_gkd.data.samples import Response
+from recipe_gkd.errors import DataError
+from recipe_gkd.quickstart.reward import compute_score
+from recipe_gkd.quickstart.task import Problem, write_parquet
+from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from recipe_gkd.rewards import RewardItem, RewardItems
+
+
+def settings(files: list[Path], **values: Any) -> DataConfig:
+    overrides = [f"data.train_files={[str(file) for file in files]}", "actor_rollout_ref.model.path=x"]
+    return load_config(
+        "on_policy_distill_trainer", [*overrides, *(f"data.{key}={value}" for key, value in values.items())]
+    ).data
+
+
+def loaded(files: list[Path], **values: Any) -> tuple[PromptData, DataConfig, Any]:
+    tokenizer, config = build_tokenizer(), settings(files, **values)
+    return PromptData(read_table(config.train_files, config.prompt_key), config, tokenizer), config, tokenizer
+
+
+def described(files: list[Path], index: int, text: str, **values: Any) -> RewardItem:
+    """The item of prompt ``index`` with the answer ``text``."""
+    data, config, tokenizer = loaded(files, **values)
+    ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], np.int32)
+    response = Response(
+        uid=9,
+        ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
+        finish_reason="stop",
+        weights_version=0,
+        versions_T=np.zeros(len(ids), np.int32),
+    )
+    return RewardItems(data, config, tokenizer).of(data.prompt(index, uid=9), response)
+
+
+def table(folder: Path, **columns: list[Any]) -> list[Path]:
+    pq.write_table(pa.table({"prompt": ["1+1=", "2+2="], **columns}), folder / "data.parquet")
+    return [folder / "data.parquet"]
+
+
+def test_the_quickstarts_reward_is_1_for_an_exact_answer(tmp_path: Path) -> None:
+    problems = [Problem(123, 456), Problem(111, 222)]
+    write_parquet(problems, tmp_path / "data.parquet")
+    for text, reward in [(problems[1].answer, 1.0), (problems[0].answer, 0.0), ("12", 0.0)]:
+        item = described([tmp_path / "data.parquet"], 1, text, ground_truth_key="answer")
+        assert item.prompt == [{"role": "user", "content": "111+222="}] and item.response == text
+        assert item.extra == {"data_source": "quickstart/addition"} and item.data_source == "quickstart/addition"
+        assert compute_score(item.prompt, item.response, item.ground_truth, item.extra) == reward
+
+
+def test_dots_lead_into_a_structure_which_stays_among_the_other_columns(tmp_path: Path) -> None:
+    model = [{"style": "rule", "inner": {"truth": "2"}}, None]
+    files = table(tmp_path, reward_model=model, level=[1, 2])
+    item = described(files, 0, "2", ground_truth_key="reward_model.inner.truth")
+    assert item == RewardItem(
+        uid=9,
+        where="row 0 of the training data",
+        prompt="1+1=",
+        response="2",
+        ground_truth="2",
+        extra={"reward_model": model[0], "level": 1},
+        data_source=None,
+    )
+    second = described(files, 1, "2", ground_truth_key="reward_model.inner.truth", data_source_key="level")
+    assert second.ground_truth is None and second.data_source == 2
+
+
+def test_a_column_may_have_dots_in_its_name(tmp_path: Path) -> None:
+    item = described(table(tmp_path, **{"a.b": ["2", "4"]}), 1, "4", ground_truth_key="a.b")
+    assert item.ground_truth == "4" and item.extra == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("truth", "data.ground_truth_key=truth: row 1 of the training data has nothing there, as 2 of 4 rows in use"),
+        ("model.inner.truth", "row 0 of the training data has nothing there, as 3 of 4 rows in use"),
+    ],
+)
+def test_prompts_without_a_truth_are_refused_where_each_must_have_one(tmp_path: Path, key: str, says: str) -> None:
+    prompts = ["1+1=", "2+2=", "1+" * 99, "3+3="]  # the third is too long, and dropped
+    model = [{"inner": None}, None, {"inner": {"truth": None}}, {"inner": {"truth": "6"}}]
+    pq.write_table(
+        pa.table({"prompt": prompts, "truth": ["2", None, None, "6"], "model": model}), tmp_path / "a.parquet"
+    )
+    pq.write_table(pa.table({"prompt": ["4+4="]}), tmp_path / "b.parquet")
+    files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    data, config, tokenizer = loaded(files, ground_truth_key=key, max_prompt_length=20, filter_overlong_prompts="true")
+    with pytest.raises(DataError, match=says):
+        RewardItems(data, config, tokenizer, must_have_truth=True)
+    RewardItems(data, config, tokenizer)  # as long as it is only measured
+
+
+def test_data_whose_prompts_all_have_a_truth_is_taken(tmp_path: Path) -> None:
+    files = table(tmp_path, truth=["2", "4"], model=[{"truth": 2}, {"truth": 4}])
+    for key in ("truth", "model.truth"):
+        RewardItems(*loaded(files, ground_truth_key=key), must_have_truth=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("truth", "data.ground_truth_key=truth: the data has no such column; it has: prompt, model, level"),
+        ("model.truth", "column model has answer. Set data.ground_truth_key"),
+        ("model.answer.truth", "column model.answer has no fields"),
+        ("level.truth", "column level has no fields"),
+    ],
+)
+def test_a_missing_column_is_told_with_those_that_there_are(tmp_path: Path, key: str, says: str) -> None:
+    files = table(tmp_path, model=[{"answer": "2"}, {"answer": "4"}], level=[1, 2])
+    with pytest.raises(DataError, match=says):
+        described(files, 0, "2", ground_truth_key=key)

@@ -1,0 +1,122 @@
+"""Files of a process in a folder that others can write to: only its own, and gone after its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipe_gkd.diagnostics import stack_dumps
+from recipe_gkd.runtime import scratch
+from recipe_gkd.runtime.process_id import ProcessId, boot_id, process_id
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of the machine's temporary folder."""
+    monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@contextmanager
+def running(program: str, parent: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that uses ``parent`` as its temporary folder, and the first line that it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{program}; input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(parent)},
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def process_with_folder(parent: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    program = "from recipe_gkd.runtime import scratch; print(scratch.scratch_folder(), flush=True)"
+    with running(program, parent) as (process, folder):
+        yield process, Path(folder)
+
+
+class TestScratchFolder:
+    def test_is_private_and_found_by_the_pid_and_removed_after_a_kill(
+        self, parent: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with process_with_folder(parent) as (process, folder):
+            assert folder.parent == parent and folder.stat().st_mode & 0o777 == 0o700
+            assert scratch.folders_of(process.pid) == [folder]
+            scratch._remove_stale()
+            assert folder.exists()
+        deadline = time.monotonic() + 60
+        while folder.exists() and time.monotonic() < deadline:  # by its janitor, as nobody else does it
+            time.sleep(0.1)
+        assert not folder.exists()
+
+    def test_of_a_dead_process_without_janitor_is_removed_by_the_next_and_those_of_other_machines_are_not(
+        self, parent: Path
+    ) -> None:
+        own = process_id(os.getpid())
+        assert own is not None
+        reused = parent / f"gkd_{scratch._machine()}_{own.pid}_{own.start_ticks - 1:x}_x"
+        alive = parent / f"gkd_{scratch._machine()}_{own.pid}_{own.start_ticks:x}_x"
+        container = parent / f"gkd_{scratch._machine()}1_{own.pid}_{own.start_ticks - 1:x}_x"
+        for folder in (reused, alive, container):
+            folder.mkdir(mode=0o700)
+        scratch._remove_stale()
+        assert not reused.exists() and alive.exists() and container.exists()
+
+    def test_of_a_process_is_not_removed_in_place_of_an_earlier_one_with_its_pid(self, parent: Path) -> None:
+        with process_with_folder(parent) as (process, folder):
+            own = process_id(process.pid)
+            assert own is not None
+            scratch.remove_of(replace(own, start_ticks=own.start_ticks - 1))
+            assert folder.exists()
+            scratch.remove_of(own)
+            assert not folder.exists()
+
+    @pytest.mark.parametrize("kind", ["link", "open", "file", "other owner"])
+    def test_that_somebody_else_could_have_made_is_not_used(
+        self, parent: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        name = parent / f"gkd_{scratch._machine()}_77_1_x"
+        victim = parent / "victim"
+        victim.mkdir(mode=0o700)
+        (victim / "file").write_text("precious")
+        if kind == "link":
+            name.symlink_to(victim)
+        elif kind == "open":
+            name.mkdir(mode=0o777)
+            name.chmod(0o777)
+        elif kind == "other owner":
+            name.mkdir(mode=0o700)
+            other = os.geteuid() + 1
+            monkeypatch.setattr(scratch.os, "geteuid", lambda: other)
+        else:
+            name.touch(mode=0o600)
+        assert scratch.folders_of(77) == []
+        scratch.remove_of(ProcessId(boot_id(), 77, 1))
+        scratch._remove_stale()
+        assert os.path.lexists(name) and (victim / "file").read_text() == "precious"
+
+
+def test_the_stacks_file_of_a_process_has_no_name_in_the_temporary_folder(parent: Path) -> None:
+    links = parent / f"recipe_gkd_{os.getuid()}"  # as another user could make it
+    links.mkdir()
+    program = "from recipe_gkd.diagnostics import stack_dumps; stack_dumps.allow_stack_dumps(); print('ready', flush=True)"
+    with running(program, parent) as (process, line):
+        assert line == "ready"
+        assert stack_dumps.stack_dump_file(process.pid) is not None and stack_dumps.stack_dump_file(os.getppid()) is None
+        assert [path.name for path in parent.rglob("*")] == [links.name]
+    assert stack_dumps.stack_dump_file(process.pid) is None

@@ -1,0 +1,79 @@
+"""The service's side of the wire, played by the test itself, message by message."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import zmq
+
+from teacher.records import ScoredSequence, TeacherSequence
+from teacher.wire import protocol
+from teacher.wire.auth import ServerKeys
+from teacher.wire.frames import Frame
+from teacher.wire.messages import Message, Score
+from teacher.wire.sockets import CLIENT_HEARTBEAT, make_socket
+
+M = TypeVar("M", bound=Message)
+
+
+class ScriptedService:
+    """One ROUTER. Everything has a deadline of 5 s."""
+
+    def __init__(self, port: int = 0, keys: ServerKeys | None = None) -> None:
+        self.context = zmq.Context()
+        self._socket = make_socket(
+            self.context, zmq.ROUTER, max_frame_bytes=1 << 30, heartbeat=CLIENT_HEARTBEAT, keys=keys
+        )
+        self._socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        self.client = b""  # identity of the last one heard
+
+    def __enter__(self) -> ScriptedService:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+    def hear(self, kind: type[M], timeout_s: float = 5.0) -> M:
+        message = self.hear_any(timeout_s)
+        assert isinstance(message, kind), message
+        return message
+
+    def hear_any(self, timeout_s: float = 5.0) -> Message | None:
+        """None if there is silence for so long."""
+        if not self._socket.poll(int(1000 * timeout_s)):
+            return None
+        self.client, *frames = self._socket.recv_multipart()
+        return protocol.decode(frames)
+
+    def say(self, frames: list[Frame]) -> None:
+        self._socket.send_multipart([self.client, *frames])
+
+    def answer(self, request: Score) -> None:
+        answers = [true_answer(sequence) for sequence in request.sequences]
+        self.say(
+            protocol.encode_answer(request.request_id, answers, top_k=request.top_k, wire_dtype=request.wire_dtype)
+        )
+
+
+def sequence(n_tokens: int, first: int = 0, prompt_len: int = 1) -> TeacherSequence:
+    return TeacherSequence(np.arange(first, first + n_tokens, dtype=np.int32), prompt_len)
+
+
+def true_answer(sequence: TeacherSequence, k: int = 6) -> ScoredSequence:
+    """Depends on every response token, so that a mixed-up answer shows."""
+    response_T = sequence.token_ids[sequence.prompt_len :]
+    topk_ids_TK = response_T[:, None] + np.arange(k, dtype=np.int32)
+    return ScoredSequence(-topk_ids_TK.astype(np.float32) / 7, topk_ids_TK, -response_T.astype(np.float32) / 3)
+
+
+def assert_answers(answers: list[ScoredSequence], sequences: list[TeacherSequence], k: int = 6) -> None:
+    for got, asked in zip(answers, sequences, strict=True):
+        want = true_answer(asked, k)
+        np.testing.assert_array_equal(got.topk_ids_TK, want.topk_ids_TK)
+        np.testing.assert_array_equal(got.topk_logps_TK, want.topk_logps_TK)
+        np.testing.assert_array_equal(got.sampled_logps_T, want.sampled_logps_T)

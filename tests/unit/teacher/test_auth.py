@@ -1,0 +1,317 @@
+"""Keys: who is let in, who is refused and how that is said; and peers that never get through a handshake."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from teacher import TeacherClient, TeacherError, TeacherSequence, TeacherUnavailable
+from teacher.logs import Seldom
+from teacher.proxy import Proxy
+from teacher.proxy.gatekeeper import Gatekeeper
+from teacher.proxy.http import HttpServer
+from teacher.wire import sockets
+from teacher.wire.auth import ClientKeys, ServerKeys, check_bind, client_keys, server_keys
+from teacher.wire.make_keys import add_client, make_keys
+from teacher.wire.sockets import WORKER_HEARTBEAT, make_socket
+from teacher.worker import Worker
+from tests._support.fake_worker import FakeEngine, expected_answer, running_worker
+from tests._support.teacher_service import StopFlag, running_proxy
+
+pytestmark = pytest.mark.timeout(60)
+
+SEQUENCE = TeacherSequence(np.array([1, 2, 3], np.int32), 1)
+
+
+@pytest.fixture(scope="module")
+def auth_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("keys") / "service"
+    make_keys(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def strange_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The keys of another service."""
+    folder = tmp_path_factory.mktemp("keys") / "another"
+    make_keys(folder)
+    return folder
+
+
+@contextmanager
+def worker_with(auth_dir: Path | None, backend_port: int) -> Iterator[None]:
+    stop, registered = StopFlag(), threading.Event()
+    worker = Worker(FakeEngine(), backend_port=backend_port, auth_dir=auth_dir)
+    run = {"register_timeout_s": 10.0, "on_registered": registered.set}
+    thread = threading.Thread(target=worker.run, args=(stop,), kwargs=run, daemon=True)
+    thread.start()
+    try:
+        assert registered.wait(timeout=10)
+        yield
+    finally:
+        stop.set()
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+        stop.close()
+
+
+def assert_served(proxy: Proxy, folder: Path | None) -> None:
+    with TeacherClient(server_port=proxy.frontend_port, timeout_s=10, auth_dir=folder) as client:
+        (answer,) = client.submit([SEQUENCE]).result()
+        np.testing.assert_array_equal(answer.topk_ids_TK, expected_answer(SEQUENCE).topk_ids_TK)
+        assert len(client.status().workers) == 1
+
+
+def wait_for_log(caplog: pytest.LogCaptureFixture, *texts: str) -> None:
+    deadline = time.monotonic() + 5
+    while not all(text in caplog.text for text in texts) and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    for text in texts:
+        assert text in caplog.text
+
+
+def test_with_the_right_keys_everything_works_and_without_nobody_gets_in(
+    auth_dir: Path, strange_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_proxy(keys=server_keys(auth_dir)) as proxy, worker_with(auth_dir, proxy.backend_port):
+        assert_served(proxy, auth_dir / "clients" / "default")
+        for folder in (None, strange_dir):
+            stranger = TeacherClient(server_port=proxy.frontend_port, auth_dir=folder)
+            with stranger, pytest.raises(TeacherUnavailable):
+                stranger.hello(timeout_s=0.7)
+        with pytest.raises(TeacherUnavailable, match="no proxy answered"):
+            Worker(FakeEngine(), backend_port=proxy.backend_port).run(StopFlag(), register_timeout_s=0.7)
+        assert_served(proxy, auth_dir)
+    wait_for_log(caplog, "refused 127.0.0.1 as a")
+
+
+def test_a_client_whose_key_is_not_among_the_allowed_is_refused_by_address_and_key(
+    auth_dir: Path, strange_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It knows the server, as anybody may who saw its public key."""
+    known, stranger = client_keys(auth_dir), client_keys(strange_dir)
+    assert known is not None and stranger is not None
+    with guarded(server_keys(auth_dir)) as (router, port):
+        assert not gets_through(router, port, ClientKeys(known.server_public, stranger.public, stranger.secret))
+        wait_for_log(caplog, "refused 127.0.0.1: its public key " + stranger.public.decode())
+        assert gets_through(router, port, known, wait_ms=10_000)
+
+
+def test_a_client_that_is_added_is_let_in_at_once_and_one_that_is_removed_is_not(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    with guarded(server_keys(tmp_path / "keys")) as (router, port):
+        assert gets_through(router, port, client_keys(tmp_path / "keys"), wait_ms=10_000)
+        added = add_client(tmp_path / "keys", "second")
+        (tmp_path / "keys" / "allowed" / "half-copied.key").write_text("curve\n")
+        threading.Event().wait(1.0)  # the folder is read once a second at most
+        assert gets_through(router, port, client_keys(added), wait_ms=10_000)
+        (tmp_path / "keys" / "allowed" / "second.key").unlink()
+        threading.Event().wait(1.0)
+        assert not gets_through(router, port, client_keys(added))
+
+
+def test_each_kind_of_stranger_is_refused_and_logged(
+    auth_dir: Path, strange_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with guarded(server_keys(auth_dir)) as (router, port):
+        assert not gets_through(router, port, client_keys(strange_dir))
+        wait_for_log(caplog, "as a client: it")  # the address is unknown if the peer closes first
+        assert not gets_through(router, port, None)
+        wait_for_log(caplog, "no keys")
+        assert gets_through(router, port, client_keys(auth_dir), wait_ms=10_000)
+    caplog.clear()
+    with guarded(None) as (router, port):
+        assert not gets_through(router, port, client_keys(auth_dir))
+        wait_for_log(caplog, " as a client")
+        assert gets_through(router, port, None, wait_ms=10_000)
+
+
+def test_without_a_gatekeeper_a_secured_socket_lets_in_nobody(auth_dir: Path) -> None:
+    """libzmq's own way would be everybody who knows the server's public key."""
+    with zmq.Context() as context:
+        router = secured(context, server_keys(auth_dir))
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        assert not gets_through(router, port, client_keys(auth_dir))
+        router.close()
+
+
+def test_a_gatekeeper_leaves_no_thread(auth_dir: Path) -> None:
+    before = threading.active_count()
+    with guarded(server_keys(auth_dir)):
+        assert threading.active_count() > before
+    assert threading.active_count() == before
+
+
+def secured(context: zmq.Context, keys: ServerKeys | ClientKeys | None, kind: int = zmq.ROUTER) -> zmq.Socket:
+    return make_socket(context, kind, max_frame_bytes=1000, heartbeat=WORKER_HEARTBEAT, keys=keys)
+
+
+@contextmanager
+def guarded(keys: ServerKeys | None) -> Iterator[tuple[zmq.Socket, int]]:
+    with zmq.Context() as context:
+        router = secured(context, keys)
+        with Gatekeeper(context, keys, {"client": router}):
+            yield router, router.bind_to_random_port("tcp://127.0.0.1")
+        router.close()
+
+
+def gets_through(router: zmq.Socket, port: int, keys: ClientKeys | None, wait_ms: int = 500) -> bool:
+    with zmq.Context() as context:
+        dealer = secured(context, keys, zmq.DEALER)
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        dealer.send(b"hello")
+        arrived = bool(router.poll(wait_ms))
+        if arrived:
+            assert router.recv_multipart()[1:] == [b"hello"]
+        dealer.close()
+    return arrived
+
+
+# --- folders of keys -------------------------------------------------------------------------------------------------
+
+
+def test_secrets_are_readable_by_their_owner_only_and_nothing_is_overwritten(auth_dir: Path) -> None:
+    before = {path: path.read_bytes() for path in auth_dir.rglob("*") if path.is_file()}
+    for path in before:
+        if path.suffix == ".key_secret":
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for folder in (auth_dir, auth_dir / "clients", auth_dir / "clients" / "default"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    with pytest.raises(TeacherError, match="has server keys already, and keys are never overwritten"):
+        make_keys(auth_dir)
+    with pytest.raises(TeacherError, match="is not empty"):
+        make_keys(auth_dir.parent)
+    with pytest.raises(TeacherError, match="has a client 'default'"):
+        add_client(auth_dir, "default")
+    with pytest.raises(TeacherError, match="letters, digits"):
+        add_client(auth_dir, "../default")
+    assert before == {path: path.read_bytes() for path in auth_dir.rglob("*") if path.is_file()}
+
+
+def test_the_servers_folder_and_its_copy_for_a_client_hold_the_same_keys(auth_dir: Path) -> None:
+    assert client_keys(auth_dir) == client_keys(auth_dir / "clients" / "default") != None  # noqa: E711
+    assert server_keys(None) is server_keys("") is client_keys(None) is client_keys("") is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        ("no folder", "does not exist or is no folder"),
+        ("no secret", "key_secret is missing"),
+        ("open to others", r"can be read by other users \(mode 644\).*chmod go="),
+        ("cut", "is damaged"),
+        ("not text", "is damaged"),
+        ("another's secret", "is damaged: expected a public key and its secret key"),
+    ],
+)
+def test_keys_that_cannot_be_used_are_refused_with_what_to_do(tmp_path: Path, damage: str, complaint: str) -> None:
+    folder = tmp_path / "keys"
+    make_keys(folder)
+    for secret in (folder / "server.key_secret", folder / "clients" / "default" / "client.key_secret"):
+        if damage == "no secret":
+            secret.unlink()
+        elif damage == "open to others":
+            secret.chmod(0o644)
+        elif damage == "cut":
+            secret.write_bytes(secret.read_bytes()[:-20])
+        elif damage == "not text":
+            secret.write_bytes(os.urandom(500))
+        elif damage == "another's secret":
+            text = secret.read_text()
+            other = zmq.curve_keypair()[1].decode()
+            secret.write_text(text[: text.index("secret-key")] + f'secret-key = "{other}"\n')
+    name = tmp_path / "nowhere" if damage == "no folder" else folder
+    for read in (server_keys, client_keys):
+        with pytest.raises(TeacherError, match=complaint):
+            read(name)
+
+
+def test_a_server_that_would_let_in_nobody_or_anybody_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    make_keys(folder)
+    (folder / "allowed").chmod(0o777)
+    with pytest.raises(TeacherError, match="can be written by other users"):
+        server_keys(folder)
+    (folder / "allowed").chmod(0o700)
+    (folder / "allowed" / "default.key").unlink()
+    with pytest.raises(TeacherError, match="nobody would be let in"):
+        server_keys(folder)
+
+
+def test_only_loopback_is_bound_without_keys(auth_dir: Path) -> None:
+    for private in ("127.0.0.1", "127.9.8.7", "localhost"):
+        check_bind(private, None)
+    for public in ("0.0.0.0", "*", "10.0.0.1", "eth0", "no-such-host.invalid", ""):
+        with pytest.raises(TeacherError, match="python -m teacher keys --auth-dir"):
+            check_bind(public, None)
+        check_bind(public, server_keys(auth_dir))
+    with pytest.raises(TeacherError, match="can be reached from other machines"):
+        Proxy("0.0.0.0", 0, 0)
+    with pytest.raises(TeacherError, match="IPv4"):
+        check_bind("::1", server_keys(auth_dir))
+    with running_proxy(bind="localhost") as proxy, TeacherClient(server_port=proxy.frontend_port) as client:
+        assert client.status().workers == ()
+
+
+# --- peers that take their time --------------------------------------------------------------------------------------
+
+
+def test_a_peer_that_never_finishes_is_dropped_from_each_port_and_others_are_served(
+    auth_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends a byte now and then, so it is not silent."""
+    assert sockets.HANDSHAKE_TIMEOUT_S <= 10
+    monkeypatch.setattr(sockets, "HANDSHAKE_TIMEOUT_S", 1.0)
+    with ExitStack() as stack:
+        proxy = stack.enter_context(running_proxy(keys=server_keys(auth_dir)))
+        plain = stack.enter_context(running_proxy())
+        http = stack.enter_context(
+            HttpServer("127.0.0.1", 0, lambda: (proxy.latest_status, 0.0), request_timeout_s=1.0)
+        )
+        stack.enter_context(worker_with(auth_dir, proxy.backend_port))
+        stack.enter_context(running_worker(plain.backend_port))
+        greeting = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03"  # a ZMTP greeting, as far as it goes
+        ports = [proxy.frontend_port, proxy.backend_port, plain.frontend_port, plain.backend_port, http.port]
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for port in ports]
+        began = time.monotonic()
+        open_ones = set(slow)
+        for i in range(60):
+            for peer in list(open_ones):
+                try:
+                    peer.sendall(b"G" if peer is slow[-1] else greeting[i : i + 1])
+                    peer.settimeout(0.001)
+                    while peer.recv(100):
+                        pass
+                    open_ones.discard(peer)
+                except TimeoutError:
+                    continue
+                except OSError:
+                    open_ones.discard(peer)
+            if i == 3:
+                assert len(open_ones) == len(slow)
+                assert_served(proxy, auth_dir)
+                assert_served(plain, None)
+            if not open_ones:
+                break
+            threading.Event().wait(0.1)
+        assert open_ones == set() and time.monotonic() - began < 5
+        assert_served(proxy, auth_dir)
+
+
+def test_a_refusal_that_comes_again_and_again_is_mentioned_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    seldom = Seldom(interval_s=60, max_keys=3)
+    assert [seldom.count("a", now) for now in (0.0, 1.0, 59.0, 61.0, 62.0)] == [1, 0, 0, 3, 0]
+    assert sum(seldom.count(f"peer {i}", 62.0) > 0 for i in range(1000)) <= 4  # and its memory is bounded
+    assert seldom.count("b", 1000.0) > 0
+    assert logging.getLogger("zmq.auth").handlers == []

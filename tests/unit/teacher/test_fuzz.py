@@ -1,0 +1,245 @@
+"""Whatever arrives as a message: it is one or a TeacherProtocolError, soon, and for little memory."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from typing import Any, get_args
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from teacher.errors import TeacherProtocolError, TeacherTimeout
+from teacher.records import ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
+from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
+from teacher.wire import protocol
+from teacher.wire.messages import LIMITS, Kind, Message, Pulse, Ready
+
+# The same examples on every machine. Time is bounded by `decode_safely`.
+FUZZ = settings(derandomize=True, max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+
+TIME_LIMIT_S = 2.0
+SPARE_BYTES = 256 << 10
+
+
+def allowed_bytes(n_bytes: int) -> int:
+    """What decoding may allocate for a message of `n_bytes`.
+
+    An empty list is one byte of msgpack and 64 of Python's memory, with its place in the outer one; and msgpack makes a
+    list as long as it is said to be before it reads what is in it, once for each of at most 512 levels of nesting.
+    """
+    lists_in_advance = 8 * min(512, n_bytes // 3) * min(n_bytes, LIMITS.frames)
+    return SPARE_BYTES + 100 * n_bytes + lists_in_advance
+
+
+MODEL: dict[str, Any] = dict(
+    model_name="m",
+    vocab_size=9,
+    n_tokens=8,
+    tokenizer_fingerprint="f",
+    max_model_len=8,
+    n_logprobs=3,
+    engine="e",
+    eos_token_ids=(1, 7),
+)
+
+
+def status() -> ServiceStatus:
+    worker = WorkerStatus(
+        name="w", joined_s=1.0, heard_s=0.5, requests=1, tokens=2, capacity_tokens=3, tokens_per_second=4.0,
+        busy_share=0.5, scored_sequences=6, scored_tokens=7,
+    )  # fmt: skip
+    client = ClientStatus(
+        name="c", waiting_requests=1, waiting_tokens=2, running_requests=3, oldest_s=4.0, answered_tokens=5
+    )
+    return ServiceStatus(
+        model_name="m", n_logprobs=3, protocol_version=4, uptime_s=1.0, draining=False, queue_requests=0,
+        queue_tokens=0, queue_oldest_s=0.0, max_queue_tokens=9, tokens_per_second=1.0, last_loss="x", workers=(worker,),
+        clients=(client,), totals=Totals(),
+    )  # fmt: skip
+
+
+def valid_messages() -> dict[str, list[bytes]]:
+    sequences = [TeacherSequence(np.arange(n, dtype=np.int32), p) for n, p in ((5, 2), (2, 1))]
+    answer = ScoredSequence(np.zeros((3, 2), np.float32), np.ones((3, 2), np.int32), np.zeros(3, np.float32))
+    messages = {
+        Kind.HELLO: protocol.encode_hello(1, 2.0),
+        Kind.INFO: protocol.encode_info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2)),
+        Kind.ASK_STATUS: protocol.encode_ask_status(1, 2.0),
+        Kind.STATUS: protocol.encode_status(1, status()),
+        Kind.SCORE: protocol.encode_score(1, 2.0, sequences, 0.7, top_k=2, wire_dtype="float16"),
+        Kind.ANSWER: protocol.encode_answer(1, [answer, answer], wire_dtype="float16"),
+        Kind.CANCEL: protocol.encode_cancel(1),
+        Kind.LATER: protocol.encode_later(1, "full"),
+        Kind.ERROR: protocol.encode_error(1, TeacherTimeout("late")),
+        Kind.READY: protocol.encode_ready(Ready(ModelInfo(**MODEL), 100, "host:7", 60.0)),
+        Kind.WELCOME: protocol.encode_welcome(),
+        Kind.PULSE: protocol.encode_pulse(Pulse(1, 2, 3, 4.0)),
+        Kind.REJOIN: protocol.encode_rejoin(),
+        Kind.PROBE: protocol.encode_probe(),
+        Kind.BYE: protocol.encode_bye("done", broken=True),
+    }
+    return {kind.value: [bytes(frame) for frame in frames] for kind, frames in messages.items()}
+
+
+VALID = valid_messages()
+
+
+def decode_safely(frames: list[bytes]) -> Message | None:
+    """None if refused."""
+    n_bytes = sum(len(frame) for frame in frames)
+    began = time.perf_counter()
+    tracemalloc.start()
+    try:
+        protocol.peek_request_id(frames)
+        message = protocol.decode(frames)
+    except TeacherProtocolError as error:
+        message = None
+        assert len(str(error)) < 2000, "an error repeats what it complains of"
+    finally:
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak_bytes < allowed_bytes(n_bytes), f"{n_bytes} bytes made decode allocate {peak_bytes}"
+    assert time.perf_counter() - began < TIME_LIMIT_S
+    assert message is None or isinstance(message, get_args(Message))
+    return message
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.sampled_from([0, 1, -1, 2**31, 2**53, 2**63, 2**64 - 1, LIMITS.vocab_size, LIMITS.frames + 1])
+    | st.floats(allow_nan=True, allow_infinity=True)
+    | st.text(max_size=40)
+    | st.binary(max_size=40)
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=8), inner, max_size=6),
+    max_leaves=30,
+)
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_every_kind_of_message_is_among_those_that_are_damaged() -> None:
+    assert set(VALID) == {kind.value for kind in Kind}
+    assert all(decode_safely(frames) is not None for frames in VALID.values())
+
+
+@FUZZ
+@given(st.lists(st.binary(max_size=300), max_size=6))
+@example([])
+@example([b"\x91" * 1000])
+@example([b"\xdd\x00\x00\x30\x00" * 50])
+def test_arbitrary_frames_are_refused(frames: list[bytes]) -> None:
+    assert decode_safely(frames) is None
+
+
+@FUZZ
+@given(values, st.lists(st.binary(max_size=50), max_size=3))
+def test_arbitrary_headers_are_refused(header: Any, frames: list[bytes]) -> None:
+    assert decode_safely([msgpack.packb(header), *frames]) is None
+
+
+@FUZZ
+@given(st.data())
+def test_a_header_with_values_of_any_kind_gives_a_message_or_is_refused(data: st.DataObject) -> None:
+    first, *frames = VALID[data.draw(st.sampled_from(sorted(VALID)))]
+    header = msgpack.unpackb(first)
+    for key in data.draw(st.lists(st.sampled_from(sorted(header)), min_size=1, max_size=3, unique=True)):
+        if isinstance(header[key], list) and header[key] and data.draw(st.booleans()):
+            header[key][data.draw(st.integers(0, len(header[key]) - 1))] = data.draw(values)
+        elif isinstance(header[key], dict) and data.draw(st.booleans()):
+            header[key][data.draw(st.sampled_from(sorted(header[key])))] = data.draw(values)
+        else:
+            header[key] = data.draw(values)
+    decode_safely([msgpack.packb(header), *frames])
+
+
+@FUZZ
+@given(st.data())
+def test_damaged_frames_give_a_message_or_are_refused(data: st.DataObject) -> None:
+    frames = list(VALID[data.draw(st.sampled_from(sorted(VALID)))])
+    for _ in range(data.draw(st.integers(1, 3))):
+        i = data.draw(st.integers(0, len(frames) - 1))
+        what = data.draw(st.sampled_from(["cut", "drop", "double", "swap", "extend", "byte"]))
+        if what == "cut":
+            frames[i] = frames[i][: data.draw(st.integers(0, len(frames[i])))]
+        elif what == "drop":
+            frames = frames[:i] + frames[i + 1 :] or [b""]
+        elif what == "double":
+            frames.insert(i, frames[i])
+        elif what == "swap":
+            frames[0], frames[i] = frames[i], frames[0]
+        elif what == "extend":
+            frames[i] += data.draw(st.binary(max_size=20))
+        elif frames[i]:
+            at = data.draw(st.integers(0, len(frames[i]) - 1))
+            frames[i] = frames[i][:at] + data.draw(st.binary(min_size=1, max_size=1)) + frames[i][at + 1 :]
+    decode_safely(frames)
+
+
+@FUZZ
+@given(st.data())
+def test_a_status_of_any_content_is_one_or_is_refused(data: st.DataObject) -> None:
+    content: Any = status().to_dict()
+    key = data.draw(st.sampled_from(sorted(content)))
+    json_values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+        max_leaves=10,
+    )
+    content[key] = data.draw(json_values)
+    decode_safely(with_status(json.dumps(content).encode()))
+
+
+def with_status(text: bytes) -> list[bytes]:
+    header = msgpack.unpackb(VALID["status"][0]) | {"arrays": [["u1", len(text)]]}
+    return [msgpack.packb(header), text]
+
+
+@pytest.mark.parametrize("depth", [100, 400, 500, 510, 600, 900, 940, 960, 980, 990, 1000, 100_000])
+def test_nesting_of_any_depth_is_refused_and_never_a_recursion_error(depth: int) -> None:
+    assert decode_safely(with_status(b"[" * depth + b"]" * depth)) is None
+    content = json.dumps(status().to_dict()).encode()
+    deep = content.replace(b'"queue_tokens": 0', b'"queue_tokens": ' + b"[" * depth + b"]" * depth)
+    assert deep != content and decode_safely(with_status(deep)) is None
+    if depth < 600:
+        for kind, key in (("score", "prompt_lens"), ("score", "temperature"), ("ready", "info"), ("hello", "v")):
+            header = msgpack.unpackb(VALID[kind][0]) | {key: nested(depth)}
+            assert decode_safely([msgpack.packb(header), *VALID[kind][1:]]) is None
+
+
+@pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\xa0", b"\xcd\xff\xff", b"\xcb" + 8 * b"\x41"])
+def test_the_largest_header_of_the_smallest_things_costs_no_more_than_64_mib(item: bytes) -> None:
+    """Arrays of at most the allowed length, and as many of them as a header may hold."""
+    row = b"\xdc\x2f\xff" + 0x2FFF * item
+    assert len(row) < LIMITS.header_bytes
+    n_rows = (LIMITS.header_bytes - 16) // len(row)
+    header = b"\x81\xa1a\xdc" + n_rows.to_bytes(2, "big") + n_rows * row
+    tracemalloc.start()
+    try:
+        with pytest.raises(TeacherProtocolError):
+            protocol.decode([header])
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_error_is_short_whatever_it_complains_of() -> None:
+    long = [1] * LIMITS.frames
+    for key in ("id", "timeout_s", "prompt_lens", "temperature", "wire_dtype", "top_k", "arrays", "kind", "v"):
+        for value in (long, [long, long], "x" * 10_000):
+            header = msgpack.unpackb(VALID["score"][0]) | {key: value}
+            assert decode_safely([msgpack.packb(header), *VALID["score"][1:]]) is None

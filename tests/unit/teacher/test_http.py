@@ -1,0 +1,203 @@
+"""/healthz and /metrics."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from teacher import TeacherError
+from teacher.proxy.http import HttpServer
+from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
+from tests._support.fake_worker import running_worker
+from tests._support.teacher_service import running_proxy
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def worker_status(name: str) -> WorkerStatus:
+    return WorkerStatus(
+        name=name,
+        joined_s=100.5,
+        heard_s=0.25,
+        requests=3,
+        tokens=300,
+        capacity_tokens=1000,
+        tokens_per_second=50.0,
+        busy_share=0.75,
+        scored_sequences=7,
+        scored_tokens=7000,
+    )
+
+
+CLIENT = ClientStatus(
+    name='a "client"\n', waiting_requests=1, waiting_tokens=10, running_requests=2, oldest_s=1.5, answered_tokens=5
+)
+STATUS = ServiceStatus(
+    model_name="tiny",
+    n_logprobs=4,
+    protocol_version=4,
+    uptime_s=1000.0,
+    draining=False,
+    queue_requests=11,
+    queue_tokens=1100,
+    queue_oldest_s=2.5,
+    max_queue_tokens=9999,
+    tokens_per_second=100.0,
+    last_loss="none has registered yet",
+    workers=(worker_status("host:1"), worker_status("host:1")),
+    clients=(CLIENT,),
+    totals=Totals(**{field.name: i + 2001 for i, field in enumerate(fields(Totals))}),
+)
+
+
+class Source:
+    """What the proxy would give; `status` and `age_s` can be set."""
+
+    def __init__(self) -> None:
+        self.status, self.age_s = STATUS, 0.5
+
+    def __call__(self) -> tuple[ServiceStatus, float]:
+        return self.status, self.age_s
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+@pytest.fixture
+def server(source: Source) -> Iterator[HttpServer]:
+    with HttpServer("127.0.0.1", 0, source, request_timeout_s=0.5) as running:
+        yield running
+
+
+def get(server: HttpServer, path: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=5) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def health(server: HttpServer) -> tuple[int, dict[str, Any]]:
+    code, body = get(server, "/healthz")
+    return code, json.loads(body)
+
+
+def test_health_is_200_with_a_worker_and_503_with_the_reason_otherwise(server: HttpServer, source: Source) -> None:
+    assert health(server)[0] == 200
+    for change, reason in (
+        ({"workers": ()}, "no worker"),
+        ({"draining": True}, "going down"),
+    ):
+        source.status = replace(STATUS, **change)
+        code, said = health(server)
+        assert code == 503 and reason in said["status"]
+    source.status, source.age_s = STATUS, 60.0
+    code, said = health(server)
+    assert code == 503 and "stuck" in said["status"] and said["status_age_s"] == 60.0
+
+
+def test_every_number_of_the_status_is_a_metric(server: HttpServer) -> None:
+    code, body = get(server, "/metrics")
+    assert code == 200
+    families = list(text_string_to_metric_families(body.decode()))
+    samples = [sample for family in families for sample in family.samples]
+    values = {sample.value for sample in samples if sample.name.startswith("teacher_")}
+    for record in (STATUS, STATUS.workers[0], CLIENT, STATUS.totals):
+        for field in fields(record):
+            value = getattr(record, field.name)
+            if isinstance(value, int | float) and field.name not in ("n_logprobs", "protocol_version"):  # labels
+                assert float(value) in values, f"{field.name} is missing"
+    assert all(family.documentation for family in families)
+
+    def value(name: str, **labels: str) -> float:
+        (found,) = [s.value for s in samples if s.name == name and labels.items() <= s.labels.items()]
+        return found
+
+    assert value("teacher_info", model_name="tiny", protocol_version="4") == 1
+    assert value("teacher_requests_total", outcome="refused") == STATUS.totals.refused
+    assert value("teacher_client_oldest_seconds", client='a "client"\n') == 1.5
+    assert value("process_open_fds") > 0
+
+
+def test_workers_of_the_same_name_are_two_series(server: HttpServer) -> None:
+    """Equal series would make Prometheus refuse the page."""
+    series = [line.split(" ")[0] for line in get(server, "/metrics")[1].decode().splitlines() if line[0] != "#"]
+    assert len(series) == len(set(series))
+    assert 'teacher_worker_busy_ratio{worker="host:1"}' in series
+
+
+def test_only_get_and_only_two_pages(server: HttpServer) -> None:
+    assert get(server, "/")[0] == 404 and get(server, "/../../etc/passwd")[0] == 404
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as peer:
+        peer.sendall(b"POST /metrics HTTP/1.0\r\n\r\n")
+        assert b" 501 " in peer.recv(100)
+
+
+def test_a_slow_or_endless_or_senseless_request_is_dropped_and_others_are_answered(server: HttpServer) -> None:
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
+        while time.monotonic() - began < 10:
+            try:
+                slow.sendall(b"G")  # never silent, never done
+            except OSError:
+                break
+            assert get(server, "/healthz")[0] == 200
+            threading.Event().wait(0.05)
+        assert 0.3 < time.monotonic() - began < 8
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as endless:
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() - began < 3:
+                endless.sendall(b"GET / HTTP/1.0\r\n" + b"x: y\r\n" * 1000)
+    for senseless in (b"\x16\x03\x01\x02\x00", b"\0" * 100 + b"\n", b"GET /metrics HTTP/9.9\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as peer:
+            peer.sendall(senseless)
+            peer.shutdown(socket.SHUT_WR)
+            while peer.recv(1000):
+                pass
+    assert get(server, "/healthz")[0] == 200
+
+
+def test_no_more_than_so_many_connections_at_once_and_later_all_is_well(server: HttpServer) -> None:
+    peers = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(100)]
+    n_threads = threading.active_count()
+    assert n_threads < 90
+    for peer in peers:
+        peer.close()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            assert get(server, "/healthz")[0] == 200
+            break
+        except OSError:
+            threading.Event().wait(0.05)
+
+
+def test_a_busy_port_is_a_readable_error(server: HttpServer, source: Source) -> None:
+    with pytest.raises(TeacherError, match=rf"127.0.0.1:{server.port} for /healthz.*--http-port \(HTTP_PORT"):
+        HttpServer("127.0.0.1", server.port, source)
+    with pytest.raises(TeacherError, match="--http-bind"):
+        HttpServer("no-such-host.invalid", 0, source)
+
+
+def test_it_says_what_a_real_proxy_does() -> None:
+    with running_proxy() as proxy, HttpServer("127.0.0.1", 0, lambda: (proxy.latest_status, 0.0)) as server:
+        assert health(server)[0] == 503
+        with running_worker(proxy.backend_port):
+            deadline = time.monotonic() + 5  # the proxy looks at itself once a second
+            while health(server)[0] != 200 and time.monotonic() < deadline:
+                threading.Event().wait(0.05)
+            code, said = health(server)
+            assert code == 200 and said["model_name"] == "fake" and said["workers"] == 1

@@ -1,0 +1,368 @@
+"""Client, proxy and workers over real sockets, with an engine that computes nothing (`fake_worker`)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import zmq
+
+from teacher import (
+    ScoredSequence,
+    TeacherClient,
+    TeacherError,
+    TeacherRequestError,
+    TeacherSequence,
+    TeacherTimeout,
+    TeacherUnavailable,
+)
+from teacher.proxy import Proxy
+from teacher.wire import protocol
+from teacher.wire.messages import LIMITS, PROTOCOL_VERSION, Failure
+from teacher.worker import Worker
+from tests._support.fake_worker import OTHER_INFO, FakeEngine, expected_answer, running_worker
+from tests._support.ports import free_port
+from tests._support.teacher_service import StopFlag, running_proxy
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def client(proxy: Proxy) -> Iterator[TeacherClient]:
+    with TeacherClient(server_port=proxy.frontend_port, timeout_s=20) as connected:
+        yield connected
+
+
+def sequence(*token_ids: int, prompt_len: int = 1) -> TeacherSequence:
+    return TeacherSequence(np.array(token_ids, np.int32), prompt_len)
+
+
+def assert_answers(answers: list[ScoredSequence], sequences: list[TeacherSequence]) -> None:
+    for got, asked in zip(answers, sequences, strict=True):
+        want = expected_answer(asked)
+        np.testing.assert_array_equal(got.topk_ids_TK, want.topk_ids_TK)
+        np.testing.assert_array_equal(got.topk_logps_TK, want.topk_logps_TK)
+        np.testing.assert_array_equal(got.sampled_logps_T, want.sampled_logps_T)
+
+
+def test_hello_tells_what_the_service_is(proxy: Proxy, client: TeacherClient) -> None:
+    with running_worker(proxy.backend_port), running_worker(proxy.backend_port):
+        info = client.hello()
+    assert (info.model_name, info.vocab_size, info.n_logprobs, info.max_model_len) == ("fake", 100, 4, 32)
+    assert info.eos_token_ids == (1, 7)
+    assert (info.protocol_version, info.n_workers) == (PROTOCOL_VERSION, 2)
+
+
+def test_many_requests_in_flight_from_many_threads_each_get_their_own_answer(
+    proxy: Proxy, client: TeacherClient
+) -> None:
+    rng = np.random.default_rng(0)
+    requests = [
+        [sequence(*rng.integers(0, 90, rng.integers(2, 20)).tolist()) for _ in range(rng.integers(1, 4))]
+        for _ in range(300)
+    ]
+    with running_worker(proxy.backend_port) as worker, ThreadPoolExecutor(8) as callers:
+        worker.engine.gate.clear()
+        futures = list(callers.map(client.submit, requests))
+        worker.engine.gate.set()
+        for future, asked in zip(futures, requests, strict=True):
+            assert_answers(future.result(timeout=20), asked)
+
+
+def test_answers_come_as_they_are_done_not_in_the_order_of_asking(proxy: Proxy, client: TeacherClient) -> None:
+    order: list[int] = []
+    with running_worker(proxy.backend_port) as worker:
+        worker.engine.gate.clear()
+        futures = [client.submit([sequence(1, i)]) for i in range(3)]
+        for i, future in enumerate(futures):
+            future.add_done_callback(lambda _, i=i: order.append(i))
+            assert worker.engine.added.acquire(timeout=5)
+        worker.engine.gate.set()
+        for i, future in enumerate(futures):
+            assert_answers(future.result(timeout=5), [sequence(1, i)])
+    assert order == [2, 1, 0]
+
+
+def test_a_late_answer_is_dropped_and_the_client_goes_on(proxy: Proxy, client: TeacherClient) -> None:
+    with running_worker(proxy.backend_port) as worker:
+        worker.engine.gate.clear()
+        late = client.submit([sequence(1, 2)], timeout_s=0.8)
+        with pytest.raises(TeacherTimeout, match="did not finish it in time"):
+            late.result(timeout=5)
+        worker.engine.gate.set()
+        asked = [sequence(7, 8, 9)]
+        assert_answers(client.submit(asked).result(timeout=5), asked)
+
+
+def test_a_proxy_that_does_not_answer_ends_in_a_timeout_not_in_a_hang() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
+        port = mute.bind_to_random_port("tcp://127.0.0.1")
+        with TeacherClient(server_port=port) as client, pytest.raises(TeacherTimeout, match="connected but gave no"):
+            client.submit([sequence(1, 2)], timeout_s=0.5).result(timeout=5)
+
+
+def test_a_bad_request_fails_alone(proxy: Proxy, client: TeacherClient) -> None:
+    good = [sequence(1, 2, 3)]
+    with running_worker(proxy.backend_port) as worker:
+        worker.engine.gate.clear()
+        futures = [client.submit(good), client.submit([sequence(1, 2), sequence(1, 100)]), client.submit(good)]
+        worker.engine.gate.set()
+        with pytest.raises(TeacherRequestError, match="sequence 1: token id 100"):
+            futures[1].result(timeout=5)
+        for future in (futures[0], futures[2], client.submit(good)):
+            assert_answers(future.result(timeout=5), good)
+        assert worker.thread.is_alive()
+
+
+def test_what_the_client_can_see_is_refused_through_the_future_too(client: TeacherClient) -> None:
+    for bad in ([], [sequence(1)], [TeacherSequence(np.zeros(3, np.int64), 1)]):
+        with pytest.raises(TeacherRequestError):
+            client.submit(bad).result(timeout=5)
+    with pytest.raises(TeacherRequestError, match="timeout_s"):
+        client.submit([sequence(1, 2)], timeout_s=float("nan")).result(timeout=5)
+
+
+def test_without_a_worker_a_request_waits_for_one_until_its_deadline(proxy: Proxy, client: TeacherClient) -> None:
+    began = time.monotonic()
+    hopeless, patient = client.submit([sequence(1, 2)], timeout_s=0.8), client.submit([sequence(3, 4)])
+    with pytest.raises(TeacherUnavailable, match=r"no worker .*none has registered.*join_server"):
+        hopeless.result(timeout=5)
+    assert 0.4 < time.monotonic() - began < 5
+    with pytest.raises(TeacherUnavailable, match="no worker"):
+        client.hello(timeout_s=0.8)
+    with running_worker(proxy.backend_port):
+        assert_answers(patient.result(timeout=5), [sequence(3, 4)])
+
+
+def test_nobody_at_the_address_is_an_error_that_says_what_to_do() -> None:
+    unavailable = pytest.raises(TeacherUnavailable, match=r"no teacher service at .*start_server.sh")
+    with TeacherClient(server_port=free_port()) as client, unavailable:
+        client.hello(timeout_s=0.3)
+    with pytest.raises(TeacherError, match="cannot connect"):
+        TeacherClient(server_port=99999)
+
+
+def test_a_service_that_comes_back_is_used_again() -> None:
+    port = free_port()
+    with TeacherClient(server_port=port, timeout_s=20) as client:
+        with running_proxy(port) as proxy, running_worker(proxy.backend_port):
+            client.submit([sequence(1, 2)]).result(timeout=10)
+            # Goes down with this one in flight.
+        down = client.submit([sequence(1, 2)], timeout_s=0.3)
+        with pytest.raises(TeacherUnavailable):
+            down.result(timeout=5)
+        waiting = client.submit([sequence(5, 6)])
+        with running_proxy(port) as proxy, running_worker(proxy.backend_port):
+            assert_answers(waiting.result(timeout=15), [sequence(5, 6)])
+
+
+def test_a_request_that_a_killed_proxy_took_along_is_asked_again() -> None:
+    """SIGKILL: nobody tells the client; it notices the lost connection and repeats what has no answer."""
+    port, backend_port = free_port(), free_port()
+    command = [sys.executable, "-m", "teacher", "proxy", f"--frontend-port={port}", f"--backend-port={backend_port}"]
+    first = subprocess.Popen(command)
+    try:
+        with TeacherClient(server_port=port, timeout_s=20) as client:
+            with pytest.raises(TeacherUnavailable, match="no worker"):
+                client.hello(timeout_s=3)
+            pending = client.submit([sequence(5, 6)])
+            with pytest.raises(TeacherUnavailable, match="no worker"):  # sent after `pending`: the proxy has both
+                client.hello(timeout_s=0.8)
+            first.kill()
+            first.wait(timeout=10)
+            with running_proxy(port) as proxy, running_worker(proxy.backend_port):
+                assert_answers(pending.result(timeout=15), [sequence(5, 6)])
+    finally:
+        first.kill()
+        first.wait(timeout=10)
+
+
+def test_a_proxy_that_is_stopped_hands_back_what_waits_and_the_next_one_answers_it() -> None:
+    with TeacherClient(server_port=free_port(), timeout_s=20) as client:
+        port = int(client.address.rsplit(":", 1)[1])
+        with running_proxy(port):
+            waiting = client.submit([sequence(5, 6)])
+            with pytest.raises(TeacherUnavailable, match="no worker"):
+                client.hello(timeout_s=0.8)
+        assert not waiting.done()
+        with running_proxy(port) as proxy, running_worker(proxy.backend_port):
+            assert_answers(waiting.result(timeout=15), [sequence(5, 6)])
+
+
+def test_a_proxy_that_is_stopped_finishes_what_workers_have() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with ExitStack() as running:
+        proxy = Proxy(frontend_port=0, backend_port=0)
+        stop = StopFlag()
+        thread = threading.Thread(target=proxy.run, args=(stop,), daemon=True)
+        thread.start()
+        running.enter_context(running_worker(proxy.backend_port, engine))
+        client = running.enter_context(TeacherClient(server_port=proxy.frontend_port, timeout_s=20))
+        begun = client.submit([sequence(1, 2)])
+        assert engine.added.acquire(timeout=5)
+        stop.set()
+        thread.join(timeout=0.5)
+        assert thread.is_alive() and not begun.done()
+        engine.gate.set()
+        assert_answers(begun.result(timeout=5), [sequence(1, 2)])
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
+def test_workers_share_the_work_by_tokens(proxy: Proxy, client: TeacherClient) -> None:
+    engines = [FakeEngine(capacity_tokens=60), FakeEngine(capacity_tokens=60)]
+    for engine in engines:
+        engine.gate.clear()
+    with running_worker(proxy.backend_port, engines[0]), running_worker(proxy.backend_port, engines[1]):
+        # One long request for the worker that registered first, then many short ones that together are shorter.
+        futures = [client.submit([sequence(*range(31))])]
+        futures += [client.submit([sequence(1, 2)]) for _ in range(15)]
+        for _ in range(15):
+            assert engines[1].added.acquire(timeout=5)
+        for engine in engines:
+            engine.gate.set()
+        for future in futures:
+            future.result(timeout=5)
+    assert [engine.n_scored for engine in engines] == [1, 15]
+
+
+def test_no_worker_is_given_more_than_its_capacity(proxy: Proxy, client: TeacherClient) -> None:
+    engine = FakeEngine(capacity_tokens=10)
+    engine.gate.clear()
+    with running_worker(proxy.backend_port, engine):
+        futures = [client.submit([sequence(1, 2)]) for _ in range(20)]
+        with pytest.raises(TeacherTimeout, match="busy until the deadline"):
+            client.submit([sequence(1, 2)], timeout_s=0.8).result(timeout=5)
+        for _ in range(5):
+            assert engine.added.acquire(timeout=5)
+        assert not engine.added.acquire(timeout=0.2)
+        engine.gate.set()
+        for future in futures:
+            future.result(timeout=5)
+
+
+def test_a_worker_that_leaves_gives_its_requests_to_another(proxy: Proxy, client: TeacherClient) -> None:
+    leaving = FakeEngine()
+    leaving.gate.clear()
+    with running_worker(proxy.backend_port, leaving):
+        futures = [client.submit([sequence(1, i)]) for i in range(10)]
+        for _ in futures:
+            assert leaving.added.acquire(timeout=5)
+    assert leaving.n_scored == 0
+    with running_worker(proxy.backend_port):
+        for i, future in enumerate(futures):
+            assert_answers(future.result(timeout=10), [sequence(1, i)])
+
+
+def test_a_request_that_ends_every_engine_is_given_up_and_named(proxy: Proxy, client: TeacherClient) -> None:
+    with ExitStack() as workers:
+        for _ in range(4):
+            workers.enter_context(running_worker(proxy.backend_port))
+        poison = client.submit([sequence(1, 99)])
+        with pytest.raises(TeacherRequestError, match=r"3 workers were lost.*fell off the bus"):
+            poison.result(timeout=10)
+        assert client.hello().n_workers == 1
+        assert_answers(client.submit([sequence(3, 4)]).result(timeout=5), [sequence(3, 4)])
+
+
+def test_a_worker_with_another_model_is_refused_and_told_why(proxy: Proxy, client: TeacherClient) -> None:
+    with running_worker(proxy.backend_port), running_worker(proxy.backend_port, FakeEngine(OTHER_INFO)) as other:
+        other.thread.join(timeout=5)
+        assert isinstance(other.error, TeacherRequestError)
+        assert "refused this worker" in str(other.error) and "CKPT_PATH" in str(other.error)
+        assert client.hello().n_workers == 1
+
+
+def test_a_worker_without_a_proxy_says_so() -> None:
+    with pytest.raises(TeacherUnavailable, match=r"no proxy answered at .*start_server.sh"):
+        Worker(FakeEngine(), backend_port=free_port()).run(StopFlag(), register_timeout_s=0.2)
+
+
+def test_garbage_on_both_ports_does_not_stop_the_service(proxy: Proxy, client: TeacherClient) -> None:
+    rng = np.random.default_rng(0)
+    with running_worker(proxy.backend_port), zmq.Context() as context:
+        for port in (proxy.frontend_port, proxy.backend_port):
+            with socket.create_connection(("127.0.0.1", port)) as raw:  # no ZeroMQ at all
+                raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + rng.bytes(1000))
+            with context.socket(zmq.DEALER) as garbage:
+                garbage.setsockopt(zmq.LINGER, 1000)
+                garbage.connect(f"tcp://127.0.0.1:{port}")
+                garbage.send(b"")
+                garbage.send_multipart([b"", b""])
+                garbage.send_multipart([rng.bytes(50) for _ in range(5)])
+                garbage.send_multipart(protocol.encode_welcome())
+                garbage.send_multipart(protocol.encode_answer(1, [expected_answer(sequence(1, 2))]))
+                garbage.send_multipart([b"x"] * (LIMITS.frames + 100))
+                # The last one carries an id: it is answered.
+                garbage.send_multipart([protocol.encode_hello(77, 1.0)[0], b"an array that nobody announced"])
+                replies = []
+                while garbage.poll(10_000) and not any(isinstance(r, Failure) and r.request_id == 77 for r in replies):
+                    replies.append(protocol.decode(garbage.recv_multipart()))
+                assert isinstance(replies[-1], Failure) and "0 arrays, 1 array frames" in str(replies[-1].error)
+        asked = [sequence(1, 2, 3)]
+        assert_answers(client.submit(asked).result(timeout=5), asked)
+
+
+def test_another_protocol_version_gets_an_error_that_names_both(proxy: Proxy) -> None:
+    import msgpack
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as old:
+        old.connect(f"tcp://127.0.0.1:{proxy.frontend_port}")
+        header = {**msgpack.unpackb(protocol.encode_hello(5, 1.0)[0]), "v": 99}
+        old.send(msgpack.packb(header))
+        assert old.poll(5000)
+        message = protocol.decode(old.recv_multipart())
+    assert isinstance(message, Failure) and message.request_id == 5
+    assert "version 99" in str(message.error) and f"speaks {PROTOCOL_VERSION}" in str(message.error)
+
+
+def test_a_port_in_use_is_refused_readably(proxy: Proxy) -> None:
+    with pytest.raises(TeacherError, match=f"cannot listen on 127.0.0.1:{proxy.frontend_port}.*PROXY_FRONTEND_PORT"):
+        Proxy(frontend_port=proxy.frontend_port, backend_port=0)
+
+
+def test_close_leaves_no_thread_and_no_descriptor_and_fails_what_is_in_flight(proxy: Proxy) -> None:
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        client = TeacherClient(server_port=proxy.frontend_port)
+        pending = client.submit([sequence(1, 2)])
+        client.close()
+        client.close()
+        with pytest.raises(TeacherError, match="closed by its owner"):
+            pending.result(timeout=5)
+        with pytest.raises(TeacherError, match="is closed"):
+            client.submit([sequence(1, 2)])
+    # The proxy, in this process, drops its side of each connection when it notices.
+    deadline = time.monotonic() + 5
+    while len(os.listdir("/proc/self/fd")) > descriptors and time.monotonic() < deadline:
+        threading.Event().wait(0.02)
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_a_forked_child_is_told_to_make_its_own_client(client: TeacherClient) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            client.submit([sequence(1, 2)])
+        except TeacherError as error:
+            client.close()
+            os._exit(0 if "make a new one" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_the_client_imports_no_engine() -> None:
+    heavy = "{'torch', 'vllm', 'transformers', 'ray', 'megatron', 'recipe_gkd'}"
+    code = f"import sys, teacher, teacher.worker, teacher.proxy; sys.exit(len({heavy} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

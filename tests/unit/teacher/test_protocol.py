@@ -1,0 +1,308 @@
+"""The wire format: what is encoded comes back, and nothing that arrives can crash the receiver or make it allocate."""
+
+from __future__ import annotations
+
+import pickle
+import tracemalloc
+from dataclasses import asdict
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from teacher import errors
+from teacher.records import ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
+from teacher.wire import messages, protocol
+from teacher.wire.messages import (
+    LIMITS,
+    PROTOCOL_VERSION,
+    Answer,
+    Bye,
+    Failure,
+    Hello,
+    Info,
+    Probe,
+    Ready,
+    Score,
+    Welcome,
+)
+
+MODEL: dict[str, Any] = dict(
+    model_name="m",
+    vocab_size=9,
+    n_tokens=9,
+    tokenizer_fingerprint="f",
+    max_model_len=8,
+    n_logprobs=3,
+    engine="e",
+    eos_token_ids=(1, 7),
+)
+
+READY = Ready(ModelInfo(**MODEL), 100, "host:7", 60.0)
+
+
+def sequences() -> list[TeacherSequence]:
+    return [TeacherSequence(np.arange(n, dtype=np.int32), prompt_len) for n, prompt_len in ((5, 2), (2, 1), (7, 6))]
+
+
+def answers() -> list[ScoredSequence]:
+    rng = np.random.default_rng(0)
+    return [
+        ScoredSequence(
+            rng.normal(size=(n, 3)).astype(np.float32),
+            rng.integers(0, 9, (n, 3)).astype(np.int32),
+            rng.normal(size=n).astype(np.float32),
+        )
+        for n in (3, 1)
+    ]
+
+
+def as_bytes(frames: list[protocol.Frame]) -> list[bytes]:
+    return [bytes(frame) for frame in frames]
+
+
+def valid_messages() -> list[list[bytes]]:
+    return [
+        as_bytes(frames)
+        for frames in (
+            protocol.encode_hello(1, 2.0),
+            protocol.encode_info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2)),
+            protocol.encode_score(1, 2.0, sequences(), 0.7),
+            protocol.encode_answer(1, answers()),
+            protocol.encode_error(1, errors.TeacherTimeout("late")),
+            protocol.encode_ready(READY),
+            protocol.encode_welcome(),
+            protocol.encode_probe(),
+            protocol.encode_bye("done"),
+        )
+    ]
+
+
+def with_header(frames: list[bytes], **changes: object) -> list[bytes]:
+    return [msgpack.packb({**msgpack.unpackb(frames[0]), **changes}), *frames[1:]]
+
+
+def test_sequences_survive_the_round_trip() -> None:
+    message = protocol.decode(as_bytes(protocol.encode_score(7, 2.5, sequences(), 0.7)))
+    assert isinstance(message, Score)
+    assert (message.request_id, message.timeout_s, message.n_tokens, message.temperature) == (7, 2.5, 14, 0.7)
+    for got, sent in zip(message.sequences, sequences(), strict=True):
+        np.testing.assert_array_equal(got.token_ids, sent.token_ids)
+        assert got.token_ids.dtype == np.int32 and got.prompt_len == sent.prompt_len
+
+
+def test_a_request_always_says_its_temperature_and_one_that_does_not_is_refused() -> None:
+    frames = as_bytes(protocol.encode_score(7, 2.5, sequences()))
+    header = msgpack.unpackb(frames[0])
+    assert header.pop("temperature") == 1.0
+    with pytest.raises(errors.TeacherProtocolError, match=r"temperature must be a number .*, got None"):
+        protocol.decode([msgpack.packb(header), *frames[1:]])
+
+
+def test_answers_survive_the_round_trip_without_a_copy() -> None:
+    frames = protocol.encode_answer(7, sent := answers())
+    assert np.shares_memory(np.frombuffer(frames[1], np.float32), sent[0].topk_logps_TK)
+    message = protocol.decode(frames)
+    assert isinstance(message, Answer) and message.request_id == 7
+    for got, want in zip(message.answers, sent, strict=True):
+        for name, array in asdict(want).items():
+            np.testing.assert_array_equal(getattr(got, name), array)
+            assert getattr(got, name).dtype == array.dtype
+    assert np.shares_memory(message.answers[0].topk_logps_TK, sent[0].topk_logps_TK)
+
+
+def test_small_messages_survive_the_round_trip() -> None:
+    hello, info, _, _, _, ready, welcome, probe, bye = (protocol.decode(frames) for frames in valid_messages())
+    assert hello == Hello(1, 2.0)
+    assert info == Info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2))
+    assert ready == READY
+    assert (welcome, probe, bye) == (Welcome(), Probe(), Bye("done", broken=False))
+
+
+@pytest.mark.parametrize(
+    "kind", [errors.TeacherTimeout, errors.TeacherProtocolError, errors.TeacherRequestError, errors.TeacherUnavailable]
+)
+def test_errors_keep_their_type_and_text_on_the_wire_and_in_a_pickle(kind: type[errors.TeacherError]) -> None:
+    message = protocol.decode(protocol.encode_error(3, kind("got x, expected y")))
+    assert isinstance(message, Failure) and message.request_id == 3
+    for error in (message.error, pickle.loads(pickle.dumps(message.error))):
+        assert type(error) is kind and str(error) == "got x, expected y"
+
+
+def test_a_readdressed_message_differs_in_id_and_time_only() -> None:
+    frames = protocol.encode_score(7, 2.5, sequences(), 0.7)
+    message = protocol.decode(protocol.readdress(frames, 8, 1.5))
+    assert isinstance(message, Score) and (message.request_id, message.timeout_s) == (8, 1.5)
+    assert message.temperature == 0.7
+    np.testing.assert_array_equal(message.sequences[0].token_ids, sequences()[0].token_ids)
+
+
+def test_a_request_does_not_see_later_changes_of_the_callers_array() -> None:
+    mine = sequences()
+    frames = protocol.encode_score(1, 1.0, mine)
+    mine[0].token_ids[:] = 77
+    message = protocol.decode(frames)
+    assert isinstance(message, Score) and message.sequences[0].token_ids.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("sequence", "complaint"),
+    [
+        (TeacherSequence(np.zeros(3, np.int64), 1), "int32"),
+        (TeacherSequence(np.zeros((3, 1), np.int32), 1), "int32 array"),
+        (TeacherSequence([1, 2], 1), "got list"),  # type: ignore[arg-type]
+        (TeacherSequence(np.zeros(3, np.int32), 0), "prompt_len=0"),
+        (TeacherSequence(np.zeros(3, np.int32), 3), "empty response"),
+        (TeacherSequence(np.zeros(LIMITS.sequence_tokens + 1, np.int32), 3), "at most"),
+    ],
+)
+def test_a_sequence_that_cannot_be_scored_is_refused_before_it_is_sent(
+    sequence: TeacherSequence, complaint: str
+) -> None:
+    with pytest.raises(errors.TeacherRequestError, match=complaint):
+        protocol.encode_score(1, 1.0, [sequence])
+
+
+def test_a_batch_that_is_too_large_for_one_request_is_told_its_size_and_the_key_to_change() -> None:
+    short, long = (TeacherSequence(np.zeros(n, np.int32), 1) for n in (2, LIMITS.sequence_tokens))
+    too_many, too_long = (
+        [short] * (LIMITS.sequences + 1),
+        [long] * (LIMITS.request_tokens // LIMITS.sequence_tokens + 1),
+    )
+    for batch, complaint in ((too_many, "4097 sequences in one request"), (too_long, "17825792 tokens in one request")):
+        with pytest.raises(errors.TeacherRequestError, match=f"{complaint}.*teacher.num_microbatches"):
+            messages.check_sequences(batch)
+
+
+def test_another_protocol_version_is_refused_but_its_errors_can_be_read() -> None:
+    for frames in valid_messages():
+        other = with_header(frames, v=PROTOCOL_VERSION + 1)
+        if msgpack.unpackb(frames[0])["kind"] == "error":
+            assert isinstance(protocol.decode(other), Failure)
+        else:
+            with pytest.raises(errors.TeacherProtocolError, match=f"version {PROTOCOL_VERSION + 1}.*install the same"):
+                protocol.decode(other)
+            assert protocol.peek_request_id(other) == msgpack.unpackb(frames[0])["id"]
+
+
+def absurd_messages() -> list[list[bytes]]:
+    score, answer = valid_messages()[2:4]
+    ids = np.zeros(4, np.int32).tobytes()
+    return [
+        [],
+        [b""],
+        [b"\xdd\xff\xff\xff\xff"],  # an array of 4 G items
+        [b"\xdf\xff\xff\xff\xff"],  # a map of 4 G items
+        [b"\xdb\xff\xff\xff\xff"],  # a text of 4 GiB
+        [b"\xc6\xff\xff\xff\xff"],  # 4 GiB of bytes
+        [b"\xdd\x00\x40\x00\x00" * 600 + b"\x00" * (LIMITS.header_bytes - 3000)],  # nested, each with a plausible count
+        [b"\x91" * 100_000],  # nested beyond any stack
+        [b"\x00" * (LIMITS.header_bytes + 1)],
+        [msgpack.packb({1: 2})],
+        [msgpack.packb({"kind": "score", "extension": msgpack.ExtType(4, b"x" * 100)})],
+        [msgpack.packb([1, 2, 3])],
+        [b"\x80\x04\x95"],
+        [pickle.dumps({"kind": "score"})],
+        score[:-1],
+        [*score, b"more"],
+        score[:1] + [b""] * 3,
+        [*score[:1]] * (LIMITS.frames + 5),
+        with_header(score, kind="nonsense"),
+        with_header(score, kind=["score"]),
+        with_header(score, id=-1),
+        with_header(score, id=True),
+        with_header(score, id="7"),
+        with_header(score, timeout_s=0),
+        with_header(score, timeout_s=float("nan")),
+        with_header(score, timeout_s=float("inf")),
+        with_header(score, timeout_s="1"),
+        *(
+            with_header(score, temperature=value)
+            for value in (
+                0,
+                -1.0,
+                1e-300,
+                1e300,
+                2**64 - 1,
+                float("nan"),
+                float("inf"),
+                True,
+                "1",
+                None,
+                [1.0],
+                {"T": 1},
+            )
+        ),
+        with_header(score, unheard_of=[1.0] * 1000),
+        with_header(answer, timeout_s=1.0),
+        with_header(score, prompt_lens=[1, 1]),
+        with_header(score, prompt_lens=[5, 1, 1]),
+        with_header(score, prompt_lens=[0, 1, 1]),
+        with_header(score, prompt_lens=[2**63, 1, 1]),
+        with_header(score, prompt_lens=[1.0, 1, 1]),
+        with_header(score, arrays=None),
+        with_header(score, arrays=[None] * 3),
+        with_header(score, arrays=[["O", 5], ["i4", 2], ["i4", 7]]),
+        with_header(score, arrays=[["i4", 2**62], ["i4", 2], ["i4", 7]]),
+        with_header(score, arrays=[["i4", 2**31, 2**31], ["i4", 2], ["i4", 7]]),
+        with_header(score, arrays=[["i4", -5], ["i4", 2], ["i4", 7]]),
+        with_header(score, arrays=[["i4", 5, 1, 1], ["i4", 2], ["i4", 7]]),
+        with_header(score, arrays=[["f4", 5], ["i4", 2], ["i4", 7]]),
+        with_header(score, arrays=[["i4", 6], ["i4", 2], ["i4", 7]]),
+        with_header(answer, arrays=[["f4", 9], ["i4", 3, 3], ["f4", 3], ["f4", 1, 3], ["i4", 1, 3], ["f4", 1]]),
+        with_header(answer, arrays=[["i4", 3, 3], ["f4", 3, 3], ["f4", 3], ["f4", 1, 3], ["i4", 1, 3], ["f4", 1]]),
+        with_header(valid_messages()[5], capacity_tokens=0),
+        *(
+            with_header(valid_messages()[5], stall_timeout_s=value)
+            for value in (-1.0, 1e7, float("nan"), True, "1", None)
+        ),
+        with_header(valid_messages()[5], info={**MODEL, "vocab_size": "9"}),
+        with_header(valid_messages()[5], info={**MODEL, "extra": 1}),
+        *(
+            with_header(valid_messages()[5], info={**MODEL, "eos_token_ids": ids})
+            for ids in (7, "7", [-1], [True], ["7"], [[7]], [2**62], [1] * (LIMITS.eos_token_ids + 1), {7: 7})
+        ),
+        with_header(valid_messages()[8], reason="x" * (LIMITS.text_chars + 1)),
+        [*with_header(valid_messages()[0], arrays=[["i4", 4]]), ids],
+    ]
+
+
+def test_absurd_messages_are_refused_and_allocate_next_to_nothing() -> None:
+    for number, frames in enumerate(absurd_messages()):
+        tracemalloc.start()
+        try:
+            with pytest.raises(errors.TeacherProtocolError):
+                protocol.decode(frames)
+            protocol.peek_request_id(frames)
+            peak_bytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak_bytes < 64 << 20, f"absurd message {number} allocated {peak_bytes} bytes"
+
+
+def test_truncated_and_damaged_messages_never_raise_anything_but_a_protocol_error() -> None:
+    rng = np.random.default_rng(0)
+    valid = valid_messages()
+    for frames in valid:
+        for cut in range(len(frames[0])):
+            with pytest.raises(errors.TeacherProtocolError):
+                protocol.decode([frames[0][:cut], *frames[1:]])
+    n_refused = 0
+    for _ in range(5000):
+        frames = list(valid[rng.integers(len(valid))])
+        i = rng.integers(len(frames))
+        damaged = bytearray(frames[i])
+        for _ in range(rng.integers(1, 4)):
+            damaged[rng.integers(len(damaged))] = rng.integers(256)
+        frames[i] = bytes(damaged)
+        try:
+            protocol.decode(frames)
+        except errors.TeacherProtocolError:
+            n_refused += 1
+        protocol.peek_request_id(frames)
+    for _ in range(2000):
+        frames = [rng.bytes(rng.integers(0, 200)) for _ in range(rng.integers(0, 5))]
+        with pytest.raises(errors.TeacherProtocolError):
+            protocol.decode(frames)
+    assert n_refused > 500

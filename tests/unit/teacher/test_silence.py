@@ -1,0 +1,73 @@
+"""A worker is silent during an engine step only, and the proxy waits longer for it than the worker for its engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from teacher import worker as worker_module
+from teacher.proxy import proxy as proxy_module
+from teacher.proxy.overview import Overview
+from teacher.proxy.proxy import STALL_TIMEOUT_S
+from teacher.wire import protocol
+from teacher.wire.messages import Answer, Pulse, Ready, Welcome
+from teacher.wire.sockets import WORKER_HEARTBEAT
+from teacher.worker import Worker
+from tests._support.fake_worker import INFO, FakeEngine, running_worker
+from tests._support.ports import free_port
+from tests._support.teacher_service import running_proxy
+from tests.unit.teacher.test_faults import raw_client, sequence, wait_until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_the_proxy_waits_longer_for_a_worker_than_the_worker_for_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The silence of a worker also covers the encoding of its answers, which is no engine step. Limits may differ."""
+    silent_s = 0.0
+    monkeypatch.setattr(Overview, "silent_s", lambda *_: silent_s)
+    monkeypatch.setattr(proxy_module, "_TICK_S", 0.05)
+    with (
+        running_proxy() as proxy,
+        running_worker(proxy.backend_port, stall_timeout_s=5 * STALL_TIMEOUT_S),
+        raw_client(proxy.backend_port) as brief,
+        raw_client(proxy.backend_port) as unlimited,
+    ):
+        for worker, stall_timeout_s in ((brief, 0.5 * STALL_TIMEOUT_S), (unlimited, 0.0)):
+            worker.socket.send_multipart(protocol.encode_ready(Ready(INFO, 1000, "raw:1", stall_timeout_s)))
+            assert isinstance(worker.next(), Welcome)
+        for silence, n_lost in ((1.4, 0), (1.6, 2), (1.4 * 5, 2)):
+            silent_s, looked_at = silence * STALL_TIMEOUT_S, proxy.latest_status_at
+            wait_until(lambda looked_at=looked_at: proxy.latest_status_at > looked_at + 0.2)  # type: ignore[misc]
+            assert proxy.latest_status.totals.workers_lost == n_lost
+        assert len(proxy.latest_status.workers) == 1
+        silent_s = 1.6 * 5 * STALL_TIMEOUT_S
+        wait_until(lambda: proxy.latest_status.totals.workers_lost > 2)  # it joins again, and is lost again
+        silent_s = 0.0
+
+
+def test_a_worker_sends_heartbeats_while_it_encodes_the_answers_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine(FakeEngine):
+        def step(self) -> list[tuple[int, object]]:  # type: ignore[override]
+            return [done for _ in list(self._waiting) for done in super(Engine, self).step()]
+
+    clock, sent, encode_answer = [100.0], [], protocol.encode_answer
+
+    def encode_slowly(*args: Any, **options: Any) -> list[protocol.Frame]:
+        clock[0] += 2 * WORKER_HEARTBEAT.interval_s
+        return encode_answer(*args, **options)
+
+    worker = Worker(Engine(), backend_port=free_port())
+    try:
+        monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        monkeypatch.setattr(protocol, "encode_answer", encode_slowly)
+        monkeypatch.setattr(worker._connection, "send", lambda frames: sent.append(type(protocol.decode(frames))))
+        worker._receive(protocol.encode_welcome())
+        for number in range(4):
+            worker._receive(protocol.encode_score(number, 60.0, [sequence(1, number)]))
+        worker._fill_engine()
+        worker._step()
+    finally:
+        worker._connection.close(0)
+    assert sent == [Pulse, Answer] * 4
