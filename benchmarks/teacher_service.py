@@ -273,7 +273,8 @@ def two_workers_seconds(service: Service, case: Case, n_rounds: int) -> float:
 
 def kill_recovery_seconds(service: Service, case: Case) -> float:
     """Each sequence a request of its own. The service takes them in order: those that are with the workers at the kill
-    are the first of the unanswered ones, as many as the service says; the survivor's own are among them."""
+    are the first of the unanswered ones, as many as the service says; the survivor's own are among them.
+    """
     answered_at: dict[Future[Any], float] = {}
     enough = threading.Event()
     sequences = case.make(0) * max(4, -(-MIN_KILL_REQUESTS // case.sequences))

@@ -61,8 +61,7 @@ class Worker:
         auth_dir: str | Path | None = None,
         stall_timeout_s: float | None = None,
     ) -> None:
-        """
-        Args:
+        """Args:
             auth_dir: folder with this worker's keys, for a proxy that has some.
             stall_timeout_s: an engine step that takes longer ends the process; None: nobody watches. The proxy
                 receives this limit and waits longer.

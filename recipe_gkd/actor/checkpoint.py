@@ -368,7 +368,7 @@ def _restore_rng(states: dict[str, Any]) -> None:
 
 
 def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:
-    """torch's AdamW makes its state at the first step, but DistributedOptimizer reads it before a load fills it."""
+    """Torch's AdamW makes its state at the first step, but DistributedOptimizer reads it before a load fills it."""
     for part in optimizer.chained_optimizers:
         adam = part.optimizer
         if not isinstance(adam, torch.optim.AdamW):

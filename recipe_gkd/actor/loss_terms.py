@@ -16,7 +16,7 @@ COMPONENTS = ("distill", "pg", "sft")
 
 
 def members(batch: PackedBatch) -> dict[str, np.ndarray]:
-    """bool [T], by component."""
+    """Bool [T], by component."""
     return {
         "distill": batch.has_teacher_T,
         "pg": ~batch.is_reference_T,

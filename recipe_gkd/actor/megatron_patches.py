@@ -152,7 +152,7 @@ def _patch_results_queue() -> None:
 
 
 def _patch_adam_steps() -> None:
-    """torch's AdamW keeps ``step`` per parameter; optimizer/distrib_optimizer.py expects Apex's single one.
+    """Torch's AdamW keeps ``step`` per parameter; optimizer/distrib_optimizer.py expects Apex's single one.
 
     The loaders leave ``step`` out of what they restore (:2101) although the copy loop asks for it (:940), and
     ``load_state_dict`` gives all parameters the same tensor (:825), which AdamW then advances once for each of them:

@@ -48,7 +48,7 @@ class BucketedDistributions:
 
 
 def valid_entries(logps_TK: Tensor, ids_TK: Tensor, vocab_size: int) -> Tensor:
-    """bool [T, K]: the entries that are buckets of their own.
+    """Bool [T, K]: the entries that are buckets of their own.
 
     An id outside the student's vocabulary (a teacher padded to another size) and an entry of probability zero
     (a shorter top-k filled up) are not: what mass they have is part of the tail.

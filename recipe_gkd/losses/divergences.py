@@ -19,7 +19,8 @@ Kind = Literal["forward_kl", "reverse_kl", "jsd", "kl_rkl", "skewed_forward_kl",
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
     """A choice among the functions below, with their parameters, of outcomes that were read with this tail and this
-    temperature."""
+    temperature.
+    """
 
     kind: Kind = "forward_kl"
     tail: Tail = "bucket"
@@ -68,7 +69,8 @@ def kl_rkl(distributions: BucketedDistributions, *, rkl_ratio: float) -> Tensor:
 
 def jsd(distributions: BucketedDistributions, *, beta: float) -> Tensor:
     """Generalized Jensen-Shannon: b KL(P || M) + (1 - b) KL(Q || M), M = b P + (1 - b) Q (Agarwal et al. 2024, GKD,
-    arXiv 2306.13649, eq. 1). Divided by b it tends to forward KL for b -> 0, by 1 - b to reverse KL for b -> 1."""
+    arXiv 2306.13649, eq. 1). Divided by b it tends to forward KL for b -> 0, by 1 - b to reverse KL for b -> 1.
+    """
     log_m_TC = _log_mixture(distributions, beta)
     to_p_T = (distributions.p_TC * (distributions.log_p_TC - log_m_TC)).sum(1)
     to_q_T = (distributions.q_TC * (distributions.log_q_TC - log_m_TC)).sum(1)

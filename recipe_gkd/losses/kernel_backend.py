@@ -32,7 +32,8 @@ class KernelBackend(Protocol):
 
 def select_backend(tensor: Tensor, choice: str | None = None) -> KernelBackend:
     """``choice``: ``auto`` (Triton on a GPU, if it is installed), ``torch`` or ``triton``; None: what the environment
-    says. Raises ConfigError for others, and for ``triton`` where that cannot work."""
+    says. Raises ConfigError for others, and for ``triton`` where that cannot work.
+    """
     choice = choice or os.environ.get(CHOICE) or "auto"
     if choice not in ("auto", "torch", "triton"):
         raise ConfigError(f"{CHOICE}: got {choice!r}, expected 'auto', 'torch' or 'triton'")

@@ -146,7 +146,8 @@ class Plan:
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
     """The same on every rank. Less a constant of the row, numbers keep their digits however large the logits are;
-    functions of them that do not depend on that constant have the gradients of the logits."""
+    functions of them that do not depend on that constant have the gradients of the logits.
+    """
 
     log_mass_TB: Tensor
     """Minus the constant c of the row, its largest entry but for the tail's log of a sum."""

@@ -35,7 +35,8 @@ LANES_BYTES = 16
 
 def tail_sums(logits_CW: Tensor, softmaxes: Sequence[SoftmaxSpec], dtype: torch.dtype) -> Tensor:
     """[C, H, 3] over the ids off each head's support: m = max logit, sum exp(x), and sum exp(x) x, with
-    x = (logit - m) / temperature. They are -inf, 0, 0 where there are no such ids."""
+    x = (logit - m) / temperature. They are -inf, 0, 0 where there are no such ids.
+    """
     _check(logits_CW, softmaxes, dtype)
     (rows, width), n_heads, device = logits_CW.shape, len(softmaxes), logits_CW.device
     sums_CH3 = torch.empty(rows, n_heads, 3, dtype=dtype, device=device)

@@ -151,7 +151,8 @@ def write_tails(
     BLOCK: tl.constexpr,
 ):
     """The gradient as if all columns were off the support: :func:`write_special` puts the others right. Grid: rows,
-    blocks of columns. A column is read and written by one thread, so that ``out`` may be ``logits``."""
+    blocks of columns. A column is read and written by one thread, so that ``out`` may be ``logits``.
+    """
     row = tl.program_id(0).to(tl.int64)
     column_W = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside_W = column_W < width
@@ -183,7 +184,8 @@ def find_special(
     BLOCK: tl.constexpr,
 ):
     """``values`` [rows, K + 1]: the whole gradient at the support's columns and, last, at the picked one, from logits
-    that may be overwritten next. A picked id in the support has the same value in both places. Grid: rows."""
+    that may be overwritten next. A picked id in the support has the same value in both places. Grid: rows.
+    """
     row = tl.program_id(0).to(tl.int64)
     picked = tl.load(picked_columns + row)
     picked_grad = tl.load(grad_picked + row)

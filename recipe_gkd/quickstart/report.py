@@ -1,6 +1,6 @@
 """What a quickstart run achieved: `report.json` for machines, a table for people.
 
-    python -m recipe_gkd.quickstart.report --prepared outputs/quickstart --teacher teacher.json --before before.json \
+python -m recipe_gkd.quickstart.report --prepared outputs/quickstart --teacher teacher.json --before before.json \
         --after after.json --metrics metrics.jsonl --out report.json
 """
 

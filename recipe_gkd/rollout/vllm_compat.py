@@ -147,7 +147,7 @@ def kv_cache_tokens(engine: LLMEngine) -> int:
 
 
 def model_parameter_names(model: torch.nn.Module) -> set[str]:
-    """vLLM's own names (query, key and value are one), each shared tensor once."""
+    """VLLM's own names (query, key and value are one), each shared tensor once."""
     return {name for name, _ in model.named_parameters()}
 
 

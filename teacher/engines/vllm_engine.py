@@ -334,7 +334,7 @@ def _n_tokens(tokenizer: Any, vocab_size: int) -> int:
 
 
 def _no_room_for_one(error: ValueError, args: Any) -> TeacherError:
-    """vLLM's refusal of a KV cache in which a sequence of the longest length does not fit, in the service's words."""
+    """VLLM's refusal of a KV cache in which a sequence of the longest length does not fit, in the service's words."""
     n_bytes = args.kv_cache_memory_bytes
     size = f"KV_CACHE_MIB={n_bytes >> 20}" if n_bytes else f"GPU_MEMORY_UTILIZATION={args.gpu_memory_utilization:g}"
     fits = re.search(r"estimated maximum model length is (\d+)", str(error))

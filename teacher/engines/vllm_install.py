@@ -43,7 +43,8 @@ def prepare_process(*, on_cpu: bool) -> None:
 @contextmanager
 def no_garbage_in_imports() -> Iterator[None]:
     """What the imports make lives for ever: to look for garbage in it, now and in the collections that vLLM asks for
-    while it starts, costs a third of a small model's start (3 of 8.5 CPU seconds)."""
+    while it starts, costs a third of a small model's start (3 of 8.5 CPU seconds).
+    """
     gc.disable()
     try:
         yield

@@ -31,11 +31,10 @@ class Gatekeeper:
     def __init__(
         self, context: zmq.Context, keys: ServerKeys | None, watched: Mapping[str, zmq.Socket] | None = None
     ) -> None:
-        """
-        Args:
-            keys: without, everybody is let in.
-            watched: sockets, by who connects to them ("client"), whose failed handshakes are logged too: of peers
-                that use no keys or those of another service, that do not speak ZeroMQ, or that never finish.
+        """Args:
+        keys: without, everybody is let in.
+        watched: sockets, by who connects to them ("client"), whose failed handshakes are logged too: of peers
+            that use no keys or those of another service, that do not speak ZeroMQ, or that never finish.
         """
         self._authenticator = _Authenticator(context, keys) if keys is not None else None
         if self._authenticator is not None:

@@ -35,8 +35,7 @@ class HttpServer:
     def __init__(
         self, bind: str, port: int, source: StatusSource, *, request_timeout_s: float = REQUEST_TIMEOUT_S
     ) -> None:
-        """
-        Args:
+        """Args:
             port: 0 for a free one, which `port` then is.
             source: the proxy's latest status and its age in seconds.
             request_timeout_s: a connection that has not sent its request by then is closed.

@@ -179,7 +179,7 @@ def test_where_py_spy_is_not_allowed_the_process_writes_its_stacks_itself(hung: 
 def test_dumps_of_the_nccl_flight_recorder_are_asked_for_by_pipe_and_collected(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """torch's side played by a process that waits on a named pipe as ``ProcessGroupNCCL`` does."""
+    """Torch's side played by a process that waits on a named pipe as ``ProcessGroupNCCL`` does."""
     monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
     process = subprocess.Popen([sys.executable, "-c", _RECORDER], env=os.environ | {"TMPDIR": str(tmp_path)})
     while not (pipes := list(tmp_path.glob("*/nccl_3.pipe"))):

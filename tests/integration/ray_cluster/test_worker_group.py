@@ -159,7 +159,7 @@ def test_a_stream_that_is_left_early_ends_on_the_worker_too(group: WorkerGroup) 
 
 
 def test_a_stream_that_is_canceled_twice_leaves_no_exception_that_nobody_retrieves(group: WorkerGroup) -> None:
-    """asyncio would print a traceback of Ray after the error of the run: as of a reward function that fails."""
+    """Asyncio would print a traceback of Ray after the error of the run: as of a reward function that fails."""
     reported: list[dict[str, Any]] = []
 
     async def scenario() -> None:

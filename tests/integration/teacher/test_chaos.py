@@ -196,7 +196,7 @@ time.sleep(60)
 
 
 def test_killed_workers_lose_nothing_and_with_none_left_requests_wait_for_the_next(chaos: Chaos) -> None:
-    """kill -9 of one in the middle; then of the other; then a new one joins."""
+    """Kill -9 of one in the middle; then of the other; then a new one joins."""
     with chaos.client() as client:
         futures, counted = chaos.ask(client), Counter[int]()
         assert when_answered(futures, 20, counted).wait(30)

@@ -73,7 +73,7 @@ Logits = Callable[[TeacherSequence], np.ndarray]
 
 @pytest.fixture(scope="module")
 def response_logits(padded_qwen2: Path) -> Logits:
-    """transformers' logits [T, V], with padding."""
+    """Transformers' logits [T, V], with padding."""
     import torch
     from transformers import Qwen2ForCausalLM
 

@@ -50,7 +50,7 @@ ResponseLogits = Callable[[TeacherSequence], np.ndarray]
 
 @pytest.fixture(scope="module")
 def response_logits(service: Service) -> ResponseLogits:
-    """transformers' float32 logits [T, V] of the service's model."""
+    """Transformers' float32 logits [T, V] of the service's model."""
     import torch
     from transformers import Qwen2ForCausalLM
 

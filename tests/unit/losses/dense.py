@@ -29,7 +29,7 @@ def dense_divergence(
 
 
 def shared_outcomes(log_q_V: Tensor, support: dict[int, Tensor], tail: str) -> tuple[Tensor, Tensor]:
-    """p and log q of the outcomes that the tail mode leaves."""
+    """P and log q of the outcomes that the tail mode leaves."""
     ids = torch.tensor(list(support), dtype=torch.int64)
     p_C = torch.stack([logp.exp() for logp in support.values()]) if support else log_q_V.new_zeros(0)
     log_q_C = log_q_V[ids]

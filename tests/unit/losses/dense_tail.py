@@ -28,7 +28,8 @@ class Case:
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
     """All that the two functions take. The first row picks an id of the support, if there is one, the second row one
-    that another rank has."""
+    that another rank has.
+    """
 
     logits_CW: Tensor
     softmaxes: list[SoftmaxSpec]

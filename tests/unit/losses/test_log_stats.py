@@ -64,7 +64,7 @@ def reading_and_gradient(
 
 @functools.cache
 def dense(k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log q of the buckets, picked log-probabilities, entropy, gradient."""
+    """Log q of the buckets, picked log-probabilities, entropy, gradient."""
     case = case_of(k, temperature)
     query = question_of(case, temperature)
     logits = case.logits_TW.double().requires_grad_()

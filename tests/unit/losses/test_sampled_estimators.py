@@ -26,7 +26,7 @@ def kl_and_gradient(direction: str) -> tuple[Tensor, Tensor]:
 
 
 def picked_logps(logits_V: Tensor) -> Tensor:
-    """log q(y) of every token y, as a loss reads them: at V positions with the same logits."""
+    """Log q(y) of every token y, as a loss reads them: at V positions with the same logits."""
     query = LogitsQuery(
         ids_TK=torch.zeros(V, 0, dtype=torch.int64),
         valid_TK=torch.zeros(V, 0, dtype=torch.bool),
@@ -87,7 +87,7 @@ def test_hopeless_tokens_leave_k3_finite() -> None:
 
 
 def test_importance_weights_make_an_older_sample_one_of_the_student() -> None:
-    """y ~ an older q: without a cap in the way, the expected gradient is still that of reverse KL under q."""
+    """Y ~ an older q: without a cap in the way, the expected gradient is still that of reverse KL under q."""
     older = OLDER_STUDENT.log_softmax(0)
     logits = STUDENT.clone().requires_grad_()
     logp_T = picked_logps(logits)

@@ -138,7 +138,7 @@ def test_each_kind_of_stranger_is_refused_and_logged(
 
 
 def test_without_a_gatekeeper_a_secured_socket_lets_in_nobody(auth_dir: Path) -> None:
-    """libzmq's own way would be everybody who knows the server's public key."""
+    """Libzmq's own way would be everybody who knows the server's public key."""
     with zmq.Context() as context:
         router = secured(context, server_keys(auth_dir))
         port = router.bind_to_random_port("tcp://127.0.0.1")
