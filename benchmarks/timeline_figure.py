@@ -1,6 +1,6 @@
-"""Draw some steps of a run's trace as an SVG timeline.
+"""Draw a few seconds of a run's trace as an SVG timeline.
 
-    python benchmarks/timeline_figure.py TRACE.json --out docs/figures/one_step_off.svg --steps 20 24
+    python benchmarks/timeline_figure.py TRACE.json --out docs/figures/one_step_off.svg --first-step 20 --seconds 2
 
 ``trainer.trace_file=TRACE.json`` writes the trace. One row per worker; a bar per span. The color of a bar is its
 batch, so that the overlap of generation, teacher and training is visible.
@@ -70,18 +70,17 @@ def _span(row: str, event: dict[str, Any], begin_us: float, end_us: float) -> Sp
     return Span(track, event["name"].split(" ")[0], event.get("args", {}).get("step"), begin_us / 1e6, end_us / 1e6)
 
 
-def draw(spans: Sequence[Span], first: int, last: int, title: str) -> str:
-    """Return the SVG of the time in which the batches of steps ``first`` to ``last`` are worked on.
+def draw(spans: Sequence[Span], first_step: int, seconds: float, title: str) -> str:
+    """Return the SVG of ``seconds`` from the moment when generation of the batch of ``first_step`` begins.
 
     Raises:
-        SystemExit: The trace does not contain these steps.
+        SystemExit: The trace does not contain this step.
     """
-    inside = [span for span in spans if span.step is not None and first <= span.step <= last]
-    if not inside:
-        raise SystemExit(f"the trace has no span of steps {first} to {last}")
-    updates = [span for span in inside if span.name == "update"]
-    begin = min(span.begin_s for span in inside if span.step == first)
-    end = max(span.end_s for span in updates or inside)
+    starts = [span.begin_s for span in spans if span.step == first_step]
+    if not starts:
+        raise SystemExit(f"the trace has no span of step {first_step}; choose a step that the run reached")
+    begin = min(starts)
+    end = begin + seconds
     tracks = sorted({span.track for span in spans}, key=_row_order)
     height = TOP_PX + ROW_PX * len(tracks) + 34
     scale = WIDTH_PX / (end - begin)
@@ -136,11 +135,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("trace", type=Path, help="file of trainer.trace_file")
     parser.add_argument("--out", type=Path, required=True, help="SVG file to write")
-    parser.add_argument("--steps", type=int, nargs=2, required=True, metavar=("FIRST", "LAST"), help="batches to show")
+    parser.add_argument("--first-step", type=int, required=True, help="step whose batch begins at the left edge")
+    parser.add_argument("--seconds", type=float, required=True, help="width of the figure; equal widths are comparable")
     parser.add_argument("--title", default="", help="heading of the figure")
     asked = parser.parse_args()
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(draw(read_spans(asked.trace), *asked.steps, asked.title), encoding="utf-8")
+    asked.out.write_text(draw(read_spans(asked.trace), asked.first_step, asked.seconds, asked.title), encoding="utf-8")
 
 
 if __name__ == "__main__":
