@@ -31,7 +31,7 @@ from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.trainer import RewardContext, Trainer
 from teacher.errors import TeacherError, TeacherTimeout
 from teacher.records import ScoredSequence, TeacherSequence
-from tests.unit.rewards.reward_files import reward_file, settings
+from tests._support.reward_files import reward_file, settings
 
 N, BATCH, ROWS = 2, 4, 24
 SAMPLED = "12"
