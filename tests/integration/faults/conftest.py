@@ -1,4 +1,4 @@
-"""Both pools of real workers in this process's Ray session, trained with a constant teacher."""
+"""Real workers of both pools in this process's Ray session, trained with a constant teacher."""
 
 from __future__ import annotations
 

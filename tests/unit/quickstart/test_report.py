@@ -38,9 +38,7 @@ def _results(metrics: list[dict[str, Any]], **more: Any) -> RunResults:
 
 def test_build_report_summarizes_a_run() -> None:
     metrics = [_step(1), _step(2, **{"timing/gen": 0.75})]
-    report = build_report(
-        _results(metrics, stages=STAGES, prepared={"teacher": {"steps": 9}}, versions={"torch": "1"})
-    )
+    report = build_report(_results(metrics, stages=STAGES, prepared={"teacher": {"steps": 9}}, versions={"torch": "1"}))
     assert report["accuracy"] == {"teacher": 0.99, "student_before": 0.2, "student_after": 0.95}
     assert (report["steps"], report["tokens"], report["problems"]) == (2, 2000, 200)
     assert report["kl_loss"] == {"first": 1.0, "last": 0.5}
