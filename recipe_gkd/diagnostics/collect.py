@@ -1,4 +1,4 @@
-"""Collect what all workers were doing into one folder."""
+"""Collection of the state of all workers into one folder after a failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from recipe_gkd.diagnostics.node_agent import GONE, WorkerReport, inspect_here
+from recipe_gkd.diagnostics.node_agent import GONE, WorkerReport, inspect_workers
 from recipe_gkd.diagnostics.report import WorkerDiagnostics, render
 from recipe_gkd.errors import DeadlineError, UnexpectedError, WeightSyncError, WorkerError, find_timeout_error
 from recipe_gkd.ray_cluster.node_probe import locate, run_on_node
@@ -23,92 +23,104 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TIMEOUT_S = 3.0
-"""A run that has failed is to end within seconds of its deadline."""
-_TO_COME_BACK_S = 0.5
-"""What is kept of it for the last stacks, and for the way from a node."""
-_TO_WRITE_S = 0.5
-"""What is kept of it for writing."""
-_WRITE_S = 2.0
-"""What writing gets if it needs more: what was found is not thrown away."""
+"""Deadline of a diagnosis. A failed run must end within seconds."""
+_RETURN_MARGIN_S = 0.5
+"""Part of the deadline that is reserved for late stacks and for the transfer from a node."""
+_WRITE_MARGIN_S = 0.5
+"""Part of the deadline that is reserved for writing the files."""
+_WRITE_TIMEOUT_S = 2.0
+"""Deadline of writing, which may exceed that of the diagnosis so that collected data is not lost."""
 
 
 async def diagnose(
     error: Exception, groups: Sequence[WorkerGroup], root: Path, *, timeout_s: float = TIMEOUT_S
 ) -> Path | None:
-    """Write ``<root>/diagnosis/<time>-<phase>/`` for a deadline, a failed worker or the unexpected; return it.
+    """Write a diagnosis of all workers to ``<root>/diagnosis/<time>-<phase>/``.
 
-    ``report.md`` names who answered and who did not, and tells each worker's node, process, state and memory. Beside it
-    stand, for each worker, the Python stacks of its process and its children, the ends of its log files, and on CUDA
-    the dump of NCCL's flight recorder. None for an error of another kind, and if not even the report could be written.
-    Never raises. What is not found out in ``timeout_s`` is left out; a slow disk may take 2 s more.
+    ``report.md`` lists the workers that answered and those that did not, with node, process, state and memory. For each
+    worker, further files contain the Python stacks of its process and its children, the ends of its log files, and on
+    CUDA the dump of NCCL's flight recorder. Never raises.
+
+    Args:
+        error: Error that ended the run. Only missed deadlines, failed workers, failed weight syncs and unexpected
+            errors are diagnosed.
+        groups: Worker pools of the run.
+        root: Folder of the run.
+        timeout_s: Deadline. Data that is not collected by then is left out. A slow disk may take 2 s more.
+
+    Returns:
+        The folder. None for an error of another kind, or if the report could not be written.
     """
     if not isinstance(error, DeadlineError | WorkerError | WeightSyncError | UnexpectedError):
         return None
-    deadline = time.monotonic() + timeout_s - _TO_WRITE_S
+    deadline = time.monotonic() + timeout_s - _WRITE_MARGIN_S
     try:
-        subjects = await _locate(groups, deadline)
-        await _look(subjects, deadline)
-        files = _files(subjects)
-        writing = time.monotonic() + _WRITE_S
-        folder = await _in_time(writing, _write_report, error, subjects, sorted(files), root)
-    except Exception:  # the error itself matters more
+        workers = await _locate(groups, deadline)
+        await _inspect(workers, deadline)
+        files = _build_files(workers)
+        write_deadline = time.monotonic() + _WRITE_TIMEOUT_S
+        folder = await _in_thread_until(write_deadline, _write_report, error, workers, sorted(files), root)
+    except Exception:  # The error that is diagnosed matters more than a failed diagnosis.
         log.warning("the diagnosis failed", exc_info=True)
         return None
     try:
-        await _in_time(writing, _write_files, folder, files)
+        await _in_thread_until(write_deadline, _write_files, folder, files)
     except Exception:
         log.warning("not all files of the diagnosis in %s could be written", folder, exc_info=True)
     return folder
 
 
-async def _in_time(deadline: float, act: Callable[..., T], *args: Any) -> T:
-    """In a thread, which is left to itself if it takes longer."""
-    return await asyncio.wait_for(in_thread(act, *args), max(0.0, deadline - time.monotonic()))
+async def _in_thread_until(deadline: float, function: Callable[..., T], *args: Any) -> T:
+    """Return ``function(*args)``, computed in a thread. Abandon the thread at the deadline."""
+    return await asyncio.wait_for(in_thread(function, *args), max(0.0, deadline - time.monotonic()))
 
 
 async def _locate(groups: Sequence[WorkerGroup], deadline: float) -> list[WorkerDiagnostics]:
-    """All workers, of as many groups as Ray tells of in time."""
-    subjects: list[WorkerDiagnostics] = []
+    """Return the workers of all groups that Ray locates before the deadline."""
+    workers: list[WorkerDiagnostics] = []
     try:
         async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
             for group in groups:
-                places = await locate(group.handles)
-                subjects += [WorkerDiagnostics(group.label(rank), place) for rank, place in enumerate(places)]
+                locations = await locate(group.handles)
+                workers += [WorkerDiagnostics(group.label(rank), at) for rank, at in enumerate(locations)]
     except TimeoutError:
-        log.warning("Ray did not tell in time where all workers are")
-    return subjects
+        log.warning("Ray did not locate all workers in time; the diagnosis contains only %d of them", len(workers))
+    return workers
 
 
-async def _look(subjects: Sequence[WorkerDiagnostics], deadline: float) -> None:
-    """Fill in the reports of all nodes that answer in time."""
+async def _inspect(workers: Sequence[WorkerDiagnostics], deadline: float) -> None:
+    """Set the reports of the workers on all nodes that answer before the deadline."""
     timeout_s = max(0.0, deadline - time.monotonic())
-    looks: dict[asyncio.Task[dict[int, WorkerReport]], list[WorkerDiagnostics]] = {}
-    for node in {subject.place.node_id for subject in subjects if subject.place.pid}:
-        here = [subject for subject in subjects if subject.place.node_id == node and subject.place.pid]
-        pids = [subject.place.pid for subject in here]
-        look = asyncio.create_task(run_on_node(node, inspect_here, pids, timeout_s - _TO_COME_BACK_S))
-        looks[look] = here
-    if looks:
-        await asyncio.wait(looks, timeout=timeout_s)
-    for look, here in looks.items():
-        if not look.done():
-            look.cancel()
-        elif failure := look.exception():
-            log.warning("node %s could not be looked into: %s", here[0].place.node_id, failure)
+    by_node: dict[str, list[WorkerDiagnostics]] = {}
+    for worker in workers:
+        if worker.location.pid:
+            by_node.setdefault(worker.location.node_id, []).append(worker)
+    tasks: dict[asyncio.Task[dict[int, WorkerReport]], str] = {}
+    for node_id, on_node in by_node.items():
+        pids = [worker.location.pid for worker in on_node]
+        call = run_on_node(node_id, inspect_workers, pids, timeout_s - _RETURN_MARGIN_S)
+        tasks[asyncio.create_task(call)] = node_id
+    if tasks:
+        await asyncio.wait(tasks, timeout=timeout_s)
+    for task, node_id in tasks.items():
+        if not task.done():
+            task.cancel()
+        elif failure := task.exception():
+            log.warning("workers on node %s could not be inspected: %s", node_id, failure)
         else:
-            for subject in here:
-                subject.report = look.result().get(subject.place.pid)
+            for worker in by_node[node_id]:
+                worker.report = task.result().get(worker.location.pid)
 
 
-def _files(subjects: Sequence[WorkerDiagnostics]) -> dict[str, bytes]:
-    """What stands beside the report: name -> content."""
+def _build_files(workers: Sequence[WorkerDiagnostics]) -> dict[str, bytes]:
+    """Return file name -> content of the files beside the report."""
     files: dict[str, bytes] = {}
-    for subject in subjects:
-        if (report := subject.report) is None:
+    for worker in workers:
+        if (report := worker.report) is None:
             continue
-        name = _slug(subject.label.partition(" of ")[0])
+        name = _slug(worker.label.partition(" of ")[0])
         stacks = (
-            f"== {process.name or subject.label} (pid {process.pid}): {process.state}\n{process.stacks}"
+            f"== {process.name or worker.label} (pid {process.pid}): {process.state}\n{process.stacks}"
             for process in report.processes
         )
         if report.processes[0].state != GONE:
@@ -119,13 +131,13 @@ def _files(subjects: Sequence[WorkerDiagnostics]) -> dict[str, bytes]:
     return files
 
 
-def _write_report(error: Exception, subjects: Sequence[WorkerDiagnostics], files: Sequence[str], root: Path) -> Path:
-    """The folder. First, so that it is there even if the disk is too slow for the rest."""
+def _write_report(error: Exception, workers: Sequence[WorkerDiagnostics], files: Sequence[str], root: Path) -> Path:
+    """Write ``report.md`` and return its folder. It is written first in case the disk is too slow for the rest."""
     late = find_timeout_error(error)
     phase = late.phase if late else str(error).partition(":")[0]
     folder = root / "diagnosis" / f"{time.strftime('%Y%m%d-%H%M%S')}-{_slug(phase)}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.md").write_text(render(error, subjects, files), errors="replace")
+    (folder / "report.md").write_text(render(error, workers, files), errors="replace")
     return folder
 
 

@@ -1,6 +1,6 @@
-"""What is done on the node where workers run, from outside their processes: look into them, end them.
+"""Inspection of worker processes on their node: state, Python stacks, log files, dumps of NCCL's flight recorder.
 
-Plain functions on process ids that need no Ray; :mod:`.processes` runs them on the right node.
+Everything works from outside the inspected processes, which may hang. :func:`inspect` needs no Ray.
 """
 
 from __future__ import annotations
@@ -36,15 +36,23 @@ _STATES = {
     psutil.STATUS_ZOMBIE: "zombie",
 }
 _FROZEN = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP)
-_TAIL_BYTES = 16_384
+_LOG_TAIL_BYTES = 16_384
 _MAX_DUMP_BYTES = 64 << 20
-_LATE_S = 0.4
-"""Time after the deadline that stacks may take: the second attempt at them gets at least 0.2 s."""
+_LATE_STACKS_S = 0.4
+"""Time after the deadline that stacks may take. The faulthandler fallback gets at least 0.2 s."""
 
 
 @dataclass
 class ProcessReport:
-    """One process: its ``state`` for people, resident memory, and the Python stacks of all its threads."""
+    """State of one process.
+
+    Attributes:
+        pid: Process id.
+        name: Start of the command line. Empty if the process is gone.
+        state: Description of the state, for people.
+        memory_bytes: Resident memory.
+        stacks: Python stacks of all threads, as text.
+    """
 
     pid: int
     name: str
@@ -55,7 +63,13 @@ class ProcessReport:
 
 @dataclass
 class WorkerReport:
-    """The worker's own process comes first, then its children, such as the ranks of a tensor-parallel engine."""
+    """State of one worker.
+
+    Attributes:
+        processes: The worker's own process, then its children, such as the ranks of a tensor-parallel engine.
+        logs: Ends of Ray's log files of the worker.
+        nccl_dumps: Name of a dump of NCCL's flight recorder -> its content.
+    """
 
     processes: list[ProcessReport]
     logs: str = ""
@@ -63,26 +77,35 @@ class WorkerReport:
 
 
 def inspect(pids: Sequence[int], log_dir: str, timeout_s: float) -> dict[int, WorkerReport]:
-    """Look into each of ``pids`` and its children, all at once; ends in ``timeout_s`` with what it has got by then."""
+    """Inspect workers of this node with their children, all at the same time.
+
+    Args:
+        pids: Processes of the workers.
+        log_dir: Folder of Ray's log files.
+        timeout_s: Deadline. Parts that are not available by then are left out.
+
+    Returns:
+        Pid -> report.
+    """
     deadline = time.monotonic() + timeout_s
-    asked = {dump: before for pid in pids for dump, before in _ask_for_nccl_dumps(pid).items()}
+    requested = {dump: before for pid in pids for dump, before in _request_nccl_dumps(pid).items()}
     trees = {pid: [pid, *(child.pid for child in tree([pid]) if child.pid != pid)] for pid in pids}
     members = [member for tree in trees.values() for member in tree]
-    # In threads that are left behind: of a process that hangs in the kernel, even reading /proc can hang.
-    looks = run_until(deadline + _LATE_S, [partial(_inspect_process, member, deadline) for member in members])
+    # In abandoned threads, because reading /proc can hang if the process hangs in the kernel.
+    found = run_until(deadline + _LATE_STACKS_S, [partial(_inspect_process, member, deadline) for member in members])
     reports = {
         member: report or ProcessReport(member, "", UNREADABLE, 0, "")
-        for member, report in zip(members, looks, strict=True)
+        for member, report in zip(members, found, strict=True)
     }
-    _wait_for_dumps(asked, deadline)
+    _wait_for_dumps(requested, deadline)
     return {
-        pid: WorkerReport([reports[member] for member in trees[pid]], _logs(pid, Path(log_dir)), _dumps(pid))
+        pid: WorkerReport([reports[member] for member in trees[pid]], _logs(pid, Path(log_dir)), _read_dumps(pid))
         for pid in pids
     }
 
 
-def inspect_here(pids: Sequence[int], timeout_s: float) -> dict[int, WorkerReport]:
-    """To be run on a node: look into its workers."""
+def inspect_workers(pids: Sequence[int], timeout_s: float) -> dict[int, WorkerReport]:
+    """Inspect workers of this Ray node. Arguments and result are those of :func:`inspect`."""
     node: Any = ray_worker._global_node
     return inspect(pids, node.get_logs_dir_path(), timeout_s)
 
@@ -101,17 +124,18 @@ def _inspect_process(pid: int, deadline: float) -> ProcessReport:
 
 
 def _stacks(pid: int, *, frozen: bool, deadline: float) -> str:
-    """By py-spy; it can wait for a consistent moment unless the process is frozen. Else by faulthandler."""
+    """Return the Python stacks of a process by py-spy, or by faulthandler if py-spy fails."""
     py_spy, failures = Path(sys.executable).with_name("py-spy"), []
-    ways: list[list[str]] = [["--nonblocking"], []] if frozen else [[], ["--nonblocking"]]
-    for i, way in enumerate(ways):
-        left = deadline - time.monotonic()
+    # py-spy pauses the process for a consistent stack. A frozen process cannot be paused.
+    modes: list[list[str]] = [["--nonblocking"], []] if frozen else [[], ["--nonblocking"]]
+    for i, mode in enumerate(modes):
+        left_s = deadline - time.monotonic()
         try:
             done = subprocess.run(
-                [py_spy, "dump", *way, "--pid", str(pid)],
+                [py_spy, "dump", *mode, "--pid", str(pid)],
                 capture_output=True,
                 text=True,
-                timeout=max(0.1, left if i else left * 0.6),
+                timeout=max(0.1, left_s if i else left_s * 0.6),
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             failures.append(str(error))
@@ -124,65 +148,74 @@ def _stacks(pid: int, *, frozen: bool, deadline: float) -> str:
 
 
 def _faulthandler_stacks(pid: int, deadline: float) -> str:
-    """Of a process that called :func:`allow_stack_dumps`: SIGUSR1 would end any other."""
+    """Make a process write its own stacks, and return them.
+
+    Only for processes that have called :func:`~recipe_gkd.diagnostics.stack_dumps.allow_stack_dumps`. SIGUSR1 would end
+    any other process, so the result is empty then.
+    """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         caught = int(status.partition("SigCgt:")[2].split()[0], 16)
         file = stack_dumps.stack_dump_file(pid)
         if file is None or not caught & 1 << (signal.SIGUSR1 - 1):
             return ""
-        before = file.stat().st_size
+        size_before = file.stat().st_size
         os.kill(pid, signal.SIGUSR1)
         deadline, size = max(deadline, time.monotonic() + 0.2), -1
-        while time.monotonic() < deadline:  # written in many small parts, by a signal handler that cannot tell its end
+        # The signal handler writes in many small parts and cannot signal its end.
+        while time.monotonic() < deadline:
             time.sleep(0.05)
-            if size == (size := file.stat().st_size) > before:
+            if size == (size := file.stat().st_size) > size_before:
                 break
         with open(file) as text:
-            text.seek(before)
+            text.seek(size_before)
             return text.read()
     except (OSError, ValueError, IndexError):
         return ""
 
 
 def _logs(pid: int, log_dir: Path) -> str:
-    """The ends of Ray's log files of a worker."""
+    """Return the ends of Ray's log files of a worker."""
     parts = []
     for file in sorted([*log_dir.glob(f"worker-*-{pid}.*"), *log_dir.glob(f"python-core-worker-*_{pid}.log")]):
         with suppress(OSError), open(file, "rb") as log:
-            log.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+            log.seek(max(0, file.stat().st_size - _LOG_TAIL_BYTES))
             if tail := log.read().decode(errors="replace"):
                 parts.append(f"==> {file} <==\n{tail}\n")
     return "".join(parts)
 
 
-def _ask_for_nccl_dumps(pid: int) -> dict[Path, float]:
-    """Write to the recorder's pipes of a worker and its children; the dumps to come, and their time before that."""
-    asked = {}
+def _request_nccl_dumps(pid: int) -> dict[Path, float]:
+    """Request dumps from the flight recorders of a worker and its children, by their pipes.
+
+    Returns:
+        File of a requested dump -> its modification time before the request, 0 if it did not exist.
+    """
+    requested = {}
     for pipe in _nccl_files(pid, ".pipe"):
         dump = pipe.with_suffix("")
         before = dump.stat().st_mtime if dump.exists() else 0.0
-        with suppress(OSError):  # no reader: the process is gone
+        with suppress(OSError):  # The pipe has no reader if the process is gone.
             descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
             os.write(descriptor, b"1")
             os.close(descriptor)
-            asked[dump] = before
-    return asked
+            requested[dump] = before
+    return requested
 
 
-def _wait_for_dumps(asked: dict[Path, float], deadline: float) -> None:
-    """Wait until all these dumps are newer than given and grow no more; NCCL's monitor reads its pipe once a second."""
+def _wait_for_dumps(requested: dict[Path, float], deadline: float) -> None:
+    """Wait until all requested dumps are new and have stopped growing. NCCL reads its pipes once per second."""
     sizes: list[int] = []
-    while asked and time.monotonic() < deadline:
-        time.sleep(0.05)  # another process writes them, and tells nobody when it has
-        found = [dump.stat() if dump.exists() else None for dump in asked]
-        is_new = all(now and now.st_mtime > before for now, before in zip(found, asked.values(), strict=True))
-        if is_new and sizes == (sizes := [now.st_size for now in found if now]):
+    while requested and time.monotonic() < deadline:
+        time.sleep(0.05)  # Another process writes the files and does not signal the end.
+        found = [dump.stat() if dump.exists() else None for dump in requested]
+        are_new = all(now and now.st_mtime > before for now, before in zip(found, requested.values(), strict=True))
+        if are_new and sizes == (sizes := [now.st_size for now in found if now]):
             return
 
 
-def _dumps(pid: int) -> dict[str, bytes]:
-    """Read the dumps of a worker, those that it has written of its own accord, too."""
+def _read_dumps(pid: int) -> dict[str, bytes]:
+    """Return name -> content of all dumps of a worker, including those that NCCL wrote without a request."""
     return {
         dump.name: dump.read_bytes()
         for dump in _nccl_files(pid)
@@ -192,4 +225,4 @@ def _dumps(pid: int) -> dict[str, bytes]:
 
 def _nccl_files(pid: int, suffix: str = "") -> list[Path]:
     """Return the files of NCCL's flight recorder in the scratch folders of a worker."""
-    return [file for folder in scratch.folders_of(pid) for file in folder.glob(f"{stack_dumps.NCCL_FILES}*{suffix}")]
+    return [file for folder in scratch.folders_of(pid) for file in folder.glob(f"{stack_dumps.NCCL_PREFIX}*{suffix}")]

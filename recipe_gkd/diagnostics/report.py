@@ -1,4 +1,4 @@
-"""The page that a person reads first."""
+"""The summary page of a diagnosis, ``report.md``."""
 
 from __future__ import annotations
 
@@ -13,50 +13,63 @@ from recipe_gkd.ray_cluster.node_probe import ActorLocation
 
 @dataclass
 class WorkerDiagnostics:
-    """A worker of which a diagnosis tells; ``report`` is None if its node did not answer."""
+    """A worker in a diagnosis.
+
+    Attributes:
+        label: Name of the worker, such as ``rollout worker 0 of 2``.
+        location: Its node and process.
+        report: State of its processes. None if its node did not answer.
+    """
 
     label: str
-    place: ActorLocation
+    location: ActorLocation
     report: WorkerReport | None = None
 
 
-def render(error: Exception, subjects: Sequence[WorkerDiagnostics], files: Sequence[str]) -> str:
-    """Markdown; ``files`` are the names of those that stand beside it."""
+def render(error: Exception, workers: Sequence[WorkerDiagnostics], files: Sequence[str]) -> str:
+    """Return the page as Markdown.
+
+    Args:
+        error: Error that ended the run.
+        workers: All workers. Those that did not answer come first on the page.
+        files: Names of the other files of the diagnosis.
+    """
     late = find_timeout_error(error) or DeadlineError()
-    about = [f"time: {time.strftime('%Y-%m-%d %H:%M:%S %z')}"]
+    facts = [f"time: {time.strftime('%Y-%m-%d %H:%M:%S %z')}"]
     if late.silent:
-        about.append(f"phase: {late.phase}")
-        about.append(f"did not answer within {late.waited_s:g} s: {', '.join(late.silent)}")
-        about.append(f"answered: {', '.join(late.answered) or 'nobody'}")
-    head = ("worker", "asked", "node", "pid", "state", "memory")
+        facts.append(f"phase: {late.phase}")
+        facts.append(f"did not answer within {late.waited_s:g} s: {', '.join(late.silent)}")
+        facts.append(f"answered: {', '.join(late.answered) or 'none'}")
+    header = ("worker", "call", "node", "pid", "state", "memory")
     rows: list[tuple[str, ...]] = []
-    for subject in sorted(subjects, key=lambda subject: subject.label not in late.silent):
-        asked = "silent" if subject.label in late.silent else "answered" if subject.label in late.answered else "-"
-        rows += _rows(subject, asked)
-    causes = [f"{subject.label}: {subject.place.cause}" for subject in subjects if subject.place.cause]
-    parts = [
-        "# What the workers were doing",
+    for worker in sorted(workers, key=lambda worker: worker.label not in late.silent):
+        call = "silent" if worker.label in late.silent else "answered" if worker.label in late.answered else "-"
+        rows += _rows(worker, call)
+    causes = [f"{worker.label}: {worker.location.cause}" for worker in workers if worker.location.cause]
+    sections = [
+        "# State of the workers",
         "\n".join(f"> {line}" for line in str(error).splitlines()),
-        "\n".join(f"- {line}" for line in about),
-        "\n".join("| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows)),
-        *(["What Ray says of the dead:", *causes] if causes else []),
-        "Python stacks are in `*.stacks.txt`, the ends of the workers' logs in `*.log.txt`, and what NCCL's flight "
-        "recorder has dumped in `*.nccl_<rank>` (read it with `torch.distributed.flight_recorder.fr_trace`).",
+        "\n".join(f"- {line}" for line in facts),
+        "\n".join("| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows)),
+        *(["Ray's explanation of the deaths:", *causes] if causes else []),
+        "`*.stacks.txt` contains Python stacks, `*.log.txt` the ends of the workers' logs, and `*.nccl_<rank>` the "
+        "dumps of NCCL's flight recorder (read them with `torch.distributed.flight_recorder.fr_trace`).",
         "\n".join(f"- `{file}`" for file in files),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
-def _rows(subject: WorkerDiagnostics, asked: str) -> list[tuple[str, ...]]:
-    place = subject.place
-    node = f"{place.node_ip} ({place.node_id[:8]})" if place.node_id else "-"
-    if not place.pid:
-        return [(subject.label, asked, node, "-", "died before it started" if place.dead else "not started", "-")]
-    if subject.report is None:
-        return [(subject.label, asked, node, str(place.pid), "unknown: its node did not answer", "-")]
+def _rows(worker: WorkerDiagnostics, call: str) -> list[tuple[str, ...]]:
+    """Return the table rows of a worker: its own process first, then its children."""
+    location = worker.location
+    node = f"{location.node_ip} ({location.node_id[:8]})" if location.node_id else "-"
+    if not location.pid:
+        return [(worker.label, call, node, "-", "died before it started" if location.dead else "not started", "-")]
+    if worker.report is None:
+        return [(worker.label, call, node, str(location.pid), "unknown: its node did not answer", "-")]
     rows: list[tuple[str, ...]] = []
-    for i, process in enumerate(subject.report.processes):
+    for i, process in enumerate(worker.report.processes):
         memory = "-" if process.state == GONE else f"{process.memory_bytes / (1 << 20):.0f} MiB"
-        who = subject.label if i == 0 else f"  its child {process.name[:40]}".replace("|", "/")
-        rows.append((who, asked if i == 0 else "", node, str(process.pid), process.state, memory))
+        name = worker.label if i == 0 else f"  its child {process.name[:40]}".replace("|", "/")
+        rows.append((name, call if i == 0 else "", node, str(process.pid), process.state, memory))
     return rows

@@ -1,4 +1,4 @@
-"""What a worker sets up at its start so that :mod:`recipe_gkd.diagnostics` can look into it when it does not answer."""
+"""Preparation of a worker process for :mod:`recipe_gkd.diagnostics.node_agent`, which inspects it when it hangs."""
 
 from __future__ import annotations
 
@@ -13,54 +13,58 @@ from pathlib import Path
 from recipe_gkd.runtime.scratch import scratch_folder
 
 _PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)  # linux/prctl.h
-_STACKS = "recipe_gkd_stacks"
-NCCL_FILES = "nccl_"
+_MEMFD_NAME = "recipe_gkd_stacks"
+NCCL_PREFIX = "nccl_"
 """Prefix of the files of NCCL's flight recorder in a worker's scratch folder."""
 
 
 def enable_stack_dumps() -> None:
-    """Call once in a worker, before it opens a process group: :func:`allow_stack_dumps`, and for NCCL's recorder, too.
+    """Prepare this worker for stack dumps and for dumps of NCCL's flight recorder.
 
-    With :func:`nccl_environment`, the flight recorder of this process and its children dumps into the scratch folder of
-    this one, when its pipe is written to: ``nccl_<rank>`` is the dump of a rank, ``nccl_<rank>.pipe`` its pipe.
+    Call it once in a worker, before it opens a process group. With :func:`nccl_environment`, the flight recorders of
+    this process and its children write ``nccl_<rank>`` in the scratch folder of this process when a byte is written to
+    the pipe ``nccl_<rank>.pipe`` there.
     """
     allow_stack_dumps()
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:
-        prefix = str(scratch_folder() / NCCL_FILES)  # torch appends the rank
+        prefix = str(scratch_folder() / NCCL_PREFIX)  # torch appends the rank
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = prefix
 
 
 def allow_stack_dumps() -> None:
-    """Call in a worker and in every process that it spawns, as these inherit nothing of it; more than once, if need be.
+    """Allow other processes of this user to read the Python stacks of this process.
 
-    SIGUSR1 then writes the stacks of all threads to a file of this process, which serves where py-spy is not
-    allowed to look into it. The file is in memory and has no name in a file system: nothing of it can be left behind,
-    and nobody else can put a link in its place. :func:`stack_dump_file` finds it.
+    Call it in a worker and in every process that the worker spawns, because these do not inherit it. Repeated calls
+    have no effect.
+
+    SIGUSR1 then writes the stacks of all threads to a file of this process, for systems where py-spy is not permitted.
+    The file is in memory and has no name in a file system, so it cannot remain after the process, and other users
+    cannot replace it by a link. :func:`stack_dump_file` returns its path.
     """
     _allow_stack_dumps(os.getpid())
 
 
 @cache
 def _allow_stack_dumps(pid: int) -> None:
-    faulthandler.register(signal.SIGUSR1, file=os.memfd_create(_STACKS), all_threads=True)
-    # Where Yama guards ptrace (most distributions), py-spy, no parent of this process, would be refused.
+    faulthandler.register(signal.SIGUSR1, file=os.memfd_create(_MEMFD_NAME), all_threads=True)
+    # Where Yama guards ptrace (most distributions), py-spy needs this permission, because it is not a parent process.
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)
 
 
 def nccl_environment() -> dict[str, str]:
-    """For workers on CUDA: let NCCL's flight recorder run, and dump when its watchdog sees a timeout.
+    """Return environment variables for workers on CUDA that enable NCCL's flight recorder and its dump on a timeout.
 
-    The names are those of torch 2.13's ``ProcessGroupNCCL.hpp`` and ``FlightRecorder.hpp``; the recorder itself was
-    never seen to dump on the machines where this is tested, which have no GPU.
+    The names are those of torch 2.13's ``ProcessGroupNCCL.hpp`` and ``FlightRecorder.hpp``. The tests run without a
+    GPU, so a dump by NCCL itself is not tested.
     """
     return {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def stack_dump_file(pid: int) -> Path | None:
-    """Return a path by which the stacks file of a live process can be opened; None if it has none."""
+    """Return a path that opens the stacks file of a live process, or None if it has none."""
     with suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):  # closed meanwhile
-                if os.readlink(descriptor).startswith(f"/memfd:{_STACKS}"):
+            with suppress(OSError):  # The descriptor may have been closed meanwhile.
+                if os.readlink(descriptor).startswith(f"/memfd:{_MEMFD_NAME}"):
                     return descriptor
     return None

@@ -1,4 +1,4 @@
-"""Conversion of unexpected exceptions into an error for the user, the only one."""
+"""Conversion of unexpected exceptions into errors for the user."""
 
 from __future__ import annotations
 
@@ -9,33 +9,39 @@ from recipe_gkd.errors import GkdError, UnexpectedError
 from recipe_gkd.runtime.tasks import first_failure
 from teacher.errors import TeacherError
 
-_PACKAGES = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("recipe_gkd", "teacher"))
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_PACKAGES = tuple(str(_REPOSITORY / name) for name in ("recipe_gkd", "teacher"))
 
 
 def as_known_error(error: Exception, phase: str) -> GkdError | TeacherError:
-    """Return ``error`` itself if the project raised it on purpose, else an :class:`UnexpectedError` about it.
+    """Return ``error`` itself if the project raised it on purpose, else an :class:`UnexpectedError` that wraps it.
 
-    The message names the phase of the run, the exception and the place in this project; ``__cause__`` is the exception
-    with its traceback.
+    Args:
+        error: Any exception.
+        phase: Phase of the run, for the message.
+
+    Returns:
+        An error whose message contains the phase, the exception and the line of this project that raised it.
+        ``__cause__`` is the exception with its traceback.
     """
     if isinstance(error, GkdError | TeacherError):
         return error
     root = first_failure(error)
     text = " ".join(str(root).split()) or "no message"
     if isinstance(root, OSError) and root.errno is not None:
-        meaning = "the operating system refused this; look at the disk, the memory and the limits of the machine"
+        advice = "the operating system refused this; check the disk, the memory and the limits of the machine"
     else:
-        meaning = "this error is not expected here and may be a bug; please report it with the traceback"
-    unexpected = UnexpectedError(f"{phase}: {type(root).__name__}: {text}\nin {_place(root)}; {meaning}")
+        advice = "this error is not expected and may be a bug; please report it with the traceback"
+    unexpected = UnexpectedError(f"{phase}: {type(root).__name__}: {text}\nin {_code_location(root)}; {advice}")
     unexpected.__cause__ = error
     return unexpected
 
 
-def _place(error: BaseException) -> str:
-    """Return the innermost line of this project in the traceback, and the line that raised if it is another's."""
+def _code_location(error: BaseException) -> str:
+    """Return this project's innermost line in the traceback, after the line that raised if that is a dependency's."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
-        return "an unknown place"
-    ours = [frame for frame in frames if frame.filename.startswith(_PACKAGES)]
-    places = [*ours[-1:], *(frames[-1:] if frames[-1] not in ours else [])]
-    return ", called from ".join(f"{frame.filename}:{frame.lineno} ({frame.name})" for frame in reversed(places))
+        return "an unknown location"
+    own = [frame for frame in frames if frame.filename.startswith(_PACKAGES)]
+    shown = [*own[-1:], *(frames[-1:] if frames[-1] not in own else [])]
+    return ", called from ".join(f"{frame.filename}:{frame.lineno} ({frame.name})" for frame in reversed(shown))

@@ -1,9 +1,9 @@
-"""The two models of the quickstart, trained here from nothing with plain PyTorch and transformers.
+"""Training of the two quickstart models from random weights, with PyTorch and transformers.
 
-Both have the Qwen2 architecture. The teacher is trained until it solves the task. The student is smaller and is
-stopped early, inside a band of accuracy: with nothing right it would have nothing to build on, and with too much there
-would be nothing to watch. When the accuracy takes off is a matter of luck and of the machine's floating point, so no
-number of steps is fixed: small greedy evaluations decide (`train_into_band`).
+Both have the Qwen2 architecture. The teacher is trained until it solves the task. The training of the smaller student
+is stopped within a band of accuracy. Below the band the distillation would have nothing to build on, and above it the
+improvement would not be visible. The step at which the accuracy rises depends on the seed and on the machine's
+rounding. Therefore small greedy evaluations decide when to stop (:func:`train_into_band`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,23 @@ STEPS_BETWEEN_LINES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One model: its shape, and how it is trained."""
+    """Shape and training of one model.
+
+    Attributes:
+        layers: Number of transformer layers.
+        hidden: Hidden size.
+        heads: Number of attention heads.
+        kv_heads: Number of key-value heads.
+        ffn: Hidden size of the MLP.
+        tied_embeddings: True if the output layer shares the embedding's weights.
+        lr: Initial learning rate.
+        band: Fraction of exact answers on the dev split at which the training ends. Above it, the training goes back.
+        settle_from: From this accuracy on, the learning rate is reduced after each evaluation.
+        settle_factor: Factor of that reduction.
+        min_lr: Lower bound of the reduced learning rate.
+        steps_between_evaluations: Steps between two evaluations.
+        max_steps: Maximum number of steps.
+    """
 
     layers: int
     hidden: int
@@ -40,16 +56,14 @@ class Recipe:
     tied_embeddings: bool
     lr: float
     band: tuple[float, float]
-    """Stop once the share of exact answers on the dev split is in here; above it, go back."""
     settle_from: float
-    """From this accuracy on, each evaluation is followed by a lower learning rate."""
     settle_factor: float
     min_lr: float
     steps_between_evaluations: int
     max_steps: int
 
 
-# Heads of 32 are the smallest that vLLM's CPU attention has; two key-value heads let two ranks share them.
+# 32 is the smallest head size of vLLM's CPU attention. Two key-value heads allow two tensor-parallel ranks.
 RECIPES: dict[Role, Recipe] = {
     "teacher": Recipe(
         layers=2, hidden=128, heads=4, kv_heads=2, ffn=512, tied_embeddings=False,
@@ -65,17 +79,22 @@ RECIPES: dict[Role, Recipe] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
-    """How a model came out."""
+class TrainingResult:
+    """Result of the training of one model.
+
+    Attributes:
+        accuracy: Fraction of exact greedy answers on the dev split.
+        steps: Number of steps, without those that were taken back.
+        parameters: Number of parameters.
+    """
 
     accuracy: float
-    """Share of exact greedy answers on the dev split."""
     steps: int
     parameters: int
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """An untrained fp32 model."""
+    """Return an untrained fp32 model."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -85,7 +104,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -
         num_attention_heads=recipe.heads,
         num_key_value_heads=recipe.kv_heads,
         max_position_embeddings=MAX_LENGTH,
-        # Answers look back a few dozen tokens at most; the usual base of 10000 and more makes copying slower to learn.
+        # Attention spans at most a few dozen tokens. With the usual base of 10000, copying is learned more slowly.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=recipe.tied_embeddings,
         bos_token_id=None,
@@ -101,7 +120,11 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> tuple[torch.Tensor, int]:
-    """Whole conversations, ids_BS int64, and P, the length of the prompt, which is the same in every row."""
+    """Tokenize whole conversations.
+
+    Returns:
+        Token ids, int64 [B, S], and the length of the prompt, which is the same in every row.
+    """
     chats = [[*p.messages(), {"role": "assistant", "content": p.answer}] for p in problems]
     texts = tokenizer.apply_chat_template(chats, tokenize=False)
     ids_BS = torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
@@ -111,7 +134,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> tuple
 
 @torch.no_grad()
 def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> float:
-    """Share of exact answers under greedy decoding, all problems in one batch with a key-value cache."""
+    """Return the fraction of exact answers under greedy decoding. All problems are decoded in one batch."""
     ids_BS, prompt_length = encode(tokenizer, problems)
     step_ids, cache, columns = ids_BS[:, :prompt_length], None, []
     for _ in range(ids_BS.shape[1] - prompt_length):
@@ -119,10 +142,10 @@ def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast,
         cache, step_ids = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
         columns.append(step_ids)
     texts = tokenizer.batch_decode(torch.cat(columns, 1), skip_special_tokens=False)
-    # Right answers have one length, so one that is right ends in the last column with the end token.
-    end = tokenizer.eos_token
-    right = [t.endswith(end) and is_exact(t.removesuffix(end), p.answer) for t, p in zip(texts, problems, strict=True)]
-    return sum(right) / len(right)
+    # Correct answers have the same length, so a correct one ends with the EOS token in the last column.
+    eos = tokenizer.eos_token
+    exact = [t.endswith(eos) and is_exact(t.removesuffix(eos), p.answer) for t, p in zip(texts, problems, strict=True)]
+    return sum(exact) / len(exact)
 
 
 def train_into_band(
@@ -131,48 +154,51 @@ def train_into_band(
     recipe: Recipe,
     batches: Iterator[list[Problem]],
     dev: list[Problem],
-    say: Callable[[str], None],
-) -> Made:
-    """Supervised training until the accuracy on `dev` lies in `recipe.band`.
+    report: Callable[[str], None],
+) -> TrainingResult:
+    """Train with cross-entropy until the accuracy on the dev problems is in the band of the recipe.
 
-    If an evaluation finds it above the band, model and optimizer return to the evaluation before, and go on with half
-    the learning rate and half the steps until the next evaluation.
+    If an evaluation is above the band, model and optimizer return to the previous evaluation. The training continues
+    with half the learning rate and half the steps between evaluations.
 
-    Raises ModelError after `recipe.max_steps` steps outside the band.
+    Args:
+        model: Model, trained in place.
+        tokenizer: Tokenizer of the model.
+        recipe: Optimizer settings and band.
+        batches: Training problems.
+        dev: Problems of the evaluations.
+        report: Function that prints a line of progress.
+
+    Raises:
+        ModelError: The accuracy is not in the band after ``recipe.max_steps`` steps.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    peak_lr, every = recipe.lr, recipe.steps_between_evaluations
+    lr, interval = recipe.lr, recipe.steps_between_evaluations
     lowest, highest = recipe.band
     accuracy, steps, steps_taken_back = 0.0, 0, 0
-    kept = _snapshot(model, optimizer)
+    snapshot = _snapshot(model, optimizer)
     while steps < recipe.max_steps:
-        for _ in range(every):
+        for _ in range(interval):
             steps += 1
-            for group in optimizer.param_groups:
-                group["lr"] = peak_lr * min(1.0, steps / WARMUP_STEPS)
-            loss = _answer_loss(model, *encode(tokenizer, next(batches)))
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            loss = _train_step(model, optimizer, encode(tokenizer, next(batches)), lr * min(1.0, steps / WARMUP_STEPS))
         accuracy = greedy_accuracy(model, tokenizer, dev)
         if steps % STEPS_BETWEEN_LINES == 0 or accuracy >= lowest:
-            say(f"step {steps:4d}  loss {loss.item():.3f}  exact answers {accuracy:6.1%}  lr {peak_lr:.1e}")
+            report(f"step {steps:4d}  loss {loss:.3f}  exact answers {accuracy:6.1%}  lr {lr:.1e}")
         if lowest <= accuracy <= highest:
             parameters = sum(p.numel() for p in model.parameters())
-            return Made(accuracy=accuracy, steps=steps - steps_taken_back, parameters=parameters)
+            return TrainingResult(accuracy=accuracy, steps=steps - steps_taken_back, parameters=parameters)
         if accuracy > highest:
-            _restore(model, optimizer, kept)
-            steps_taken_back, steps_back = steps_taken_back + every, every
-            peak_lr, every = peak_lr / 2, max(1, every // 2)
-            say(f"above {highest:.0%}: back by {steps_back} steps, on with {every} at a time")
+            _restore(model, optimizer, snapshot)
+            steps_taken_back += interval
+            report(f"above {highest:.0%}: back by {interval} steps, continue with half the learning rate")
+            lr, interval = lr / 2, max(1, interval // 2)
             continue
         if accuracy >= recipe.settle_from:
-            peak_lr = max(recipe.min_lr, peak_lr * recipe.settle_factor)
-        kept = _snapshot(model, optimizer)
+            lr = max(recipe.min_lr, lr * recipe.settle_factor)
+        snapshot = _snapshot(model, optimizer)
     raise ModelError(
-        f"got {accuracy:.1%} exact answers after {steps} steps, expected {lowest:.0%} to {highest:.0%}: "
-        "try another --seed, and report this if it happens again"
+        f"got {accuracy:.1%} exact answers after {steps} steps, expected {lowest:.0%} to {highest:.0%}; "
+        "use another --seed, and report this if it happens again"
     )
 
 
@@ -184,25 +210,49 @@ def make_model(
     dev: list[Problem],
     excluded: list[Problem],
     folder: Path,
-    say: Callable[[str], None],
-) -> Made:
+    report: Callable[[str], None],
+) -> TrainingResult:
     """Build, train and save one model with its tokenizer, as a Hugging Face folder.
 
-    Teacher and student differ in their starting weights and in their training problems, none of which is `excluded`.
+    Teacher and student have different initial weights and training problems.
 
-    Raises ModelError as `train_into_band` does.
+    Args:
+        role: Teacher or student.
+        recipe: Shape and training of the model.
+        seed: Seed of the quickstart.
+        dev: Problems of the evaluations.
+        excluded: Problems that must not be trained on.
+        folder: Output folder.
+        report: Function that prints a line of progress.
+
+    Raises:
+        ModelError: The accuracy is not in the band after ``recipe.max_steps`` steps.
     """
     seed = 2 * seed + (role == "student")
     tokenizer = build_tokenizer()
     model = build_model(recipe, tokenizer, seed)
-    made = train_into_band(model, tokenizer, recipe, endless_batches(seed, BATCH_SIZE, excluded), dev, say)
+    result = train_into_band(model, tokenizer, recipe, endless_batches(seed, BATCH_SIZE, excluded), dev, report)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return made
+    return result
+
+
+def _train_step(
+    model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, int], lr: float
+) -> float:
+    """Update the model on one encoded batch. Return the loss."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    loss = _answer_loss(model, *batch)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
 
 
 def _answer_loss(model: Qwen2ForCausalLM, ids_BS: torch.Tensor, prompt_length: int) -> torch.Tensor:
-    """Mean cross-entropy of the answer's tokens; the question is random and cannot be learned."""
+    """Return the mean cross-entropy of the answer tokens. The question is random and cannot be learned."""
     logits_BTV = model(input_ids=ids_BS[:, :-1], use_cache=False).logits[:, prompt_length - 1 :]
     return F.cross_entropy(logits_BTV.flatten(0, 1), ids_BS[:, prompt_length:].flatten())
 
@@ -214,7 +264,7 @@ def _snapshot(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer) -> Snap
     return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
 
 
-def _restore(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, kept: Snapshot) -> None:
-    model.load_state_dict(kept[0])
-    # The optimizer takes over the tensors that it is given and would change the kept ones.
-    optimizer.load_state_dict(copy.deepcopy(kept[1]))
+def _restore(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, snapshot: Snapshot) -> None:
+    model.load_state_dict(snapshot[0])
+    # The optimizer would take over the tensors of the snapshot and change them.
+    optimizer.load_state_dict(copy.deepcopy(snapshot[1]))

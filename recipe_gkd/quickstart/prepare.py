@@ -1,10 +1,12 @@
-"""Make everything that the quickstart needs: problems, teacher, student.
+"""Inputs of the quickstart: problems, teacher and student.
+
+Usage::
 
     python -m recipe_gkd.quickstart.prepare --out outputs/quickstart [--seed 0] [--fresh]
 
-gives ``data/{train,held_out,dev}.parquet``, ``teacher/`` and ``student/``. Each of the three folders is written under
-another name and renamed when it is complete, with a ``made.json`` that says how it was made; a later call makes only
-what is missing or was made otherwise.
+The output is ``data/{train,held_out,dev}.parquet``, ``teacher/`` and ``student/``. Each of the three folders is written
+under another name and renamed when it is complete. Its ``made.json`` records the settings. A later call creates only
+the folders that are missing or have other settings.
 """
 
 from __future__ import annotations
@@ -34,11 +36,19 @@ from recipe_gkd.quickstart.tokenizer import CHAT_TEMPLATE
 SIZES = {"n_train": 16384, "n_held_out": 512, "n_dev": 384}
 RECORD = "made.json"
 TIMEOUT_S = 1800.0
-"""Far beyond what a slow machine needs; two free cores take about a minute."""
+"""Deadline of the training of both models. It takes about a minute on two idle cores."""
 
 
 class Job(NamedTuple):
-    """One model to make, in a process of its own."""
+    """Training of one model, in a process of its own.
+
+    Attributes:
+        role: Teacher or student.
+        recipe: Shape and training of the model.
+        seed: Seed of the quickstart.
+        folder: Output folder.
+        key: Digest of all settings.
+    """
 
     role: Role
     recipe: Recipe
@@ -55,9 +65,21 @@ def prepare(
     recipes: Mapping[Role, Recipe] = RECIPES,
     timeout_s: float = TIMEOUT_S,
 ) -> dict[str, dict[str, Any]]:
-    """Make what is missing under `out`; return the record of each of `data`, `teacher` and `student`.
+    """Create the missing folders.
 
-    Raises ModelError if a model did not reach its accuracy within its steps, DeadlineError after `timeout_s`.
+    Args:
+        out: Parent of the folders.
+        seed: Seed of the problems, the initial weights and the training.
+        fresh: True to create all folders again.
+        recipes: Shape and training of each model.
+        timeout_s: Deadline of the training.
+
+    Returns:
+        The records of ``data`` and of each model.
+
+    Raises:
+        ModelError: A model did not reach its accuracy within its steps.
+        DeadlineError: The training did not end within ``timeout_s``.
     """
     out.mkdir(parents=True, exist_ok=True)
     data_key = _key(seed, SIZES)
@@ -76,9 +98,9 @@ def prepare(
     return {name: json.loads((out / name / RECORD).read_text()) for name in ("data", *recipes)}
 
 
-def _key(seed: int, made_with: Mapping[str, Any]) -> str:
-    """What an artifact is made of, as a digest, without the limit on the steps: it does not change a finished model."""
-    parts = [seed, {k: v for k, v in made_with.items() if k != "max_steps"}, Problem(123, 456).answer, CHAT_TEMPLATE]
+def _key(seed: int, settings: Mapping[str, Any]) -> str:
+    """Return a digest of the settings. The limit on the steps is left out, as it does not change a finished model."""
+    parts = [seed, {k: v for k, v in settings.items() if k != "max_steps"}, Problem(123, 456).answer, CHAT_TEMPLATE]
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -118,12 +140,12 @@ def _make_data(folder: Path, splits: Splits, key: str) -> None:
 
 
 def _make_model(job: Job, result: Connection) -> None:
-    """Body of a child process: sends None when the folder is in place, or the message of what went wrong."""
+    """Train one model in a child process. Send None when its folder is complete, or an error message."""
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     started = time.monotonic()
 
-    def say(line: str) -> None:
+    def report(line: str) -> None:
         print(f"{job.role} {time.monotonic() - started:5.0f} s  {line}", flush=True)
 
     try:
@@ -136,11 +158,11 @@ def _make_model(job: Job, result: Connection) -> None:
             dev=splits.dev,
             excluded=splits.dev + splits.held_out,
             folder=draft,
-            say=say,
+            report=report,
         )
         seconds = round(time.monotonic() - started, 1)
         _finish(draft, job.folder, {"key": job.key, "seed": job.seed, "seconds": seconds} | dataclasses.asdict(made))
-        say(f"done: {made.parameters} parameters, {made.accuracy:.1%} exact answers after {made.steps} steps")
+        report(f"done: {made.parameters} parameters, {made.accuracy:.1%} exact answers after {made.steps} steps")
     except (GkdError, OSError) as error:
         result.send(f"{type(error).__name__}: {error}")
     else:
@@ -148,7 +170,7 @@ def _make_model(job: Job, result: Connection) -> None:
 
 
 def _make_models(jobs: list[Job], timeout_s: float) -> None:
-    """All jobs at once, one process and one thread each; the first failure ends the others."""
+    """Run all jobs at the same time, each in a process with one thread. The first failure ends the others."""
     context = multiprocessing.get_context("spawn")
     running: dict[Connection, tuple[Job, SpawnProcess]] = {}
     deadline = time.monotonic() + timeout_s
@@ -157,7 +179,7 @@ def _make_models(jobs: list[Job], timeout_s: float) -> None:
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_make_model, args=(job, sender), name=job.role, daemon=True)
             process.start()
-            sender.close()  # Only the child holds it now, so its death reads as the end of the stream.
+            sender.close()  # Only the child holds it now, so the death of the child ends the stream.
             running[receiver] = job, process
         while running:
             ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
@@ -165,7 +187,7 @@ def _make_models(jobs: list[Job], timeout_s: float) -> None:
                 names = " and ".join(job.role for job, _ in running.values())
                 raise DeadlineError(
                     f"quickstart: the training of the {names} did not end within {timeout_s:.0f} s; "
-                    "free the processor (each needs one core) and run the command again"
+                    "each needs one idle core; stop other programs and run the command again"
                 )
             for receiver in cast("list[Connection]", ready):
                 job, process = running[receiver]
@@ -185,14 +207,15 @@ def _make_models(jobs: list[Job], timeout_s: float) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command. Return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m recipe_gkd.quickstart.prepare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="folder to fill")
-    parser.add_argument("--seed", type=int, default=0, help="of the problems, the first weights and the training")
-    parser.add_argument("--fresh", action="store_true", help="make everything again")
+    parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="output folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problems and of the training")
+    parser.add_argument("--fresh", action="store_true", help="create everything again")
     args = parser.parse_args(argv)
     started = time.monotonic()
     try:

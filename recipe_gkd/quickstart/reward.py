@@ -1,4 +1,4 @@
-"""The reward of the arithmetic task: 1 for an exact answer, else 0.
+"""Reward function of the quickstart: 1 for an exact answer, else 0.
 
 ``custom_reward_function.path=recipe_gkd/quickstart/reward.py``
 """
@@ -10,6 +10,13 @@ from typing import Any
 from recipe_gkd.quickstart.task import is_exact
 
 
-def compute_score(prompt: Any, answer: str, ground_truth: str, extra: dict[str, Any]) -> float:
-    """`ground_truth`: the whole right answer, the column `answer` of the data."""
-    return float(is_exact(answer, ground_truth))
+def compute_score(prompt: Any, response: str, ground_truth: str, extra: dict[str, Any]) -> float:
+    """Return the reward of a response.
+
+    Args:
+        prompt: Not used.
+        response: Text of the response.
+        ground_truth: The whole correct answer, from column ``answer`` of the data.
+        extra: Not used.
+    """
+    return float(is_exact(response, ground_truth))

@@ -1,8 +1,9 @@
-"""Addition of two 3-digit numbers, worked out digit by digit.
+"""Quickstart task: addition of two 3-digit numbers, digit by digit.
 
-The question ``123+456=`` has one right answer, ``3+6+0=09;2+5+0=07;1+4+0=05;0579``: for each column, from the right,
-the two digits, the carry that comes in and their two-digit sum; then the four digits of the result. All questions have
-one length and so have all answers. An answer counts as exact if it has this form and its last four digits are the sum.
+The question ``123+456=`` has one correct answer, ``3+6+0=09;2+5+0=07;1+4+0=05;0579``. For each column, from the right,
+it contains the two digits, the incoming carry and their two-digit sum. The four digits of the result follow. All
+questions have the same length, and so have all answers. A response is exact if it has this form and its last four
+digits are the sum.
 """
 
 from __future__ import annotations
@@ -28,20 +29,27 @@ _ANSWER = re.compile(rf"(?:{_COLUMN}){{{DIGITS}}}(\d{{{DIGITS + 1}}})", re.ASCII
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Two numbers from LOWEST to HIGHEST."""
+    """The sum of two numbers.
+
+    Attributes:
+        a: First number, from LOWEST to HIGHEST.
+        b: Second number, from LOWEST to HIGHEST.
+    """
 
     a: int
     b: int
 
     @property
     def question(self) -> str:
+        """Text of the user message."""
         return f"{self.a}+{self.b}="
 
     @property
     def answer(self) -> str:
+        """The correct answer."""
         columns, carry = [], 0
-        for place in range(DIGITS):
-            x, y = self.a // 10**place % 10, self.b // 10**place % 10
+        for column in range(DIGITS):
+            x, y = self.a // 10**column % 10, self.b // 10**column % 10
             total = x + y + carry
             columns.append(f"{x}+{y}+{carry}={total:02d};")
             carry = total // 10
@@ -49,57 +57,68 @@ class Problem:
 
     @property
     def pair(self) -> tuple[int, int]:
-        """The same for a+b and b+a."""
+        """The two numbers in ascending order, the same for a+b and b+a."""
         return min(self.a, self.b), max(self.a, self.b)
 
     def messages(self) -> list[dict[str, str]]:
-        """The chat prompt: one user message."""
+        """Return the chat prompt, which is one user message."""
         return [{"role": "user", "content": self.question}]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """Three sets of problems without a common pair, commuted or not."""
+    """Three sets of problems. No pair of numbers is in two of them, not even commuted.
+
+    Attributes:
+        train: Prompts of the distillation.
+        held_out: Problems of the final evaluations.
+        dev: Problems that decide when the training of the two models stops.
+    """
 
     train: list[Problem]
-    """Prompts of the distillation."""
     held_out: list[Problem]
-    """Read by the final evaluations only."""
     dev: list[Problem]
-    """Decides when the making of the two models stops."""
 
 
 def final_number(text: str) -> int | None:
-    """The result that an answer states; None if the answer does not have the form of the task, to the character."""
+    """Return the result in an answer, or None if the answer does not have exactly the form of the task."""
     match = _ANSWER.fullmatch(text)
     return int(match.group(1)) if match else None
 
 
 def is_exact(text: str, expected: str) -> bool:
-    """Whether `text` is a well-formed answer with the result of `expected`.
+    """Return True if ``text`` is a well-formed answer with the result of ``expected``.
 
-    Raises DataError if `expected` itself is not an answer of this task.
+    Raises:
+        DataError: ``expected`` is not an answer of this task.
     """
-    want = final_number(expected)
-    if want is None:
+    result = final_number(expected)
+    if result is None:
         raise DataError(
-            f"got the expected answer {expected!r}, which is not of the form 3+6+0=09;2+5+0=07;1+4+0=05;0579: "
-            "this file was not made by recipe_gkd.quickstart.prepare, or by another version; run it with --fresh"
+            f"got the ground truth {expected!r}, expected the form 3+6+0=09;2+5+0=07;1+4+0=05;0579; the file was not "
+            "made by this version of recipe_gkd.quickstart.prepare, so run that with --fresh"
         )
-    return final_number(text) == want
+    return final_number(text) == result
 
 
 def make_splits(seed: int, *, n_train: int, n_held_out: int, n_dev: int) -> Splits:
-    """Draw all problems at once, without repetition, so that no two splits can share one.
+    """Draw the problems of all splits without repetition.
 
-    Raises DataError if more problems are asked for than there are.
+    Args:
+        seed: Seed of the random generator.
+        n_train: Number of training problems.
+        n_held_out: Number of held-out problems.
+        n_dev: Number of dev problems.
+
+    Raises:
+        DataError: There are not enough different problems, or a number is below 1.
     """
     n_numbers = HIGHEST - LOWEST + 1
     n_pairs = n_numbers * (n_numbers + 1) // 2
     wanted = n_train + n_held_out + n_dev
     if min(n_train, n_held_out, n_dev) < 1 or wanted > n_pairs:
         raise DataError(
-            f"got {n_train} + {n_held_out} + {n_dev} problems, expected at least 1 each and {n_pairs} in all"
+            f"got {n_train} + {n_held_out} + {n_dev} problems, expected at least 1 each and at most {n_pairs} in all"
         )
     rng = random.Random(seed)
     problems: dict[tuple[int, int], Problem] = {}
@@ -113,7 +132,7 @@ def make_splits(seed: int, *, n_train: int, n_held_out: int, n_dev: int) -> Spli
 
 
 def endless_batches(seed: int, batch_size: int, excluded: list[Problem]) -> Iterator[list[Problem]]:
-    """Random problems for supervised training, none of which is a+b or b+a of an excluded one."""
+    """Yield batches of random problems. Excluded problems and their commuted forms are left out."""
     rng = random.Random(seed)
     forbidden = {problem.pair for problem in excluded}
     while True:
@@ -126,7 +145,7 @@ def endless_batches(seed: int, batch_size: int, excluded: list[Problem]) -> Iter
 
 
 def write_parquet(problems: list[Problem], path: Path) -> None:
-    """Columns: `prompt` (list of {role, content}), `answer` (the whole right answer), `data_source`."""
+    """Write a parquet file with the columns ``prompt`` (list of {role, content}), ``answer`` and ``data_source``."""
     table = pa.table(
         {
             "prompt": [problem.messages() for problem in problems],

@@ -1,4 +1,4 @@
-"""A tokenizer with one token a character, as an ordinary `PreTrainedTokenizerFast` with a chat template."""
+"""Tokenizer with one token per character and a chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recipe_gkd.quickstart.task import ALPHABET
 VOCAB_SIZE = 32
 PAD, END, USER, ASSISTANT, UNKNOWN = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unk|>"
 MAX_LENGTH = 64
-"""Longest sequence of the models; a question with its answer takes 42 tokens."""
+"""Maximum sequence length of the models. A question with its answer has 42 tokens."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -26,10 +26,10 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Five special tokens, the task's alphabet, and unused ones up to VOCAB_SIZE.
+    """Build the tokenizer: five special tokens, the task's alphabet, and unused tokens up to VOCAB_SIZE.
 
-    The unused ones make the vocabulary divisible by 32, which tensor parallelism needs; they are special tokens too, so
-    that decoding with `skip_special_tokens` never shows one.
+    Tensor parallelism needs a vocabulary that is divisible by 32. The unused tokens are special tokens, so that
+    decoding with ``skip_special_tokens`` never shows one.
     """
     special = [PAD, END, USER, ASSISTANT, UNKNOWN]
     unused = [f"<|unused_{i}|>" for i in range(VOCAB_SIZE - len(special) - len(ALPHABET))]

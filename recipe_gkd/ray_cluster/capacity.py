@@ -1,11 +1,10 @@
-"""Resources that a cluster can grant to this run: those of its own two pools, and those that are free."""
+"""Resources of the Ray cluster that this run could use: those of its own two pools, and those that are free."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import psutil
 import ray
@@ -16,7 +15,10 @@ from recipe_gkd.ray_cluster.node_probe import own_node
 from recipe_gkd.ray_cluster.pools import Pool, PoolSpec, choose_nodes
 
 PoolSize = tuple[int, int]
-"""Nodes, devices on each."""
+"""Number of nodes, devices on each node."""
+
+Resources = Mapping[str, float]
+"""Ray resource name (``CPU``, ``GPU``) -> amount."""
 
 
 @dataclass(frozen=True)
@@ -24,50 +26,58 @@ class ClusterCapacity:
     """Resources that the pools of this run could have.
 
     Attributes:
-        specs: The actor pool and the rollout pool as they are.
-        nodes: Resources of each node that no one else uses. On a CPU, a node has no more slots than cores.
-        cores: CPU cores of all nodes, which the pools share; None if the devices are GPUs.
+        specs: Current sizes of the actor pool and of the rollout pool.
+        nodes: For each node, the resources that no other job uses. On a CPU, a node has no more slots than cores.
+        cores: CPU cores of all nodes, which both pools share. None if the devices are GPUs.
     """
 
     specs: tuple[PoolSpec, PoolSpec]
-    nodes: tuple[Mapping[str, float], ...]
+    nodes: tuple[Resources, ...]
     cores: float | None
 
     def grants(self, actor: PoolSize, rollout: PoolSize) -> bool:
-        """Return True if the cluster has room for pools of these sizes."""
+        """Return True if pools of these sizes fit into the cluster at the same time."""
         sizes = zip(self.specs, (actor, rollout), strict=True)
-        larger = tuple(replace(spec, nnodes=nodes, n_per_node=each) for spec, (nodes, each) in sizes)
-        return choose_nodes(larger, [dict(node) for node in self.nodes]) is not None
+        resized = tuple(replace(spec, nnodes=nnodes, n_per_node=each) for spec, (nnodes, each) in sizes)
+        return choose_nodes(resized, [dict(node) for node in self.nodes]) is not None
 
 
 def cluster_capacity(pools: Sequence[Pool]) -> ClusterCapacity:
-    """Read the capacity from Ray; ``pools`` are the actor pool and the rollout pool, which it has granted."""
+    """Read the capacity from Ray.
+
+    Args:
+        pools: The actor pool and the rollout pool of this run, both granted.
+    """
     actor, rollout = pools
-    held: dict[str, dict[str, float]] = {}
-    for group in {pool.group.id: pool.group for pool in pools}.values():
-        table = placement_group_table(group)
-        for bundle, node in table["bundles_to_node_id"].items():
-            own = held.setdefault(node, {})
-            for what, amount in table["bundles"][bundle].items():
-                own[what] = own.get(what, 0) + amount
-    free, on_cpu = available_resources_per_node(), actor.spec.device == "cpu"
-    nodes = []
+    held_by_node = _resources_held_by(pools)
+    free_by_node = available_resources_per_node()
+    on_cpu = actor.spec.device == "cpu"
+    nodes: list[Resources] = []
     for node in ray.nodes():
-        if node["Alive"]:
-            of = partial(_usable, node["Resources"], free.get(node["NodeID"], {}), held.get(node["NodeID"], {}))
-            limit = physical_cores() if on_cpu and node["NodeID"] == own_node() else None
-            nodes.append({"CPU": of("CPU", limit), "GPU": of("GPU", None)})
+        if not node["Alive"]:
+            continue
+        node_id, total = node["NodeID"], node["Resources"]
+        held, free = held_by_node.get(node_id, {}), free_by_node.get(node_id, {})
+        usable = {kind: min(total.get(kind, 0), free.get(kind, 0) + held.get(kind, 0)) for kind in ("CPU", "GPU")}
+        if on_cpu and node_id == own_node():
+            usable["CPU"] = min(usable["CPU"], physical_cores())
+        nodes.append(usable)
     cores = sum(node["CPU"] for node in nodes) if on_cpu else None
     return ClusterCapacity((actor.spec, rollout.spec), tuple(nodes), cores)
 
 
 def physical_cores() -> int:
-    """Return the cores of this machine that this process may use: hardware threads of one core count once."""
+    """Return the number of cores of this machine that this process may use. Hardware threads of one core count once."""
     return min(len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False) or psutil.cpu_count() or 1)
 
 
-def _usable(
-    total: Mapping[str, float], free: Mapping[str, float], held: Mapping[str, float], what: str, limit: float | None
-) -> float:
-    usable = min(total.get(what, 0), free.get(what, 0) + held.get(what, 0))
-    return usable if limit is None else min(usable, limit)
+def _resources_held_by(pools: Sequence[Pool]) -> dict[str, dict[str, float]]:
+    """Return node id -> resources that the pools have reserved there."""
+    held: dict[str, dict[str, float]] = {}
+    for group in {pool.group.id: pool.group for pool in pools}.values():
+        table = placement_group_table(group)
+        for bundle, node_id in table["bundles_to_node_id"].items():
+            on_node = held.setdefault(node_id, {})
+            for kind, amount in table["bundles"][bundle].items():
+                on_node[kind] = on_node.get(kind, 0) + amount
+    return held

@@ -1,4 +1,4 @@
-"""Ray: a cluster of its own on this machine, or one that is already there."""
+"""Connection of the driver to Ray: a local cluster that it starts, or an existing cluster."""
 
 from __future__ import annotations
 
@@ -22,16 +22,25 @@ from recipe_gkd.runtime.process_trees import end_trees, tree
 log = logging.getLogger(__name__)
 
 START_ATTEMPTS = 3
-"""Attempts to start a local cluster, each of which Ray gives 30 s."""
-_END_TIMEOUT_S = 10.0
+RAY_START_TIMEOUT_S = 30
+"""Time that Ray gives each attempt to start a local cluster. It cannot be configured."""
+_KILL_TIMEOUT_S = 10.0
 _START_TIMED_OUT = "timed out during startup"
 
 
 @contextmanager
-def ray_cluster(config: Config) -> Iterator[None]:
-    """Connect, and at the end disconnect; a local cluster ends with it, with all its processes."""
+def connected_cluster(config: Config) -> Iterator[None]:
+    """Connect to the cluster of ``ray_init``, and disconnect on exit.
+
+    Without ``ray_init.address``, start a cluster on this machine; it ends on exit, with all its processes.
+    The timeline of ``ray_init.timeline_json_file`` is written after a failed run too.
+
+    Raises:
+        ResourceError: Ray could not connect or start.
+    """
     settings = config.ray_init
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the future default; silences a warning
+    # The default of a future Ray version. It suppresses a warning.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         if settings.address:
@@ -39,14 +48,14 @@ def ray_cluster(config: Config) -> Iterator[None]:
         else:
             start_local_cluster(num_cpus=settings.num_cpus, include_dashboard=False)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        where = f"the cluster at ray_init.address={settings.address}" if settings.address else "a local cluster"
+        target = f"the cluster at ray_init.address={settings.address}" if settings.address else "a local cluster"
         raise ResourceError(
-            f"Ray could not connect to {where}: {error}; see `ray status`, or set ray_init.address=null "
-            "to start one on this machine"
+            f"Ray could not connect to {target}: {error}; check `ray status`, or set ray_init.address=null "
+            "to start a cluster on this machine"
         ) from error
     try:
         yield
-    finally:  # also of a run that failed: what happened in it is then of interest
+    finally:
         if settings.timeline_json_file:
             _write_timeline(settings.timeline_json_file)
         ray.shutdown()
@@ -55,37 +64,61 @@ def ray_cluster(config: Config) -> Iterator[None]:
 def start_local_cluster(**settings: Any) -> None:
     """Start a Ray cluster on this machine that ends with this process, and connect to it.
 
-    A raylet gives its agents 15 s to start, and ends if a busy machine needs longer. Ray reports that as a bare
-    ``Exception`` 30 s later, and neither time can be configured (ray-project/ray#65983). So this tries again.
+    A raylet gives its agents 15 s to start, and exits if a busy machine needs longer. Ray reports that as a bare
+    ``Exception`` 30 s later, and neither time can be configured (ray-project/ray#65983). Therefore the start is
+    attempted :data:`START_ATTEMPTS` times.
 
     Args:
-        **settings: Arguments of ``ray.init``.
+        **settings: Arguments of ``ray.init``, except ``address`` and ``logging_level``.
 
     Raises:
-        ResourceError: None of :data:`START_ATTEMPTS` attempts succeeded.
+        ResourceError: No attempt succeeded.
         ConnectionError, OSError, RuntimeError, ValueError: Errors of ``ray.init``.
     """
     before = set(_descendants())
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
-            # Without an address ray.init would join any cluster that it finds on this machine.
-            ray.init(address="local", **{"logging_level": logging.ERROR} | settings)
+            # Without an address, ray.init would join any cluster that it finds on this machine.
+            ray.init(address="local", logging_level=logging.ERROR, **settings)
             break
         except Exception as error:
             if _START_TIMED_OUT not in str(error):
                 raise
-            end_trees([process for process in _descendants() if process not in before], _END_TIMEOUT_S)
+            end_trees([process for process in _descendants() if process not in before], _KILL_TIMEOUT_S)
             logs = Path(get_default_ray_temp_dir()) / "session_latest" / "logs"
             if attempt == START_ATTEMPTS:
                 raise ResourceError(
-                    f"Ray did not start on this machine in {attempt} attempts of 30 s; the machine may be too busy, or "
-                    f"out of memory or disk; see raylet.err and dashboard_agent.log in {logs}, or start Ray with "
-                    "`ray start --head` and set ray_init.address=auto"
+                    f"Ray did not start on this machine in {attempt} attempts of {RAY_START_TIMEOUT_S} s. The machine "
+                    f"may be too busy, or out of memory or disk space. Read raylet.err and dashboard_agent.log in "
+                    f"{logs}, or start Ray with `ray start --head` and set ray_init.address=auto"
                 ) from error
-            log.warning("Ray did not start within 30 s (logs: %s); trying again", logs)
-    # If the driver is killed, Ray's agents report that for 60 s to a service that has ended with the driver
+            log.warning("Ray did not start within %d s (logs: %s); trying again", RAY_START_TIMEOUT_S, logs)
+    # After the driver is killed, Ray's agents would report that for 60 s to a service that has ended with the driver
     # (ray/_private/utils.py, publish_error_to_driver).
     kill_after_this_process(process for process in _descendants() if process not in before)
+
+
+def choose_device(requested: str) -> str:
+    """Return the device kind of all workers. No other place decides it.
+
+    Args:
+        requested: ``trainer.device``: ``"auto"``, ``"cuda"`` or ``"cpu"``.
+
+    Returns:
+        ``"cuda"`` or ``"cpu"``.
+
+    Raises:
+        ResourceError: ``"cuda"`` is requested, but the cluster has no GPU.
+    """
+    n_gpus = ray.cluster_resources().get("GPU", 0)
+    if requested == "auto":
+        return "cuda" if n_gpus else "cpu"
+    if requested == "cuda" and not n_gpus:
+        raise ResourceError(
+            "trainer.device=cuda, but the Ray cluster has no GPU; set trainer.device=cpu or auto, or start Ray on "
+            "machines with GPUs"
+        )
+    return requested
 
 
 def _descendants() -> list[ProcessId]:
@@ -99,14 +132,5 @@ def _write_timeline(path: str) -> None:
         log.warning("ray_init.timeline_json_file=%s could not be written: %s", path, error)
 
 
-def choose_device(asked: str) -> str:
-    """``trainer.device`` resolved: `cuda` or `cpu`. The one place where the device is decided."""
-    gpus = ray.cluster_resources().get("GPU", 0)
-    if asked == "auto":
-        return "cuda" if gpus else "cpu"
-    if asked == "cuda" and not gpus:
-        raise ResourceError(
-            "trainer.device=cuda, but the Ray cluster has no GPU; use trainer.device=cpu or auto, or start "
-            "Ray where the GPUs are"
-        )
-    return asked
+ray_cluster = connected_cluster
+"""Former name of :func:`connected_cluster`."""

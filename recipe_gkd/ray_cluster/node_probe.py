@@ -1,10 +1,10 @@
-"""Which process a Ray actor is, and how to reach its node without asking the actor itself."""
+"""Location of Ray actors, and functions that run on an actor's node without the actor's cooperation."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -19,13 +19,21 @@ from recipe_gkd.runtime.threads import in_thread
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_RAY_KILLS_S = 0.3
-"""How long a process that Ray was told to kill may take to end; Ray itself waits 5 s for one that does not answer."""
+_RAY_KILL_GRACE_S = 0.3
+"""Time that a process gets to exit after ``ray.kill``. Ray itself waits 5 s for a process that does not answer."""
 
 
 @dataclass(frozen=True)
 class ActorLocation:
-    """Where Ray runs an actor, or ran it last; ``pid`` 0 and no ``node_id`` before it has started."""
+    """Process and node where Ray runs an actor, or ran it last.
+
+    Attributes:
+        pid: Process id on its node. 0 before the actor has started.
+        node_id: Ray's id of the node, in hex. Empty before the actor has started.
+        node_ip: Address of the node.
+        dead: True if Ray has declared the actor dead.
+        cause: Ray's explanation of the death. Empty for a live actor.
+    """
 
     pid: int
     node_id: str
@@ -35,35 +43,43 @@ class ActorLocation:
 
 
 class NodeProbe:
-    """Runs functions on the node where it lives."""
+    """Ray actor that runs functions on its node."""
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Return ``function(*args)``."""
         return function(*args)
 
 
 def start_probe(node_id: str) -> Any:
-    """This job's probe on a node, which lives as long as the job; a process takes seconds to start, so do it early."""
+    """Return the handle of this job's probe on a node, and start the probe at the first call.
+
+    The probe lives as long as the job. Its process takes seconds to start, so call this before it is needed.
+    """
     return _start_probe(node_id, ray.get_runtime_context().get_job_id())
 
 
 @cache
 def _start_probe(node_id: str, job_id: str) -> Any:
-    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
     remote: Any = ray.remote(NodeProbe)
-    return remote.options(num_cpus=0, max_concurrency=8, max_restarts=-1, scheduling_strategy=there).remote()
+    return remote.options(num_cpus=0, max_concurrency=8, max_restarts=-1, scheduling_strategy=on_node).remote()
 
 
 def own_node() -> str:
+    """Return Ray's id of the node of this process."""
     return ray.get_runtime_context().get_node_id()
 
 
 async def locate(handles: Sequence[Any]) -> list[ActorLocation]:
-    """Asks Ray's control service, so that it does not matter whether the actors answer."""
+    """Return the location of each actor. The source is Ray's control service, so hung actors are located too."""
     return await in_thread(lambda: [_locate(handle) for handle in handles])
 
 
 async def run_on_node(node_id: str, function: Callable[..., T], *args: Any) -> T:
-    """In a thread of this process if the node is its own, else by a probe."""
+    """Return ``function(*args)``, computed on a node.
+
+    On the node of this process it runs in a thread, on any other node in the probe. It has no deadline of its own.
+    """
     if node_id == own_node():
         return await in_thread(function, *args)
     result: T = await start_probe(node_id).run.remote(function, *args)
@@ -71,32 +87,48 @@ async def run_on_node(node_id: str, function: Callable[..., T], *args: Any) -> T
 
 
 async def end_workers(handles: Sequence[Any], *, timeout_s: float) -> None:
-    """Kill actors, and see that their processes and all that these have started are gone; never takes longer."""
+    """Kill actors with all processes that they have started, and wait until these have ended.
+
+    Never raises. After ``timeout_s`` it logs a warning and returns.
+    """
     try:
         async with asyncio.timeout(timeout_s):
-            pids: dict[str, list[int]] = {}
-            for place in await locate(handles):
-                if place.pid and not place.dead:  # that pid of a dead one may be another process's by now
-                    pids.setdefault(place.node_id, []).append(place.pid)
-            # Their children are looked up first: those of a process that has ended are nobody's.
-            trees = await _on_nodes({node: (process_trees.tree, own) for node, own in pids.items()})
+            pids_by_node: dict[str, list[int]] = {}
+            for location in await locate(handles):
+                if location.pid and not location.dead:  # another process may have the pid of a dead actor by now
+                    pids_by_node.setdefault(location.node_id, []).append(location.pid)
+            # Children must be listed before the kill. A process that has ended is no longer their parent.
+            trees = await _on_nodes({node: (process_trees.tree, pids) for node, pids in pids_by_node.items()})
             _kill(handles)
-            ends = {node: (process_trees.end, tree, _RAY_KILLS_S, timeout_s) for node, tree in trees.items() if tree}
-            if left := {node: own for node, own in (await _on_nodes(ends)).items() if own}:
-                log.warning("processes that could not be ended (node: pids): %s", left)
+            kills = {
+                node: (process_trees.end, tree, _RAY_KILL_GRACE_S, timeout_s) for node, tree in trees.items() if tree
+            }
+            survivors = {node: pids for node, pids in (await _on_nodes(kills)).items() if pids}
+            if survivors:
+                log.warning("processes that could not be killed (node: pids): %s", survivors)
     except TimeoutError:
-        log.warning("that all processes of these workers have ended could not be verified within %g s", timeout_s)
+        log.warning("could not verify within %g s that all processes of these workers have ended", timeout_s)
     finally:
         _kill(handles)
 
 
-async def _on_nodes(calls: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Node -> result of its (function, *arguments); nodes that are dead are left out."""
-    results = await asyncio.gather(*(run_on_node(node, *call) for node, call in calls.items()), return_exceptions=True)
-    for node, result in zip(calls, results, strict=True):
-        if isinstance(result, BaseException):
-            log.warning("node %s: %s", node, result)
-    return {node: result for node, result in zip(calls, results, strict=True) if not isinstance(result, BaseException)}
+async def _on_nodes(calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Run one call per node at the same time.
+
+    Args:
+        calls: Node id -> (function, argument, ...).
+
+    Returns:
+        Node id -> result. Nodes that failed are logged and left out.
+    """
+    outcomes = await asyncio.gather(*(run_on_node(node, *call) for node, call in calls.items()), return_exceptions=True)
+    results = {}
+    for node, outcome in zip(calls, outcomes, strict=True):
+        if isinstance(outcome, BaseException):
+            log.warning("node %s: %s", node, outcome)
+        else:
+            results[node] = outcome
+    return results
 
 
 def _kill(handles: Sequence[Any]) -> None:

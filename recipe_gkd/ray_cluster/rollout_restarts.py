@@ -1,4 +1,4 @@
-"""Rollout workers that die are replaced, a number of times."""
+"""Replacement of dead rollout workers, with a limit on the number of restarts."""
 
 from __future__ import annotations
 
@@ -19,57 +19,83 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NODE_PROBE_TIMEOUT_S = 2.0
-"""What a node has to list or end processes; it takes a tenth of that."""
+"""Deadline of a node that lists or kills processes. It usually takes a tenth of that."""
 
 
 class RolloutRestarts:
-    """Starts rollout workers anew when they die, ``trainer.max_worker_restarts`` times in a run."""
+    """Replaces dead rollout workers, at most ``trainer.max_worker_restarts`` times in a run.
+
+    Lifecycle::
+
+        restarts = RolloutRestarts(rollouts, start_rollout, allowed=3, timeout_s=300)
+        await restarts.record_processes(range(n))  # after the set-up of the workers
+        await restarts.replace_dead(error)         # whenever a worker died
+        await restarts.kill_orphans(range(n))      # at the end of the run
+
+    Args:
+        rollouts: Group whose workers are replaced.
+        start: Function that starts a new worker of a rank and returns its handle.
+        allowed: Maximum number of restarts.
+        timeout_s: Deadline of the set-up of new workers.
+    """
 
     def __init__(self, rollouts: WorkerGroup, start: Callable[[int], Any], *, allowed: int, timeout_s: float) -> None:
-        """``start``: rank -> handle of a new worker in that rank's place."""
         self._rollouts, self._start, self._allowed, self._timeout_s = rollouts, start, allowed, timeout_s
         self._used = 0
-        self._processes: dict[int, tuple[str, list[ProcessId]]] = {}
-        """Of each rank: its node, and all processes that it had there once it was set up."""
-        self._one_at_a_time = asyncio.Lock()
+        self._processes: dict[int, tuple[str, list[ProcessId]]] = {}  # rank -> node id, processes after the set-up
+        self._lock = asyncio.Lock()
 
     async def replace_dead(self, death: WorkerDied | None = None) -> None:
-        """Returns when every rank has a living worker that is set up. Raises ``death`` if no more may be replaced."""
-        async with self._one_at_a_time:
+        """Replace all dead workers, and wait until the new workers are set up. They start without weights.
+
+        Args:
+            death: Error that reported the death, if there is one.
+
+        Raises:
+            WorkerDied: No restart is left.
+            WorkerError: A new worker failed in its set-up.
+            DeadlineError: A new worker was not set up in time.
+        """
+        async with self._lock:
             await self._replace_dead(death)
 
     async def record_processes(self, ranks: Iterable[int]) -> None:
-        """Learn the processes of workers that are set up: once a worker has died, nobody knows its children."""
+        """Record the processes of live workers. The children of a dead process can no longer be found."""
         ranks = list(ranks)
-        places = await locate([self._rollouts.handles[rank] for rank in ranks])
-        trees = await asyncio.gather(*(_response(run_on_node(at.node_id, process_trees.tree, [at.pid])) for at in places))
-        for rank, place, tree in zip(ranks, places, trees, strict=True):
-            self._processes[rank] = place.node_id, tree or []
+        locations = await locate([self._rollouts.handles[rank] for rank in ranks])
+        trees = await asyncio.gather(
+            *(_result_or_none(run_on_node(at.node_id, process_trees.tree, [at.pid])) for at in locations)
+        )
+        for rank, location, tree in zip(ranks, locations, trees, strict=True):
+            self._processes[rank] = location.node_id, tree or []
 
     async def kill_orphans(self, ranks: Iterable[int]) -> None:
-        """End what is left of dead workers: the ranks of a tensor-parallel engine can be stuck, and keep their GPUs.
+        """Kill all recorded processes of dead workers, including a worker's own process if its engine has failed.
 
-        The process of a worker whose engine failed still lives, and ends here, too. Never raises, and takes
-        :data:`NODE_PROBE_TIMEOUT_S` at most.
+        Ranks of a tensor-parallel engine can hang, and would keep their GPUs. Never raises, and takes at most
+        :data:`NODE_PROBE_TIMEOUT_S`.
         """
-        known = [self._processes.pop(rank) for rank in ranks if rank in self._processes]
-        ends = (_response(run_on_node(node, process_trees.end_trees, tree, NODE_PROBE_TIMEOUT_S / 2)) for node, tree in known)
-        if left := [pid for pids in await asyncio.gather(*ends) for pid in pids or ()]:
-            log.warning("processes of dead rollout workers that could not be ended: %s", left)
+        recorded = [self._processes.pop(rank) for rank in ranks if rank in self._processes]
+        kills = (
+            _result_or_none(run_on_node(node, process_trees.end_trees, processes, NODE_PROBE_TIMEOUT_S / 2))
+            for node, processes in recorded
+        )
+        if survivors := [pid for pids in await asyncio.gather(*kills) for pid in pids or ()]:
+            log.warning("processes of dead rollout workers that could not be killed: %s", survivors)
 
     async def _replace_dead(self, death: WorkerDied | None) -> None:
         dead = await self._rollouts.dead()
         await self.kill_orphans(dead)
-        why = f": {death}" if death is not None else ""
+        reason = f": {death}" if death is not None else ""
         for rank in dead:
             label = self._rollouts.label(rank)
             if self._used == self._allowed:
                 raise WorkerDied(
                     f"{death or f'{label} died'}; it was not replaced: trainer.max_worker_restarts={self._allowed} "
-                    f"{'are used up' if self._allowed else 'allows none'}"
+                    f"{'are used up' if self._allowed else 'allows no restart'}"
                 ) from death
             self._used += 1
-            log.warning("%s died; starting another (%d of %d restarts)%s", label, self._used, self._allowed, why)
+            log.warning("%s died; starting another (%d of %d restarts)%s", label, self._used, self._allowed, reason)
             self._rollouts.replace(rank, self._start(rank))
         await asyncio.gather(
             *(self._rollouts.call_one(rank, "setup", timeout_s=self._timeout_s, phase="start again") for rank in dead)
@@ -77,11 +103,11 @@ class RolloutRestarts:
         await self.record_processes(dead)
 
 
-async def _response(of_node: Awaitable[T]) -> T | None:
-    """None if the node is gone, or does not answer."""
+async def _result_or_none(call: Awaitable[T]) -> T | None:
+    """Return the result of a call to a node, or None if the node is dead or does not answer in time."""
     try:
         async with asyncio.timeout(NODE_PROBE_TIMEOUT_S):
-            return await of_node
-    except (RayError, OSError) as error:  # TimeoutError is an OSError, as is what this node itself raises
-        log.warning("a node of the rollout pool could not be asked for its processes: %s", error or "no answer")
+            return await call
+    except (RayError, OSError) as error:  # TimeoutError is an OSError, as are errors on this process's own node
+        log.warning("could not list or kill processes on a node of the rollout pool: %s", error or "no answer")
         return None

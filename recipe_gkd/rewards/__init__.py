@@ -1,4 +1,4 @@
-"""Rewards: the user's function in processes of its own, what it is given, and advantages made of what it says."""
+"""User reward functions, which run in separate processes, and the advantages that follow from their rewards."""
 
 from recipe_gkd.rewards.items import RewardItem, RewardItems
 from recipe_gkd.rewards.scorer import RewardScorer

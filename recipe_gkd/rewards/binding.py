@@ -1,8 +1,8 @@
-"""Binding of a reward function's parameters, by name, to the values of one answer.
+"""Binding of a reward function's parameters, by name, to the values of one response.
 
 Two families of names are accepted: this project's and verl's (``verl.workers.reward_manager``). :data:`NAMES` is the
-only table of them. Imports nothing but the standard library: the process that calls the function loads this file by its
-path.
+only table of them. This file imports only the standard library, because the process that calls the function loads it by
+its path.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ OURS, VERL = "this project's", "verl's"
 
 NAMES: dict[str, tuple[str | None, str]] = {
     "prompt": (OURS, "prompt"),
-    "answer": (OURS, "answer"),
-    "response": (OURS, "answer"),
+    "response": (OURS, "response"),
+    "answer": (OURS, "response"),  # the former name of `response`
     "extra": (OURS, "extra"),
     "data_source": (VERL, "data_source"),
-    "solution_str": (VERL, "answer"),
+    "solution_str": (VERL, "response"),
     "extra_info": (VERL, "extra_info"),
     "ground_truth": (None, "ground_truth"),
 }
-"""Parameter name -> (its family, the value that it receives); None: the name is in both families."""
+"""Parameter name -> (its family, the value that it receives). The family None stands for both."""
 
 KEYWORDS = {
-    OURS: ("prompt", "answer", "ground_truth", "extra"),
+    OURS: ("prompt", "response", "answer", "ground_truth", "extra"),
     VERL: ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
-"""Names under which ``**kwargs`` receives the values that no other parameter takes."""
+"""Names under which ``**kwargs`` receives the values that no other parameter receives."""
 
 ACCEPTED = (
-    "parameters named as (prompt, answer, ground_truth, extra) or, as in verl, (data_source, solution_str, "
-    "ground_truth, extra_info=None): any of one family, in any order; others need a default value"
+    "parameters named (prompt, response, ground_truth, extra) or, as in verl, (data_source, solution_str, "
+    "ground_truth, extra_info=None): any of one family, in any order; other parameters need a default value"
 )
 
 
-def values_of(prompt: Any, answer: str, ground_truth: Any, extra: dict[str, Any], data_source: Any) -> dict[str, Any]:
+def values_of(prompt: Any, response: str, ground_truth: Any, extra: dict[str, Any], data_source: Any) -> dict[str, Any]:
     """Return the values that :data:`NAMES` refers to.
 
-    ``extra_info`` is the column of that name, as in verl; without such a column it is all columns of ``extra``.
+    ``extra_info`` is the column of that name, as in verl. Without such a column it is all of ``extra``.
     """
     extra_info = extra.get("extra_info")
     return {
         "prompt": prompt,
-        "answer": answer,
+        "response": response,
         "ground_truth": ground_truth,
         "extra": extra,
         "data_source": data_source,
@@ -54,10 +54,18 @@ def values_of(prompt: Any, answer: str, ground_truth: Any, extra: dict[str, Any]
 
 
 def bind(function: Callable[..., Any], name: str) -> dict[str, str] | str:
-    """Return parameter name -> name of the value that it receives, or the reason why the signature is refused."""
+    """Bind the parameters of a reward function.
+
+    Args:
+        function: The function, or another callable.
+        name: Its name, for messages.
+
+    Returns:
+        Parameter name -> name of the value that it receives, or the reason why the signature is rejected.
+    """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C have none
+    except (TypeError, ValueError):  # Some functions that are written in C have no signature.
         return f"the parameters of its {name} cannot be read; wrap it in a Python function with {ACCEPTED}"
     shown = f"its {name}{signature!s:.300}"
     parameters = list(signature.parameters.values())
@@ -73,9 +81,9 @@ def bind(function: Callable[..., Any], name: str) -> dict[str, str] | str:
         unknown += [f"*{p.name}" for p in parameters if p.kind == p.VAR_POSITIONAL]
     unknown += [f"{p.name} (positional-only)" for p in named if p.kind == p.POSITIONAL_ONLY and p.name in NAMES]
     if unknown:
-        return f"{shown} has parameters that receive nothing: {', '.join(unknown)}; expected {ACCEPTED}"
+        return f"{shown} has parameters that receive no value: {', '.join(unknown)}; expected {ACCEPTED}"
     if not known and not takes_any:
-        return f"{shown} takes nothing of the answer that it is to score; expected {ACCEPTED}"
+        return f"{shown} receives no value of the response that it must score; expected {ACCEPTED}"
     binding = {n: NAMES[n][1] for n in known}
     if takes_any:
         family = VERL if families[VERL] else OURS
@@ -83,6 +91,6 @@ def bind(function: Callable[..., Any], name: str) -> dict[str, str] | str:
     return binding
 
 
-def number_of(result: Any) -> Any:
-    """Return the score of a result, which may be a dict with more in it, as in verl."""
+def score_of(result: Any) -> Any:
+    """Return the score in a result. As in verl, a result may be a dict with the score and other entries."""
     return result["score"] if isinstance(result, dict) and "score" in result else result

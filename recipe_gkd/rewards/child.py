@@ -1,8 +1,8 @@
-"""The process that calls the reward function; started by its path, so that nothing of the project is imported here.
+"""Program of the process that calls the reward function. It is started by its path and imports nothing of the project.
 
-Its arguments are three descriptors: a connection to :class:`~recipe_gkd.rewards.process.RewardProcess`; a file for
-stacks, which faulthandler writes when a deadline passes or the process crashes; and the driver's stderr. Its own stderr
-is that file at first, so that the driver can tell why an interpreter does not even start.
+The arguments are three file descriptors: a connection to :class:`~recipe_gkd.rewards.process.RewardProcess`; a file in
+which faulthandler writes stacks when a deadline passes or the process crashes; and the driver's stderr. At first the
+process's own stderr is the stacks file, so that the driver can report why an interpreter did not start.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-LONGEST_TRACE = 4000
-"""Characters; the text of an error may have any number of them."""
+MAX_TRACE_CHARS = 4000
 
 
-def beside(file_name: str) -> ModuleType:
+def load_sibling(file_name: str) -> ModuleType:
     """Import a file of this folder by its path."""
     spec = importlib.util.spec_from_file_location(
         f"recipe_gkd_{Path(file_name).stem}", Path(__file__).with_name(file_name)
@@ -40,19 +39,19 @@ def beside(file_name: str) -> ModuleType:
     return module
 
 
-binding = beside("binding.py")
+binding = load_sibling("binding.py")
 
 
-def main(connection: Connection, stacks: int) -> None:
+def serve(connection: Connection, stacks: int) -> None:
     """Load the function, then score lists of items until the connection ends.
 
-    The first message names the function; the reply is None, or the reason why it is refused. Each later message is a
-    list of items, dicts of the arguments of ``values_of``. Each item, in order, gets its reward as reply, or the reason
-    why there is none; the rest of that list is then dropped.
+    The first message contains the settings. Its reply is None, or the reason why the function is rejected. Each later
+    message is a list of items, dicts of the arguments of ``values_of``. The reply to each item, in order, is its
+    reward, or the reason why there is none. After such a reason the rest of the list is dropped.
     """
     settings = connection.recv()
     sys.path[:] = settings["sys_path"]
-    function = within(settings["load_timeout_s"], stacks, load, settings["path"], settings["name"])
+    function = call_within(settings["load_timeout_s"], stacks, load, settings["path"], settings["name"])
     bound = function if isinstance(function, str) else binding.bind(function, settings["name"])
     if isinstance(bound, str):
         connection.send(bound)
@@ -62,14 +61,14 @@ def main(connection: Connection, stacks: int) -> None:
         for item in connection.recv():
             values = binding.values_of(**item)
             arguments = {name: values[value] for name, value in bound.items()}
-            result = within(settings["timeout_s"], stacks, call, function, arguments)
+            result = call_within(settings["timeout_s"], stacks, score, function, arguments)
             connection.send(result)
             if isinstance(result, str):
                 break
 
 
-def within(timeout_s: float, stacks: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Its result; after the deadline, the end of this process, even if code that is no Python has hung itself up."""
+def call_within(timeout_s: float, stacks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return ``function(*arguments)``. At the deadline, write the stacks and exit, even if C code holds the GIL."""
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=stacks)
     try:
         return function(*arguments)
@@ -78,6 +77,7 @@ def within(timeout_s: float, stacks: int, function: Callable[..., Any], *argumen
 
 
 def load(path: str, name: str) -> Callable[..., Any] | str:
+    """Return the function ``name`` of the file ``path``, or the reason why it cannot be used."""
     module_name = "custom_reward_function"
     try:
         loader = importlib.machinery.SourceFileLoader(module_name, path)
@@ -85,38 +85,39 @@ def load(path: str, name: str) -> Callable[..., Any] | str:
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
-        sys.path.insert(0, str(Path(path).parent))  # for what lies beside it, as if it were run
+        sys.path.insert(0, str(Path(path).parent))  # The file may import its siblings, as if it were a script.
         loader.exec_module(module)
-    except BaseException as error:  # noqa: BLE001 - a file of the user's may raise anything, and sys.exit
-        return f"it cannot be imported:\n{trace(error)}"
+    except BaseException as error:  # noqa: BLE001 - a user's file may raise anything, including SystemExit
+        return f"it cannot be imported:\n{user_trace(error)}"
     function = getattr(module, name, None)
     if callable(function):
         if inspect.iscoroutinefunction(function):
             return f"its {name} is async; make it an ordinary function"
         return function
     others = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    there = f"it defines: {', '.join(others) or 'nothing that can be called'}"
+    defined = f"it defines: {', '.join(others) or 'no function'}"
     if not hasattr(module, name):
-        return f"it has no {name}; {there}"
-    return f"its {name} is {function!r:.100}, which cannot be called; {there}"
+        return f"it has no {name}; {defined}"
+    return f"its {name} is {function!r:.100}, which cannot be called; {defined}"
 
 
-def call(function: Callable[..., Any], arguments: dict[str, Any]) -> float | str:
+def score(function: Callable[..., Any], arguments: dict[str, Any]) -> float | str:
+    """Return the reward, or the reason why there is none."""
     try:
         reward = function(**arguments)
-        number = as_number(binding.number_of(reward))
+        number = to_float(binding.score_of(reward))
         if math.isfinite(number):
             return number
         return (
             f"it returned {reward!r:.200} ({type(reward).__name__}), expected a finite number, or a dict with one as "
             "'score'"
         )
-    except BaseException as error:  # noqa: BLE001 - the user's function, or what it returned, may raise anything
-        return f"it raised\n{trace(error)}"
+    except BaseException as error:  # noqa: BLE001 - the user's function, or its result, may raise anything
+        return f"it raised\n{user_trace(error)}"
 
 
-def as_number(reward: Any) -> float:
-    """What ``float`` makes of it, as of a bool, a Decimal, or an array without dimensions; nan if it is no number."""
+def to_float(reward: Any) -> float:
+    """Return ``float(reward)``, or nan for text and for values that are no number."""
     if isinstance(reward, str | bytes | bytearray):
         return math.nan
     try:
@@ -125,49 +126,52 @@ def as_number(reward: Any) -> float:
         return math.nan
 
 
-def trace(error: BaseException) -> str:
-    """The user's own frames: those after this file's and the importer's, if there are any; long ones are cut."""
+def user_trace(error: BaseException) -> str:
+    """Return the traceback without the leading frames of this file and of the importer. Shorten a long one."""
     frames = traceback.TracebackException.from_exception(error)
-    ours = (__file__, "<frozen importlib")
-    while frames.stack and frames.stack[0].filename.startswith(ours):
+    own = (__file__, "<frozen importlib")
+    while frames.stack and frames.stack[0].filename.startswith(own):
         del frames.stack[0]
     text = "".join(frames.format()).rstrip()
-    half = LONGEST_TRACE // 2
-    return text if len(text) <= LONGEST_TRACE else f"{text[:half]}\n... cut ...\n{text[-half:]}"
+    half = MAX_TRACE_CHARS // 2
+    return text if len(text) <= MAX_TRACE_CHARS else f"{text[:half]}\n... cut ...\n{text[-half:]}"
 
 
 def restore_stderr(stderr: int, stacks: int) -> None:
-    """Pass on what the interpreter wrote as it started, and leave the file to stacks."""
+    """Forward the output of the interpreter's start to the driver's stderr, and empty the stacks file."""
     early = os.pread(stacks, 1 << 16, 0)
     os.ftruncate(stacks, 0)
     os.lseek(stacks, 0, os.SEEK_SET)
     os.dup2(stderr, 2)
     os.close(stderr)
-    with suppress(OSError):  # nobody may be reading
+    with suppress(OSError):  # The driver's stderr may have no reader.
         os.write(2, early)
 
 
 def end_with_driver(connection: int) -> None:
-    """Wait until the driver has closed its end, which it does last, or is gone: then nobody else ends this group."""
+    """Wait until the driver has closed its end or has died, then kill this process group.
+
+    After a kill of the driver no other process would end this group.
+    """
     hangup = select.poll()
     hangup.register(connection, 0)
     hangup.poll()
-    end_group()
+    kill_group()
 
 
-def end_group() -> None:
-    """This process, the leader of its group, and what the function started."""
+def kill_group() -> None:
+    """Kill this process, which leads its group, and all processes that the function has started."""
     os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    to_driver, stack_dump_file, drivers_stderr = map(int, sys.argv[1:])
-    restore_stderr(drivers_stderr, stack_dump_file)
-    for descriptor in (to_driver, stack_dump_file):  # processes that the function starts shall not hold them
+    to_driver, stacks_file, driver_stderr = map(int, sys.argv[1:])
+    restore_stderr(driver_stderr, stacks_file)
+    for descriptor in (to_driver, stacks_file):  # Processes that the function starts must not inherit them.
         os.set_inheritable(descriptor, False)
-    faulthandler.enable(file=stack_dump_file)
+    faulthandler.enable(file=stacks_file)
     threading.Thread(target=end_with_driver, args=(to_driver,), daemon=True).start()
     try:
-        main(Connection(to_driver), stack_dump_file)
-    except (EOFError, ConnectionError):  # the driver is gone
-        end_group()
+        serve(Connection(to_driver), stacks_file)
+    except (EOFError, ConnectionError):  # The driver has died.
+        kill_group()

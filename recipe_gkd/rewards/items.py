@@ -1,4 +1,4 @@
-"""What a reward function is given: one answer, in words, with what the data says about its prompt."""
+"""Arguments of a reward function: one decoded response and the data of its prompt."""
 
 from __future__ import annotations
 
@@ -13,59 +13,69 @@ from recipe_gkd.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class RewardItem:
-    """The arguments of a reward function (:mod:`recipe_gkd.rewards.binding`), and whose they are."""
+    """Arguments of a reward function (:mod:`recipe_gkd.rewards.binding`), and the sample that they belong to.
+
+    Attributes:
+        uid: Index of the sample, for errors.
+        where: Row of the prompt, for errors, such as ``row 17 of the training data``.
+        prompt: Prompt as in the data.
+        response: Response, decoded without special tokens.
+        ground_truth: Value of ``data.ground_truth_key``.
+        extra: All other columns of the row.
+        data_source: Value of column ``data.data_source_key``, None if the data has no such column.
+    """
 
     uid: int
-    """Of the sample, for errors."""
     where: str
-    """Its row, for errors: ``row 17 of the training data``."""
     prompt: str | list[dict[str, Any]]
-    """As it stands in the data."""
     response: str
-    """Decoded, without special tokens."""
     ground_truth: Any
-    """From ``data.ground_truth_key``."""
     extra: dict[str, Any]
-    """All other columns of the row."""
     data_source: Any
-    """Value of column ``data.data_source_key``; None if the data has no such column."""
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of :func:`recipe_gkd.rewards.binding.values_of`."""
-        names = "prompt", "ground_truth", "extra", "data_source"
-        return {name: getattr(self, name) for name in names} | {"answer": self.response}
+        names = "prompt", "response", "ground_truth", "extra", "data_source"
+        return {name: getattr(self, name) for name in names}
 
 
 class RewardItems:
-    """Makes them, from the data set that the prompts came from.
+    """Factory of reward items from the data set that the prompts come from.
 
-    Raises :class:`DataError` at once if the data has no ``data.ground_truth_key``; with ``must_have_truth`` also if a
-    prompt has nothing there.
+    Args:
+        data: The data set.
+        config: Names of its columns.
+        tokenizer: Tokenizer of the student.
+        must_have_truth: True to require a ground truth in every row in use.
+
+    Raises:
+        DataError: The data has no ``data.ground_truth_key``, or with ``must_have_truth`` a row has no value there.
     """
 
     def __init__(self, data: PromptData, config: DataConfig, tokenizer: Any, *, must_have_truth: bool = False) -> None:
         self._table, self._config, self._tokenizer = data.table, config, tokenizer
         self._name = data.name
-        self._truth = column_path(
+        self._truth_path = column_path(
             data.table,
             config.ground_truth_key,
             setting="data.ground_truth_key",
-            is_for="that the reward function compares answers with",
+            is_for="that the reward function compares responses with",
         )
         if must_have_truth:
             self._refuse_nulls(data.rows)
 
     def of(self, prompt: Prompt, response: Response) -> RewardItem:
+        """Return the item of a response to a prompt of the data set."""
         row = self._table.slice(prompt.row, 1).to_pylist()[0]
         text = self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True)
         truth: Any = row
-        for name in self._truth:
+        for name in self._truth_path:
             truth = None if truth is None else truth[name]
-        taken = {self._config.prompt_key}
-        if len(self._truth) == 1:  # else it stays, with what is beside the truth
-            taken.add(self._truth[0])
-        extra = {name: value for name, value in row.items() if name not in taken}
+        used = {self._config.prompt_key}
+        if len(self._truth_path) == 1:  # A nested ground truth stays in `extra` together with its sibling fields.
+            used.add(self._truth_path[0])
+        extra = {name: value for name, value in row.items() if name not in used}
         return RewardItem(
             uid=response.uid,
             where=f"row {prompt.row} of {self._name}",
@@ -77,11 +87,11 @@ class RewardItems:
         )
 
     def _refuse_nulls(self, rows: list[int]) -> None:
-        is_null = column_at(self._table, self._truth).is_null().to_numpy()
+        is_null = column_at(self._table, self._truth_path).is_null().to_numpy()
         without = [row for row in rows if is_null[row]]
         if without:
             raise DataError(
-                f"data.ground_truth_key={self._config.ground_truth_key}: row {without[0]} of {self._name} has nothing "
-                f"there, as {len(without)} of {len(rows)} rows in use; expected something to compare answers with in "
-                "each. Fill the column in all files, or remove these rows"
+                f"data.ground_truth_key={self._config.ground_truth_key}: row {without[0]} of {self._name} has no value "
+                f"there, like {len(without)} of {len(rows)} rows in use; expected a ground truth in each row. Fill the "
+                "column in all files, or remove these rows"
             )

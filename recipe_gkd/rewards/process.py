@@ -1,7 +1,9 @@
-"""One process that calls the reward function, from the side of those who have it called.
+"""Driver's side of a process that calls the reward function.
 
-Not a process of multiprocessing: that would import the command's module again, torch and Ray with it, and the deadline
-of a pool is one for a whole chunk.
+A pool of multiprocessing or pebble is not used: at the deadline of a call, or when the driver is killed, the whole
+process group must end with all processes that the function started, even while C code holds the GIL. Moreover, an error
+must show the function's own stack, and the process must neither import the command's module with torch and Ray again
+nor lose printed output.
 """
 
 from __future__ import annotations
@@ -25,24 +27,38 @@ from recipe_gkd.errors import ConfigError, RewardError
 from recipe_gkd.rewards.items import RewardItem
 
 LOAD_TIMEOUT_S = 300.0
-"""For the import of the user's file, which may bring a model of its own."""
-MARGIN_S = 2.0
-"""The process ends itself at a deadline, and tells where it was; this much later it is killed."""
+"""Deadline of the import of the user's file, which may load a model."""
+KILL_MARGIN_S = 2.0
+"""Time after a deadline at which the process is killed. At the deadline, it writes its stacks and exits by itself."""
 END_TIMEOUT_S = 10.0
-"""A killed process is gone in milliseconds."""
-LOOK_S = 0.5
-"""While an answer is waited for, how often to look if the process lives: a fork of it keeps the connection open."""
-DYING_S = 1.0
-"""A process that dies closes its connection a moment before it is dead."""
-SHOWN = 300
-"""Characters of a prompt or an answer in an error."""
-STACK_LINES = 20
-OUR_THREAD = re.compile(r"^Thread .*\n  File .* in end_with_driver\n(?:  File .*\n)*\n?", re.MULTILINE)
-"""The part of the stacks that is not the function's."""
+"""Deadline of the end of a killed process. It usually takes milliseconds."""
+LIVENESS_INTERVAL_S = 0.5
+"""Interval of checks that the process is alive. A fork of a dead process keeps the connection open."""
+EXIT_DELAY_S = 1.0
+"""Maximum time between the end of the connection and the end of a dying process."""
+SHOWN_CHARS = 300
+"""Length of a prompt or a response in an error."""
+SHOWN_STACK_LINES = 20
+WATCH_THREAD = re.compile(r"^Thread .*\n  File .* in end_with_driver\n(?:  File .*\n)*\n?", re.MULTILINE)
+"""Stack of the thread that does not belong to the user's function."""
 
 
 class RewardProcess:
-    """Starts at once and imports meanwhile: :meth:`wait_loaded` waits. One caller at a time, but for :meth:`kill`."""
+    """A process that calls the reward function.
+
+    Only one thread may call a process at a time. :meth:`kill` is the exception.
+
+    Lifecycle::
+
+        process = RewardProcess(config, path)  # starts, and imports the user's file in the background
+        process.wait_loaded()
+        rewards = process.score(items)
+        process.close()
+
+    Args:
+        config: Name and deadline of the function.
+        path: Python file of the function.
+    """
 
     def __init__(self, config: RewardFunctionConfig, path: Path) -> None:
         self._config, self._path = config, path
@@ -55,12 +71,12 @@ class RewardProcess:
             try:
                 descriptors = theirs.fileno(), self._stacks.fileno(), stderr
                 self._process = subprocess.Popen(
-                    # -u: it is killed in the end, and what it printed shall not be lost
+                    # -u: the process is killed in the end, which would lose buffered output.
                     [sys.executable, "-P", "-u", str(Path(__file__).with_name("child.py")), *map(str, descriptors)],
                     stdin=subprocess.DEVNULL,
-                    stderr=self._stacks,  # until it has started
+                    stderr=self._stacks,  # until the interpreter has started
                     pass_fds=descriptors,
-                    start_new_session=True,  # Ctrl-C is the driver's; and what the function starts ends with it
+                    start_new_session=True,  # Ctrl-C must reach only the driver. The group ends as a whole.
                 )
             finally:
                 os.close(stderr)
@@ -71,100 +87,118 @@ class RewardProcess:
             "load_timeout_s": LOAD_TIMEOUT_S,
             "sys_path": [entry or os.getcwd() for entry in sys.path],
         }
-        with suppress(ConnectionError):  # it died at once: wait_loaded tells how
+        with suppress(ConnectionError):  # If the process has died, wait_loaded reports the reason.
             self._connection.send(settings)
 
     def wait_loaded(self) -> None:
-        """Raises :class:`ConfigError` if the file cannot be imported, or has no such function."""
+        """Wait until the user's file is imported.
+
+        Raises:
+            ConfigError: The file cannot be imported, or has no such function, or its parameters are not accepted.
+        """
         try:
-            wrong = self._answer(LOAD_TIMEOUT_S)
+            reason = self._receive(LOAD_TIMEOUT_S)
         except (EOFError, OSError) as error:
-            wrong = f"its import {self._end(LOAD_TIMEOUT_S, error)}"
-        if wrong is not None:
+            reason = f"its import {self._end(LOAD_TIMEOUT_S, error)}"
+        if reason is not None:
             raise ConfigError(
-                f"custom_reward_function.path={self._path}: {wrong}\nExpected a Python file that defines "
-                f"{self._config.name}(prompt, answer, ground_truth, extra) -> float, or with verl's parameters; "
-                "correct it, or custom_reward_function.name"
+                f"custom_reward_function.path={self._path}: {reason}\nExpected a Python file that defines "
+                f"{self._config.name}(prompt, response, ground_truth, extra) -> float, or with verl's parameters; "
+                "correct the file or custom_reward_function.name"
             )
 
     def score(self, items: Sequence[RewardItem]) -> list[float]:
-        """Raises :class:`RewardError` for the first item that gets no reward; the process may be gone then."""
+        """Return the rewards of ``items``.
+
+        Raises:
+            RewardError: An item got no reward. The message names the first one. The process may have ended.
+        """
         rewards: list[float] = []
         try:
             self._connection.send([item.arguments for item in items])
             for item in items:
-                reward = self._answer(self._config.timeout_s)
+                reward = self._receive(self._config.timeout_s)
                 if not isinstance(reward, float):
                     raise self._error(item, str(reward))
                 rewards.append(reward)
         except (EOFError, OSError) as error:
-            wrong = f"it {self._end(self._config.timeout_s, error)}"
-            raise self._error(items[len(rewards)], wrong) from None
+            reason = f"it {self._end(self._config.timeout_s, error)}"
+            raise self._error(items[len(rewards)], reason) from None
         return rewards
 
     def kill(self) -> None:
-        """Whatever it does, and what it started; from any thread."""
-        if self._process.returncode is None:  # not reaped: its number is still its own
+        """Kill the process and all processes that it has started. Safe in any thread."""
+        if self._process.returncode is None:  # Until the process is reaped, its pid cannot be reused.
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Only when nobody calls :meth:`score` any more."""
+        """Kill the process and release its files. No thread may be in :meth:`score`."""
         self.kill()
         self._process.wait(END_TIMEOUT_S)
         self._connection.close()
         self._stacks.close()
 
-    def _answer(self, timeout_s: float) -> float | str | None:
-        """Raises TimeoutError if there is none in time; EOFError, or another OSError, if there will be none."""
-        deadline = time.monotonic() + timeout_s + MARGIN_S
-        while not self._connection.poll(max(0.0, min(LOOK_S, deadline - time.monotonic()))):
+    def _receive(self, timeout_s: float) -> float | str | None:
+        """Return the next reply.
+
+        Raises:
+            TimeoutError: There is no reply :data:`KILL_MARGIN_S` after the deadline.
+            EOFError, OSError: The process has ended or closed the connection.
+        """
+        deadline = time.monotonic() + timeout_s + KILL_MARGIN_S
+        while not self._connection.poll(max(0.0, min(LIVENESS_INTERVAL_S, deadline - time.monotonic()))):
             if self._is_dead() and not self._connection.poll(0):
                 raise EOFError
             if time.monotonic() >= deadline:
                 raise TimeoutError
-        response: float | str | None = self._connection.recv()
-        return response
+        reply: float | str | None = self._connection.recv()
+        return reply
 
     def _is_dead(self) -> bool:
-        """Without reaping it: until then its number, which is that of its group, is its own."""
+        """Return True if the process has ended. Do not reap it, so that the pid of its group is not reused."""
         if self._process.returncode is not None:
             return True
         try:
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # reaped by someone else
+        except ChildProcessError:  # Other code has reaped it.
             return True
 
     def _end(self, timeout_s: float, error: Exception) -> str:
-        """End what is left of a process that does not answer; say what became of it. ``error``: what told so."""
-        is_late = isinstance(error, TimeoutError | BlockingIOError)  # no answer, or its arguments are not taken
-        deadline = time.monotonic() + DYING_S
+        """End a process that does not answer, and return the reason as the predicate of a sentence.
+
+        Args:
+            timeout_s: Deadline that applied.
+            error: Exception of the connection.
+        """
+        is_late = isinstance(error, TimeoutError | BlockingIOError)  # BlockingIOError: it does not read its items
+        deadline = time.monotonic() + EXIT_DELAY_S
         while not (is_late or self._is_dead()) and time.monotonic() < deadline:
-            time.sleep(0.01)  # there is no call that waits with a deadline and does not reap
+            time.sleep(0.01)  # No system call waits with a deadline without reaping the process.
         died = self._is_dead()
         self.kill()
         status = self._process.wait(END_TIMEOUT_S)
         text = os.pread(self._stacks.fileno(), 1 << 16, 0).decode(errors="replace")
-        lines = OUR_THREAD.sub("", text).splitlines()
-        stack = "".join(f"\n{line}" for line in lines[:STACK_LINES])
+        lines = WATCH_THREAD.sub("", text).splitlines()
+        stack = "".join(f"\n{line}" for line in lines[:SHOWN_STACK_LINES])
         if stack.startswith("\nTimeout") or (is_late and not died):
             return f"took longer than {timeout_s:g} s and was ended{stack and ', here:'}{stack}"
         if not died:
             return "closed the connection to the driver, and was ended"
         if status == -signal.SIGKILL:
-            return "was killed (SIGKILL): the kernel's log tells if it wanted memory"
+            return "was killed (SIGKILL): the kernel's log shows if it was killed for lack of memory"
         how = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
         return f"ended its process ({how}){stack}"
 
-    def _error(self, item: RewardItem, wrong: str) -> RewardError:
+    def _error(self, item: RewardItem, reason: str) -> RewardError:
         return RewardError(
             f"the reward function {self._config.name} of {self._path} gave no reward to sample {item.uid} "
-            f"({item.where}): {wrong}\n"
-            f"prompt: {cut(item.prompt)}\nanswer: {cut(item.response)}\nground truth: {cut(item.ground_truth)}"
+            f"({item.where}): {reason}\n"
+            f"prompt: {_shorten(item.prompt)}\nresponse: {_shorten(item.response)}\n"
+            f"ground truth: {_shorten(item.ground_truth)}"
         )
 
 
-def cut(value: object) -> str:
-    """Its beginning and its end."""
+def _shorten(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS // 2]} ... {text[-SHOWN_CHARS // 2 :]}"

@@ -1,4 +1,4 @@
-"""The user's reward function, called in processes of its own."""
+"""Calls of the user's reward function, distributed over its processes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,37 @@ from recipe_gkd.errors import ConfigError
 from recipe_gkd.rewards.items import RewardItem
 from recipe_gkd.rewards.process import RewardProcess
 
-LARGEST_CHUNK = 16
-"""Items that a process is given at a time: enough that giving them costs nothing."""
-CHUNKS_PER_PROCESS = 4
-"""At least, if there are enough items: calls may take very different times."""
+MAX_CHUNK_ITEMS = 16
+"""Maximum number of items in a message to a process. Larger messages would not be faster."""
+MIN_CHUNKS_PER_PROCESS = 4
+"""Minimum number of messages per process if there are enough items, because calls may take very different times."""
 
 
 class RewardScorer:
-    """``custom_reward_function``, loaded in ``num_workers`` processes; a context manager that ends them.
+    """The function of ``custom_reward_function``, loaded in ``num_workers`` processes.
 
-    Raises :class:`ConfigError` if the function cannot be loaded. Only for a ``path`` that is set.
+    A context manager that ends the processes::
+
+        with RewardScorer(config) as scorer:
+            rewards = await scorer.score(items)
+
+    Args:
+        config: Configuration of the function. ``path`` must be set.
+
+    Raises:
+        ConfigError: The function cannot be loaded.
+
+    Attributes:
+        name: Name of the function, as in the metric ``val/<data_source>/<name>``.
     """
 
     def __init__(self, config: RewardFunctionConfig) -> None:
         self.name = config.name
-        """Of the function: ``val/<data_source>/<name>``."""
         path = Path(config.path or "").expanduser().absolute()
         if not path.is_file():
             raise ConfigError(
                 f"custom_reward_function.path={config.path}: {path} is no file; expected a Python file that defines "
-                f"{config.name}(prompt, answer, ground_truth, extra) -> float, or with verl's parameters"
+                f"{config.name}(prompt, response, ground_truth, extra) -> float, or with verl's parameters"
             )
         self._processes: list[RewardProcess] = []
         self._free: SimpleQueue[RewardProcess] = SimpleQueue()
@@ -51,38 +62,44 @@ class RewardScorer:
             raise
 
     def __enter__(self) -> RewardScorer:
+        """Return the scorer, whose processes have been started."""
         return self
 
     def __exit__(self, *_: Any) -> None:
+        """End the processes."""
         self.close()
 
     async def score(self, items: Sequence[RewardItem]) -> list[float]:
-        """The reward of each; :class:`RewardError` names one on which the function failed."""
+        """Return the reward of each item, in order.
+
+        Raises:
+            RewardError: The function failed on an item. The message names the sample.
+        """
         n_processes = len(self._processes)
-        size = max(1, min(LARGEST_CHUNK, len(items) // (n_processes * CHUNKS_PER_PROCESS)))
-        chunks = deque(range(0, len(items), size))
+        size = max(1, min(MAX_CHUNK_ITEMS, len(items) // (n_processes * MIN_CHUNKS_PER_PROCESS)))
+        starts = deque(range(0, len(items), size))
         rewards: list[float] = [0.0] * len(items)
 
-        def work() -> None:
-            """In a thread, which waits for a process; there are as many of both."""
+        def score_chunks() -> None:
+            """Score chunks on one free process until none is left. There are as many threads as processes."""
             process = self._free.get_nowait()
             try:
-                with suppress(IndexError):  # no chunk is left
+                with suppress(IndexError):  # No chunk is left.
                     while True:
-                        start = chunks.popleft()
+                        start = starts.popleft()
                         rewards[start : start + size] = process.score(items[start : start + size])
             finally:
                 self._free.put(process)
 
         run = asyncio.get_running_loop().run_in_executor
         try:
-            await asyncio.gather(*(run(self._threads, work) for _ in range(min(n_processes, len(chunks)))))
+            await asyncio.gather(*(run(self._threads, score_chunks) for _ in range(min(n_processes, len(starts)))))
         finally:
-            chunks.clear()  # after a failure or when cancelled, the others stop where they are
+            starts.clear()  # After a failure or a cancellation, the other threads start no further chunk.
         return rewards
 
     def close(self) -> None:
-        """End the processes, whatever they do, and what they started."""
+        """End the processes, even busy ones, and all processes that they have started."""
         for process in self._processes:
             process.kill()
         self._threads.shutdown(cancel_futures=True)

@@ -1,1 +1,1 @@
-"""Utilities for processes, threads, tasks and files of any process. Nothing here imports Ray or torch."""
+"""Utilities for processes, threads, tasks and files. Nothing here imports Ray or torch."""

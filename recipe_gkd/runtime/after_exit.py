@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from recipe_gkd.runtime.process_id import ProcessId
 
 KILL_GRACE_S = 5
-"""Time that processes get to end by themselves before :func:`kill_after_this_process` ends them."""
+"""Time that processes get to exit before :func:`kill_after_this_process` kills them."""
 _WAIT = """
 exec 3<&0
 (
@@ -29,16 +29,20 @@ _KILL = """
 
 
 def run_after_this_process(script: str, *arguments: str) -> None:
-    """Run ``script`` with ``sh`` and ``arguments`` (``$1``, ...) after this process has ended.
+    """Run a shell script after this process has ended.
 
-    The waiting process, the janitor, reads from a pipe that only this process holds open. It is no child of this
-    process, so that what ends this process and its children, such as Ray, does not end the janitor.
+    A watcher process reads from a pipe that only this process holds open. The watcher is not a child of this process.
+    Code that ends this process with its children, such as Ray's, therefore does not end the watcher.
+
+    Args:
+        script: Script for ``sh``.
+        *arguments: Its arguments ``$1``, ``$2``, ...
     """
-    janitors_end, _held_open = os.pipe()  # the second is closed by the end of this process only
+    read_end, _write_end = os.pipe()  # Only the end of this process closes the write end.
     try:
         subprocess.run(
             ["sh", "-c", _WAIT % script, "sh", *arguments],
-            stdin=janitors_end,
+            stdin=read_end,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -46,9 +50,9 @@ def run_after_this_process(script: str, *arguments: str) -> None:
             timeout=30,
         )
     finally:
-        os.close(janitors_end)
+        os.close(read_end)
 
 
 def kill_after_this_process(processes: Iterable[ProcessId]) -> None:
-    """Send SIGKILL to those of ``processes`` that still live :data:`KILL_GRACE_S` after the end of this process."""
+    """Kill the processes that still run :data:`KILL_GRACE_S` after the end of this process."""
     run_after_this_process(_KILL, str(KILL_GRACE_S), *(f"{process.pid}:{process.start_ticks}" for process in processes))

@@ -1,4 +1,4 @@
-"""Write files that survive a power loss: their content reaches the disk before their name does."""
+"""File writes that survive a power loss: the content of a file reaches the disk before its name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-"""Errors of ``fsync`` on a folder where the file system (FUSE, SMB) has no such operation."""
+"""Errors of ``fsync`` on a folder if the file system (FUSE, SMB) does not implement it."""
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace the content of ``path`` by ``text``, completely or not at all."""
+    """Replace the content of ``path`` by ``text`` atomically."""
     draft = path.with_name(f"{path.name}.new")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -22,7 +22,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush every file below ``folder``, and every folder after its content. Files that are on disk cost little."""
+    """Flush every file below ``folder``, and every folder after its content. Flushing a clean file is cheap."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             sync_file(Path(parent) / name)

@@ -1,4 +1,4 @@
-"""Identify a process across clock steps, reboots and reuse of its pid."""
+"""Identity of a process that is unique across clock steps, reboots and reuse of the pid."""
 
 from __future__ import annotations
 

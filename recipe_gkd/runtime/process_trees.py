@@ -1,4 +1,4 @@
-"""Process trees of a node: list the descendants of a process, and end them."""
+"""Process trees of this node: list the descendants of processes, and kill them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipe_gkd.runtime.process_id import ProcessId, boot_id, is_alive, process_
 
 
 def tree(pids: Sequence[int]) -> list[ProcessId]:
-    """Return these processes and all that they have started; ``start_ticks`` is 0 for one that is gone."""
+    """Return the processes ``pids`` and all their descendants. A process that has ended has ``start_ticks`` 0."""
     found: dict[int, ProcessId] = {}
     for pid in pids:
         members = [pid]
@@ -28,31 +28,43 @@ def tree(pids: Sequence[int]) -> list[ProcessId]:
     return list(found.values())
 
 
-
 def end_trees(processes: Sequence[ProcessId], timeout_s: float) -> list[int]:
-    """Send SIGKILL to ``processes`` and to descendants of the live ones; return the pids that do not end."""
+    """Kill ``processes`` and all descendants of the live ones.
+
+    Returns:
+        Pids of the processes that still run after ``timeout_s``.
+    """
     alive = [process.pid for process in processes if is_alive(process)]
     return end(list({*processes, *tree(alive)}), 0.0, timeout_s)
 
 
-
 def end(processes: Sequence[ProcessId], grace_s: float, timeout_s: float) -> list[int]:
-    """Wait ``grace_s`` for them to end, then SIGKILL the rest; pids of those that live on after ``timeout_s``."""
+    """Wait until processes have ended, and kill those that still run after a grace period.
+
+    The scratch folders of ended processes are removed.
+
+    Args:
+        processes: Processes of this node. They need not be children of this process.
+        grace_s: Time to exit before SIGKILL.
+        timeout_s: Deadline, including the grace period.
+
+    Returns:
+        Pids of the processes that still run after ``timeout_s``.
+    """
     started = time.monotonic()
-    left = _wait(processes, grace_s)
-    for process in left:
-        with suppress(ProcessLookupError, PermissionError):  # one that may not be ended stays, and is returned
+    alive = _wait(processes, grace_s)
+    for process in alive:
+        with suppress(ProcessLookupError, PermissionError):  # A process of another user is returned as still running.
             os.kill(process.pid, signal.SIGKILL)
-    left = _wait(left, timeout_s - (time.monotonic() - started))
-    for process in set(processes) - set(left):
-        scratch.remove_of(process)
-    return [process.pid for process in left]
+    alive = _wait(alive, timeout_s - (time.monotonic() - started))
+    for process in set(processes) - set(alive):
+        scratch.remove_folders_of(process)
+    return [process.pid for process in alive]
 
 
-
-def _wait(processes: Sequence[ProcessId], seconds: float) -> list[ProcessId]:
-    """Wait until ``processes``, which need not be children of this one, have ended; return those that have not."""
-    deadline = time.monotonic() + seconds
-    while (left := [process for process in processes if is_alive(process)]) and time.monotonic() < deadline:
-        time.sleep(0.01)  # pidfd_open, which could be waited on, is missing in kernels before 5.3, as of RHEL 8
-    return left
+def _wait(processes: Sequence[ProcessId], timeout_s: float) -> list[ProcessId]:
+    """Wait until ``processes`` have ended. Return those that still run after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while (alive := [process for process in processes if is_alive(process)]) and time.monotonic() < deadline:
+        time.sleep(0.01)  # pidfd_open, which could be waited for, needs kernel 5.3. RHEL 8 has 4.18.
+    return alive

@@ -1,8 +1,8 @@
-"""Temporary folders that belong to one process and are removed after it has ended, however it has ended.
+"""Temporary folders of one process. They are removed after the process has ended, even if it was killed.
 
-The name of a folder contains the identity of its process and a random part, and the folder is used only if it belongs
-to this user and nobody else may enter it. So neither other users of the machine nor containers that share its temporary
-folder can put files or links in the way, and a reader finds the folders of a process by its pid.
+The name of a folder contains the identity of its process and a random part, so the folders of a process are found by
+its pid. A folder is used only if it belongs to this user and other users cannot enter it. Therefore neither other users
+of the machine nor containers that share its temporary folder can plant files or links.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from recipe_gkd.runtime.after_exit import run_after_this_process
 from recipe_gkd.runtime.process_id import ProcessId, boot_id, is_alive, process_id
 
 _PREFIX = "gkd"
-"""Short, as is the rest of a name: sockets lie in these folders, whose paths may have 107 characters."""
-_KEPT_S = 8
-"""Time that a folder outlives a process that nobody cleans up after: a diagnosis may still read it."""
+"""Prefix of folder names. Names are short because the folders contain sockets, whose paths may have 107 characters."""
+_RETENTION_S = 8
+"""Time that a folder remains after the end of its process, for the diagnosis."""
 _REMOVE = """
   for _ in $(seq $(($2 * 5))); do [ -d "$1" ] || exit 0; sleep 0.2; done
   rm -rf -- "$1"
@@ -30,17 +30,17 @@ _REMOVE = """
 
 
 def scratch_folder() -> Path:
-    """Return the folder of this process, made at the first call."""
+    """Return the folder of this process. The first call creates it."""
     return _make(os.getpid())
 
 
 def folders_of(pid: int) -> list[Path]:
-    """Return the folders that processes with this pid have made, in this boot and pid namespace, and that are safe."""
+    """Return the private folders of processes with this pid, in this boot and pid namespace."""
     return [folder for folder in _parent().glob(f"{_PREFIX}_{_machine()}_{pid}_*") if _is_private(folder)]
 
 
-def remove_of(process: ProcessId) -> None:
-    """Remove the folder of a process that has ended."""
+def remove_folders_of(process: ProcessId) -> None:
+    """Remove the folders of a process that has ended."""
     for folder in _parent().glob(f"{_prefix(process)}*"):
         if _is_private(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -52,12 +52,12 @@ def _make(pid: int) -> Path:
     process = process_id(pid)
     assert process is not None
     folder = tempfile.mkdtemp(prefix=_prefix(process), dir=_parent())
-    run_after_this_process(_REMOVE, folder, str(_KEPT_S))  # if nobody else has removed it
+    run_after_this_process(_REMOVE, folder, str(_RETENTION_S))
     return Path(folder)
 
 
 def _remove_stale() -> None:
-    """Remove the folders of processes of this boot and pid namespace that have ended together with their janitors."""
+    """Remove folders of ended processes of this boot and pid namespace. They remain if the watcher was killed too."""
     for folder in _parent().glob(f"{_PREFIX}_{_machine()}_*"):
         with suppress(ValueError, IndexError):
             pid, start_ticks = folder.name.split("_")[2:4]
@@ -66,7 +66,7 @@ def _remove_stale() -> None:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return True for a folder, not a link to one, of this user, closed to all others."""
+    """Return True if ``folder`` is a folder, not a link, that belongs to this user and is closed to others."""
     with suppress(OSError):
         found = folder.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
@@ -78,7 +78,7 @@ def _prefix(process: ProcessId) -> str:
 
 
 def _machine() -> str:
-    """Return a hash of this boot and pid namespace. Others may share the temporary folder."""
+    """Return a hash of this boot and pid namespace. Other machines or containers may share the temporary folder."""
     return f"{binascii.crc32((boot_id() + os.readlink('/proc/self/ns/pid')).encode()):08x}"
 
 

@@ -1,4 +1,4 @@
-"""Functions and classes from a user's own Python file, named by a config key."""
+"""Functions and classes of user files that a config key names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def split_spec(spec: str, *, key: str) -> tuple[str, str]:
 def load_attribute(path: str, name: str, *, key: str) -> Any:
     """Return the function or class ``name`` of the Python file ``path``.
 
-    The file is executed once in each process. It can import modules that lie beside it.
+    The file is executed once in each process. It can import modules of its folder.
 
     Args:
         path: Python file; ``~`` stands for the home folder.

@@ -1,4 +1,4 @@
-"""Both pools of real workers in this process's Ray session, trained with a teacher that thinks nothing."""
+"""Real workers of both pools in this process's Ray session, trained with a constant teacher."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from recipe_gkd.trainer import Trainer
 from recipe_gkd.workers import start_workers
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 from tests.integration.faults import faulty
-from tests.integration.faults.faulty import DEADLINE_S, Census, TrainerOf
+from tests.integration.faults.faulty import DEADLINE_S, Census, TrainerFactory
 
 
-class IndifferentTeacher:
-    """In place of the service, which is not what these tests are about: four likely tokens, always the same."""
+class ConstantTeacher:
+    """A teacher client that scores every position with the same four tokens."""
 
     def hello(self, timeout_s: float) -> TeacherInfo:
         raise NotImplementedError
@@ -32,7 +32,7 @@ class IndifferentTeacher:
         self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None, *, temperature: float = 1.0
     ) -> Future[list[ScoredSequence]]:
         done: Future[list[ScoredSequence]] = Future()
-        rows = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
+        lengths = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
         done.set_result(
             [
                 ScoredSequence(
@@ -40,7 +40,7 @@ class IndifferentTeacher:
                     topk_ids_TK=np.tile(np.arange(4, dtype=np.int32), (n, 1)),
                     sampled_logps_T=np.full(n, -2.0, np.float32),
                 )
-                for n in rows
+                for n in lengths
             ]
         )
         return done
@@ -59,12 +59,12 @@ def census() -> Census:
 
 
 @pytest.fixture
-def trainer_of(
+def start_trainer(
     ray_session: None, tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, census: Census
-) -> TrainerOf:
-    """``async with trainer_of(*overrides) as trainer``: workers that can be told to :func:`faulty.strike`.
+) -> TrainerFactory:
+    """Return a factory of trainers. It takes config overrides and returns an async context manager.
 
-    However it is left, none of their processes may live then.
+    The workers accept :func:`faulty.inject`. On exit, none of their processes may run.
     """
     import transformers
 
@@ -109,7 +109,7 @@ def trainer_of(
             async with start_workers(config, "cpu", total_steps=8, stop_token_ids=(), n_tokens=None) as workers:
                 await census.take(workers)
                 try:
-                    teachers = Teachers(config, Routes(("default",)), {"default": IndifferentTeacher()})
+                    teachers = Teachers(config, Routes(("default",)), {"default": ConstantTeacher()})
                     yield Trainer(config, workers, teachers, loader, ResumeState(progress))
                 finally:
                     await census.take(workers)

@@ -1,4 +1,4 @@
-"""Real workers that send themselves a signal at a chosen moment, and a list of all their processes."""
+"""Real workers that send themselves a signal at a chosen point of their code, and a census of their processes."""
 
 from __future__ import annotations
 
@@ -24,94 +24,101 @@ from recipe_gkd.runtime.process_id import ProcessId, is_alive
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.workers import Workers
 
-DEADLINE_S = 6.0
-TrainerOf = Callable[..., AbstractAsyncContextManager[Trainer]]
+DEADLINE_S = 4.0
+"""Deadline of all calls to workers. A call takes less than 1 s on an idle machine."""
+TrainerFactory = Callable[..., AbstractAsyncContextManager[Trainer]]
 
-MOMENTS = {
+INJECTION_POINTS = {
     "generate": "recipe_gkd.rollout.engine:RolloutEngine._deliver",
-    "receive": "recipe_gkd.weight_sync.collective:Channel.broadcast",
+    "receive": "recipe_gkd.weight_sync.collective:CollectiveTransport.broadcast",
     "load": "recipe_gkd.rollout.vllm_weights:BucketReceiver.finish_weight_update",
     "update": "recipe_gkd.actor.megatron_actor:MegatronActor.update",
     "gather": "recipe_gkd.actor.export:_exchange",
-    "broadcast": "recipe_gkd.weight_sync.collective:Channel.broadcast",
+    "broadcast": "recipe_gkd.weight_sync.collective:CollectiveTransport.broadcast",
 }
+"""Name of a point -> function of the worker that sends the signal before it runs."""
 
 
 @dataclass(frozen=True)
-class Strike:
-    """One that is to come, or has come; on this machine, whose processes have one monotonic clock."""
+class InjectedSignal:
+    """A signal that a worker of this machine will send, or has sent, to itself.
+
+    Attributes:
+        pid: Process of the worker.
+        note: File to which the process writes the monotonic time of the signal. All processes share that clock.
+    """
 
     pid: int
     note: Path
-    """The process writes the time there before it sends itself the signal."""
 
     @property
-    def seconds(self) -> float:
-        """Since it came."""
+    def seconds_ago(self) -> float:
+        """Time since the signal."""
         return time.monotonic() - float(self.note.read_text())
 
 
-async def arm(group: WorkerGroup, rank: int, moment: str, number: int, call: int = 2) -> Strike:
-    """Have a worker send itself the signal ``number`` at the ``call``-th call, from 1, of what is called then."""
-    strike: Strike = await group.call_one(rank, "strike", moment, number, call, timeout_s=20, phase="arm")
-    return strike
+async def inject(group: WorkerGroup, rank: int, point: str, number: int, call: int = 2) -> InjectedSignal:
+    """Make a worker send itself a signal.
+
+    Args:
+        group: Group of the worker.
+        rank: Its rank.
+        point: Key of :data:`INJECTION_POINTS`.
+        number: Number of the signal.
+        call: Call of that function that sends the signal. The first one is 1.
+    """
+    injected: InjectedSignal = await group.call_one(rank, "inject", point, number, call, timeout_s=20, phase="inject")
+    return injected
 
 
-def strike(moment: str, number: int, call: int, config: Config) -> Strike:
-    """What :func:`arm` does, within the worker."""
-    module, _, path = MOMENTS[moment].partition(":")
+def inject_here(point: str, number: int, call: int, config: Config) -> InjectedSignal:
+    """Do the work of :func:`inject` in the process of the worker."""
+    module, _, path = INJECTION_POINTS[point].partition(":")
     owner: Any = importlib.import_module(module)
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
     original, calls = getattr(owner, name), itertools.count(1)
-    note = Path(config.trainer.default_local_dir) / f"struck-{os.getpid()}"
+    note = Path(config.trainer.default_local_dir) / f"signal-{os.getpid()}"
     note.unlink(missing_ok=True)
 
-    def struck(*args: Any, **kwargs: Any) -> Any:
+    def with_signal(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == call:
             note.write_text(str(time.monotonic()))
             os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
-    setattr(owner, name, struck)
-    return Strike(os.getpid(), note)
+    setattr(owner, name, with_signal)
+    return InjectedSignal(os.getpid(), note)
+
+
+class FaultyRollout(RolloutWorker):
+    async def inject(self, point: str, number: int, call: int) -> InjectedSignal:
+        return inject_here(point, number, call, self._config)
+
+
+class FaultyActor(ActorWorker):
+    def inject(self, point: str, number: int, call: int) -> InjectedSignal:
+        return inject_here(point, number, call, self._config)
 
 
 class Census:
-    """The processes of all workers, and their children, that were there at any time when it was taken."""
+    """All processes of the workers and their children that any :meth:`take` has found."""
 
     def __init__(self) -> None:
         self._seen: set[ProcessId] = set()
 
     async def take(self, workers: Workers) -> None:
-        places = await locate([*workers.actors.handles, *workers.rollouts.handles])
-        self._seen.update(process_trees.tree([place.pid for place in places]))
+        locations = await locate([*workers.actors.handles, *workers.rollouts.handles])
+        self._seen.update(process_trees.tree([location.pid for location in locations]))
 
     def __len__(self) -> int:
         return len(self._seen)
 
     def alive(self) -> list[str]:
+        """Return pid and command of each process that still runs."""
         return [
             f"{process.pid}: {' '.join(psutil.Process(process.pid).cmdline())}"
             for process in self._seen
             if is_alive(process)
         ]
-
-
-def lives(pid: int) -> bool:
-    """Whether the process is there, and is not only waiting to be reaped."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-class FaultyRollout(RolloutWorker):
-    async def strike(self, moment: str, number: int, call: int) -> Strike:
-        return strike(moment, number, call, self._config)
-
-
-class FaultyActor(ActorWorker):
-    def strike(self, moment: str, number: int, call: int) -> Strike:
-        return strike(moment, number, call, self._config)

@@ -1,5 +1,3 @@
-"""Rollout workers that are stopped or killed at every moment of their work: named in time, or replaced."""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,49 +15,54 @@ from recipe_gkd.ray_cluster.node_probe import locate
 from recipe_gkd.runtime import process_trees
 from recipe_gkd.runtime.clock import now
 from recipe_gkd.trainer import Trainer
-from tests.integration.faults.faulty import DEADLINE_S, Census, TrainerOf, arm, lives
+from tests._support.processes import is_running
+from tests.integration.faults.faulty import DEADLINE_S, Census, TrainerFactory, inject
 
 pytestmark = pytest.mark.timeout(250)
 
+ERROR_MARGIN_S = 5.0
+"""Time from the deadline to the error: the margins of nested deadlines, on a busy machine."""
 
-async def stop_and_continue(trainer: Trainer, moment: str) -> None:
-    """Stop worker 1 at a moment; the error names it in time; with SIGCONT and a full sync it is as good as before."""
+
+async def stop_and_continue(trainer: Trainer, point: str) -> None:
+    """Stop worker 1 at a point of its code, wait for the error that names it, continue it, and sync its weights."""
     weights = trainer.workers.weights
     prompts = next(iter(trainer.loader.batches(0, 0))).prompts
-    strike = await arm(trainer.workers.rollouts, 1, moment, signal.SIGSTOP, call=1 if moment == "load" else 2)
+    call = 1 if point == "load" else 2
+    injected = await inject(trainer.workers.rollouts, 1, point, signal.SIGSTOP, call=call)
     with pytest.raises(GkdError, match="rollout worker 1"):
-        if moment != "generate":
+        if point != "generate":
             await weights.sync(0)
         else:
             async for _ in trainer.generate(1, prompts, 0):
                 pass
-    print(f"stopped in {moment}: the error after {strike.seconds:.1f} s")
-    assert strike.seconds < DEADLINE_S + 5
-    assert psutil.Process(strike.pid).status() == psutil.STATUS_STOPPED
-    os.kill(strike.pid, signal.SIGCONT)
+    assert injected.seconds_ago < DEADLINE_S + ERROR_MARGIN_S
+    assert psutil.Process(injected.pid).status() == psutil.STATUS_STOPPED
+    os.kill(injected.pid, signal.SIGCONT)
     await weights.sync(0)
 
 
-def test_workers_are_named_when_stopped_and_replaced_when_killed_and_no_prompt_is_lost_or_repeated(
-    trainer_of: TrainerOf, census: Census
+def test_stopped_workers_are_named_and_killed_workers_replaced_without_losing_prompts(
+    start_trainer: TrainerFactory, census: Census
 ) -> None:
-    """One pool for all moments, since it takes longer to start than any of them."""
-    kills = {1: (0, "generate"), 3: (1, "receive"), 5: (0, "load"), 7: (1, "generate")}
+    """One pool serves all faults, because its start takes longer than any of them."""
+    kills = {1: (0, "generate"), 3: (1, "receive"), 5: (0, "load"), 7: (1, "generate")}  # step -> rank, point
     trained: list[int] = []
     staleness: list[int] = []
-    pids: list[int] = []
+    killed: list[int] = []
 
     async def train() -> None:
-        async with trainer_of("trainer.max_worker_restarts=3") as trainer:
+        async with start_trainer("trainer.max_worker_restarts=3") as trainer:
             await trainer.workers.weights.sync(0)
-            for moment in ("receive", "load", "generate"):
-                await stop_and_continue(trainer, moment)
+            for point in ("receive", "load", "generate"):
+                await stop_and_continue(trainer, point)
             async with trainer.pipeline(Timeline(now)) as pipeline:
                 async for batch in pipeline:
                     if batch.step in kills:
-                        await census.take(trainer.workers)  # of the workers between the first and the last, too
-                        strike = await arm(trainer.workers.rollouts, *kills[batch.step], signal.SIGKILL)
-                        pids.append(strike.pid)
+                        await census.take(trainer.workers)  # Include workers that are replaced later.
+                        rank, point = kills[batch.step]
+                        injected = await inject(trainer.workers.rollouts, rank, point, signal.SIGKILL)
+                        killed.append(injected.pid)
                     async with pipeline.actor_update(batch):
                         await trainer.update(batch)
                     trained.extend(sample.prompt.uid for sample in batch.samples)
@@ -71,42 +74,44 @@ def test_workers_are_named_when_stopped_and_replaced_when_killed_and_no_prompt_i
         asyncio.run(train())
     assert trained == list(range(len(trained))) and len(trained) >= 28
     assert min(staleness) >= 0 and max(staleness) <= 1
-    assert len(pids) == 4 and not any(map(lives, pids))
+    assert len(killed) == 4 and not any(map(is_running, killed))
     folder = Path(re.search(r"diagnosis: (\S+)", str(caught.value))[1])  # type: ignore[index]
     assert "rollout worker 1" in (folder / "report.md").read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # an engine of two tensor ranks starts three times
-def test_a_worker_whose_tensor_rank_is_killed_is_replaced_and_no_prompt_is_lost_or_repeated(
-    trainer_of: TrainerOf, census: Census
+@pytest.mark.timeout(600)  # An engine of two tensor-parallel ranks starts three times.
+def test_worker_with_a_killed_tensor_rank_is_replaced_without_losing_prompts(
+    start_trainer: TrainerFactory, census: Census
 ) -> None:
-    """While it generates, and while it waits for weights: the worker's own process lives on in both cases."""
+    """Ranks are killed during generation and while the engine waits for weights. The worker's own process survives."""
     trained: list[int] = []
-    killed: list[int] = []
+    workers_with_killed_rank: list[int] = []
 
-    async def kill_tensor_rank(trainer: Trainer, number: int) -> None:
+    async def kill_tensor_rank(trainer: Trainer, tensor_rank: int) -> None:
         await census.take(trainer.workers)
-        [place] = await locate(trainer.workers.rollouts.handles)
-        [rank] = [
-            one.pid for one in process_trees.tree([place.pid]) if f"Worker_TP{number}" in psutil.Process(one.pid).name()
+        [location] = await locate(trainer.workers.rollouts.handles)
+        [pid] = [
+            process.pid
+            for process in process_trees.tree([location.pid])
+            if f"Worker_TP{tensor_rank}" in psutil.Process(process.pid).name()
         ]
-        os.kill(rank, signal.SIGKILL)
-        killed.append(place.pid)
+        os.kill(pid, signal.SIGKILL)
+        workers_with_killed_rank.append(location.pid)
 
     async def train() -> None:
         layout = "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
         async with (
-            trainer_of(*layout, "trainer.max_worker_restarts=2", "trainer.scheduler=one_step_off") as trainer,
+            start_trainer(*layout, "trainer.max_worker_restarts=2", "trainer.scheduler=one_step_off") as trainer,
             trainer.pipeline(Timeline(now)) as pipeline,
         ):
             async for batch in pipeline:
                 if batch.step in (2, 5):
-                    await kill_tensor_rank(trainer, number=batch.step % 2)
+                    await kill_tensor_rank(trainer, batch.step % 2)
                 async with pipeline.actor_update(batch):
                     await trainer.update(batch)
                 trained.extend(sample.prompt.uid for sample in batch.samples)
 
     asyncio.run(train())
-    assert trained == list(range(40)) and len(killed) == 2
-    assert not any(map(lives, killed))
+    assert trained == list(range(40)) and len(workers_with_killed_rank) == 2
+    assert not any(map(is_running, workers_with_killed_rank))

@@ -1,4 +1,4 @@
-"""A program: a Ray cluster of two nodes in this process, what pools and workers do on it, and JSON about that."""
+"""Program that starts a Ray cluster of two nodes in one process, uses pools and workers on it, and prints JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
@@ -24,10 +23,14 @@ from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.errors import DeadlineError, ResourceError, WorkerDied
 from recipe_gkd.ray_cluster.pools import Pool, create_pools, pool_specs
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from tests._support.processes import is_running
+
+JSON_PREFIX = "facts "
 
 
 class Worker:
-    def place(self) -> tuple[str, str, int]:
+    def location(self) -> tuple[str, str, int]:
+        """Return node id, GPU ids and pid."""
         context = ray.get_runtime_context()
         return context.get_node_id(), ",".join(context.get_accelerator_ids()["GPU"]), os.getpid()
 
@@ -39,6 +42,7 @@ class Worker:
 
 
 def overrides(actors: str, rollouts: str, *more: str) -> list[str]:
+    """Return config overrides. ``actors`` and ``rollouts``: pool size as ``<nodes>x<slots per node>``."""
     keys = [
         f"{pool}.{key}={n}"
         for pool, size in (("trainer", actors), ("rollout", rollouts))
@@ -62,73 +66,68 @@ async def start(device: str, *arguments: str) -> tuple[tuple[Pool, ...], WorkerG
     return pools, WorkerGroup("actor", actors), WorkerGroup("rollout", rollouts)
 
 
-async def places(group: WorkerGroup) -> list[Any]:
-    return await group.call("place", timeout_s=60, phase="look")
+async def locations(group: WorkerGroup) -> list[Any]:
+    return await group.call("location", timeout_s=60, phase="look")
 
 
-async def end(pools: tuple[Pool, ...], *groups: WorkerGroup) -> float:
-    started = time.monotonic()
-    await asyncio.gather(*(group.stop(timeout_s=5) for group in groups))
-    for pool in pools:
-        pool.release()
-    return time.monotonic() - started
-
-
-async def land_beside(held: str) -> set[str]:
-    """Where shared pools of one node's size land while another job holds a GPU of the node ``held``."""
+async def nodes_of_shared_pools(held: str) -> set[str]:
+    """Return the nodes that Ray chooses for shared pools of one node while another job holds a GPU of node ``held``."""
     job = placement_group([{"GPU": 1}], bundle_label_selector=[{"ray.io/node-id": held}])
     await job.ready()
     pools = await reserve("cuda", "1x2", "1x2", "rollout.share_actor_gpus=true")
-    landed = set(placement_group_table(pools[0].group)["bundles_to_node_id"].values())
+    nodes = set(placement_group_table(pools[0].group)["bundles_to_node_id"].values())
     for group in (pools[0].group, job):
         remove_placement_group(group)
-    return landed
+    return nodes
 
 
-async def scenario(cluster: Cluster, second: Any) -> dict[str, Any]:
-    told: dict[str, Any] = {"second": second.node_id}
-    try:
-        await start("cpu", "3x1", "1x1")
-    except ResourceError as error:
-        told["refused"] = str(error)
-
-    began = time.monotonic()
-    told["beside"] = [(node, list(await land_beside(node))) for node in (cluster.head_node.node_id, second.node_id)]
-    told["beside_s"] = time.monotonic() - began
-
-    pools, actors, rollouts = await start("cuda", "2x2", "2x2", "rollout.share_actor_gpus=true")
-    told["actors"], told["rollouts"] = await places(actors), await places(rollouts)
-    other, there = (rank for rank, place in enumerate(told["actors"]) if place[0] == second.node_id)
-    stopped = told["actors"][other][2]
-    os.kill(stopped, signal.SIGSTOP)
+async def diagnose_stopped_worker(actors: WorkerGroup, rollouts: WorkerGroup, rank: int, pid: int) -> dict[str, str]:
+    """Stop an actor worker, let a call miss its deadline, and return file name -> stacks of the diagnosis."""
+    os.kill(pid, signal.SIGSTOP)
     try:
         await actors.call("hang_by_intention", timeout_s=1, phase="update")
     except DeadlineError as error:
         with tempfile.TemporaryDirectory() as root:
-            started = time.monotonic()
             folder = await diagnose(error, [actors, rollouts], Path(root))
-            told["diagnosis_s"] = time.monotonic() - started
             assert folder is not None
-            told["stacks"] = {file.name: file.read_text() for file in folder.glob("*.stacks.txt")}
-        told["silent"] = [there, other]
-    told["stop_s"] = await end((), actors)
-    told["left"] = [place[2] for place in told["actors"] if _lives(place[2])]
+            return {file.name: file.read_text() for file in folder.glob("*.stacks.txt")}
+    raise AssertionError(f"actor worker {rank} answered")
 
+
+async def lose_node(cluster: Cluster, node: Any, rollouts: WorkerGroup) -> dict[str, Any]:
+    """Kill a node during a call. Return the message of the error and the dead ranks."""
     hanging = asyncio.create_task(rollouts.call("hang_by_intention", timeout_s=60, phase="generate"))
     await asyncio.sleep(0.5)
-    started = time.monotonic()
-    await asyncio.to_thread(cluster.remove_node, second, allow_graceful=False)
+    await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
     try:
         await hanging
     except WorkerDied as error:
-        told["death"] = dict(message=str(error), s=time.monotonic() - started)
-        told["dead"] = await rollouts.dead()
-    told["stop_after_death_s"] = await end(pools, rollouts)
-    return told
+        return {"message": str(error), "dead": await rollouts.dead()}
+    raise AssertionError("the call did not fail")
 
 
-def _lives(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+async def scenario(cluster: Cluster, second: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {"second": second.node_id}
+    try:
+        await start("cpu", "3x1", "1x1")
+    except ResourceError as error:
+        facts["refusal"] = str(error)
+    nodes = cluster.head_node.node_id, second.node_id
+    facts["shared_pools"] = [(node, list(await nodes_of_shared_pools(node))) for node in nodes]
+
+    pools, actors, rollouts = await start("cuda", "2x2", "2x2", "rollout.share_actor_gpus=true")
+    facts["actors"], facts["rollouts"] = await locations(actors), await locations(rollouts)
+    stopped, hanging = (rank for rank, (node, _, _) in enumerate(facts["actors"]) if node == second.node_id)
+    facts["hanging"], facts["stopped"] = hanging, stopped
+    facts["stacks"] = await diagnose_stopped_worker(actors, rollouts, stopped, facts["actors"][stopped][2])
+    await actors.stop(timeout_s=5)
+    facts["actors_running"] = [pid for _, _, pid in facts["actors"] if is_running(pid)]
+
+    facts["death"] = await lose_node(cluster, second, rollouts)
+    await rollouts.stop(timeout_s=5)
+    for pool in pools:
+        pool.release()
+    return facts
 
 
 def main() -> None:
@@ -141,8 +140,9 @@ def main() -> None:
             keys = overrides("2x2", "2x1", f"ray_init.address={cluster.address}", "trainer.device=cpu")
             status = check_devices.main(keys)
         ray.init(address=cluster.address, log_to_driver=False)
-        told = asyncio.run(scenario(cluster, second))
-        print("told " + json.dumps(told | dict(status=status, output=output.getvalue(), errors=errors.getvalue())))
+        facts = asyncio.run(scenario(cluster, second))
+        facts |= dict(status=status, output=output.getvalue(), errors=errors.getvalue())
+        print(JSON_PREFIX + json.dumps(facts))
     finally:
         ray.shutdown()
         cluster.shutdown()

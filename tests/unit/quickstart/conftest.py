@@ -11,7 +11,7 @@ from recipe_gkd.quickstart.prepare import prepare
 
 @pytest.fixture(scope="session")
 def instant_recipes() -> dict[Role, Recipe]:
-    """The real shapes, content with any accuracy after one step."""
+    """Return the real recipes, but with one training step and any accuracy."""
     return {
         role: dataclasses.replace(recipe, band=(0.0, 1.0), steps_between_evaluations=1, max_steps=1)
         for role, recipe in RECIPES.items()
@@ -20,7 +20,7 @@ def instant_recipes() -> dict[Role, Recipe]:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory, instant_recipes: dict[Role, Recipe]) -> Path:
-    """A folder as `prepare` leaves it, with models that have learned nothing."""
+    """Return an output folder of `prepare` with untrained models."""
     out = tmp_path_factory.mktemp("quickstart")
     prepare(out, seed=3, recipes=instant_recipes, timeout_s=120)
     return out

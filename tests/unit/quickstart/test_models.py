@@ -27,7 +27,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def test_tokenizer_round_trips_every_problem_one_token_a_character(tokenizer: Any) -> None:
+def test_tokenizer_has_one_token_per_character_and_round_trips(tokenizer: Any) -> None:
     assert len(tokenizer) == VOCAB_SIZE
     for problem in PROBLEMS:
         text = problem.question + problem.answer
@@ -37,11 +37,11 @@ def test_tokenizer_round_trips_every_problem_one_token_a_character(tokenizer: An
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-def test_unknown_characters_are_seen_not_dropped(tokenizer: Any) -> None:
+def test_tokenizer_keeps_unknown_characters(tokenizer: Any) -> None:
     assert tokenizer("1x \n")["input_ids"].count(tokenizer.unk_token_id) == 3
 
 
-def test_chat_template_survives_saving_and_loading(tokenizer: Any, tmp_path: Path) -> None:
+def test_chat_template_is_saved_and_loaded(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     loaded: Any = AutoTokenizer.from_pretrained(tmp_path)
     problem = Problem(123, 456)
@@ -63,13 +63,13 @@ def test_conversations_are_prompt_answer_end_of_one_length(tokenizer: Any) -> No
 
 
 @pytest.mark.parametrize("role", ["teacher", "student"])
-def test_shapes_divide_by_two_ranks_and_suit_the_cpu_attention(role: Role) -> None:
+def test_recipes_suit_two_ranks_and_cpu_attention(role: Role) -> None:
     recipe = RECIPES[role]
     assert recipe.heads % 2 == recipe.kv_heads % 2 == recipe.layers % 2 == recipe.hidden % 4 == recipe.ffn % 4 == 0
     assert recipe.hidden // recipe.heads == 32
 
 
-def test_saved_models_load_as_ordinary_folders(prepared: Path, tokenizer: Any) -> None:
+def test_saved_models_load_with_transformers(prepared: Path, tokenizer: Any) -> None:
     sizes = []
     for role, recipe in RECIPES.items():
         model = AutoModelForCausalLM.from_pretrained(prepared / role)
@@ -83,7 +83,7 @@ def test_saved_models_load_as_ordinary_folders(prepared: Path, tokenizer: Any) -
     assert RECIPES["teacher"].kv_heads < RECIPES["teacher"].heads
 
 
-def test_training_goes_back_when_it_jumps_over_the_band(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_into_band_above_the_band_goes_back(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = dataclasses.replace(RECIPES["student"], steps_between_evaluations=4, max_steps=50)
     model = build_model(recipe, tokenizer, seed=0)
     measured = iter([0.0, 0.9, 0.0, 0.2])
@@ -94,30 +94,30 @@ def test_training_goes_back_when_it_jumps_over_the_band(tokenizer: Any, monkeypa
         return next(measured)
 
     monkeypatch.setattr(models, "greedy_accuracy", accuracy)
-    made = train_into_band(model, tokenizer, recipe, endless_batches(0, 4, []), PROBLEMS[:4], say=lambda _: None)
-    assert made.accuracy == 0.2
-    assert made.steps == 4 + 2 + 2
+    result = train_into_band(model, tokenizer, recipe, endless_batches(0, 4, []), PROBLEMS[:4], report=lambda _: None)
+    assert result.accuracy == 0.2
+    assert result.steps == 4 + 2 + 2
     jump, after_going_back = (weights[1] - weights[0]).norm(), (weights[2] - weights[0]).norm()
     assert 0 < after_going_back < jump
 
 
-def test_a_model_outside_its_band_is_an_error(tokenizer: Any) -> None:
+def test_train_into_band_outside_after_max_steps_raises(tokenizer: Any) -> None:
     recipe = dataclasses.replace(RECIPES["student"], steps_between_evaluations=1, max_steps=2)
     model = build_model(recipe, tokenizer, seed=0)
     with pytest.raises(ModelError, match="after 2 steps, expected 16% to 28%"):
-        train_into_band(model, tokenizer, recipe, endless_batches(0, 4, []), PROBLEMS[:4], say=lambda _: None)
+        train_into_band(model, tokenizer, recipe, endless_batches(0, 4, []), PROBLEMS[:4], report=lambda _: None)
 
 
-def test_greedy_accuracy_counts_what_generate_gets_right(tokenizer: Any) -> None:
-    """A model that has learned eight problems by heart, against transformers' own generation."""
+def test_greedy_accuracy_agrees_with_generate(tokenizer: Any) -> None:
+    """The model has memorized four of twelve problems."""
     known, unknown = PROBLEMS[:4], PROBLEMS[4:12]
     recipe = dataclasses.replace(RECIPES["student"], band=(1.0, 1.0), steps_between_evaluations=25, settle_from=1.0)
     model: Any = build_model(recipe, tokenizer, seed=0)
-    train_into_band(model, tokenizer, recipe, iter(lambda: known, None), known, say=lambda _: None)
-    asked = known + unknown
-    ids_BS, prompt_length = encode(tokenizer, asked)
+    train_into_band(model, tokenizer, recipe, iter(lambda: known, None), known, report=lambda _: None)
+    problems = known + unknown
+    ids_BS, prompt_length = encode(tokenizer, problems)
     out = model.generate(ids_BS[:, :prompt_length], max_new_tokens=32, do_sample=False)
     texts = tokenizer.batch_decode(out[:, prompt_length:], skip_special_tokens=True)
-    right = [text[-4:] == p.answer[-4:] and len(text) == 31 for text, p in zip(texts, asked, strict=True)]
-    assert right[:4] == [True] * 4
-    assert greedy_accuracy(model, tokenizer, asked) == sum(right) / len(right) < 1
+    exact = [text[-4:] == p.answer[-4:] and len(text) == 31 for text, p in zip(texts, problems, strict=True)]
+    assert exact[:4] == [True] * 4
+    assert greedy_accuracy(model, tokenizer, problems) == sum(exact) / len(exact) < 1

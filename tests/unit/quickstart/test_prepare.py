@@ -19,7 +19,7 @@ def _times(out: Path) -> dict[str, int]:
     return {name: (out / name / RECORD).stat().st_mtime_ns for name in ("data", "teacher", "student")}
 
 
-def test_folders_are_complete(prepared: Path) -> None:
+def test_prepare_writes_complete_folders(prepared: Path) -> None:
     assert sorted(path.name for path in prepared.iterdir()) == ["data", "student", "teacher"]
     for name, size in (("train", "n_train"), ("held_out", "n_held_out"), ("dev", "n_dev")):
         assert pq.read_metadata(prepared / "data" / f"{name}.parquet").num_rows == SIZES[size]
@@ -28,13 +28,13 @@ def test_folders_are_complete(prepared: Path) -> None:
         assert (prepared / role / "generation_config.json").is_file()
 
 
-def test_what_is_done_is_skipped(prepared: Path, instant_recipes: dict[Role, Recipe]) -> None:
+def test_prepare_again_skips_complete_folders(prepared: Path, instant_recipes: dict[Role, Recipe]) -> None:
     before = _times(prepared)
     prepare(prepared, seed=3, recipes=instant_recipes, timeout_s=0)
     assert _times(prepared) == before
 
 
-def test_only_the_half_made_artefact_is_made_again(prepared: Path, instant_recipes: dict[Role, Recipe]) -> None:
+def test_prepare_again_replaces_only_an_incomplete_folder(prepared: Path, instant_recipes: dict[Role, Recipe]) -> None:
     before = _times(prepared)
     (prepared / "student" / RECORD).write_text('{"key": "cut sho')
     (prepared / "student" / "model.safetensors").write_bytes(b"half")
@@ -49,7 +49,7 @@ def test_only_the_half_made_artefact_is_made_again(prepared: Path, instant_recip
     assert not (prepared / "student" / "left_over").exists()
 
 
-def test_a_model_that_does_not_get_there_is_not_put_in_place(tmp_path: Path) -> None:
+def test_prepare_model_outside_its_band_raises_without_its_folder(tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPES["student"], steps_between_evaluations=1, max_steps=1)
     others = set(multiprocessing.active_children())
     with pytest.raises(ModelError, match=r"the student was not made: ModelError: got .* after 1 steps"):
@@ -58,7 +58,7 @@ def test_a_model_that_does_not_get_there_is_not_put_in_place(tmp_path: Path) -> 
     assert set(multiprocessing.active_children()) <= others
 
 
-def test_a_deadline_names_who_was_late_and_ends_it(tmp_path: Path) -> None:
+def test_prepare_missed_deadline_names_the_models_and_ends_their_processes(tmp_path: Path) -> None:
     others = set(multiprocessing.active_children())
     with pytest.raises(DeadlineError, match="training of the teacher and student"):
         prepare(tmp_path, timeout_s=0.1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from recipe_gkd.errors import DataError
-from recipe_gkd.quickstart.report import build_report, main, read_metrics, render
+from recipe_gkd.quickstart.report import RunResults, build_report, main, read_metrics, render
 
 
 def _evaluation(accuracy: float, n: int = 200) -> dict[str, Any]:
@@ -31,11 +31,14 @@ STAGES = [{"stage": "set-up", "seconds": 130}, {"stage": "distillation", "second
 EVALUATIONS = {"teacher": _evaluation(0.99), "before": _evaluation(0.2), "after": _evaluation(0.95)}
 
 
-def test_report_sums_up_a_run() -> None:
+def _results(metrics: list[dict[str, Any]], **more: Any) -> RunResults:
+    defaults: dict[str, Any] = dict(evaluations=EVALUATIONS, stages=[], prepared={}, versions={})
+    return RunResults(metrics=metrics, **(defaults | more))
+
+
+def test_build_report_summarizes_a_run() -> None:
     metrics = [_step(1), _step(2, **{"timing/gen": 0.75})]
-    report = build_report(
-        **EVALUATIONS, metrics=metrics, stages=STAGES, prepared={"teacher": {"steps": 9}}, versions={"torch": "1"}
-    )
+    report = build_report(_results(metrics, stages=STAGES, prepared={"teacher": {"steps": 9}}, versions={"torch": "1"}))
     assert report["accuracy"] == {"teacher": 0.99, "student_before": 0.2, "student_after": 0.95}
     assert (report["steps"], report["tokens"], report["problems"]) == (2, 2000, 200)
     assert report["kl_loss"] == {"first": 1.0, "last": 0.5}
@@ -48,34 +51,32 @@ def test_report_sums_up_a_run() -> None:
         assert shown in table
 
 
-def test_a_resumed_run_counts_no_step_twice() -> None:
+def test_build_report_resumed_run_counts_no_step_twice() -> None:
     metrics = [_step(1), _step(2), _step(2, **{"actor/kl_loss": 0.1}), {"training/global_step": 2, "val/accuracy": 1.0}]
-    report = build_report(**EVALUATIONS, metrics=metrics, stages=[], prepared={}, versions={})
+    report = build_report(_results(metrics))
     assert (report["steps"], report["tokens"]) == (2, 2000)
     assert report["kl_loss"]["last"] == 0.1
 
 
-def test_what_was_not_recorded_is_null_and_said_so() -> None:
-    report = build_report(**EVALUATIONS, metrics=[{"training/global_step": 1}], stages=[], prepared={}, versions={})
+def test_build_report_missing_metrics_are_null_and_rendered() -> None:
+    report = build_report(_results([{"training/global_step": 1}]))
     assert report["tokens"] is report["kl_loss"] is report["staleness"]["mean"] is None
     assert report["seconds"] == {}
     assert "not recorded" in render(report)
 
 
 @pytest.mark.parametrize("metrics", [[], [{"actor/kl_loss": 1.0}]])
-def test_metrics_without_a_step_are_refused(metrics: list[dict[str, Any]]) -> None:
+def test_build_report_metrics_without_a_step_raises(metrics: list[dict[str, Any]]) -> None:
     with pytest.raises(DataError):
-        build_report(**EVALUATIONS, metrics=metrics, stages=[], prepared={}, versions={})
+        build_report(_results(metrics))
 
 
-def test_evaluations_of_different_problems_are_refused() -> None:
+def test_build_report_evaluations_of_different_problems_raises() -> None:
     with pytest.raises(DataError, match="same --data and --limit"):
-        build_report(
-            **EVALUATIONS | {"after": _evaluation(0.9, n=100)}, metrics=[_step(1)], stages=[], prepared={}, versions={}
-        )
+        build_report(_results([_step(1)], evaluations=EVALUATIONS | {"after": _evaluation(0.9, n=100)}))
 
 
-def test_a_cut_metrics_line_is_named(tmp_path: Path) -> None:
+def test_read_metrics_truncated_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text(json.dumps(_step(1)) + '\n\n{"training/glob')
     with pytest.raises(DataError, match="line 3"):

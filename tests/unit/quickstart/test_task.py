@@ -21,27 +21,27 @@ from recipe_gkd.quickstart.task import (
 SIZES = {"n_train": 3000, "n_held_out": 500, "n_dev": 200}
 
 
-def test_splits_share_no_pair_not_even_commuted() -> None:
+def test_make_splits_share_no_commuted_pair() -> None:
     splits = make_splits(0, **SIZES)
     pairs = [problem.pair for problem in splits.train + splits.held_out + splits.dev]
     assert len(pairs) == len(set(pairs)) == sum(SIZES.values())
     assert Problem(7, 9).pair == Problem(9, 7).pair
 
 
-def test_generation_is_a_function_of_the_seed() -> None:
+def test_make_splits_depend_only_on_the_seed() -> None:
     assert make_splits(5, **SIZES) == make_splits(5, **SIZES)
     assert make_splits(5, **SIZES).train != make_splits(6, **SIZES).train
 
 
-def test_supervised_batches_avoid_excluded_pairs() -> None:
+def test_endless_batches_avoid_excluded_pairs() -> None:
     first = next(endless_batches(1, 64, excluded=[]))
     commuted = [Problem(p.b, p.a) for p in first[:32]]
     later = [p.pair for batch in islice(endless_batches(1, 64, excluded=commuted), 20) for p in batch]
     assert not set(later) & {p.pair for p in commuted}
 
 
-def test_more_problems_than_there_are_is_refused() -> None:
-    with pytest.raises(DataError, match="405450 in all"):
+def test_make_splits_too_many_problems_raises() -> None:
+    with pytest.raises(DataError, match="at most 405450 in all"):
         make_splits(0, n_train=405_450, n_held_out=1, n_dev=1)
 
 
@@ -53,22 +53,22 @@ def test_more_problems_than_there_are_is_refused() -> None:
         (105, 905, "5+5+0=10;0+0+1=01;1+9+0=10;1010"),
     ],
 )
-def test_scratchpad_of_known_sums(a: int, b: int, answer: str) -> None:
+def test_answer_of_known_sums(a: int, b: int, answer: str) -> None:
     assert Problem(a, b).answer == answer
 
 
-def test_every_scratchpad_adds_up_and_parses() -> None:
+def test_answer_adds_up_and_parses() -> None:
     rng = random.Random(0)
     for _ in range(2000):
         problem = Problem(rng.randint(100, 999), rng.randint(100, 999))
         *columns, result = problem.answer.split(";")
         carry, total = 0, 0
-        for place, column in enumerate(columns):
+        for index, column in enumerate(columns):
             left, right = column.split("=")
             x, y, carry_in = map(int, left.split("+"))
             assert carry_in == carry
             assert x + y + carry_in == int(right)
-            carry, total = int(right) // 10, total + int(right) % 10 * 10**place
+            carry, total = int(right) // 10, total + int(right) % 10 * 10**index
         assert total + carry * 1000 == problem.a + problem.b == int(result) == final_number(problem.answer)
 
 
@@ -93,21 +93,21 @@ RIGHT = Problem(123, 456).answer
         "",
     ],
 )
-def test_near_misses_are_not_exact(near_miss: str) -> None:
+def test_is_exact_near_miss_returns_false(near_miss: str) -> None:
     assert is_exact(RIGHT, RIGHT)
     assert not is_exact(near_miss, RIGHT)
 
 
-def test_only_the_result_of_a_well_formed_answer_counts() -> None:
+def test_is_exact_wrong_column_right_result_returns_true() -> None:
     assert is_exact("3+6+0=08;2+5+0=07;1+4+0=05;0579", RIGHT)
 
 
-def test_a_file_of_another_task_is_not_scored() -> None:
+def test_is_exact_ground_truth_of_another_task_raises() -> None:
     with pytest.raises(DataError, match="--fresh"):
         is_exact(RIGHT, "579")
 
 
-def test_parquet_has_chat_prompts_and_answers(tmp_path: Path) -> None:
+def test_write_parquet_has_chat_prompts_and_answers(tmp_path: Path) -> None:
     problems = [Problem(123, 456), Problem(999, 100)]
     write_parquet(problems, tmp_path / "a.parquet")
     assert pq.read_table(tmp_path / "a.parquet").to_pylist() == [

@@ -1,5 +1,3 @@
-"""No process of a reward function outlives its test."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -14,6 +12,6 @@ def reward_processes() -> list[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def no_reward_process_remains() -> Iterator[None]:
     yield
     assert not reward_processes()

@@ -1,5 +1,3 @@
-"""Advantages and baselines are those of the group, whatever the order of the batch and whoever else is in it."""
-
 from __future__ import annotations
 
 import random
@@ -17,97 +15,100 @@ from recipe_gkd.rewards.advantages import with_advantages, with_baselines
 NO_IDS = np.zeros(0, np.int32)
 
 
-def sample(uid: int, reward: float | None = None, *, r_T: list[float] | None = None, given: bool = False) -> Sample:
-    """``r_T``: the teacher's logprob of each token less the student's."""
-    length = len(r_T or [])
+def sample(
+    uid: int, reward: float | None = None, *, token_rewards: list[float] | None = None, is_reference: bool = False
+) -> Sample:
+    """Return a sample. ``token_rewards``: log-probability by the teacher minus that by the student, for each token."""
+    length = len(token_rewards or [])
     ids = np.zeros(length, np.int32)
     logprobs = -np.arange(length, dtype=np.float32)
     teacher = TeacherTopK.absent(length)
-    teacher.sampled_logps_T[:] = logprobs + np.array(r_T or [], np.float32)
+    teacher.sampled_logps_T[:] = logprobs + np.array(token_rewards or [], np.float32)
     response = Response(
         uid=uid, ids=ids, logprobs=logprobs, finish_reason="stop", weights_version=0, versions_T=np.zeros(length)
     )
-    prompt = Prompt(uid=uid, ids=NO_IDS, row=0, reference_ids=ids if given else None)
+    prompt = Prompt(uid=uid, ids=NO_IDS, row=0, reference_ids=ids if is_reference else None)
     return Sample(prompt=prompt, response=response, teacher=teacher, reward=reward)
 
 
 groups = st.lists(st.lists(st.floats(-100, 100), min_size=3, max_size=3), min_size=1, max_size=5)
 
 
-@settings(max_examples=100, deadline=None)
-@given(groups=groups, by_std=st.booleans(), seed=st.integers(0, 99))
-def test_advantages_sum_to_zero_in_each_group_and_have_the_deviation_asked_for(
-    groups: list[list[float]], by_std: bool, seed: int
-) -> None:
-    batch = [sample(3 * place + i, reward) for place, group in enumerate(groups) for i, reward in enumerate(group)]
-    random.Random(seed).shuffle(batch)
-    prepared = {s.prompt.uid: s.advantage for s in with_advantages(batch, 3, by_std=by_std)}
-    for place, group in enumerate(groups):
-        rewards, advantages = np.array(group), np.array([prepared[3 * place + i] for i in range(3)])
-        std = rewards.std(ddof=1)
-        if std <= 1e-9 * np.abs(rewards).max():
-            assert (advantages == 0).all()
-        else:
-            expected = (rewards - rewards.mean()) / (std + 1e-6 if by_std else 1.0)
-            assert advantages == pytest.approx(expected, abs=1e-9)
-            assert advantages.sum() == pytest.approx(0, abs=1e-6)
+class TestWithAdvantages:
+    @settings(max_examples=100, deadline=None)
+    @given(groups=groups, by_std=st.booleans(), seed=st.integers(0, 99))
+    def test_shuffled_batch_has_zero_sum_and_requested_deviation_per_group(
+        self, groups: list[list[float]], by_std: bool, seed: int
+    ) -> None:
+        batch = [sample(3 * index + i, reward) for index, group in enumerate(groups) for i, reward in enumerate(group)]
+        random.Random(seed).shuffle(batch)
+        prepared = {s.prompt.uid: s.advantage for s in with_advantages(batch, 3, by_std=by_std)}
+        for index, group in enumerate(groups):
+            rewards, advantages = np.array(group), np.array([prepared[3 * index + i] for i in range(3)])
+            std = rewards.std(ddof=1)
+            if std <= 1e-9 * np.abs(rewards).max():
+                assert (advantages == 0).all()
+            else:
+                expected = (rewards - rewards.mean()) / (std + 1e-6 if by_std else 1.0)
+                assert advantages == pytest.approx(expected, abs=1e-9)
+                assert advantages.sum() == pytest.approx(0, abs=1e-6)
+
+    def test_rewards_equal_up_to_rounding_have_advantage_zero(self) -> None:
+        equal = [sample(0, 0.1 + 0.2), sample(1, 0.3), sample(2, 0.3)]
+        assert [s.advantage for s in with_advantages(equal, 3, by_std=True)] == [0, 0, 0]
+
+    def test_single_response_has_advantage_zero(self) -> None:
+        assert with_advantages([sample(5, 7.0)], 1, by_std=True)[0].advantage == 0
+
+    def test_agrees_with_verl(self) -> None:
+        """``(r - mean) / (std + 1e-6)`` with the sample deviation, as ``compute_grpo_outcome_advantage`` of verl."""
+        groups = torch.tensor([[0.0, 1.0, 1.0], [-2.0, 0.5, 7.0], [0.0, 0.0, 1e-3]], dtype=torch.float64)
+        expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
+        batch = [sample(uid, reward) for uid, reward in enumerate(groups.flatten().tolist())]
+        found = [s.advantage for s in with_advantages(batch, 3, by_std=True)]
+        assert found == pytest.approx(expected.flatten().tolist(), rel=1e-12)
+
+    def test_rewards_that_differ_by_noise_have_no_advantage(self) -> None:
+        noise = [sample(0, 0.0), sample(1, 1e-12), sample(2, 3e-12)]
+        assert all(abs(s.advantage) < 1e-5 for s in with_advantages(noise, 3, by_std=True))
+
+    def test_missing_reward_raises(self) -> None:
+        with pytest.raises(ValueError, match="sample 1 has no reward"):
+            with_advantages([sample(0, 1.0), sample(1)], 2, by_std=True)
 
 
-def test_equal_rewards_and_single_answers_say_nothing_even_if_they_are_not_exact_in_binary() -> None:
-    equal = [sample(0, 0.1 + 0.2), sample(1, 0.3), sample(2, 0.3)]
-    assert [s.advantage for s in with_advantages(equal, 3, by_std=True)] == [0, 0, 0]
-    assert with_advantages([sample(5, 7.0)], 1, by_std=True)[0].advantage == 0
+class TestWithBaselines:
+    @pytest.mark.parametrize("others", [[1.0, 1.0], [1.0, 1.0 + 1e-7], [1.0, 1.0 + 1e-6], [1.0, 1.01], [0.9, 1.1]])
+    def test_similar_token_rewards_give_at_most_tenfold_weight(self, others: list[float]) -> None:
+        first = with_baselines([sample(0, token_rewards=[2.0]), sample(1, token_rewards=others)], 2)[0]
+        assert (2.0 - first.baseline) / first.scale == pytest.approx(10, rel=0.01)
+
+    def test_scale_grows_continuously_from_its_lower_bound(self) -> None:
+        scales = [
+            with_baselines([sample(0, token_rewards=[2.0]), sample(1, token_rewards=[-s, s])], 2)[0].scale
+            for s in (0.099, 0.101, 3)
+        ]
+        assert scales == pytest.approx([0.1, 0.101, 3], rel=1e-5)
+
+    def test_statistics_are_over_tokens_of_other_responses_to_the_prompt(self) -> None:
+        rewards = [[1.0, 2.0, 3.0], [], [5.0], [5.0] * 4]
+        prepared = with_baselines([sample(uid, token_rewards=r) for uid, r in enumerate(rewards)], 3)
+        tokens = np.array([1.0, 2.0, 3.0, 5.0])
+        assert [s.baseline for s in prepared[:3]] == pytest.approx([5.0, tokens.mean(), 2.0])
+        assert [s.scale for s in prepared[:3]] == pytest.approx([1.0, tokens.std(), tokens[:3].std()])
+        assert (prepared[3].baseline, prepared[3].scale) == (0.0, 1.0)  # the only response to its prompt
 
 
-def test_advantages_are_those_of_the_reference_formula() -> None:
-    """``(r - mean) / (std + 1e-6)`` with the deviation of a sample, as ``compute_grpo_outcome_advantage`` of verl."""
-    groups = torch.tensor([[0.0, 1.0, 1.0], [-2.0, 0.5, 7.0], [0.0, 0.0, 1e-3]], dtype=torch.float64)
-    expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
-    batch = [sample(uid, reward) for uid, reward in enumerate(groups.flatten().tolist())]
-    found = [s.advantage for s in with_advantages(batch, 3, by_std=True)]
-    assert found == pytest.approx(expected.flatten().tolist(), rel=1e-12)
-
-
-def test_rewards_that_differ_by_noise_have_no_advantage() -> None:
-    noise = [sample(0, 0.0), sample(1, 1e-12), sample(2, 3e-12)]
-    assert all(abs(s.advantage) < 1e-5 for s in with_advantages(noise, 3, by_std=True))
-
-
-@pytest.mark.parametrize("others", [[1.0, 1.0], [1.0, 1.0 + 1e-7], [1.0, 1.0 + 1e-6], [1.0, 1.01], [0.9, 1.1]])
-def test_a_token_reward_is_weighted_at_most_tenfold_however_alike_those_of_the_others_are(others: list[float]) -> None:
-    first = with_baselines([sample(0, r_T=[2.0]), sample(1, r_T=others)], 2)[0]
-    assert (2.0 - first.baseline) / first.scale == pytest.approx(10, rel=0.01)
-
-
-def test_the_scale_grows_continuously_from_its_lower_bound() -> None:
-    scales = [with_baselines([sample(0, r_T=[2.0]), sample(1, r_T=[-s, s])], 2)[0].scale for s in (0.099, 0.101, 3)]
-    assert scales == pytest.approx([0.1, 0.101, 3], rel=1e-5)
-
-
-def test_given_answers_take_no_part_and_the_order_stays() -> None:
-    batch = [sample(0, 1.0), sample(2, given=True), sample(1, 3.0)]
+def test_reference_responses_are_unchanged_and_order_is_kept() -> None:
+    batch = [sample(0, 1.0), sample(2, is_reference=True), sample(1, 3.0)]
     prepared = with_advantages(batch, 2, by_std=False)
     assert [(s.prompt.uid, s.advantage) for s in prepared] == [(0, -1.0), (2, 0.0), (1, 1.0)]
     assert with_baselines(batch, 2)[1] == batch[1]
 
 
-def test_an_answer_without_a_reward_is_an_error() -> None:
-    with pytest.raises(ValueError, match="sample 1 has no reward"):
-        with_advantages([sample(0, 1.0), sample(1)], 2, by_std=True)
-
-
-def test_baseline_and_scale_of_an_answer_are_over_the_tokens_of_the_others_to_its_prompt() -> None:
-    batch = [sample(0, r_T=[1.0, 2.0, 3.0]), sample(1, r_T=[]), sample(2, r_T=[5.0]), sample(3, r_T=[5.0] * 4)]
-    prepared = with_baselines(batch, 3)
-    tokens = np.array([1.0, 2.0, 3.0, 5.0])
-    assert [s.baseline for s in prepared[:3]] == pytest.approx([5.0, tokens.mean(), 2.0])
-    assert [s.scale for s in prepared[:3]] == pytest.approx([1.0, tokens.std(), tokens[:3].std()])
-    assert (prepared[3].baseline, prepared[3].scale) == (0.0, 1.0)  # there are no others
-
-
-def test_an_answer_without_its_teachers_opinion_counts_in_no_baseline_but_has_its_advantage() -> None:
-    skipped = replace(sample(1, 4.0, r_T=[-50.0] * 3), is_skipped=True)
-    batch = [sample(0, 1.0, r_T=[1.0, 2.0]), skipped, sample(2, 1.0, r_T=[5.0, 6.0])]
+def test_skipped_sample_is_in_no_baseline_but_has_an_advantage() -> None:
+    skipped = replace(sample(1, 4.0, token_rewards=[-50.0] * 3), is_skipped=True)
+    batch = [sample(0, 1.0, token_rewards=[1.0, 2.0]), skipped, sample(2, 1.0, token_rewards=[5.0, 6.0])]
     prepared = with_baselines(batch, 3)
     assert [s.baseline for s in prepared] == [5.5, 0.0, 1.5] and prepared[1] == skipped
     assert [s.advantage for s in with_advantages(batch, 3, by_std=False)] == [-1.0, 2.0, -1.0]

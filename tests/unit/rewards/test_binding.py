@@ -1,5 +1,3 @@
-"""Values that the parameters of a reward function receive, and signatures that are refused."""
-
 from __future__ import annotations
 
 import functools
@@ -8,15 +6,19 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.rewards.binding import ACCEPTED, bind, number_of, values_of
+from recipe_gkd.rewards.binding import ACCEPTED, bind, score_of, values_of
 
-VALUES = values_of("P", "A", "T", {"level": 1}, "math")
-OURS = {"prompt": "P", "answer": "A", "ground_truth": "T", "extra": {"level": 1}}
-VERL = {"data_source": "math", "solution_str": "A", "ground_truth": "T", "extra_info": {"level": 1}}
+VALUES = values_of("P", "R", "T", {"level": 1}, "math")
+OURS = {"prompt": "P", "response": "R", "ground_truth": "T", "extra": {"level": 1}}
+VERL = {"data_source": "math", "solution_str": "R", "ground_truth": "T", "extra_info": {"level": 1}}
+
+
+def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def function(signature: str) -> Callable[..., dict[str, Any]]:
-    """A function with this signature that returns what it received."""
+    """Return a function with this signature that returns its arguments."""
     namespace: dict[str, Any] = {}
     exec(f"def fn({signature}):\n    return locals()", namespace)
     return namespace["fn"]
@@ -28,75 +30,88 @@ def received(fn: Callable[..., Any]) -> Any:
     return fn(**{name: VALUES[value] for name, value in binding.items()})
 
 
-@pytest.mark.parametrize(
-    ("signature", "expected"),
-    [
-        ("prompt, answer, ground_truth, extra", OURS),
-        ("extra, ground_truth, answer, prompt", OURS),
-        ("data_source, solution_str, ground_truth, extra_info=None", VERL),
-        ("ground_truth, solution_str", {"ground_truth": "T", "solution_str": "A"}),
-        ("response, *, ground_truth=None", {"response": "A", "ground_truth": "T"}),
-        ("answer, strict=True", {"answer": "A", "strict": True}),
-        ("solution_str, *more, **kwargs", {"solution_str": "A", "more": (), "kwargs": VERL | {"solution_str": None}}),
-        ("response, **kwargs", {"response": "A", "kwargs": OURS | {"answer": None}}),
-        ("*, ground_truth, **kwargs", {"ground_truth": "T", "kwargs": OURS | {"ground_truth": None}}),
-        ("*args, **kwargs", {"args": (), "kwargs": OURS}),
-    ],
-)
-def test_values_go_to_the_parameters_of_their_names(signature: str, expected: dict[str, Any]) -> None:
-    if "kwargs" in expected:
-        expected["kwargs"] = {name: value for name, value in expected["kwargs"].items() if value is not None}
-        expected["kwargs"] = {name: value for name, value in expected["kwargs"].items() if name not in expected}
-    assert received(function(signature)) == expected
+class TestBind:
+    @pytest.mark.parametrize(
+        ("signature", "expected"),
+        [
+            ("prompt, response, ground_truth, extra", OURS),
+            ("extra, ground_truth, response, prompt", OURS),
+            ("prompt, answer, ground_truth, extra", without(OURS, "response") | {"answer": "R"}),
+            ("data_source, solution_str, ground_truth, extra_info=None", VERL),
+            ("ground_truth, solution_str", {"ground_truth": "T", "solution_str": "R"}),
+            ("response, *, ground_truth=None", {"response": "R", "ground_truth": "T"}),
+            ("response, strict=True", {"response": "R", "strict": True}),
+            (
+                "solution_str, *more, **kwargs",
+                {"solution_str": "R", "more": (), "kwargs": without(VERL, "solution_str")},
+            ),
+            ("response, **kwargs", {"response": "R", "kwargs": without(OURS, "response")}),
+            ("answer, **kwargs", {"answer": "R", "kwargs": without(OURS, "response")}),
+            (
+                "*, ground_truth, **kwargs",
+                {"ground_truth": "T", "kwargs": without(OURS, "ground_truth") | {"answer": "R"}},
+            ),
+            ("*args, **kwargs", {"args": (), "kwargs": OURS | {"answer": "R"}}),
+        ],
+    )
+    def test_accepted_signature_receives_values_by_name(self, signature: str, expected: dict[str, Any]) -> None:
+        assert received(function(signature)) == expected
+
+    def test_callable_object_and_partial_are_bound_by_their_own_names(self) -> None:
+        class Scorer:
+            def __call__(self, ground_truth: str, response: str) -> tuple[str, str]:
+                return response, ground_truth
+
+        def plain(data_source: str, solution_str: str, limit: int) -> tuple[str, str, int]:
+            return data_source, solution_str, limit
+
+        assert received(Scorer()) == ("R", "T")
+        assert received(functools.partial(plain, limit=3)) == ("math", "R", 3)
+
+    def test_wrapped_function_has_the_signature_of_the_original(self) -> None:
+        def plain(data_source: str, solution_str: str, limit: int) -> None: ...
+
+        @functools.wraps(plain)
+        def wrapped(*args: Any, **kwargs: Any) -> None: ...
+
+        assert "limit" in str(bind(wrapped, "fn"))
+
+    @pytest.mark.parametrize(
+        ("signature", "message"),
+        [
+            ("p, a, t, e", "fn(p, a, t, e) has parameters that receive no value: p, a, t, e"),
+            ("prompts, completions, **kwargs", "receive no value: prompts, completions"),
+            ("prompt, response, truth", "receive no value: truth"),
+            ("prompt, *rest", "receive no value: *rest"),
+            ("prompt, response, /", "receive no value: prompt (positional-only), response (positional-only)"),
+            ("", "fn() receives no value of the response"),
+            ("strict=True", "receives no value of the response"),
+            ("data_source, response", "mixes response (of this project's names) and data_source (of verl's names)"),
+            ("prompt, solution_str, **kwargs", "mixes prompt (of this project's names) and solution_str (of verl's"),
+        ],
+    )
+    def test_other_signature_is_rejected_with_accepted_names(self, signature: str, message: str) -> None:
+        reason = bind(function(signature), "fn")
+        assert isinstance(reason, str) and message in reason and reason.endswith(ACCEPTED)
+
+    def test_function_without_readable_signature_is_rejected(self) -> None:
+        assert "cannot be read; wrap it" in str(bind(type, "fn"))
 
 
-def test_callable_objects_wrapped_functions_and_partials_are_bound_by_their_own_names() -> None:
-    class Scorer:
-        def __call__(self, ground_truth: str, response: str) -> tuple[str, str]:
-            return response, ground_truth
+class TestValuesOf:
+    def test_extra_info_is_the_column_of_that_name(self) -> None:
+        columns = {"level": 1, "extra_info": {"index": 7}}
+        assert values_of("P", "R", "T", columns, None)["extra_info"] == {"index": 7}
+        assert values_of("P", "R", "T", columns, None)["extra"] == columns
 
-    def plain(data_source: str, solution_str: str, limit: int) -> tuple[str, str, int]:
-        return data_source, solution_str, limit
-
-    @functools.wraps(plain)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return plain(*args, limit=2, **kwargs)
-
-    assert received(Scorer()) == ("A", "T")
-    assert received(functools.partial(plain, limit=3)) == ("math", "A", 3)
-    assert "limit" in str(bind(wrapped, "fn"))  # its own signature is that of `plain`
+    def test_extra_info_without_that_column_is_all_of_extra(self) -> None:
+        assert values_of("P", "R", "T", {"level": 1, "extra_info": None}, None)["extra_info"]["level"] == 1
 
 
-@pytest.mark.parametrize(
-    ("signature", "says"),
-    [
-        ("p, a, t, e", "fn(p, a, t, e) has parameters that receive nothing: p, a, t, e"),
-        ("prompts, completions, **kwargs", "receive nothing: prompts, completions"),
-        ("prompt, answer, truth", "receive nothing: truth"),
-        ("prompt, *rest", "receive nothing: *rest"),
-        ("prompt, answer, /", "receive nothing: prompt (positional-only), answer (positional-only)"),
-        ("", "fn() takes nothing of the answer"),
-        ("strict=True", "takes nothing of the answer"),
-        ("data_source, answer", "mixes answer (of this project's names) and data_source (of verl's names)"),
-        ("prompt, solution_str, **kwargs", "mixes prompt (of this project's names) and solution_str (of verl's"),
-    ],
-)
-def test_other_signatures_are_refused_with_what_is_accepted(signature: str, says: str) -> None:
-    refusal = bind(function(signature), "fn")
-    assert isinstance(refusal, str) and says in refusal and refusal.endswith(ACCEPTED)
+class TestScoreOf:
+    def test_dict_with_score_gives_its_score(self) -> None:
+        assert score_of({"score": 0.5, "acc": True}) == 0.5
 
-
-def test_a_function_without_a_readable_signature_is_refused() -> None:
-    assert "cannot be read; wrap it" in str(bind(type, "fn"))
-
-
-def test_extra_info_is_the_column_of_that_name_if_there_is_one() -> None:
-    with_column = {"level": 1, "extra_info": {"index": 7}}
-    assert values_of("P", "A", "T", with_column, None)["extra_info"] == {"index": 7}
-    assert values_of("P", "A", "T", with_column, None)["extra"] == with_column
-    assert values_of("P", "A", "T", with_column | {"extra_info": None}, None)["extra_info"]["level"] == 1
-
-
-def test_the_score_of_a_dict_is_its_entry_score() -> None:
-    assert number_of({"score": 0.5, "acc": True}) == 0.5 and number_of(2) == 2
-    assert number_of({"acc": 1}) == {"acc": 1}
+    def test_other_results_are_unchanged(self) -> None:
+        assert score_of(2) == 2
+        assert score_of({"acc": 1}) == {"acc": 1}

@@ -1,5 +1,3 @@
-"""What a reward function is given of a row of the data."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -33,8 +31,8 @@ def loaded(files: list[Path], **values: Any) -> tuple[PromptData, DataConfig, An
     return PromptData(read_table(config.train_files, config.prompt_key), config, tokenizer), config, tokenizer
 
 
-def described(files: list[Path], index: int, text: str, **values: Any) -> RewardItem:
-    """The item of prompt ``index`` with the answer ``text``."""
+def build_item(files: list[Path], index: int, text: str, **values: Any) -> RewardItem:
+    """Return the item of prompt ``index`` with the response ``text``."""
     data, config, tokenizer = loaded(files, **values)
     ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], np.int32)
     response = Response(
@@ -53,20 +51,20 @@ def table(folder: Path, **columns: list[Any]) -> list[Path]:
     return [folder / "data.parquet"]
 
 
-def test_the_quickstarts_reward_is_1_for_an_exact_answer(tmp_path: Path) -> None:
+def test_quickstart_reward_is_one_for_an_exact_answer(tmp_path: Path) -> None:
     problems = [Problem(123, 456), Problem(111, 222)]
     write_parquet(problems, tmp_path / "data.parquet")
     for text, reward in [(problems[1].answer, 1.0), (problems[0].answer, 0.0), ("12", 0.0)]:
-        item = described([tmp_path / "data.parquet"], 1, text, ground_truth_key="answer")
+        item = build_item([tmp_path / "data.parquet"], 1, text, ground_truth_key="answer")
         assert item.prompt == [{"role": "user", "content": "111+222="}] and item.response == text
         assert item.extra == {"data_source": "quickstart/addition"} and item.data_source == "quickstart/addition"
         assert compute_score(item.prompt, item.response, item.ground_truth, item.extra) == reward
 
 
-def test_dots_lead_into_a_structure_which_stays_among_the_other_columns(tmp_path: Path) -> None:
+def test_dotted_key_reads_a_nested_field_and_keeps_its_column_in_extra(tmp_path: Path) -> None:
     model = [{"style": "rule", "inner": {"truth": "2"}}, None]
     files = table(tmp_path, reward_model=model, level=[1, 2])
-    item = described(files, 0, "2", ground_truth_key="reward_model.inner.truth")
+    item = build_item(files, 0, "2", ground_truth_key="reward_model.inner.truth")
     assert item == RewardItem(
         uid=9,
         where="row 0 of the training data",
@@ -76,24 +74,24 @@ def test_dots_lead_into_a_structure_which_stays_among_the_other_columns(tmp_path
         extra={"reward_model": model[0], "level": 1},
         data_source=None,
     )
-    second = described(files, 1, "2", ground_truth_key="reward_model.inner.truth", data_source_key="level")
+    second = build_item(files, 1, "2", ground_truth_key="reward_model.inner.truth", data_source_key="level")
     assert second.ground_truth is None and second.data_source == 2
 
 
-def test_a_column_may_have_dots_in_its_name(tmp_path: Path) -> None:
-    item = described(table(tmp_path, **{"a.b": ["2", "4"]}), 1, "4", ground_truth_key="a.b")
+def test_column_name_with_dots_is_read(tmp_path: Path) -> None:
+    item = build_item(table(tmp_path, **{"a.b": ["2", "4"]}), 1, "4", ground_truth_key="a.b")
     assert item.ground_truth == "4" and item.extra == {}
 
 
 @pytest.mark.parametrize(
-    ("key", "says"),
+    ("key", "message"),
     [
-        ("truth", "data.ground_truth_key=truth: row 1 of the training data has nothing there, as 2 of 4 rows in use"),
-        ("model.inner.truth", "row 0 of the training data has nothing there, as 3 of 4 rows in use"),
+        ("truth", "row 1 of the training data has no value there, like 2 of 4 rows in use"),
+        ("model.inner.truth", "row 0 of the training data has no value there, like 3 of 4 rows in use"),
     ],
 )
-def test_prompts_without_a_truth_are_refused_where_each_must_have_one(tmp_path: Path, key: str, says: str) -> None:
-    prompts = ["1+1=", "2+2=", "1+" * 99, "3+3="]  # the third is too long, and dropped
+def test_missing_truth_raises_if_each_row_must_have_one(tmp_path: Path, key: str, message: str) -> None:
+    prompts = ["1+1=", "2+2=", "1+" * 99, "3+3="]  # The third prompt is too long and is dropped.
     model = [{"inner": None}, None, {"inner": {"truth": None}}, {"inner": {"truth": "6"}}]
     pq.write_table(
         pa.table({"prompt": prompts, "truth": ["2", None, None, "6"], "model": model}), tmp_path / "a.parquet"
@@ -101,19 +99,19 @@ def test_prompts_without_a_truth_are_refused_where_each_must_have_one(tmp_path: 
     pq.write_table(pa.table({"prompt": ["4+4="]}), tmp_path / "b.parquet")
     files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
     data, config, tokenizer = loaded(files, ground_truth_key=key, max_prompt_length=20, filter_overlong_prompts="true")
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         RewardItems(data, config, tokenizer, must_have_truth=True)
-    RewardItems(data, config, tokenizer)  # as long as it is only measured
+    RewardItems(data, config, tokenizer)  # A validation only measures rewards.
 
 
-def test_data_whose_prompts_all_have_a_truth_is_taken(tmp_path: Path) -> None:
+def test_truth_in_every_row_is_accepted(tmp_path: Path) -> None:
     files = table(tmp_path, truth=["2", "4"], model=[{"truth": 2}, {"truth": 4}])
     for key in ("truth", "model.truth"):
         RewardItems(*loaded(files, ground_truth_key=key), must_have_truth=True)
 
 
 @pytest.mark.parametrize(
-    ("key", "says"),
+    ("key", "message"),
     [
         ("truth", "data.ground_truth_key=truth: the data has no such column; it has: prompt, model, level"),
         ("model.truth", "column model has answer. Set data.ground_truth_key"),
@@ -121,7 +119,7 @@ def test_data_whose_prompts_all_have_a_truth_is_taken(tmp_path: Path) -> None:
         ("level.truth", "column level has no fields"),
     ],
 )
-def test_a_missing_column_is_told_with_those_that_there_are(tmp_path: Path, key: str, says: str) -> None:
+def test_missing_column_raises_with_the_existing_ones(tmp_path: Path, key: str, message: str) -> None:
     files = table(tmp_path, model=[{"answer": "2"}, {"answer": "4"}], level=[1, 2])
-    with pytest.raises(DataError, match=says):
-        described(files, 0, "2", ground_truth_key=key)
+    with pytest.raises(DataError, match=message):
+        build_item(files, 0, "2", ground_truth_key=key)

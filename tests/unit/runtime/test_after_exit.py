@@ -1,5 +1,3 @@
-"""What happens after a process has ended: recipe_gkd/runtime/after_exit.py."""
-
 from __future__ import annotations
 
 import subprocess
@@ -22,7 +20,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture
 def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two processes."""
+    """Start two processes."""
     processes = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     yield processes
     for process in processes:
@@ -36,7 +34,7 @@ def identity(process: subprocess.Popen[bytes]) -> ProcessId:
     return found
 
 
-def test_kill_after_this_process_killed_holder_ends_processes_by_identity(
+def test_kill_after_this_process_kills_by_identity_after_the_holder_is_killed(
     sleepers: list[subprocess.Popen[bytes]],
 ) -> None:
     sleeper, other = sleepers

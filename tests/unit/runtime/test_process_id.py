@@ -1,5 +1,3 @@
-"""Identity of processes: recipe_gkd/runtime/process_id.py."""
-
 import os
 import subprocess
 import sys
@@ -33,6 +31,6 @@ def test_is_alive_zombie_returns_false() -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"], stdout=subprocess.PIPE)
     identity = process_id(child.pid)
     assert child.stdout is not None and identity is not None
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, not yet collected
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # It has ended but is not reaped.
     assert process_id(child.pid) is not None and not is_alive(identity)
     child.communicate()

@@ -1,5 +1,3 @@
-"""Files of a process in a folder that others can write to: only its own, and gone after its end."""
-
 from __future__ import annotations
 
 import os
@@ -20,14 +18,14 @@ from recipe_gkd.runtime.process_id import ProcessId, boot_id, process_id
 
 @pytest.fixture
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In place of the machine's temporary folder."""
+    """Folder that replaces the machine's temporary folder."""
     monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
 @contextmanager
 def running(program: str, parent: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that uses ``parent`` as its temporary folder, and the first line that it prints."""
+    """Run a program with the temporary folder ``parent``. Yield the process and the first line that it prints."""
     process = subprocess.Popen(
         [sys.executable, "-c", f"{program}; input()"],
         stdin=subprocess.PIPE,
@@ -51,43 +49,39 @@ def process_with_folder(parent: Path) -> Iterator[tuple[subprocess.Popen[str], P
 
 
 class TestScratchFolder:
-    def test_is_private_and_found_by_the_pid_and_removed_after_a_kill(
-        self, parent: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_folder_is_private_found_by_pid_and_removed_after_a_kill(self, parent: Path) -> None:
         with process_with_folder(parent) as (process, folder):
             assert folder.parent == parent and folder.stat().st_mode & 0o777 == 0o700
             assert scratch.folders_of(process.pid) == [folder]
             scratch._remove_stale()
             assert folder.exists()
         deadline = time.monotonic() + 60
-        while folder.exists() and time.monotonic() < deadline:  # by its janitor, as nobody else does it
+        while folder.exists() and time.monotonic() < deadline:  # The watcher of the killed process removes it.
             time.sleep(0.1)
         assert not folder.exists()
 
-    def test_of_a_dead_process_without_janitor_is_removed_by_the_next_and_those_of_other_machines_are_not(
-        self, parent: Path
-    ) -> None:
+    def test_stale_folder_of_this_machine_is_removed_and_others_are_kept(self, parent: Path) -> None:
         own = process_id(os.getpid())
         assert own is not None
-        reused = parent / f"gkd_{scratch._machine()}_{own.pid}_{own.start_ticks - 1:x}_x"
+        stale = parent / f"gkd_{scratch._machine()}_{own.pid}_{own.start_ticks - 1:x}_x"
         alive = parent / f"gkd_{scratch._machine()}_{own.pid}_{own.start_ticks:x}_x"
-        container = parent / f"gkd_{scratch._machine()}1_{own.pid}_{own.start_ticks - 1:x}_x"
-        for folder in (reused, alive, container):
+        of_a_container = parent / f"gkd_{scratch._machine()}1_{own.pid}_{own.start_ticks - 1:x}_x"
+        for folder in (stale, alive, of_a_container):
             folder.mkdir(mode=0o700)
         scratch._remove_stale()
-        assert not reused.exists() and alive.exists() and container.exists()
+        assert not stale.exists() and alive.exists() and of_a_container.exists()
 
-    def test_of_a_process_is_not_removed_in_place_of_an_earlier_one_with_its_pid(self, parent: Path) -> None:
+    def test_remove_folders_of_earlier_process_with_the_same_pid_keeps_the_folder(self, parent: Path) -> None:
         with process_with_folder(parent) as (process, folder):
             own = process_id(process.pid)
             assert own is not None
-            scratch.remove_of(replace(own, start_ticks=own.start_ticks - 1))
+            scratch.remove_folders_of(replace(own, start_ticks=own.start_ticks - 1))
             assert folder.exists()
-            scratch.remove_of(own)
+            scratch.remove_folders_of(own)
             assert not folder.exists()
 
     @pytest.mark.parametrize("kind", ["link", "open", "file", "other owner"])
-    def test_that_somebody_else_could_have_made_is_not_used(
+    def test_folder_that_is_not_private_is_neither_used_nor_removed(
         self, parent: Path, monkeypatch: pytest.MonkeyPatch, kind: str
     ) -> None:
         name = parent / f"gkd_{scratch._machine()}_77_1_x"
@@ -106,17 +100,18 @@ class TestScratchFolder:
         else:
             name.touch(mode=0o600)
         assert scratch.folders_of(77) == []
-        scratch.remove_of(ProcessId(boot_id(), 77, 1))
+        scratch.remove_folders_of(ProcessId(boot_id(), 77, 1))
         scratch._remove_stale()
         assert os.path.lexists(name) and (victim / "file").read_text() == "precious"
 
 
-def test_the_stacks_file_of_a_process_has_no_name_in_the_temporary_folder(parent: Path) -> None:
-    links = parent / f"recipe_gkd_{os.getuid()}"  # as another user could make it
-    links.mkdir()
-    program = "from recipe_gkd.diagnostics import stack_dumps; stack_dumps.allow_stack_dumps(); print('ready', flush=True)"
+def test_stack_dump_file_has_no_name_in_the_temporary_folder(parent: Path) -> None:
+    planted = parent / f"recipe_gkd_{os.getuid()}"  # Another user could create it.
+    planted.mkdir()
+    program = "from recipe_gkd.diagnostics.stack_dumps import allow_stack_dumps as f; f(); print('ready', flush=True)"
     with running(program, parent) as (process, line):
         assert line == "ready"
-        assert stack_dumps.stack_dump_file(process.pid) is not None and stack_dumps.stack_dump_file(os.getppid()) is None
-        assert [path.name for path in parent.rglob("*")] == [links.name]
+        assert stack_dumps.stack_dump_file(process.pid) is not None
+        assert stack_dumps.stack_dump_file(os.getppid()) is None
+        assert [path.name for path in parent.rglob("*")] == [planted.name]
     assert stack_dumps.stack_dump_file(process.pid) is None

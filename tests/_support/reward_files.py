@@ -1,4 +1,4 @@
-"""Files with reward functions, and items to give them."""
+"""Files with reward functions, and items for them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from typing import Any
 from recipe_gkd.config.schema import RewardFunctionConfig
 from recipe_gkd.rewards import RewardItem
 
-HEAD = "def compute_score(prompt, answer, ground_truth, extra):\n"
+HEAD = "def compute_score(prompt, response, ground_truth, extra):\n"
 
 
 def settings(path: Path | str, **values: Any) -> RewardFunctionConfig:
+    """Return the configuration of the reward function in ``path``."""
     defaults: dict[str, Any] = {"name": "compute_score", "on_training": True, "timeout_s": 20.0, "num_workers": 1}
     return RewardFunctionConfig(path=str(path), **(defaults | values))
 
 
 def reward_file(folder: Path, body: str, *, before: str = "") -> Path:
-    """A file whose ``compute_score`` has this body."""
+    """Write a file whose ``compute_score`` has this body, and return its path. ``before``: code before the function."""
     path = folder / "my_reward.py"
     path.write_text(before + "\n" + HEAD + textwrap.indent(textwrap.dedent(body), "    "))
     return path
 
 
-def item(uid: int = 0, response: str = "an answer", **values: Any) -> RewardItem:
+def item(uid: int = 0, response: str = "a response", **values: Any) -> RewardItem:
+    """Return a reward item with default values."""
     return RewardItem(
         uid=uid,
         where=f"row {uid} of the tests",

@@ -1,5 +1,3 @@
-"""Children of a worker that was killed outlive it when they are stuck; its successor must not meet them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -16,11 +14,11 @@ import ray.cloudpickle
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
-from tests.integration.faults.faulty import lives
+from tests._support.processes import is_running
 
 
 class Parent:
-    """A worker whose child, in a session of its own, hears nothing of its parent's end."""
+    """A worker whose child has its own session, so that the end of the worker does not end the child."""
 
     def setup(self) -> None:
         self.child = subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -32,22 +30,23 @@ class Parent:
         pass
 
 
-def test_children_of_a_killed_worker_end_before_its_successor_starts_and_with_the_run(ray_session: None) -> None:
+def test_children_of_a_killed_worker_end_before_its_successor_starts(ray_session: None) -> None:
+    """Without a restart left, they end with the run."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    alive_at_start: list[bool] = []
+    running_at_start: list[bool] = []
     children: list[int] = []
 
     def start(rank: int) -> Any:
-        alive_at_start.extend(map(lives, children))
+        running_at_start.extend(map(is_running, children))
         return ray.remote(num_cpus=0)(Parent).remote()
 
     async def kill_parent(group: WorkerGroup) -> int:
-        """Its child, which lives on."""
+        """Kill the worker and return its child, which still runs."""
         pid, child = await group.call_one(0, "pids", timeout_s=30, phase="look")
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
             await group.call("pids", timeout_s=30, phase="look")
-        assert lives(child)
+        assert is_running(child)
         children.append(child)
         return int(child)
 
@@ -58,11 +57,11 @@ def test_children_of_a_killed_worker_end_before_its_successor_starts_and_with_th
         await restarts.record_processes([0])
         await kill_parent(group)
         await restarts.replace_dead()
-        assert alive_at_start == [False]
+        assert running_at_start == [False]
         child = await kill_parent(group)
         with pytest.raises(WorkerDied, match="are used up"):
             await restarts.replace_dead()
-        assert not lives(child)
+        assert not is_running(child)
         await group.stop(timeout_s=5)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))

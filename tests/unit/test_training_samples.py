@@ -1,4 +1,4 @@
-"""Given answers and rewards in the schedule: the trainer's own stages, on workers that only answer."""
+"""Samples of a training with reference responses and rewards: the trainer's own stages on fake workers and teachers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.trainer import RewardContext, Trainer
 from teacher.errors import TeacherError, TeacherTimeout
 from teacher.records import ScoredSequence, TeacherSequence
-from tests.unit.rewards.reward_files import reward_file, settings
+from tests._support.reward_files import reward_file, settings
 
 N, BATCH, ROWS = 2, 4, 24
 SAMPLED = "12"
+"""Text of every sampled response. It is the ground truth of row 12."""
 
 
 def configured(folder: Path, *overrides: str) -> Config:
@@ -53,14 +54,14 @@ def configured(folder: Path, *overrides: str) -> Config:
     )
 
 
-class Workers:
-    """Rollout workers and a teacher that answer at once; worker 0 dies in calls of generate of these numbers."""
+class FakeWorkers:
+    """Rollout workers and a teacher that answer at once. ``deaths``: calls of generate in which the worker dies."""
 
     capacity = None
 
     def __init__(self, n_replicas: int, deaths: Sequence[int] = ()) -> None:
         self.n_replicas, self.deaths = n_replicas, deaths
-        self.asked: list[Prompt] = []
+        self.generated: list[Prompt] = []
         self.scored: list[TeacherSequence] = []
         self.n_calls = self.n_replaced = 0
         self.rollouts, self.weights, self.version = self, self, -1
@@ -73,11 +74,11 @@ class Workers:
     ) -> AsyncIterator[list[Response]]:
         assert prompts and all(prompt.reference_ids is None for prompt in prompts)
         call, self.n_calls = self.n_calls, self.n_calls + 1
-        for place, prompt in enumerate(prompts):
-            if call in self.deaths and place == len(prompts) // 2:
+        for index, prompt in enumerate(prompts):
+            if call in self.deaths and index == len(prompts) // 2:
                 raise WorkerDied(f"rollout worker {rank}")
             await asyncio.sleep(0)
-            self.asked.append(prompt)
+            self.generated.append(prompt)
             ids = np.array(build_ids(SAMPLED), np.int32)
             logprobs = np.full(len(ids), -0.5, np.float32)
             versions = np.full(len(ids), self.version, np.int32)
@@ -103,15 +104,19 @@ class Workers:
         self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
     ) -> Future[list[ScoredSequence]]:
         self.scored += sequences
-        answers: Future[list[ScoredSequence]] = Future()
-        rows = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
-        answers.set_result(
+        scores: Future[list[ScoredSequence]] = Future()
+        lengths = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
+        scores.set_result(
             [
-                ScoredSequence(np.full((T, 2), -1.0, np.float32), np.zeros((T, 2), np.int32), np.full(T, -1, np.float32))
-                for T in rows
+                ScoredSequence(
+                    topk_logps_TK=np.full((T, 2), -1.0, np.float32),
+                    topk_ids_TK=np.zeros((T, 2), np.int32),
+                    sampled_logps_T=np.full(T, -1, np.float32),
+                )
+                for T in lengths
             ]
         )
-        return answers
+        return scores
 
 
 TOKENIZER = build_tokenizer()
@@ -121,7 +126,9 @@ def build_ids(text: str) -> list[int]:
     return [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
 
 
-def trainer_of(config: Config, workers: Workers, scorer: RewardScorer | None = None, teacher: Any = None) -> Trainer:
+def build_trainer(
+    config: Config, workers: FakeWorkers, scorer: RewardScorer | None = None, teacher: Any = None
+) -> Trainer:
     table = read_table(config.data.train_files, config.data.prompt_key)
     data = PromptData(table, config.data, TOKENIZER, given_answers=True)
     loader = PromptLoader(data, config.data, n=N, epochs=1, max_steps=None, sft_share=config.gkd.sft_share)
@@ -145,43 +152,42 @@ async def batches_of(trainer: Trainer) -> list[ReadyBatch]:
 @pytest.mark.parametrize(
     ("share", "n_replicas", "deaths"), [(0.5, 3, (1, 4)), (0.25, 1, (0,)), (1.0, 2, ()), (0.0, 2, ())]
 )
-def test_given_answers_are_trained_on_once_without_a_rollout_worker(
+def test_reference_responses_are_trained_on_once_without_rollout_workers(
     tmp_path: Path, share: float, n_replicas: int, deaths: tuple[int, ...], target: str
 ) -> None:
     config = configured(tmp_path, f"gkd.sft_share={share}", f"gkd.sft_target={target}")
-    workers = Workers(n_replicas, deaths)
-    trainer = trainer_of(config, workers)
+    workers = FakeWorkers(n_replicas, deaths)
+    trainer = build_trainer(config, workers)
     batches = asyncio.run(batches_of(trainer))
 
     samples = [sample for batch in batches for sample in batch.samples]
-    given = [sample for sample in samples if sample.is_reference]
+    references = [sample for sample in samples if sample.is_reference]
     sampled = [sample for sample in samples if not sample.is_reference]
-    assert len(given) == share * ROWS and len(sampled) == (1 - share) * ROWS * N
+    assert len(references) == share * ROWS and len(sampled) == (1 - share) * ROWS * N
     assert sorted({sample.prompt.row for sample in samples}) == list(range(ROWS))
-    assert sorted(prompt.uid for prompt in workers.asked) == [sample.prompt.uid for sample in sampled]
+    assert sorted(prompt.uid for prompt in workers.generated) == [sample.prompt.uid for sample in sampled]
     assert workers.n_replaced == len(deaths)
     assert trainer.progress.prompts_trained == ROWS and trainer.progress.step == len(batches)
-    for sample in given:
+    for sample in references:
         assert sample.response.ids.tolist() == build_ids(str(sample.prompt.row))
         assert not sample.response.logprobs.any() and sample.response.finish_reason == "stop"
         assert np.isneginf(sample.teacher.logps_TK).all() == (target == "data")
-    assert all(
-        batch.step == sample.response.weights_version for batch in batches for sample in batch.samples if sample.is_reference
-    )
-    assert len(workers.scored) == len(sampled) + len(given) * (target == "teacher")
+    for batch in batches:
+        assert all(s.response.weights_version == batch.step for s in batch.samples if s.is_reference)
+    assert len(workers.scored) == len(sampled) + len(references) * (target == "teacher")
 
 
-def test_sampled_answers_are_shared_out_evenly_wherever_given_ones_stand(tmp_path: Path) -> None:
-    workers = Workers(n_replicas=2)
-    asyncio.run(batches_of(trainer_of(configured(tmp_path, "gkd.sft_share=0.5"), workers)))
-    assert workers.n_calls == 2 * ROWS // BATCH  # both workers in every batch, which has two sampled prompts
+def test_sampled_prompts_are_assigned_evenly_among_reference_responses(tmp_path: Path) -> None:
+    workers = FakeWorkers(n_replicas=2)
+    asyncio.run(batches_of(build_trainer(configured(tmp_path, "gkd.sft_share=0.5"), workers)))
+    assert workers.n_calls == 2 * ROWS // BATCH  # Each batch has two sampled prompts, one for each worker.
 
 
-def test_rewards_are_of_sampled_answers_and_described(tmp_path: Path) -> None:
-    path = reward_file(tmp_path, "return float(answer == ground_truth)")
+def test_rewards_are_of_sampled_responses_and_in_the_metrics(tmp_path: Path) -> None:
+    path = reward_file(tmp_path, "return float(response == ground_truth)")
     config = configured(tmp_path, "gkd.sft_share=0.5", "data.shuffle=false")
     with RewardScorer(settings(path)) as scorer:
-        batches = asyncio.run(batches_of(trainer_of(config, Workers(2), scorer)))
+        batches = asyncio.run(batches_of(build_trainer(config, FakeWorkers(2), scorer)))
     for batch in batches:
         for sample in batch.samples:
             assert sample.reward == (None if sample.is_reference else float(str(sample.prompt.row) == SAMPLED))
@@ -201,53 +207,52 @@ def test_rewards_are_of_sampled_answers_and_described(tmp_path: Path) -> None:
     )
 
 
-def test_a_batch_of_given_answers_alone_has_no_metrics_of_sampled_ones(tmp_path: Path) -> None:
-    batch = asyncio.run(batches_of(trainer_of(configured(tmp_path, "gkd.sft_share=1.0"), Workers(1))))[0]
+def test_batch_of_reference_responses_has_no_metrics_of_sampled_ones(tmp_path: Path) -> None:
+    batch = asyncio.run(batches_of(build_trainer(configured(tmp_path, "gkd.sft_share=1.0"), FakeWorkers(1))))[0]
     assert set(describe(batch, N)) == {"training/epoch", "training/sft_share", "perf/total_num_tokens"}
 
 
-def test_samples_without_an_answer_of_their_teacher_keep_their_place_and_their_reward(tmp_path: Path) -> None:
-    class Unreliable(Workers):
+def test_skipped_samples_keep_their_position_and_reward(tmp_path: Path) -> None:
+    class Unreliable(FakeWorkers):
         def submit(
             self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
         ) -> Future[list[ScoredSequence]]:
-            answers = super().submit(sequences, timeout_s, temperature=temperature)
+            scores = super().submit(sequences, timeout_s, temperature=temperature)
             if len(self.scored) % 3 == 0:
-                answers = Future()
-                answers.set_exception(TeacherTimeout("late"))
-            return answers
+                scores = Future()
+                scores.set_exception(TeacherTimeout("late"))
+            return scores
 
-    path = reward_file(tmp_path, "return float(answer == ground_truth)")
+    path = reward_file(tmp_path, "return float(response == ground_truth)")
     policy = "actor_rollout_ref.teacher.on_failure=skip_samples"
     config = configured(tmp_path, "gkd.sft_share=0.5", "gkd.sft_target=teacher", policy)
     with RewardScorer(settings(path)) as scorer:
-        trainer, undisturbed = (trainer_of(config, workers, scorer) for workers in (Unreliable(2), Workers(2)))
-        batches, expected = (asyncio.run(batches_of(one)) for one in (trainer, undisturbed))
+        trainer, undisturbed = (build_trainer(config, workers, scorer) for workers in (Unreliable(2), FakeWorkers(2)))
+        batches, expected = (asyncio.run(batches_of(each)) for each in (trainer, undisturbed))
 
-    def told(batches: list[ReadyBatch]) -> list[tuple[int, int, float | None]]:
+    def summary(batches: list[ReadyBatch]) -> list[tuple[int, int, float | None]]:
         return [(batch.step, s.prompt.uid, s.reward) for batch in batches for s in batch.samples]
 
-    assert told(batches) == told(expected)
+    assert summary(batches) == summary(expected)
     skipped = [sample for batch in batches for sample in batch.samples if sample.is_skipped]
     assert len(skipped) > 5 and {sample.is_reference for sample in skipped} == {True, False}
     assert trainer.progress == replace(undisturbed.progress, skipped_samples=len(skipped))
 
 
-def test_teacher_and_reward_are_asked_at_the_same_time_and_each_tells_its_own_failure(tmp_path: Path) -> None:
-    under_way = asyncio.Event()
+def test_teacher_and_reward_failures_keep_their_own_errors(tmp_path: Path) -> None:
+    """Teacher and reward run at the same time: the reward's failure ends the wait for a silent teacher."""
 
-    class Scorer:
+    class FailingScorer:
         async def score(self, items: Sequence[Any]) -> list[float]:
-            under_way.set()
             raise RewardError("the function")
 
-    class Silent(Workers):
+    class SilentTeacher(FakeWorkers):
         def submit(
             self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
         ) -> Future[list[ScoredSequence]]:
-            return Future()  # never answered: cancelled when the other fails
+            return Future()  # It is never set, and is canceled when the reward fails.
 
-    class Refusing(Workers):
+    class FailingTeacher(FakeWorkers):
         def submit(
             self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
         ) -> Future[list[ScoredSequence]]:
@@ -255,12 +260,12 @@ def test_teacher_and_reward_are_asked_at_the_same_time_and_each_tells_its_own_fa
 
     config = configured(tmp_path)
     with pytest.raises(RewardError, match="the function"):
-        asyncio.run(batches_of(trainer_of(config, Workers(1), Scorer(), Silent(1))))  # type: ignore[arg-type]
+        asyncio.run(batches_of(build_trainer(config, FakeWorkers(1), FailingScorer(), SilentTeacher(1))))  # type: ignore[arg-type]
     with pytest.raises(TeacherError, match="the teacher"):
-        asyncio.run(batches_of(trainer_of(config, Workers(1), None, Refusing(1))))
+        asyncio.run(batches_of(build_trainer(config, FakeWorkers(1), None, FailingTeacher(1))))
 
 
-def test_a_batch_gets_advantages_before_it_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_gets_advantages_before_it_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class ByUid:
         async def score(self, items: Sequence[Any]) -> list[float]:
             return [float(item.uid % 2) for item in items]
@@ -271,7 +276,7 @@ def test_a_batch_gets_advantages_before_it_is_divided(tmp_path: Path, monkeypatc
     monkeypatch.setattr("recipe_gkd.trainer.shard_batch", shard_batch)
     path = "custom_reward_function.path=x.py"
     config = configured(tmp_path, "gkd.use_rl_loss=true", path, "gkd.norm_adv_by_std=false")
-    trainer = trainer_of(config, Workers(1), ByUid())  # type: ignore[arg-type]
+    trainer = build_trainer(config, FakeWorkers(1), ByUid())  # type: ignore[arg-type]
     batch = asyncio.run(first_batch(trainer))
     trainer.workers = SimpleNamespace(actors=None, dp_size=1)  # type: ignore[assignment]
     with pytest.raises(GkdError, match=re.escape(str([-0.5, 0.5] * BATCH))):

@@ -1,0 +1,96 @@
+"""Conversion of Ray's errors into errors that name the worker, the phase and the reason.
+
+Nothing here calls Ray.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
+
+from recipe_gkd.errors import GkdError, SecondaryFailure, WorkerDied, WorkerError
+from recipe_gkd.ray_cluster.node_probe import ActorLocation
+
+_MAX_REASON_CHARS = 1000
+"""Ray's text about a lack of memory lists the processes of the node."""
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """Return the exception that a worker raised, without Ray's wrapper."""
+    return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) else error
+
+
+def is_death(error: BaseException) -> bool:
+    """Return True if Ray reports that a worker's process has ended. Ray's memory monitor has an error of its own."""
+    return isinstance(error, RayActorError | OutOfMemoryError)
+
+
+def root_cause(failures: dict[int, BaseException]) -> tuple[int, BaseException]:
+    """Return the rank and the error of the failure that explains the others.
+
+    Errors that a worker raised on purpose come first, then deaths. Other errors come last, because they may only be
+    consequences, such as a broken collective. Equal failures are taken in rank order.
+    """
+
+    def order(error: BaseException) -> int:
+        cause = unwrap(error)
+        if isinstance(cause, GkdError):
+            return 2 if isinstance(cause, SecondaryFailure) else 0
+        return 1 if is_death(cause) else 2
+
+    return min(failures.items(), key=lambda item: order(item[1]))
+
+
+def with_label(error: GkdError, phase: str, label: str) -> GkdError:
+    """Return an error of the same class whose message names the worker.
+
+    Args:
+        error: Error that a worker raised.
+        phase: Phase of the call.
+        label: Label of the worker, such as ``rollout worker 1 of 2``.
+    """
+    short = label.partition(" of ")[0]
+    # The word boundary matters: a message about worker 12 does not name worker 1.
+    is_named = re.search(rf"\b{re.escape(short)}\b", str(error))
+    return error if is_named else type(error)(f"{phase}: {label}: {error}")
+
+
+def to_worker_error(error: BaseException, phase: str, label: str, location: ActorLocation | None) -> WorkerError:
+    """Convert an exception that the project did not raise on purpose.
+
+    Args:
+        error: The exception, unwrapped.
+        phase: Phase of the call.
+        label: Label of the worker.
+        location: Location of the worker. None if the exception is not Ray's, so that it cannot be a death.
+
+    Returns:
+        :class:`WorkerDied` if the worker's process has ended or cannot be reached, else a :class:`WorkerError`.
+    """
+    if location is None or not (is_death(error) or location.dead):
+        return WorkerError(f"{phase}: {label} failed: {type(error).__name__}: {error}")
+    # ActorUnavailableError does not prove that the process has ended. Ray raises it when a whole node dies.
+    event = "died or cannot be reached" if isinstance(error, ActorUnavailableError) else "died"
+    return WorkerDied(
+        f"{phase}: {label} {event}, on node {location.node_ip or '(none yet)'} {location.node_id[:8]} "
+        f"({_reason(error)}); its log is in /tmp/ray/session_latest/logs on that node{_advice(error)}"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Return Ray's reason as one sentence.
+
+    In the error of a death, the reason is the last line, followed by a page of advice. In the error of the memory
+    monitor, the first lines list the node's memory and the processes that used it.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if isinstance(error, OutOfMemoryError):
+        return " ".join(lines).split(" Refer to the documentation")[0][:_MAX_REASON_CHARS].rstrip(".")
+    return lines[-1].split(" Some common causes")[0].rstrip(".")
+
+
+def _advice(error: BaseException) -> str:
+    if isinstance(error, OutOfMemoryError):
+        return "; use fewer or smaller workers on that node, or give it more memory"
+    return ", and the kernel's log shows if it was killed for lack of memory"

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from recipe_gkd.errors import ResourceError
+from recipe_gkd.ray_cluster import connection
+
+TIMED_OUT = "The current node timed out during startup. This could happen because ..."
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that a fake ``ray.init`` starts."""
+    processes: list[subprocess.Popen[bytes]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+class TestStartLocalCluster:
+    def test_timeout_of_ray_kills_its_processes_and_tries_again(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        started: list[subprocess.Popen[bytes]],
+    ) -> None:
+        def init(**settings: object) -> None:
+            started.append(subprocess.Popen(["sleep", "600"]))
+            if len(started) == 1:
+                raise Exception(TIMED_OUT)
+
+        monkeypatch.setattr(ray, "init", init)
+        connection.start_local_cluster(num_cpus=1)
+        assert [process.poll() for process in started] == [-9, None]
+        assert "trying again" in caplog.text
+
+    def test_timeout_in_every_attempt_names_the_logs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def init(**settings: object) -> None:
+            raise Exception(TIMED_OUT)
+
+        monkeypatch.setattr(ray, "init", init)
+        with pytest.raises(ResourceError, match=r"3 attempts of 30 s.*raylet.err.*session_latest/logs"):
+            connection.start_local_cluster()
+
+    def test_logging_level_cannot_be_overridden(self) -> None:
+        with pytest.raises(TypeError, match="logging_level"):
+            connection.start_local_cluster(logging_level=10)

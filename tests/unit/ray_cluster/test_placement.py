@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from recipe_gkd.errors import ResourceError
+from recipe_gkd.ray_cluster.placement import check_devices, device_report, placement_table
+from tests._support.device_reports import worker_report
+
+
+class TestPlacementTable:
+    def test_columns_are_aligned_with_one_row_per_worker(self) -> None:
+        reports = {
+            f"actor worker {rank} of 62": worker_report([str(rank % 8)], node="abcdefgh"[rank // 8])
+            for rank in range(62)
+        }
+        reports |= {f"rollout worker {rank} of 2": worker_report(["6", "7"], node="i") for rank in range(2)}
+        lines = placement_table(reports).splitlines()
+        assert len(lines) == 65
+        assert lines[0].split() == ["pool", "worker", "node", "device", "memory"]
+        expected = {
+            "worker": "0 of 2",
+            "node": "i 10.0.0.1 (iiiiiiii)",
+            "device": "H200 GPU-6, H200 GPU-7",
+            "memory": "282.0 GiB GPU, 512.0 GiB host",
+        }
+        for title, cell in expected.items():
+            assert lines[63].index(cell) == lines[0].index(title)
+
+
+class TestCheckDevices:
+    def test_two_workers_on_one_gpu_are_both_named(self) -> None:
+        with pytest.raises(ResourceError, match=r"actor worker 0 and rollout worker 0 all got GPU-1 on node a"):
+            check_devices({"actor worker 0": worker_report(["1"]), "rollout worker 0": worker_report(["1"])})
+
+    def test_same_gpu_id_on_two_nodes_passes(self) -> None:
+        check_devices({"actor worker 0": worker_report(["1"]), "rollout worker 0": worker_report(["1"], node="b")})
+
+    def test_cpu_workers_on_one_node_pass(self) -> None:
+        check_devices({"actor worker 0": worker_report([]), "rollout worker 0": worker_report([])})
+
+    def test_shared_gpu_has_one_actor_and_one_rollout_worker(self) -> None:
+        one, two = worker_report(["1"]), worker_report(["2"])
+        check_devices({"actor worker 0": one, "rollout worker 0": one}, shared=True)
+        with pytest.raises(ResourceError, match="actor worker 0 and actor worker 1 all got GPU-1"):
+            check_devices({"actor worker 0": one, "actor worker 1": one}, shared=True)
+        with pytest.raises(ResourceError, match="actor worker 0 is the only worker on GPU-1 of node"):
+            check_devices({"actor worker 0": one, "rollout worker 0": two}, shared=True)
+
+    @pytest.mark.parametrize(
+        "report",
+        [
+            pytest.param(worker_report(["0", "1"], assigned=["1"]), id="more"),
+            pytest.param(worker_report(["0"], assigned=["1"], visible=["0"]), id="another"),
+            pytest.param(worker_report(["0"], assigned=["0", "1"]), id="fewer"),
+            pytest.param(worker_report(["0"], assigned=[], visible=["0"]), id="unassigned"),
+        ],
+    )
+    def test_visible_gpus_differ_from_assigned_gpus_raises(self, report: dict[str, Any]) -> None:
+        with pytest.raises(ResourceError, match=r"actor worker 0 on node .*Ray assigned GPU .* CUDA_VISIBLE_DEVICES"):
+            check_devices({"actor worker 0": report})
+
+
+def test_device_report_without_ray_describes_the_host() -> None:
+    report = device_report("cpu")
+    assert report["device"] == "cpu" and report["host_memory"] > 0 and report["pid"]
+    check_devices({"worker": report | {"assigned": None}})

@@ -1,0 +1,21 @@
+"""The example of ``docs/examples`` works as documented."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from recipe_gkd.rewards import RewardScorer
+from tests._support.repository import REPO
+from tests._support.reward_files import item, settings
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [("1 + 1 = 2", 1.0), ("so it is 1,234", 0.0), ("three", 0.0), ("2" + " " * 499 + "2", 0.9)],
+)
+def test_custom_reward_example_scores_the_last_number(response: str, reward: float) -> None:
+    example = item(response=response, ground_truth="2", extra={"max_chars": 401})
+    with RewardScorer(settings(REPO / "docs" / "examples" / "custom_reward.py")) as scorer:
+        assert asyncio.run(scorer.score([example])) == pytest.approx([reward])

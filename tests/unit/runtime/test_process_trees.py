@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from recipe_gkd.runtime import process_trees
+from recipe_gkd.runtime.process_id import is_alive
+
+
+def test_end_trees_identifies_processes_after_a_clock_step_and_pid_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    known = process_trees.tree([child.pid for child in children])
+    monkeypatch.setattr(psutil.Process, "create_time", lambda *_, **__: 0.0)  # psutil's value after a clock step
+    earlier = replace(known[1], start_ticks=known[1].start_ticks - 1)  # a process that had the pid before
+    try:
+        assert process_trees.end_trees([known[0], earlier], 5.0) == []
+        assert not is_alive(known[0]) and is_alive(known[1])
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
