@@ -308,7 +308,7 @@ def _build(options: EngineOptions) -> LLMEngine:
     )
     engine = vllm.LLMEngine.from_engine_args(arguments)
     if options.n_tokens is not None and options.n_tokens < engine.model_config.get_vocab_size():
-        engine.collective_rpc("gkd_exclude_padding", args=(options.n_tokens,))
+        engine.collective_rpc("set_logits", args=(1.0, options.n_tokens))
     return engine
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ModelError
+from teacher.engines.eos import declared_eos_ids
 
 SamplingName = Literal["train", "validation"]
 """``actor_rollout_ref.rollout`` has the parameters of training itself, and those of validation in ``val_kwargs``."""
@@ -80,20 +81,27 @@ def sampling_from(config: Config, name: SamplingName = "train", *, also_stop_at:
 
 
 def stop_token_ids(folder: str) -> tuple[int, ...]:
-    """Every end-of-sequence id that ``generation_config.json`` or ``config.json`` of a model names; may be none.
+    """Return every EOS id that a model's ``generation_config.json`` or ``config.json`` declares, ascending.
 
-    The engine runs without a tokenizer, and so does not know them by itself.
+    vLLM cannot read them itself, because the engine runs without a tokenizer.
+
+    Args:
+        folder: Hugging Face model folder. A missing file counts as one without EOS ids.
+
+    Raises:
+        ModelError: A file is not valid JSON, or its ``eos_token_id`` is not a token id.
     """
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = Path(folder) / name
-        if not path.is_file():
-            continue
-        try:
-            values = json.loads(path.read_text())
-        except ValueError as error:
-            raise ModelError(f"{path} is not valid JSON ({error}); copy the model folder again") from error
-        for section in (values, values.get("text_config") or {}):
-            ids = section.get("eos_token_id")
-            found.update([ids] if isinstance(ids, int) else ids or [])
-    return tuple(sorted(found))
+    generation_config, config = (_read_json(Path(folder) / name) for name in ("generation_config.json", "config.json"))
+    try:
+        return tuple(sorted({token_id for ids in declared_eos_ids(generation_config, config) for token_id in ids}))
+    except ValueError as error:
+        raise ModelError(f"{folder} has {error}; correct its generation_config.json or config.json") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{path} is not valid JSON ({error}); copy the model folder again") from error

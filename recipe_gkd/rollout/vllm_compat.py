@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from recipe_gkd.errors import ResourceError, WorkerError
 from recipe_gkd.rollout.environment import worker_environment
+from teacher.engines.vllm_setup import keep_file_store_in
 
 TESTED = "0.32"
 """Release series with which this project is tested, on CPU and CUDA alike."""
@@ -116,8 +117,7 @@ def keep_files_in(folder: Path) -> None:
     vLLM (utils/network_utils.py) puts them into the temporary folder of the machine, where they stay if the process is
     killed. The store cannot be removed once the ranks have met: NCCL reads it again at its first collective.
     """
-    for module in (multiproc_executor, uniproc_executor):
-        vars(module)["get_file_store_init_method"] = lambda: f"file://{folder}/vllm_dist_{uuid4().hex}"
+    keep_file_store_in(folder)
     if len(f"{folder}/{uuid4()}") <= _SOCKET_PATH_CHARS:
         os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
 
