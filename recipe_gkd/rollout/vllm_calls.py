@@ -2,8 +2,80 @@
 
 from __future__ import annotations
 
-from recipe_gkd.rollout.vllm_weights import WeightUpdateCalls
+from collections.abc import Callable
+from typing import Any
+
+from recipe_gkd.rollout.device_loss import is_device_loss
+from recipe_gkd.rollout.vllm_weights import BucketReceiver
 from teacher.engines.vllm_worker import LogitsCalls
+
+
+class WeightUpdateCalls:
+    """Steps of a weight update, called by ``LLMEngine.collective_rpc``.
+
+    They return errors instead of raising them. With several worker processes, vLLM stops at the first exception, and
+    takes the results of the other processes for those of the next call.
+
+    Every method returns ``error`` (text or None), ``device_is_lost`` (True after a CUDA error of this process),
+    ``has_mixed_weights`` (see :class:`BucketReceiver`), and the statistics of a received update.
+    """
+
+    # Members of vLLM's worker class.
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
+
+    def gkd_join_transport(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Join a transport; ``info`` has the fields of :class:`JoinTransport`."""
+        return self._gkd_outcome(lambda: self.init_weight_transfer_engine(info))
+
+    def gkd_receive_weights(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Receive an update; ``info`` has the fields of :class:`ReceiveUpdate`."""
+
+        def receive() -> None:
+            self.start_weight_update()
+            self.update_weights(info)
+
+        return self._gkd_outcome(receive)
+
+    def gkd_commit_weights(self) -> dict[str, Any]:
+        """Load the received update."""
+
+        def commit() -> None:
+            try:
+                self.finish_weight_update()
+            except Exception:
+                self._gkd_drop()
+                raise
+
+        return self._gkd_outcome(commit)
+
+    def gkd_drop_weights(self) -> dict[str, Any]:
+        """Discard the update."""
+        return self._gkd_outcome(self._gkd_drop)
+
+    def gkd_close_transport(self) -> dict[str, Any]:
+        """Leave the transport."""
+        return self._gkd_outcome(self.weight_transfer_engine.shutdown)
+
+    def _gkd_drop(self) -> None:
+        self.weight_transfer_engine.drop()
+        if self._weight_update_active:
+            self.finish_weight_update()  # without tensors: only ends vLLM's own state of an update
+
+    def _gkd_outcome(self, action: Callable[[], None]) -> dict[str, Any]:
+        receiver: BucketReceiver = self.weight_transfer_engine
+        receiver.outcome = {}
+        error, device_is_lost = None, False
+        try:
+            action()
+        except Exception as caught:  # noqa: BLE001 - WeightUpdates raises it, with the name of the worker
+            error, device_is_lost = f"{type(caught).__name__}: {caught}", is_device_loss(caught)
+        report = {"error": error, "device_is_lost": device_is_lost, "has_mixed_weights": receiver.has_mixed_weights}
+        return report | receiver.outcome
 
 
 class WorkerCalls(WeightUpdateCalls, LogitsCalls):
