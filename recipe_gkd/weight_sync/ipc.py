@@ -76,7 +76,8 @@ class IpcTransport(Transport):
     def _close(self) -> None:
         self._mapped = OrderedDict()
 
-    def _bucket_topics(self) -> list[Topic]:
+    def bucket_topics(self) -> list[Topic]:
+        """Return the topics of the buckets before, at and after the current one."""
         return [_topic(self._n_broadcasts + i) for i in range(-1, 2)]
 
     def allocate(self, n_bytes: int) -> torch.Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch.distributed as dist
 
@@ -25,6 +26,16 @@ _LATE_FRACTION = 0.05
 """A wait that ends within this fraction of the timeout before the deadline counts as late."""
 
 
+class TransportHooks(Protocol):
+    """Methods of a transport that its group calls."""
+
+    def release(self) -> None:
+        """Release the connection and the buffers. Idempotent."""
+
+    def bucket_topics(self) -> list[Topic]:
+        """Return the topics of buckets for which other ranks may wait."""
+
+
 class PeerGroup:
     """The ranks of one transport, which exchange short messages through a TCP store.
 
@@ -41,22 +52,22 @@ class PeerGroup:
         rank: This rank, 0 for the sender.
         labels: Names of all ranks in error messages.
         timeout_s: Time for all waits of one update together.
+        hooks: The transport. The reference is weak, so that a discarded transport closes its store at once.
 
     Attributes:
         mailbox: Messages in the store.
         others: Ranks from which this rank collects messages.
         deadline: Deadline of the current update, by ``time.monotonic()``.
-        on_close: Called by every :meth:`close`; releases what the transport holds.
-        bucket_topics: Returns the topics of buckets for which others may wait.
     """
 
-    def __init__(self, store: dist.TCPStore, *, rank: int, labels: Sequence[str], timeout_s: float) -> None:
+    def __init__(
+        self, store: dist.TCPStore, *, rank: int, labels: Sequence[str], timeout_s: float, hooks: TransportHooks
+    ) -> None:
         self.rank, self.labels, self.timeout_s = rank, list(labels), timeout_s
         self.mailbox = Mailbox(store, rank)
         self.world = len(self.labels)
         self.others = range(1, self.world) if rank == 0 else range(1)
-        self.on_close: Callable[[], None] = lambda: None
-        self.bucket_topics: Callable[[], list[Topic]] = list
+        self._hooks = weakref.ref(hooks)
         self._closed_because: str | None = None
         self._n_rendezvous = 0
         self.begin_update()
@@ -190,11 +201,13 @@ class PeerGroup:
         """Close the group. Later calls keep the first reason."""
         if self._closed_because is None:
             self._closed_because = reason
-        self.on_close()
+        if (hooks := self._hooks()) is not None:
+            hooks.release()
 
     def _awaited_topics(self) -> list[Topic]:
         """Return the topics for which other ranks wait, or may soon wait."""
-        return [self._n_rendezvous, self._n_rendezvous + 1, *self.bucket_topics()]
+        hooks = self._hooks()
+        return [self._n_rendezvous, self._n_rendezvous + 1, *(hooks.bucket_topics() if hooks is not None else ())]
 
     def _reports(self) -> str:
         """Return the failures that other ranks have reported so far."""

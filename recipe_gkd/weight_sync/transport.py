@@ -66,9 +66,7 @@ class Transport:
         self, store: dist.TCPStore, *, rank: int, labels: Sequence[str], device: torch.device, timeout_s: float
     ) -> None:
         self.rank, self.device = rank, device
-        self.peers = PeerGroup(store, rank=rank, labels=labels, timeout_s=timeout_s)
-        self.peers.on_close = self._release
-        self.peers.bucket_topics = self._bucket_topics
+        self.peers = PeerGroup(store, rank=rank, labels=labels, timeout_s=timeout_s, hooks=self)
         self._plan: BucketPlan | None = None
         self._packing_buffers: list[torch.Tensor] = []
         self._pool = BufferPool(device)
@@ -93,7 +91,7 @@ class Transport:
     def _close(self) -> None:
         """Release the connection, even during a broadcast."""
 
-    def _bucket_topics(self) -> list[Topic]:
+    def bucket_topics(self) -> list[Topic]:
         """Return the topics of buckets for which other ranks may wait."""
         return []
 
@@ -153,6 +151,7 @@ class Transport:
             self._plan = BucketPlan(meta, bucket_bytes)
         return self._plan
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Release the connection and the packing buffers; called by :meth:`PeerGroup.close`. Idempotent."""
         self._packing_buffers = []
         self._close()

@@ -16,8 +16,8 @@ from recipe_gkd.data.samples import Response
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from tests._support.rollout_models import EOS, VOCABULARY, config_for, prompts, reference_logprobs
-from tests.integration.rollout.actor_processes import ReusableActorWorker, start_trained_actor
 from tests.integration.rollout.conftest import environment, make_synchronizer
+from tests.integration.rollout.reusable_actors import ReusableActorWorker, start_trained_actor
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 

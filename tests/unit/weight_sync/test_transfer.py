@@ -48,147 +48,12 @@ def ignore(_: NamedTensors) -> None:
     pass
 
 
-@both_kinds
-@pytest.mark.parametrize("n_receivers", [1, 2, 3])
-def test_transfer_any_bucket_size_preserves_bits_and_order(n_receivers: int, kind: type[Transport]) -> None:
-    sender, *receivers = connect_all(n_receivers, 20, kind)
-    sums = set()
-    for version, bucket_bytes in enumerate([1, 1601, 4999, 4999, 1 << 20]):
-        sent = make_weights(seed=version)
-        taken: list[NamedTensors] = [[] for _ in receivers]
-        receiving = [
-            spawn(lambda c=c, t=t, v=version, b=bucket_bytes: receive_weights(c, v, META, b, t.extend))  # type: ignore[misc]
-            for c, t in zip(receivers, taken, strict=True)
-        ]
-        stats = send_weights(sender, version, META, sent.items(), bucket_bytes)
-        results = [future.result(10) for future in receiving]
-        for received in taken:
-            assert [name for name, _ in received] == list(sent)
-            assert all(t.dtype == sent[name].dtype and torch.equal(t, sent[name]) for name, t in received)
-        assert {result.checksum for result in results} == {stats.checksum}
-        assert stats.n_bytes == sum(-(-t.nbytes // 16) * 16 for t in sent.values())
-        sums.add(stats.checksum)
-    assert len(sums) == 5
-
-
-@both_kinds
-def test_rendezvous_repeated_does_not_grow_store(kind: type[Transport]) -> None:
-    ranks = connect_all(2, 20, kind)
-
-    def rendezvous(n: int) -> int:
-        futures = [spawn(lambda rank=rank: [rank.peers.rendezvous("m", "x") for _ in range(n)]) for rank in ranks]  # type: ignore[misc]
-        for future in futures:
-            assert len(future.result(20)) == n
-        return int(ranks[0].peers.mailbox.store.num_keys())
-
-    assert rendezvous(3) == rendezvous(100) == rendezvous(1)
-
-
-def test_receive_without_sender_loads_nothing() -> None:
-    _, receiver = connect_all(1, 1.0)
-    taken: NamedTensors = []
-    with (
-        Timer() as timer,
-        pytest.raises(
-            DeadlineError, match=r"weights v3, begin: actor worker 0 .* did not answer rollout worker 0 .* within 1 s"
-        ),
-    ):
-        receive_weights(receiver, 3, META, BUCKET_BYTES, taken.extend)
-    assert timer.seconds < 8 and not taken
-
-
-@both_kinds
-def test_receive_stalled_sender_is_named(kind: type[Transport]) -> None:
-    sender, receiver = connect_all(1, 1.5, kind)
-    resume = threading.Event()
-    sending = spawn(lambda: send_weights(sender, 3, META, stalling_export(3, resume), BUCKET_BYTES))
-    with Timer() as timer, pytest.raises(DeadlineError, match="weights v3, bucket 4 of 5: actor worker 0") as caught:
-        receive_weights(receiver, 3, META, BUCKET_BYTES, ignore)
-    assert timer.seconds < 8
-    with pytest.raises(WeightSyncError, match=r"this weight transport is closed.*bucket 4 of 5"):
-        receive_weights(receiver, 4, META, BUCKET_BYTES, ignore)
-    resume.set()
-    with pytest.raises((WeightSyncError, DeadlineError), match="rollout worker 0"):
-        sending.result(5)
-    assert "nccl_timeout" in str(caught.value)
-
-
-def test_send_export_raises_receivers_get_reason() -> None:
-    sender, receiver = connect_all(1, 20)
-
-    def export() -> Any:
-        yield from list(make_weights().items())[:3]
-        raise ZeroDivisionError("no such expert")
-
-    receiving = spawn(lambda: receive_weights(receiver, 3, META, BUCKET_BYTES, ignore))
-    with Timer() as timer:
-        with pytest.raises(WeightSyncError, match=r"weights v3, export: .*no such expert"):
-            send_weights(sender, 3, META, export(), BUCKET_BYTES)
-        with pytest.raises(WeightSyncError, match=r"actor worker 0 .* reported: .*no such expert"):
-            receiving.result(20)
-    assert timer.seconds < 10
-
-
-@both_kinds
-def test_receive_load_raises_sender_gets_name_and_reason(kind: type[Transport]) -> None:
-    sender, good, bad = connect_all(2, 5, kind)
-
-    def refuse(_: NamedTensors) -> None:
-        raise MemoryError("the device is full")
-
-    receiving = [
-        spawn(lambda: receive_weights(good, 3, META, BUCKET_BYTES, ignore)),
-        spawn(lambda: receive_weights(bad, 3, META, BUCKET_BYTES, refuse)),
-    ]
-    with pytest.raises((WeightSyncError, DeadlineError), match=r"rollout worker 1 .* reported: .*the device is full"):
-        send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
-    with pytest.raises(WeightSyncError, match="the device is full"):
-        receiving[1].result(10)
-    with pytest.raises((WeightSyncError, DeadlineError)):
-        receiving[0].result(10)
-
-
-def test_send_absent_receiver_is_named() -> None:
-    sender, first, _ = connect_all(2, 1.0)
-    spawn(lambda: receive_weights(first, 3, META, BUCKET_BYTES, ignore))
-    with Timer() as timer, pytest.raises(DeadlineError, match=r"weights v3, begin: rollout worker 1 .* did not answer"):
-        send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
-    assert timer.seconds < 8
-
-
-@both_kinds
-def test_interrupt_ends_waits_of_all_ranks(kind: type[Transport]) -> None:
-    sender, first, _ = connect_all(2, 20, kind)
-    sending = spawn(lambda: send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES))
-    receiving = spawn(lambda: receive_weights(first, 3, META, BUCKET_BYTES, ignore))
-    with Timer() as timer:
-        interrupt("127.0.0.1", sender.peers.mailbox.store.port, "rollout worker 1 died")
-        for rank in (sending, receiving):
-            with pytest.raises(WeightSyncError, match="rollout worker 1 died"):
-                rank.result(10)
-    assert timer.seconds < 10
-
-
 _HOLD_STORE = """
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
 input()
 """
-
-
-def test_interrupt_with_stopped_store_process_returns() -> None:
-    process = subprocess.Popen([sys.executable, "-c", _HOLD_STORE], stdin=-1, stdout=-1, text=True)
-    try:
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
-        os.kill(process.pid, signal.SIGSTOP)
-        with Timer() as timer:
-            spawn(lambda: interrupt("127.0.0.1", port, "rollout worker 1 died")).result(5)
-        assert timer.seconds < 3
-    finally:
-        process.kill()
-        process.communicate()
 
 
 class SlowStore:
@@ -210,38 +75,7 @@ class SlowStore:
         return self._store.get(key)
 
 
-def test_rendezvous_after_deadline_error_contains_reports() -> None:
-    sender, bad, _ = connect_all(2, 0.5)
-    bad.peers.abandon("the device is full")
-    sender.peers.mailbox.store = SlowStore(sender.peers.mailbox.store)
-    sender.peers.deadline = time.monotonic() - 1
-    with pytest.raises((WeightSyncError, DeadlineError), match=r"rollout worker 0 .* reported: the device is full"):
-        sender.peers.rendezvous("late")
-    with pytest.raises(WeightSyncError, match="this weight transport is closed"):
-        sender.peers.check_open()
-
-
-def test_connect_missing_rank_is_named() -> None:
-    store = open_store("127.0.0.1", 1.0)
-
-    def join() -> Transport:
-        client = join_store("127.0.0.1", store.port, 1.0)
-        return CollectiveTransport(client, rank=2, labels=LABELS[:3], device=CPU, timeout_s=1.0)
-
-    joining = spawn(join)
-    with pytest.raises(DeadlineError, match=r"connect: rollout worker 0 .transport rank 1 of 3. did not answer"):
-        CollectiveTransport(store, rank=0, labels=LABELS[:3], device=CPU, timeout_s=1.0)
-    with pytest.raises((DeadlineError, WeightSyncError), match="connect"):
-        joining.result(5)
-
-
-def test_join_store_absent_store_is_named() -> None:
-    port = open_store("127.0.0.1", 1.0).port  # the store is closed again
-    with pytest.raises(WeightSyncError, match=f"no store at 127.0.0.1:{port} within 1 s"):
-        join_store("127.0.0.1", port, 1.0)
-
-
-def _die_in_the_second_bucket(port: int, kind: type[Transport]) -> None:
+def _die_in_second_bucket(port: int, kind: type[Transport]) -> None:
     transport = kind(join_store("127.0.0.1", port, 20), rank=1, labels=LABELS[:2], device=CPU, timeout_s=20)
     seen: list[Any] = []
 
@@ -251,72 +85,6 @@ def _die_in_the_second_bucket(port: int, kind: type[Transport]) -> None:
             os._exit(1)
 
     receive_weights(transport, 3, META, BUCKET_BYTES, take)
-
-
-@both_kinds
-def test_send_dead_receiver_is_named(kind: type[Transport]) -> None:
-    store = open_store("127.0.0.1", 20)
-    process = multiprocessing.get_context("spawn").Process(target=_die_in_the_second_bucket, args=(store.port, kind))
-    process.start()
-    try:
-        sender = kind(store, rank=0, labels=LABELS[:2], device=CPU, timeout_s=20)
-        sender.peers.timeout_s = 1.0  # 20 s were for the import of torch in the new process
-        with (
-            Timer() as timer,
-            pytest.raises((DeadlineError, WeightSyncError), match=r"bucket [345] of 5: .*rollout worker 0"),
-        ):
-            send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
-        assert timer.seconds < 8
-    finally:
-        process.kill()
-        process.join()
-
-
-@both_kinds
-def test_send_slow_receiver_gets_intact_buckets(kind: type[Transport]) -> None:
-    sender, slow, fast = connect_all(2, 20, kind)
-    sent = make_weights()
-    taken: dict[str, list[Any]] = {"slow": [], "fast": []}
-
-    def take(name: str, tensors: NamedTensors) -> None:
-        before = [tensor.clone() for _, tensor in tensors]
-        if name == "slow":
-            time.sleep(0.05)  # long enough for the sender to pack all other buckets
-        assert all(torch.equal(a, b) for a, (_, b) in zip(before, tensors, strict=True))
-        taken[name] += tensors  # kept, so that their memory must not be reused
-
-    for version in (1, 2):
-        taken = {"slow": [], "fast": []}
-        receiving = [
-            spawn(lambda c=c, w=w, v=version: receive_weights(c, v, META, BUCKET_BYTES, lambda t: take(w, t)))  # type: ignore[misc]
-            for c, w in ((slow, "slow"), (fast, "fast"))
-        ]
-        send_weights(sender, version, META, sent.items(), BUCKET_BYTES)
-        for future in receiving:
-            future.result(10)
-        for found in taken.values():
-            assert all(torch.equal(tensor, sent[name]) for name, tensor in found) and len(found) == len(META)
-
-
-@both_kinds
-def test_receive_continues_while_loading(kind: type[Transport]) -> None:
-    sender, receiver = connect_all(1, 20, kind)
-    loading, packed = threading.Event(), threading.Event()
-
-    def export() -> Any:
-        for i, item in enumerate(make_weights().items()):
-            if i == 2:
-                assert loading.wait(10)  # the first bucket is loading, the second has arrived, this is the third
-                packed.set()
-            yield item
-
-    def take(_: NamedTensors) -> None:
-        loading.set()
-        assert packed.wait(10)
-
-    receiving = spawn(lambda: receive_weights(receiver, 3, META, BUCKET_BYTES, take))
-    send_weights(sender, 3, META, export(), BUCKET_BYTES)
-    receiving.result(10)
 
 
 class RecordingTransport(CollectiveTransport):
@@ -331,49 +99,6 @@ class RecordingTransport(CollectiveTransport):
         return super().broadcast(buffer_U)
 
 
-def test_send_in_place_needs_no_packing_buffer() -> None:
-    shapes = [("embed", 4000), *((f"layer.{i}", 64) for i in range(8)), ("head", 4000), ("late", 64)]
-    sent = {name: torch.rand(n) for name, n in shapes}
-    sent["head"] = torch.rand(4001)[1:]  # not aligned
-    meta: list[TensorMeta] = [(name, (n,), "float32") for name, n in shapes]
-    sender, receiver = connect_all(1, 10, RecordingTransport, CollectiveTransport)
-    taken: NamedTensors = []
-    receiving = spawn(lambda: receive_weights(receiver, 1, meta, 1024, taken.extend))
-    send_weights(sender, 1, meta, sent.items(), 1024)
-    receiving.result(10)
-    assert sender.requested == (2, 1024)
-    assert sent["embed"].data_ptr() in sender.sent and sent["head"].data_ptr() not in sender.sent
-    assert [name for name, _ in taken] == list(sent) and all(torch.equal(tensor, sent[name]) for name, tensor in taken)
-
-
-def test_buffer_pool_reuses_memory_after_last_reference() -> None:
-    pool = BufferPool(CPU)
-    first = pool.lend(100)
-    address, view = first.data_ptr(), first[10:20].view(torch.int16)
-    del first
-    assert pool.lend(50).data_ptr() != address
-    del view
-    assert address in {buffer.data_ptr() for buffer in [pool.lend(100), pool.lend(100)]}
-
-
-def test_ipc_transport_leaves_no_shared_memory() -> None:
-    gc.collect()
-    before = sum("memfd:weights" in target for target in open_files())
-
-    def update() -> None:
-        sender, receiver = connect_all(1, 10, IpcTransport)
-        receiving = spawn(lambda: receive_weights(receiver, 1, META, BUCKET_BYTES, ignore))
-        send_weights(sender, 1, META, make_weights().items(), BUCKET_BYTES)
-        receiving.result(10)
-        assert sum("memfd:weights" in target for target in open_files()) > before
-        for transport in (sender, receiver):
-            transport.close()
-
-    update()
-    gc.collect()
-    assert sum("memfd:weights" in target for target in open_files()) == before
-
-
 def open_files() -> list[str]:
     """Return the targets of all file descriptors of this process."""
     found = []
@@ -381,17 +106,6 @@ def open_files() -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             found.append(os.readlink(f"/proc/self/fd/{name}"))
     return found
-
-
-def test_begin_different_plans_raises_before_transfer() -> None:
-    sender, receiver = connect_all(1, 5)
-    taken: NamedTensors = []
-    receiving = spawn(lambda: receive_weights(receiver, 4, META, BUCKET_BYTES, taken.extend))
-    with pytest.raises(WeightSyncError, match=r"begin: the sender has plan v3-.*, but rollout worker 0 has v4-"):
-        send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
-    with pytest.raises(WeightSyncError, match=r"begin: the sender has plan v3-.*, this receiver v4-"):
-        receiving.result(5)
-    assert not taken
 
 
 class FlippingTransport(CollectiveTransport):
@@ -403,33 +117,6 @@ class FlippingTransport(CollectiveTransport):
     def finish(self, work: Any, phase: str) -> None:
         super().finish(work[0], phase)
         work[1][5] ^= 1
-
-
-def test_confirm_flipped_bit_raises_on_both_sides() -> None:
-    sender, receiver = connect_all(1, 5, CollectiveTransport, FlippingTransport)
-    receiving = spawn(lambda: receive_weights(receiver, 3, META, BUCKET_BYTES, ignore))
-    with pytest.raises(WeightSyncError, match=r"confirm: checksum .* was sent, but rollout worker 0 has"):
-        send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
-    with pytest.raises(WeightSyncError, match=r"confirm: checksum .* was received"):
-        receiving.result(5)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda items: items[:-1], "export ended before bias"),
-        (lambda items: [*items, ("extra", torch.zeros(1))], "exported extra, which weights_meta"),
-        (lambda items: items[::-1], "exported bias, expected layer.0.weight"),
-        (lambda items: [*items[:-1], ("bias", torch.zeros(3))], "bias was exported as .*float32, but announced"),
-    ],
-)
-def test_send_export_differs_from_meta_raises(change: Any, message: str) -> None:
-    sender, receiver = connect_all(1, 5)
-    receiving = spawn(lambda: receive_weights(receiver, 3, META, BUCKET_BYTES, ignore))
-    with pytest.raises(WeightSyncError, match=message):
-        send_weights(sender, 3, META, change(list(make_weights().items())), BUCKET_BYTES)
-    with pytest.raises(WeightSyncError, match=message):
-        receiving.result(5)
 
 
 class CountingSource:
@@ -445,13 +132,339 @@ class CountingSource:
             self.n_exported += 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_send_failure_drains_export_on_every_rank(rank: int) -> None:
-    source = CountingSource()
-    api = WeightSenderApi(source, rank=rank, device=CPU, timeout_s=1.0)
-    if rank == 0:
-        with pytest.raises(WeightSyncError, match="no weight transport"):
-            api.send(1, BUCKET_BYTES)
-    else:
-        assert api.send(1, BUCKET_BYTES) is None
-    assert source.n_exported == len(META)
+class TestTransfer:
+    @both_kinds
+    @pytest.mark.parametrize("n_receivers", [1, 2, 3])
+    def test_transfer_any_bucket_size_preserves_bits_and_order(self, n_receivers: int, kind: type[Transport]) -> None:
+        sender, *receivers = connect_all(n_receivers, 20, kind)
+        sums = set()
+        for version, bucket_bytes in enumerate([1, 1601, 4999, 4999, 1 << 20]):
+            sent = make_weights(seed=version)
+            taken: list[NamedTensors] = [[] for _ in receivers]
+            receiving = [
+                spawn(lambda c=c, t=t, v=version, b=bucket_bytes: receive_weights(c, v, META, b, t.extend))  # type: ignore[misc]
+                for c, t in zip(receivers, taken, strict=True)
+            ]
+            stats = send_weights(sender, version, META, sent.items(), bucket_bytes)
+            results = [future.result(10) for future in receiving]
+            for received in taken:
+                assert [name for name, _ in received] == list(sent)
+                assert all(t.dtype == sent[name].dtype and torch.equal(t, sent[name]) for name, t in received)
+            assert {result.checksum for result in results} == {stats.checksum}
+            assert stats.n_bytes == sum(-(-t.nbytes // 16) * 16 for t in sent.values())
+            sums.add(stats.checksum)
+        assert len(sums) == 5
+
+    @both_kinds
+    def test_receive_continues_while_loading(self, kind: type[Transport]) -> None:
+        sender, receiver = connect_all(1, 20, kind)
+        loading, packed = threading.Event(), threading.Event()
+
+        def export() -> Any:
+            for i, item in enumerate(make_weights().items()):
+                if i == 2:
+                    assert loading.wait(10)  # the first bucket is loading, the second has arrived, this is the third
+                    packed.set()
+                yield item
+
+        def take(_: NamedTensors) -> None:
+            loading.set()
+            assert packed.wait(10)
+
+        receiving = spawn(lambda: receive_weights(receiver, 3, META, BUCKET_BYTES, take))
+        send_weights(sender, 3, META, export(), BUCKET_BYTES)
+        receiving.result(10)
+
+    @both_kinds
+    def test_send_slow_receiver_gets_intact_buckets(self, kind: type[Transport]) -> None:
+        sender, slow, fast = connect_all(2, 20, kind)
+        sent = make_weights()
+        taken: dict[str, list[Any]] = {"slow": [], "fast": []}
+
+        def take(name: str, tensors: NamedTensors) -> None:
+            before = [tensor.clone() for _, tensor in tensors]
+            if name == "slow":
+                time.sleep(0.05)  # long enough for the sender to pack all other buckets
+            assert all(torch.equal(a, b) for a, (_, b) in zip(before, tensors, strict=True))
+            taken[name] += tensors  # kept, so that their memory must not be reused
+
+        for version in (1, 2):
+            taken = {"slow": [], "fast": []}
+            receiving = [
+                spawn(lambda c=c, w=w, v=version: receive_weights(c, v, META, BUCKET_BYTES, lambda t: take(w, t)))  # type: ignore[misc]
+                for c, w in ((slow, "slow"), (fast, "fast"))
+            ]
+            send_weights(sender, version, META, sent.items(), BUCKET_BYTES)
+            for future in receiving:
+                future.result(10)
+            for found in taken.values():
+                assert all(torch.equal(tensor, sent[name]) for name, tensor in found) and len(found) == len(META)
+
+    def test_send_in_place_needs_no_packing_buffer(self) -> None:
+        shapes = [("embed", 4000), *((f"layer.{i}", 64) for i in range(8)), ("head", 4000), ("late", 64)]
+        sent = {name: torch.rand(n) for name, n in shapes}
+        sent["head"] = torch.rand(4001)[1:]  # not aligned
+        meta: list[TensorMeta] = [(name, (n,), "float32") for name, n in shapes]
+        sender, receiver = connect_all(1, 10, RecordingTransport, CollectiveTransport)
+        taken: NamedTensors = []
+        receiving = spawn(lambda: receive_weights(receiver, 1, meta, 1024, taken.extend))
+        send_weights(sender, 1, meta, sent.items(), 1024)
+        receiving.result(10)
+        assert sender.requested == (2, 1024)
+        assert sent["embed"].data_ptr() in sender.sent and sent["head"].data_ptr() not in sender.sent
+        assert [name for name, _ in taken] == list(sent) and all(
+            torch.equal(tensor, sent[name]) for name, tensor in taken
+        )
+
+    def test_begin_different_plans_raises_before_transfer(self) -> None:
+        sender, receiver = connect_all(1, 5)
+        taken: NamedTensors = []
+        receiving = spawn(lambda: receive_weights(receiver, 4, META, BUCKET_BYTES, taken.extend))
+        with pytest.raises(WeightSyncError, match=r"begin: the sender has plan v3-.*, but rollout worker 0 has v4-"):
+            send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
+        with pytest.raises(WeightSyncError, match=r"begin: the sender has plan v3-.*, this receiver v4-"):
+            receiving.result(5)
+        assert not taken
+
+    def test_confirm_flipped_bit_raises_on_both_sides(self) -> None:
+        sender, receiver = connect_all(1, 5, CollectiveTransport, FlippingTransport)
+        receiving = spawn(lambda: receive_weights(receiver, 3, META, BUCKET_BYTES, ignore))
+        with pytest.raises(WeightSyncError, match=r"confirm: checksum .* was sent, but rollout worker 0 has"):
+            send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
+        with pytest.raises(WeightSyncError, match=r"confirm: checksum .* was received"):
+            receiving.result(5)
+
+
+class TestSenderFailure:
+    def test_receive_without_sender_loads_nothing(self) -> None:
+        _, receiver = connect_all(1, 1.0)
+        taken: NamedTensors = []
+        with (
+            Timer() as timer,
+            pytest.raises(
+                DeadlineError,
+                match=r"weights v3, begin: actor worker 0 .* did not answer rollout worker 0 .* within 1 s",
+            ),
+        ):
+            receive_weights(receiver, 3, META, BUCKET_BYTES, taken.extend)
+        assert timer.seconds < 8 and not taken
+
+    @both_kinds
+    def test_receive_stalled_sender_is_named(self, kind: type[Transport]) -> None:
+        sender, receiver = connect_all(1, 1.5, kind)
+        resume = threading.Event()
+        sending = spawn(lambda: send_weights(sender, 3, META, stalling_export(3, resume), BUCKET_BYTES))
+        with (
+            Timer() as timer,
+            pytest.raises(DeadlineError, match="weights v3, bucket 4 of 5: actor worker 0") as caught,
+        ):
+            receive_weights(receiver, 3, META, BUCKET_BYTES, ignore)
+        assert timer.seconds < 8
+        with pytest.raises(WeightSyncError, match=r"this weight transport is closed.*bucket 4 of 5"):
+            receive_weights(receiver, 4, META, BUCKET_BYTES, ignore)
+        resume.set()
+        with pytest.raises((WeightSyncError, DeadlineError), match="rollout worker 0"):
+            sending.result(5)
+        assert "nccl_timeout" in str(caught.value)
+
+    def test_send_export_raises_receivers_get_reason(self) -> None:
+        sender, receiver = connect_all(1, 20)
+
+        def export() -> Any:
+            yield from list(make_weights().items())[:3]
+            raise ZeroDivisionError("no such expert")
+
+        receiving = spawn(lambda: receive_weights(receiver, 3, META, BUCKET_BYTES, ignore))
+        with Timer() as timer:
+            with pytest.raises(WeightSyncError, match=r"weights v3, export: .*no such expert"):
+                send_weights(sender, 3, META, export(), BUCKET_BYTES)
+            with pytest.raises(WeightSyncError, match=r"actor worker 0 .* reported: .*no such expert"):
+                receiving.result(20)
+        assert timer.seconds < 10
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda items: items[:-1], "export ended before bias"),
+            (lambda items: [*items, ("extra", torch.zeros(1))], "exported extra, which weights_meta"),
+            (lambda items: items[::-1], "exported bias, expected layer.0.weight"),
+            (lambda items: [*items[:-1], ("bias", torch.zeros(3))], "bias was exported as .*float32, but announced"),
+        ],
+    )
+    def test_send_export_differs_from_meta_raises(self, change: Any, message: str) -> None:
+        sender, receiver = connect_all(1, 5)
+        receiving = spawn(lambda: receive_weights(receiver, 3, META, BUCKET_BYTES, ignore))
+        with pytest.raises(WeightSyncError, match=message):
+            send_weights(sender, 3, META, change(list(make_weights().items())), BUCKET_BYTES)
+        with pytest.raises(WeightSyncError, match=message):
+            receiving.result(5)
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_send_failure_drains_export_on_every_rank(self, rank: int) -> None:
+        source = CountingSource()
+        api = WeightSenderApi(source, rank=rank, device=CPU, timeout_s=1.0)
+        if rank == 0:
+            with pytest.raises(WeightSyncError, match="no weight transport"):
+                api.send(1, BUCKET_BYTES)
+        else:
+            assert api.send(1, BUCKET_BYTES) is None
+        assert source.n_exported == len(META)
+
+
+class TestReceiverFailure:
+    @both_kinds
+    def test_receive_load_raises_sender_gets_name_and_reason(self, kind: type[Transport]) -> None:
+        sender, good, bad = connect_all(2, 5, kind)
+
+        def refuse(_: NamedTensors) -> None:
+            raise MemoryError("the device is full")
+
+        receiving = [
+            spawn(lambda: receive_weights(good, 3, META, BUCKET_BYTES, ignore)),
+            spawn(lambda: receive_weights(bad, 3, META, BUCKET_BYTES, refuse)),
+        ]
+        with pytest.raises(
+            (WeightSyncError, DeadlineError), match=r"rollout worker 1 .* reported: .*the device is full"
+        ):
+            send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
+        with pytest.raises(WeightSyncError, match="the device is full"):
+            receiving[1].result(10)
+        with pytest.raises((WeightSyncError, DeadlineError)):
+            receiving[0].result(10)
+
+    def test_send_absent_receiver_is_named(self) -> None:
+        sender, first, _ = connect_all(2, 1.0)
+        spawn(lambda: receive_weights(first, 3, META, BUCKET_BYTES, ignore))
+        with (
+            Timer() as timer,
+            pytest.raises(DeadlineError, match=r"weights v3, begin: rollout worker 1 .* did not answer"),
+        ):
+            send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
+        assert timer.seconds < 8
+
+    @both_kinds
+    def test_send_dead_receiver_is_named(self, kind: type[Transport]) -> None:
+        store = open_store("127.0.0.1", 20)
+        process = multiprocessing.get_context("spawn").Process(target=_die_in_second_bucket, args=(store.port, kind))
+        process.start()
+        try:
+            sender = kind(store, rank=0, labels=LABELS[:2], device=CPU, timeout_s=20)
+            sender.peers.timeout_s = 1.0  # 20 s were for the import of torch in the new process
+            with (
+                Timer() as timer,
+                pytest.raises((DeadlineError, WeightSyncError), match=r"bucket [345] of 5: .*rollout worker 0"),
+            ):
+                send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
+            assert timer.seconds < 8
+        finally:
+            process.kill()
+            process.join()
+
+
+class TestStoreAndPeers:
+    @both_kinds
+    def test_rendezvous_repeated_does_not_grow_store(self, kind: type[Transport]) -> None:
+        ranks = connect_all(2, 20, kind)
+
+        def rendezvous(n: int) -> int:
+            futures = [spawn(lambda rank=rank: [rank.peers.rendezvous("m", "x") for _ in range(n)]) for rank in ranks]  # type: ignore[misc]
+            for future in futures:
+                assert len(future.result(20)) == n
+            return int(ranks[0].peers.mailbox.store.num_keys())
+
+        assert rendezvous(3) == rendezvous(100) == rendezvous(1)
+
+    def test_rendezvous_after_deadline_error_contains_reports(self) -> None:
+        sender, bad, _ = connect_all(2, 0.5)
+        bad.peers.abandon("the device is full")
+        sender.peers.mailbox.store = SlowStore(sender.peers.mailbox.store)
+        sender.peers.deadline = time.monotonic() - 1
+        with pytest.raises((WeightSyncError, DeadlineError), match=r"rollout worker 0 .* reported: the device is full"):
+            sender.peers.rendezvous("late")
+        with pytest.raises(WeightSyncError, match="this weight transport is closed"):
+            sender.peers.check_open()
+
+    @both_kinds
+    def test_interrupt_ends_waits_of_all_ranks(self, kind: type[Transport]) -> None:
+        sender, first, _ = connect_all(2, 20, kind)
+        sending = spawn(lambda: send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES))
+        receiving = spawn(lambda: receive_weights(first, 3, META, BUCKET_BYTES, ignore))
+        with Timer() as timer:
+            interrupt("127.0.0.1", sender.peers.mailbox.store.port, "rollout worker 1 died")
+            for rank in (sending, receiving):
+                with pytest.raises(WeightSyncError, match="rollout worker 1 died"):
+                    rank.result(10)
+        assert timer.seconds < 10
+
+    def test_interrupt_with_stopped_store_process_returns(self) -> None:
+        process = subprocess.Popen([sys.executable, "-c", _HOLD_STORE], stdin=-1, stdout=-1, text=True)
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            os.kill(process.pid, signal.SIGSTOP)
+            with Timer() as timer:
+                spawn(lambda: interrupt("127.0.0.1", port, "rollout worker 1 died")).result(5)
+            assert timer.seconds < 3
+        finally:
+            process.kill()
+            process.communicate()
+
+    def test_connect_missing_rank_is_named(self) -> None:
+        store = open_store("127.0.0.1", 1.0)
+
+        def join() -> Transport:
+            client = join_store("127.0.0.1", store.port, 1.0)
+            return CollectiveTransport(client, rank=2, labels=LABELS[:3], device=CPU, timeout_s=1.0)
+
+        joining = spawn(join)
+        with pytest.raises(DeadlineError, match=r"connect: rollout worker 0 .transport rank 1 of 3. did not answer"):
+            CollectiveTransport(store, rank=0, labels=LABELS[:3], device=CPU, timeout_s=1.0)
+        with pytest.raises((DeadlineError, WeightSyncError), match="connect"):
+            joining.result(5)
+
+    def test_join_store_absent_store_is_named(self) -> None:
+        port = open_store("127.0.0.1", 1.0).port  # the store is closed again
+        with pytest.raises(WeightSyncError, match=f"no store at 127.0.0.1:{port} within 1 s"):
+            join_store("127.0.0.1", port, 1.0)
+
+
+class TestMemory:
+    def test_buffer_pool_reuses_memory_after_last_reference(self) -> None:
+        pool = BufferPool(CPU)
+        first = pool.lend(100)
+        address, view = first.data_ptr(), first[10:20].view(torch.int16)
+        del first
+        assert pool.lend(50).data_ptr() != address
+        del view
+        assert address in {buffer.data_ptr() for buffer in [pool.lend(100), pool.lend(100)]}
+
+    def test_ipc_transport_leaves_no_shared_memory(self) -> None:
+        gc.collect()
+        before = sum("memfd:weights" in target for target in open_files())
+
+        def update() -> None:
+            sender, receiver = connect_all(1, 10, IpcTransport)
+            receiving = spawn(lambda: receive_weights(receiver, 1, META, BUCKET_BYTES, ignore))
+            send_weights(sender, 1, META, make_weights().items(), BUCKET_BYTES)
+            receiving.result(10)
+            assert sum("memfd:weights" in target for target in open_files()) > before
+            for transport in (sender, receiver):
+                transport.close()
+
+        update()
+        gc.collect()
+        assert sum("memfd:weights" in target for target in open_files()) == before
+
+    @both_kinds
+    def test_close_discarded_transport_frees_store(self, kind: type[Transport]) -> None:
+        gc.disable()  # the store must not depend on the collection of a reference cycle
+        try:
+            ranks = connect_all(1, 10, kind)
+            port = ranks[0].peers.mailbox.store.port
+            for transport in ranks:
+                transport.close()
+            del ranks, transport
+            with pytest.raises(WeightSyncError, match=f"no store at 127.0.0.1:{port}"):
+                join_store("127.0.0.1", port, 1.0)
+        finally:
+            gc.enable()
