@@ -14,19 +14,19 @@ VLLM_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this (``DEFAULT_VOCAB_PADDING_SIZE`` of ``vocab_parallel_embedding``)."""
 
 
-def check_engine_fits(shape: ModelDims, config: Config) -> None:
+def check_engine_fits(dims: ModelDims, config: Config) -> None:
     """Check sequence length, parallelism and KV cache of ``actor_rollout_ref.rollout`` against the model.
 
     Args:
-        shape: Dimensions of the student.
+        dims: Dimensions of the student.
         config: Configuration of the run.
 
     Raises:
         ConfigError: vLLM would reject this combination.
     """
-    _check_length(shape, config)
-    _check_parallelism(shape, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
-    _check_cache(shape, config)
+    _check_length(dims, config)
+    _check_parallelism(dims, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+    _check_cache(dims, config)
 
 
 def engine_length(config: Config) -> int:
@@ -35,47 +35,47 @@ def engine_length(config: Config) -> int:
     return config.actor_rollout_ref.rollout.max_model_len or longest
 
 
-def _check_length(shape: ModelDims, config: Config) -> None:
+def _check_length(dims: ModelDims, config: Config) -> None:
     length = engine_length(config)
-    if length > shape.max_positions:
+    if length > dims.max_positions:
         raise ConfigError(
-            f"{ROLLOUT}.max_model_len={length} is more than the {shape.max_positions} positions of the student "
+            f"{ROLLOUT}.max_model_len={length} is more than the {dims.max_positions} positions of the student "
             "(max_position_embeddings in its config.json); lower it, or set it to null"
         )
 
 
-def _check_parallelism(shape: ModelDims, tp: int) -> None:
+def _check_parallelism(dims: ModelDims, tp: int) -> None:
     """Check that each rank gets whole heads, and an equal share of each layer's columns and of the vocabulary.
 
     vLLM repeats key/value heads if there are fewer heads than ranks.
     """
-    kv_fits = shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
-    padded = -(-shape.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
-    mixture = shape.mixture
+    kv_fits = dims.kv_heads % tp == 0 or tp % dims.kv_heads == 0
+    padded = -(-dims.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
+    mixture = dims.mixture
     widths = [
-        (shape.heads, "heads"),
-        (shape.ffn if mixture is None or not all(mixture.layers) else 0, "feed-forward columns"),
+        (dims.heads, "heads"),
+        (dims.ffn if mixture is None or not all(mixture.layers) else 0, "feed-forward columns"),
         (mixture.ffn if mixture else 0, "feed-forward columns of an expert"),
         (mixture.shared_ffn or 0 if mixture else 0, "feed-forward columns of the shared expert"),
         (padded, f"ids (padded to a multiple of {VLLM_VOCAB_MULTIPLE})"),
     ]
     indivisible = [f"{width} {what}" for width, what in widths if width % tp]
     if indivisible or not kv_fits:
-        kv = f"{shape.kv_heads} key/value heads (or be a multiple of them)"
+        kv = f"{dims.kv_heads} key/value heads (or be a multiple of them)"
         raise ConfigError(
             f"{ROLLOUT}.tensor_model_parallel_size is {tp}; it must divide the model's "
             f"{', '.join(indivisible + ([] if kv_fits else [kv]))}"
         )
 
 
-def _check_cache(shape: ModelDims, config: Config) -> None:
+def _check_cache(dims: ModelDims, config: Config) -> None:
     """Check that the KV cache holds the longest sequence. ``dtype=auto`` counts as two bytes, its minimum."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.kv_cache_memory_megabytes is None:
         return
     n_bytes = 4 if rollout.dtype == "float32" else 2
-    heads = max(1, shape.kv_heads // rollout.tensor_model_parallel_size)
-    per_token = 2 * shape.layers * heads * shape.head_dim * n_bytes
+    heads = max(1, dims.kv_heads // rollout.tensor_model_parallel_size)
+    per_token = 2 * dims.layers * heads * dims.head_dim * n_bytes
     needed = engine_length(config) * per_token
     if needed > rollout.kv_cache_memory_megabytes << 20:
         raise ConfigError(

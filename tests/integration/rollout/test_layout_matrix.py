@@ -55,7 +55,7 @@ class FreshEngines:
 
 @pytest.fixture(scope="module")
 def processes_for(ray_session: None) -> Iterator[ProcessesFor]:
-    env = {"env_vars": actor_environment("cpu") | {"PYTHONPATH": environment()["env_vars"]["PYTHONPATH"]}}
+    env = {"env_vars": actor_environment("cpu")}
     processes: list[Any] = []
 
     def first(n: int) -> list[Any]:

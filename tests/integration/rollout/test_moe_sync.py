@@ -45,7 +45,7 @@ def test_sync_from_expert_parallel_actor_matches_export(ray_session: None, tmp_p
         f"{MEGATRON}.dtype=float32", "actor_rollout_ref.actor.optim.lr=0.01", "actor_rollout_ref.nccl_timeout=20",
     )  # fmt: skip
     own = environment()
-    env = {"env_vars": {"PYTHONPATH": own["env_vars"]["PYTHONPATH"]} | actor_environment("cpu")}
+    env = {"env_vars": actor_environment("cpu")}
     processes = [ray.remote(num_cpus=0, runtime_env=env)(ReusableActorWorker).remote() for _ in range(RANKS)]
     worker = ray.remote(num_cpus=0, runtime_env=own)(RolloutWorker).remote(
         config_for(folder), rank=0, device="cpu", folder_version=0
