@@ -29,6 +29,7 @@ from recipe_gkd.rollout.environment import worker_environment as rollout_environ
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime.tasks import run_to_end
 from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.weight_sync.spec import WeightSyncSpec
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 
 log = logging.getLogger(__name__)
@@ -107,12 +108,14 @@ async def start_workers(
         weights = WeightSynchronizer(
             actors,
             rollouts,
-            tensor_parallel_size=rollout.tensor_model_parallel_size,
-            bucket_bytes=int(rollout.update_weights_bucket_megabytes * (1 << 20)),
-            timeout_s=config.actor_rollout_ref.nccl_timeout,
-            transport=_transport(config, device),
-            inflight=config.trainer.inflight_update,
-            engine_dtype=engines[0]["dtype"],
+            WeightSyncSpec(
+                tensor_parallel_size=rollout.tensor_model_parallel_size,
+                bucket_bytes=int(rollout.update_weights_bucket_megabytes * (1 << 20)),
+                timeout_s=config.actor_rollout_ref.nccl_timeout,
+                transport=_transport(config, device),
+                inflight=config.trainer.inflight_update,
+                engine_dtype=engines[0]["dtype"],
+            ),
             repair=restarts.replace_dead,
         )
         phase = "training"

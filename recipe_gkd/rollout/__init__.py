@@ -1,7 +1,12 @@
-"""The student generating: a vLLM engine in one process, and the Ray worker around it.
+"""The student as a generator: a vLLM engine in one process, and the Ray worker around it.
 
-``environment`` is what must be set before the process starts, ``vllm_compat`` the only module that imports vLLM,
-``engine`` runs it in one thread, ``sampling`` says how tokens are drawn, ``weight_updates`` and ``vllm_weights`` take
-new weights, ``vllm_calls`` is what vLLM's own worker processes are told to do, and ``ray_worker`` joins all of it.
+- ``environment`` has the environment variables of the process, and ``limits`` the checks before it starts.
+- ``ray_worker`` has the methods of a worker, and ``update_gate`` stops its generation during a weight update.
+- ``engine`` runs vLLM in one thread. ``engine_options``, ``engine_factory`` and ``engine_requests`` build the engine
+  and its requests, and ``sampling`` has the sampling parameters.
+- ``weight_updates`` has the state of an engine's weights. ``vllm_calls``, ``vllm_weights`` and ``vllm_reload`` run in
+  the process of each tensor-parallel rank.
+- ``vllm_compat`` is the only module of the package that imports vLLM.
+
 Importing this package imports neither vLLM nor Ray.
 """

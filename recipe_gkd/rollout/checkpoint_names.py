@@ -1,4 +1,4 @@
-"""Compare the weights that an actor announces with those of the model folder, before anything is sent."""
+"""Comparison of the weights that an actor announces with those of the model folder, before the first transfer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from teacher.weight_files import WeightFileError, open_weights, weight_files
 
 _NOT_WEIGHTS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+_MAX_SHOWN_PROBLEMS = 5
 
 
 def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor in the folder's weight files; empty if it has none. Reads headers only.
+    """Return the shape of every tensor in the folder's weight files. Reads headers only.
+
+    Args:
+        folder: Hugging Face model folder.
+
+    Returns:
+        Shapes by tensor name; empty if the folder has no safetensors file.
 
     Raises:
         ModelError: A weight file or the index is missing or damaged.
@@ -31,18 +38,26 @@ def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
 
 
 def check_announced(meta: Sequence[TensorMeta], folder: str, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise :class:`WeightSyncError` for a missing, unknown or differently shaped weight.
+    """Check that the announced weights are those of the rollout model.
 
-    vLLM joins several weights to one parameter and does not notice when one of them never comes. What the folder may
-    have and training may not: a tied output layer, and layers after the last one (for multi-token prediction).
+    vLLM joins several weights to one parameter, and does not detect that one of them is missing. The folder may have
+    weights that are not trained: a tied output layer, and layers after the last one (for multi-token prediction).
+
+    Args:
+        meta: Weights that the actor announces.
+        folder: Hugging Face model folder.
+        shapes: Result of :func:`folder_shapes`; if it is empty, nothing is checked.
+
+    Raises:
+        WeightSyncError: A weight is missing, unknown, or has another shape.
     """
     if not shapes:
         return
     config = json.loads((Path(folder) / "config.json").read_text())
     announced = {name: tuple(shape) for name, shape, _ in meta}
     tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
-    expected = {name for name in shapes if not _not_trained(name, config.get("num_hidden_layers"))}
-    complaints = [
+    expected = {name for name in shapes if not _is_untrained(name, config.get("num_hidden_layers"))}
+    problems = [
         *(f"{name} is missing" for name in sorted(expected - announced.keys() - tied)),
         *(f"{name} is unknown" for name in sorted(announced.keys() - shapes.keys() - tied)),
         *(
@@ -51,15 +66,16 @@ def check_announced(meta: Sequence[TensorMeta], folder: str, shapes: dict[str, t
             if announced[name] != shapes[name]
         ),
     ]
-    if complaints:
-        shown = "; ".join(complaints[:5]) + (f"; and {len(complaints) - 5} more" if len(complaints) > 5 else "")
+    if problems:
+        n_hidden = len(problems) - _MAX_SHOWN_PROBLEMS
+        shown = "; ".join(problems[:_MAX_SHOWN_PROBLEMS]) + (f"; and {n_hidden} more" if n_hidden > 0 else "")
         raise WeightSyncError(
-            f"the actor's weights do not fit the rollout model {folder}: {shown}; both pools must be built from the "
-            "same actor_rollout_ref.model.path, and the export must use its names"
+            f"the actor's weights differ from those of the rollout model {folder}: {shown}; both pools must be built "
+            "from the same actor_rollout_ref.model.path, and the export must use its names"
         )
 
 
-def _not_trained(name: str, n_layers: int | None) -> bool:
+def _is_untrained(name: str, n_layers: int | None) -> bool:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     after_last = layer is not None and n_layers is not None and int(layer.group(1)) >= n_layers
     return after_last or bool(_NOT_WEIGHTS.search(name))

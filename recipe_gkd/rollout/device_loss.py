@@ -1,4 +1,4 @@
-"""Tell whether an exception means that the CUDA device of this process is lost."""
+"""Detection of a lost CUDA device."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from recipe_gkd.errors import GkdError
 
 
 def is_device_loss(error: BaseException | None) -> bool:
-    """Return True if ``error``, or an exception that led to it, is a CUDA error of this process.
+    """Return True if ``error``, or one of its causes, is a CUDA error of this process.
 
-    After a CUDA error every later call to the device fails, too. The text of a :class:`GkdError` does not count: on a
-    weight channel it may repeat what another process reported of its own device.
+    After a CUDA error every later call to the device fails. The text of a :class:`GkdError` is ignored, because an
+    error of the weight transport may repeat the error of another process.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

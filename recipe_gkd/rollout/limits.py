@@ -1,6 +1,6 @@
-"""Checks of the rollout engine's settings against the model. vLLM makes them only after its workers have started.
+"""Checks of the rollout engine's settings against the model, which vLLM makes only after its workers have started.
 
-No import of vLLM: the driver runs these before it starts any process.
+The driver runs them before it starts any process, so this module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -11,67 +11,71 @@ from recipe_gkd.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM_VOCAB_MULTIPLE = 64
-"""``DEFAULT_VOCAB_PADDING_SIZE`` of vLLM's ``vocab_parallel_embedding``."""
+"""vLLM pads the vocabulary to a multiple of this (``DEFAULT_VOCAB_PADDING_SIZE`` of ``vocab_parallel_embedding``)."""
 
 
-def check_engine_fits(shape: ModelDims, config: Config) -> None:
-    """Compare length, parallelism and KV cache of ``actor_rollout_ref.rollout`` with the model.
+def check_engine_fits(dims: ModelDims, config: Config) -> None:
+    """Check sequence length, parallelism and KV cache of ``actor_rollout_ref.rollout`` against the model.
+
+    Args:
+        dims: Dimensions of the student.
+        config: Configuration of the run.
 
     Raises:
-        ConfigError: vLLM would refuse this combination.
+        ConfigError: vLLM would reject this combination.
     """
-    _check_length(shape, config)
-    _check_parallelism(shape, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
-    _check_cache(shape, config)
+    _check_length(dims, config)
+    _check_parallelism(dims, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+    _check_cache(dims, config)
 
 
 def engine_length(config: Config) -> int:
-    """Return the longest sequence of an engine, in tokens."""
+    """Return the maximum length of a sequence in the engine, in tokens."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     return config.actor_rollout_ref.rollout.max_model_len or longest
 
 
-def _check_length(shape: ModelDims, config: Config) -> None:
+def _check_length(dims: ModelDims, config: Config) -> None:
     length = engine_length(config)
-    if length > shape.max_positions:
+    if length > dims.max_positions:
         raise ConfigError(
-            f"{ROLLOUT}.max_model_len={length} is more than the {shape.max_positions} positions of the student "
+            f"{ROLLOUT}.max_model_len={length} is more than the {dims.max_positions} positions of the student "
             "(max_position_embeddings in its config.json); lower it, or set it to null"
         )
 
 
-def _check_parallelism(shape: ModelDims, tp: int) -> None:
-    """Check that each rank has whole heads, and equally many columns of each layer and of the vocabulary.
+def _check_parallelism(dims: ModelDims, tp: int) -> None:
+    """Check that each rank gets whole heads, and an equal share of each layer's columns and of the vocabulary.
 
-    Key/value heads may be repeated where there are fewer than ranks.
+    vLLM repeats key/value heads if there are fewer heads than ranks.
     """
-    kv_fits = shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
-    padded = -(-shape.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
-    mixture = shape.mixture
+    kv_fits = dims.kv_heads % tp == 0 or tp % dims.kv_heads == 0
+    padded = -(-dims.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
+    mixture = dims.mixture
     widths = [
-        (shape.heads, "heads"),
-        (shape.ffn if mixture is None or not all(mixture.layers) else 0, "feed-forward columns"),
+        (dims.heads, "heads"),
+        (dims.ffn if mixture is None or not all(mixture.layers) else 0, "feed-forward columns"),
         (mixture.ffn if mixture else 0, "feed-forward columns of an expert"),
         (mixture.shared_ffn or 0 if mixture else 0, "feed-forward columns of the shared expert"),
         (padded, f"ids (padded to a multiple of {VLLM_VOCAB_MULTIPLE})"),
     ]
-    divided = [f"{width} {what}" for width, what in widths if width % tp]
-    if divided or not kv_fits:
-        kv = f"{shape.kv_heads} key/value heads (or be a multiple of them)"
+    indivisible = [f"{width} {what}" for width, what in widths if width % tp]
+    if indivisible or not kv_fits:
+        kv = f"{dims.kv_heads} key/value heads (or be a multiple of them)"
         raise ConfigError(
             f"{ROLLOUT}.tensor_model_parallel_size is {tp}; it must divide the model's "
-            f"{', '.join(divided + ([] if kv_fits else [kv]))}"
+            f"{', '.join(indivisible + ([] if kv_fits else [kv]))}"
         )
 
 
-def _check_cache(shape: ModelDims, config: Config) -> None:
-    """Check that the longest sequence fits. ``dtype=auto`` counts as two bytes, the least that it can be."""
+def _check_cache(dims: ModelDims, config: Config) -> None:
+    """Check that the KV cache holds the longest sequence. ``dtype=auto`` counts as two bytes, its minimum."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.kv_cache_memory_megabytes is None:
         return
     n_bytes = 4 if rollout.dtype == "float32" else 2
-    heads = max(1, shape.kv_heads // rollout.tensor_model_parallel_size)
-    per_token = 2 * shape.layers * heads * shape.head_dim * n_bytes
+    heads = max(1, dims.kv_heads // rollout.tensor_model_parallel_size)
+    per_token = 2 * dims.layers * heads * dims.head_dim * n_bytes
     needed = engine_length(config) * per_token
     if needed > rollout.kv_cache_memory_megabytes << 20:
         raise ConfigError(

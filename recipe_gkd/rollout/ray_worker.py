@@ -1,43 +1,57 @@
-"""One rollout worker: an engine, its sampling, and its weights, as an asynchronous class that Ray can run as an actor.
+"""Rollout worker: an engine, its sampling parameters and its weights, as an asynchronous class for a Ray actor.
 
-Nothing here imports Ray: the caller decorates and places the class, with ``environment.worker_environment(device)`` as
-``env_vars`` of its ``runtime_env``.
+This module does not import Ray. The caller decorates and places the class, and passes
+``environment.worker_environment(device)`` as ``env_vars`` of its ``runtime_env``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar, get_args
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
-from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError
+from recipe_gkd.errors import DeadlineError, GkdError
 from recipe_gkd.ray_cluster.placement import device_report
 from recipe_gkd.rollout.checkpoint_names import check_announced, folder_shapes
-from recipe_gkd.rollout.engine import EngineOptions, RolloutEngine
+from recipe_gkd.rollout.engine import RolloutEngine
+from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.sampling import SamplingName, sampling_from
+from recipe_gkd.rollout.update_gate import UpdateGate
 from recipe_gkd.rollout.weight_updates import WeightUpdates
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+
+if TYPE_CHECKING:
+    from recipe_gkd.rollout.vllm_compat import LLMEngine
 
 T = TypeVar("T")
 
 
 class RolloutWorker:
-    """Worker ``rank`` of the rollout pool, on ``device`` (`cpu` or `cuda`).
+    """One worker of the rollout pool.
 
-    Answers end at ``stop_token_ids``, too, beside the model's own; see :func:`sampling_from`. Ids from ``n_tokens`` on
-    are padding of the output layer: never sampled, and without a share in logprobs. The weights of the model
-    folder count as ``folder_version``; without one they are no version of a training run, whose first update must come
-    before the first ``generate``.
+    Lifecycle::
 
-    Lifecycle: ``setup`` -> any number of ``generate`` at a time, and now and then an update (``begin_weight_update``
-    -> ``receive_weights`` -> ``commit_weights`` or ``drop_weights``) -> ``shutdown``. Between begin and commit or drop,
-    new calls of ``generate`` wait; those that run end before it begins, or are paused where they are (``inflight``).
+        await worker.setup()
+        async for responses in worker.generate(prompts, step): ...  # several calls at a time
+        await worker.open_weight_transport(...)                     # together with the actor's rank 0
+        await worker.begin_weight_update(version, meta)             # new calls of generate wait from here ...
+        await worker.receive_weights(version, meta, bucket_bytes)
+        await worker.commit_weights(version)                        # ... to here, or to drop_weights()
+        await worker.shutdown()
+
+    Args:
+        config: Configuration of the run.
+        rank: Rank in the rollout pool.
+        device: ``"cpu"`` or ``"cuda"``.
+        stop_token_ids: Ids that end a response, in addition to the model's own; see :func:`sampling_from`.
+        n_tokens: See :class:`EngineOptions`.
+        folder_version: Version of the weights in the model folder. If it is None, :meth:`generate` needs a weight
+            update first.
     """
 
     def __init__(
@@ -55,49 +69,66 @@ class RolloutWorker:
         self._folder_version = folder_version
         self._name = f"rollout worker {rank}"
         self._engine = RolloutEngine(EngineOptions.from_config(config, device, n_tokens))
-        # Every slot of a node's pool is a process that receives all weights; on CUDA each has a device of its own.
-        self._updates = WeightUpdates(self._name, n_sharing=config.rollout.n_gpus_per_node if device == "cpu" else 1)
-        self._n_generating = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._open = asyncio.Event()
-        self._open.set()
-        self._paused = False
-        self._unfit_before: str | None = None
+        # On a CPU each slot of the node's pool is a process that receives all weights; on CUDA each has its own memory.
+        n_sharing_host = config.rollout.n_gpus_per_node if device == "cpu" else 1
+        self._updates = WeightUpdates(self._name, n_sharing_host)
+        self._gate = UpdateGate(self._engine, self._updates)
 
     async def where(self) -> dict[str, Any]:
+        """Return the node and the device of this worker; see :func:`device_report`."""
         return device_report(self._device)
 
     async def setup(self) -> dict[str, Any]:
-        """Start the engine; what it is, and how long the start took."""
+        """Start the engine.
+
+        Returns:
+            Description of the engine (see :func:`describe_engine`), and the ``seconds`` that the start took.
+
+        Raises:
+            ModelError: The model folder cannot be used.
+            ResourceError: The installed vLLM does not support the device.
+            WorkerError: vLLM could not start.
+        """
         started = time.monotonic()
         folder = self._config.actor_rollout_ref.model.path
         self._sampling = {
             name: sampling_from(self._config, name, also_stop_at=self._stop_token_ids)
             for name in get_args(SamplingName)
         }
-        described = await _on_engine(self._engine.start())
+        description = await asyncio.wrap_future(self._engine.start())
         if (version := self._folder_version) is not None:
-            await _on_engine(self._engine.run(lambda eng: self._updates.set_version(eng, version)))
+            await self._run(lambda engine: self._updates.set_version(engine, version))
         self._folder_shapes = folder_shapes(folder)
-        return described | {"seconds": time.monotonic() - started}
+        return description | {"seconds": time.monotonic() - started}
 
     async def generate(
         self, prompts: list[Prompt], step: int, sampling: SamplingName = "train", timeout_s: float | None = None
     ) -> AsyncIterator[list[Response]]:
-        """Answer ``prompts``; yields, each time, all answers that finished since the last time.
+        """Generate a response to each prompt.
 
-        ``timeout_s``: instead of ``rollout.timeout_s``, which is meant for a share of a training batch.
+        Closing the iterator drops unfinished requests. Through Ray, close it by ``ray.cancel`` of the
+        ``ObjectRefGenerator``, repeated until its ``completed()`` is ready: Ray loses a cancel that arrives before the
+        call, and a generator that is only deleted keeps running.
 
-        Closing the iterator early drops what is unfinished. Who calls through Ray closes it by ``ray.cancel`` of the
-        ``ObjectRefGenerator``, again and again until its ``completed()`` is ready: Ray loses a cancel that overtakes
-        the call, and lets a generator that is merely deleted run on. Raises :class:`WeightSyncError` if this worker has
-        no weights version or a failed update made it unfit, :class:`DeadlineError` after ``timeout_s``, and
-        :class:`WorkerError` if the engine fails.
+        Args:
+            prompts: The prompts.
+            step: Training step, for the seeds.
+            sampling: Name of the sampling parameters.
+            timeout_s: Deadline of the call; None for ``rollout.timeout_s``, which suits a share of a training batch.
+
+        Yields:
+            Responses that have finished since the last time.
+
+        Raises:
+            WeightSyncError: This worker has no weights version, or a failed update made it invalid.
+            DeadlineError: ``timeout_s`` has passed.
+            WorkerError: The engine failed.
         """
         timeout_s = timeout_s or self._config.actor_rollout_ref.rollout.timeout_s
         started = time.monotonic()
-        await self._in_time(self._open.wait(), started, timeout_s, "the weight update before it did not end")
+        await self._wait(
+            self._gate.wait_until_open(), started, timeout_s, "the weight update before this call did not end"
+        )
         self._updates.ensure_valid()
         loop = asyncio.get_running_loop()
         finished: asyncio.Queue[list[Response] | GkdError] = asyncio.Queue()
@@ -107,103 +138,105 @@ class RolloutWorker:
 
         params = [self._sampling[sampling].for_request(prompt.uid, step) for prompt in prompts]
         n_left = len(prompts)
-        self._n_generating += 1
-        self._idle.clear()
-        request_ids, accepted = self._engine.submit(prompts, params, deliver)
-        try:
-            late = "the engine, busy with a step or a weight update, did not take the prompts"
-            await self._in_time(_on_engine(accepted), started, timeout_s, late)
-            while n_left:
-                late = f"{n_left} of {len(prompts)} answers of step {step} are unfinished"
-                results = [await self._in_time(finished.get(), started, timeout_s, late)]
-                while not finished.empty():
-                    results.append(finished.get_nowait())
-                if failure := next((result for result in results if isinstance(result, GkdError)), None):
-                    raise type(failure)(f"{self._name}: {failure}")
-                responses = [response for result in results if not isinstance(result, GkdError) for response in result]
-                n_left -= len(responses)
-                yield responses
-        finally:
-            if n_left:
-                self._engine.abort(request_ids)
-            self._n_generating -= 1
-            if not self._n_generating:
-                self._idle.set()
+        with self._gate.generation():
+            request_ids, accepted = self._engine.submit(prompts, params, deliver)
+            try:
+                late = "the engine did not accept the prompts, because it was busy with a step or a weight update"
+                await self._wait(asyncio.wrap_future(accepted), started, timeout_s, late)
+                while n_left:
+                    late = f"{n_left} of {len(prompts)} responses of step {step} are unfinished"
+                    responses = self._merge(await self._wait(finished.get(), started, timeout_s, late), finished)
+                    n_left -= len(responses)
+                    yield responses
+            finally:
+                if n_left:
+                    self._engine.abort(request_ids)
+
+    def _merge(
+        self, first: list[Response] | GkdError, more: asyncio.Queue[list[Response] | GkdError]
+    ) -> list[Response]:
+        """Return the responses of ``first`` and of all queued results; raise the first error among them."""
+        results = [first]
+        while not more.empty():
+            results.append(more.get_nowait())
+        if failure := next((result for result in results if isinstance(result, GkdError)), None):
+            raise type(failure)(f"{self._name}: {failure}")
+        return [response for result in results if not isinstance(result, GkdError) for response in result]
 
     # Weight updates.
 
-    async def open_weight_channel(
+    async def open_weight_transport(
         self, host: str, port: int, first_rank: int, labels: list[str], transport: str
     ) -> None:
-        """Join a new channel; blocks until all others, named in ``labels``, have joined."""
+        """Join a new transport, and wait until all other ranks have joined; see :meth:`WeightUpdates.join`."""
         timeout_s = self._config.actor_rollout_ref.nccl_timeout
-        await _on_engine(
-            self._engine.run(lambda eng: self._updates.join(eng, host, port, first_rank, labels, transport, timeout_s))
-        )
+        await self._run(lambda engine: self._updates.join(engine, host, port, first_rank, labels, transport, timeout_s))
 
     async def begin_weight_update(self, version: int, meta: Sequence[TensorMeta], inflight: bool = False) -> None:
-        """Check that the announced weights fit, hold new requests back, and wait until the running ones have ended.
+        """Check the announced weights, hold back new calls of ``generate``, and stop generating.
 
-        ``inflight``: pause those that run instead. After a commit they go on with the new weights, after a drop with
-        the old ones. If the drop leaves this worker unfit they stay paused, as the next update may repair it; if that
-        fails, too, they end with :class:`WeightSyncError`.
+        Args:
+            version: Version of the weights.
+            meta: Tensors of the update.
+            inflight: If False, wait until running requests have finished. If True, pause them: after a commit they
+                continue with the new weights, after a drop with the old ones. If the drop leaves this worker invalid,
+                they stay paused for the next update, and end with :class:`WeightSyncError` if that fails too.
+
+        Raises:
+            WeightSyncError: The announced weights are not those of the rollout model.
+            DeadlineError: The running requests did not finish in time.
         """
         check_announced(meta, self._config.actor_rollout_ref.model.path, self._folder_shapes)
-        self._open.clear()
-        self._paused, self._unfit_before = inflight or self._paused, self._updates.unfit
         started, timeout_s = time.monotonic(), self._config.actor_rollout_ref.nccl_timeout
-        quiet = _on_engine(self._engine.pause()) if self._paused else self._idle.wait()
+        stopped = self._gate.begin(inflight=inflight)
         try:
-            await self._in_time(quiet, started, timeout_s, f"v{version} cannot be loaded: it still generates")
+            await self._wait(stopped, started, timeout_s, f"v{version} cannot be loaded: it still generates")
         except DeadlineError:
-            self._end_update()
+            self._gate.end()
             raise
 
     async def receive_weights(
-        self, version: int, meta: Sequence[TensorMeta], bucket_bytes: int, staged: bool | None = None
+        self, version: int, meta: Sequence[TensorMeta], bucket_bytes: int, double_buffered: bool | None = None
     ) -> dict[str, Any]:
-        """Receive and verify an update; ``staged`` overrides whether it is kept aside or loaded at once."""
-        return await _on_engine(
-            self._engine.run(lambda eng: self._updates.receive(eng, version, meta, bucket_bytes, staged))
+        """Receive and verify an update; see :meth:`WeightUpdates.receive`."""
+        return await self._run(
+            lambda engine: self._updates.receive(engine, version, meta, bucket_bytes, double_buffered)
         )
 
     async def commit_weights(self, version: int) -> None:
+        """Load the received update, and generate again; see :meth:`WeightUpdates.commit`."""
         try:
-            await _on_engine(self._engine.run(lambda eng: self._updates.commit(eng, version)))
+            await self._run(lambda engine: self._updates.commit(engine, version))
         finally:
-            self._end_update()
+            self._gate.end()
 
     async def drop_weights(self) -> str | None:
-        """Give up an update; why this worker is now unfit, or None if it still has its old version."""
-        try:
-            await _on_engine(self._engine.run(self._updates.drop))
-        finally:
-            self._end_update()
-        return self._updates.unfit
+        """Discard an update.
 
-    def _end_update(self) -> None:
-        unfit = self._updates.unfit
-        if self._paused and unfit and not self._unfit_before:
-            return  # the sync that repairs it comes next
-        failure = WeightSyncError(f"the answers under way were given up: {unfit}") if unfit else None
-        self._engine.resume(failure)
-        self._paused = False
-        self._open.set()
+        Returns:
+            Reason why this worker is now invalid, None if it still has its old version.
+        """
+        try:
+            await self._run(self._updates.drop)
+        finally:
+            self._gate.end()
+        return self._updates.invalid_because
 
     async def shutdown(self) -> None:
-        """End the engine. Waits for the step or update in progress, which have their own deadlines."""
+        """Close the engine, after the current step or update, which have their own deadlines."""
         await in_thread(self._engine.close)
 
-    async def _in_time(self, wait: Awaitable[T], started: float, timeout_s: float, late: str) -> T:
+    async def _run(self, command: Callable[[LLMEngine], T]) -> T:
+        """Run a command on the engine's thread."""
+        return await asyncio.wrap_future(self._engine.run(command))
+
+    async def _wait(self, awaitable: Awaitable[T], started: float, timeout_s: float, late: str) -> T:
+        """Await with a deadline ``timeout_s`` after ``started``; ``late`` is the reason in the error."""
         try:
             async with asyncio.timeout(max(0.0, started + timeout_s - time.monotonic())):
-                return await wait
+                return await awaitable
         except TimeoutError as error:
             raise DeadlineError(
-                f"{self._name}: {late} after {timeout_s:g} s; raise "
-                "actor_rollout_ref.rollout.timeout_s (generation) or nccl_timeout (weights), or look at its log"
+                f"{self._name}: {late} after {timeout_s:g} s; raise actor_rollout_ref.rollout.timeout_s (generation) "
+                "or nccl_timeout (weights), or look at the worker's log"
             ) from error
-
-
-async def _on_engine(done: Future[T]) -> T:
-    return await asyncio.wrap_future(done)

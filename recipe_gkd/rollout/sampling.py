@@ -1,4 +1,4 @@
-"""How the tokens of an answer are drawn: which parameters, which seed, and where an answer ends. No vLLM here."""
+"""Sampling parameters, seeds and stop tokens of responses. This module does not import vLLM."""
 
 from __future__ import annotations
 
@@ -12,31 +12,43 @@ from typing import Any, Literal
 
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ModelError
+from teacher.engines.eos import declared_eos_ids
 
 SamplingName = Literal["train", "validation"]
-"""``actor_rollout_ref.rollout`` has the parameters of training itself, and those of validation in ``val_kwargs``."""
+"""Parameters of training (``actor_rollout_ref.rollout``) and of validation (its ``val_kwargs``)."""
 VALIDATION_STEP = -1
-"""Stands for the step in the seeds of validation: the same at every step, and none of training."""
+"""Step in the seeds of validation. It makes them equal at every step, and different from those of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The parameters that all requests of a batch share."""
+    """Sampling parameters of all requests of a batch.
+
+    Attributes:
+        temperature: Softmax temperature; 0 is greedy.
+        top_p: Probability mass of nucleus sampling.
+        top_k: Number of most likely tokens; -1 for all tokens.
+        max_tokens: Maximum length of a response, in tokens.
+        stop_token_ids: Ids that end a response, ascending. The id is part of the response.
+        seed: ``data.seed``; see :func:`request_seed`.
+        fixed_step: Replaces the training step in the seeds, unless it is None.
+    """
 
     temperature: float
     top_p: float
     top_k: int
-    """-1: all tokens."""
     max_tokens: int
     stop_token_ids: tuple[int, ...]
-    """Ascending. The one that ends an answer is part of it."""
     seed: int
-    """``data.seed``; see :func:`request_seed`."""
     fixed_step: int | None = None
-    """Enters the seeds instead of the step."""
 
     def for_request(self, uid: int, step: int) -> dict[str, Any]:
-        """Keyword arguments of vLLM's ``SamplingParams`` for the prompt ``uid`` at training step ``step``."""
+        """Return the keyword arguments of vLLM's ``SamplingParams`` for one prompt.
+
+        Args:
+            uid: Uid of the prompt.
+            step: Training step.
+        """
         shared = {"max_tokens": self.max_tokens, "stop_token_ids": list(self.stop_token_ids)}
         if self.temperature == 0:
             return {"temperature": 0.0, **shared}
@@ -50,21 +62,32 @@ class Sampling:
 
 
 def request_seed(seed: int, uid: int, step: int) -> int:
-    """The seed of one answer: the first 63 bits of BLAKE2b over (``data.seed``, ``prompt.uid``, step) as int64s.
+    """Return the seed of one response: the first 63 bits of BLAKE2b over the three arguments as int64.
 
-    Nothing else enters, so an answer does not depend on the worker that generates it, on the other prompts of its
-    batch, or on a restart. Neighboring triples give unrelated seeds.
+    A response therefore does not depend on the worker that generates it, on the other prompts of its batch, or on a
+    restart. Neighboring triples give unrelated seeds.
+
+    Args:
+        seed: ``data.seed``.
+        uid: Uid of the prompt.
+        step: Training step, or ``VALIDATION_STEP``.
     """
     digest = hashlib.blake2b(struct.pack("<qqq", seed, uid, step), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def sampling_from(config: Config, name: SamplingName = "train", *, also_stop_at: Sequence[int] = ()) -> Sampling:
-    """From ``actor_rollout_ref.rollout`` (``validation``: its ``val_kwargs``) and ``data``.
+    """Return the sampling parameters of a configuration.
 
-    An answer ends at the student's own end-of-sequence ids and at ``also_stop_at``, which are the teacher's: a base
-    student and an instruct teacher end a turn with different tokens, and what the teacher thinks of tokens behind its
-    own end of turn is noise.
+    Args:
+        config: Configuration of the run.
+        name: ``"train"`` for ``actor_rollout_ref.rollout``, ``"validation"`` for its ``val_kwargs``.
+        also_stop_at: EOS ids of the teachers, at which a response ends in addition to the student's own EOS ids. A base
+            student and an instruct teacher end a turn with different tokens, and a teacher's distribution after its own
+            end of turn is noise.
+
+    Raises:
+        ModelError: See :func:`stop_token_ids`.
     """
     rollout = config.actor_rollout_ref.rollout
     chosen = rollout.val_kwargs if name == "validation" else rollout
@@ -80,20 +103,27 @@ def sampling_from(config: Config, name: SamplingName = "train", *, also_stop_at:
 
 
 def stop_token_ids(folder: str) -> tuple[int, ...]:
-    """Every end-of-sequence id that ``generation_config.json`` or ``config.json`` of a model names; may be none.
+    """Return every EOS id that a model's ``generation_config.json`` or ``config.json`` declares, ascending.
 
-    The engine runs without a tokenizer, and so does not know them by itself.
+    vLLM cannot read them itself, because the engine runs without a tokenizer.
+
+    Args:
+        folder: Hugging Face model folder. A missing file counts as one without EOS ids.
+
+    Raises:
+        ModelError: A file is not valid JSON, or its ``eos_token_id`` is not a token id.
     """
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = Path(folder) / name
-        if not path.is_file():
-            continue
-        try:
-            values = json.loads(path.read_text())
-        except ValueError as error:
-            raise ModelError(f"{path} is not valid JSON ({error}); copy the model folder again") from error
-        for section in (values, values.get("text_config") or {}):
-            ids = section.get("eos_token_id")
-            found.update([ids] if isinstance(ids, int) else ids or [])
-    return tuple(sorted(found))
+    generation_config, config = (_read_json(Path(folder) / name) for name in ("generation_config.json", "config.json"))
+    try:
+        return tuple(sorted({token_id for ids in declared_eos_ids(generation_config, config) for token_id in ids}))
+    except ValueError as error:
+        raise ModelError(f"{folder} has {error}; correct its generation_config.json or config.json") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{path} is not valid JSON ({error}); copy the model folder again") from error

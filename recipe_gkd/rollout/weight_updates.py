@@ -1,9 +1,17 @@
-"""Which weights an engine has, whether it may generate with them, and the steps of an update.
+"""State of an engine's weights, and the steps of an update.
 
-    join -> receive -> commit        the new version
-                    -> drop          the old version, or unfit if it may hold a mixture
+========= ======================================== ==================================================================
+State     Entered by                               Left by
+========= ======================================== ==================================================================
+invalid   construction; a failed update after      ``set_version``, or ``commit`` of a full update
+          which the weights may be mixed
+valid     ``set_version``, ``commit``              ``receive`` of an update that is then dropped or fails, if it was
+                                                   loaded in place
+received  ``receive``; the old version is still    ``commit`` (valid, new version) or ``drop`` (valid with the old
+          used                                     version, or invalid)
+========= ======================================== ==================================================================
 
-Every function that takes the engine runs on the engine's thread (``RolloutEngine.run``).
+Methods with an ``engine`` parameter run on the engine's thread (``RolloutEngine.run``).
 """
 
 from __future__ import annotations
@@ -19,33 +27,63 @@ if TYPE_CHECKING:
 
 
 class WeightUpdates:
-    """The state of one engine's weights."""
+    """State of one engine's weights. It starts invalid.
 
-    def __init__(self, name: str, n_sharing: int = 1) -> None:
-        """Create the state without a version.
+    Lifecycle::
 
-        Args:
-            name: Name of the worker, for errors.
-            n_sharing: Receiving processes that share the memory of a host.
-        """
-        self.name, self._n_sharing = name, n_sharing
-        self.unfit: str | None = "it has no weights version yet: a full weight sync must come first"
-        """Why it may not generate."""
+        updates = WeightUpdates(name)
+        updates.join(engine, host, port, first_rank, labels, transport, timeout_s)  # once, and after every failure
+        updates.receive(engine, version, meta, bucket_bytes, None)
+        updates.commit(engine, version)                                             # or updates.drop(engine)
+
+    Args:
+        name: Name of the worker in error messages.
+        n_sharing_host: Processes that receive the same update into the memory of this host.
+
+    Attributes:
+        invalid_because: Reason why the engine must not generate; None if it may.
+    """
+
+    def __init__(self, name: str, n_sharing_host: int = 1) -> None:
+        self.name, self._n_sharing_host = name, n_sharing_host
+        self.invalid_because: str | None = "it has no weights version yet; run a full weight sync first"
         self._received: int | None = None
 
     def ensure_valid(self) -> None:
-        if self.unfit is not None:
-            raise WeightSyncError(f"{self.name} refuses to generate: {self.unfit}")
+        """Raise :class:`WeightSyncError` if the engine must not generate."""
+        if self.invalid_because is not None:
+            raise WeightSyncError(f"{self.name} rejects requests: {self.invalid_because}")
 
     def set_version(self, engine: LLMEngine, version: int) -> None:
-        """What the engine was started with counts as ``version``."""
+        """Declare the current weights of the engine to be ``version``."""
         engine.set_weight_version(str(version))
-        self.unfit = None
+        self.invalid_because = None
 
     def join(
-        self, engine: LLMEngine, host: str, port: int, first_rank: int, labels: Sequence[str], transport: str,
+        self,
+        engine: LLMEngine,
+        host: str,
+        port: int,
+        first_rank: int,
+        labels: Sequence[str],
+        transport: str,
         timeout_s: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
+        """Join a transport with all tensor-parallel ranks.
+
+        Args:
+            engine: The engine.
+            host: Address of the store.
+            port: Port of the store.
+            first_rank: Transport rank of the first tensor-parallel rank.
+            labels: Names of all transport ranks in error messages.
+            transport: Key of ``transport_factory.TRANSPORTS``.
+            timeout_s: Deadline of each update.
+
+        Raises:
+            WeightSyncError: A rank could not join.
+            WorkerDied: A rank has lost its CUDA device.
+        """
         info = {
             "host": host,
             "port": port,
@@ -54,51 +92,83 @@ class WeightUpdates:
             "transport": transport,
             "timeout_s": timeout_s,
         }
-        self._call(engine, "gkd_join_channel", info)
+        self._call(engine, "gkd_join_transport", info)
 
     def receive(
-        self, engine: LLMEngine, version: int, meta: Sequence[TensorMeta], bucket_bytes: int, staged: bool | None
+        self,
+        engine: LLMEngine,
+        version: int,
+        meta: Sequence[TensorMeta],
+        bucket_bytes: int,
+        double_buffered: bool | None,
     ) -> dict[str, Any]:
-        """Everything up to a verified checksum; statistics of the slowest worker of the engine."""
+        """Receive an update and verify its checksum.
+
+        Args:
+            engine: The engine.
+            version: Version of the weights.
+            meta: Tensors of the update, in order.
+            bucket_bytes: Maximum size of a bucket.
+            double_buffered: See :class:`recipe_gkd.rollout.vllm_weights.ReceiveUpdate`.
+
+        Returns:
+            Statistics of the slowest tensor-parallel rank.
+
+        Raises:
+            WeightSyncError: The transfer failed.
+            WorkerDied: A rank has lost its CUDA device.
+        """
         self._received = None
         info = {
             "version": version,
             "meta": list(meta),
             "bucket_bytes": bucket_bytes,
-            "staged": staged,
-            "n_sharing": self._n_sharing,
+            "double_buffered": double_buffered,
+            "n_sharing_host": self._n_sharing_host,
         }
         outcomes = self._call(engine, "gkd_receive_weights", info)
         self._received = version
         return max(outcomes, key=lambda outcome: float(outcome["seconds"]))
 
     def commit(self, engine: LLMEngine, version: int) -> None:
-        """From here on tokens are generated with, and stamped as, ``version``; of running requests, the next ones."""
+        """Load the received update. Requests in flight continue with the new weights at their next token.
+
+        Raises:
+            WeightSyncError: ``version`` was not received, a weight is missing, or vLLM kept its prefix cache.
+            WorkerDied: A rank has lost its CUDA device.
+        """
         if self._received != version:
             self.drop(engine)
-            raise WeightSyncError(f"{self.name} was asked to commit v{version}, but has received {self._received}")
+            raise WeightSyncError(
+                f"{self.name} cannot commit v{version}: it has received {self._received}; call receive_weights first"
+            )
         self._received = None
         self._call(engine, "gkd_commit_weights")
-        self.unfit = "the prefix cache of the old weights could not be emptied"
-        if not engine.reset_prefix_cache(reset_running_requests=True):  # they compute their cache anew, and go on
+        self.invalid_because = "vLLM did not empty the prefix cache of the old weights; restart this worker"
+        if not engine.reset_prefix_cache(reset_running_requests=True):  # running requests compute their cache again
             self.ensure_valid()
         self.set_version(engine, version)
 
     def drop(self, engine: LLMEngine) -> None:
-        """Give up an update, in whatever state it is; the channel is closed."""
+        """Discard an update in any state, and leave the transport.
+
+        Raises:
+            WeightSyncError: A rank failed.
+            WorkerDied: A rank has lost its CUDA device.
+        """
         self._received = None
-        self._call(engine, "gkd_drop_weights", reason="an update was given up")
-        self._call(engine, "gkd_close_channel")
+        self._call(engine, "gkd_drop_weights", reason="an update was dropped")
+        self._call(engine, "gkd_close_transport")
 
     def _call(self, engine: LLMEngine, method: str, *args: Any, reason: str | None = None) -> list[dict[str, Any]]:
         outcomes: list[dict[str, Any]] = engine.collective_rpc(method, args=args)
         errors = dict.fromkeys(outcome["error"] for outcome in outcomes if outcome["error"])
-        if any(outcome["dirty"] for outcome in outcomes) and (errors or reason):
-            self.unfit = self.unfit or (
-                f"it may hold a mixture of weights, since {'; '.join(errors) or reason}; only a full weight sync on a "
-                "new channel makes it fit again"
+        if any(outcome["has_mixed_weights"] for outcome in outcomes) and (errors or reason):
+            self.invalid_because = self.invalid_because or (
+                f"it may have mixed weights ({'; '.join(errors) or reason}); only a full weight sync on a new "
+                "transport makes it valid again"
             )
         if errors:
-            lost = any(outcome["device_is_lost"] for outcome in outcomes)
-            raise (WorkerDied if lost else WeightSyncError)(f"{self.name}: {'; '.join(errors)}")
+            is_lost = any(outcome["device_is_lost"] for outcome in outcomes)
+            raise (WorkerDied if is_lost else WeightSyncError)(f"{self.name}: {'; '.join(errors)}")
         return outcomes

@@ -1,10 +1,13 @@
-"""Fresh weights from the actor's rank 0 to every rollout worker: buckets, one version number, a deadline on every wait.
+"""Transfer of the actor's weights to every rollout worker, as one version.
 
-One wait has none of its own, on rollout workers while the process of rank 0 is stopped (see ``Transport``); there the
-driver's deadline ends the sync, and its shutdown the wait.
+- ``synchronizer`` is the driver. ``spec`` has its settings, ``connection`` sets up the transport, and ``cleanup`` drops
+  a failed update on all workers.
+- ``sender`` and ``receiver`` are the two sides of one update. ``sender_api`` has the methods of an actor worker.
+- ``bucket_plan`` is the layout of tensors in buckets, and ``host_memory`` the memory of the buckets.
+- ``transport`` is the interface that moves buckets. ``collective`` uses gloo or NCCL, ``ipc`` uses shared memory.
+- ``store``, ``mailbox`` and ``peers`` carry messages between the ranks of a transport.
 
-``buckets`` says how tensors lie in buffers; ``transport`` is what moves buffers between processes, ``channel`` by
-collectives and ``ipc`` through shared memory; ``sender`` and ``receiver`` are the two ends of one update,
-``actor_side`` is what an actor worker delegates to, and ``sync`` is the driver that lets all of them act together.
-Nothing here imports vLLM, Megatron or Ray.
+Every wait has a deadline, with one exception: rollout workers wait without one while the process of rank 0 is stopped
+(see ``Transport``). The driver's deadline then ends the sync, and its shutdown ends those waits. Nothing here imports
+vLLM, Megatron or Ray.
 """

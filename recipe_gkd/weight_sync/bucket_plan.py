@@ -1,4 +1,4 @@
-"""How tensors lie in buckets: planned from their names, shapes and dtypes alone, so that both ends plan the same."""
+"""Layout of tensors in buckets. It follows from names, shapes and dtypes alone, so both ends compute the same plan."""
 
 from __future__ import annotations
 
@@ -13,41 +13,60 @@ import torch
 from recipe_gkd.errors import WeightSyncError
 
 TensorMeta = tuple[str, tuple[int, ...], str]
-"""Name, full shape, and the name of the torch dtype (`bfloat16`)."""
+"""Name, full shape, and name of the torch dtype, for example ``"bfloat16"``."""
 
-ALIGNMENT = 16
-"""Bytes. Every tensor starts where a view of any dtype may start, and where a GPU copies with its widest loads."""
+ALIGNMENT_BYTES = 16
+"""Alignment of every tensor: enough for a view of any dtype, and for the widest loads of a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """The place of one tensor in a bucket."""
+    """The place of one tensor in a bucket.
+
+    Attributes:
+        name: Hugging Face name of the tensor.
+        shape: Full shape.
+        dtype: Dtype of the tensor; it is never converted.
+        offset: First byte in the bucket, a multiple of ``ALIGNMENT_BYTES``.
+        n_bytes: Size of the tensor, without the padding before the next slot.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
     n_bytes: int
-    """Without the padding up to the next slot."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
+    """Tensors that are transferred together.
+
+    Attributes:
+        slots: Places of the tensors, in the order of the export.
+        n_bytes: Size of the slots with padding, a multiple of ``ALIGNMENT_BYTES``. Only these bytes are transferred.
+    """
+
     slots: tuple[Slot, ...]
     n_bytes: int
-    """Exactly what the slots need, a multiple of :data:`ALIGNMENT`: a part-filled bucket is not sent at full size."""
 
     @property
-    def is_one_tensor(self) -> bool:
-        """Whether its bytes are those of one tensor, so that they need not be packed."""
+    def is_single_tensor(self) -> bool:
+        """True if the bucket consists of the bytes of one tensor, without padding, so that it needs no packing."""
         return len(self.slots) == 1 and self.slots[0].n_bytes == self.n_bytes
 
 
 def plan_buckets(meta: Sequence[TensorMeta], bucket_bytes: int) -> list[Bucket]:
-    """Fill buckets of at most ``bucket_bytes`` in the order of ``meta``; a tensor larger than that gets its own.
+    """Assign tensors to buckets in the order of ``meta``.
 
-    A tensor is never split, because the rollout engine loads whole tensors. Raises :class:`WeightSyncError` for a dtype
-    that torch does not have and for a name that occurs twice.
+    A tensor is never split, because the rollout engine loads whole tensors.
+
+    Args:
+        meta: Tensors of one update.
+        bucket_bytes: Maximum size of a bucket. A larger tensor gets a bucket of its own.
+
+    Raises:
+        WeightSyncError: A dtype is not a torch dtype, or a name occurs twice.
     """
     buckets: list[Bucket] = []
     slots: list[Slot] = []
@@ -57,9 +76,9 @@ def plan_buckets(meta: Sequence[TensorMeta], bucket_bytes: int) -> list[Bucket]:
         if name in seen:
             raise WeightSyncError(f"the actor lists the weight {name} twice; each name must be exported once")
         seen.add(name)
-        dtype = _dtype(name, dtype_name)
+        dtype = _parse_dtype(name, dtype_name)
         n_bytes = math.prod(shape) * dtype.itemsize
-        padded = -(-n_bytes // ALIGNMENT) * ALIGNMENT
+        padded = -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if slots and filled + padded > bucket_bytes:
             buckets.append(Bucket(slots=tuple(slots), n_bytes=filled))
             slots, filled = [], 0
@@ -70,67 +89,95 @@ def plan_buckets(meta: Sequence[TensorMeta], bucket_bytes: int) -> list[Bucket]:
     return buckets
 
 
-def _dtype(name: str, dtype_name: str) -> torch.dtype:
+def _parse_dtype(name: str, dtype_name: str) -> torch.dtype:
     dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightSyncError(f"{name} has dtype {dtype_name!r}; expected a torch dtype's name, such as 'bfloat16'")
     return dtype
 
 
-class Plan:
-    """The buckets of one ``meta``; what making them costs at each update would be felt with thousands of tensors."""
+class BucketPlan:
+    """The buckets of one list of tensors. It is reused by later updates, because planning is slow for many tensors.
+
+    Args:
+        meta: Tensors of one update.
+        bucket_bytes: Maximum size of a bucket.
+
+    Attributes:
+        buckets: Buckets in the order of transfer.
+        n_bytes: Total size of the buckets.
+
+    Raises:
+        WeightSyncError: See :func:`plan_buckets`.
+    """
 
     def __init__(self, meta: Sequence[TensorMeta], bucket_bytes: int) -> None:
-        self._of = list(meta), bucket_bytes
+        self._inputs = list(meta), bucket_bytes
         self.buckets = plan_buckets(meta, bucket_bytes)
         self.n_bytes = sum(bucket.n_bytes for bucket in self.buckets)
         record = json.dumps([bucket_bytes, [[name, list(shape), dtype] for name, shape, dtype in meta]])
         self._digest = hashlib.blake2b(record.encode(), digest_size=12).hexdigest()
 
-    def is_of(self, meta: Sequence[TensorMeta], bucket_bytes: int) -> bool:
-        return self._of == (meta, bucket_bytes)
+    def matches(self, meta: Sequence[TensorMeta], bucket_bytes: int) -> bool:
+        """Return True if this is the plan of ``meta`` and ``bucket_bytes``."""
+        return self._inputs == (meta, bucket_bytes)
 
     def fingerprint(self, version: int) -> str:
-        """Equal on both ends exactly when they are about to do the same update in the same buckets."""
+        """Return a string that is equal on two ranks only if version, tensors and bucket size are equal."""
         return f"v{version}-{self._digest}"
 
 
 @torch.no_grad()
 def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer_U: torch.Tensor) -> None:
-    """Take the tensors of ``bucket``, and copy each bit by bit to its place in ``buffer_U`` (uint8 of its size).
+    """Copy the next tensors of an export, bit by bit, to their places in a buffer.
 
-    Raises :class:`WeightSyncError` when a name, shape or dtype is not the planned one: nothing is ever converted on
-    the way.
+    Args:
+        bucket: Bucket to fill; as many tensors are taken as it has slots.
+        tensors: Export of the actor.
+        buffer_U: Destination, uint8 [bucket.n_bytes].
+
+    Raises:
+        WeightSyncError: A name, shape or dtype differs from the plan. Tensors are never converted.
     """
-    typed = _typed(bucket, buffer_U)
+    typed = _typed_views(bucket, buffer_U)
     for slot in bucket.slots:
         tensor = _take(slot, tensors)
-        # One call instead of a slice and a view: with small tensors, calls are what packing costs.
+        # One call instead of a slice and a view: with small tensors, the number of calls dominates the time.
         place = torch.as_strided(typed[slot.dtype], slot.shape, tensor.stride(), slot.offset // slot.dtype.itemsize)
         place.copy_(tensor, non_blocking=True)
-        if padding := -slot.n_bytes % ALIGNMENT:
+        if padding := -slot.n_bytes % ALIGNMENT_BYTES:
             buffer_U.narrow(0, slot.offset + slot.n_bytes, padding).zero_()
 
 
 @torch.no_grad()
-def in_place(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """Take the tensor that is all of ``bucket``: its own memory as bytes, or that of a copy if it is not aligned.
+def take_single_tensor(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """Return the memory of the tensor that fills a bucket alone, without packing it.
 
-    Raises as :func:`pack` does.
+    Args:
+        bucket: Bucket of a single tensor.
+        tensors: Export of the actor; one tensor is taken.
+
+    Returns:
+        The tensor's own memory, or a copy if that is not aligned, uint8 [bucket.n_bytes].
+
+    Raises:
+        WeightSyncError: Name, shape or dtype differs from the plan.
     """
     tensor = _take(bucket.slots[0], tensors)
-    if tensor.storage_offset() * tensor.itemsize % ALIGNMENT:
+    if tensor.storage_offset() * tensor.itemsize % ALIGNMENT_BYTES:
         tensor = tensor.clone()
     return tensor.view(-1).view(torch.uint8)
 
 
 def _take(slot: Slot, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """The next tensor, contiguous, if it is the one that belongs there."""
+    """Return the next tensor of the export, contiguous, after comparing it with the plan."""
     name, tensor = next(tensors, (None, None))
     if name is None or tensor is None:
-        raise WeightSyncError(f"the actor's export ended where {slot.name} was due; weights_meta() announced it")
+        raise WeightSyncError(
+            f"the actor's export ended before {slot.name}; it must contain every tensor of weights_meta()"
+        )
     if name != slot.name:
-        raise WeightSyncError(f"the actor exported {name} where {slot.name} was due; keep the order of weights_meta()")
+        raise WeightSyncError(f"the actor exported {name}, expected {slot.name}; keep the order of weights_meta()")
     if tensor.shape != slot.shape or tensor.dtype != slot.dtype:
         raise WeightSyncError(
             f"{slot.name} was exported as {tuple(tensor.shape)} {tensor.dtype}, but announced as {slot.shape} "
@@ -139,9 +186,14 @@ def _take(slot: Slot, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tens
     return tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
 
 
-def views(bucket: Bucket, buffer_U: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The named tensors of a received bucket, sharing its memory."""
-    typed = _typed(bucket, buffer_U)
+def unpack(bucket: Bucket, buffer_U: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the named tensors of a received bucket as views of its memory.
+
+    Args:
+        bucket: Bucket that was received.
+        buffer_U: Its bytes, uint8 [bucket.n_bytes].
+    """
+    typed = _typed_views(bucket, buffer_U)
     return [
         (
             slot.name,
@@ -153,26 +205,31 @@ def views(bucket: Bucket, buffer_U: torch.Tensor) -> list[tuple[str, torch.Tenso
     ]
 
 
-def _typed(bucket: Bucket, buffer_U: torch.Tensor) -> dict[torch.dtype, torch.Tensor]:
+def _typed_views(bucket: Bucket, buffer_U: torch.Tensor) -> dict[torch.dtype, torch.Tensor]:
     return {dtype: buffer_U.view(dtype) for dtype in {slot.dtype for slot in bucket.slots}}
 
 
 class Checksum:
-    """Of the bytes of an update, bucket after bucket: a polynomial in the int64 sums of the buckets, modulo 2^64.
+    """Checksum of an update: a polynomial in the int64 sums of its buckets, modulo 2^64.
 
-    The transport is reliable, so what this guards against are our own mistakes: a buffer overwritten while it is still
-    being sent, a bucket lost, repeated or out of order. A sum finds those, runs at memory speed (on 2 cores 64 MiB take
-    2 ms; crc32 takes 13), runs on the device where the bucket is, and costs no synchronization before the end.
+    The transport is reliable, so the checksum guards against mistakes of this project: a buffer that is overwritten
+    during its transfer, and a bucket that is lost, repeated or out of order. A sum detects those, runs at memory speed
+    (64 MiB take 2 ms on 2 cores, with crc32 13 ms), runs on the bucket's device, and does not synchronize before the
+    end.
+
+    Args:
+        device: Device of the buckets.
     """
 
-    _FACTOR = 1_000_003  # any odd number: makes the order of the buckets count
+    _FACTOR = 1_000_003  # any odd number: makes the value depend on the order of the buckets
 
     def __init__(self, device: torch.device) -> None:
         self._sum = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, buffer_U: torch.Tensor) -> None:
+        """Include the next bucket, uint8 [U]; U is a multiple of 8."""
         self._sum = self._sum * self._FACTOR + buffer_U.view(torch.int64).sum()
 
     def value(self) -> str:
-        """16 hexadecimal digits; waits for the device."""
+        """Return the checksum as 16 hexadecimal digits. Waits for the device."""
         return f"{int(self._sum) & (2**64 - 1):016x}"

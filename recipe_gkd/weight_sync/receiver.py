@@ -1,4 +1,4 @@
-"""A rollout worker's end of an update, without the engine: it hands bucket after bucket to whoever loads them."""
+"""Receiving side of an update, independent of the engine: it passes each bucket to a function that loads it."""
 
 from __future__ import annotations
 
@@ -12,69 +12,85 @@ from typing import Any
 import torch
 
 from recipe_gkd.errors import GkdError, WeightSyncError
-from recipe_gkd.weight_sync.bucket_plan import Bucket, Checksum, TensorMeta, views
+from recipe_gkd.weight_sync.bucket_plan import Bucket, Checksum, TensorMeta, unpack
 from recipe_gkd.weight_sync.stats import TransferStats
-from recipe_gkd.weight_sync.transport import Transport, flat
+from recipe_gkd.weight_sync.store import one_line
+from recipe_gkd.weight_sync.transport import Transport
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
-_AHEAD = 2
-"""Buckets at a time: one that is loaded and one that is on its way."""
+_MAX_BUCKETS_AHEAD = 2
+"""Buckets in memory at a time: one that is loaded and one that is received."""
 
 
 def receive_weights(
-    channel: Transport,
+    transport: Transport,
     version: int,
     meta: Sequence[TensorMeta],
     bucket_bytes: int,
-    take: Callable[[NamedTensors], None],
+    load: Callable[[NamedTensors], None],
 ) -> TransferStats:
-    """Receive one update; ``take`` is called for each bucket, while the next one is on its way.
+    """Receive one update, and return when all buckets are loaded and the checksum equals the sender's.
 
-    ``take`` may keep the tensors: memory is used again only when nobody holds it. It is first called when the first
-    bucket is there: if the sender never comes, nothing has happened. Returns when all buckets were taken and the
-    checksum is the sender's. Raises :class:`WeightSyncError` or :class:`DeadlineError`, also for what ``take`` raised,
-    and then the channel is closed.
+    The next bucket is received while ``load`` runs. ``load`` is first called after the first bucket has arrived, so a
+    sender that never connects changes nothing.
+
+    Args:
+        transport: A rank other than 0. It is closed if the call fails.
+        version: Version of the weights.
+        meta: Tensors of the update, in order.
+        bucket_bytes: Maximum size of a bucket.
+        load: Called with the tensors of each bucket, in order. It may keep them: their memory is reused only after
+            the last reference is gone.
+
+    Raises:
+        WeightSyncError: A rank failed, ``load`` raised, or plan or checksum differ from the sender's.
+        DeadlineError: The sender did not answer before the deadline.
     """
-    channel.begin_update()
+    peers = transport.peers
+    peers.begin_update()
     name = f"weights v{version}"
     try:
-        plan = channel.plan(meta, bucket_bytes)
+        plan = transport.plan(meta, bucket_bytes)
         own = plan.fingerprint(version)
-        theirs = channel.rendezvous(f"{name}, begin", own)[0]
-        if theirs != own:
-            raise WeightSyncError(f"{name}, begin: the sender has plan {theirs}, this receiver {own}")
+        expected = peers.rendezvous(f"{name}, begin", own)[0]
+        if expected != own:
+            raise WeightSyncError(f"{name}, begin: the sender has plan {expected}, this receiver {own}")
         started = time.monotonic()
-        checksum = Checksum(channel.device)
-        with _Arrivals(channel, plan.buckets, name) as arrivals:
-            for bucket, buffer_U in arrivals:
+        checksum = Checksum(transport.device)
+        with _BucketReceiverThread(transport, plan.buckets, name) as received:
+            for bucket, buffer_U in received:
                 checksum.add(buffer_U)
-                take(views(bucket, buffer_U))
+                load(unpack(bucket, buffer_U))
                 del buffer_U
         value = checksum.value()
-        sent = channel.rendezvous(f"{name}, confirm", value)[0]
+        sent = peers.rendezvous(f"{name}, confirm", value)[0]
         if value != sent:
-            raise WeightSyncError(f"{name}, confirm: checksum {value} was received, but {sent} was sent: it is void")
+            raise WeightSyncError(
+                f"{name}, confirm: checksum {value} was received, but {sent} was sent; the update is discarded, sync "
+                "again"
+            )
     except GkdError as error:
-        channel.abandon(str(error))
+        peers.abandon(str(error))
         raise
-    except Exception as error:  # noqa: BLE001 - raised again, and told to the sender
-        channel.fail(f"{name}, load", error)
+    except Exception as error:  # noqa: BLE001 - raised again, and reported to the sender
+        peers.fail(f"{name}, load", error)
     return TransferStats(seconds=time.monotonic() - started, n_bytes=plan.n_bytes, checksum=value)
 
 
-class _Arrivals:
-    """Iterates the buckets in order, with what was received; raises what went wrong on the way.
+class _BucketReceiverThread:
+    """Context manager that yields the buckets of an update in order, with their bytes.
 
-    A thread of its own meets and receives, so that neither waits for the caller's loading. Only it uses the channel
-    until the context is left, which waits for its end; if the caller has failed, the sender is told, and tells it.
+    A thread waits at each rendezvous and receives, so that neither waits for the caller's loading. Until the context
+    ends, only this thread uses the transport. Leaving the context joins it; if the caller has failed, an interruption
+    of the sender ends its wait.
     """
 
-    def __init__(self, channel: Transport, buckets: Sequence[Bucket], name: str) -> None:
-        self._channel, self._buckets, self._name = channel, buckets, name
-        self._arrived: queue.SimpleQueue[tuple[Bucket, torch.Tensor] | BaseException | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(_AHEAD)
-        self._left = False
+    def __init__(self, transport: Transport, buckets: Sequence[Bucket], name: str) -> None:
+        self._transport, self._buckets, self._name = transport, buckets, name
+        self._received: queue.SimpleQueue[tuple[Bucket, torch.Tensor] | BaseException | None] = queue.SimpleQueue()
+        self._free_slots = threading.Semaphore(_MAX_BUCKETS_AHEAD)
+        self._canceled = False
         self._thread = threading.Thread(target=self._main, name="receive-weights", daemon=True)
 
     def __enter__(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
@@ -83,51 +99,51 @@ class _Arrivals:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if error is not None:
-            self._left = True
-            self._room.release()
+            self._canceled = True
+            self._free_slots.release()
             if self._thread.is_alive():
-                self._channel.interrupt(f"{self._name}, load: {flat(error)}")
+                self._transport.peers.interrupt(f"{self._name}, load: {one_line(error)}")
         self._thread.join()
 
     def _iterate(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        while (item := self._arrived.get()) is not None:
+        while (item := self._received.get()) is not None:
             if isinstance(item, BaseException):
                 self._thread.join()
                 raise item
             yield item
-            del item  # or its memory could not be used for the next one
-            self._room.release()
+            del item  # a reference here would keep the memory from being reused
+            self._free_slots.release()
 
     def _main(self) -> None:
         try:
-            if self._channel.device.type == "cuda":
-                torch.cuda.set_device(self._channel.device)  # is per thread
+            if self._transport.device.type == "cuda":
+                torch.cuda.set_device(self._transport.device)  # the current device is a property of the thread
             self._receive()
-            self._arrived.put(None)
+            self._received.put(None)
         except BaseException as error:  # noqa: BLE001 - raised by the iterator
-            self._arrived.put(error)
+            self._received.put(error)
 
     def _receive(self) -> None:
-        under_way: deque[tuple[Any, str, Bucket, torch.Tensor]] = deque()
+        in_flight: deque[tuple[Any, str, Bucket, torch.Tensor]] = deque()
 
-        def hand_over() -> None:
-            work, phase, bucket, buffer_U = under_way.popleft()
-            self._channel.finish(work, phase)
-            self._arrived.put((bucket, buffer_U))
+        def finish_first() -> None:
+            work, phase, bucket, buffer_U = in_flight.popleft()
+            self._transport.finish(work, phase)
+            self._received.put((bucket, buffer_U))
 
         for i, bucket in enumerate(self._buckets):
-            if not self._room.acquire(blocking=False):
-                if under_way:
-                    hand_over()  # loading is the slowest part: what it takes next shall not wait for a meeting
-                self._room.acquire()
-            if self._left:
+            if not self._free_slots.acquire(blocking=False):
+                if in_flight:
+                    finish_first()  # loading is the bottleneck: its next bucket must not wait for a rendezvous
+                self._free_slots.acquire()
+            if self._canceled:
                 return
             phase = f"{self._name}, bucket {i + 1} of {len(self._buckets)}"
-            self._channel.rendezvous(phase)
-            buffer_U = self._channel.receive_buffer(bucket.n_bytes)
-            under_way.append((self._channel.broadcast(buffer_U), phase, bucket, buffer_U))
+            self._transport.peers.rendezvous(phase)
+            buffer_U = self._transport.receive_buffer(bucket.n_bytes)
+            in_flight.append((self._transport.broadcast(buffer_U), phase, bucket, buffer_U))
             del buffer_U
-            if len(under_way) == _AHEAD:
-                hand_over()
-        while under_way:
-            hand_over()
+            if len(in_flight) == _MAX_BUCKETS_AHEAD:
+                finish_first()
+        while in_flight:
+            finish_first()

@@ -1,4 +1,4 @@
-"""The actor's end of an update: pack, send, and have every receiver confirm."""
+"""Sending side of an update: pack, send, and wait until every receiver has confirmed."""
 
 from __future__ import annotations
 
@@ -10,84 +10,103 @@ from typing import Any
 import torch
 
 from recipe_gkd.errors import GkdError, WeightSyncError
-from recipe_gkd.weight_sync.bucket_plan import Bucket, Checksum, TensorMeta, in_place, pack
+from recipe_gkd.weight_sync.bucket_plan import Bucket, Checksum, TensorMeta, pack, take_single_tensor
 from recipe_gkd.weight_sync.stats import TransferStats
 from recipe_gkd.weight_sync.transport import Transport
 
+_N_PACKING_BUFFERS = 2
+
 
 def send_weights(
-    channel: Transport,
+    transport: Transport,
     version: int,
     meta: Sequence[TensorMeta],
     tensors: Iterable[tuple[str, torch.Tensor]],
     bucket_bytes: int,
 ) -> TransferStats:
-    """Send ``tensors``, in the order and with the shapes and dtypes of ``meta``, to every other rank of ``channel``.
+    """Send one update to every other rank of a transport, and return when all have confirmed its checksum.
 
-    Packing the next bucket, and meeting for it, overlap with sending the last one, in two buffers; a tensor that fills
-    a bucket alone is sent from where it is, if ``channel`` can do that, and must stay as it is until then. Returns when
-    every receiver has confirmed the checksum. Raises :class:`WeightSyncError` or :class:`DeadlineError`, and then the
-    channel is closed.
+    Packing a bucket, and the rendezvous for it, overlap with the transfer of the bucket before. If the transport can
+    send in place, a tensor that fills a bucket alone is not packed, and must not change during the call.
+
+    Args:
+        transport: Rank 0 of the transport. It is closed if the call fails.
+        version: Version of the weights.
+        meta: Tensors of the update, in order.
+        tensors: The tensors, with the names, shapes, dtypes and order of ``meta``.
+        bucket_bytes: Maximum size of a bucket.
+
+    Raises:
+        WeightSyncError: A rank failed, the export differs from ``meta``, or a checksum differs.
+        DeadlineError: A receiver did not answer before the deadline.
     """
-    channel.begin_update()
+    peers = transport.peers
+    peers.begin_update()
     name = f"weights v{version}"
     try:
-        plan = channel.plan(meta, bucket_bytes)
-        _agree(channel, plan.fingerprint(version), name)
+        plan = transport.plan(meta, bucket_bytes)
+        _confirm_plan(transport, plan.fingerprint(version), name)
         started = time.monotonic()
-        checksum = _send_buckets(channel, plan.buckets, iter(tensors), name)
-        _confirm(channel, checksum, name)
+        checksum = _send_buckets(transport, plan.buckets, iter(tensors), name)
+        _confirm_checksum(transport, checksum, name)
     except GkdError as error:
-        channel.abandon(str(error))
+        peers.abandon(str(error))
         raise
-    except Exception as error:  # noqa: BLE001 - of the export, say: the receivers must not wait for the rest of it
-        channel.fail(f"{name}, export", error)
+    except Exception as error:  # noqa: BLE001 - the export may raise anything, and the receivers must not wait for it
+        peers.fail(f"{name}, export", error)
     return TransferStats(seconds=time.monotonic() - started, n_bytes=plan.n_bytes, checksum=checksum)
 
 
-def _agree(channel: Transport, own: str, name: str) -> None:
-    """No byte is sent before every receiver is there and has planned the same buckets."""
-    heard = channel.rendezvous(f"{name}, begin", own)
-    if different := {rank: theirs for rank, theirs in heard.items() if theirs != own}:
-        who = ", ".join(f"{channel.labels[rank]} has {theirs}" for rank, theirs in different.items())
+def _confirm_plan(transport: Transport, own: str, name: str) -> None:
+    """Compare the bucket plans of all receivers with the own plan, before the first byte is sent."""
+    if different := _differing(transport, f"{name}, begin", own):
         raise WeightSyncError(
-            f"{name}, begin: the sender has plan {own}, but {who}; all must be given the same version, "
+            f"{name}, begin: the sender has plan {own}, but {different}; all ranks must receive the same version, "
             "weights_meta and bucket size"
         )
 
 
+def _confirm_checksum(transport: Transport, own: str, name: str) -> None:
+    if different := _differing(transport, f"{name}, confirm", own):
+        raise WeightSyncError(
+            f"{name}, confirm: checksum {own} was sent, but {different}; the update is discarded, sync again"
+        )
+
+
+def _differing(transport: Transport, phase: str, own: str) -> str:
+    """Return the receivers whose message differs from ``own``, with the message; empty if there are none."""
+    collected = transport.peers.rendezvous(phase, own)
+    labels = transport.peers.labels
+    return ", ".join(f"{labels[rank]} has {text}" for rank, text in collected.items() if text != own)
+
+
 def _send_buckets(
-    channel: Transport, buckets: Sequence[Bucket], tensors: Iterator[tuple[str, torch.Tensor]], name: str
+    transport: Transport, buckets: Sequence[Bucket], tensors: Iterator[tuple[str, torch.Tensor]], name: str
 ) -> str:
+    """Send all buckets, and return their checksum."""
+
     def is_packed(bucket: Bucket) -> bool:
-        return not (channel.sends_in_place and bucket.is_one_tensor)
+        return not (transport.sends_in_place and bucket.is_single_tensor)
 
     sizes = [bucket.n_bytes for bucket in buckets if is_packed(bucket)]
-    buffers = channel.buffers(min(2, len(sizes)), max(sizes, default=0))
-    checksum = Checksum(buffers[0].device if buffers else channel.device)
-    turns = itertools.cycle(buffers)
-    on_its_way: tuple[Any, str, torch.Tensor] | None = None
+    buffers = transport.packing_buffers(min(_N_PACKING_BUFFERS, len(sizes)), max(sizes, default=0))
+    checksum = Checksum(buffers[0].device if buffers else transport.device)
+    next_buffer = itertools.cycle(buffers)
+    in_flight: tuple[Any, str, torch.Tensor] | None = None
     for i, bucket in enumerate(buckets):
         phase = f"{name}, bucket {i + 1} of {len(buckets)}"
         if is_packed(bucket):
-            buffer_U = next(turns)[: bucket.n_bytes]
+            buffer_U = next(next_buffer)[: bucket.n_bytes]
             pack(bucket, tensors, buffer_U)
         else:
-            buffer_U = in_place(bucket, tensors)
+            buffer_U = take_single_tensor(bucket, tensors)
         checksum.add(buffer_U)
-        channel.rendezvous(phase)
-        previous, on_its_way = on_its_way, (channel.broadcast(buffer_U), phase, buffer_U)
+        transport.peers.rendezvous(phase)
+        previous, in_flight = in_flight, (transport.broadcast(buffer_U), phase, buffer_U)
         if previous:
-            channel.finish(*previous[:2])
-    if on_its_way:
-        channel.finish(*on_its_way[:2])
+            transport.finish(*previous[:2])
+    if in_flight:
+        transport.finish(*in_flight[:2])
     if (extra := next(tensors, None)) is not None:
-        raise WeightSyncError(f"{name}: the actor exported {extra[0]} after all the weights that it had announced")
+        raise WeightSyncError(f"{name}: the actor exported {extra[0]}, which weights_meta() does not list; list it")
     return checksum.value()
-
-
-def _confirm(channel: Transport, checksum: str, name: str) -> None:
-    heard = channel.rendezvous(f"{name}, confirm", checksum)
-    if different := {rank: theirs for rank, theirs in heard.items() if theirs != checksum}:
-        who = ", ".join(f"{channel.labels[rank]} has {theirs}" for rank, theirs in different.items())
-        raise WeightSyncError(f"{name}, confirm: checksum {checksum} was sent, but {who}; the update is void")

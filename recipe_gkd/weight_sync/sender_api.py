@@ -1,4 +1,4 @@
-"""What an actor worker delegates to: rank 0 sends what all ranks export together."""
+"""Methods of an actor worker for weight updates: rank 0 sends the tensors that all ranks export together."""
 
 from __future__ import annotations
 
@@ -11,64 +11,104 @@ from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.sender import send_weights
 from recipe_gkd.weight_sync.stats import TransferStats
-from recipe_gkd.weight_sync.transport import Transport, open_store
-from recipe_gkd.weight_sync.transport_factory import connect
+from recipe_gkd.weight_sync.store import open_store
+from recipe_gkd.weight_sync.transport import Transport
+from recipe_gkd.weight_sync.transport_factory import open_transport
 
 
 class WeightSource(Protocol):
-    """A model in training, as seen from here."""
+    """A model in training."""
 
     def weights_meta(self) -> list[TensorMeta]:
-        """Hugging Face names, full shapes and dtypes, in the order of the export; the same on every rank."""
+        """Return Hugging Face names, full shapes and dtypes, in the order of the export; equal on every rank."""
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """A collective: every actor rank iterates it in step. Global rank 0 gets the full tensors."""
+        """Yield all weights. A collective: every actor rank iterates in step, and rank 0 gets the full tensors."""
 
 
 class WeightSenderApi:
-    """One a rank. ``rank`` is the global rank in the actor pool; only rank 0 opens a channel.
+    """Weight updates on one rank of the actor pool.
 
-    Every actor rank calls :meth:`send` at the same time; when rank 0 fails it still iterates the export to its end, so
-    that no other actor rank is left alone in a collective.
+    Lifecycle::
+
+        api = WeightSenderApi(source, rank=rank, device=device, timeout_s=timeout_s)  # every rank
+        host, port = api.open_store(host)                                             # rank 0
+        api.connect(labels, "collective")                                             # rank 0
+        api.send(version, bucket_bytes)                                               # every rank, any number of times
+        api.close()                                                                   # every rank
+
+    If rank 0 fails, it still iterates the export to its end, so that no other actor rank waits in a collective.
+
+    Args:
+        source: Model in training.
+        rank: Global rank in the actor pool. Only rank 0 opens a transport.
+        device: Device of the exported tensors.
+        timeout_s: Deadline of each update.
     """
 
     def __init__(self, source: WeightSource, *, rank: int, device: torch.device, timeout_s: float) -> None:
         self._source, self._rank, self._device, self._timeout_s = source, rank, device, timeout_s
         self._store: torch.distributed.TCPStore | None = None
-        self._channel: Transport | None = None
+        self._transport: Transport | None = None
 
     def open_store(self, host: str) -> tuple[str, int]:
-        """Rank 0: open a new store under ``host``, this machine's address in the cluster; where others find it."""
+        """Open a new store on rank 0, and return its host and port.
+
+        Args:
+            host: Address of this machine in the cluster.
+        """
         self.close()
         self._store = open_store(host, self._timeout_s)
         return host, self._store.port
 
     def connect(self, labels: list[str], transport: str) -> None:
-        """Rank 0: wait for the others to join; see :func:`connect`."""
+        """Open the transport on rank 0, and wait until all other ranks have joined.
+
+        Args:
+            labels: Names of all ranks in error messages.
+            transport: Name of the transport; see :func:`open_transport`.
+
+        Raises:
+            WeightSyncError: There is no store, or a rank reported a failure.
+            DeadlineError: A rank did not join in time.
+        """
         if self._store is None:
-            raise WeightSyncError("connect() came before open_store(); call them in that order on the actor's rank 0")
-        self._channel = connect(
+            raise WeightSyncError("connect() was called before open_store(); call open_store() first, on actor rank 0")
+        self._transport = open_transport(
             transport, self._store, rank=0, labels=labels, device=self._device, timeout_s=self._timeout_s
         )
 
     def send(self, version: int, bucket_bytes: int) -> TransferStats | None:
-        """Send the present weights as ``version``; the statistics on rank 0, None elsewhere."""
+        """Send the current weights. Every actor rank calls it at the same time.
+
+        Args:
+            version: Version of the weights.
+            bucket_bytes: Maximum size of a bucket.
+
+        Returns:
+            Statistics on rank 0, None on other ranks.
+
+        Raises:
+            WeightSyncError: See :func:`send_weights`.
+            DeadlineError: See :func:`send_weights`.
+        """
         tensors = self._source.export_weights()
         if self._rank != 0:
             _drain(tensors)
             return None
         try:
-            if self._channel is None:
-                raise WeightSyncError("the actor's rank 0 has no weight channel; connect one first")
-            return send_weights(self._channel, version, self._source.weights_meta(), tensors, bucket_bytes)
+            if self._transport is None:
+                raise WeightSyncError("actor rank 0 has no weight transport; call connect() first")
+            return send_weights(self._transport, version, self._source.weights_meta(), tensors, bucket_bytes)
         except BaseException:
             _drain(tensors)
             raise
 
     def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = self._store = None
+        """Close the transport and the store. Idempotent."""
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = self._store = None
 
 
 def _drain(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

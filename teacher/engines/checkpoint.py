@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from teacher.engines.eos import declared_eos_ids
 from teacher.errors import TeacherError
 from teacher.weight_files import find_damaged_weights
 from teacher.wire.messages import LIMITS
@@ -37,7 +38,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     text_config = config.get("text_config") or {}
     return Checkpoint(
         _vocab_size(config.get("vocab_size") or text_config.get("vocab_size")),
-        _eos_token_ids(folder, config, text_config),
+        _eos_token_ids(folder, config),
     )
 
 
@@ -49,20 +50,19 @@ def _vocab_size(value: object) -> int:
     return value
 
 
-def _eos_token_ids(folder: Path, config: dict[str, Any], text_config: dict[str, Any]) -> tuple[int, ...]:
-    """generation_config.json goes first: an instruct model often ends its turns there, its config names the base's."""
+def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """Return the ids of the first file that declares any; ``generation_config.json`` precedes ``config.json``."""
     generation_config = _read_json(folder, "generation_config.json") or {}
-    for source in (generation_config, config, text_config):
-        if (value := source.get("eos_token_id")) is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if len(ids) > LIMITS.eos_token_ids or any(type(i) is not int or not 0 <= i < LIMITS.vocab_size for i in ids):
-            raise TeacherError(
-                f"CKPT_PATH={folder} has eos_token_id={value!r}; expected a token id or a list of up to "
-                f"{LIMITS.eos_token_ids} in generation_config.json or config.json"
-            )
-        return tuple(sorted(set(ids)))
-    return ()
+    try:
+        ids = next(declared_eos_ids(generation_config, config), [])
+    except ValueError as error:
+        raise TeacherError(f"CKPT_PATH={folder} has {error} in generation_config.json or config.json") from None
+    if len(ids) > LIMITS.eos_token_ids or any(token_id >= LIMITS.vocab_size for token_id in ids):
+        raise TeacherError(
+            f"CKPT_PATH={folder} has eos_token_id={ids}; expected a token id or a list of up to "
+            f"{LIMITS.eos_token_ids} in generation_config.json or config.json"
+        )
+    return tuple(sorted(set(ids)))
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 The only file of the service that imports vLLM, public parts and internals alike. What it relies on beyond the public
 interface: one method, replaced in `_keep_prompt_logprobs_as_tensors`; one function, replaced in
-`_keep_store_in_own_folder`; the layout of the KV cache, read in `_kv_cache_room`; the model's `compute_logits`, see
+`vllm_setup.keep_file_store_in`; the layout of the KV cache, read in `_kv_cache_room`; the model's `compute_logits`, see
 `vllm_worker`. `VllmEngine._self_check` scores a sequence at start-up and refuses to serve if the result is not what the
 rest of this file expects; if only the temperature does not do what it must, requests at another than 1 are refused.
 
@@ -18,7 +18,6 @@ import re
 import tempfile
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from teacher.engines.vllm_install import (
     prepare_process,
     vllm_version,
 )
+from teacher.engines.vllm_setup import keep_file_store_in
 from teacher.engines.vllm_worker import LogitsCalls
 from teacher.errors import TeacherError, TeacherRequestError
 from teacher.fingerprint import count_ids, tokenizer_fingerprint
@@ -358,15 +358,9 @@ def _spread(answer: ScoredSequence) -> float:
 
 
 def _keep_store_in_own_folder() -> tempfile.TemporaryDirectory[str]:
-    """Keep torch's ``FileStore`` in a folder that is removed with the engine.
-
-    vLLM (utils/network_utils.py) puts it into the temporary folder of the machine, where every worker would leave one.
-    """
-    from vllm.v1.executor import multiproc_executor, uniproc_executor
-
+    """Keep torch's ``FileStore`` in a folder that is removed with the engine."""
     folder = tempfile.TemporaryDirectory(prefix="teacher_")
-    for module in (multiproc_executor, uniproc_executor):
-        vars(module)["get_file_store_init_method"] = lambda: f"file://{folder.name}/vllm_dist_{uuid4().hex}"
+    keep_file_store_in(Path(folder.name))
     return folder
 
 

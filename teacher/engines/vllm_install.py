@@ -10,30 +10,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 
+from teacher.engines.vllm_setup import vllm_environment
 from teacher.errors import TeacherError
 
 TESTED_VLLM = "0.32.0"
 
 # Has to be set before torch and vLLM are imported. LLMEngine in this process, one thread, no compilation.
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "",
     "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
     "PYTHONWARNINGS": "ignore::FutureWarning",  # for the ranks of TP_SIZE > 1, which are processes of their own
-}
-_CPU_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 
 def prepare_process(*, on_cpu: bool) -> None:
-    for name, value in (_ENVIRONMENT | (_CPU_ENVIRONMENT if on_cpu else {})).items():
+    for name, value in (vllm_environment(on_cpu=on_cpu) | _ENVIRONMENT).items():
         os.environ.setdefault(name, value)
     # vLLM applies its level only when an engine is made; its import speaks before.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])

@@ -1,4 +1,4 @@
-"""One pool of real rollout workers for all tests of this room: an engine takes seconds to start."""
+"""One pool of real rollout workers for all tests of this folder, because an engine takes seconds to start."""
 
 from __future__ import annotations
 
@@ -18,21 +18,41 @@ from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.environment import worker_environment
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+from recipe_gkd.weight_sync.spec import WeightSyncSpec
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
-from tests.integration.rollout.small_models import (
-    TEACHERS_EOS,
+from tests._support.rollout_models import (
+    TEACHER_EOS,
     VOCABULARY,
     TinyActor,
     config_for,
+    make_padded_model,
     prompts,
-    trained_model,
 )
 
-OLD, NEW = 1, 2
-"""Seeds of the weights before and after a sync."""
-CHANNEL_TIMEOUT_S = 5.0
+OLD, NEW = 1, 2  # seeds of the weights before and after a sync
+TRANSPORT_TIMEOUT_S = 5.0
 BUCKET_BYTES = 30_000
 SHAPED = ["actor_rollout_ref.rollout.temperature=0.7", "actor_rollout_ref.rollout.top_p=0.95"]
+
+
+def make_synchronizer(
+    actor: WorkerGroup,
+    rollouts: WorkerGroup,
+    *,
+    tensor_parallel_size: int = 1,
+    bucket_bytes: int = BUCKET_BYTES,
+    inflight: bool = False,
+    timeout_s: float = TRANSPORT_TIMEOUT_S,
+) -> WeightSynchronizer:
+    """Return a synchronizer over gloo."""
+    spec = WeightSyncSpec(
+        tensor_parallel_size=tensor_parallel_size,
+        bucket_bytes=bucket_bytes,
+        timeout_s=timeout_s,
+        transport="collective",
+        inflight=inflight,
+    )
+    return WeightSynchronizer(actor, rollouts, spec)
 
 
 def environment() -> dict[str, Any]:
@@ -41,18 +61,23 @@ def environment() -> dict[str, Any]:
 
 @dataclass
 class Pool:
-    """Worker 0 starts from the tied weights OLD, 1 from the tied weights NEW, 2 from the untied weights OLD.
+    """Three rollout workers and an actor.
 
-    The untied model's output layer is padded: nothing of that may be seen, before a sync or after it.
+    Worker 0 starts from the tied weights OLD, worker 1 from the tied weights NEW, and worker 2 from the untied weights
+    OLD. The output layer of the untied model is padded, and no token may come from the padding. Worker 2 samples with
+    ``SHAPED``, and also stops at ``TEACHER_EOS``.
 
-    Worker 2 samples with `SHAPED`, and stops at `TEACHERS_EOS`, too.
+    Attributes:
+        handles: Ray handles of the workers.
+        descriptions: Results of ``setup``.
+        actor: Group of one :class:`TinyActor`.
+        fresh: Greedy responses of each worker before its first sync, by uid.
     """
 
     handles: list[Any]
-    described: list[dict[str, Any]]
+    descriptions: list[dict[str, Any]]
     actor: WorkerGroup
     fresh: dict[int, dict[int, Response]]
-    """Greedy answers of each worker before its first sync."""
 
     def group(self, *ranks: int) -> WorkerGroup:
         return WorkerGroup("rollout", [self.handles[rank] for rank in ranks])
@@ -62,16 +87,15 @@ class Pool:
         *ranks: int,
         bucket_bytes: int = 1 << 20,
         inflight: bool = False,
-        timeout_s: float = CHANNEL_TIMEOUT_S,
+        timeout_s: float = TRANSPORT_TIMEOUT_S,
     ) -> WeightSynchronizer:
-        return WeightSynchronizer(
-            self.actor, self.group(*ranks), tensor_parallel_size=1, bucket_bytes=bucket_bytes,
-            timeout_s=timeout_s, transport="collective", inflight=inflight,
-        )  # fmt: skip
+        return make_synchronizer(
+            self.actor, self.group(*ranks), bucket_bytes=bucket_bytes, inflight=inflight, timeout_s=timeout_s
+        )
 
     @contextmanager
     def configured(self, rank: int, config: Config) -> Iterator[None]:
-        """Give a worker that runs another configuration for a while: deadlines, for example."""
+        """Replace the configuration of a running worker, for example its deadlines, during the context."""
 
         def configure(worker: Any, config: Config) -> Config:
             before, worker._config = worker._config, config
@@ -83,26 +107,28 @@ class Pool:
         finally:
             ray.get(self.handles[rank].__ray_call__.remote(configure, before), timeout=20)
 
-    def tell_actor(self, method: str, *args: Any) -> Any:
+    def call_actor(self, method: str, *args: Any) -> Any:
         return ray.get(getattr(self.actor.handles[0], method).remote(*args), timeout=20)
 
     async def connect(self, rank: int) -> list[TensorMeta]:
-        """A channel from the actor to one worker, for an update whose phases a test calls itself."""
-        (host, port), worker = self.tell_actor("open_weight_store"), self.group(rank)
+        """Connect the actor and one worker, for a test that calls the phases of an update itself."""
+        (host, port), worker = self.call_actor("open_weight_store"), self.group(rank)
         labels = ["actor worker 0", worker.label(0)]
         await asyncio.gather(
             self.actor.call("connect_weight_channel", labels, "collective", timeout_s=10, phase="connect"),
-            worker.call("open_weight_channel", host, port, 1, labels, "collective", timeout_s=10, phase="connect"),
+            worker.call("open_weight_transport", host, port, 1, labels, "collective", timeout_s=10, phase="connect"),
         )
-        meta: list[TensorMeta] = self.tell_actor("weights_meta")
+        meta: list[TensorMeta] = self.call_actor("weights_meta")
         return meta
 
-    async def transfer(self, rank: int, version: int, meta: list[TensorMeta], staged: bool | None) -> list[Any]:
-        """What sender and receiver return or raise."""
+    async def transfer(
+        self, rank: int, version: int, meta: list[TensorMeta], double_buffered: bool | None
+    ) -> list[Any]:
+        """Transfer an update, and return the results or exceptions of sender and receiver."""
         return await asyncio.gather(
             self.actor.call("send_weights", version, BUCKET_BYTES, timeout_s=20, phase="send"),
             self.group(rank).call(
-                "receive_weights", version, meta, BUCKET_BYTES, staged, timeout_s=20, phase="receive"
+                "receive_weights", version, meta, BUCKET_BYTES, double_buffered, timeout_s=20, phase="receive"
             ),
             return_exceptions=True,
         )
@@ -110,19 +136,19 @@ class Pool:
     async def responses(
         self, rank: int, given: list[Prompt], step: int = 0, *, greedy: bool = False
     ) -> dict[int, Response]:
-        return await answers_of(self.group(rank), 0, given, step, greedy=greedy)
+        return await generate_on(self.group(rank), 0, given, step, greedy=greedy)
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], Path]:
-    """(seed, tied) -> Hugging Face folder."""
+    """Return the Hugging Face folders by (seed, tied)."""
     root = tmp_path_factory.mktemp("models")
-    made = {}
+    result = {}
     for seed in (OLD, NEW):
         for tied in (True, False):
-            made[seed, tied] = root / f"{seed}-{'tied' if tied else 'untied'}"
-            trained_model(seed, tied=tied).save_pretrained(made[seed, tied])
-    return made
+            result[seed, tied] = root / f"{seed}-{'tied' if tied else 'untied'}"
+            make_padded_model(seed, tied=tied).save_pretrained(result[seed, tied])
+    return result
 
 
 @pytest.fixture(scope="session")
@@ -131,9 +157,9 @@ def pool(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[P
     starts: list[tuple[tuple[int, bool], list[str], list[int]]] = [
         ((OLD, True), [], []),
         ((NEW, True), [], []),
-        ((OLD, False), SHAPED, [TEACHERS_EOS]),
+        ((OLD, False), SHAPED, [TEACHER_EOS]),
     ]
-    timeout = f"actor_rollout_ref.nccl_timeout={CHANNEL_TIMEOUT_S}"
+    timeout = f"actor_rollout_ref.nccl_timeout={TRANSPORT_TIMEOUT_S}"
     handles = [
         worker.remote(
             config_for(folders[model], timeout, *keys),
@@ -145,15 +171,15 @@ def pool(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[P
         )
         for rank, (model, keys, stops) in enumerate(starts)
     ]
-    actor = ray.remote(num_cpus=0, runtime_env=environment())(TinyActor).remote(CHANNEL_TIMEOUT_S)
+    actor = ray.remote(num_cpus=0, runtime_env=environment())(TinyActor).remote(TRANSPORT_TIMEOUT_S)
     try:
-        described = ray.get([handle.setup.remote() for handle in handles], timeout=240)
-        made = Pool(handles, described, WorkerGroup("actor", [actor]), {})
-        made.tell_actor("become", OLD, True)
+        descriptions = ray.get([handle.setup.remote() for handle in handles], timeout=240)
+        result = Pool(handles, descriptions, WorkerGroup("actor", [actor]), {})
+        result.call_actor("set_weights", OLD, True)
         for rank in range(len(handles)):
-            made.fresh[rank] = asyncio.run(made.responses(rank, prompts(12), greedy=True))
-        yield made
-        asyncio.run(made.group(0, 1, 2).call("shutdown", timeout_s=20, phase="shutdown"))
+            result.fresh[rank] = asyncio.run(result.responses(rank, prompts(12), greedy=True))
+        yield result
+        asyncio.run(result.group(0, 1, 2).call("shutdown", timeout_s=20, phase="shutdown"))
     finally:
         for handle in [*handles, actor]:
             ray.kill(handle)
@@ -161,12 +187,12 @@ def pool(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[P
 
 @pytest.fixture(scope="session")
 def tensor_pair(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[WorkerGroup]:
-    """One engine of two tensor ranks, which has no weights version yet: the folder's are the tied weights OLD."""
+    """One engine of two tensor ranks from the tied weights OLD. It has no weights version yet."""
     config = config_for(
         folders[OLD, True],
         "rollout.n_gpus_per_node=2",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        f"actor_rollout_ref.nccl_timeout={CHANNEL_TIMEOUT_S}",
+        f"actor_rollout_ref.nccl_timeout={TRANSPORT_TIMEOUT_S}",
     )
     worker: Any = ray.remote(num_cpus=0, runtime_env=environment())(RolloutWorker).remote(config, rank=0, device="cpu")
     group = WorkerGroup("rollout", [worker])
@@ -178,9 +204,10 @@ def tensor_pair(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Ite
         ray.kill(worker)
 
 
-async def answers_of(
+async def generate_on(
     group: WorkerGroup, rank: int, given: list[Prompt], step: int = 0, *, greedy: bool = False
 ) -> dict[int, Response]:
-    sampling = "validation" if greedy else "train"  # which is greedy by default
+    """Return the responses of one worker by uid."""
+    sampling = "validation" if greedy else "train"  # validation is greedy by default
     stream = group.stream(rank, "generate", given, step, sampling, timeout_s=30, phase="generate")
     return {response.uid: response async for batch in stream for response in batch}

@@ -1,4 +1,4 @@
-"""Limits of vLLM that the configuration repeats: those of the installed release, and what we refuse before it would."""
+"""Tests that the limits of the configuration are those of the installed vLLM."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from recipe_gkd.actor.model_dims import ModelDims
 from recipe_gkd.config import limits
 from recipe_gkd.config.ranges import numeric_range
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.rollout.engine import EngineOptions, _whole_prompts
+from recipe_gkd.rollout.engine_factory import step_budget
+from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.limits import VLLM_VOCAB_MULTIPLE, check_engine_fits
 from recipe_gkd.rollout.sampling import sampling_from
 from tests._support.numeric_ends import ends_of
-from tests.integration.rollout.small_models import config_for
+from tests._support.rollout_models import config_for
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SHAPE = ModelDims(
@@ -32,10 +33,10 @@ SHAPE = ModelDims(
 
 @pytest.fixture(autouse=True)
 def _environment_of_a_worker() -> None:
-    from recipe_gkd.rollout import vllm_compat  # noqa: F401 - sets it before vLLM is imported
+    from recipe_gkd.rollout import vllm_compat  # noqa: F401 - sets the environment before it imports vLLM
 
 
-def test_the_end_of_a_tensor_ranks_process_is_told_by_its_name() -> None:
+def test_watch_ranks_reports_name_of_dead_process() -> None:
     from recipe_gkd.rollout.vllm_compat import multiproc_executor, watch_ranks
 
     context = multiprocessing.get_context("spawn")
@@ -43,28 +44,28 @@ def test_the_end_of_a_tensor_ranks_process_is_told_by_its_name() -> None:
     executor = object.__new__(multiproc_executor.MultiprocExecutor)
     executor.workers = [SimpleNamespace(proc=process) for process in processes]
     engine: Any = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(model_executor=executor)))
-    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
     try:
         for process in processes:
             process.start()
-        watch_ranks(engine, told.put)
+        watch_ranks(engine, deaths.put)
         processes[1].kill()
-        assert told.get(timeout=20) == "VllmWorker-1"
+        assert deaths.get(timeout=20) == "VllmWorker-1"
     finally:
-        del executor.workers  # the executor's finalizer would end them, too
+        del executor.workers  # the executor's finalizer would also end them
         for process in processes:
             process.kill()
             process.join()
 
 
-def test_temperatures_are_bounded_where_vllm_changes_or_refuses_them() -> None:
+def test_temperature_limits_are_those_of_vllm() -> None:
     from vllm.exceptions import VLLMValidationError
 
     from recipe_gkd.rollout.vllm_compat import SamplingParams
 
     lowest, highest = limits.LOWEST_TEMPERATURE, limits.MAX_TEMPERATURE
-    for kept in (lowest, highest):
-        assert SamplingParams(temperature=kept).temperature == kept
+    for accepted in (lowest, highest):
+        assert SamplingParams(temperature=accepted).temperature == accepted
     assert SamplingParams(temperature=math.nextafter(lowest, 0)).temperature == lowest
     with pytest.raises(VLLMValidationError, match="temperature must be in"):
         SamplingParams(temperature=math.nextafter(highest, 3))
@@ -72,14 +73,14 @@ def test_temperatures_are_bounded_where_vllm_changes_or_refuses_them() -> None:
 
 @pytest.mark.parametrize("key", ["temperature", "top_p", "top_k"])
 @pytest.mark.parametrize("section", ["", "val_kwargs."])
-def test_vllm_samples_as_asked_at_both_ends_of_each_range(key: str, section: str) -> None:
+def test_sampling_range_ends_are_accepted_by_vllm(key: str, section: str) -> None:
     from recipe_gkd.rollout.vllm_compat import SamplingParams
 
     found = numeric_range(f"{ROLLOUT}.{section}{key}")
     assert found is not None
     for value in ends_of(found):
-        asked_for = max(value, 1e-300) if key == "top_p" else value  # Hydra reads 5e-324 as text
-        overrides = [f"{ROLLOUT}.{section}temperature=1", f"{ROLLOUT}.{section}{key}={asked_for}"]
+        requested = max(value, 1e-300) if key == "top_p" else value  # Hydra reads 5e-324 as text
+        overrides = [f"{ROLLOUT}.{section}temperature=1", f"{ROLLOUT}.{section}{key}={requested}"]
         name: Any = "validation" if section else "train"
         asked = sampling_from(config_for(Path("nowhere"), *overrides), name).for_request(0, 0)
         made = SamplingParams(**asked)
@@ -88,11 +89,11 @@ def test_vllm_samples_as_asked_at_both_ends_of_each_range(key: str, section: str
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2048, 2049, 16384])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_vllm_schedules_any_number_of_sequences(device: str, max_num_seqs: int) -> None:
+def test_step_budget_any_number_of_sequences_is_accepted(device: str, max_num_seqs: int) -> None:
     from vllm.config import SchedulerConfig
 
     options = EngineOptions.from_config(config_for(Path("nowhere"), f"{ROLLOUT}.max_num_seqs={max_num_seqs}"), device)
-    settings = _whole_prompts(options)
+    settings = step_budget(options)
     made = SchedulerConfig(
         max_model_len=options.max_model_len, is_encoder_decoder=False, max_num_seqs=max_num_seqs, **settings
     )
@@ -101,7 +102,7 @@ def test_vllm_schedules_any_number_of_sequences(device: str, max_num_seqs: int) 
 
 
 @pytest.mark.parametrize(
-    ("layers", "overrides", "says"),
+    ("layers", "overrides", "message"),
     [
         (4, [f"{ROLLOUT}.max_model_len=513"], "max_model_len=513 is more than the 512 positions of the student"),
         (
@@ -116,14 +117,14 @@ def test_vllm_schedules_any_number_of_sequences(device: str, max_num_seqs: int) 
         ),
     ],
 )
-def test_what_vllm_would_refuse_after_its_start_is_refused_before(layers: int, overrides: list[str], says: str) -> None:
+def test_check_engine_fits_rejects_invalid_combinations(layers: int, overrides: list[str], message: str) -> None:
     shape = replace(SHAPE, layers=layers)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         check_engine_fits(shape, config_for(Path("nowhere"), *overrides))
     check_engine_fits(shape, config_for(Path("nowhere"), f"{ROLLOUT}.max_model_len=512"))
 
 
-def test_the_vocabulary_is_padded_as_vllm_pads_it() -> None:
+def test_vocabulary_multiple_is_that_of_vllm() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE
 
     assert DEFAULT_VOCAB_PADDING_SIZE == VLLM_VOCAB_MULTIPLE

@@ -1,4 +1,4 @@
-"""Answers of real engines in Ray actors: how they stream, how they are drawn, what they carry."""
+"""Tests of generation by real engines in Ray actors: sampling, streaming and errors."""
 
 from __future__ import annotations
 
@@ -15,48 +15,45 @@ import torch
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import DeadlineError, WorkerError
-from tests.integration.rollout.conftest import NEW, OLD, Pool
-from tests.integration.rollout.small_models import (
+from tests._support.rollout_models import (
     EOS,
-    TEACHERS_EOS,
+    TEACHER_EOS,
     VOCABULARY,
     config_for,
-    model_of,
+    make_model,
+    make_padded_model,
     prompts,
     reference_logprobs,
-    trained_model,
 )
+from tests.integration.rollout.conftest import NEW, OLD, Pool
 
-MANY = 3000
-"""Prompts that keep an engine busy for longer than any deadline here."""
+MANY = 3000  # prompts that keep an engine busy for longer than any deadline of these tests
 
 
 def generate(pool: Pool, rank: int, given: list[Prompt], step: int = 0, *, greedy: bool = False) -> dict[int, Response]:
     return asyncio.run(pool.responses(rank, given, step, greedy=greedy))
 
 
-def test_setup_tells_what_the_engine_is(pool: Pool) -> None:
-    for described in pool.described:
-        assert described["dtype"] == "float32"
-        assert described["max_model_len"] == 32 + 48 and described["kv_cache_tokens"] > 1000
-        assert described["seconds"] > 0
+def test_setup_describes_engine(pool: Pool) -> None:
+    for description in pool.descriptions:
+        assert description["dtype"] == "float32"
+        assert description["max_model_len"] == 32 + 48 and description["kv_cache_tokens"] > 1000
+        assert description["seconds"] > 0
 
 
-def test_padding_of_the_output_layer_is_never_sampled_however_likely_it_is(pool: Pool) -> None:
+def test_generate_never_samples_padding(pool: Pool) -> None:
     given = prompts(20)
     for greedy in (False, True):
         responses = generate(pool, 2, given, greedy=greedy)
         assert max(response.ids.max() for response in responses.values()) < VOCABULARY
     ids = torch.as_tensor(given[0].ids).long()[None]
     with torch.no_grad():
-        assert trained_model(OLD, tied=False)(ids).logits[0].argmax(1).min() >= VOCABULARY
+        assert make_padded_model(OLD, tied=False)(ids).logits[0].argmax(1).min() >= VOCABULARY
 
 
 @pytest.mark.parametrize(("rank", "seed", "tied"), [(1, NEW, True), (2, OLD, False)], ids=["plain", "shaped"])
-def test_logprobs_are_those_of_the_model_at_temperature_one_however_tokens_are_sampled(
-    pool: Pool, rank: int, seed: int, tied: bool
-) -> None:
-    model = model_of(seed, tied=tied)
+def test_generate_logprobs_are_at_temperature_one(pool: Pool, rank: int, seed: int, tied: bool) -> None:
+    model = make_model(seed, tied=tied)
     given = prompts(20)
     found = generate(pool, rank, given)
     for prompt in given:
@@ -65,8 +62,8 @@ def test_logprobs_are_those_of_the_model_at_temperature_one_however_tokens_are_s
         np.testing.assert_allclose(response.logprobs, reference_logprobs(model, prompt, response), atol=1e-4)
 
 
-def test_answers_end_with_a_stop_token_of_student_or_teacher_or_at_the_limit(pool: Pool) -> None:
-    stops = {EOS, TEACHERS_EOS}
+def test_generate_stops_at_eos_of_student_or_teacher_or_at_limit(pool: Pool) -> None:
+    stops = {EOS, TEACHER_EOS}
     last: dict[str, set[int]] = {"stop": set(), "length": set()}
     for response in generate(pool, 2, prompts(200)).values():
         assert not stops & set(response.ids[:-1])
@@ -75,7 +72,7 @@ def test_answers_end_with_a_stop_token_of_student_or_teacher_or_at_the_limit(poo
     assert last["stop"] == stops and last["length"] and not last["length"] & stops
 
 
-def test_an_answer_depends_on_seed_uid_and_step_alone(pool: Pool) -> None:
+def test_generate_depends_on_seed_uid_and_step_only(pool: Pool) -> None:
     together = generate(pool, 2, prompts(40), step=3)
     alone = generate(pool, 2, prompts(5, first_uid=20)[::-1], step=3)
     for uid, response in alone.items():
@@ -86,35 +83,35 @@ def test_an_answer_depends_on_seed_uid_and_step_alone(pool: Pool) -> None:
     assert len({tuple(response.ids) for response in generate(pool, 2, twins).values()}) == 4
 
 
-def test_another_worker_with_the_same_weights_gives_the_same_answers(pool: Pool) -> None:
-    pool.tell_actor("become", NEW, True)
+def test_generate_equal_weights_give_equal_responses(pool: Pool) -> None:
+    pool.call_actor("set_weights", NEW, True)
     asyncio.run(pool.sync(0, 1).sync(0))
     here, there = generate(pool, 0, prompts(30), step=8), generate(pool, 1, prompts(10, first_uid=20), step=8)
     for uid, response in there.items():
         assert np.array_equal(response.ids, here[uid].ids)
 
 
-def test_greedy_takes_the_likeliest_token_whatever_the_seed(pool: Pool) -> None:
+def test_generate_greedy_ignores_seed(pool: Pool) -> None:
     first, second = (generate(pool, 2, prompts(10), step=step, greedy=True) for step in (1, 2))
-    model = model_of(OLD, tied=False)
+    model = make_model(OLD, tied=False)
     for prompt in prompts(10):
         assert np.array_equal(first[prompt.uid].ids, second[prompt.uid].ids)
         logprobs = reference_logprobs(model, prompt, first[prompt.uid])
         np.testing.assert_allclose(first[prompt.uid].logprobs, logprobs, atol=1e-4)
 
 
-def test_short_answers_leave_before_long_ones_end(pool: Pool) -> None:
+def test_generate_streams_short_responses_first(pool: Pool) -> None:
     async def batches() -> list[list[Response]]:
         stream = pool.group(2).stream(0, "generate", prompts(200), 0, timeout_s=30, phase="generate")
         return [batch async for batch in stream]
 
-    got = asyncio.run(batches())
-    assert 1 < len(got) < 100 and sum(len(batch) for batch in got) == 200
-    assert {response.finish_reason for response in got[0]} == {"stop"}
-    assert any(response.finish_reason == "length" for response in got[-1])
+    batches_read = asyncio.run(batches())
+    assert 1 < len(batches_read) < 100 and sum(len(batch) for batch in batches_read) == 200
+    assert {response.finish_reason for response in batches_read[0]} == {"stop"}
+    assert any(response.finish_reason == "length" for response in batches_read[-1])
 
 
-def test_several_calls_at_a_time_get_each_their_own_answers(pool: Pool) -> None:
+def test_generate_concurrent_calls_get_own_responses(pool: Pool) -> None:
     async def at_once() -> list[dict[int, Response]]:
         return await asyncio.gather(*(pool.responses(2, prompts(10, first_uid=10 * i)) for i in range(4)))
 
@@ -124,25 +121,23 @@ def test_several_calls_at_a_time_get_each_their_own_answers(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("n_read", [0, 1])
-def test_a_consumer_that_leaves_early_leaves_the_engine_clean(pool: Pool, n_read: int) -> None:
+def test_generate_canceled_stream_drops_requests(pool: Pool, n_read: int) -> None:
     before = generate(pool, 2, prompts(5))
-    pool.tell_actor("become", OLD, False)
-    meta, handle = pool.tell_actor("weights_meta"), pool.handles[2]
+    pool.call_actor("set_weights", OLD, False)
+    meta, handle = pool.call_actor("weights_meta"), pool.handles[2]
     stream = handle.generate.options(num_returns="streaming").remote(prompts(MANY), 0)
     for _ in range(n_read):
         assert ray.get(next(stream), timeout=20)
     ray.cancel(stream)
     while not ray.wait([stream.completed()], timeout=0.2)[0]:
-        ray.cancel(stream)  # the first was lost, as it came before the call
+        ray.cancel(stream)  # Ray loses a cancel that arrives before the call
     ray.get(handle.begin_weight_update.remote(1, meta), timeout=20)  # raises if it still generates
     ray.get(handle.drop_weights.remote(), timeout=20)
     after = generate(pool, 2, prompts(5))
     assert all(np.array_equal(after[uid].ids, before[uid].ids) for uid in before)
 
 
-def test_answers_that_take_too_long_are_counted_by_the_worker_and_dropped(
-    pool: Pool, folders: dict[tuple[int, bool], Path]
-) -> None:
+def test_generate_deadline_error_counts_unfinished_responses(pool: Pool, folders: dict[tuple[int, bool], Path]) -> None:
     def configure(worker: Any, config: Config) -> Config:
         before, worker._config = worker._config, config
         return before
@@ -160,8 +155,8 @@ def test_answers_that_take_too_long_are_counted_by_the_worker_and_dropped(
     before = ray.get(pool.handles[2].__ray_call__.remote(configure, impatient), timeout=20)
     ray.get(pool.handles[2].__ray_call__.remote(set_step_delay, 0.5), timeout=30)
     try:
-        told = r"rollout worker 2: \d+ of 20 answers of step 0 are unfinished after 2 s; raise .*rollout.timeout_s"
-        with pytest.raises(DeadlineError, match=told):
+        message = r"rollout worker 2: \d+ of 20 responses of step 0 are unfinished after 2 s; raise .*rollout.timeout_s"
+        with pytest.raises(DeadlineError, match=message):
             generate(pool, 2, prompts(20))
     finally:
         ray.get(pool.handles[2].__ray_call__.remote(set_step_delay, 0.0), timeout=30)
@@ -169,7 +164,7 @@ def test_answers_that_take_too_long_are_counted_by_the_worker_and_dropped(
     assert len(generate(pool, 2, prompts(5))) == 5
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_and_the_engine_lives(pool: Pool) -> None:
+def test_generate_too_long_prompt_raises_and_engine_continues(pool: Pool) -> None:
     long = Prompt(uid=7, ids=np.full(80, 5, np.int32), row=3)
     with pytest.raises(WorkerError, match=r"prompt 7 .row 3. has 80 tokens; expected 1 to 79"):
         generate(pool, 2, [*prompts(3), long])

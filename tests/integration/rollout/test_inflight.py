@@ -1,4 +1,4 @@
-"""New weights while answers are under way: these are paused where they are, and lose and double nothing."""
+"""Tests of weight updates during generation: requests are paused, and lose or repeat no token."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ import pytest
 
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import DeadlineError, WeightSyncError
+from tests._support.rollout_models import config_for, make_model, prompts, reference_logprobs
 from tests.integration.rollout.conftest import NEW, OLD, Pool
-from tests.integration.rollout.small_models import config_for, model_of, prompts, reference_logprobs
 
 MANY = 200
-"""Together more tokens than one step of the engine may compute, so that paused answers cannot all go on in one."""
+"""Prompts with more tokens than one engine step may compute, so that resuming all of them takes several steps."""
 
 
-async def tell(pool: Pool, method: str, *args: Any) -> list[Any]:
+async def call_worker(pool: Pool, method: str, *args: Any) -> list[Any]:
     return await pool.group(0).call(method, *args, timeout_s=20, phase=method)
 
 
 async def update(pool: Pool, version: int, *, seed: int = NEW) -> None:
-    pool.tell_actor("become", seed, True)
+    pool.call_actor("set_weights", seed, True)
     assert (await pool.sync(0, inflight=True).sync(version))["weights/retries"] == 0
 
 
-async def broken_update(pool: Pool, version: int, *, staged: bool) -> Any:
-    """An update that ends midway and is dropped; why the worker is unfit."""
-    pool.tell_actor("become", NEW, True)
-    pool.tell_actor("misbehave", 8, 0.0)
+async def broken_update(pool: Pool, version: int, *, double_buffered: bool) -> Any:
+    """Run an update that fails in its transfer, drop it, and return the reason why the worker is invalid."""
+    pool.call_actor("set_weights", NEW, True)
+    pool.call_actor("break_next_export", 8, 0.0)
     meta = await pool.connect(0)
-    await tell(pool, "begin_weight_update", version, meta, True)
-    results = await pool.transfer(0, version, meta, staged)
+    await call_worker(pool, "begin_weight_update", version, meta, True)
+    results = await pool.transfer(0, version, meta, double_buffered)
     assert all(isinstance(result, Exception) for result in results)
-    return (await tell(pool, "drop_weights"))[0]
+    return (await call_worker(pool, "drop_weights"))[0]
 
 
-async def answers_during(pool: Pool, given: list[Prompt], meanwhile: Callable[[], Awaitable[Any]]) -> dict[int, Response]:
-    """Worker 0's answers, with something done to it as soon as the first of them have come."""
+async def generate_during(
+    pool: Pool, given: list[Prompt], meanwhile: Callable[[], Awaitable[Any]]
+) -> dict[int, Response]:
+    """Return the responses of worker 0. Run ``meanwhile`` after the first of them have arrived."""
     found: dict[int, Response] = {}
     async for batch in pool.group(0).stream(0, "generate", given, 0, timeout_s=30, phase="generate"):
         if not found:
@@ -49,7 +51,7 @@ async def answers_during(pool: Pool, given: list[Prompt], meanwhile: Callable[[]
 
 
 def reset(pool: Pool) -> None:
-    pool.tell_actor("become", OLD, True)
+    pool.call_actor("set_weights", OLD, True)
     asyncio.run(pool.sync(0).sync(0))
 
 
@@ -57,11 +59,11 @@ def same(one: dict[int, Response], other: dict[int, Response]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[uid].ids, other[uid].ids) for uid in one)
 
 
-def test_every_token_is_that_of_the_weights_that_it_names(pool: Pool) -> None:
+def test_inflight_update_every_token_is_from_its_version(pool: Pool) -> None:
     reset(pool)
     given = prompts(MANY)
-    found = asyncio.run(answers_during(pool, given, lambda: update(pool, 3)))
-    models = {0: model_of(OLD, tied=True), 3: model_of(NEW, tied=True)}
+    found = asyncio.run(generate_during(pool, given, lambda: update(pool, 3)))
+    models = {0: make_model(OLD, tied=True), 3: make_model(NEW, tied=True)}
     for prompt in given:
         response = found[prompt.uid]
         assert len(response.ids) == len(response.logprobs) == len(response.versions_T)
@@ -73,11 +75,11 @@ def test_every_token_is_that_of_the_weights_that_it_names(pool: Pool) -> None:
     assert sum(set(response.versions_T) == {0, 3} for response in found.values()) > MANY / 4
 
 
-def test_an_answer_goes_on_as_a_fresh_engine_with_the_new_weights_would(pool: Pool) -> None:
+def test_inflight_update_continues_like_fresh_engine(pool: Pool) -> None:
     async def greedy_beside_sampled() -> dict[int, Response]:
-        """Greedy answers of this model all end together, at the limit; of sampled ones, some end early."""
+        """Return greedy responses, which all end at the limit. Some of the sampled responses end before."""
         greedy = asyncio.ensure_future(pool.responses(0, given, greedy=True))
-        await answers_during(pool, prompts(MANY), lambda: update(pool, 3))
+        await generate_during(pool, prompts(MANY), lambda: update(pool, 3))
         return await greedy
 
     reset(pool)
@@ -92,7 +94,7 @@ def test_an_answer_goes_on_as_a_fresh_engine_with_the_new_weights_would(pool: Po
             prefixes.append(Prompt(uid=prompt.uid, ids=prefix, row=0))
             rest[prompt.uid] = response.ids[n_old:], response.logprobs[n_old:]
     assert len(rest) > 10
-    pool.tell_actor("become", NEW, True)
+    pool.call_actor("set_weights", NEW, True)
     asyncio.run(pool.sync(1).sync(0))
     fresh = asyncio.run(pool.responses(1, prefixes, greedy=True))
     for uid, (ids, logprobs) in rest.items():
@@ -101,58 +103,58 @@ def test_an_answer_goes_on_as_a_fresh_engine_with_the_new_weights_would(pool: Po
 
 
 @pytest.mark.parametrize("ends", ["commit of the same weights", "drop"])
-def test_an_update_that_changes_no_weight_changes_no_token(pool: Pool, ends: str) -> None:
+def test_inflight_update_equal_weights_change_no_token(pool: Pool, ends: str) -> None:
     reset(pool)
     undisturbed = asyncio.run(pool.responses(0, prompts(MANY)))
 
     async def meanwhile() -> None:
         if ends == "drop":
-            assert await broken_update(pool, 3, staged=True) is None
+            assert await broken_update(pool, 3, double_buffered=True) is None
         else:
             await update(pool, 3, seed=OLD)
 
-    found = asyncio.run(answers_during(pool, prompts(MANY), meanwhile))
+    found = asyncio.run(generate_during(pool, prompts(MANY), meanwhile))
     assert same(found, undisturbed)
     assert (max(response.versions_T[-1] for response in found.values()) == 3) == (ends != "drop")
 
 
-def test_answers_of_an_unfit_worker_wait_for_the_update_that_repairs_it(pool: Pool) -> None:
+def test_inflight_invalid_worker_waits_for_next_update(pool: Pool) -> None:
     reset(pool)
 
     async def meanwhile() -> None:
-        assert "it may hold a mixture" in await broken_update(pool, 3, staged=False)
+        assert "it may have mixed weights" in await broken_update(pool, 3, double_buffered=False)
         await update(pool, 4)
 
-    found = asyncio.run(answers_during(pool, prompts(MANY), meanwhile))
+    found = asyncio.run(generate_during(pool, prompts(MANY), meanwhile))
     assert len(found) == MANY
     assert {version for response in found.values() for version in response.versions_T} == {0, 4}
 
 
-def test_answers_end_with_the_reason_when_the_repair_fails_too(pool: Pool) -> None:
+def test_inflight_second_failure_ends_responses_with_reason(pool: Pool) -> None:
     reset(pool)
 
     async def meanwhile() -> None:
         for version in (3, 4):
-            assert "it may hold a mixture" in await broken_update(pool, version, staged=False)
+            assert "it may have mixed weights" in await broken_update(pool, version, double_buffered=False)
 
-    with pytest.raises(WeightSyncError, match="rollout worker 0: the answers under way were given up: it may hold"):
-        asyncio.run(answers_during(pool, prompts(MANY), meanwhile))
-    with pytest.raises(WeightSyncError, match="rollout worker 0 refuses to generate: it may hold a mixture"):
+    with pytest.raises(WeightSyncError, match="rollout worker 0: the responses in flight were discarded: it may have"):
+        asyncio.run(generate_during(pool, prompts(MANY), meanwhile))
+    with pytest.raises(WeightSyncError, match="rollout worker 0 rejects requests: it may have mixed weights"):
         asyncio.run(pool.responses(0, prompts(3)))
     reset(pool)
     assert len(asyncio.run(pool.responses(0, prompts(3)))) == 3
 
 
-def test_a_pause_that_nobody_ends_fails_calls_at_their_own_deadline(pool: Pool, folders: Any) -> None:
+def test_inflight_endless_pause_calls_end_at_own_deadline(pool: Pool, folders: Any) -> None:
     async def calls() -> list[Any]:
-        meta = pool.tell_actor("weights_meta")
+        meta = pool.call_actor("weights_meta")
         late: list[asyncio.Future[Any]] = []
 
         async def pause() -> None:
-            await tell(pool, "begin_weight_update", 3, meta, True)
+            await call_worker(pool, "begin_weight_update", 3, meta, True)
             late.append(asyncio.ensure_future(pool.responses(0, prompts(3))))
 
-        early = asyncio.ensure_future(answers_during(pool, prompts(MANY), pause))
+        early = asyncio.ensure_future(generate_during(pool, prompts(MANY), pause))
         await asyncio.wait([early], timeout=30)
         return await asyncio.gather(early, *late, return_exceptions=True)
 
@@ -160,28 +162,28 @@ def test_a_pause_that_nobody_ends_fails_calls_at_their_own_deadline(pool: Pool, 
     impatient = config_for(folders[OLD, True], "actor_rollout_ref.rollout.timeout_s=5")
     with pool.configured(0, impatient):
         early, late = asyncio.run(calls())
-    assert isinstance(early, DeadlineError) and f"of {MANY} answers of step 0 are unfinished after 5 s" in str(early)
-    assert isinstance(late, DeadlineError) and "the weight update before it did not end after 5 s" in str(late)
-    asyncio.run(tell(pool, "drop_weights"))
+    assert isinstance(early, DeadlineError) and f"of {MANY} responses of step 0 are unfinished after 5 s" in str(early)
+    assert isinstance(late, DeadlineError) and "the weight update before this call did not end after 5 s" in str(late)
+    asyncio.run(call_worker(pool, "drop_weights"))
     assert len(asyncio.run(pool.responses(0, prompts(3)))) == 3
 
 
-def test_requests_that_come_during_a_pause_are_answered_with_the_new_weights(pool: Pool) -> None:
+def test_inflight_new_calls_wait_for_new_weights(pool: Pool) -> None:
     reset(pool)
 
     async def overlap() -> tuple[dict[int, Response], dict[int, Response]]:
         late: list[asyncio.Future[dict[int, Response]]] = []
 
         async def meanwhile() -> None:
-            pool.tell_actor("become", NEW, True)
+            pool.call_actor("set_weights", NEW, True)
             meta = await pool.connect(0)
-            await tell(pool, "begin_weight_update", 3, meta, True)
+            await call_worker(pool, "begin_weight_update", 3, meta, True)
             late.append(asyncio.ensure_future(pool.responses(0, prompts(12), greedy=True)))
             assert not (await asyncio.wait(late, timeout=0.2))[0]
             await pool.transfer(0, 3, meta, None)
-            await tell(pool, "commit_weights", 3)
+            await call_worker(pool, "commit_weights", 3)
 
-        early = await answers_during(pool, prompts(MANY), meanwhile)
+        early = await generate_during(pool, prompts(MANY), meanwhile)
         return early, await late[0]
 
     early, late = asyncio.run(overlap())

@@ -1,4 +1,4 @@
-"""From every layout of a real Megatron actor to every set of engines: what they then say is what its export says."""
+"""Tests of weight syncs from every layout of a Megatron actor to every kind of engine, compared with its export."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.ray_worker import RolloutWorker
-from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
-from tests.integration.rollout.actor_seats import ActorSeat, trained
-from tests.integration.rollout.conftest import CHANNEL_TIMEOUT_S, OLD, Pool, answers_of, environment
-from tests.integration.rollout.small_models import config_for, prompts, reference_logps
+from tests._support.rollout_models import config_for, prompts, reference_logps
+from tests.integration.rollout.conftest import OLD, Pool, environment, generate_on, make_synchronizer
+from tests.integration.rollout.reusable_actors import ReusableActorWorker, start_trained_actor
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 TP2, PP2 = f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.pipeline_model_parallel_size=2"
@@ -34,37 +33,39 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "TP2xPP2": (4, [TP2, PP2]),
 }
 GIVEN = prompts(12)
-Seats = Callable[[int], list[Any]]
-"""Processes for the first n ranks, started when they are needed."""
+ProcessesFor = Callable[[int], list[Any]]
+"""Function that returns processes for the first n ranks, and starts them if needed."""
 
 
 class FreshEngines:
-    """A process for one engine after the other, each loaded by vLLM from a folder."""
+    """A process for one engine after another, each loaded by vLLM from a folder."""
 
     def __init__(self) -> None:
-        from recipe_gkd.rollout import vllm_compat  # noqa: F401 - while other processes start
+        from recipe_gkd.rollout import vllm_compat  # noqa: F401 - imported while other processes start
 
     async def responses(self, folder: str, given: list[Prompt]) -> dict[int, Response]:
         worker = RolloutWorker(config_for(Path(folder)), rank=0, device="cpu", folder_version=0)
         await worker.setup()
-        found = {response.uid: response async for batch in worker.generate(given, 0, "validation") for response in batch}
+        found = {
+            response.uid: response async for batch in worker.generate(given, 0, "validation") for response in batch
+        }
         await worker.shutdown()
         return found
 
 
 @pytest.fixture(scope="module")
-def seats(ray_session: None) -> Iterator[Seats]:
-    env = {"env_vars": actor_environment("cpu") | {"PYTHONPATH": environment()["env_vars"]["PYTHONPATH"]}}
-    seats: list[Any] = []
+def processes_for(ray_session: None) -> Iterator[ProcessesFor]:
+    env = {"env_vars": actor_environment("cpu")}
+    processes: list[Any] = []
 
     def first(n: int) -> list[Any]:
-        while len(seats) < n:
-            seats.append(ray.remote(num_cpus=0, runtime_env=env)(ActorSeat).remote())
-        return seats[:n]
+        while len(processes) < n:
+            processes.append(ray.remote(num_cpus=0, runtime_env=env)(ReusableActorWorker).remote())
+        return processes[:n]
 
     yield first
-    for seat in seats:
-        ray.kill(seat)
+    for process in processes:
+        ray.kill(process)
 
 
 @pytest.fixture(scope="module")
@@ -82,38 +83,30 @@ def actor_config(folders: Any, n: int, overrides: list[str]) -> Config:
 
 
 async def sync_all(actor: WorkerGroup, engines: list[tuple[str, WorkerGroup, int]]) -> dict[str, dict[int, Response]]:
-    """Greedy answers of each engine after a sync; ``engines``: name, group, tensor-parallel size."""
+    """Return the greedy responses of each engine after a sync. ``engines``: name, group, tensor-parallel size."""
     found: dict[str, dict[int, Response]] = {}
     for name, group, tp in engines:
-        sync = WeightSynchronizer(
-            actor,
-            group,
-            tensor_parallel_size=tp,
-            bucket_bytes=30_000,
-            timeout_s=CHANNEL_TIMEOUT_S,
-            transport="collective",
-        )
+        sync = make_synchronizer(actor, group, tensor_parallel_size=tp)
         version = 10 + len(found)
         await sync.sync(version)
         for rank in range(len(group)):
-            found[f"{name}, {rank}"] = responses = await answers_of(group, rank, GIVEN, greedy=True)
+            found[f"{name}, {rank}"] = responses = await generate_on(group, rank, GIVEN, greedy=True)
             assert {response.weights_version for response in responses.values()} == {version}
     return found
 
 
-def test_engines_after_a_sync_from_two_tensor_ranks_agree_with_transformers(
-    seats: Seats, pool: Pool, tensor_pair: WorkerGroup, folders: Any, tmp_path: Path
+def test_sync_from_tp2_actor_matches_transformers(
+    processes_for: ProcessesFor, pool: Pool, tensor_pair: WorkerGroup, folders: Any, tmp_path: Path
 ) -> None:
-    """The actor trains one step on two tensor ranks; transformers loads its export."""
     export = str(tmp_path / "export")
 
     async def sync_and_export() -> dict[str, dict[int, Response]]:
-        actor = await trained(seats(2), actor_config(folders, 2, [TP2]), 2)
+        actor = await start_trained_actor(processes_for(2), actor_config(folders, 2, [TP2]), 2)
         try:
             await actor.call("save_hf", export, timeout_s=30, phase="export")
             return await sync_all(actor, [("1 worker", pool.group(0), 1), ("TP2", tensor_pair, 2)])
         finally:
-            await actor.call("stand_up", timeout_s=20, phase="stand up")
+            await actor.call("leave", timeout_s=20, phase="leave")
 
     found = asyncio.run(sync_and_export())
     model = Qwen2ForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
@@ -129,22 +122,28 @@ def test_engines_after_a_sync_from_two_tensor_ranks_agree_with_transformers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_engines_after_a_sync_say_what_a_fresh_engine_says_of_the_export(
-    layout: str, seats: Seats, fresh: Any, pool: Pool, tensor_pair: WorkerGroup, folders: Any, tmp_path: Path
+def test_sync_from_any_layout_matches_engine_of_export(
+    layout: str,
+    processes_for: ProcessesFor,
+    fresh: Any,
+    pool: Pool,
+    tensor_pair: WorkerGroup,
+    folders: Any,
+    tmp_path: Path,
 ) -> None:
     n, overrides = LAYOUTS[layout]
     export = str(tmp_path / "export")
     engines = [("1 worker", pool.group(0), 1), ("2 workers", pool.group(0, 1), 1), ("TP2", tensor_pair, 2)]
 
     async def sync_and_export() -> tuple[dict[int, Response], dict[str, dict[int, Response]]]:
-        actor = await trained(seats(n), actor_config(folders, n, overrides), n)
+        actor = await start_trained_actor(processes_for(n), actor_config(folders, n, overrides), n)
         try:
             await actor.call("save_hf", export, timeout_s=30, phase="export")
             expected = fresh.responses.remote(export, GIVEN)
             found = await sync_all(actor, engines)
             return await expected, found
         finally:
-            await actor.call("stand_up", timeout_s=20, phase="stand up")
+            await actor.call("leave", timeout_s=20, phase="leave")
 
     expected, found = asyncio.run(sync_and_export())
     assert len(found) == 4

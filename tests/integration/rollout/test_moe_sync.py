@@ -1,4 +1,4 @@
-"""From a mixture whose experts are divided among ranks to an engine, which then says what the export says."""
+"""Test of a weight sync from an expert-parallel mixture-of-experts actor to an engine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.data.samples import Response
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.ray_worker import RolloutWorker
-from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
-from tests.integration.rollout.actor_seats import ActorSeat, trained
-from tests.integration.rollout.conftest import CHANNEL_TIMEOUT_S, environment
-from tests.integration.rollout.small_models import EOS, VOCABULARY, config_for, prompts, reference_logprobs
+from tests._support.rollout_models import EOS, VOCABULARY, config_for, prompts, reference_logprobs
+from tests.integration.rollout.conftest import environment, make_synchronizer
+from tests.integration.rollout.reusable_actors import ReusableActorWorker, start_trained_actor
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
@@ -27,8 +26,8 @@ GIVEN = prompts(12)
 RANKS = 2
 
 
-def mixture(seed: int) -> Qwen3MoeForCausalLM:
-    """Its experts are no multiple of 32 wide: vLLM pads them on a CPU."""
+def make_moe_model(seed: int) -> Qwen3MoeForCausalLM:
+    """Return a Qwen3-MoE model. vLLM pads its experts on a CPU, because their width is not a multiple of 32."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
@@ -38,16 +37,16 @@ def mixture(seed: int) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(config).float().eval()
 
 
-def test_engine_after_a_sync_from_divided_experts_says_what_the_export_says(ray_session: None, tmp_path: Path) -> None:
+def test_sync_from_expert_parallel_actor_matches_export(ray_session: None, tmp_path: Path) -> None:
     folder, export = tmp_path / "mixture", tmp_path / "export"
-    mixture(1).save_pretrained(folder)
+    make_moe_model(1).save_pretrained(folder)
     config = config_for(
         folder, f"trainer.n_gpus_per_node={RANKS}", f"{MEGATRON}.expert_model_parallel_size={RANKS}",
         f"{MEGATRON}.dtype=float32", "actor_rollout_ref.actor.optim.lr=0.01", "actor_rollout_ref.nccl_timeout=20",
     )  # fmt: skip
     own = environment()
-    env = {"env_vars": {"PYTHONPATH": own["env_vars"]["PYTHONPATH"]} | actor_environment("cpu")}
-    seats = [ray.remote(num_cpus=0, runtime_env=env)(ActorSeat).remote() for _ in range(RANKS)]
+    env = {"env_vars": actor_environment("cpu")}
+    processes = [ray.remote(num_cpus=0, runtime_env=env)(ReusableActorWorker).remote() for _ in range(RANKS)]
     worker = ray.remote(num_cpus=0, runtime_env=own)(RolloutWorker).remote(
         config_for(folder), rank=0, device="cpu", folder_version=0
     )
@@ -61,18 +60,11 @@ def test_engine_after_a_sync_from_divided_experts_says_what_the_export_says(ray_
 
     async def before_and_after() -> tuple[dict[int, Response], dict[int, Response]]:
         ready = worker.setup.remote()
-        actor = await trained(seats, config, RANKS)
+        actor = await start_trained_actor(processes, config, RANKS)
         await actor.call("save_hf", str(export), timeout_s=30, phase="export")
         await ready
         before = await responses()
-        sync = WeightSynchronizer(
-            actor,
-            rollout,
-            tensor_parallel_size=1,
-            bucket_bytes=30_000,
-            timeout_s=CHANNEL_TIMEOUT_S,
-            transport="collective",
-        )
+        sync = make_synchronizer(actor, rollout)
         await sync.sync(1)
         await sync.sync(2)
         return before, await responses()
@@ -80,11 +72,13 @@ def test_engine_after_a_sync_from_divided_experts_says_what_the_export_says(ray_
     try:
         before, after = asyncio.run(before_and_after())
     finally:
-        for process in (*seats, worker):
+        for process in (*processes, worker):
             ray.kill(process)
     assert after.keys() == {prompt.uid for prompt in GIVEN}
     assert any(not np.array_equal(after[uid].ids, response.ids) for uid, response in before.items())
-    for model, found in ((mixture(1), before), (AutoModelForCausalLM.from_pretrained(export), after)):
+    for model, found in ((make_moe_model(1), before), (AutoModelForCausalLM.from_pretrained(export), after)):
         for prompt in GIVEN:
             response = found[prompt.uid]
-            np.testing.assert_allclose(response.logprobs, reference_logprobs(model, prompt, response), atol=1e-5, rtol=0)
+            np.testing.assert_allclose(
+                response.logprobs, reference_logprobs(model, prompt, response), atol=1e-5, rtol=0
+            )

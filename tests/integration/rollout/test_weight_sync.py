@@ -1,4 +1,4 @@
-"""From a real sender to real engines in Ray actors: what they generate with afterwards, and after every failure."""
+"""Tests of weight syncs to real engines in Ray actors: generation after a sync, and after every kind of failure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import ray
 from recipe_gkd.data.samples import Response
 from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.rollout.ray_worker import RolloutWorker
-from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
-from tests.integration.rollout.conftest import CHANNEL_TIMEOUT_S, NEW, OLD, Pool, environment
-from tests.integration.rollout.small_models import DoomedWorker, config_for, model_of, prompts, reference_logprobs
+from tests._support.rollout_models import DoomedWorker, config_for, make_model, prompts, reference_logprobs
+from tests.integration.rollout.conftest import NEW, OLD, TRANSPORT_TIMEOUT_S, Pool, environment, make_synchronizer
 
 
 def same(found: dict[int, Response], expected: dict[int, Response]) -> bool:
@@ -33,23 +32,21 @@ def generate(pool: Pool, rank: int) -> dict[int, Response]:
 
 
 def reset(pool: Pool, *ranks: int, seed: int = OLD, version: int = 0) -> None:
-    pool.tell_actor("become", seed, True)
+    pool.call_actor("set_weights", seed, True)
     asyncio.run(pool.sync(*ranks).sync(version))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [1, 40_000, 1 << 24])
-def test_an_engine_after_a_sync_equals_one_started_from_the_same_weights(
-    pool: Pool, tied: bool, bucket_bytes: int
-) -> None:
+def test_sync_equals_start_from_same_weights(pool: Pool, tied: bool, bucket_bytes: int) -> None:
     rank = 0 if tied else 2
     sync = pool.sync(rank, bucket_bytes=bucket_bytes)
 
     async def there_and_back() -> tuple[dict[int, Response], dict[int, Response]]:
-        pool.tell_actor("become", NEW, tied)
+        pool.call_actor("set_weights", NEW, tied)
         await sync.sync(1)
         new = await pool.responses(rank, prompts(12), greedy=True)
-        pool.tell_actor("become", OLD, tied)
+        pool.call_actor("set_weights", OLD, tied)
         await sync.sync(2)
         return new, await pool.responses(rank, prompts(12), greedy=True)
 
@@ -58,86 +55,84 @@ def test_an_engine_after_a_sync_equals_one_started_from_the_same_weights(
     assert not tied or same(new, pool.fresh[1])
     assert {response.weights_version for response in new.values()} == {1}
     assert {response.weights_version for response in old.values()} == {2}
-    model = model_of(NEW, tied=tied)
+    model = make_model(NEW, tied=tied)
     for prompt in prompts(12):
         expected = reference_logprobs(model, prompt, new[prompt.uid])
         np.testing.assert_allclose(new[prompt.uid].logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("staged", [True, False])
-def test_weights_that_are_staged_and_weights_that_are_streamed_end_the_same(pool: Pool, staged: bool) -> None:
+@pytest.mark.parametrize("double_buffered", [True, False])
+def test_sync_double_buffered_and_in_place_give_same_weights(pool: Pool, double_buffered: bool) -> None:
     reset(pool, 0)
-    pool.tell_actor("become", NEW, True)
-    asyncio.run(staged_sync(pool, staged))
+    pool.call_actor("set_weights", NEW, True)
+    asyncio.run(sync_by_phases(pool, double_buffered))
     assert same(generate(pool, 0), pool.fresh[1])
 
 
-async def staged_sync(pool: Pool, staged: bool, *, expect_failure: bool = False) -> None:
-    """The calls of a sync to worker 0, with the choice between staging and streaming taken out of its hands."""
+async def sync_by_phases(pool: Pool, double_buffered: bool, *, expect_failure: bool = False) -> None:
+    """Call the phases of a sync to worker 0, with a fixed choice between double-buffered and in place."""
     worker, meta = pool.group(0), await pool.connect(0)
     await worker.call("begin_weight_update", 7, meta, timeout_s=10, phase="begin")
-    results = await pool.transfer(0, 7, meta, staged)
+    results = await pool.transfer(0, 7, meta, double_buffered)
     if expect_failure:
         assert all(isinstance(result, Exception) for result in results)
         await worker.call("drop_weights", timeout_s=10, phase="drop")
     else:
-        assert results[1][0]["staged"] is staged
+        assert results[1][0]["double_buffered"] is double_buffered
         await worker.call("commit_weights", 7, timeout_s=10, phase="commit")
 
 
-def test_a_worker_that_was_started_in_the_middle_of_a_run_refuses_until_its_first_sync() -> None:
+def test_generate_before_first_sync_raises() -> None:
     async def generate_at_once() -> None:
         worker = RolloutWorker(config_for(Path("none")), rank=1, device="cpu")
         async for _ in worker.generate(prompts(1), 17):
             pass
 
-    with pytest.raises(WeightSyncError, match="rollout worker 1 refuses to generate: it has no weights version yet"):
+    with pytest.raises(WeightSyncError, match="rollout worker 1 rejects requests: it has no weights version yet"):
         asyncio.run(generate_at_once())
 
 
-def test_two_workers_get_one_version_in_one_sync(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_sync_two_workers_get_same_version(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     reset(pool, 0, 1)
     assert not same(generate(pool, 1), pool.fresh[1])
-    pool.tell_actor("become", NEW, True)
+    pool.call_actor("set_weights", NEW, True)
     with caplog.at_level(logging.INFO, logger="recipe_gkd.weight_sync.synchronizer"):
-        numbers = asyncio.run(pool.sync(0, 1).sync(12))
+        metrics = asyncio.run(pool.sync(0, 1).sync(12))
     for rank in (0, 1):
         assert same(generate(pool, rank), pool.fresh[1])
         assert {response.weights_version for response in generate(pool, rank).values()} == {12}
-    n_bytes = sum(p.numel() * 4 for p in model_of(NEW, tied=True).parameters())
-    assert numbers["weights/megabytes"] == pytest.approx(n_bytes / 1e6, rel=0.01)
-    assert 0 < numbers["timing/sync_rollout_weights_transfer"] < numbers["timing/sync_rollout_weights"] < 5
+    n_bytes = sum(p.numel() * 4 for p in make_model(NEW, tied=True).parameters())
+    assert metrics["weights/megabytes"] == pytest.approx(n_bytes / 1e6, rel=0.01)
+    assert 0 < metrics["timing/sync_rollout_weights_transfer"] < metrics["timing/sync_rollout_weights"] < 5
     assert "weight sync v12: begins, 2 rollout workers" in caplog.text
     assert "MB/s), 2 rollout workers" in caplog.text
 
 
-@pytest.mark.parametrize("stall_s", [0.0, CHANNEL_TIMEOUT_S + 2], ids=["raises", "stalls"])
-def test_a_streamed_update_that_stops_midway_makes_the_worker_refuse_until_a_full_sync(
-    pool: Pool, stall_s: float
-) -> None:
+@pytest.mark.parametrize("stall_s", [0.0, TRANSPORT_TIMEOUT_S + 2], ids=["raises", "stalls"])
+def test_sync_in_place_failure_invalidates_until_full_sync(pool: Pool, stall_s: float) -> None:
     reset(pool, 0)
-    pool.tell_actor("become", NEW, True)
-    pool.tell_actor("misbehave", 8, stall_s)
+    pool.call_actor("set_weights", NEW, True)
+    pool.call_actor("break_next_export", 8, stall_s)
     started = time.monotonic()
-    asyncio.run(staged_sync(pool, False, expect_failure=True))
-    assert time.monotonic() - started < (stall_s + 10 if stall_s else CHANNEL_TIMEOUT_S)
-    with pytest.raises(WeightSyncError, match="rollout worker 0 refuses to generate: it may hold a mixture"):
+    asyncio.run(sync_by_phases(pool, False, expect_failure=True))
+    assert time.monotonic() - started < (stall_s + 10 if stall_s else TRANSPORT_TIMEOUT_S)
+    with pytest.raises(WeightSyncError, match="rollout worker 0 rejects requests: it may have mixed weights"):
         generate(pool, 0)
     assert asyncio.run(pool.sync(0).sync(9))["weights/version"] == 9
     assert same(generate(pool, 0), pool.fresh[1])
 
 
-def test_a_staged_update_that_stops_midway_leaves_the_old_version(pool: Pool) -> None:
+def test_sync_double_buffered_failure_keeps_old_version(pool: Pool) -> None:
     reset(pool, 0)
     before = generate(pool, 0)
-    pool.tell_actor("become", NEW, True)
-    pool.tell_actor("misbehave", 8, 0.0)
-    asyncio.run(staged_sync(pool, True, expect_failure=True))
+    pool.call_actor("set_weights", NEW, True)
+    pool.call_actor("break_next_export", 8, 0.0)
+    asyncio.run(sync_by_phases(pool, True, expect_failure=True))
     after = generate(pool, 0)
     assert same(after, before) and {response.weights_version for response in after.values()} == {0}
 
 
-def test_a_sender_that_never_comes_leaves_the_old_version(pool: Pool) -> None:
+def test_receive_without_sender_keeps_old_version(pool: Pool) -> None:
     reset(pool, 0)
     before = generate(pool, 0)
 
@@ -149,7 +144,7 @@ def test_a_sender_that_never_comes_leaves_the_old_version(pool: Pool) -> None:
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"weights v5, begin: actor worker 0 .* did not answer"):
         asyncio.run(only_receive())
-    assert time.monotonic() - started < CHANNEL_TIMEOUT_S + 8
+    assert time.monotonic() - started < TRANSPORT_TIMEOUT_S + 8
     assert asyncio.run(pool.group(0).call("drop_weights", timeout_s=10, phase="drop")) == [None]
     after = generate(pool, 0)
     assert same(after, before) and {response.weights_version for response in after.values()} == {0}
@@ -162,21 +157,19 @@ def test_a_sender_that_never_comes_leaves_the_old_version(pool: Pool) -> None:
         ("model.layers.1.self_attn.k_proj.bias", "x", r"model.layers.1.self_attn.k_proj.bias is missing"),
     ],
 )
-def test_weights_under_wrong_names_are_refused_before_anything_is_sent(
-    pool: Pool, old: str, new: str, message: str
-) -> None:
+def test_sync_wrong_weight_names_raise_before_transfer(pool: Pool, old: str, new: str, message: str) -> None:
     reset(pool, 0)
     before = generate(pool, 0)
-    pool.tell_actor("become", NEW, True)
-    pool.tell_actor("rename", old, new)
+    pool.call_actor("set_weights", NEW, True)
+    pool.call_actor("rename_weight", old, new)
     with pytest.raises(WeightSyncError, match=message):
         asyncio.run(pool.sync(0).sync(5))
     assert same(generate(pool, 0), before)
 
 
-def test_requests_wait_for_an_update_and_are_answered_with_the_new_version(pool: Pool, folders: Any) -> None:
+def test_sync_new_requests_wait_for_new_version(pool: Pool, folders: Any) -> None:
     reset(pool, 0)
-    pool.tell_actor("become", NEW, True)
+    pool.call_actor("set_weights", NEW, True)
 
     async def overlap() -> tuple[dict[int, Response], dict[int, Response]]:
         early = asyncio.ensure_future(pool.responses(0, prompts(64)))
@@ -187,7 +180,9 @@ def test_requests_wait_for_an_update_and_are_answered_with_the_new_version(pool:
         await syncing
         return await early, await late
 
-    patient = config_for(folders[OLD, True], "actor_rollout_ref.nccl_timeout=30")  # 64 answers on a busy machine
+    patient = config_for(
+        folders[OLD, True], "actor_rollout_ref.nccl_timeout=30"
+    )  # 64 responses take long on a busy machine
     with pool.configured(0, patient):
         early, late = asyncio.run(overlap())
     assert len(early) == 64 and {response.weights_version for response in early.values()} <= {0, 4}
@@ -195,26 +190,19 @@ def test_requests_wait_for_an_update_and_are_answered_with_the_new_version(pool:
     assert same(generate(pool, 0), pool.fresh[1])
 
 
-def test_a_worker_that_dies_midway_is_named_and_the_others_stay_usable(pool: Pool) -> None:
+def test_sync_dead_worker_is_named_and_others_keep_version(pool: Pool) -> None:
     reset(pool, 0)
     before = generate(pool, 0)
-    pool.tell_actor("become", NEW, True)
+    pool.call_actor("set_weights", NEW, True)
     group = pool.group(0)
     doomed = ray.remote(num_cpus=0, runtime_env=environment())(DoomedWorker).remote()
     ray.get(doomed.setup.remote(), timeout=60)
     group.handles.append(doomed)
-    sync = WeightSynchronizer(
-        pool.actor,
-        group,
-        tensor_parallel_size=1,
-        bucket_bytes=30_000,
-        timeout_s=CHANNEL_TIMEOUT_S,
-        transport="collective",
-    )
+    sync = make_synchronizer(pool.actor, group)
     asyncio.run(sync.connect())
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match="rollout worker 1 of 2 died"):
         asyncio.run(sync.sync(2))
-    assert time.monotonic() - started < CHANNEL_TIMEOUT_S  # the sender was told, and did not wait for it
+    assert time.monotonic() - started < TRANSPORT_TIMEOUT_S  # the sender was interrupted before its deadline
     after = generate(pool, 0)
     assert same(after, before) and {response.weights_version for response in after.values()} == {0}

@@ -1,4 +1,4 @@
-"""Weights that do not fit the rollout model are refused by name; nothing here needs an engine."""
+"""Tests of the comparison between announced weights and the rollout model's folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = {"model.embed_tokens.weight": (8, 4), "model.layers.0.mlp.up_proj.weigh
 META = [(name, shape, "float32") for name, shape in SHAPES.items()]
 
 
-def folder(tmp_path: Path, extra: dict[str, tuple[int, ...]] | None = None, *, tied: bool = True) -> str:
+def make_folder(tmp_path: Path, extra: dict[str, tuple[int, ...]] | None = None, *, tied: bool = True) -> str:
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied, "num_hidden_layers": 1}))
     names = SHAPES | (extra or {})
     for i, (name, shape) in enumerate(names.items()):
@@ -25,65 +25,69 @@ def folder(tmp_path: Path, extra: dict[str, tuple[int, ...]] | None = None, *, t
     return str(tmp_path)
 
 
-def test_shapes_are_read_from_the_headers_of_all_shards(tmp_path: Path) -> None:
-    assert folder_shapes(folder(tmp_path)) == SHAPES
+class TestFolderShapes:
+    def test_folder_shapes_reads_all_shards(self, tmp_path: Path) -> None:
+        assert folder_shapes(make_folder(tmp_path)) == SHAPES
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [(b"\xff" * 100, "is damaged: its 100 bytes cannot be read as safetensors"), (b"", "is empty")],
+    )
+    def test_folder_shapes_damaged_shard_is_named(self, tmp_path: Path, content: bytes, message: str) -> None:
+        (Path(make_folder(tmp_path)) / "model-9.safetensors").write_bytes(content)
+        with pytest.raises(ModelError, match=f"model-9.safetensors {message}"):
+            folder_shapes(str(tmp_path))
+
+    def test_folder_shapes_ignores_files_outside_index(self, tmp_path: Path) -> None:
+        """Mixtral's folder also has ``consolidated.safetensors``, with other tensor names, and possibly incomplete."""
+        weight_map = {name: f"model-{i}.safetensors" for i, name in enumerate(SHAPES)}
+        (Path(make_folder(tmp_path)) / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": weight_map})
+        )
+        stray = tmp_path / "consolidated.safetensors"
+        for write in (stray.touch, lambda: save_file({"tok_embeddings.weight": torch.zeros(8, 4)}, stray)):
+            write()
+            check_weight_files(tmp_path)
+            assert folder_shapes(str(tmp_path)) == SHAPES
+        (tmp_path / "model-1.safetensors").unlink()
+        with pytest.raises(
+            ModelError, match=r"model-1.safetensors is missing, but model.safetensors.index.json names it"
+        ):
+            folder_shapes(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("content", "says"), [(b"\xff" * 100, "is damaged: its 100 bytes cannot be read as safetensors"), (b"", "is empty")]
-)
-def test_a_damaged_shard_is_named(tmp_path: Path, content: bytes, says: str) -> None:
-    (Path(folder(tmp_path)) / "model-9.safetensors").write_bytes(content)
-    with pytest.raises(ModelError, match=f"model-9.safetensors {says}"):
-        folder_shapes(str(tmp_path))
-
-
-def test_only_files_that_the_index_names_are_read_here_and_checked_at_the_start(tmp_path: Path) -> None:
-    """Mixtral's folder also has ``consolidated.safetensors``, possibly incomplete, with other tensor names."""
-    weight_map = {name: f"model-{i}.safetensors" for i, name in enumerate(SHAPES)}
-    (Path(folder(tmp_path)) / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    stray = tmp_path / "consolidated.safetensors"
-    for write in (stray.touch, lambda: save_file({"tok_embeddings.weight": torch.zeros(8, 4)}, stray)):
-        write()
-        check_weight_files(tmp_path)
-        assert folder_shapes(str(tmp_path)) == SHAPES
-    (tmp_path / "model-1.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"model-1.safetensors is missing, but model.safetensors.index.json names it"):
-        folder_shapes(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"lm_head.weight": (8, 4)},
-        {"model.layers.1.mlp.up_proj.weight": (6, 4)},
-        {"model.layers.0.self_attn.rotary_emb.inv_freq": (2,)},
-    ],
-    ids=["tied head", "layer after the last", "not a weight"],
-)
-def test_what_is_not_trained_need_not_come(tmp_path: Path, extra: dict[str, tuple[int, ...]]) -> None:
-    path = folder(tmp_path, extra)
-    check_announced(META, path, folder_shapes(path))
-
-
-def test_a_tied_head_may_come_and_an_untied_one_must(tmp_path: Path) -> None:
-    path = folder(tmp_path)
-    check_announced([*META, ("lm_head.weight", (8, 4), "float32")], path, folder_shapes(path))
-    path = folder(tmp_path, {"lm_head.weight": (8, 4)}, tied=False)
-    with pytest.raises(WeightSyncError, match=r"lm_head.weight is missing; both pools must be built from the same"):
+class TestCheckAnnounced:
+    @pytest.mark.parametrize(
+        "extra",
+        [
+            {"lm_head.weight": (8, 4)},
+            {"model.layers.1.mlp.up_proj.weight": (6, 4)},
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": (2,)},
+        ],
+        ids=["tied head", "layer after the last", "not a weight"],
+    )
+    def test_check_announced_untrained_weights_may_be_missing(
+        self, tmp_path: Path, extra: dict[str, tuple[int, ...]]
+    ) -> None:
+        path = make_folder(tmp_path, extra)
         check_announced(META, path, folder_shapes(path))
 
+    def test_check_announced_only_untied_head_is_required(self, tmp_path: Path) -> None:
+        path = make_folder(tmp_path)
+        check_announced([*META, ("lm_head.weight", (8, 4), "float32")], path, folder_shapes(path))
+        path = make_folder(tmp_path, {"lm_head.weight": (8, 4)}, tied=False)
+        with pytest.raises(WeightSyncError, match=r"lm_head.weight is missing; both pools must be built from the same"):
+            check_announced(META, path, folder_shapes(path))
 
-def test_missing_unknown_and_misshapen_weights_are_named_together(tmp_path: Path) -> None:
-    path = folder(tmp_path)
-    announced = [META[0], ("model.norm.weight", (5,), "float32"), ("model.bias", (4,), "float32")]
-    message = (
-        r"up_proj.weight is missing; model.bias is unknown; "
-        r"model.norm.weight is \(5,\), in the folder \(4,\); both pools"
-    )
-    with pytest.raises(WeightSyncError, match=message):
-        check_announced(announced, path, folder_shapes(path))
+    def test_check_announced_names_all_problems(self, tmp_path: Path) -> None:
+        path = make_folder(tmp_path)
+        announced = [META[0], ("model.norm.weight", (5,), "float32"), ("model.bias", (4,), "float32")]
+        message = (
+            r"up_proj.weight is missing; model.bias is unknown; "
+            r"model.norm.weight is \(5,\), in the folder \(4,\); both pools"
+        )
+        with pytest.raises(WeightSyncError, match=message):
+            check_announced(announced, path, folder_shapes(path))
 
-
-def test_a_folder_without_safetensors_is_left_to_the_engine(tmp_path: Path) -> None:
-    check_announced(META, str(tmp_path), folder_shapes(str(tmp_path)))
+    def test_check_announced_without_safetensors_checks_nothing(self, tmp_path: Path) -> None:
+        check_announced(META, str(tmp_path), folder_shapes(str(tmp_path)))

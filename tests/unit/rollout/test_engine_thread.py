@@ -1,4 +1,4 @@
-"""The engine's thread, around an engine that fails on command: nobody may be left waiting."""
+"""Tests of the engine's thread with an engine that fails on request: every future and request must end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from recipe_gkd.data.samples import Response
 from recipe_gkd.errors import GkdError, ModelError, WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.rollout import engine as module
 from recipe_gkd.rollout.device_loss import is_device_loss
-from recipe_gkd.rollout.engine import EngineOptions, RolloutEngine
+from recipe_gkd.rollout.engine import RolloutEngine
+from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.weight_updates import WeightUpdates
-from tests.integration.rollout.small_models import prompts
+from tests._support.rollout_models import prompts
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -26,7 +27,7 @@ OPTIONS = EngineOptions(
 
 
 class FailingEngine:
-    """Accepts requests, and raises from the step after ``fail`` is set."""
+    """An engine that accepts requests, and whose step raises after ``fail`` is set."""
 
     def __init__(self) -> None:
         self.fail = threading.Event()
@@ -49,57 +50,57 @@ class FailingEngine:
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> tuple[RolloutEngine, FailingEngine]:
     inner = FailingEngine()
-    monkeypatch.setattr(module, "_build", lambda _: inner)
-    monkeypatch.setattr(module, "_describe", lambda _: {})
-    monkeypatch.setattr(module, "_watch_ranks", lambda *_: None)
-    monkeypatch.setattr(module, "_add_request", lambda engine, request_id, *_: engine.requests.append(request_id))
+    monkeypatch.setattr(module, "build_engine", lambda _: inner)
+    monkeypatch.setattr(module, "describe_engine", lambda _: {})
+    monkeypatch.setattr(module, "watch_ranks", lambda *_: None)
+    monkeypatch.setattr(module, "add_request", lambda engine, request_id, *_: engine.requests.append(request_id))
     engine = RolloutEngine(OPTIONS)
     engine.start().result(5)
     return engine, inner
 
 
-def test_an_exception_of_the_engine_ends_every_request_and_every_later_command(
+def test_step_raises_fails_all_requests_and_later_commands(
     failing: tuple[RolloutEngine, FailingEngine],
 ) -> None:
     engine, inner = failing
-    got: list[list[Response] | GkdError] = []
+    results: list[list[Response] | GkdError] = []
     for first in (0, 2):
-        _, accepted = engine.submit(prompts(2, first), [{}, {}], lambda result: got.append(result))
+        _, accepted = engine.submit(prompts(2, first), [{}, {}], lambda result: results.append(result))
         accepted.result(5)
     inner.fail.set()
     assert inner.closed.wait(5)
-    assert len(got) == 2 and all("the device fell off" in str(result) for result in got)
-    assert all(isinstance(result, WorkerDied) for result in got)
+    assert len(results) == 2 and all("the device fell off" in str(result) for result in results)
+    assert all(isinstance(result, WorkerDied) for result in results)
     with pytest.raises(WorkerDied, match="the rollout engine failed: RuntimeError: the device fell off"):
         engine.run(lambda _: None).result(5)
     engine.close()
 
 
-def test_a_command_that_finds_the_device_lost_ends_the_engine_as_a_failed_step_does(
+def test_run_device_loss_ends_engine(
     failing: tuple[RolloutEngine, FailingEngine],
 ) -> None:
     engine, inner = failing
-    got: list[Any] = []
-    engine.submit(prompts(2), [{}, {}], got.append)[1].result(5)
+    results: list[Any] = []
+    engine.submit(prompts(2), [{}, {}], results.append)[1].result(5)
 
     def load(_: Any) -> None:
         raise RuntimeError("CUDA error: the device fell off")
 
     with pytest.raises(WorkerDied, match="the rollout engine failed: RuntimeError: CUDA error"):
         engine.run(load).result(5)
-    assert inner.closed.wait(5) and isinstance(got[0], WorkerDied)
+    assert inner.closed.wait(5) and isinstance(results[0], WorkerDied)
     engine.close()
 
 
-def test_only_the_engine_whose_own_device_is_lost_ends_and_not_those_that_are_told_of_it(
+def test_receive_device_loss_of_other_worker_keeps_engine(
     failing: tuple[RolloutEngine, FailingEngine],
 ) -> None:
-    """A weight channel repeats the reason of one worker in the errors of all others."""
+    """A weight transport repeats the reason of one worker in the errors of all others."""
     engine, inner = failing
-    told = "WeightSyncError: weight channel, bucket 2: rollout worker 1 failed: CUDA error: the device fell off"
+    message = "WeightSyncError: weight transport, bucket 2: rollout worker 1 failed: CUDA error: the device fell off"
 
     def receive(device_is_lost: bool) -> None:
-        outcome = {"error": told, "device_is_lost": device_is_lost, "dirty": False}
+        outcome = {"error": message, "device_is_lost": device_is_lost, "has_mixed_weights": False}
         ranks = SimpleNamespace(collective_rpc=lambda *_, **__: [outcome])
         engine.run(lambda _: WeightUpdates("rollout worker 0").receive(ranks, 1, [], 1, None)).result(5)
 
@@ -112,14 +113,14 @@ def test_only_the_engine_whose_own_device_is_lost_ends_and_not_those_that_are_to
     engine.close()
 
 
-def test_an_error_is_a_device_loss_by_what_this_process_raised() -> None:
-    own = WeightSyncError("weight channel: rollout worker 1 failed: CUDA error: the device fell off")
+def test_is_device_loss_ignores_reports_of_other_processes() -> None:
+    own = WeightSyncError("weight transport: rollout worker 1 failed: CUDA error: the device fell off")
     assert not is_device_loss(own) and not is_device_loss(ValueError("no such weight"))
     own.__cause__ = RuntimeError("CUDA error: the device fell off")
     assert is_device_loss(own)
 
 
-def test_a_command_that_raises_harms_only_who_gave_it(failing: tuple[RolloutEngine, FailingEngine]) -> None:
+def test_run_command_raises_only_its_future_fails(failing: tuple[RolloutEngine, FailingEngine]) -> None:
     engine, inner = failing
     with pytest.raises(ZeroDivisionError):
         engine.run(lambda _: 1 // 0).result(5)
@@ -129,12 +130,12 @@ def test_a_command_that_raises_harms_only_who_gave_it(failing: tuple[RolloutEngi
         engine.run(lambda _: None).result(5)
 
 
-def test_the_death_of_a_tensor_rank_is_told_even_while_the_engines_thread_hangs(
+def test_rank_died_ends_all_while_thread_hangs(
     failing: tuple[RolloutEngine, FailingEngine],
 ) -> None:
     engine, _ = failing
-    got: list[Any] = []
-    engine.submit(prompts(2), [{}, {}], got.append)[1].result(5)
+    results: list[Any] = []
+    engine.submit(prompts(2), [{}, {}], results.append)[1].result(5)
     hangs, released = threading.Event(), threading.Event()
 
     def load(_: Any) -> None:
@@ -147,12 +148,12 @@ def test_the_death_of_a_tensor_rank_is_told_even_while_the_engines_thread_hangs(
     for waiting in (command, later, engine.run(lambda _: None)):
         with pytest.raises(WorkerDied, match="its process VllmWorker-1 died"):
             waiting.result(5)
-    assert len(got) == 1 and isinstance(got[0], WorkerDied)
+    assert len(results) == 1 and isinstance(results[0], WorkerDied)
     released.set()
     engine.close()
 
 
-def test_an_engine_that_cannot_be_described_fails_its_start_and_is_shut_down(
+def test_start_description_raises_shuts_engine_down(
     failing: tuple[RolloutEngine, FailingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, inner = failing
@@ -161,7 +162,7 @@ def test_an_engine_that_cannot_be_described_fails_its_start_and_is_shut_down(
     def describe(_: Any) -> dict[str, Any]:
         raise AttributeError("no such field of vLLM")
 
-    monkeypatch.setattr(module, "_describe", describe)
+    monkeypatch.setattr(module, "describe_engine", describe)
     engine = RolloutEngine(OPTIONS)
     with pytest.raises(WorkerDied, match="the rollout engine failed: AttributeError: no such field of vLLM"):
         engine.start().result(5)
@@ -169,7 +170,7 @@ def test_an_engine_that_cannot_be_described_fails_its_start_and_is_shut_down(
     engine.close()
 
 
-def test_close_of_a_failed_engine_does_not_wait_for_its_hung_thread(
+def test_close_failed_engine_does_not_wait_for_hung_thread(
     failing: tuple[RolloutEngine, FailingEngine],
 ) -> None:
     engine, _ = failing
@@ -187,12 +188,12 @@ def test_close_of_a_failed_engine_does_not_wait_for_its_hung_thread(
     released.set()
 
 
-def test_a_command_that_fails_because_a_tensor_rank_died_is_a_death_though_the_failure_is_noticed_first(
+def test_run_command_fails_before_rank_death_is_noticed(
     failing: tuple[RolloutEngine, FailingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _ = failing
     engine.options = replace(OPTIONS, tensor_parallel_size=2)
-    monkeypatch.setattr(module, "_NOTICE_S", 20.0)
+    monkeypatch.setattr(module, "_RANK_DEATH_NOTICE_S", 20.0)
     failed = threading.Event()
 
     def load(_: Any) -> None:
@@ -207,18 +208,18 @@ def test_a_command_that_fails_because_a_tensor_rank_died_is_a_death_though_the_f
     engine.close()
 
 
-def test_aborted_requests_leave_the_engine_and_the_others_stay(failing: tuple[RolloutEngine, FailingEngine]) -> None:
+def test_abort_removes_only_given_requests(failing: tuple[RolloutEngine, FailingEngine]) -> None:
     engine, inner = failing
-    got: list[Any] = []
-    ids, accepted = engine.submit(prompts(3), [{}] * 3, got.append)
+    results: list[Any] = []
+    ids, accepted = engine.submit(prompts(3), [{}] * 3, results.append)
     accepted.result(5)
     engine.abort(ids[:1]).result(5)
     assert inner.requests == ids[1:]
-    engine.abort(ids).result(5)  # one of them for the second time
-    assert not inner.requests and not got
+    engine.abort(ids).result(5)  # the first id for the second time
+    assert not inner.requests and not results
     engine.close()
 
 
-def test_a_folder_without_a_model_is_named() -> None:
+def test_start_folder_without_model_is_named() -> None:
     with pytest.raises(ModelError, match=r"/no/such/folder has no config.json; actor_rollout_ref.model.path must be"):
         RolloutEngine(OPTIONS).start().result(5)

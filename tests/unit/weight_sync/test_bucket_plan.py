@@ -1,4 +1,4 @@
-"""The layout of buckets, and that bits survive it."""
+"""Tests of the bucket layout, of packing, and of checksums."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from recipe_gkd.errors import WeightSyncError
-from recipe_gkd.weight_sync.bucket_plan import ALIGNMENT, Checksum, Plan, TensorMeta, pack, plan_buckets, views
+from recipe_gkd.weight_sync.bucket_plan import (
+    ALIGNMENT_BYTES,
+    BucketPlan,
+    Checksum,
+    TensorMeta,
+    pack,
+    plan_buckets,
+    unpack,
+)
 
 SHAPES = {
     "matrix": ((7, 5), torch.float32),
@@ -20,7 +28,7 @@ SHAPES = {
 }
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def make_tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     return {name: (100 * torch.rand(shape)).to(dtype) for name, (shape, dtype) in SHAPES.items()}
 
@@ -29,88 +37,91 @@ def meta_of(named: dict[str, torch.Tensor]) -> list[TensorMeta]:
     return [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in named.items()]
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 200, 4096, 1 << 20])
-def test_every_tensor_arrives_with_its_bits_at_any_bucket_size(bucket_bytes: int) -> None:
-    sent = tensors()
-    received: dict[str, torch.Tensor] = {}
-    export = iter(sent.items())
-    for bucket in plan_buckets(meta_of(sent), bucket_bytes):
-        buffer = torch.full((bucket.n_bytes,), 255, dtype=torch.uint8)
-        pack(bucket, export, buffer)
-        received.update(views(bucket, buffer))
-    assert list(received) == list(sent)
-    for name, tensor in sent.items():
-        assert received[name].dtype == tensor.dtype and received[name].shape == tensor.shape
-        assert torch.equal(received[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+class TestPlanBuckets:
+    @pytest.mark.parametrize("bucket_bytes", [1, 100, 200, 4096, 1 << 20])
+    def test_plan_buckets_are_aligned_and_bounded(self, bucket_bytes: int) -> None:
+        for bucket in plan_buckets(meta_of(make_tensors()), bucket_bytes):
+            ends = [0]
+            for slot in bucket.slots:
+                assert slot.offset % ALIGNMENT_BYTES == 0 and ends[-1] <= slot.offset < ends[-1] + ALIGNMENT_BYTES
+                ends.append(slot.offset + slot.n_bytes)
+            assert bucket.n_bytes % ALIGNMENT_BYTES == 0 and ends[-1] <= bucket.n_bytes < ends[-1] + ALIGNMENT_BYTES
+            assert bucket.n_bytes <= bucket_bytes or sum(slot.n_bytes > 0 for slot in bucket.slots) == 1
+
+    def test_plan_extreme_sizes_give_one_tensor_or_one_bucket(self) -> None:
+        meta = meta_of(make_tensors())
+        single = plan_buckets(meta, 1)
+        assert sum(len(bucket.slots) for bucket in single) == len(meta)
+        assert all(sum(slot.n_bytes > 0 for slot in bucket.slots) <= 1 for bucket in single)
+        assert len(plan_buckets(meta, 1 << 20)) == 1
+        assert plan_buckets([], 1 << 20) == []
+
+    def test_plan_large_tensor_gets_own_bucket(self) -> None:
+        buckets = plan_buckets(meta_of(make_tensors()), 200)
+        large = next(bucket for bucket in buckets if any(slot.name == "large" for slot in bucket.slots))
+        assert [slot.name for slot in large.slots if slot.n_bytes] == ["large"] and large.n_bytes == 64 * 9 * 8
+
+    def test_plan_duplicate_name_or_unknown_dtype_raises(self) -> None:
+        with pytest.raises(WeightSyncError, match="the weight w twice"):
+            plan_buckets([("w", (1,), "float32"), ("w", (1,), "float32")], 100)
+        with pytest.raises(WeightSyncError, match="w has dtype 'Tensor'"):
+            plan_buckets([("w", (1,), "Tensor")], 100)
+
+    def test_fingerprint_depends_on_version_and_plan(self) -> None:
+        meta = meta_of(make_tensors())
+        assert BucketPlan(meta, 100).fingerprint(1) == BucketPlan([(n, (*s,), d) for n, s, d in meta], 100).fingerprint(
+            1
+        )
+        plans = [BucketPlan(meta, 100), BucketPlan(meta[1:], 100), BucketPlan(meta, 99)]
+        assert len({plan.fingerprint(version) for plan in plans for version in (1, 2)}) == 6
+        assert (
+            plans[0].matches(list(meta), 100) and not plans[0].matches(meta[1:], 100) and not plans[0].matches(meta, 99)
+        )
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 200, 4096, 1 << 20])
-def test_buckets_are_aligned_bounded_and_of_exact_size(bucket_bytes: int) -> None:
-    for bucket in plan_buckets(meta_of(tensors()), bucket_bytes):
-        ends = [0]
-        for slot in bucket.slots:
-            assert slot.offset % ALIGNMENT == 0 and ends[-1] <= slot.offset < ends[-1] + ALIGNMENT
-            ends.append(slot.offset + slot.n_bytes)
-        assert bucket.n_bytes % ALIGNMENT == 0 and ends[-1] <= bucket.n_bytes < ends[-1] + ALIGNMENT
-        assert bucket.n_bytes <= bucket_bytes or sum(slot.n_bytes > 0 for slot in bucket.slots) == 1
+class TestPack:
+    @pytest.mark.parametrize("bucket_bytes", [1, 100, 200, 4096, 1 << 20])
+    def test_pack_and_unpack_preserve_bits(self, bucket_bytes: int) -> None:
+        sent = make_tensors()
+        received: dict[str, torch.Tensor] = {}
+        export = iter(sent.items())
+        for bucket in plan_buckets(meta_of(sent), bucket_bytes):
+            buffer = torch.full((bucket.n_bytes,), 255, dtype=torch.uint8)
+            pack(bucket, export, buffer)
+            received.update(unpack(bucket, buffer))
+        assert list(received) == list(sent)
+        for name, tensor in sent.items():
+            assert received[name].dtype == tensor.dtype and received[name].shape == tensor.shape
+            assert torch.equal(received[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+    def test_pack_different_dtype_or_shape_raises(self) -> None:
+        (bucket,) = plan_buckets([("w", (2, 3), "bfloat16")], 100)
+        buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8)
+        with pytest.raises(
+            WeightSyncError, match=r"w was exported as \(2, 3\) torch.float32, but announced as .*bfloat16"
+        ):
+            pack(bucket, iter([("w", torch.zeros(2, 3))]), buffer)
+        with pytest.raises(WeightSyncError, match=r"w was exported as \(3, 2\)"):
+            pack(bucket, iter([("w", torch.zeros(3, 2, dtype=torch.bfloat16))]), buffer)
+
+    def test_pack_non_contiguous_tensor_keeps_values(self) -> None:
+        (bucket,) = plan_buckets([("w", (2, 3), "float32")], 100)
+        buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8)
+        tensor = torch.arange(6.0).view(3, 2).T
+        pack(bucket, iter([("w", tensor)]), buffer)
+        assert torch.equal(unpack(bucket, buffer)[0][1], tensor)
 
 
-def test_the_extremes_are_one_tensor_a_bucket_and_one_bucket() -> None:
-    meta = meta_of(tensors())
-    alone = plan_buckets(meta, 1)
-    assert sum(len(bucket.slots) for bucket in alone) == len(meta)
-    assert all(sum(slot.n_bytes > 0 for slot in bucket.slots) <= 1 for bucket in alone)
-    assert len(plan_buckets(meta, 1 << 20)) == 1
-    assert plan_buckets([], 1 << 20) == []
+class TestChecksum:
+    def test_checksum_depends_on_bytes_and_order(self) -> None:
+        def value(*buffers: torch.Tensor) -> str:
+            checksum = Checksum(torch.device("cpu"))
+            for buffer in buffers:
+                checksum.add(buffer)
+            return checksum.value()
 
-
-def test_a_tensor_larger_than_a_bucket_gets_one_of_its_own() -> None:
-    buckets = plan_buckets(meta_of(tensors()), 200)
-    large = next(bucket for bucket in buckets if any(slot.name == "large" for slot in bucket.slots))
-    assert [slot.name for slot in large.slots if slot.n_bytes] == ["large"] and large.n_bytes == 64 * 9 * 8
-
-
-def test_nothing_is_converted_silently() -> None:
-    (bucket,) = plan_buckets([("w", (2, 3), "bfloat16")], 100)
-    buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8)
-    with pytest.raises(WeightSyncError, match=r"w was exported as \(2, 3\) torch.float32, but announced as .*bfloat16"):
-        pack(bucket, iter([("w", torch.zeros(2, 3))]), buffer)
-    with pytest.raises(WeightSyncError, match=r"w was exported as \(3, 2\)"):
-        pack(bucket, iter([("w", torch.zeros(3, 2, dtype=torch.bfloat16))]), buffer)
-
-
-def test_a_tensor_that_is_not_contiguous_is_packed_in_its_own_order() -> None:
-    (bucket,) = plan_buckets([("w", (2, 3), "float32")], 100)
-    buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8)
-    tensor = torch.arange(6.0).view(3, 2).T
-    pack(bucket, iter([("w", tensor)]), buffer)
-    assert torch.equal(views(bucket, buffer)[0][1], tensor)
-
-
-def test_names_that_cannot_be_are_refused() -> None:
-    with pytest.raises(WeightSyncError, match="the weight w twice"):
-        plan_buckets([("w", (1,), "float32"), ("w", (1,), "float32")], 100)
-    with pytest.raises(WeightSyncError, match="w has dtype 'Tensor'"):
-        plan_buckets([("w", (1,), "Tensor")], 100)
-
-
-def test_the_checksum_sees_a_changed_byte_and_the_order_of_buckets() -> None:
-    def value(*buffers: torch.Tensor) -> str:
-        checksum = Checksum(torch.device("cpu"))
-        for buffer in buffers:
-            checksum.add(buffer)
-        return checksum.value()
-
-    a, b = torch.randint(0, 255, (2, 64), dtype=torch.uint8)
-    changed = b.clone()
-    changed[17] ^= 1
-    assert value(a, b) == value(a.clone(), b.clone())
-    assert len({value(a, b), value(b, a), value(a, changed), value(a), value(a, b, b)}) == 5
-
-
-def test_the_fingerprint_is_that_of_the_whole_plan() -> None:
-    meta = meta_of(tensors())
-    assert Plan(meta, 100).fingerprint(1) == Plan([(n, (*s,), d) for n, s, d in meta], 100).fingerprint(1)
-    plans = [Plan(meta, 100), Plan(meta[1:], 100), Plan(meta, 99)]
-    assert len({plan.fingerprint(version) for plan in plans for version in (1, 2)}) == 6
-    assert plans[0].is_of(list(meta), 100) and not plans[0].is_of(meta[1:], 100) and not plans[0].is_of(meta, 99)
+        a, b = torch.randint(0, 255, (2, 64), dtype=torch.uint8)
+        changed = b.clone()
+        changed[17] ^= 1
+        assert value(a, b) == value(a.clone(), b.clone())
+        assert len({value(a, b), value(b, a), value(a, changed), value(a), value(a, b, b)}) == 5

@@ -1,4 +1,4 @@
-"""Tiny Qwen2 models, an actor that holds one (all of the actor's side but the training), and a worker that dies."""
+"""Tiny Qwen2 models for rollout workers, their prompts, and an actor that exports one of them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from recipe_gkd.weight_sync.collective import CollectiveTransport
 from recipe_gkd.weight_sync.receiver import receive_weights
 from recipe_gkd.weight_sync.sender_api import WeightSenderApi
 from recipe_gkd.weight_sync.stats import TransferStats
-from recipe_gkd.weight_sync.transport import join_store
+from recipe_gkd.weight_sync.store import join_store
 
 VOCABULARY = 300
-PADDED_TO = 320
-"""Rows of the embedding and of the output layer of an untied model, as it is on disk and as the actor has it."""
+PADDED_VOCABULARY = 320
+"""Rows of the embedding and of the output layer of an untied model, on disk and in the actor."""
 EOS = 1
-TEACHERS_EOS = 2
+TEACHER_EOS = 2
 
 
-def model_of(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
+def make_model(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
+    """Return a Qwen2 model with random weights, without padding."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
@@ -38,20 +39,23 @@ def model_of(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config).float().eval()
 
 
-def trained_model(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
-    """What a run works with: :func:`model_of`, and for an untied one padding that is likelier than any token."""
-    model = model_of(seed, tied=tied)
+def make_padded_model(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
+    """Return :func:`make_model`; if it is untied, with padding ids that are more likely than any token."""
+    model = make_model(seed, tied=tied)
     if tied:
         return model
-    state, more = model.state_dict(), PADDED_TO - VOCABULARY
+    state, more = model.state_dict(), PADDED_VOCABULARY - VOCABULARY
     for name, factor in (("model.embed_tokens.weight", 1), ("lm_head.weight", 30)):
         state[name] = torch.cat([state[name], factor * state[name][:more]])
-    padded = Qwen2ForCausalLM(Qwen2Config(**(model.config.to_dict() | {"vocab_size": PADDED_TO}))).float().eval()
+    padded = (
+        Qwen2ForCausalLM(Qwen2Config(**(model.config.to_dict() | {"vocab_size": PADDED_VOCABULARY}))).float().eval()
+    )
     padded.load_state_dict(state)
     return padded
 
 
 def config_for(folder: Path, *overrides: str) -> Config:
+    """Return a configuration of a CPU rollout with short prompts and responses."""
     return load_config(
         "on_policy_distill_trainer",
         [
@@ -65,6 +69,7 @@ def config_for(folder: Path, *overrides: str) -> Config:
 
 
 def prompts(n: int, first_uid: int = 0) -> list[Prompt]:
+    """Return ``n`` random prompts of 4 to 23 tokens; a prompt depends on its uid only."""
     return [
         Prompt(
             uid=uid,
@@ -76,45 +81,45 @@ def prompts(n: int, first_uid: int = 0) -> list[Prompt]:
 
 
 def reference_logps(model: Qwen2ForCausalLM, prompt: Prompt, response: Response) -> np.ndarray:
-    """Return what transformers predicts at each token of an answer: float32 [T, V]."""
+    """Return the log-probabilities of transformers at each response position, float32 [T, V]."""
     ids = torch.from_numpy(np.concatenate([prompt.ids, response.ids])).long()
     with torch.no_grad():
         return model(ids[None]).logits[0].log_softmax(-1)[len(prompt.ids) - 1 : -1].numpy()
 
 
 def reference_logprobs(model: Qwen2ForCausalLM, prompt: Prompt, response: Response) -> np.ndarray:
-    """Return the log-probabilities of an answer's tokens by transformers: float32 [T]."""
+    """Return the log-probabilities of transformers of a response's tokens, float32 [T]."""
     return reference_logps(model, prompt, response)[np.arange(len(response.ids)), response.ids]
 
 
 class TinyActor:
-    """The methods that a weight sync needs of an actor worker; ``misbehave`` makes the export fail midway."""
+    """The methods of an actor worker that a weight sync needs. ``break_next_export`` makes an export fail."""
 
     def __init__(self, timeout_s: float) -> None:
         self._weights = WeightSenderApi(self, rank=0, device=torch.device("cpu"), timeout_s=timeout_s)
-        self._after, self._stall_s = -1, 0.0
+        self._break_after, self._stall_s = -1, 0.0
 
-    def become(self, seed: int, tied: bool) -> None:
-        """Take the weights that a training step would have led to."""
-        state = trained_model(seed, tied=tied).state_dict()
+    def set_weights(self, seed: int, tied: bool) -> None:
+        """Replace the weights, like a training step."""
+        state = make_padded_model(seed, tied=tied).state_dict()
         self._state = {name: tensor for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
 
-    def misbehave(self, after: int, stall_s: float) -> None:
-        """In the next export, stall after so many tensors, or raise there if ``stall_s`` is 0."""
-        self._after, self._stall_s = after, stall_s
+    def break_next_export(self, after: int, stall_s: float) -> None:
+        """Make the next export stall after ``after`` tensors, or raise there if ``stall_s`` is 0."""
+        self._break_after, self._stall_s = after, stall_s
 
-    def rename(self, old: str, new: str) -> None:
+    def rename_weight(self, old: str, new: str) -> None:
         self._state = {new if name == old else name: tensor for name, tensor in self._state.items()}
 
     def weights_meta(self) -> list[TensorMeta]:
         return [(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in self._state.items()]
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        after, self._after = self._after, -1
+        after, self._break_after = self._break_after, -1
         for i, item in enumerate(self._state.items()):
             if i == after:
                 if not self._stall_s:
-                    raise RuntimeError("the export broke")
+                    raise RuntimeError("the export failed")
                 time.sleep(self._stall_s)  # the fault under test, not a wait
             yield item
 
@@ -132,14 +137,15 @@ class TinyActor:
 
 
 class DoomedWorker:
-    """A rollout worker without an engine, whose process ends in the middle of the first update that it receives."""
+    """A rollout worker without an engine. Its process ends during the first update that it receives."""
 
     def setup(self) -> None:
-        """Answers when the process has started."""
+        """Return when the process has started."""
 
-    def open_weight_channel(self, host: str, port: int, first_rank: int, labels: list[str], transport: str) -> None:
+    def open_weight_transport(self, host: str, port: int, first_rank: int, labels: list[str], transport: str) -> None:
         store = join_store(host, port, 10)
-        self._channel = CollectiveTransport(store, rank=first_rank, labels=labels, device=torch.device("cpu"), timeout_s=10)
+        cpu = torch.device("cpu")
+        self._transport = CollectiveTransport(store, rank=first_rank, labels=labels, device=cpu, timeout_s=10)
 
     def begin_weight_update(self, version: int, meta: list[TensorMeta], inflight: bool) -> None:
         pass
@@ -152,7 +158,7 @@ class DoomedWorker:
             if len(received) == 3:
                 os._exit(1)
 
-        return receive_weights(self._channel, version, meta, bucket_bytes, take)
+        return receive_weights(self._transport, version, meta, bucket_bytes, take)
 
     def drop_weights(self) -> None:
         pass

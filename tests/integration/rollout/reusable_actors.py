@@ -1,4 +1,4 @@
-"""Processes for Megatron ranks that a test starts, trains for one step, and leaves for the next layout."""
+"""Processes that run one Megatron actor after another: each is trained for one step, then closed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Response, Sample, TeacherTopK
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
-from tests.integration.rollout.small_models import VOCABULARY, prompts
+from tests._support.rollout_models import VOCABULARY, prompts
 
 
-class ActorSeat(ActorWorker):
-    """A process for a rank of one actor after the other: importing Megatron takes longer than any layout."""
+class ReusableActorWorker(ActorWorker):
+    """A process for a rank of one actor after another: the import of Megatron takes longer than a test of a layout."""
 
     def __init__(self) -> None:
-        from recipe_gkd.actor import megatron_actor  # noqa: F401 - while other processes start
+        from recipe_gkd.actor import megatron_actor  # noqa: F401 - imported while other processes start
 
-    def sit(self, config: Config, rank: int, world_size: int) -> None:
+    def configure(self, config: Config, rank: int, world_size: int) -> None:
         super().__init__(config, total_steps=10, rank=rank, world_size=world_size, device="cpu")
 
-    def stand_up(self) -> None:
+    def leave(self) -> None:
         from recipe_gkd.actor.parallel import leave_parallel
 
         self.weights.close()
@@ -30,9 +30,9 @@ class ActorSeat(ActorWorker):
 
 
 def samples(n: int) -> list[Sample]:
-    """Random answers, and a random teacher's four likeliest tokens."""
+    """Return samples with random responses and a random teacher top-4."""
     rng = np.random.default_rng(0)
-    made = []
+    result = []
     for prompt in prompts(n):
         ids = rng.integers(0, VOCABULARY, 10).astype(np.int32)
         zeros, no_versions = np.zeros(10, np.float32), np.zeros(10, np.int32)
@@ -41,21 +41,21 @@ def samples(n: int) -> list[Sample]:
         response = Response(
             uid=prompt.uid, ids=ids, logprobs=zeros, finish_reason="stop", weights_version=0, versions_T=no_versions
         )
-        made.append(
+        result.append(
             Sample(
                 prompt=prompt,
                 response=response,
                 teacher=TeacherTopK(logps_TK=top, ids_TK=top_ids, sampled_logps_T=zeros),
             )
         )
-    return made
+    return result
 
 
-async def trained(seats: list[Any], config: Config, n: int) -> WorkerGroup:
-    """An actor of ``n`` ranks, after one update."""
-    actor = WorkerGroup("actor", seats[:n])
-    await actor.call_each("sit", [(config, rank, n) for rank in range(n)], timeout_s=120, phase="sit")
-    meeting = await actor.call_one(0, "rendezvous", timeout_s=20, phase="meet")
-    await actor.call("setup", *meeting, timeout_s=60, phase="setup")
+async def start_trained_actor(processes: list[Any], config: Config, n: int) -> WorkerGroup:
+    """Return an actor of ``n`` ranks after one update."""
+    actor = WorkerGroup("actor", processes[:n])
+    await actor.call_each("configure", [(config, rank, n) for rank in range(n)], timeout_s=120, phase="configure")
+    address = await actor.call_one(0, "rendezvous", timeout_s=20, phase="rendezvous")
+    await actor.call("setup", *address, timeout_s=60, phase="setup")
     await actor.call("update", samples(8), 0, timeout_s=60, phase="update")
     return actor

@@ -1,4 +1,4 @@
-"""The two ends of a channel, as threads of one process or as processes."""
+"""All ranks of a transport in one process, and the weights that the tests transfer."""
 
 from __future__ import annotations
 
@@ -22,50 +22,55 @@ KINDS = [CollectiveTransport, IpcTransport]
 META: list[TensorMeta] = [(f"layer.{i}.weight", (40, 10), "float32") for i in range(5)] + [("bias", (3,), "bfloat16")]
 
 
-def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+def make_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.rand(shape, generator=generator).to(getattr(torch, dtype)) for name, shape, dtype in META}
 
 
 def spawn(act: Callable[[], Any]) -> Future[Any]:
-    """Run in a thread of its own, which does not keep the process alive."""
+    """Run ``act`` in a daemon thread, and return the future of its result."""
     done: Future[Any] = Future()
 
     def main() -> None:
         try:
             done.set_result(act())
-        except BaseException as error:  # noqa: BLE001 - the test looks at it
+        except BaseException as error:  # noqa: BLE001 - the test reads it
             done.set_exception(error)
 
     threading.Thread(target=main, daemon=True).start()
     return done
 
 
-def connect(
-    n_receivers: int, timeout_s: float, kind: type[Transport] = CollectiveTransport, receivers: type[Transport] | None = None
+def connect_all(
+    n_receivers: int,
+    timeout_s: float,
+    kind: type[Transport] = CollectiveTransport,
+    receiver_kind: type[Transport] | None = None,
 ) -> list[Any]:
-    """A transport of which all ends live here; ``receivers``: their class, if it is not the sender's."""
+    """Return all ranks of a new transport; ``receiver_kind`` is the class of the receivers, by default ``kind``."""
     store = open_store("127.0.0.1", timeout_s)
     labels = LABELS[: 1 + n_receivers]
 
-    def end(rank: int) -> Transport:
+    def connect(rank: int) -> Transport:
         own = store if rank == 0 else join_store("127.0.0.1", store.port, timeout_s)
-        cls = (receivers or kind) if rank else kind
+        cls = (receiver_kind or kind) if rank else kind
         return cls(own, rank=rank, labels=labels, device=CPU, timeout_s=timeout_s)
 
-    ends = [spawn(lambda rank=rank: end(rank)) for rank in range(1 + n_receivers)]  # type: ignore[misc]
-    return [future.result(timeout_s + 5) for future in ends]
+    ranks = [spawn(lambda rank=rank: connect(rank)) for rank in range(1 + n_receivers)]  # type: ignore[misc]
+    return [future.result(timeout_s + 5) for future in ranks]
 
 
-def stalls(after: int, resume: threading.Event) -> Iterator[tuple[str, torch.Tensor]]:
-    """An export that stops in the middle."""
-    for i, item in enumerate(weights().items()):
+def stalling_export(after: int, resume: threading.Event) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all weights, but wait for ``resume`` before the tensor number ``after``."""
+    for i, item in enumerate(make_weights().items()):
         if i == after:
             resume.wait()
         yield item
 
 
 class Timer:
+    """Context manager that measures its duration, in seconds."""
+
     def __enter__(self) -> Timer:
         self._started = time.monotonic()
         return self

@@ -1,0 +1,67 @@
+"""Options of a rollout engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recipe_gkd.config import Config
+from recipe_gkd.rollout.limits import engine_length
+
+_CPU_KV_CACHE_MEBIBYTES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of a rollout engine.
+
+    Attributes:
+        model_path: Hugging Face model folder.
+        device: ``"cpu"`` or ``"cuda"``.
+        dtype: vLLM's ``dtype``.
+        tensor_parallel_size: Number of tensor-parallel ranks.
+        max_num_seqs: Maximum number of sequences in a step.
+        max_model_len: Maximum length of a sequence, in tokens.
+        kv_cache_bytes: Size of the KV cache; None leaves it to ``gpu_memory_utilization``.
+        gpu_memory_utilization: Fraction of the GPU memory for the engine.
+        enforce_eager: If True, vLLM uses no CUDA graphs.
+        trust_remote_code: If True, the model folder may contain Python code.
+        n_tokens: Ids of the tokenizer. Larger ids are padding of the output layer and get probability 0. None if there
+            is no padding.
+    """
+
+    model_path: str
+    device: str
+    dtype: str
+    tensor_parallel_size: int
+    max_num_seqs: int
+    max_model_len: int
+    kv_cache_bytes: int | None
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    trust_remote_code: bool
+    n_tokens: int | None = None
+
+    @classmethod
+    def from_config(cls, config: Config, device: str, n_tokens: int | None = None) -> EngineOptions:
+        """Return the options of a configuration.
+
+        Args:
+            config: Configuration of the run.
+            device: ``"cpu"`` or ``"cuda"``.
+            n_tokens: See the attribute.
+        """
+        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        mebibytes = rollout.kv_cache_memory_megabytes or (_CPU_KV_CACHE_MEBIBYTES if device == "cpu" else None)
+        return cls(
+            model_path=model.path,
+            device=device,
+            dtype=rollout.dtype,
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+            max_num_seqs=rollout.max_num_seqs,
+            max_model_len=engine_length(config),
+            kv_cache_bytes=None if mebibytes is None else mebibytes << 20,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            enforce_eager=rollout.enforce_eager or device == "cpu",
+            trust_remote_code=model.trust_remote_code,
+            n_tokens=n_tokens,
+        )

@@ -1,0 +1,75 @@
+"""Drop a failed update on all rollout workers, and find out which of them are invalid or do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from recipe_gkd.errors import GkdError, find_timeout_error
+from recipe_gkd.weight_sync.deadlines import merge_deadline_errors
+from recipe_gkd.weight_sync.spec import RemoteGroup
+
+_MIN_DROP_TIMEOUT_S = 2.0
+_MAX_DROP_TIMEOUT_S = 10.0
+"""A worker that drops an update restores the layers that were loaded in part, which takes time."""
+_SILENT_DROP_TIMEOUT_S = 1.0
+"""Deadline for a worker that did not answer before."""
+
+
+async def drop_update(
+    rollouts: RemoteGroup, error: GkdError, *, phase: str, started: float, timeout_s: float
+) -> tuple[str, GkdError]:
+    """Drop an update on all rollout workers after a failure.
+
+    Args:
+        rollouts: Rollout pool.
+        error: Failure of the update.
+        phase: Phase in which it failed.
+        started: Start of the update, by ``time.monotonic()``.
+        timeout_s: Deadline of a phase.
+
+    Returns:
+        A text about the state of the workers, and the cause of the failure. The cause is ``error``, or, if more
+        workers do not answer now, a :class:`DeadlineError` that names all of them.
+    """
+    known = find_timeout_error(error)
+    states = await _drop_on_all(rollouts, known.silent if known else (), timeout_s)
+    failed = [state for state in states.values() if isinstance(state, GkdError)]
+    invalid = [label for label, state in states.items() if isinstance(state, str)]
+    summary = f"invalid until a full sync: {', '.join(invalid)}" if invalid else "no other worker has mixed weights"
+    outcome = "; ".join([summary, *map(str, failed)])
+    late = merge_deadline_errors([known, *failed] if known else failed)
+    if late is None or (known and set(late.silent) == set(known.silent)):
+        return outcome, error
+    late.phase, late.waited_s = known.phase if known else phase, round(time.monotonic() - started, 1)
+    answered = [label for label, state in states.items() if not isinstance(state, GkdError)]
+    late.answered = [label for label in dict.fromkeys([*late.answered, *answered]) if label not in late.silent]
+    late.__cause__ = error
+    return outcome, late
+
+
+async def _drop_on_all(
+    rollouts: RemoteGroup, silent: Sequence[str], timeout_s: float
+) -> dict[str, str | GkdError | None]:
+    """Call ``drop_weights`` on each worker; return its result or its error by label."""
+    drop_s = min(max(_MIN_DROP_TIMEOUT_S, timeout_s / 2), _MAX_DROP_TIMEOUT_S)
+    labels = [rollouts.label(rank) for rank in range(len(rollouts))]
+    states = await asyncio.gather(
+        *(
+            rollouts.call_one(
+                rank,
+                "drop_weights",
+                timeout_s=_SILENT_DROP_TIMEOUT_S if label in silent else drop_s,
+                phase="weight sync, drop",
+            )
+            for rank, label in enumerate(labels)
+        ),
+        return_exceptions=True,
+    )
+    by_label: dict[str, str | GkdError | None] = {}
+    for label, state in zip(labels, states, strict=True):
+        if isinstance(state, BaseException) and not isinstance(state, GkdError):
+            raise state
+        by_label[label] = state
+    return by_label

@@ -1,0 +1,39 @@
+"""Environment variables and files of every process that runs vLLM. Imports neither vLLM nor torch at its top."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from uuid import uuid4
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the thread that calls it
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_CPU_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind every engine to the same cores
+    "OMP_NUM_THREADS": "1",  # two engines with two threads each on two cores are six times slower
+    "TORCHDYNAMO_DISABLE": "1",  # compilation would delay the first logprobs by seconds
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+def vllm_environment(*, on_cpu: bool) -> dict[str, str]:
+    """Return the environment variables that every vLLM process of this project needs.
+
+    They take effect only if they are set before torch and vLLM are imported.
+    """
+    return _ENVIRONMENT | (_CPU_ENVIRONMENT if on_cpu else {})
+
+
+def keep_file_store_in(folder: Path) -> None:
+    """Make the engines of this process, and their tensor ranks, keep torch's ``FileStore`` in ``folder``.
+
+    vLLM (``utils/network_utils.py``) puts the store into the temporary folder of the machine, where it stays if the
+    process is killed. The store cannot be removed after the ranks have connected, because NCCL reads it again at its
+    first collective. Call this before the engine is built.
+    """
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    for module in (multiproc_executor, uniproc_executor):
+        vars(module)["get_file_store_init_method"] = lambda: f"file://{folder}/vllm_dist_{uuid4().hex}"

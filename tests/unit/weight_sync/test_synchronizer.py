@@ -1,0 +1,276 @@
+"""Tests of the driver of a weight sync: retries, errors and repairs.
+
+The workers are threads of this process with real ranks of a transport. Ray and the engine are replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from recipe_gkd.errors import DeadlineError, WeightSyncError, WorkerDied, find_timeout_error
+from recipe_gkd.weight_sync import spec as spec_module
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+from recipe_gkd.weight_sync.receiver import NamedTensors, receive_weights
+from recipe_gkd.weight_sync.sender_api import WeightSenderApi
+from recipe_gkd.weight_sync.spec import WeightSyncSpec
+from recipe_gkd.weight_sync.store import join_store
+from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
+from recipe_gkd.weight_sync.transport import Transport
+from recipe_gkd.weight_sync.transport_factory import open_transport
+from tests.unit.weight_sync.transport_pairs import CPU, META, Timer, make_weights, spawn
+
+pytestmark = pytest.mark.timeout(60)
+TIMEOUT_S = 10.0
+
+
+class FreezableWorker:
+    """A worker that stops answering at its next call of the method ``freeze_in``."""
+
+    freeze_in, frozen = "", False
+
+    def answer(self, method: str, *args: Any) -> Any:
+        self.frozen = self.frozen or method == self.freeze_in
+        if self.frozen:
+            threading.Event().wait()
+        return getattr(self, method)(*args)
+
+
+class Actor(FreezableWorker):
+    """Actor rank 0. Its next ``n_failing_exports`` exports raise."""
+
+    def __init__(self) -> None:
+        self._weights = WeightSenderApi(self, rank=0, device=CPU, timeout_s=TIMEOUT_S)
+        self.n_failing_exports, self.stores, self.transports = 0, set[int](), set[str]()
+
+    def open_weight_store(self) -> tuple[str, int]:
+        host, port = self._weights.open_store("127.0.0.1")
+        self.stores.add(port)
+        return host, port
+
+    def connect_weight_channel(self, labels: list[str], transport: str) -> None:
+        self.transports.add(transport)
+        self._weights.connect(labels, transport)
+
+    def weights_meta(self) -> list[TensorMeta]:
+        return META
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.n_failing_exports, fails = self.n_failing_exports - 1, self.n_failing_exports > 0
+        for i, item in enumerate(make_weights().items()):
+            if fails and i == 3:
+                raise ArithmeticError(f"export {self.n_failing_exports} failed")
+            yield item
+
+    def send_weights(self, version: int, bucket_bytes: int) -> Any:
+        return self._weights.send(version, bucket_bytes)
+
+
+class Rollout(FreezableWorker):
+    """Rollout worker that double-buffers updates."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.dead, self.dies = False, False
+        self.inflight: bool | None = None
+        self._transport: Transport | None = None
+
+    def open_weight_transport(self, host: str, port: int, first_rank: int, labels: list[str], transport: str) -> None:
+        store = join_store(host, port, TIMEOUT_S)
+        self._transport = open_transport(
+            transport, store, rank=first_rank, labels=labels, device=CPU, timeout_s=TIMEOUT_S
+        )
+
+    def begin_weight_update(self, version: int, meta: list[TensorMeta], inflight: bool) -> None:
+        self.inflight = inflight
+
+    def receive_weights(self, version: int, meta: list[TensorMeta], bucket_bytes: int) -> dict[str, bool]:
+        self.dead = self.dies
+        if not self.dead:
+            assert self._transport is not None
+            self.buffered: NamedTensors = []
+            receive_weights(self._transport, version, meta, bucket_bytes, self.buffered.extend)
+        return {"double_buffered": True}
+
+    def commit_weights(self, version: int) -> None:
+        self.version, self.weights = version, dict(self.buffered)
+
+    def drop_weights(self) -> str | None:
+        if self._transport is not None:
+            self._transport.close()
+        return None
+
+
+class Group:
+    """Workers in threads, with the interface of a worker group."""
+
+    def __init__(self, name: str, members: list[Any]) -> None:
+        self._name, self.members = name, members
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def label(self, rank: int) -> str:
+        return f"{self._name} worker {rank} of {len(self)}"
+
+    async def call(self, method: str, *args: Any, timeout_s: float, phase: str) -> list[Any]:
+        return await self.call_each(method, [args] * len(self), timeout_s=timeout_s, phase=phase)
+
+    async def call_each(self, method: str, args: Sequence[Sequence[Any]], *, timeout_s: float, phase: str) -> list[Any]:
+        calls = [self.call_one(rank, method, *own, timeout_s=timeout_s, phase=phase) for rank, own in enumerate(args)]
+        return list(await asyncio.gather(*calls))
+
+    async def call_one(self, rank: int, method: str, *args: Any, timeout_s: float, phase: str) -> Any:
+        member = self.members[rank]
+        if not getattr(member, "dead", False):
+            call = asyncio.wrap_future(spawn(lambda: member.answer(method, *args)))
+            if not (await asyncio.wait([call], timeout=timeout_s))[0]:
+                error = DeadlineError(f"{phase}: {self.label(rank)} did not answer")
+                error.phase, error.silent, error.waited_s = phase, [self.label(rank)], timeout_s
+                raise error
+            result = call.result()
+        if getattr(member, "dead", False):
+            raise WorkerDied(f"{phase}: {self.label(rank)} died")
+        return result
+
+
+class Cluster:
+    """An actor, rollout workers, and their synchronizer."""
+
+    def __init__(
+        self, n_rollouts: int = 2, *, transport: str = "collective", repair: Any = None, **options: Any
+    ) -> None:
+        self.actor, self.rollouts = Actor(), [Rollout() for _ in range(n_rollouts)]
+        self.spec = WeightSyncSpec(
+            tensor_parallel_size=1, bucket_bytes=3000, timeout_s=TIMEOUT_S, transport=transport, **options
+        )
+        self.sync = WeightSynchronizer(
+            Group("actor", [self.actor]), Group("rollout", self.rollouts), self.spec, repair=repair
+        )
+
+    def shorten_deadline(self, timeout_s: float) -> None:
+        """Set a shorter deadline after all ranks are connected."""
+        object.__setattr__(self.spec, "timeout_s", timeout_s)
+        workers: list[Any] = [self.actor._weights, *self.rollouts]
+        for worker in workers:
+            worker._transport.peers.timeout_s = timeout_s
+
+    def has(self, version: int) -> bool:
+        """Return True if every rollout worker has all weights as ``version``."""
+        sent = make_weights()
+        return all(
+            rollout.version == version and all(torch.equal(rollout.weights[name], sent[name]) for name in sent)
+            for rollout in self.rollouts
+        )
+
+
+@pytest.mark.parametrize("transport", ["collective", "ipc"])
+def test_sync_failed_attempt_is_retried_once_on_new_transport(transport: str) -> None:
+    cluster = Cluster(transport=transport, inflight=True)
+    assert asyncio.run(cluster.sync.sync(1))["weights/retries"] == 0
+    cluster.actor.n_failing_exports = 1
+    assert asyncio.run(cluster.sync.sync(2))["weights/retries"] == 1
+    assert cluster.has(2) and len(cluster.actor.stores) == 2
+    assert asyncio.run(cluster.sync.sync(3))["weights/retries"] == 0
+    assert cluster.has(3) and len(cluster.actor.stores) == 2
+    assert cluster.actor.transports == {transport} and all(rollout.inflight for rollout in cluster.rollouts)
+
+
+def test_sync_two_failures_raise_one_error_with_both() -> None:
+    cluster = Cluster()
+    cluster.actor.n_failing_exports = 2
+    with pytest.raises(
+        WeightSyncError, match=r"export 0 failed.*; the first attempt failed with.*export 1 failed"
+    ) as caught:
+        asyncio.run(cluster.sync.sync(1))
+    assert "export 0 failed" in str(caught.value.__cause__) and "export 1" not in str(caught.value.__cause__)
+    assert [rollout.version for rollout in cluster.rollouts] == [None, None]
+    asyncio.run(cluster.sync.sync(2))
+    assert cluster.has(2)
+
+
+def test_sync_dead_worker_is_repaired_before_retry() -> None:
+    async def replace() -> None:
+        cluster.rollouts[1] = Rollout()
+
+    cluster = Cluster(repair=replace)
+    cluster.rollouts[1].dies = True
+    with Timer() as timer:
+        assert asyncio.run(cluster.sync.sync(1))["weights/retries"] == 1
+    assert cluster.has(1) and timer.seconds < TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("freeze", "phase", "silent", "answered"),
+    [
+        ("actor", "send", ["actor worker 0 of 1"], []),
+        ("rollout", "transfer", ["rollout worker 1 of 2"], ["rollout worker 0 of 2"]),
+    ],
+)
+def test_sync_frozen_worker_is_named_without_retry(
+    monkeypatch: pytest.MonkeyPatch, freeze: str, phase: str, silent: list[str], answered: list[str]
+) -> None:
+    cluster = Cluster()
+    asyncio.run(cluster.sync.sync(1))
+    cluster.shorten_deadline(1.0)
+    monkeypatch.setattr(spec_module, "RPC_DEADLINE_MARGIN_S", 0.5)
+    if freeze == "actor":
+        cluster.actor.freeze_in = "send_weights"
+    else:
+        cluster.rollouts[1].freeze_in = "receive_weights"
+    with Timer() as timer, pytest.raises(WeightSyncError, match=silent[0]) as caught:
+        asyncio.run(cluster.sync.sync(2))
+    late = find_timeout_error(caught.value)
+    assert late is not None and late.phase == f"weight sync v2, {phase}"
+    assert (list(late.silent), list(late.answered)) == (silent, answered)
+    assert 1.0 <= late.waited_s <= timer.seconds + 0.1 and timer.seconds < 5 and len(cluster.actor.stores) == 1
+
+
+def test_sync_failed_repair_raises_both_errors() -> None:
+    async def refuse() -> None:
+        raise WorkerDied("no more restarts")
+
+    cluster = Cluster(repair=refuse)
+    cluster.rollouts[1].dies = True
+    with pytest.raises(
+        WeightSyncError, match=r"no more restarts; the first attempt failed with.*rollout worker 1 of 2 died"
+    ):
+        asyncio.run(cluster.sync.sync(1))
+
+
+def test_forget_next_sync_connects_again() -> None:
+    cluster = Cluster()
+    asyncio.run(cluster.sync.sync(1))
+    cluster.rollouts[0] = Rollout()
+    cluster.sync.forget()
+    assert asyncio.run(cluster.sync.sync(2))["weights/retries"] == 0
+    assert cluster.has(2) and len(cluster.actor.stores) == 2
+
+
+@pytest.mark.parametrize(("engine", "is_logged"), [("bfloat16", True), ("float32", True), (None, False)])
+def test_sync_dtype_conversion_is_logged_once(
+    engine: str | None, is_logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = Cluster(n_rollouts=1, engine_dtype=engine)  # sent: float32, and a bfloat16 bias
+    asyncio.run(cluster.sync.sync(1))
+    cluster.sync.forget()
+    asyncio.run(cluster.sync.sync(2))
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    other = {"bfloat16": "float32", "float32": "bfloat16", None: ""}[engine]
+    assert [f"weights in {other}, which the rollout engine converts to {engine}" in text for text in warnings] == (
+        [True] if is_logged else []
+    )
+
+
+def test_sync_unknown_transport_error_lists_known_ones() -> None:
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="weight_transport is 'rdma'; expected one of collective, ipc"):
+        asyncio.run(Cluster(transport="rdma").sync.sync(1))
+    assert time.monotonic() - started < TIMEOUT_S
