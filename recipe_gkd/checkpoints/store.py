@@ -194,7 +194,6 @@ def _writing(what: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{what} cannot be written: {error}; make sure that {what.parent} is writable, has free space, and does "
-            "not contain another file of that name; with trainer.resume_mode=auto the run then continues from the last "
-            "checkpoint"
+            f"{what} cannot be written: {error}; make sure that {what.parent} is writable, has free space, and has "
+            "nothing else of that name; with trainer.resume_mode=auto the next run continues from the last checkpoint"
         ) from error

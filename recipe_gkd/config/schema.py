@@ -118,8 +118,8 @@ class DataConfig:
         "Drop prompts longer than `max_prompt_length`. The number of dropped prompts is logged."
     )
     truncation: Truncation = key(
-        "Treatment of overlong prompts that were not filtered. `error`: the run ends; `left`, `right`, `middle`: the "
-        "tokens at this position are removed."
+        "Treatment of overlong prompts that were not filtered. `error`: the run ends; `left`, `right`, "
+        "`middle`: tokens are removed from the start, the end or the middle."
     )
 
 
