@@ -115,11 +115,11 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
                 f"{folder} was made with {name}={was}, this run has {name}={now}: its position in the data is not "
                 "valid for this run. Restore the setting, or use trainer.resume_mode=disable"
             )
-    for name, what in (("data_fingerprint", "prompts"), ("answers_fingerprint", "reference responses")):
+    for name, content in (("data_fingerprint", "prompts"), ("answers_fingerprint", "reference responses")):
         was, now = getattr(found, name), getattr(expected, name)
         if was and now and was != now:
             raise CheckpointMismatch(
-                f"{folder} was made with other {what}: their number is the same, but their fingerprint is {was}, "
+                f"{folder} was made with other {content}: their number is the same, but their fingerprint is {was}, "
                 f"and that of this run is {now}. Restore data.train_files and the keys that select rows, or train the "
                 "model in the checkpoint's huggingface folder on the new data: set actor_rollout_ref.model.path to it, "
                 "trainer.resume_mode=disable, and another trainer.default_local_dir"

@@ -189,11 +189,11 @@ def _write_bests(root: Path, bests: list[Best]) -> None:
 
 
 @contextmanager
-def _writing(what: Path) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{what} cannot be written: {error}; make sure that {what.parent} is writable, has free space, and has "
+            f"{path} cannot be written: {error}; make sure that {path.parent} is writable, has free space, and has "
             "nothing else of that name; with trainer.resume_mode=auto the next run continues from the last checkpoint"
         ) from error
