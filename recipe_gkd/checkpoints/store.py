@@ -170,8 +170,7 @@ def _read_bests(root: Path) -> list[Best]:
         return []
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{root / BEST} cannot be read: {error}; remove it, and the next validation selects the "
-            "best checkpoint"
+            f"{root / BEST} cannot be read: {error}; remove it, and the next validation selects the best checkpoint"
         ) from error
 
 

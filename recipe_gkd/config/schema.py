@@ -69,7 +69,7 @@ AggregationMode = Literal["token-mean", "seq-mean-token-mean"]
 CheckpointPart = Literal["model", "optimizer", "extra"]
 DecayStyle = Literal["constant", "linear", "cosine"]
 Device = Literal["auto", "cuda", "cpu"]
-ImportanceCorrection = Literal["none", "truncate", "mask"]
+ImportanceMode = Literal["none", "truncate", "mask"]
 ResumeMode = Literal["disable", "auto", "resume_path"]
 RolloutDtype = Literal["auto", "bfloat16", "float16", "float32"]
 SavedPart = Literal[CheckpointPart, "hf_model"]
@@ -378,7 +378,7 @@ class GkdConfig:
     norm_adv_by_std: bool = key(
         "Divide advantages by the standard deviation of the rewards of the same prompt, plus 1e-6."
     )
-    importance: ImportanceCorrection = key(
+    importance: ImportanceMode = key(
         "Importance sampling correction of `k1`, `k2` and `k3` for tokens that older weights sampled. `truncate`: the "
         "probability ratio is limited to `importance_cap`; `mask`: tokens with a higher ratio are excluded; `none`: no "
         "correction."

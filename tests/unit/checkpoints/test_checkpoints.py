@@ -135,12 +135,12 @@ def test_failed_rename_keeps_folder_for_recovery(tmp_path: Path, monkeypatch: py
     write_checkpoints(tmp_path)
     rename = Path.rename
 
-    def refuse(self: Path, target: Path) -> Path:
+    def fail(self: Path, target: Path) -> Path:
         if self.name.startswith(".writing") and target == final_folder(tmp_path, 4):
             raise OSError(39, "Directory not empty")
         return rename(self, target)
 
-    monkeypatch.setattr(Path, "rename", refuse)
+    monkeypatch.setattr(Path, "rename", fail)
     writer = begin_checkpoint(tmp_path, content="new")
     with pytest.raises(CheckpointError, match=r"global_step_4 cannot be written: .*not empty"):
         writer.complete()
@@ -211,11 +211,11 @@ def test_recover_prefers_complete_to_damaged_checkpoint(tmp_path: Path, newer: b
 def test_removal_of_inaccessible_folder_only_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(self: Path) -> bool:
+    def fail(self: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(self))
 
     writer = begin_checkpoint(tmp_path)
-    monkeypatch.setattr(Path, "exists", refuse)
+    monkeypatch.setattr(Path, "exists", fail)
     writer.discard()
     assert ".writing_global_step_4 cannot be removed: [Errno 13] Permission denied" in caplog.text
 

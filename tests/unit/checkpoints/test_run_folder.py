@@ -164,7 +164,7 @@ def test_rejected_start_keeps_existing_files(tmp_path: Path, root_logging: None)
 )
 def test_log_stays_unless_start_is_rejected(tmp_path: Path, error: BaseException, accepted: bool, kept: bool) -> None:
     with pytest.raises(type(error)), run_folder(config(tmp_path / "run")) as folder:
-        (folder.path / "run.log").write_text("what happened")
+        (folder.path / "run.log").write_text("log")
         if accepted:
             folder.accept()
         raise error
