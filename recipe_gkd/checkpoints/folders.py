@@ -1,13 +1,15 @@
-"""Names of checkpoint folders, and the renames that keep a folder with a final name complete at every moment.
+"""Names and renames of checkpoint folders. A folder with a final name is complete at every moment.
 
-::
+==============================  ==================================================  ==================================
+name                            state                                               next name
+==============================  ==================================================  ==================================
+``.writing_global_step_40``     incomplete without a trainer.json, else complete    ``global_step_40``
+``global_step_40``              complete                                            ``.replaced_...`` if saved again
+``.replaced_global_step_40``    complete, replaced by a new checkpoint of the step  ``.removing_...``
+``.removing_global_step_40.0``  being deleted
+==============================  ==================================================  ==================================
 
-    global_step_40                 complete
-    .writing_global_step_40        incomplete until it has a trainer.json; then complete and about to be renamed
-    .replaced_global_step_40       the checkpoint that a new one of the same step replaces; complete
-    .removing_global_step_40.0     being deleted
-
-A process may be killed between any two operations here; :func:`recover` then restores this invariant.
+A process may be killed between any two operations. :func:`recover` then restores the invariant.
 """
 
 from __future__ import annotations
@@ -26,35 +28,36 @@ log = logging.getLogger(__name__)
 
 TRAINER, ACTOR_METADATA = "trainer.json", "actor/metadata.json"
 LATEST = "latest_checkpointed_iteration.txt"
-PROBE = ".shared_with_workers"
-"""Prefix of the file by which workers are tested for seeing the driver's folder."""
+PROBE = ".shared_with_workers"  # prefix of a file that tests if workers have access to the driver's run folder
 _FINAL = re.compile(r"global_step_(\d+)")
 _WRITING, _REPLACED, _REMOVING = ".writing_", ".replaced_", ".removing_"
 
 
 def final_folder(root: Path, step: int) -> Path:
+    """Return the folder of the complete checkpoint of ``step``."""
     return root / f"global_step_{step}"
 
 
 def writing_folder(root: Path, step: int) -> Path:
+    """Return the temporary folder of a checkpoint of ``step`` that is being written."""
     return root / f"{_WRITING}global_step_{step}"
 
 
 def damage(folder: Path) -> str | None:
-    """Return why ``folder`` is no complete checkpoint, or None if it looks complete. The shards are not read."""
+    """Return the reason why ``folder`` is not a complete checkpoint, or None. The shards are not read."""
     for name in (TRAINER, ACTOR_METADATA):
         try:
             if (folder / name).stat().st_size == 0:
                 return f"its {name} is empty"
         except FileNotFoundError:
-            return f"it has no {name}" if folder.is_dir() else "it is not there"
+            return f"it has no {name}" if folder.is_dir() else "it does not exist"
         except OSError as error:
             return str(error)
     return None
 
 
 def read_latest(root: Path) -> int | None:
-    """Return the step that the pointer to the latest checkpoint names, or None if there is none that can be read."""
+    """Return the step of the latest checkpoint, or None if the file that names it is missing or damaged."""
     try:
         return int((root / LATEST).read_text())
     except (OSError, ValueError):
@@ -62,6 +65,7 @@ def read_latest(root: Path) -> int | None:
 
 
 def write_latest(root: Path, step: int) -> None:
+    """Record ``step`` as the step of the latest checkpoint."""
     write_durably(root / LATEST, f"{step}\n")
 
 
@@ -71,10 +75,10 @@ def steps_of(root: Path) -> list[int]:
 
 
 def put_in_place(root: Path, step: int) -> None:
-    """Give the complete folder ``.writing_*`` of ``step`` its final name. Sets an older checkpoint of ``step`` aside.
+    """Rename the complete folder ``.writing_*`` of ``step``, and an older checkpoint of ``step`` to ``.replaced_*``.
 
     Raises:
-        OSError: A rename failed. The new folder keeps its temporary name, and the old one its final name.
+        OSError: A rename failed. The new folder keeps its temporary name, and the older one its final name.
     """
     final, old = final_folder(root, step), _replaced_folder(root, step)
     if final.exists():
@@ -91,14 +95,14 @@ def put_in_place(root: Path, step: int) -> None:
 
 
 def remove_replaced(root: Path, step: int) -> None:
-    """Delete the checkpoint that :func:`put_in_place` has set aside, if there is one."""
+    """Delete the older checkpoint that :func:`put_in_place` renamed, if there is one."""
     remove_folder(_replaced_folder(root, step))
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename ``folder``, so that nothing is written into it by path any more, and delete it. Never raises.
+    """Rename ``folder``, so that workers can no longer write into it, and delete it. Never raises.
 
-    What cannot be deleted now keeps a name that :func:`recover` removes. A folder that cannot be renamed stays.
+    Files that cannot be deleted keep a name that :func:`recover` removes. A folder that cannot be renamed stays.
     """
     name = folder.name.removeprefix(_WRITING).removeprefix(_REPLACED)
     candidates = (folder.with_name(f"{_REMOVING}{name}.{number}") for number in itertools.count())
@@ -108,26 +112,26 @@ def remove_folder(folder: Path) -> None:
         doomed = next(path for path in candidates if not path.exists())
         folder.rename(doomed)
     except OSError as error:
-        log.warning("%s cannot be removed: %s; remove it by hand", folder, error)
+        log.warning("%s cannot be removed: %s; remove it yourself", folder, error)
         return
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def recover(root: Path) -> None:
-    """Finish or undo what a process left half done that was killed in ``root``. Only for the owner of the run's lock.
+    """Repair the run folder ``root`` after a process was killed. The caller must hold the lock of the run.
 
-    A new checkpoint that was complete gets its name, a replaced one without a successor gets its name back, and all
-    other temporary folders are deleted. A damaged folder with the final name counts as none if there is a complete one.
+    A complete new checkpoint gets its final name, and a replaced one without a successor gets its name back. All other
+    temporary folders are deleted. A complete folder replaces a damaged one with the final name.
 
     Raises:
-        OSError: The disk refuses to list ``root`` or to look into it.
+        OSError: ``root`` cannot be read.
     """
     for step in _steps_with(root, _WRITING):
         if damage(writing_folder(root, step)) is None and damage(final_folder(root, step)) is not None:
             _finish(root, step)
         else:
             why = damage(writing_folder(root, step)) or "there is an older complete checkpoint of this step"
-            log.warning("removing %s, which was not put in place: %s", writing_folder(root, step), why)
+            log.warning("removing the unfinished checkpoint %s: %s", writing_folder(root, step), why)
             remove_folder(writing_folder(root, step))
     for step in _steps_with(root, _REPLACED):
         final, replaced = final_folder(root, step), _replaced_folder(root, step)
@@ -137,7 +141,7 @@ def recover(root: Path) -> None:
         with _reporting(replaced):
             remove_folder(final)
             replaced.rename(final)
-            log.warning("%s was being replaced; restored", final)
+            log.warning("%s was being replaced when the run ended; it is restored", final)
     for leftover in root.glob(f"{_REMOVING}global_step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in root.glob(f"{PROBE}*"):
@@ -148,7 +152,7 @@ def recover(root: Path) -> None:
 def _finish(root: Path, step: int) -> None:
     with _reporting(writing_folder(root, step)):
         put_in_place(root, step)
-        log.warning("%s was complete, but had no name yet; it has now", final_folder(root, step))
+        log.warning("%s was complete but not renamed when the run ended; it is renamed now", final_folder(root, step))
         if (latest := read_latest(root)) is None or latest < step:
             write_latest(root, step)
 
@@ -158,7 +162,7 @@ def _reporting(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.warning("%s is a complete checkpoint, but cannot be renamed: %s; rename it by hand", folder, error)
+        log.warning("%s is a complete checkpoint, but cannot be renamed: %s; rename it yourself", folder, error)
 
 
 def _replaced_folder(root: Path, step: int) -> Path:

@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a run resumes from: the last one that is complete and fits the run."""
+"""Choice of the checkpoint that a run resumes from: the last one that is complete and fits the run."""
 
 from __future__ import annotations
 
@@ -16,31 +16,41 @@ from recipe_gkd.errors import CheckpointError, CheckpointMismatch
 
 log = logging.getLogger(__name__)
 
-FRESH = "start afresh with trainer.resume_mode=disable"
-ANOTHER = f"choose another with trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N, or {FRESH}"
+START_NEW = "start a new run with trainer.resume_mode=disable"
+CHOOSE_ANOTHER = (
+    f"choose another with trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N, or {START_NEW}"
+)
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint that looks complete, and the progress of its run."""
+    """Checkpoint whose files exist.
+
+    Attributes:
+        folder: Folder of the checkpoint.
+        progress: Progress of the run at the checkpoint.
+    """
 
     folder: Path
     progress: Progress
 
 
 def resume_points(config: Config, expected: Progress) -> list[ResumePoint]:
-    """Return the checkpoints to resume from by ``trainer.resume_mode``, in order of preference; none: start afresh.
+    """Return the checkpoints that the run can resume from, in order of preference.
 
-    With ``auto``, damaged ones are skipped with a warning, so an actor that finds the shards of the first one damaged
-    can take the next.
+    ``trainer.resume_mode`` determines them. With ``auto``, damaged checkpoints are skipped with a warning. The list has
+    several entries, because only the actors can find damaged shards.
 
     Args:
         config: Configuration of this run.
-        expected: Progress of this run before its first step, whose data a checkpoint must fit.
+        expected: Progress of a new run on the same data. A checkpoint must fit its data.
+
+    Returns:
+        Checkpoints. Empty for a new run.
 
     Raises:
-        CheckpointMismatch: A checkpoint belongs to other data.
-        CheckpointError: There are checkpoints, but all are damaged, or the one that was asked for is.
+        CheckpointMismatch: The preferred checkpoint belongs to other data.
+        CheckpointError: All checkpoints are damaged, or the one at ``trainer.resume_from_path`` is.
     """
     trainer = config.trainer
     if trainer.resume_mode == "disable":
@@ -48,7 +58,7 @@ def resume_points(config: Config, expected: Progress) -> list[ResumePoint]:
     if trainer.resume_mode == "resume_path":
         folder = Path(trainer.resume_from_path or "").expanduser()
         if reason := damage(folder):
-            raise CheckpointError(f"{folder} is no complete checkpoint ({reason}); {ANOTHER}")
+            raise CheckpointError(f"{folder} is not a complete checkpoint ({reason}); {CHOOSE_ANOTHER}")
         return [ResumePoint(folder, read_progress(folder, expected=expected))]
     root = folder_of(trainer)
     points, damaged = [], []
@@ -60,54 +70,59 @@ def resume_points(config: Config, expected: Progress) -> list[ResumePoint]:
         except CheckpointMismatch:
             if not points:
                 raise
-            break  # older ones belong to another run; the newest decides
+            break  # older checkpoints belong to another run
         except CheckpointError as error:
             damaged.append(str(error))
             if not points:
-                log.warning("damaged checkpoint skipped, the one before is used: %s", error)
+                log.warning("skipping a damaged checkpoint and using the previous one: %s", error)
     if damaged and not points:
-        raise CheckpointError(f"no checkpoint in {root} can be used ({'; '.join(damaged)}); {ANOTHER}")
+        raise CheckpointError(f"no checkpoint in {root} can be used ({'; '.join(damaged)}); {CHOOSE_ANOTHER}")
     return points
 
 
 def _candidates(root: Path) -> list[Path]:
-    """Return the folders from the latest to the first. Steps after the latest belong to a run that was abandoned."""
+    """Return the folders from the latest to the first. Folders after the latest belong to an abandoned run."""
     steps, latest = steps_of(root), read_latest(root)
     if latest is None:
         if (root / LATEST).exists():
-            log.warning("%s is damaged: taking the checkpoint of the highest step", root / LATEST)
+            log.warning("%s is damaged; using the checkpoint of the highest step", root / LATEST)
     else:
         steps = sorted({*(step for step in steps if step < latest), latest})
     return [final_folder(root, step) for step in reversed(steps)]
 
 
 def read_progress(folder: Path, *, expected: Progress) -> Progress:
-    """Return the progress of the checkpoint's run, with the reference responses of this run if it trains on them.
+    """Return the progress that a checkpoint contains.
+
+    Args:
+        folder: Folder of the checkpoint.
+        expected: Progress of a new run on the data of this run. If it has a fingerprint of reference responses, the
+            result has it too.
 
     Raises:
-        CheckpointMismatch: Its position would mean another place in this run's data.
-        CheckpointError: Its file cannot be read.
+        CheckpointMismatch: The checkpoint was made with other data or another data order.
+        CheckpointError: The file cannot be read.
     """
     try:
         found = Progress(**json.loads((folder / TRAINER).read_text()))
         if wrong := [name for name in ("step", "prompts_trained") if not isinstance(getattr(found, name), int)]:
-            raise ValueError(f"{wrong[0]} is no integer")
+            raise ValueError(f"{wrong[0]} is not an integer")
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{folder / TRAINER} cannot be read: {error}") from error
     for name in ("n_prompts", "data_seed", "shuffle"):
         if (was := getattr(found, name)) != (now := getattr(expected, name)):
             raise CheckpointMismatch(
-                f"{folder} was made with {name}={was}, this run has {name}={now}: its position in the "
-                "data would be another one. Restore the setting, or use trainer.resume_mode=disable"
+                f"{folder} was made with {name}={was}, this run has {name}={now}: its position in the data is not "
+                "valid for this run. Restore the setting, or use trainer.resume_mode=disable"
             )
-    for name, what in (("data_fingerprint", "prompts"), ("answers_fingerprint", "reference responses")):
+    for name, content in (("data_fingerprint", "prompts"), ("answers_fingerprint", "reference responses")):
         was, now = getattr(found, name), getattr(expected, name)
         if was and now and was != now:
             raise CheckpointMismatch(
-                f"{folder} was made with other {what}: as many as this run has, but they have the fingerprint {was}, "
-                f"and this run's {now}. Restore data.train_files (and what selects from them), or train the model in "
-                "its huggingface folder on the new data: actor_rollout_ref.model.path with "
-                "trainer.resume_mode=disable and another trainer.default_local_dir"
+                f"{folder} was made with other {content}: their number is the same, but their fingerprint is {was}, "
+                f"and that of this run is {now}. Restore data.train_files and the keys that select rows, or train the "
+                "model in the checkpoint's huggingface folder on the new data: set actor_rollout_ref.model.path to it, "
+                "trainer.resume_mode=disable, and another trainer.default_local_dir"
             )
     return replace(found, answers_fingerprint=expected.answers_fingerprint or found.answers_fingerprint)
 
@@ -118,13 +133,13 @@ async def load_first_usable(
     """Load the first checkpoint that the actors accept, and return it.
 
     Args:
-        points: In order of preference, at least one.
-        load: Loads an ``actor/`` folder on all actor ranks.
-        may_skip: Take the next one, with a warning, if the actors find one damaged.
+        points: At least one checkpoint, in order of preference.
+        load: Function that loads an ``actor/`` folder on all actor ranks.
+        may_skip: Skip a checkpoint with damaged shards, with a warning.
 
     Raises:
-        CheckpointMismatch: A checkpoint is complete, but does not fit the model or the settings.
-        CheckpointError: All are damaged.
+        CheckpointMismatch: A complete checkpoint does not fit the model or the settings.
+        CheckpointError: All checkpoints are damaged.
     """
     damaged = []
     for point in points:
@@ -136,9 +151,9 @@ async def load_first_usable(
             if not may_skip:
                 raise
             damaged.append(str(error))
-            log.warning("damaged checkpoint %s skipped, the one before is used: %s", point.folder, error)
+            log.warning("skipping the damaged checkpoint %s and using the previous one: %s", point.folder, error)
         else:
             if not point.progress.data_fingerprint:
-                log.warning("%s is of an older version: it cannot be checked that its data are the same", point.folder)
+                log.warning("%s was made by an older version, so its data cannot be compared", point.folder)
             return point
-    raise CheckpointError(f"no checkpoint could be loaded ({'; '.join(damaged)}); {ANOTHER}")
+    raise CheckpointError(f"no checkpoint could be loaded ({'; '.join(damaged)}); {CHOOSE_ANOTHER}")

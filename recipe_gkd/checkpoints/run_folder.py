@@ -1,4 +1,4 @@
-"""The folder of a run: outputs are writable, one run owns it at a time, and a refused start leaves no trace."""
+"""Folder of a run. Its outputs are writable, one run owns it at a time, and a rejected start leaves no files."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from recipe_gkd.errors import CheckpointError, ConfigError, DataError, ModelErro
 from teacher.errors import TeacherError
 
 LOG, CONFIG = "run.log", "config.yaml"
-REFUSALS = (CheckpointError, ConfigError, DataError, ModelError, ResourceError, RewardError, TeacherError)
-"""Errors whose message names all that the user must change before the run can start."""
+# Errors that reject a start. Their message contains everything that the user must change.
+REJECTIONS = (CheckpointError, ConfigError, DataError, ModelError, ResourceError, RewardError, TeacherError)
 
 
 def folder_of(trainer: TrainerConfig) -> Path:
-    """Return the run folder, as it was given but for ``~``."""
+    """Return the run folder, with ``~`` expanded."""
     return Path(trainer.default_local_dir).expanduser()
 
 
 class RunFolder:
-    """A run folder that this process has locked.
+    """Run folder that this process has locked.
 
     Attributes:
         path: The folder, ``trainer.default_local_dir``.
@@ -37,28 +37,32 @@ class RunFolder:
         self._accepted = False
 
     def accept(self) -> None:
-        """Keep what the run has written from now on: its workers have started."""
+        """Keep all files from now on. Call it once the workers have started."""
         self._accepted = True
 
     def remove_traces(self, error: BaseException) -> None:
-        """Remove the files that this start has made, if ``error`` refuses it before its workers have started.
+        """Remove the files of this start if ``error`` rejects it before the workers have started.
 
-        A worker that failed, or an unexpected error, is no refusal: the log is needed to understand it.
+        After the failure of a worker or an unexpected error, the files stay, because the log explains it.
         """
-        if self._accepted or not isinstance(error, REFUSALS):
+        if self._accepted or not isinstance(error, REJECTIONS):
             return
         for path in self._new_files:
             path.unlink(missing_ok=True)
         if [path.name for path in self.path.iterdir()] == [LOCK]:
-            (self.path / LOCK).unlink()  # its holder may: who takes a lock looks if the file is still there
+            # The holder may remove the file: locked() checks that the file that it has locked still exists.
+            (self.path / LOCK).unlink()
 
 
 @contextmanager
 def run_folder(config: Config) -> Iterator[RunFolder]:
-    """Make the folders of all outputs, and hold the lock of the run folder.
+    """Make the folders of all outputs, and hold the lock of the run folder during the body.
+
+    Args:
+        config: Configuration of the run.
 
     Raises:
-        ConfigError: An output cannot be written, or another run uses the folder. Nothing in it has been changed then.
+        ConfigError: An output cannot be written, or another run uses the folder. The folder is unchanged.
     """
     made: list[Path] = []
     try:
@@ -74,17 +78,20 @@ def run_folder(config: Config) -> Iterator[RunFolder]:
                 raise
     except BaseException:
         for path in reversed(made):
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # not empty
                 path.rmdir()
         raise
 
 
 def check_outputs(config: Config, made: list[Path] | None = None) -> None:
-    """Check that every file that the run will write can be written, which would otherwise fail after hours.
+    """Check that all output files can be written, because the failure would otherwise come after hours.
 
     Args:
         config: Configuration of the run.
-        made: The folders that this call makes are appended to it, parents first.
+        made: List to which the folders that this call makes are appended, parents first.
+
+    Raises:
+        ConfigError: An output cannot be written.
     """
     outputs = {
         "trainer.default_local_dir": folder_of(config.trainer) / LOG,
@@ -98,14 +105,14 @@ def check_outputs(config: Config, made: list[Path] | None = None) -> None:
         try:
             _make(file.parent, [] if made is None else made)
         except OSError as error:
-            raise ConfigError(f"{key}: {file} cannot be written: {error}; choose another place") from error
+            raise ConfigError(f"{key}: {file} cannot be written: {error}; choose another path") from error
         if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise ConfigError(f"{key}: {file} cannot be written: it is a folder or protected; choose another place")
+            raise ConfigError(f"{key}: {file} cannot be written: it is a folder or protected; choose another path")
     link = folder_of(config.trainer) / LINK
     if config.trainer.best_metric is not None and link.exists() and not link.is_symlink():
         raise ConfigError(
-            f"trainer.best_metric={config.trainer.best_metric}: {link} is to be a link to the best checkpoint, and "
-            "something else has that name; rename it, or choose another trainer.default_local_dir"
+            f"trainer.best_metric={config.trainer.best_metric}: {link} is to be a link to the best checkpoint, but "
+            "another file or folder has that name; rename it, or choose another trainer.default_local_dir"
         )
 
 
@@ -115,4 +122,4 @@ def _make(folder: Path, made: list[Path]) -> None:
         path.mkdir(exist_ok=True)
         made.append(path)
     if not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is no folder")
+        raise NotADirectoryError(f"{folder} is not a folder")

@@ -1,4 +1,4 @@
-"""One run at a time in a run folder: a lock for the life of the driver's process."""
+"""Lock of a run folder, held for the life of the driver's process, so that only one run uses the folder."""
 
 from __future__ import annotations
 
@@ -23,13 +23,18 @@ LOCK = ".lock"
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
-_held: set[int] = set()
-"""Descriptors of the locks that this process holds."""
+_held: set[int] = set()  # descriptors of the locks that this process holds
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process that holds a lock, as written into the lock's file."""
+    """Process that holds a lock, as written into the lock file.
+
+    Attributes:
+        host: Name of its host.
+        process: Its process id and start time.
+        since: Time at which it took the lock, in ISO format.
+    """
 
     host: str
     process: ProcessId
@@ -41,9 +46,10 @@ class Owner:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder``, which exists. The kernel releases it when this process ends, even by SIGKILL.
+    """Hold the lock of an existing ``folder`` during the body.
 
-    Child processes do not hold it: the descriptor is closed in a fork, and by exec.
+    The kernel releases the lock when this process ends, even by SIGKILL. Child processes do not hold it, because the
+    descriptor is closed in a fork and by exec.
 
     Raises:
         ConfigError: Another process holds the lock; the message names its host and pid.
@@ -64,10 +70,12 @@ def _take(path: Path) -> int:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise ConfigError(f"trainer.default_local_dir: {path} cannot be opened: {error}") from error
+            raise ConfigError(
+                f"trainer.default_local_dir: {path} cannot be opened: {error}; choose a folder that can be written"
+            ) from error
         try:
             _lock(descriptor, path)
-            # A run that was refused removes the file while it holds the lock: then this is no longer the folder's lock.
+            # A rejected run removes the file while it holds the lock. Then this file is no longer the folder's lock.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), path.stat()):
                     return descriptor
@@ -83,24 +91,26 @@ def _lock(descriptor: int, path: Path) -> None:
     except OSError as error:
         owner = _read_owner(path)
         if error.errno in _TAKEN:
-            raise _refusal(path, owner) from error
+            raise _in_use_error(path, owner) from error
         if error.errno not in _NOT_SUPPORTED:
-            raise ConfigError(f"trainer.default_local_dir: {path} cannot be locked: {error}") from error
+            raise ConfigError(
+                f"trainer.default_local_dir: {path} cannot be locked: {error}; choose a folder on another disk"
+            ) from error
         if owner is not None and is_alive(owner.process):
-            raise _refusal(path, owner) from error
+            raise _in_use_error(path, owner) from error
         log.warning(
-            "the file system of %s has no locks (%s): make sure that no other run uses this folder; the last "
-            "one was %s",
+            "the file system of %s does not support locks (%s): make sure that no other run uses this folder; the last "
+            "run was %s",
             path.parent,
             error.strerror,
             owner or "none",
         )
 
 
-def _refusal(path: Path, owner: Owner | None) -> ConfigError:
+def _in_use_error(path: Path, owner: Owner | None) -> ConfigError:
     return ConfigError(
         f"trainer.default_local_dir={path.parent} is in use by another run, "
-        f"{owner or f'whose host and pid are not in {path} yet'}; wait for it, end it, or choose another "
+        f"{owner or f'whose host and pid are not in {path} yet'}; wait for its end, stop it, or choose another "
         "trainer.default_local_dir or trainer.experiment_name"
     )
 
@@ -113,8 +123,8 @@ def _write_owner(descriptor: int) -> None:
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
-    except OSError as error:  # a full disk: the lock holds all the same
-        log.warning("host and pid of this run cannot be written into its lock: %s", error)
+    except OSError as error:  # the lock is valid even if the disk is full
+        log.warning("host and pid of this run cannot be written into the lock file: %s", error)
 
 
 def _read_owner(path: Path) -> Owner | None:

@@ -10,32 +10,45 @@ from recipe_gkd.checkpoints.folders import final_folder
 
 @dataclass(frozen=True)
 class Progress:
-    """Position of a run, and the properties of its data that give the position its meaning."""
+    """Position of a run, and the properties of its data that give the position its meaning.
+
+    ``trainer.json`` of a checkpoint contains these attributes under these names.
+
+    Attributes:
+        step: Number of optimizer steps, which is also the weights version.
+        prompts_trained: Position in the stream of prompts. Prompts that were generated but not trained on are not
+            counted, and are generated again after a resume.
+        n_prompts: Number of prompts of the data set after filtering.
+        data_seed: ``data.seed``.
+        shuffle: ``data.shuffle``.
+        skipped_samples: Number of samples that were trained on without a teacher score
+            (``teacher.on_failure=skip_samples``).
+        data_fingerprint: Hash of all prompts in the order of the data. Empty in checkpoints of older versions.
+        answers_fingerprint: Hash of the reference responses. Empty if the run has trained on none of them.
+    """
 
     step: int
-    """Updates done: the weights' version."""
     prompts_trained: int
-    """Position in the stream of prompts; prompts generated but not trained on are not in it, and come again."""
     n_prompts: int
-    """Prompts of the data set, after filtering."""
     data_seed: int
     shuffle: bool
     skipped_samples: int = 0
-    """Samples trained on without the response of their teacher (``teacher.on_failure=skip_samples``)."""
     data_fingerprint: str = ""
-    """Hash of all prompts, in the order of the data; empty in checkpoints of older versions."""
     answers_fingerprint: str = ""
-    """Hash of their reference responses; empty as long as the run has trained on none (``gkd.sft_share=0``)."""
-
 
 
 @dataclass(frozen=True)
 class Best:
-    """The highest value of a metric so far, and the step of its weights.
+    """Record of the highest value of a metric so far.
+
+    ``best.json`` of a run contains these attributes under these names.
 
     Attributes:
-        has_checkpoint: False if these are the weights that the run started from, evaluated before its first step, and
-            the run has no checkpoint of them. A later checkpoint is the best only if its value is higher.
+        metric: Name of the metric, ``trainer.best_metric``.
+        value: Highest value.
+        step: Step of the weights with this value.
+        has_checkpoint: False for weights that were evaluated before the first step of a run without a checkpoint of
+            them. A later checkpoint is the best one only if its value is higher.
     """
 
     metric: str
@@ -44,18 +57,21 @@ class Best:
     has_checkpoint: bool = True
 
 
-
 @dataclass(frozen=True)
 class ResumeState:
-    """Starting point of a run."""
+    """Starting point of a run.
+
+    Attributes:
+        progress: Progress at the start.
+        checkpoint: Checkpoint folder with the weights. None: the weights are those of the model folder.
+        best: Best record of the run so far.
+    """
 
     progress: Progress
     checkpoint: Path | None = None
-    """Source of the weights; None: the model folder."""
     best: Best | None = None
-    """Best of the run up to this point."""
 
     def belongs_to_run(self, root: Path) -> bool:
-        """Return True if its weights come from a checkpoint in the run folder ``root``."""
+        """Return True if the weights come from a checkpoint in the run folder ``root``."""
         own = final_folder(root, self.progress.step)
         return self.checkpoint is not None and self.checkpoint.resolve() == own.resolve()

@@ -1,18 +1,18 @@
-"""Checkpoints on disk: all but the content of ``actor/``, which belongs to :mod:`recipe_gkd.actor.checkpoint`.
+"""Checkpoints on disk, except the content of ``actor/`` (see :mod:`recipe_gkd.actor.checkpoint`).
 
 ::
 
     <default_local_dir>/
-        latest_checkpointed_iteration.txt     the number of the last complete one
+        latest_checkpointed_iteration.txt     step of the last complete checkpoint
         global_step_40/
             actor/                            Megatron's distributed checkpoint
             huggingface/                      if checkpoint.save_contents has hf_model
-            trainer.json                      step, position in the data, and what they are counted in
-        best.json                             by trainer.best_metric, each that was the best so far; the last still is
-        best -> global_step_40                that one; it is never removed
+            trainer.json                      Progress: step, position in the data, properties of the data
+        best.json                             list of Best records by trainer.best_metric; the last one is the best
+        best -> global_step_40                link to the best checkpoint, which is never removed
 
 A checkpoint is written under a temporary name, flushed to the disk, and renamed when it is complete, so a folder with a
-final name is complete. ``checkpoint_folders`` has the names and the renames.
+final name is complete. :mod:`recipe_gkd.checkpoints.folders` contains the names and the renames.
 """
 
 from __future__ import annotations
@@ -33,33 +33,41 @@ BEST, LINK = "best.json", "best"
 
 
 class CheckpointWriter:
-    """A checkpoint that is being written.
+    """Checkpoint that is being written.
 
     Lifecycle::
 
         writer = CheckpointWriter(root, progress)   # makes writer.folder, with a temporary name
-        ...                                         # the actors write into writer.folder / "actor", perhaps for minutes
+        ...                                         # the actors write into writer.folder / "actor"
         writer.complete()                           # or writer.discard()
 
+    Attributes:
+        root: Run folder.
+        progress: Progress of the run at this checkpoint.
+        best: Best record, if this checkpoint is the best one of the run.
+        folder: Temporary folder.
+        is_written: True if all content is on the disk, marked by ``trainer.json``. From then on the folder is renamed
+            or left, but not discarded.
+
     Raises:
-        CheckpointError: The disk refuses, or the actors have not completed their part.
+        CheckpointError: The disk failed, or the actors have not completed their part.
     """
 
     def __init__(self, root: Path, progress: Progress, best: Best | None = None) -> None:
-        """Make the folder. ``best``: this checkpoint is the best of the run."""
+        """Make the folder, and remove an incomplete one of the same step."""
         self.root, self.progress, self.best = root, progress, best
         self.folder = folders.writing_folder(root, progress.step)
         self.is_written = False
-        """All content is on the disk, marked by ``trainer.json``: from then on it is renamed or left, not discarded."""
         folders.remove_folder(self.folder)
         with _writing(self.folder):
             self.folder.mkdir(parents=True)
 
     def complete(self) -> None:
-        """Give the folder its final name, and make it the latest, and perhaps the best. Replaces one of the same step.
+        """Rename the folder, and record it as the latest checkpoint, and as the best one if ``best`` is set.
 
-        A crash between any two operations leaves the old or the new checkpoint of this step under its final name, or
-        under one from which :func:`checkpoint_folders.recover` restores it.
+        It replaces a checkpoint of the same step. After a crash between any two operations, the older or the new
+        checkpoint of this step has its final name, or a name from which
+        :func:`recipe_gkd.checkpoints.folders.recover` restores it.
         """
         step, final = self.progress.step, final_folder(self.root, self.progress.step)
         try:
@@ -83,23 +91,31 @@ class CheckpointWriter:
             if not metadata.is_file() or not metadata.stat().st_size:
                 raise CheckpointError(
                     f"the checkpoint of step {self.progress.step} is incomplete: the actors have not written "
-                    f"{metadata}, which they do last; their logs say what failed"
+                    f"{metadata}, their last file; look for an error in their logs"
                 )
             sync_tree(self.folder)
             write_durably(self.folder / TRAINER, json.dumps(asdict(self.progress), indent=2) + "\n")
         self.is_written = True
 
     def discard(self) -> None:
-        """Remove the folder, even while actors write into it. Does nothing to one whose content is complete."""
+        """Remove the folder, even while actors write into it. A folder with complete content stays."""
         if not self.is_written:
             folders.remove_folder(self.folder)
 
 
 def remove_old(root: Path, *, newest: int, keep: int | None) -> list[int]:
-    """Remove complete checkpoints older than the last ``keep`` up to step ``newest``; return their steps.
+    """Remove old checkpoints.
 
-    The best one stays in addition. Checkpoints of later steps than ``newest``, of a run that was resumed before them,
-    stay until this run reaches their steps.
+    The best checkpoint stays in addition to the last ``keep``. Checkpoints after step ``newest``, which a resumed run
+    repeats, stay until the run reaches their steps.
+
+    Args:
+        root: Run folder.
+        newest: Step of the checkpoint that was just completed.
+        keep: Number of complete checkpoints up to ``newest`` to keep. None: all.
+
+    Returns:
+        Steps of the removed checkpoints.
     """
     if keep is None:
         return []
@@ -114,21 +130,25 @@ def remove_old(root: Path, *, newest: int, keep: int | None) -> list[int]:
 
 
 def keep_best(root: Path, best: Best) -> None:
-    """Record the best so far. ``best.json`` decides; the link, if a crash kept it back, follows later."""
+    """Record the best checkpoint so far. ``best.json`` is written before the link, and decides after a crash."""
     _write_bests(root, [*(other for other in _read_bests(root) if other.step < best.step), best])
 
 
 def forget_best(root: Path) -> None:
-    """Record that there is no best yet: the run starts afresh in the folder of an earlier one."""
+    """Remove all best records, because a new run starts in the folder of an earlier one."""
     if _read_bests(root):
         _write_bests(root, [])
 
 
 def read_best(root: Path, metric: str | None, *, until: int) -> Best | None:
-    """Return the best of the run up to step ``until``; with ``metric=None`` by any metric.
+    """Return the best record of the run up to a step, and remove all other records.
 
-    Those of later steps, or by another metric, count no more: a run that starts before them makes these steps anew.
-    They stay as checkpoints, but are not called the best.
+    A run that resumes at ``until`` repeats later steps. Their checkpoints stay, but are no longer called the best.
+
+    Args:
+        root: Run folder.
+        metric: Name of the metric. None: any metric.
+        until: Step that the run resumes from.
     """
     bests = _read_bests(root)
     kept = [
@@ -150,7 +170,7 @@ def _read_bests(root: Path) -> list[Best]:
         return []
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{root / BEST} cannot be read: {error}; remove it, and the best checkpoint is sought from here on"
+            f"{root / BEST} cannot be read: {error}; remove it, and the next validation selects the best checkpoint"
         ) from error
 
 
@@ -168,11 +188,11 @@ def _write_bests(root: Path, bests: list[Best]) -> None:
 
 
 @contextmanager
-def _writing(what: Path) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{what} cannot be written: {error}; make sure that {what.parent} can be written to, has space left, and "
-            "has nothing else of that name; with trainer.resume_mode=auto the run then goes on from the last checkpoint"
+            f"{path} cannot be written: {error}; make sure that {path.parent} is writable, has free space, and has "
+            "nothing else of that name; with trainer.resume_mode=auto the next run continues from the last checkpoint"
         ) from error

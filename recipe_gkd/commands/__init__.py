@@ -1,1 +1,1 @@
-"""Commands besides training: ``python -m recipe_gkd <command>``."""
+"""Commands other than training: ``python -m recipe_gkd <command>``."""

@@ -1,4 +1,4 @@
-"""What the commands of this package have in common: naming a configuration and changing it."""
+"""Command line arguments that all commands share: the choice of a configuration, and overrides."""
 
 from __future__ import annotations
 
@@ -7,14 +7,32 @@ from pathlib import Path
 
 
 def config_parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """Of ``python -m recipe_gkd.<module>``: `config_name`, `config_dir` and `overrides`."""
+    """Return the parser of ``python -m recipe_gkd.<module>``.
+
+    Its results are ``config_name``, ``config_dir`` and ``overrides``.
+
+    Args:
+        module: Name of the module.
+        description: Text of ``--help``.
+    """
+    return _parser(f"python -m recipe_gkd.{module}", description)
+
+
+def command_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of ``python -m recipe_gkd <command>``, with the same arguments as :func:`config_parser`."""
+    return _parser(f"python -m recipe_gkd {command}", description)
+
+
+def _parser(program: str, description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m recipe_gkd.{module}",
+        prog=program,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="All keys: python -m recipe_gkd.config",
     )
-    parser.add_argument("--config-name", default="on_policy_distill_trainer", help="a YAML file of the config folder")
-    parser.add_argument("--config-dir", "--config-path", type=Path, help="a config folder of your own")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="what to change in it")
+    parser.add_argument(
+        "--config-name", default="on_policy_distill_trainer", help="name of a YAML file in the config folder"
+    )
+    parser.add_argument("--config-dir", "--config-path", type=Path, help="config folder (default: that of the package)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the YAML file")
     return parser

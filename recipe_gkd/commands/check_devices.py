@@ -1,8 +1,8 @@
-"""Show where the workers of both pools would be, and check that each has the devices that Ray gave it.
+"""Show the placement of the workers of both pools, and check that each has the devices that Ray assigned to it.
 
-python -m recipe_gkd.commands.check_devices --config-name on_policy_distill_trainer key=value ...
+python -m recipe_gkd check-devices --config-name on_policy_distill_trainer key=value ...
 
-It starts a small process in the place of every worker, and ends it. No teacher, data or model is needed.
+The command starts one small process per worker and ends it. It needs no teacher, data or model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recipe_gkd.actor.environment import worker_environment as actor_environment
-from recipe_gkd.commands.arguments import config_parser
+from recipe_gkd.commands.arguments import command_parser
 from recipe_gkd.config import Config
 from recipe_gkd.config.load import compose_config, to_config
 from recipe_gkd.config.validate import validate
@@ -32,26 +32,33 @@ from recipe_gkd.ray_cluster.pools import create_pools, pool_specs
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
 
+STOP_TIMEOUT_S = 5
+
 
 class ProbeActor:
-    """In the place of a worker: says where that is."""
+    """Process that takes the place of a worker and reports its devices."""
 
     def __init__(self, device: str) -> None:
         self._device = device
 
     def where(self) -> dict[str, Any]:
+        """Return node, devices and memory of this process."""
         return device_report(self._device)
 
     def shutdown(self) -> None:
-        pass
+        """Do nothing. Worker groups call it before they end a process."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 every worker has its devices, 1 an error, 130 Ctrl-C."""
-    arguments = config_parser("check_devices", __doc__).parse_args(argv)
+    """Run the command.
+
+    Returns:
+        Exit status: 0 if every worker has its devices, 1 after an error, 130 after Ctrl-C.
+    """
+    arguments = command_parser("check-devices", __doc__).parse_args(argv)
     try:
         composed = compose_config(arguments.config_name, arguments.overrides, arguments.config_dir)
-        for key in OmegaConf.missing_keys(composed):  # folders and files, which nobody looks for here
+        for key in OmegaConf.missing_keys(composed):  # paths of data and model, which this command does not open
             OmegaConf.update(composed, key, "none")
         config = to_config(composed)
         validate(config)
@@ -60,19 +67,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             reports = asyncio.run(probe_placement(config, device))
         print(placement_table(reports))
         check_devices(reports, shared=config.rollout.share_actor_gpus)
-    except Exception as error:  # noqa: BLE001 - printed as one error, with the place of an unexpected one
+    except Exception as error:  # noqa: BLE001 - the command prints one error instead of a traceback
         print(f"\nerror: {as_known_error(error, 'check_devices')}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    what = "the GPUs that Ray gave it" if device == "cuda" else "a CPU slot"
-    print(f"\nall {len(reports)} workers have their places: each has {what}")
+    assigned = "the GPUs that Ray assigned to it" if device == "cuda" else "a CPU slot"
+    print(f"\nall {len(reports)} workers can be placed: each has {assigned}")
     return 0
 
 
 async def probe_placement(config: Config, device: str) -> Reports:
-    """What a process in the place of each worker says of it."""
+    """Return the device report of a process in the place of each worker.
+
+    Args:
+        config: Configuration with the sizes of both pools.
+        device: ``"cuda"`` or ``"cpu"``.
+    """
     timeout_s = config.trainer.startup_timeout_s
     pools = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
     groups = [
@@ -85,7 +97,7 @@ async def probe_placement(config: Config, device: str) -> Reports:
     try:
         return await collect_device_reports(groups, timeout_s=timeout_s)
     finally:
-        await asyncio.gather(*(group.stop(timeout_s=5) for group in groups))
+        await asyncio.gather(*(group.stop(timeout_s=STOP_TIMEOUT_S) for group in groups))
         for pool in pools:
             pool.release()
 

@@ -1,4 +1,4 @@
-"""The front door: YAML files -> composed -> converted to the typed :class:`Config` -> checked as a whole."""
+"""Configuration: YAML files are composed, converted to the typed :class:`Config`, and validated as a whole."""
 
 from recipe_gkd.config.load import config_dir, load_config
 from recipe_gkd.config.schema import Config

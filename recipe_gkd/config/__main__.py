@@ -1,4 +1,7 @@
-"""``python -m recipe_gkd.config``: every key, its default in on_policy_distill_trainer.yaml, its meaning."""
+"""Print every config key with its default and its description: ``python -m recipe_gkd.config``.
+
+The defaults are those of ``config/on_policy_distill_trainer.yaml``.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ from recipe_gkd.config.ranges import numeric_range
 
 
 def reference() -> str:
-    """The table as Markdown, in the order of the schema."""
-    values: Any = OmegaConf.to_container(compose_config("on_policy_distill_trainer"), resolve=False)
+    """Return the table of all keys as Markdown, in the order of the schema."""
+    defaults: Any = OmegaConf.to_container(compose_config("on_policy_distill_trainer"), resolve=False)
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in known_keys().items():
-        default = _at(values, name)
+        default = _value_at(defaults, name)
         shown = "*must be set*" if default == "???" else f"`{json.dumps(default)}`"
         rows.append(f"| `{name}` | {shown} | {description(field)}{_choices(type_of(name))}{_range(name)} |")
     return "\n".join(rows)
 
 
-def _at(values: Any, name: str) -> Any:
+def _value_at(values: Any, name: str) -> Any:
     for part in name.split("."):
         values = values[part]
     return values

@@ -1,4 +1,4 @@
-"""Bounds of numeric keys: values that the code that consumes them can hold, as ``tests/test_limits.py`` shows."""
+"""Bounds of numeric keys. ``tests/unit/config/test_limits.py`` runs the consumers of each key at both bounds."""
 
 from __future__ import annotations
 
@@ -6,36 +6,31 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+# torch reads a timeout of zero as "use the default".
 MIN_TIMEOUT_S = 1e-3
-"""Shortest deadline: a timeout of zero means "the default" to torch."""
+# The maximum of one request in teacher.wire.messages. poll() takes at most 24 days.
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
-"""Longest deadline of one call: that of a request in ``teacher.wire.messages``. ``poll`` takes at most 24 days."""
+# Maximum time over which a request to a teacher is repeated.
 MAX_TEACHER_WAIT_S = 30 * 24 * 3600.0
-"""Longest time over which a request is repeated."""
+# Accepted by every random generator, after Megatron has added its offset per rank.
 MAX_SEED = 2**32 - 1
-"""Largest seed that every generator takes, also after Megatron has added its offset of the rank."""
+# The maximum sequence length in teacher.wire.messages.
 MAX_TOKENS = 1 << 20
-"""Longest sequence that travels to a teacher (``teacher.wire.messages``)."""
+# Positions, offsets and top_k are int32 in Megatron and vLLM.
 MAX_INT32 = 2**31 - 1
-"""Positions, offsets and ``top_k`` are int32 in Megatron and vLLM."""
+# Sizes of the largest machines. A machine that is too small is reported later, with its own numbers.
 MAX_NODES, MAX_DEVICES, MAX_CPUS = 4096, 1024, 4096
-"""Nodes of a pool, devices of a node, CPUs of a local cluster. Sizes that the largest machines have; the code compares
-and multiplies them, and a machine that is too small is refused."""
+# Their product must fit into int64, because samples are numbered over the whole run. MAX_STEPS also bounds keys that
+# are only compared with a count: intervals of saves and validations, checkpoints to keep, allowed failures, restarts
+# and skipped samples, and logged responses.
 MAX_BATCH, MAX_GROUP, MAX_STEPS, MAX_EPOCHS = 1 << 20, 1 << 12, 10**9, 10**6
-"""Prompts of a step, responses to a prompt, steps and epochs of a run: a sample's number is an int64.
-
-``MAX_STEPS`` also bounds keys that are only compared with a count of the run, and that any integer would suit: the
-intervals of saves and validations, checkpoints to keep, failures, restarts and skipped samples that are allowed, and
-answers shown in the log.
-"""
+# Losses and gradient norms stay finite in float32 even if all coefficients have this value.
 MAX_COEFFICIENT = 1e6
-"""Weights of losses and bounds of probability ratios: with all of them this large, losses and the norms of their
-gradients remain finite in float32."""
+# vLLM raises lower temperatures to 0.01 and rejects higher ones.
 LOWEST_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""Range in which vLLM samples as asked: it raises lower temperatures to 0.01 and refuses higher ones."""
 
 
-def _can_be_sampled_at(temperature: float) -> float:
+def _check_temperature(temperature: float) -> float:
     if 0 < temperature < LOWEST_TEMPERATURE:
         raise ValueError(
             f"vLLM would sample at {LOWEST_TEMPERATURE:g} instead; set 0 (greedy) or at least {LOWEST_TEMPERATURE:g}"
@@ -43,7 +38,5 @@ def _can_be_sampled_at(temperature: float) -> float:
     return temperature
 
 
-Temperature = Annotated[float, AfterValidator(_can_be_sampled_at)]
-"""0, or within :data:`LOWEST_TEMPERATURE` and :data:`MAX_TEMPERATURE`."""
-Beta = Annotated[float, Field(ge=0, le=1 - 1e-6)]
-"""Decay rate of a moving average, below 1 in float32 too."""
+Temperature = Annotated[float, AfterValidator(_check_temperature)]  # 0, or LOWEST_TEMPERATURE to MAX_TEMPERATURE
+Beta = Annotated[float, Field(ge=0, le=1 - 1e-6)]  # decay rate of a moving average; below 1 in float32 too

@@ -10,14 +10,14 @@ from recipe_gkd.config.load import known_keys, type_of
 
 @dataclass(frozen=True)
 class Range:
-    """Values that a numeric key can have.
+    """Range of values of a numeric key.
 
     Attributes:
         low: Lower bound.
         high: Upper bound.
         open_low: True if ``low`` itself is excluded.
         open_high: True if ``high`` itself is excluded.
-        integer: True if only integers are values.
+        integer: True if the key takes only integers.
     """
 
     low: float
@@ -35,7 +35,7 @@ def numeric_range(name: str) -> Range | None:
     """Return the range of the key ``name``; None if it is not a number or a tuple of numbers.
 
     Raises:
-        ValueError: The schema gives a number no lower or no upper bound.
+        ValueError: The key has no lower or no upper bound in the schema.
     """
     hint = type_of(name)
     kinds = [hint, *get_args(hint)] + [inner for outer in get_args(hint) for inner in get_args(outer)]

@@ -1,14 +1,15 @@
-"""Every key of the configuration: its type, its meaning, and the range it may have.
+"""Schema of the configuration: type, range and description of every key.
 
-The values live in one place, the YAML files under ``config/``; nothing here has a default. ``load.py`` composes and
-converts, ``validate.py`` refuses combinations that cannot work. ``python -m recipe_gkd.config`` prints this as a table.
+The schema contains no defaults. All values are in the YAML files under ``config/``. ``load.py`` composes and converts
+them, and ``validate.py`` rejects combinations that cannot work. ``python -m recipe_gkd.config`` prints the descriptions
+as a table.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import (
@@ -30,27 +31,59 @@ from recipe_gkd.config.limits import (
     Beta,
     Temperature,
 )
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.runtime.user_code import split_spec
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def key(doc: str, **bounds: Any) -> Any:
-    """A documented field; bounds are pydantic's ``ge``, ``gt``, ``le``, ``lt``."""
+    """Return a field with the description ``doc``; ``bounds`` are pydantic's ``ge``, ``gt``, ``le`` and ``lt``."""
     return Field(description=doc, **bounds)
 
 
-def seconds(doc: str, longest: float = MAX_TIMEOUT_S) -> Any:
-    """The deadline of a wait."""
-    return key(f"Seconds that {doc}", ge=MIN_TIMEOUT_S, le=longest)
+def timeout(doc: str, longest_s: float = MAX_TIMEOUT_S) -> Any:
+    """Return a field for a deadline in seconds."""
+    return key(f"Timeout in seconds: {doc}", ge=MIN_TIMEOUT_S, le=longest_s)
 
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Files = Annotated[list[str], BeforeValidator(_as_list)]
-"""A list of paths; one string stands for a list of one."""
+def _check_logger(value: str) -> str:
+    if value in BUILT_IN_LOGGERS:
+        return value
+    try:
+        split_spec(value, key="trainer.logger")
+    except ConfigError as error:
+        choices = ", ".join(BUILT_IN_LOGGERS)
+        raise ValueError(f"expected one of {choices}, or FILE.py:Name for a logger class of your own") from error
+    return value
 
+
+Files = Annotated[list[str], BeforeValidator(_as_list)]  # a single string is accepted as a list of one
+
+AdvantageBaseline = Literal["none", "expected", "group"]
+AggregationMode = Literal["token-mean", "seq-mean-token-mean"]
+CheckpointPart = Literal["model", "optimizer", "extra"]
+DecayStyle = Literal["constant", "linear", "cosine"]
+Device = Literal["auto", "cuda", "cpu"]
+ImportanceMode = Literal["none", "truncate", "mask"]
+ResumeMode = Literal["disable", "auto", "resume_path"]
+RolloutDtype = Literal["auto", "bfloat16", "float16", "float32"]
+SavedPart = Literal[CheckpointPart, "hf_model"]
+Scheduler = Literal["sync", "one_step_off", "two_step_off", "n_step_off"]
+SftTarget = Literal["data", "teacher"]
+TeacherFailureMode = Literal["fail", "wait", "skip_samples"]
+TrainingDtype = Literal["bfloat16", "float32"]
+Truncation = Literal["error", "left", "right", "middle"]
+WeightTransport = Literal["auto", "collective", "ipc"]
+WireDtype = Literal["float32", "float16"]
+
+BuiltInLogger = Literal["console", "jsonl", "tensorboard"]
+BUILT_IN_LOGGERS: tuple[str, ...] = get_args(BuiltInLogger)
+LoggerSpec = Annotated[str, AfterValidator(_check_logger)]
 
 LossType = Literal[
     "forward_kl", "reverse_kl", "jsd", "kl_rkl", "skewed_forward_kl", "skewed_reverse_kl", "tvd", "k1", "k2", "k3"
@@ -60,91 +93,126 @@ Tail = Literal["bucket", "renormalize", "none"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
-    train_files: Files = key("Parquet files (or one) with the training prompts.")
-    val_files: Files = key("Parquet files with held-out prompts; may be empty.")
-    prompt_key: str = key("Column of the prompt: a list of {role, content} messages, or a string.")
-    response_key: str = key("Column of the given answer, a string: for `gkd.sft_share`.")
+    """Training and validation prompts, section ``data``."""
+
+    train_files: Files = key("Parquet files with the training prompts. A single path is accepted.")
+    val_files: Files = key("Parquet files with held-out prompts for validation. May be empty.")
+    prompt_key: str = key("Column with the prompt: a list of {role, content} messages, or a string.")
+    response_key: str = key("Column with the reference response, a string. Used if `gkd.sft_share` is above 0.")
     ground_truth_key: str = key(
-        "Column of what the reward function compares an answer with; dots lead into a structure, such as "
+        "Column with the ground truth that the reward function receives. Dots select a field of a structure, such as "
         "`reward_model.ground_truth`."
     )
     data_source_key: str = key(
-        "Column of the origin of a row: validation is reported by it, and reward functions receive it as `data_source`."
+        "Column with the name of the data source. Validation metrics are reported per source, and reward functions "
+        "receive the name as `data_source`."
     )
-    max_prompt_length: int = key("Longest prompt, in tokens after the chat template.", ge=1, le=MAX_TOKENS)
-    max_response_length: int = key("Longest answer, in tokens; generation is cut there.", ge=1, le=MAX_TOKENS)
-    train_batch_size: int = key("Prompts of one training step.", ge=1, le=MAX_BATCH)
-    shuffle: bool = key("Shuffle each epoch, from `seed` and the epoch's number.")
-    seed: int = key("Seed of the order of the data and of every sampled token.", ge=0, le=MAX_SEED)
-    filter_overlong_prompts: bool = key("Drop prompts longer than `max_prompt_length` (their number is logged).")
-    truncation: Literal["error", "left", "right", "middle"] = key(
-        "What to do with an overlong prompt that was not filtered."
+    max_prompt_length: int = key("Maximum prompt length in tokens, after the chat template.", ge=1, le=MAX_TOKENS)
+    max_response_length: int = key(
+        "Maximum response length in tokens. Longer responses are truncated.", ge=1, le=MAX_TOKENS
+    )
+    train_batch_size: int = key("Number of prompts per training step.", ge=1, le=MAX_BATCH)
+    shuffle: bool = key("Shuffle the prompts in each epoch. The order depends on `seed` and the epoch only.")
+    seed: int = key("Seed of the data order and of sampling.", ge=0, le=MAX_SEED)
+    filter_overlong_prompts: bool = key(
+        "Drop prompts longer than `max_prompt_length`. The number of dropped prompts is logged."
+    )
+    truncation: Truncation = key(
+        "Treatment of overlong prompts that were not filtered. `error`: the run ends; `left`, `right`, "
+        "`middle`: tokens are removed from the start, the end or the middle."
     )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
-    path: str = key("Hugging Face folder of the student: config, tokenizer, safetensors.")
-    trust_remote_code: bool = key("Let the tokenizer and the rollout engine run code that comes with the model.")
+    """Student model, section ``actor_rollout_ref.model``."""
+
+    path: str = key("Hugging Face folder of the student, with config, tokenizer and safetensors.")
+    trust_remote_code: bool = key("Allow the tokenizer and the rollout engine to execute code from the model folder.")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MegatronConfig:
-    tensor_model_parallel_size: int = key("Ranks that share each layer.", ge=1, le=MAX_DEVICES)
-    pipeline_model_parallel_size: int = key("Stages that the layers are divided into.", ge=1, le=MAX_DEVICES)
+    """Parallel layout of the actor, section ``actor_rollout_ref.actor.megatron``."""
+
+    tensor_model_parallel_size: int = key("Number of ranks that share each layer.", ge=1, le=MAX_DEVICES)
+    pipeline_model_parallel_size: int = key("Number of pipeline stages.", ge=1, le=MAX_DEVICES)
     virtual_pipeline_model_parallel_size: int | None = key(
-        "Interleaved chunks of layers a stage.", ge=2, le=MAX_DEVICES
+        "Number of interleaved layer chunks per pipeline stage. null: no interleaving.", ge=2, le=MAX_DEVICES
     )
-    context_parallel_size: int = key("Ranks that share each sequence.", ge=1, le=MAX_DEVICES)
-    expert_model_parallel_size: int = key("Ranks that share the experts of a mixture.", ge=1, le=MAX_DEVICES)
+    context_parallel_size: int = key(
+        "Number of ranks that share each sequence. Only 1 is supported.", ge=1, le=MAX_DEVICES
+    )
+    expert_model_parallel_size: int = key(
+        "Number of ranks that share the experts of a mixture-of-experts model.", ge=1, le=MAX_DEVICES
+    )
     expert_tensor_parallel_size: int | None = key(
-        "Ranks that share each expert; null: as `tensor_model_parallel_size`.", ge=1, le=MAX_DEVICES
+        "Number of ranks that share each expert. null: `tensor_model_parallel_size`.", ge=1, le=MAX_DEVICES
     )
-    sequence_parallel: bool = key("Divide activations between layers by sequence (needs tensor parallel > 1).")
-    use_distributed_optimizer: bool = key("Divide the optimizer state between the data-parallel ranks.")
-    dtype: Literal["bfloat16", "float32"] = key(
-        "Precision of weights and activations; the optimizer keeps fp32 copies."
+    sequence_parallel: bool = key(
+        "Split activations between layers along the sequence, which saves memory. Requires "
+        "`tensor_model_parallel_size` above 1."
     )
-    param_offload: bool = key("Move parameters to the host between updates.")
-    grad_offload: bool = key("Move gradients to the host between updates.")
-    optimizer_offload: bool = key("Move the optimizer state to the host between updates.")
+    use_distributed_optimizer: bool = key("Shard the optimizer state over the data-parallel ranks.")
+    dtype: TrainingDtype = key("Data type of weights and activations. The optimizer keeps float32 copies.")
+    param_offload: bool = key("Move parameters to host memory between updates. Only false is supported.")
+    grad_offload: bool = key("Move gradients to host memory between updates. Only false is supported.")
+    optimizer_offload: bool = key("Move the optimizer state to host memory between updates. Only false is supported.")
     override_transformer_config: dict[str, Any] = key(
-        "Fields of Megatron's TransformerConfig to set as they are, such as `recompute_granularity`."
+        "Fields of Megatron's TransformerConfig that are set directly, such as `recompute_granularity`."
     )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimConfig:
+    """Optimizer and learning rate schedule, section ``actor_rollout_ref.actor.optim``."""
+
     lr: float = key("Peak learning rate.", gt=0, le=1)
-    min_lr: float = key("Where the decay ends.", ge=0, le=1)
-    lr_warmup_steps: int = key("Steps of linear warm-up; -1: take `lr_warmup_steps_ratio`.", ge=-1, le=MAX_STEPS)
-    lr_warmup_steps_ratio: float = key("Warm-up as a share of all steps.", ge=0, le=1)
-    lr_decay_style: Literal["constant", "linear", "cosine"] = key(
-        "How the rate falls over all steps after the warm-up."
+    min_lr: float = key("Learning rate at the end of the decay.", ge=0, le=1)
+    lr_warmup_steps: int = key(
+        "Number of linear warm-up steps. -1: use `lr_warmup_steps_ratio` instead.", ge=-1, le=MAX_STEPS
     )
-    weight_decay: float = key("AdamW's decay; not applied to biases, norms and padding rows.", ge=0, le=100)
-    betas: tuple[Beta, Beta] = key("AdamW's two betas.")
-    clip_grad: float = key("Largest norm of the gradient; 0: no clipping.", ge=0, le=MAX_COEFFICIENT)
+    lr_warmup_steps_ratio: float = key(
+        "Number of warm-up steps as a fraction of all steps. Used if `lr_warmup_steps` is -1.", ge=0, le=1
+    )
+    lr_decay_style: DecayStyle = key("Shape of the learning rate schedule after the warm-up.")
+    weight_decay: float = key(
+        "AdamW weight decay. Biases, norm weights and vocabulary padding are excluded.", ge=0, le=100
+    )
+    betas: tuple[Beta, Beta] = key("AdamW decay rates of the first and second moment.")
+    clip_grad: float = key("Maximum gradient norm. 0: no clipping.", ge=0, le=MAX_COEFFICIENT)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
-    save_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = key(
-        "Parts of a checkpoint: weights, optimizer state, the rate's schedule, and a Hugging Face folder."
+    """Content of checkpoints, section ``actor_rollout_ref.actor.checkpoint``."""
+
+    save_contents: list[SavedPart] = key(
+        "Parts of a checkpoint: `model` (weights), `optimizer` (state), `extra` (learning rate schedule), and "
+        "`hf_model` (a Hugging Face folder for inference)."
     )
-    load_contents: list[Literal["model", "optimizer", "extra"]] = key("Parts to read when resuming.")
-    async_save: bool = key("Write in the background while training goes on.")
+    load_contents: list[CheckpointPart] = key("Parts that a resumed run loads.")
+    async_save: bool = key("Write checkpoints in the background while training continues.")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ActorConfig:
-    strategy: Literal["megatron"] = key("Training engine.")
+    """Actor, the student in training, section ``actor_rollout_ref.actor``."""
+
+    strategy: Literal["megatron"] = key("Training backend.")
     micro_batch_size: int = key(
-        "Samples of one forward pass on one rank, when `use_dynamic_bsz` is off.", ge=1, le=MAX_BATCH
+        "Number of samples per micro-batch and rank. Used if `use_dynamic_bsz` is false.", ge=1, le=MAX_BATCH
     )
-    use_dynamic_bsz: bool = key("Fill micro-batches by tokens, up to `max_token_len`, instead of by samples.")
-    max_token_len: int = key("Tokens of one micro-batch when `use_dynamic_bsz` is on.", ge=1, le=MAX_INT32)
-    timeout_s: float = seconds("one update, save or load may take; a save in the background, from its start.")
+    use_dynamic_bsz: bool = key(
+        "Fill micro-batches up to `max_token_len` tokens. false: `micro_batch_size` samples each."
+    )
+    max_token_len: int = key(
+        "Maximum number of tokens per micro-batch and rank. Used if `use_dynamic_bsz` is true. Lower it if the actor "
+        "runs out of memory.",
+        ge=1,
+        le=MAX_INT32,
+    )
+    timeout_s: float = timeout("one update, save or load. A background save is timed from its start.")
     megatron: MegatronConfig
     optim: OptimConfig
     checkpoint: CheckpointConfig
@@ -152,75 +220,99 @@ class ActorConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ValidationSamplingConfig:
-    n: int = key("Answers to each validation prompt; their rewards are averaged.", ge=1, le=MAX_GROUP)
+    """Sampling during validation, section ``actor_rollout_ref.rollout.val_kwargs``."""
+
+    n: int = key("Number of responses per validation prompt. Their rewards are averaged.", ge=1, le=MAX_GROUP)
     temperature: Temperature = key(
-        "Sampling temperature of validation answers; 0 is greedy, else 0.01 to 2.", ge=0, le=MAX_TEMPERATURE
+        "Sampling temperature of validation responses: 0 (greedy), or 0.01 to 2.", ge=0, le=MAX_TEMPERATURE
     )
-    top_p: float = key("Nucleus sampling of validation answers; 1: off.", gt=0, le=1)
-    top_k: int = key("Sample validation answers among the k likeliest tokens; -1 or 0: among all.", ge=-1, le=MAX_INT32)
+    top_p: float = key("Nucleus sampling threshold of validation responses. 1: disabled.", gt=0, le=1)
+    top_k: int = key(
+        "Number of most likely tokens that validation responses are sampled from. -1 or 0: all.", ge=-1, le=MAX_INT32
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutEngineConfig:
-    name: Literal["vllm"] = key("Generation engine.")
-    n: int = key("Answers to each prompt.", ge=1, le=MAX_GROUP)
-    temperature: Temperature = key("Sampling temperature; 0 is greedy, else 0.01 to 2.", ge=0, le=MAX_TEMPERATURE)
-    top_p: float = key("Nucleus sampling; 1: off.", gt=0, le=1)
-    top_k: int = key("Sample among the k likeliest tokens; -1 or 0: among all.", ge=-1, le=MAX_INT32)
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key("Precision of the rollout engine.")
-    gpu_memory_utilization: float = key("Share of a GPU's memory for vLLM (CUDA only).", gt=0, le=1)
+    """Rollout engines, section ``actor_rollout_ref.rollout``."""
+
+    name: Literal["vllm"] = key("Rollout engine.")
+    n: int = key("Number of responses per training prompt.", ge=1, le=MAX_GROUP)
+    temperature: Temperature = key("Sampling temperature: 0 (greedy), or 0.01 to 2.", ge=0, le=MAX_TEMPERATURE)
+    top_p: float = key("Nucleus sampling threshold. 1: disabled.", gt=0, le=1)
+    top_k: int = key("Number of most likely tokens to sample from. -1 or 0: all.", ge=-1, le=MAX_INT32)
+    dtype: RolloutDtype = key("Data type of the rollout engine. `auto`: the type in the model's config.")
+    gpu_memory_utilization: float = key("Fraction of a GPU's memory that vLLM uses. Ignored on a CPU.", gt=0, le=1)
     kv_cache_memory_megabytes: int | None = key(
-        "Size of the KV cache; null: on CUDA what `gpu_memory_utilization` leaves, on a CPU 256.", ge=1, le=1 << 24
+        "Size of the KV cache in MiB. null: on CUDA derived from `gpu_memory_utilization`, on a CPU 256.",
+        ge=1,
+        le=1 << 24,
     )
-    tensor_model_parallel_size: int = key("GPUs of one engine.", ge=1, le=MAX_DEVICES)
-    max_num_seqs: int = key("Answers that one engine generates at the same time.", ge=1, le=1 << 14)
-    max_model_len: int | None = key("Longest sequence; null: prompt plus response length.", ge=2, le=MAX_TOKENS)
-    enforce_eager: bool = key("No CUDA graphs (a CPU is always eager).")
-    update_weights_bucket_megabytes: float = key("Weights are sent in buckets of this size.", ge=1e-3, le=1 << 16)
-    weight_transport: Literal["auto", "collective", "ipc"] = key(
-        "`collective`: NCCL or gloo; `ipc`: memory shared on one node; `auto`: `ipc` where GPUs are shared."
+    tensor_model_parallel_size: int = key("Number of GPUs per engine.", ge=1, le=MAX_DEVICES)
+    max_num_seqs: int = key("Maximum number of responses that one engine generates at a time.", ge=1, le=1 << 14)
+    max_model_len: int | None = key(
+        "Maximum sequence length in tokens. null: `data.max_prompt_length` + `data.max_response_length`.",
+        ge=2,
+        le=MAX_TOKENS,
     )
-    timeout_s: float = seconds("the answers of one batch may take.")
+    enforce_eager: bool = key("Disable CUDA graphs. On a CPU they are always disabled.")
+    update_weights_bucket_megabytes: float = key(
+        "Size in MiB of the buckets in which weights are sent to the rollout workers. Larger buckets are faster and "
+        "use more memory.",
+        ge=1e-3,
+        le=1 << 16,
+    )
+    weight_transport: WeightTransport = key(
+        "Transport of weight updates. `collective`: NCCL or gloo; `ipc`: shared memory of one node; `auto`: `ipc` if "
+        "`rollout.share_actor_gpus` is true on CUDA, else `collective`."
+    )
+    timeout_s: float = timeout("the responses of one batch.")
     val_kwargs: ValidationSamplingConfig
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TeacherConfig:
+    """Teacher service, section ``actor_rollout_ref.teacher``."""
+
     server_ip: str = key("Address of the teacher's proxy.")
-    server_port: int = key("Its front-end port (`PROXY_FRONTEND_PORT`).", ge=1, le=65535)
+    server_port: int = key("Front-end port of the teacher's proxy (`PROXY_FRONTEND_PORT`).", ge=1, le=65535)
     teachers: dict[str, str] = key(
-        "Several teachers instead of the one at `server_ip` (which is called `default`): name -> `host:port`. On the "
-        "command line `actor_rollout_ref.teacher.teachers.math=10.0.0.1:15555`, once a teacher."
+        "Several named teachers, as name -> `host:port`. They replace the teacher at `server_ip`, which has the name "
+        "`default`. Command line, once per teacher: `actor_rollout_ref.teacher.teachers.math=10.0.0.1:15555`."
     )
     route_key: str | None = key(
-        "Column that names each prompt's teacher; dots lead into a structure. Needed with more than one."
+        "Column with the name of each prompt's teacher. Dots select a field of a structure. Required with more than "
+        "one teacher."
     )
-    n_server_workers: int = key("Teacher workers, of all teachers together.", ge=1, le=MAX_NODES)
+    n_server_workers: int = key("Total number of teacher workers over all teachers.", ge=1, le=MAX_NODES)
     num_microbatches: int = key(
-        "Times `n_server_workers`: the groups of equally many answers in which a batch goes to the teachers; of each "
-        "group a teacher gets its own answers as one request.",
+        "Number of requests per teacher worker that a batch is split into. Higher values start scoring earlier, and "
+        "have more overhead per request.",
         ge=1,
         le=1 << 16,
     )
-    timeout_s: float = seconds("the teacher may take for one request.")
+    timeout_s: float = timeout("one request to the teacher.")
     top_k: int | None = key(
-        "How many ids a position are asked for; null: all that the teacher returns.", ge=1, le=1 << 24
+        "Number of token ids per position to request. null: all that the teacher returns.", ge=1, le=1 << 24
     )
-    wire_dtype: Literal["float32", "float16"] = key(
-        "How top-k log-probabilities travel; `float16` is for teachers on other hosts: a quarter fewer "
-        "bytes, log-probabilities to 11 bits."
+    wire_dtype: WireDtype = key(
+        "Data type of top-k log-probabilities in transit. `float16` saves a quarter of the bytes and keeps 11 bits of "
+        "precision; use it for teachers on other hosts."
     )
-    auth_dir: str | None = key("Folder with this client's CURVE keys and the server's public one; null: no keys.")
-    on_failure: Literal["fail", "wait", "skip_samples"] = key(
-        "When a request has no answer after `timeout_s`, or is refused. `fail`: the run ends. `wait`: it is asked "
-        "again, up to `max_wait_s` (one that is refused ends the run). `skip_samples`: its samples stay in the batch, "
-        "but nothing is learned from the teacher on them, up to `max_skipped_samples`."
+    auth_dir: str | None = key(
+        "Folder with the CURVE keys of this client and the public key of the server. null: no authentication."
     )
-    max_wait_s: float = seconds(
-        "a request may be asked again, one time after the other, before the run ends: of `wait`.", MAX_TEACHER_WAIT_S
+    on_failure: TeacherFailureMode = key(
+        "Reaction to a request that fails or exceeds `timeout_s`. `fail`: the run ends. `wait`: the request is "
+        "repeated for up to `max_wait_s`; a rejected request ends the run. `skip_samples`: its samples stay in the "
+        "batch without a distillation loss, up to `max_skipped_samples`."
+    )
+    max_wait_s: float = timeout(
+        "all attempts of one request before the run ends. Used if `on_failure` is `wait`.", MAX_TEACHER_WAIT_S
     )
     max_skipped_samples: int = key(
-        "Samples that may be skipped in the whole run, resumed or not, before it ends: of `skip_samples`.",
+        "Number of skipped samples above which the run ends. Resumed runs continue the count. Used if `on_failure` is "
+        "`skip_samples`.",
         ge=0,
         le=MAX_STEPS,
     )
@@ -228,8 +320,10 @@ class TeacherConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ActorRolloutRefConfig:
-    hybrid_engine: bool = key("Actor and rollout in one process.")
-    nccl_timeout: float = seconds("a weight sync may wait; collectives of the actor get 60 more.")
+    """Student, rollout and teacher, section ``actor_rollout_ref``."""
+
+    hybrid_engine: bool = key("Run actor and rollout in one process. Only false is supported.")
+    nccl_timeout: float = timeout("one weight sync. Collectives of the actor get 60 s more.")
     model: ModelConfig
     actor: ActorConfig
     rollout: RolloutEngineConfig
@@ -238,146 +332,209 @@ class ActorRolloutRefConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GkdConfig:
-    """The objective: distillation, a reward, and given answers, each with its coefficient."""
+    """Objective, section ``gkd``: distillation, policy loss and cross-entropy, each with a coefficient."""
 
     distill_loss_type: LossType = key(
         "Divergence of teacher P and student Q at each position, from the teacher's top-k; or `k1`, `k2`, `k3`, from "
         "the sampled token alone: `k1` is reverse KL by policy gradient."
     )
-    distill_loss_coef: float = key("Weight of the distillation loss; 0: it is only measured.", ge=0, le=MAX_COEFFICIENT)
-    distill_temperature: float = key("Both distributions are those of logits / this.", ge=1e-3, le=1e3)
+    distill_loss_coef: float = key(
+        "Coefficient of the distillation loss. 0: the loss is measured but not trained on.", ge=0, le=MAX_COEFFICIENT
+    )
+    distill_temperature: float = key(
+        "Temperature of both distributions: logits are divided by it before the softmax.", ge=1e-3, le=1e3
+    )
     tail: Tail = key(
         "All ids outside the teacher's top-k: `bucket`: one outcome; `renormalize`: left out, and both sides divided "
         "by what is left (biased); `none`: left out of the sum (biased)."
     )
     beta: float = key(
-        "Of `jsd`: the teacher's share of the mixture; near 0 forward KL, near 1 reverse KL.", ge=1e-6, le=1 - 1e-6
+        "Weight of the teacher in the mixture of `jsd`. Near 0 the loss behaves like forward KL, near 1 like reverse "
+        "KL.",
+        ge=1e-6,
+        le=1 - 1e-6,
     )
-    rkl_ratio: float = key("Of `kl_rkl`: the share of reverse KL.", ge=0, le=1)
+    rkl_ratio: float = key("Weight of reverse KL in `kl_rkl`. Forward KL has the remaining weight.", ge=0, le=1)
     skew_alpha: float = key(
-        "Of the skewed divergences: how much of the first distribution is mixed into the second.", ge=1e-6, le=1 - 1e-6
+        "Weight of the first distribution in the mixture of `skewed_forward_kl` and `skewed_reverse_kl`.",
+        ge=1e-6,
+        le=1 - 1e-6,
     )
-    use_rl_loss: bool = key("Add a GRPO policy loss on the reward of `custom_reward_function`.")
-    rl_loss_coef: float = key("Weight of the policy loss.", ge=0, le=MAX_COEFFICIENT)
-    clip_ratio_low: float = key("The policy loss stops at a probability ratio of 1 - this.", gt=0, le=1)
-    clip_ratio_high: float = key("The policy loss stops at a probability ratio of 1 + this.", gt=0, le=MAX_COEFFICIENT)
+    use_rl_loss: bool = key("Add a GRPO policy loss on the rewards of `custom_reward_function`.")
+    rl_loss_coef: float = key("Coefficient of the policy loss.", ge=0, le=MAX_COEFFICIENT)
+    clip_ratio_low: float = key(
+        "Lower clip range of the policy loss: the probability ratio is clipped at 1 - this value.", gt=0, le=1
+    )
+    clip_ratio_high: float = key(
+        "Upper clip range of the policy loss: the probability ratio is clipped at 1 + this value.",
+        gt=0,
+        le=MAX_COEFFICIENT,
+    )
     clip_ratio_c: float = key(
-        "For answers below the mean it stops at this ratio (dual clip).", gt=1, le=MAX_COEFFICIENT
+        "Dual-clip bound of the policy loss: maximum probability ratio for negative advantages.",
+        gt=1,
+        le=MAX_COEFFICIENT,
     )
     norm_adv_by_std: bool = key(
         "Divide advantages by the standard deviation of the rewards of the same prompt, plus 1e-6."
     )
-    importance: Literal["none", "truncate", "mask"] = key(
-        "Of `k1`, `k2`, `k3`: correct for the weights that sampled being older, by the probability ratio: at most "
-        "`importance_cap`, or tokens above it left out."
+    importance: ImportanceMode = key(
+        "Importance sampling correction of `k1`, `k2` and `k3` for tokens that older weights sampled. `truncate`: the "
+        "probability ratio is limited to `importance_cap`; `mask`: tokens with a higher ratio are excluded; `none`: no "
+        "correction."
     )
-    importance_cap: float = key("Largest probability ratio of the correction.", ge=1, le=MAX_COEFFICIENT)
-    baseline: Literal["none", "expected", "group"] = key(
-        "Of `k1`, subtracted from log p - log q of the sampled token: `expected`: what it is on average at this "
-        "position, from the teacher's top-k; `group`: the mean over the tokens of the other answers to the same "
-        "prompt, then divided by their deviation, at least 0.1 nats."
+    importance_cap: float = key(
+        "Maximum probability ratio of the importance sampling correction.", ge=1, le=MAX_COEFFICIENT
     )
-    sft_share: float = key("Share of the prompts that are trained on the given answer, not a sampled one.", ge=0, le=1)
-    sft_target: Literal["data", "teacher"] = key(
-        "Given answers teach by cross-entropy with their own tokens, or by the teacher's distributions along them."
+    baseline: AdvantageBaseline = key(
+        "Baseline of `k1`, subtracted from log p - log q of the sampled token to reduce variance. `expected`: the "
+        "expectation at this position, from the teacher's top-k; `group`: the mean over the tokens of the other "
+        "responses to the same prompt, after which the result is divided by their standard deviation (at least 0.1 "
+        "nats); `none`: no baseline."
     )
-    sft_loss_coef: float = key("Weight of the cross-entropy with given answers.", ge=0, le=MAX_COEFFICIENT)
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = key(
-        "Every token of the global batch counts the same, or every answer that has tokens."
+    sft_share: float = key(
+        "Fraction of the prompts that are trained on the reference response instead of a sampled one.", ge=0, le=1
+    )
+    sft_target: SftTarget = key(
+        "Target of reference responses. `data`: cross-entropy with their tokens; `teacher`: distillation from the "
+        "teacher's distributions along them."
+    )
+    sft_loss_coef: float = key("Coefficient of the cross-entropy with reference responses.", ge=0, le=MAX_COEFFICIENT)
+    loss_agg_mode: AggregationMode = key(
+        "Normalization of the loss over the global batch. `token-mean`: every token has the same weight; "
+        "`seq-mean-token-mean`: every non-empty response has the same weight."
     )
     chunk_tokens: int | None = key(
-        "Positions that the loss takes at a time; null: what suits the device.", ge=1, le=MAX_INT32
+        "Number of positions per chunk of the loss. Lower values use less memory. null: chosen for the device.",
+        ge=1,
+        le=MAX_INT32,
     )
     fuse_lm_head: bool = key(
-        "Compute the output layer inside the loss, chunk by chunk: the logits are never whole, and computed twice."
+        "Compute the output layer inside the loss, chunk by chunk. The full logits are never stored; they are computed "
+        "twice. Set it if the logits do not fit into memory."
     )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardFunctionConfig:
-    path: str | None = key("Python file of the reward function; null: there is none.")
+    """Reward function, section ``custom_reward_function``."""
+
+    path: str | None = key("Python file that defines the reward function. null: no reward function.")
     name: str = key(
-        "Its name there: a function with parameters named as (prompt, answer, ground_truth, extra), or as verl's "
-        "(data_source, solution_str, ground_truth, extra_info), that returns a number or a dict with `score`."
+        "Name of the function in the file. Its parameters are (prompt, answer, ground_truth, extra), or verl's "
+        "(data_source, solution_str, ground_truth, extra_info). It returns a number, or a dict with `score`."
     )
-    on_training: bool = key("Judge training answers also where no loss needs it: `reward/*` is then measured.")
-    timeout_s: float = seconds("one call may take.")
-    num_workers: int = key("Processes that call it.", ge=1, le=MAX_DEVICES)
+    on_training: bool = key("Score training responses even if no loss uses the reward, to report `reward/*` metrics.")
+    timeout_s: float = timeout("one call of the reward function.")
+    num_workers: int = key("Number of processes that call the reward function.", ge=1, le=MAX_DEVICES)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutPoolConfig:
-    nnodes: int = key("Nodes of the rollout pool.", ge=1, le=MAX_NODES)
-    n_gpus_per_node: int = key("GPUs (CPU slots when `trainer.device` is cpu) on each.", ge=1, le=MAX_DEVICES)
-    share_actor_gpus: bool = key("Each rollout worker lives on the GPU of an actor rank instead of one of its own.")
+    """Size of the rollout pool, section ``rollout``."""
+
+    nnodes: int = key("Number of nodes of the rollout pool.", ge=1, le=MAX_NODES)
+    n_gpus_per_node: int = key(
+        "Number of GPUs per node of the rollout pool (CPU slots if `trainer.device` is `cpu`).", ge=1, le=MAX_DEVICES
+    )
+    share_actor_gpus: bool = key(
+        "Place each rollout worker on the GPU of an actor rank. Both pools must have the same size."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainerConfig:
-    scheduler: Literal["sync", "one_step_off", "two_step_off", "n_step_off"] = key(
-        "Updates that the weights that generate may be behind: 0, 1, 2, or `max_staleness`."
+    """Schedule, length, outputs and actor pool of a run, section ``trainer``."""
+
+    scheduler: Scheduler = key(
+        "Maximum policy lag in optimizer steps: 0 for `sync`, 1 for `one_step_off`, 2 for `two_step_off`, and "
+        "`max_staleness` for `n_step_off`. A larger lag overlaps more stages and trains on older responses."
     )
-    max_staleness: int | None = key("The bound of `n_step_off`; null with the other schedulers.", ge=0, le=1000)
+    max_staleness: int | None = key(
+        "Maximum policy lag of `n_step_off`, in optimizer steps. null for the other schedulers.", ge=0, le=1000
+    )
     inflight_update: bool = key(
-        "New weights do not wait for the answers under way: generation pauses, loads them and goes on."
+        "Update the rollout weights in the middle of responses: generation pauses, loads the weights and continues. "
+        "false: a weight sync waits for all responses in flight."
     )
-    device: Literal["auto", "cuda", "cpu"] = key("`auto` takes CUDA where Ray sees a GPU.")
-    nnodes: int = key("Nodes of the actor pool.", ge=1, le=MAX_NODES)
-    n_gpus_per_node: int = key("GPUs (CPU slots when `device` is cpu) on each.", ge=1, le=MAX_DEVICES)
+    device: Device = key("Device of the workers. `auto`: `cuda` if Ray has a GPU, else `cpu`.")
+    nnodes: int = key("Number of nodes of the actor pool.", ge=1, le=MAX_NODES)
+    n_gpus_per_node: int = key(
+        "Number of GPUs per node of the actor pool (CPU slots if `device` is `cpu`).", ge=1, le=MAX_DEVICES
+    )
     total_epochs: int = key(
-        "Passes over the training data; not used if `total_training_steps` is set.", ge=1, le=MAX_EPOCHS
+        "Number of passes over the training data. Ignored if `total_training_steps` is set.", ge=1, le=MAX_EPOCHS
     )
     total_training_steps: int | None = key(
-        "Length of the run in steps, over as many passes over the data as that takes; null: `total_epochs` passes.",
+        "Number of training steps, over as many epochs as needed. null: `total_epochs` determines it.",
         ge=1,
         le=MAX_STEPS,
     )
-    save_freq: int = key("Save every so many steps and at the end; -1: never.", ge=-1, le=MAX_STEPS)
+    save_freq: int = key(
+        "Number of steps between checkpoints. A checkpoint is also saved at the last step. -1: no checkpoints.",
+        ge=-1,
+        le=MAX_STEPS,
+    )
     max_actor_ckpt_to_keep: int | None = key(
-        "Keep the last so many checkpoints, and the best one in addition; older ones are removed after each save; "
-        "null: keep all.",
+        "Number of recent checkpoints to keep. The best checkpoint is kept in addition. Older ones are removed after "
+        "each save. null: keep all.",
         ge=1,
         le=MAX_STEPS,
     )
     save_failures_allowed: int = key(
-        "Saves that may fail (full disk, killed writer, overdue) before the run ends with an error; a resumed run "
-        "counts from 0. Training goes on, and the last complete checkpoint stays the latest.",
+        "Number of failed saves (full disk, killed writer, timeout) after which training continues. One more ends the "
+        "run with an error. A resumed run starts at 0.",
         ge=0,
         le=MAX_STEPS,
     )
-    test_freq: int = key("Validate every so many steps; -1: never.", ge=-1, le=MAX_STEPS)
+    test_freq: int = key("Number of steps between validations. -1: no validation.", ge=-1, le=MAX_STEPS)
     val_before_train: bool = key("Validate before the first step.")
-    log_val_generations: int = key("Validation answers shown in the log, each time.", ge=0, le=MAX_STEPS)
+    log_val_generations: int = key("Number of responses to log at each validation.", ge=0, le=MAX_STEPS)
     best_metric: str | None = key(
-        "A validation metric, such as `val/gsm8k/compute_score`: the checkpoint where it was highest is kept as "
-        "`best`. With `val_before_train` it must also exceed the value before training."
+        "Validation metric that selects the best checkpoint, such as `val/gsm8k/compute_score`. The checkpoint with "
+        "the highest value is kept and linked as `best`. With `val_before_train` it must also exceed the value before "
+        "training. null: no best checkpoint."
     )
-    logger: list[Literal["console", "jsonl", "tensorboard"]] = key("Where metrics go.")
-    project_name: str = key("First folder of the logs.")
-    experiment_name: str = key("Second folder of the logs.")
-    default_local_dir: str = key("Where checkpoints, logs and the trained model go.")
-    resume_mode: Literal["disable", "auto", "resume_path"] = key(
-        "`auto`: from the last complete checkpoint in `default_local_dir`, if there is one; damaged ones are skipped "
-        "with a warning."
+    logger: list[LoggerSpec] = key(
+        "Destinations of the metrics. Any of `console`, `jsonl`, `tensorboard`, and `FILE.py:Name` for a logger class "
+        "of your own (see docs/customization.md)."
     )
-    resume_from_path: str | None = key("Checkpoint folder (`.../global_step_N`) for `resume_path`.")
-    startup_timeout_s: float = seconds("all workers together may take to start.")
+    project_name: str = key("Project name. Part of `default_local_dir` and of the TensorBoard folder.")
+    experiment_name: str = key("Experiment name. Part of `default_local_dir` and of the TensorBoard folder.")
+    default_local_dir: str = key("Run folder: checkpoints, logs, metrics and the trained model.")
+    resume_mode: ResumeMode = key(
+        "Starting point of the run. `auto`: the last complete checkpoint in `default_local_dir` if there is one, where "
+        "damaged checkpoints are skipped with a warning; `resume_path`: the checkpoint at `resume_from_path`; "
+        "`disable`: the model folder."
+    )
+    resume_from_path: str | None = key(
+        "Checkpoint folder (`.../global_step_N`) to resume from. Used if `resume_mode` is `resume_path`."
+    )
+    startup_timeout_s: float = timeout("start of all workers together.")
     max_worker_restarts: int = key(
-        "Rollout workers that may be replaced in one run when they die; 0: none.", ge=0, le=MAX_STEPS
+        "Number of dead rollout workers that are replaced during a run. One more ends the run. 0: none.",
+        ge=0,
+        le=MAX_STEPS,
     )
-    trace_file: str | None = key("Write a trace of every stage, worker and batch there, for Perfetto.")
+    trace_file: str | None = key(
+        "File for a trace of every stage, worker and batch, to be opened at https://ui.perfetto.dev. null: no trace."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RayInitConfig:
-    num_cpus: int | None = key("CPUs of a local cluster; null: those of the machine.", ge=1, le=MAX_CPUS)
-    address: str | None = key("Address of a running cluster, or `auto`; null: start a local one.")
-    timeline_json_file: str | None = key("Write Ray's timeline there at the end.")
+    """Connection to Ray, section ``ray_init``."""
+
+    num_cpus: int | None = key(
+        "Number of CPU slots of a local cluster. null: number of CPUs of the machine.", ge=1, le=MAX_CPUS
+    )
+    address: str | None = key("Address of a running cluster, or `auto`. null: start a local cluster.")
+    timeline_json_file: str | None = key("File for Ray's own timeline, written at the end. null: no timeline.")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Config:
-    """The whole configuration, converted and checked: what every other room is given."""
+    """Complete configuration of a run, converted and validated."""
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig

@@ -1,14 +1,13 @@
-"""The bound on staleness that a schedule implies."""
+"""Maximum policy lag of each schedule."""
 
 from __future__ import annotations
 
-from recipe_gkd.config.schema import TrainerConfig
+from recipe_gkd.config.schema import Scheduler, TrainerConfig
 
-MAX_STALENESS = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
-"""``trainer.scheduler`` -> updates that the weights that generate may be behind; ``n_step_off`` has a key for it."""
-
+# Maximum policy lag in optimizer steps. The lag of n_step_off is trainer.max_staleness.
+MAX_STALENESS: dict[Scheduler, int] = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 
 
 def staleness_bound(trainer: TrainerConfig) -> int:
-    """Of the schedule that the configuration chooses."""
+    """Return the maximum policy lag of the configured schedule, in optimizer steps."""
     return MAX_STALENESS.get(trainer.scheduler, trainer.max_staleness or 0)

@@ -1,4 +1,4 @@
-"""Which teachers a run has, and what about them cannot work."""
+"""Names and addresses of the teachers of a run, and their validation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from recipe_gkd.config.schema import Config, TeacherConfig
 
-DEFAULT = "default"
-"""What the teacher at ``server_ip:server_port`` is called."""
+DEFAULT = "default"  # name of the teacher at server_ip:server_port
 TEACHER = "actor_rollout_ref.teacher"
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -16,31 +15,35 @@ _ADDRESS = re.compile(r"(?P<host>[^\s:]+):(?P<port>[0-9]{1,5})")
 
 
 def addresses(teacher: TeacherConfig) -> dict[str, tuple[str, int]]:
-    """Name -> host and port, in an order that every process of a run agrees on. Of a configuration that is valid."""
+    """Return host and port of each teacher by name, in the same order in every process of a run.
+
+    Args:
+        teacher: A validated configuration.
+    """
     if not teacher.teachers:
         return {DEFAULT: (teacher.server_ip, teacher.server_port)}
     return {name: _host_and_port(address) for name, address in teacher.teachers.items()}
 
 
 def names(teacher: TeacherConfig) -> tuple[str, ...]:
-    """In the order of :func:`addresses`: a teacher's number is its place there."""
+    """Return the names of the teachers in the order of :func:`addresses`. A teacher's number is its index."""
     return tuple(teacher.teachers) or (DEFAULT,)
 
 
 def teacher_complaints(config: Config) -> Iterator[str]:
-    """Each says what is wrong with it, and what to change."""
+    """Yield a message for each invalid value of the teacher section, with the value to change."""
     teacher = config.actor_rollout_ref.teacher
     for name, address in teacher.teachers.items():
         if not _NAME.fullmatch(name):
             yield (
-                f"{TEACHER}.teachers: a teacher is called {name!r}; names become parts of metrics' names, so they have "
-                "letters, digits, _ and - only; rename it"
+                f"{TEACHER}.teachers: got a teacher with the name {name!r}; names are part of metric names and may "
+                "contain only letters, digits, _ and -; rename it"
             )
         if not _is_address(address):
             yield f"{TEACHER}.teachers.{name}={address}: expected host:port, such as 10.0.0.1:15555; correct it"
     if len(teacher.teachers) > 1 and teacher.route_key is None:
         yield (
-            f"{TEACHER}.teachers has {', '.join(teacher.teachers)}, and nothing says which prompt is for which; set "
+            f"{TEACHER}.teachers has {', '.join(teacher.teachers)}, but no key selects a teacher for each prompt; set "
             f"{TEACHER}.route_key to the column of the data that names each prompt's teacher"
         )
     if teacher.route_key is not None and not teacher.teachers:

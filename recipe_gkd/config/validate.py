@@ -1,6 +1,6 @@
-"""Combinations of values that cannot work, each refused with what to change, before any process is started.
+"""Rejection of combinations of values that cannot work, before any process is started.
 
-What needs the model's own numbers (heads divisible by tensor parallel, say) is checked by ``preflight.py``.
+Each message contains the values and what to change. Checks that need the model or files are in ``preflight.py``.
 """
 
 from __future__ import annotations
@@ -8,38 +8,46 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from recipe_gkd.config.objective import objective_complaints
-from recipe_gkd.config.schema import Config
+from recipe_gkd.config.schema import BUILT_IN_LOGGERS, Config
 from recipe_gkd.config.teachers import teacher_complaints
 from recipe_gkd.errors import ConfigError
+from recipe_gkd.runtime.user_code import load_attribute, split_spec
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 
 
 def validate(config: Config) -> None:
-    """Raise :class:`ConfigError` with every complaint at once."""
+    """Check all combinations of values.
+
+    Raises:
+        ConfigError: At least one combination cannot work. The message lists all of them.
+    """
     checks = (
-        _not_supported,
+        _unsupported_features,
         _schedule,
         _actor_layout,
+        _optimizer,
         _rollout_layout,
         _shared_gpus,
         _lengths,
         _ray,
         _resume,
+        _loggers,
         objective_complaints,
         teacher_complaints,
         _validation,
+        _sampling,
     )
     if complaints := [complaint for check in checks for complaint in check(config)]:
         raise ConfigError("\n".join(complaints))
 
 
-def _not_supported(config: Config) -> Iterator[str]:
-    """Values that this family of recipes knows and this one cannot honor yet: refused, never ignored."""
+def _unsupported_features(config: Config) -> Iterator[str]:
+    """Yield a message for each value that other recipes of this family support and this one does not."""
     megatron = config.actor_rollout_ref.actor.megatron
     if config.actor_rollout_ref.hybrid_engine:
         yield (
-            "actor_rollout_ref.hybrid_engine=true: actor and rollout workers have pools of their own here; "
+            "actor_rollout_ref.hybrid_engine=true: actor and rollout workers have separate pools; "
             "set it to false and size the pools with trainer.n_gpus_per_node and rollout.n_gpus_per_node"
         )
     for name in ("param_offload", "grad_offload", "optimizer_offload"):
@@ -48,7 +56,7 @@ def _not_supported(config: Config) -> Iterator[str]:
     if megatron.context_parallel_size > 1:
         yield (
             f"{MEGATRON}.context_parallel_size={megatron.context_parallel_size}: context parallel is not supported; "
-            "set it to 1, and tensor_model_parallel_size with sequence_parallel higher for long sequences"
+            "set it to 1, and for long sequences raise tensor_model_parallel_size with sequence_parallel=true"
         )
 
 
@@ -57,12 +65,13 @@ def _schedule(config: Config) -> Iterator[str]:
     if (trainer.scheduler == "n_step_off") != (trainer.max_staleness is not None):
         yield (
             f"trainer.scheduler={trainer.scheduler} with trainer.max_staleness={trainer.max_staleness}: n_step_off "
-            "needs a bound, such as trainer.max_staleness=4, and the others have theirs; change one of the two"
+            "needs a bound, such as trainer.max_staleness=4, and the other schedulers do not take one; change one of "
+            "the two"
         )
     if trainer.inflight_update and (trainer.scheduler == "sync" or trainer.max_staleness == 0):
         yield (
             f"trainer.inflight_update=true with trainer.scheduler={trainer.scheduler} and a staleness bound of 0: "
-            "nothing is under way when the weights change; set it to false, or choose one_step_off or more"
+            "no response is in flight when the weights change; set it to false, or choose one_step_off or more"
         )
 
 
@@ -81,7 +90,7 @@ def _actor_layout(config: Config) -> Iterator[str]:
         yield (
             f"the actor pool has {slots} slots, which expert tensor x expert x pipeline parallel = {etp} x {ep} x {pp} "
             f"= {etp * ep * pp} does not divide; change the pool, {MEGATRON}.expert_model_parallel_size, or "
-            "expert_tensor_parallel_size (null: that of tensor parallel)"
+            "expert_tensor_parallel_size (null: the tensor parallel size)"
         )
     if megatron.sequence_parallel and tp == 1:
         yield f"{MEGATRON}.sequence_parallel=true needs {MEGATRON}.tensor_model_parallel_size > 1; it is 1"
@@ -90,6 +99,9 @@ def _actor_layout(config: Config) -> Iterator[str]:
             f"{MEGATRON}.virtual_pipeline_model_parallel_size={megatron.virtual_pipeline_model_parallel_size} needs "
             f"{MEGATRON}.pipeline_model_parallel_size > 1; it is 1"
         )
+
+
+def _optimizer(config: Config) -> Iterator[str]:
     optim = config.actor_rollout_ref.actor.optim
     if optim.min_lr > optim.lr:
         yield f"actor_rollout_ref.actor.optim.min_lr={optim.min_lr:g} is above lr={optim.lr:g}; lower it"
@@ -100,7 +112,7 @@ def _rollout_layout(config: Config) -> Iterator[str]:
     if per_node % tp:
         yield (
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp} does not divide rollout.n_gpus_per_node="
-            f"{per_node}; an engine lives on one node"
+            f"{per_node}, and an engine cannot span nodes; change one of the two"
         )
 
 
@@ -111,7 +123,7 @@ def _shared_gpus(config: Config) -> Iterator[str]:
         return
     if (trainer.nnodes, trainer.n_gpus_per_node) != (rollout.nnodes, rollout.n_gpus_per_node) or tp > 1:
         yield (
-            f"rollout.share_actor_gpus=true puts one rollout worker beside each actor rank, but the actor pool has "
+            f"rollout.share_actor_gpus=true places one rollout worker beside each actor rank, but the actor pool has "
             f"{trainer.nnodes} x {trainer.n_gpus_per_node} slots, the rollout pool {rollout.nnodes} x "
             f"{rollout.n_gpus_per_node}, and an engine {tp}; give both pools the same size, and "
             "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
@@ -131,8 +143,8 @@ def _lengths(config: Config) -> Iterator[str]:
 def _ray(config: Config) -> Iterator[str]:
     if config.ray_init.address is not None and config.ray_init.num_cpus is not None:
         yield (
-            f"ray_init.num_cpus={config.ray_init.num_cpus} with ray_init.address={config.ray_init.address}: a cluster "
-            "that is already there has the CPUs it has; set one of the two to null"
+            f"ray_init.num_cpus={config.ray_init.num_cpus} with ray_init.address={config.ray_init.address}: the number "
+            "of CPUs of a running cluster cannot be set; set one of the two to null"
         )
 
 
@@ -141,45 +153,66 @@ def _resume(config: Config) -> Iterator[str]:
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
         yield (
             f"trainer.resume_mode={trainer.resume_mode} with trainer.resume_from_path={trainer.resume_from_path}: "
-            "resume_path needs a folder, and the other modes do not take one"
+            "resume_path needs a folder, and the other modes do not take one; change one of the two"
         )
     for name in ("save_contents", "load_contents"):
         if "model" not in getattr(checkpoint, name):
-            yield f"actor_rollout_ref.actor.checkpoint.{name} has no `model`, without which nothing can resume; add it"
+            yield f"actor_rollout_ref.actor.checkpoint.{name} has no `model`, which every resumed run needs; add it"
     if unsaved := [part for part in checkpoint.load_contents if part not in checkpoint.save_contents]:
         yield (
             f"actor_rollout_ref.actor.checkpoint.load_contents has {unsaved}, which save_contents does not have; "
-            "a run could not resume from its own checkpoints"
+            "a run could not resume from its own checkpoints; add it to save_contents"
         )
 
 
+def _loggers(config: Config) -> Iterator[str]:
+    for spec in config.trainer.logger:
+        if spec in BUILT_IN_LOGGERS:
+            continue
+        try:
+            path, name = split_spec(spec, key="trainer.logger")
+            logger_class = load_attribute(path, name, key="trainer.logger")
+        except ConfigError as error:
+            yield str(error)
+            continue
+        if not isinstance(logger_class, type):
+            yield f"trainer.logger={spec}: {name} is not a class; give the name of a class with log() and close()"
+        elif absent := [method for method in ("log", "close") if not callable(getattr(logger_class, method, None))]:
+            yield (
+                f"trainer.logger={spec}: the class {name} has no {'() and no '.join(absent)}(); define "
+                "log(self, step, metrics) and close(self)"
+            )
+
+
 def validates(config: Config) -> bool:
-    """Return True if the run validates at all, before the first step or later."""
+    """Return True if the run validates at least once."""
     return config.trainer.test_freq > 0 or config.trainer.val_before_train
 
 
 def _validation(config: Config) -> Iterator[str]:
-    trainer, sampling = config.trainer, config.actor_rollout_ref.rollout.val_kwargs
-    wanted = validates(config)
-    if wanted and not config.data.val_files:
+    trainer = config.trainer
+    if validates(config) and not config.data.val_files:
         yield (
             f"trainer.test_freq={trainer.test_freq}, trainer.val_before_train={str(trainer.val_before_train).lower()} "
             "without validation data; set data.val_files, or trainer.test_freq=-1 and trainer.val_before_train=false"
         )
-    if wanted and config.custom_reward_function.path is None:
+    if validates(config) and config.custom_reward_function.path is None:
         yield (
-            "validation scores answers with the reward function, and there is none; set custom_reward_function.path, "
+            "validation scores responses with the reward function, and there is none; set custom_reward_function.path, "
             "or trainer.test_freq=-1 and trainer.val_before_train=false"
         )
-    rollout = config.actor_rollout_ref.rollout
-    for name, own in (("rollout", rollout), ("rollout.val_kwargs", sampling)):
-        if own.n > 1 and own.temperature == 0:
-            yield (
-                f"actor_rollout_ref.{name}.n={own.n} with temperature 0: greedy answers to the same prompt are all the "
-                "same; set n=1, or a temperature above 0"
-            )
     if trainer.best_metric is not None and trainer.test_freq <= 0:
         yield (
-            f"trainer.best_metric={trainer.best_metric} needs validation in the loop: set trainer.test_freq, or "
+            f"trainer.best_metric={trainer.best_metric} needs validation during training: set trainer.test_freq, or "
             "trainer.best_metric=null"
         )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    for name, sampling in (("rollout", rollout), ("rollout.val_kwargs", rollout.val_kwargs)):
+        if sampling.n > 1 and sampling.temperature == 0:
+            yield (
+                f"actor_rollout_ref.{name}.n={sampling.n} with temperature 0: greedy responses to the same prompt are "
+                "identical; set n=1, or a temperature above 0"
+            )

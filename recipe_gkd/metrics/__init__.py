@@ -1,1 +1,1 @@
-"""What a run reports: spans of time, throughput and memory, and the loggers that write them."""
+"""Timeline, step metrics, loggers, and advice about bottlenecks."""

@@ -1,9 +1,9 @@
-"""How long a step must take: the model behind the advice. Pure functions of a batch's stage times.
+"""Model of the step time as a function of the stage times of a batch.
 
-A batch is generated (``g`` seconds), scored by the teacher (``t``), trained on (``u``), and the weights are sent
-(``w``). With staleness bound ``s``, batch ``i`` may be generated with the weights of version ``i - s``: from the end of
-update ``i - s - 1`` to the end of update ``i``, which is ``s + 1`` steps, the weights are sent once and batch ``i``
-passes all its stages.
+A batch is generated (``g`` seconds), scored by the teacher (``t``) and trained on (``u``), and the weights are sent
+(``w``). With staleness bound ``s``, batch ``i`` may be generated with the weights of version ``i - s``. Between the end
+of update ``i - s - 1`` and the end of update ``i`` there are ``s + 1`` steps, in which the weights are sent once and
+batch ``i`` passes all stages.
 """
 
 from __future__ import annotations
@@ -12,46 +12,62 @@ from dataclasses import dataclass
 
 
 def step_bound(g: float, t: float, u: float, w: float, staleness: int) -> float:
-    """Seconds a step that no schedule can beat which gives whole batches from stage to stage, if stages work evenly.
+    """Return a lower bound on the step time of any schedule that passes whole batches between stages.
 
-    No stage takes a step faster than its own time, and a batch that passes all of them has ``s + 1`` steps for it::
+    No stage takes less than its own time per step, and a batch has ``s + 1`` steps to pass all of them::
 
         max(g, t, u, (g + t + u + w) / (s + 1))
 
-    It counts ``w`` for the batch only, although a sync keeps both the actor and, unless weights are updated in flight,
-    the rollout workers from anything else: where one of these two is the slowest stage, a real step takes at least
-    ``g + w`` or ``u + w``. Streaming can beat the bound where the last term decides: the teacher scores the first
-    answers while the last are generated, so that a batch passes both in less than ``g + t``. And where ``g`` is that of
-    a batch alone, which leaves places idle while its last answers are generated, batches that share the workers take
-    less than ``g`` each.
+    A real step can take longer than the bound. It counts ``w`` for the batch only, but a sync also keeps the actor busy
+    and, without in-flight updates, the rollout workers: the slowest of these two takes at least ``g + w`` or ``u + w``.
+
+    A real step can also be shorter than the bound. With streaming, the teacher scores the first responses while the
+    last ones are generated, so a batch passes both stages in less than ``g + t``. If ``g`` is the time of a batch
+    alone, batches that share the workers take less than ``g`` each.
+
+    Args:
+        g: Generation time of a batch, in seconds.
+        t: Teacher time of a batch, in seconds.
+        u: Update time, in seconds.
+        w: Time of a weight sync, in seconds.
+        staleness: Maximum policy lag in optimizer steps.
+
+    Returns:
+        Time per step in seconds.
     """
     return max(g, t, u, (g + t + u + w) / (staleness + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSeconds:
-    """Seconds a step that each pool works, and that a batch needs from stage to stage."""
+    """Stage times per step, in seconds: the work of each pool, and the latency of a batch.
+
+    Attributes:
+        generate: Work of the rollout pool: the time of a batch if its workers always had enough responses to generate.
+        latency: Time from the admission of a batch to its last response. It exceeds ``generate`` if workers wait for
+            stragglers.
+        teacher: Work of the teacher with all its workers in parallel.
+        tail: Time from the last response of a batch to its last score. Equal to ``teacher`` without streaming.
+        head_start: Time from the first responses that the teacher receives to the last response of the batch. 0
+            without streaming.
+        update: Work of the trainer, including checkpoints and logs.
+        sync: Time of a weight sync.
+    """
 
     generate: float
-    """Work of the rollout pool: what a batch would take if its workers were never short of answers to generate."""
     latency: float
-    """From a batch's admission to its last answer; more than ``generate`` where workers wait for stragglers."""
     teacher: float
-    """Work of the teacher: with all its workers at once."""
     tail: float
-    """From a batch's last answer to its last score; ``teacher`` if nothing is streamed."""
     head_start: float = 0.0
-    """From the teacher's first answers of a batch to the batch's last one; 0 if nothing is streamed."""
     update: float
-    """Of the trainer, with all that it does beside updates: checkpoints, logs."""
     sync: float
 
     def scaled(
         self, *, rollout: float = 1.0, teacher: float = 1.0, actor: float = 1.0, sync: float = 1.0
     ) -> StageSeconds:
-        """With pools this many times as large, each of whose work is shared out without loss.
+        """Return the stage times with pools that are larger by these factors, if work is divided without loss.
 
-        The teacher's tail is what it could not do in its head start, and its last requests.
+        The teacher's tail consists of the work that did not fit into its head start, and of its last requests.
         """
         work, head_start = self.teacher / teacher, self.head_start / rollout
         last_requests = max(0.0, self.tail - max(0.0, self.teacher - self.head_start))
@@ -67,24 +83,24 @@ class StageSeconds:
 
 
 def limits(stages: StageSeconds, staleness: int, *, inflight: bool = False) -> dict[str, float]:
-    """What holds a step up, and the seconds that it takes therefore at least; the largest decides.
+    """Return the lower bounds on the step time by cause, in seconds. The largest one determines the step time.
 
-    - ``rollout``: a sync stops generation, and unless weights are updated in flight it waits for the stragglers first.
-      With a bound of two or more one sync may serve several batches, which then overlap.
-    - ``actor``: it is busy with updates and syncs.
+    - ``rollout``: a sync stops generation. Without in-flight updates it first waits for the stragglers. With a bound of
+      2 or more one sync may serve several batches, which then overlap.
+    - ``actor``: updates and syncs.
     - ``teacher``: its work.
     - ``staleness``: a batch passes all stages within ``s + 1`` steps.
     """
     stragglers = 0.0 if inflight else max(0.0, stages.latency - stages.generate) / max(1, staleness)
-    passes = stages.sync + stages.latency + stages.tail + stages.update
+    passage = stages.sync + stages.latency + stages.tail + stages.update
     return {
         "rollout": stages.generate + stragglers + stages.sync,
         "actor": stages.update + stages.sync,
         "teacher": stages.teacher,
-        "staleness": passes / (staleness + 1),
+        "staleness": passage / (staleness + 1),
     }
 
 
 def step_seconds(stages: StageSeconds, staleness: int, *, inflight: bool = False) -> float:
-    """Seconds that a step is expected to take."""
+    """Return the expected step time in seconds."""
     return max(limits(stages, staleness, inflight=inflight).values())

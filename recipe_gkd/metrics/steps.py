@@ -1,9 +1,9 @@
-"""The metrics of a step, complete: what it took, what each pool idled, and numbers that follow from its samples."""
+"""Metrics of a step: times, idle fractions of the pools, and statistics of its samples."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -13,8 +13,9 @@ import psutil
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.metrics.advice import Advisor
-from recipe_gkd.metrics.changes import WAITS, ResourceLayout
 from recipe_gkd.metrics.loggers import Loggers
+from recipe_gkd.metrics.measured_stages import WAITS
+from recipe_gkd.metrics.resource_layout import PoolSize, ResourceLayout
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
 from recipe_gkd.pipeline.interface import ReadyBatch
@@ -23,22 +24,24 @@ from recipe_gkd.runtime.clock import now
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
-DONE = ("timing/update_actor", "timing/validate", "timing/save_checkpoint", "timing/log")
-OF_A_STEP = [*(name for names in WAITS.values() for name in names), *DONE]
+TRAINER_WORK = ("timing/update_actor", "timing/validate", "timing/save_checkpoint", "timing/log")
+PARTS_OF_STEP = [*(name for names in WAITS.values() for name in names), *TRAINER_WORK]
 
 
 class Capacity(Protocol):
-    """Interface of :class:`recipe_gkd.ray_cluster.capacity.ClusterCapacity` that advice needs."""
+    """Part of :class:`recipe_gkd.ray_cluster.capacity.ClusterCapacity` that the advice needs."""
 
     @property
-    def cores(self) -> float | None: ...
+    def cores(self) -> float | None:
+        """Number of CPU cores that the pools share. None: the pools have devices of their own."""
 
-    def grants(self, actor: tuple[int, int], rollout: tuple[int, int]) -> bool: ...
+    def grants(self, actor: PoolSize, rollout: PoolSize) -> bool:
+        """Return True if the cluster has room for an actor pool and a rollout pool of these sizes."""
 
 
 @contextmanager
 def span(metrics: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds that the body took to ``metrics[name]``."""
+    """Add the duration of the body, in seconds, to ``metrics[name]``."""
     began = now()
     try:
         yield
@@ -47,26 +50,38 @@ def span(metrics: dict[str, float], name: str) -> Iterator[None]:
 
 
 class StepMetrics:
-    """From the timeline that the schedule writes to the numbers of each step; a context manager that ends the trace.
+    """Computation of the metrics of each step. A context manager that closes the trace file.
 
-    A step lasts from the end of the last one to the moment when its metrics are complete: ``timing/step`` is the sum of
-    what the trainer waited for (``wait_*``), what it did (``update_actor``, ``validate``, ``save_checkpoint``,
-    ``log``), and what is left between these (``other``: its own bookkeeping, and whatever the machine did instead).
+    A step lasts from the end of the previous one until its metrics are complete. ``timing/step`` is the sum of the
+    trainer's waits (``wait_*``), its work (``update_actor``, ``validate``, ``save_checkpoint``, ``log``), and the
+    remaining time (``other``).
+
+    Attributes:
+        timeline: Record of the spans of all pools, which the pipeline writes.
     """
 
     def __init__(self, config: Config, *, n_rollouts: int, capacity: Capacity | None = None) -> None:
-        """Open the trace file. ``capacity``: of the cluster, for advice; None if it is unknown."""
+        """Open the trace file.
+
+        Args:
+            config: Configuration of the run.
+            n_rollouts: Number of rollout replicas.
+            capacity: Free resources of the cluster, for the advice. None: unknown.
+
+        Raises:
+            ConfigError: The trace file cannot be written.
+        """
         trainer = config.trainer
         self._trace = TraceFile(trainer.trace_file) if trainer.trace_file else None
         self.timeline = Timeline(now, sink=self._trace)
-        setup = ResourceLayout.of(config) if capacity is None else ResourceLayout.of(config, capacity.grants, capacity.cores)
-        self._advisor = Advisor(setup)
-        self._pools = {
+        grants, cores = (capacity.grants, capacity.cores) if capacity is not None else (None, None)
+        self._advisor = Advisor(ResourceLayout.of(config, grants, cores))
+        self._tracks = {
             "actor": ["actor"],
             "rollout": [f"rollout {rank}" for rank in range(n_rollouts)],
             "teacher": ["teacher"],
         }
-        self._answers_per_prompt = config.actor_rollout_ref.rollout.n
+        self._responses_per_prompt = config.actor_rollout_ref.rollout.n
         self._n_teachers = config.actor_rollout_ref.teacher.n_server_workers
         self._began = now()
         self._log_s = 0.0
@@ -79,30 +94,44 @@ class StepMetrics:
             self._trace.close()
 
     def log(self, loggers: Loggers, batch: ReadyBatch, step: int) -> None:
-        """Of the step that has just ended; ``step`` is its number from 1. Its own time counts to the next step."""
+        """Complete and log the metrics of the step that has just ended.
+
+        The duration of this call is part of the next step.
+
+        Args:
+            loggers: Destinations.
+            batch: Batch of the step, with the metrics so far.
+            step: Number of the step, starting at 1.
+        """
         metrics = self._complete(batch)
-        loggers.log(metrics, step)
+        loggers.log(step, metrics)
         if advice := self._advisor.observe(metrics, step):
             log.info("%s", advice)
         self._log_s = now() - self._began
 
-    def log_validation(self, loggers: Loggers, metrics: dict[str, float], step: int) -> None:
-        """Of the weights that the training starts from, which have seen ``step`` steps; the first step begins now."""
+    def log_validation(self, loggers: Loggers, metrics: Mapping[str, float], step: int) -> None:
+        """Log the metrics of a validation before the first step. The first step begins now.
+
+        Args:
+            loggers: Destinations.
+            metrics: Validation metrics.
+            step: Number of steps that the weights were trained for.
+        """
         ended = now()
-        loggers.log(metrics | {"timing/validate": ended - self._began}, step)
+        loggers.log(step, {**metrics, "timing/validate": ended - self._began})
         self.timeline.forget(ended)
         self._began, self._log_s = ended, now() - ended
 
     def _complete(self, batch: ReadyBatch) -> dict[str, float]:
         ended = now()
-        seconds = ended - self._began
+        step_s = ended - self._began
         metrics = batch.metrics
         metrics.setdefault("timing/sync_rollout_weights", 0.0)
-        metrics |= {"timing/step": seconds, "timing/log": self._log_s}
-        metrics["timing/other"] = seconds - sum(metrics.get(name, 0.0) for name in OF_A_STEP)
-        metrics |= self._idle(ended) | describe(batch, self._answers_per_prompt)
+        metrics |= {"timing/step": step_s, "timing/log": self._log_s}
+        metrics["timing/other"] = step_s - sum(metrics.get(name, 0.0) for name in PARTS_OF_STEP)
+        metrics |= self._idle(ended) | describe(batch, self._responses_per_prompt)
         metrics["perf/cpu_memory_used_gb"] = host_memory_used_gb()
-        metrics["perf/tokens_per_second"] = metrics["perf/total_num_tokens"] / seconds
+        metrics["perf/tokens_per_second"] = metrics["perf/total_num_tokens"] / step_s
         self.timeline.forget(ended)
         self._began = ended
         return metrics
@@ -111,12 +140,19 @@ class StepMetrics:
         widths = {"teacher": self._n_teachers}
         return {
             f"perf/idle_{pool}": self.timeline.idle(tracks, self._began, ended, widths.get(pool, 1))
-            for pool, tracks in self._pools.items()
+            for pool, tracks in self._tracks.items()
         }
 
 
 def describe(batch: ReadyBatch, responses_per_prompt: int = 1) -> dict[str, float]:
-    """Metrics that follow from the samples alone; what is said of answers is said of the sampled ones."""
+    """Return statistics of the samples of a batch: lengths, staleness and rewards.
+
+    Statistics of responses are over sampled responses. Reference responses are excluded.
+
+    Args:
+        batch: Batch of at least one sample.
+        responses_per_prompt: Number of responses per prompt.
+    """
     metrics = {
         "training/epoch": batch.epoch,
         "training/sft_share": float(np.mean([sample.is_reference for sample in batch.samples])),
@@ -126,23 +162,22 @@ def describe(batch: ReadyBatch, responses_per_prompt: int = 1) -> dict[str, floa
     if not sampled:
         return metrics
     lengths = np.array([len(sample.response.ids) for sample in sampled])
-    cut = np.array([sample.response.finish_reason == "length" for sample in sampled])
+    truncated = np.array([sample.response.finish_reason == "length" for sample in sampled])
     staleness = np.array(batch.staleness)[[not sample.is_reference for sample in batch.samples]]
     versions = [sample.response.versions_T for sample in sampled]  # ascending
     metrics |= {
         "response_seq_len/average": float(lengths.mean()),
         "response_seq_len/max": float(lengths.max()),
         "response_seq_len/min": float(lengths.min()),
-        "response_seq_len/truncated_fraction": float(cut.mean()),
+        "response_seq_len/truncated_fraction": float(truncated.mean()),
         "training/staleness_mean": float(staleness.mean()),
         "training/staleness_max": float(staleness.max()),
         "training/mixed_version_fraction": float(np.mean([len(own) > 0 and own[0] != own[-1] for own in versions])),
     }
-    return metrics | _rewards(sampled, responses_per_prompt)
+    return metrics | _reward_statistics(sampled, responses_per_prompt)
 
 
-def _rewards(sampled: list[Sample], responses_per_prompt: int) -> dict[str, float]:
-    """Empty if no reward function was asked."""
+def _reward_statistics(sampled: list[Sample], responses_per_prompt: int) -> dict[str, float]:
     groups: dict[int, list[float]] = {}
     for sample in sampled:
         if sample.reward is not None:
@@ -160,6 +195,6 @@ def _rewards(sampled: list[Sample], responses_per_prompt: int) -> dict[str, floa
 
 
 def host_memory_used_gb() -> float:
-    """GiB in use on the driver's node, by everything."""
+    """Return the memory in use on the driver's node by all processes, in GiB."""
     memory = psutil.virtual_memory()
     return (memory.total - memory.available) / GIB

@@ -1,7 +1,7 @@
-"""What every stage and worker did, and when: spans and counters on one clock.
+"""Timeline of a run: spans and counters of all stages and workers on one clock.
 
-A *track* is a row of the timeline: ``actor``, ``rollout 0``, ``rollout 1``, ..., ``teacher``, ``trainer``; its spans
-may overlap. The timeline itself keeps only when spans were open; what they were goes to the *sink*, if there is one.
+A *track* is a row of the timeline: ``actor``, ``rollout 0``, ``rollout 1``, ..., ``teacher``, ``trainer``. The spans of
+a track may overlap. The timeline stores only the times of spans; their names and arguments go to the *sink*.
 """
 
 from __future__ import annotations
@@ -14,97 +14,124 @@ from typing import Any, Protocol
 
 
 class Sink(Protocol):
-    """Gets every span and counter; all times are seconds of the timeline's clock."""
+    """Receiver of every span and counter. All times are in seconds of the timeline's clock."""
 
     def begin(self, track: str, name: str, since: float, args: dict[str, Any]) -> Any:
-        """A span opens; what is returned is given to :meth:`end`."""
+        """Open a span. The result is passed to :meth:`end`."""
 
-    def end(self, span: Any, until: float) -> None: ...
+    def end(self, span: Any, until: float) -> None:
+        """Close a span that :meth:`begin` opened."""
 
     def record(self, track: str, name: str, since: float, until: float, args: dict[str, Any]) -> None:
-        """A span that is over already."""
+        """Add a span that has already ended."""
 
-    def count(self, track: str, name: str, at: float, value: float) -> None: ...
+    def count(self, track: str, name: str, at: float, value: float) -> None:
+        """Set the value of a counter from time ``at`` on."""
 
 
 @dataclass
 class _Track:
-    """When its spans were open; those that are open now, by a number of their own."""
+    """Spans of one track.
+
+    Attributes:
+        closed: Start and end of each closed span.
+        opened: Start of each open span, by its number.
+    """
 
     closed: list[tuple[float, float]] = field(default_factory=list)
     opened: dict[int, float] = field(default_factory=dict)
 
 
 class Timeline:
-    """::
+    """Spans of all tracks, and the busy time of each.
+
+    Example::
 
         with timeline.span("rollout 0", "generate", step=3, samples=64):
             ... await ...
-        timeline.busy("rollout 0", since, until)      # seconds
+        busy_s = timeline.busy("rollout 0", since, until)
 
-    Memory: two numbers a span, until :meth:`forget`.
+    Memory use is two numbers per span until :meth:`forget`.
     """
 
     def __init__(self, clock: Callable[[], float], sink: Sink | None = None) -> None:
+        """Create an empty timeline.
+
+        Args:
+            clock: Function that returns the time in seconds.
+            sink: Receiver of all spans and counters.
+        """
         self._clock, self._sink = clock, sink
         self._tracks: defaultdict[str, _Track] = defaultdict(_Track)
         self._n_spans = 0
 
     @contextmanager
     def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
-        """Open while the body runs, also if it raises."""
-        mine, since = self._tracks[track], self._clock()
+        """Record a span for the duration of the body, also if the body raises.
+
+        Args:
+            track: Name of the track.
+            name: Name of the span, for the sink.
+            **args: Properties of the span, for the sink.
+        """
+        own_track, since = self._tracks[track], self._clock()
         self._n_spans += 1
         number = self._n_spans
-        mine.opened[number] = since
-        shown = self._sink.begin(track, name, since, args) if self._sink else None
+        own_track.opened[number] = since
+        sink_span = self._sink.begin(track, name, since, args) if self._sink else None
         try:
             yield
         finally:
             until = self._clock()
-            del mine.opened[number]
-            mine.closed.append((since, until))
+            del own_track.opened[number]
+            own_track.closed.append((since, until))
             if self._sink:
-                self._sink.end(shown, until)
+                self._sink.end(sink_span, until)
 
     def record(self, track: str, name: str, since: float, until: float, **args: Any) -> None:
-        """A span that was noticed only when it was over."""
+        """Add a span that has already ended."""
         self._tracks[track].closed.append((since, until))
         if self._sink:
             self._sink.record(track, name, since, until, args)
 
     def count(self, track: str, name: str, value: float) -> None:
-        """A number that is this from now on, such as the answers under way. Only the sink has a use for it."""
+        """Pass a new value of a counter to the sink, such as the number of responses in flight."""
         if self._sink:
             self._sink.count(track, name, self._clock(), value)
 
     def busy(self, track: str, since: float, until: float, width: int = 1) -> float:
-        """Seconds between the two in which at least one span of the track was open; one that still is counts till now.
+        """Return the time between ``since`` and ``until`` in which a track had an open span, in seconds.
 
-        With ``width`` workers behind the track, each of which serves one span at a time: their mean.
+        An open span counts until now.
+
+        Args:
+            track: Name of the track. A track without spans was not busy.
+            since: Start of the interval.
+            until: End of the interval.
+            width: Number of workers of the track, each of which serves one span at a time. The result is their mean.
         """
         if track not in self._tracks:
             return 0.0
-        mine, now = self._tracks[track], self._clock()
-        spans = [*mine.closed, *((opened, now) for opened in mine.opened.values())]
+        own_track, now = self._tracks[track], self._clock()
+        spans = [*own_track.closed, *((opened, now) for opened in own_track.opened.values())]
         edges = sorted(
-            (min(max(at, since), until), step)
+            (min(max(at, since), until), change)
             for span in spans
             if span[0] < until and span[1] > since
-            for at, step in zip(span, (1, -1), strict=True)
+            for at, change in zip(span, (1, -1), strict=True)
         )
         total, n_open, before = 0.0, 0, since
-        for at, step in edges:
+        for at, change in edges:
             total += (at - before) * min(n_open, width)
-            n_open, before = n_open + step, at
+            n_open, before = n_open + change, at
         return total / width
 
     def idle(self, tracks: Sequence[str], since: float, until: float, width: int = 1) -> float:
-        """The share of the time between the two in which these had nothing to do; of several tracks, the mean."""
+        """Return the idle fraction of the interval from ``since`` to ``until``, as the mean over ``tracks``."""
         busy = sum(self.busy(track, since, until, width) for track in tracks) / len(tracks)
         return 1 - busy / (until - since)
 
     def forget(self, before: float) -> None:
-        """Nothing earlier than this will be asked for."""
+        """Drop the spans that ended before this time. Intervals that start earlier are no longer valid arguments."""
         for track in self._tracks.values():
             track.closed = [span for span in track.closed if span[1] > before]

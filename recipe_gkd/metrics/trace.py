@@ -1,8 +1,8 @@
-"""A trace file for https://ui.perfetto.dev and chrome://tracing: every span of every worker, as it happens.
+"""Trace file with the spans of all workers, for https://ui.perfetto.dev and chrome://tracing.
 
-Chrome's trace event format, as a JSON array with an event a line. Each pool is a process, each worker a thread. The
-closing bracket is optional in this format, so the file of a run that was killed can be read as well, and shows what
-was under way then. About 200 bytes a span.
+The format is Chrome's trace event format: a JSON array with one event per line. Each pool is a process and each worker
+a thread. Events are written when they happen, and the closing bracket is optional in this format, so the file of a
+killed run is valid and shows the spans that were open. A span needs about 200 bytes.
 """
 
 from __future__ import annotations
@@ -18,32 +18,42 @@ from recipe_gkd.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-OPEN = float("inf")
-POOLS = ("trainer", "rollout", "teacher", "actor")
-"""From top to bottom; others below."""
+OPEN = float("inf")  # end of a span that is still open
+POOLS = ("trainer", "rollout", "teacher", "actor")  # from top to bottom; other pools are below
 
 
 @dataclass
 class _Worker:
-    """A track: drawn as one row, or as several where its spans overlap, since a row of the viewers must nest."""
+    """Track in the file. Overlapping spans are drawn in several rows, because the viewers require nested spans per row.
+
+    Attributes:
+        pid: Number of the pool in the file.
+        name: Name of the track.
+        order: Position within the pool.
+        free_at: End of the last span of each row.
+        threads: Thread number of each row in the file.
+    """
 
     pid: int
     name: str
     order: int
     free_at: list[float] = field(default_factory=list)
-    """Of each row: when its last span ended."""
     threads: list[int] = field(default_factory=list)
-    """Of each row: the thread's number in the file."""
 
 
 class TraceFile:
-    """Writes what a :class:`~recipe_gkd.metrics.timeline.Timeline` tells it; times count from its first event.
+    """Sink of a :class:`~recipe_gkd.metrics.timeline.Timeline` that writes a trace file.
 
-    A file that is there already, of a run that this one resumes perhaps, is kept as ``NAME.previous.json``. A disk
-    that is full ends the trace with a warning, not the run.
+    Times in the file start at its first event. An existing file is renamed to ``NAME.previous.json``. If the disk is
+    full, the trace ends with a warning and the run continues.
     """
 
     def __init__(self, path: str | Path) -> None:
+        """Create the file and its folder.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
         path = Path(path).expanduser()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +61,7 @@ class TraceFile:
                 path.replace(path.with_suffix(f".previous{path.suffix}"))
             self._file = path.open("w", buffering=1)
         except OSError as error:
-            raise ConfigError(f"trainer.trace_file={path} cannot be written: {error}; choose another place") from error
+            raise ConfigError(f"trainer.trace_file={path} cannot be written: {error}; choose another path") from error
         self._workers: dict[str, _Worker] = {}
         self._pools: dict[str, int] = {}
         self._n_threads = 0
@@ -59,17 +69,20 @@ class TraceFile:
         self._write("[\n")
 
     def begin(self, track: str, name: str, since: float, args: dict[str, Any]) -> tuple[_Worker, int]:
+        """Write the start of a span, and return its worker and row for :meth:`end`."""
         worker = self._worker(track)
         row = self._take_row(worker, since, OPEN)
         self._event("B", worker.pid, worker.threads[row], ts=self._ts(since), name=_title(name, args), args=args)
         return worker, row
 
     def end(self, span: tuple[_Worker, int], until: float) -> None:
+        """Write the end of a span."""
         worker, row = span
         worker.free_at[row] = until
         self._event("E", worker.pid, worker.threads[row], ts=self._ts(until))
 
     def record(self, track: str, name: str, since: float, until: float, args: dict[str, Any]) -> None:
+        """Write a complete span."""
         worker = self._worker(track)
         thread = worker.threads[self._take_row(worker, since, until)]
         ts = self._ts(since)
@@ -77,12 +90,13 @@ class TraceFile:
         self._event("X", worker.pid, thread, ts=ts, dur=length, name=_title(name, args), args=args)
 
     def count(self, track: str, name: str, at: float, value: float) -> None:
+        """Write a new value of a counter."""
         self._event("C", self._worker(track).pid, 0, ts=self._ts(at), name=name, args={name: value})
 
     def close(self) -> None:
-        """Make it JSON to the letter. What comes later, from tasks that are being cancelled, is not written."""
+        """Write the closing bracket. Later events, of tasks that are being canceled, are ignored."""
         self._write('{"ph":"M","name":"trace_end","pid":0}\n]\n')
-        self._shut()
+        self._close_file()
 
     def _take_row(self, worker: _Worker, since: float, until: float) -> int:
         for row, free_at in enumerate(worker.free_at):
@@ -111,7 +125,7 @@ class TraceFile:
         self._event("M", pid, thread, name=f"{kind}_sort_index", args={"sort_index": order})
 
     def _ts(self, at: float) -> float:
-        """Microseconds since the first event."""
+        """Return the time since the first event, in microseconds."""
         if self._started is None:
             self._started = at
         return round((at - self._started) * 1e6, 3)
@@ -126,11 +140,11 @@ class TraceFile:
         try:
             self._file.write(text)
         except OSError as error:
-            log.warning("the trace ends here, %s cannot be written any more: %s", self._file.name, error)
-            self._shut()
+            log.warning("the trace ends here: %s cannot be written any more: %s", self._file.name, error)
+            self._close_file()
 
-    def _shut(self) -> None:
-        with suppress(OSError):  # what could not be written, once more
+    def _close_file(self) -> None:
+        with suppress(OSError):  # closing writes the buffer, which fails again
             self._file.close()
 
 

@@ -1,4 +1,7 @@
-"""The code that consumes numeric keys which are counts, called with their values; for ``test_limits.py``."""
+"""Consumers of numeric keys that are counts, for ``test_limits.py``.
+
+Each function calls the code that uses a key with the value of a configuration.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import pytest
 from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
-from recipe_gkd.checkpoints.saver import CheckpointSaver
+from recipe_gkd.checkpoints.save_failures import FailedSave, SaveFailures
 from recipe_gkd.checkpoints.store import remove_old
 from recipe_gkd.config import Config, limits
 from recipe_gkd.config.staleness import staleness_bound
@@ -29,26 +32,28 @@ from teacher.client import TeacherClient
 from teacher.errors import TeacherTimeout
 
 PROMPT = Prompt(uid=0, ids=np.zeros(3, np.int32), row=0)
-ANSWER = Response(
+RESPONSE = Response(
     uid=0, ids=np.zeros(2, np.int32), logprobs=np.zeros(2, np.float32), finish_reason="stop",
     weights_version=0, versions_T=np.zeros(2, np.int32),
 )  # fmt: skip
 
 
-def at(config: Config, name: str) -> Any:
+def value_at(config: Config, name: str) -> Any:
+    """Return the value of the key with the dotted ``name``."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)
     return value
 
 
-def connect(config: Config, name: str) -> None:
+def connect_to_teacher(config: Config, name: str) -> None:
+    """Open and close a client of the teacher."""
     ((ip, port),) = addresses(config.actor_rollout_ref.teacher).values()
     TeacherClient(ip, port).close()
 
 
-def schedule(config: Config, name: str) -> None:
-    """Batches of two responses pass all stages."""
+def run_schedule(config: Config, name: str) -> None:
+    """Pass batches of two responses through all stages."""
     teacher = config.actor_rollout_ref.teacher
     pipeline_config = PipelineConfig(
         max_staleness=staleness_bound(config.trainer),
@@ -59,23 +64,23 @@ def schedule(config: Config, name: str) -> None:
     assert len(course.staleness) == 3 and max(course.staleness) <= pipeline_config.max_staleness
 
 
-def come_due(config: Config, name: str) -> None:
-    every, last = at(config, name), limits.MAX_STEPS
+def check_intervals(config: Config, name: str) -> None:
+    """Check the first and the last step of a run against an interval."""
+    every, last = value_at(config, name), limits.MAX_STEPS
     trainers: list[Any] = [SimpleNamespace(progress=SimpleNamespace(step=step), last_step=last) for step in (1, last)]
     assert [Trainer._is_due(trainer, every) for trainer in trainers] == [every == 1, every > 0]
 
 
-def count(config: Config, name: str) -> None:
-    """A number that is only compared with a count of the run."""
-    limit = at(config, name)
+def check_count_limit(config: Config, name: str) -> None:
+    """Check a key that is only compared with a count of the run."""
+    limit = value_at(config, name)
     match name.rsplit(".", 1)[-1]:
         case "save_failures_allowed":
-            call: Any = None
-            saver = CheckpointSaver(config, Path("x"), call, best=None)
-            saver.failed_saves = limit
+            failures = SaveFailures(limit)
+            failures.count = limit
             progress: Any = SimpleNamespace(step=1)
             with pytest.raises(CheckpointError, match=f"{name}={limit};"):
-                asyncio.run(saver._count_failure(CheckpointError("full"), progress, None))
+                failures.record(CheckpointError("full"), FailedSave(progress, None))
         case "max_worker_restarts":
             rollouts: Any = SimpleNamespace(dead=lambda: asyncio.sleep(0, [0]), label=str)
             restarts = RolloutRestarts(rollouts, print, allowed=limit, timeout_s=1)
@@ -91,7 +96,7 @@ def count(config: Config, name: str) -> None:
             assert remove_old(Path("no checkpoints"), newest=1, keep=limit) == []
         case "log_val_generations":
             item = RewardItem(uid=0, where="", prompt="", response="", ground_truth="", extra={}, data_source=None)
-            judged = ScoredResponse("gsm8k", PROMPT, ANSWER, item, 1.0)
-            assert table_of([judged], limit, Path("x")).startswith(f"{min(limit, 1)} of 1 answers")
+            scored = ScoredResponse("gsm8k", PROMPT, RESPONSE, item, 1.0)
+            assert table_of([scored], limit, Path("x")).startswith(f"{min(limit, 1)} of 1 ")
         case _:
-            raise AssertionError(f"{name}: add the code that consumes it")
+            raise AssertionError(f"{name} has no consumer in this function; add it")

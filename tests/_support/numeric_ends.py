@@ -1,4 +1,4 @@
-"""The values at both ends of a numeric key's range."""
+"""Values at both bounds of a numeric key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from recipe_gkd.config.ranges import Range
 
 
 def ends_of(found: Range) -> tuple[float, float]:
-    """Return the smallest and the largest value inside the range; integers if only these are values."""
+    """Return the smallest and the largest value of a range."""
 
     def after(value: float, to: float) -> float:
         return value + math.copysign(1, to) if found.integer else math.nextafter(value, to)

@@ -1,15 +1,14 @@
-"""Kill a process or fill the disk at a random moment of a save, a hundred times; resume from a complete checkpoint.
+"""Random faults during saves: a process is killed or the disk is full, and the run resumes from a complete checkpoint.
 
-Real are the actors (two Megatron ranks on gloo), their writers, ``Trainer.fit`` with its saver, the run's lock,
-recovery and resume. Stand-ins are the training loop, which only updates and saves, and the calls to the actors, which
-go through pipes.
+The actors (two Megatron ranks on gloo), their writers, ``Trainer.fit`` with its saver, the run's lock, recovery and
+resume are real. The training loop only updates and saves, and calls to the actors go through pipes.
 
-    python -m tests.integration.training.chaos_saves [COUNT [SEED]]        CHAOS_SAVES and CHAOS_SEED set them for pytest
+    python -m tests.integration.training.chaos_saves [COUNT [SEED]]
 
-A reference run notes a hash of the weights after every step. Each trial resumes, and its weights must have the hash of
-the checkpoint's step; so must those of its later steps, which the optimizer's state determines. The victim is the
-driver, an actor rank, a process that writes for it, or the disk (a limit of the size of files, which another process
-can set).
+For pytest, CHAOS_SAVES and CHAOS_SEED set the number of trials and the seed. A reference run records a hash of the
+weights after every step. Each trial resumes, and its weights must have the hash of the checkpoint's step, and later the
+hashes of the following steps, which depend on the optimizer state. The fault hits the driver, an actor rank, one of its
+writer processes, or the disk (by a file size limit, which another process can set).
 """
 
 from __future__ import annotations
@@ -43,14 +42,13 @@ from tests._support.repository import REPO
 
 COUNT, SEED = int(os.environ.get("CHAOS_SAVES", "100")), int(os.environ.get("CHAOS_SEED", "0"))
 RANKS, STEPS_OF_A_TRIAL, LAST_STEP = 2, 2, 15
-TRIAL_S = 90.0
-"""Deadline of one trial, far above what it takes, and below the actors' own: a hang fails the test."""
+TRIAL_TIMEOUT_S = 90.0  # far above the usual time and below the actors' own timeout, so a hang fails the test
 KINDS = ("driver", "rank", "writer", "disk")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(60 + 12 * COUNT)
-def test_a_run_resumes_from_a_complete_checkpoint_whatever_fails_at_whatever_moment_of_a_save(tmp_path: Path) -> None:
+def test_run_resumes_after_fault_at_any_moment_of_save(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.integration.training.chaos_saves", str(COUNT), str(SEED)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
@@ -90,7 +88,7 @@ def serve_rank(rank: int, port: int, config: Any, pipe: Connection) -> None:
 
 
 class Group:
-    """Stands in for ``WorkerGroup``: calls through pipes, with a deadline; a broken pipe is a death."""
+    """Substitute for ``WorkerGroup`` that calls through pipes. A broken pipe means a dead rank."""
 
     def __init__(self, pipes: list[Connection]) -> None:
         self.pipes, self.number = pipes, 0
@@ -121,7 +119,7 @@ class Group:
                 except (EOFError, OSError):
                     raise WorkerDied(f"{phase}: rank {rank} died") from None
                 if number != self.number:
-                    continue  # of a call that was given up
+                    continue  # reply to a call that timed out
                 if fine:
                     replies[rank] = value
                 else:
@@ -135,7 +133,7 @@ class Group:
 
 
 class LiftLimits(logging.Handler):
-    """Makes room on the disk as soon as a save has failed for the want of it."""
+    """Handler that lifts the file size limit as soon as a save has failed."""
 
     def __init__(self, pids: list[int]) -> None:
         super().__init__(logging.WARNING)
@@ -157,7 +155,7 @@ def drive(config: Any, pipes: list[Connection], events: Connection, pids: list[i
     from recipe_gkd.errors import GkdError
 
     logging.basicConfig(filename=Path(config.trainer.default_local_dir) / "run.log", level=logging.INFO, force=True)
-    logging.getLogger("recipe_gkd.checkpoints.saver").addHandler(LiftLimits(pids))
+    logging.getLogger("recipe_gkd.checkpoints").addHandler(LiftLimits(pids))
     try:
         failed_saves = asyncio.run(train(config, Group(pipes), events))
     except GkdError as error:
@@ -190,7 +188,7 @@ async def train(config: Any, group: Group, events: Connection) -> int:
             await super().save()
 
     root = Path(config.trainer.default_local_dir)
-    fresh = Progress(0, 0, 64, 1, True, data_fingerprint="of these prompts")
+    fresh = Progress(0, 0, 64, 1, True, data_fingerprint="fingerprint")
     timeout_s = config.actor_rollout_ref.actor.timeout_s
     with locked(root):
         recover(root)
@@ -218,7 +216,14 @@ async def train(config: Any, group: Group, events: Connection) -> int:
 
 @dataclasses.dataclass
 class Trial:
-    """The processes of one run, and what it has reported."""
+    """Processes of one run, and the events that it has reported.
+
+    Attributes:
+        ranks: Processes of the actor ranks.
+        driver: Process of the driver.
+        events: Pipe from the driver.
+        seen: Events so far.
+    """
 
     ranks: list[Any]
     driver: Any
@@ -226,7 +231,7 @@ class Trial:
     seen: list[tuple[str, Any, Any]] = dataclasses.field(default_factory=list)
 
     def next(self, timeout_s: float) -> tuple[str, Any, Any] | None:
-        """Return the next event; None: the driver is dead, or nothing was reported in time."""
+        """Return the next event, or None if the driver is dead or reported nothing in time."""
         try:
             if not self.events.poll(max(0.0, timeout_s)):
                 return None
@@ -239,7 +244,7 @@ class Trial:
         return [event[1:] for event in self.seen if event[0] == kind]
 
     def descendants(self) -> dict[int, list[psutil.Process]]:
-        """Return what each rank has forked, by rank."""
+        """Return the child processes of each rank."""
         found = {}
         for number, rank in enumerate(self.ranks):
             with suppress(psutil.NoSuchProcess):
@@ -258,7 +263,7 @@ def run(config: Any) -> Iterator[Trial]:
         for end in every:
             if end not in kept:
                 end.close()
-        with open(os.devnull, "w") as nowhere:  # what a killed writer's relatives print is of no interest
+        with open(os.devnull, "w") as nowhere:  # hides messages about killed writers
             os.dup2(nowhere.fileno(), 1)
             os.dup2(nowhere.fileno(), 2)
         try:
@@ -285,7 +290,7 @@ def run(config: Any) -> Iterator[Trial]:
         yield trial
         children = [child for found in trial.descendants().values() for child in found]
     finally:
-        for process in (driver, *ranks):  # Ray ends the workers of a driver, too
+        for process in (driver, *ranks):  # as Ray ends the workers of a dead driver
             process.kill()
             process.join()
         here.close()
@@ -297,7 +302,7 @@ def run(config: Any) -> Iterator[Trial]:
 
 
 def strike(kind: str, trial: Trial, dice: random.Random, save_s: float) -> str:
-    """Do the harm at a random moment of the save that has just begun. Returns what was done."""
+    """Inject a fault at a random moment of the save that has just begun, and return a description of it."""
     before = {child.pid for found in trial.descendants().values() for child in found}
     if kind == "disk":
         victim = dice.choice([trial.driver, *trial.ranks])
@@ -316,11 +321,11 @@ def strike(kind: str, trial: Trial, dice: random.Random, save_s: float) -> str:
                 dice.choice(writers).kill()
                 return kind
         time.sleep(0.002)
-    return f"{kind} (had ended)"
+    return f"{kind} (had already ended)"
 
 
 def check_folder(root: Path) -> None:
-    """Check that every folder with a final name is complete, and so is the one that is the latest."""
+    """Check that every folder with a final name is complete, and that the latest checkpoint is one of them."""
     from recipe_gkd.checkpoints.folders import LATEST, damage, final_folder, read_latest, steps_of
 
     broken = {step: damage(final_folder(root, step)) for step in steps_of(root)}
@@ -333,9 +338,9 @@ def check_folder(root: Path) -> None:
 def one_trial(
     config: Any, kind: str, dice: random.Random, expected: dict[int, str], save_s: float, resumes_at: int
 ) -> str:
-    """Resume, go on, and do the harm in one of the saves. Returns what became of it."""
-    deadline = time.monotonic() + TRIAL_S
-    wounded_save = dice.randrange(STEPS_OF_A_TRIAL)
+    """Resume, train, inject a fault into one of the saves, and return a description of the outcome."""
+    deadline = time.monotonic() + TRIAL_TIMEOUT_S
+    faulty_save = dice.randrange(STEPS_OF_A_TRIAL)
     did, n_saves = "", 0
     with run(config) as trial:
         while (event := trial.next(deadline - time.monotonic())) and event[0] != "end":
@@ -346,7 +351,7 @@ def one_trial(
                 )
             if event[0] == "saving":
                 n_saves += 1
-                if n_saves == wounded_save + 1:
+                if n_saves == faulty_save + 1:
                     did = strike(kind, trial, dice, save_s)
         assert time.monotonic() < deadline, f"hangs after {did}: {trial.seen[-3:]}"
         log = Path(config.trainer.default_local_dir) / "run.log"
@@ -356,7 +361,7 @@ def one_trial(
             assert error in ("killed", ""), error
         elif did == "rank":
             assert error == "" or error.startswith("WorkerDied"), error
-        else:  # the run has gone on to its end
+        else:  # the run continued to its end
             assert error == "" and failed in (0, 1), f"{did}: {error}"
     return f"{did or 'nothing'}{' failed save' if failed else ''}"
 
@@ -370,21 +375,21 @@ def configuration(model: Path, root: Path, *overrides: str) -> Any:
     )  # fmt: skip
 
 
-def damage_one(folder: Path, dice: random.Random) -> None:
+def damage_checkpoint(folder: Path, dice: random.Random) -> None:
     """Truncate or remove a file of a checkpoint, or all of it."""
     shard = dice.choice(sorted((folder / "actor").glob("*.distcp")))
     file = dice.choice([shard, folder / "trainer.json", folder / "actor" / "metadata.json", folder / "actor/.metadata"])
-    what = dice.choice(["truncate", "remove", "remove all"])
-    if what == "truncate":
+    damage = dice.choice(["truncate", "remove", "remove all"])
+    if damage == "truncate":
         os.truncate(file, dice.randrange(file.stat().st_size))
-    elif what == "remove":
+    elif damage == "remove":
         file.unlink()
     else:
         shutil.rmtree(folder)
 
 
 def clear_damage(root: Path, damaged: Path | None, inode: int | None) -> None:
-    """Remove the damaged folder if the trial has not replaced it, as a person would, and the pointer to it."""
+    """Remove the damaged folder, if the trial has not replaced it, and the pointer to it, as a user would."""
     from recipe_gkd.checkpoints.folders import read_latest, steps_of, write_latest
 
     if damaged and damaged.exists() and damaged.stat().st_ino == inode:
@@ -394,7 +399,10 @@ def clear_damage(root: Path, damaged: Path | None, inode: int | None) -> None:
 
 
 def overrides_of(root: Path, dice: random.Random) -> tuple[list[str], int, Path | None]:
-    """Return settings of a trial, the step that it must resume from, and the folder that was damaged for it, if any.
+    """Choose the settings of a trial.
+
+    Returns:
+        Overrides, the step that the trial must resume from (-1: any), and the folder that was damaged, if any.
 
     Some trials resume from a step before the latest, and replace the checkpoints after it.
     """
@@ -409,13 +417,13 @@ def overrides_of(root: Path, dice: random.Random) -> tuple[list[str], int, Path 
     ]
     choice = dice.random()
     if choice < 0.5:
-        recover(root)  # what the trial before has left; else its resuming run does that
+        recover(root)  # otherwise the resuming run recovers
     check_folder(root)
     if choice > 0.5 or (latest := read_latest(root)) is None:
         return settings, -1, None
     earlier = [step for step in steps_of(root) if step < latest]
     if earlier and choice < 0.15:
-        damage_one(root / f"global_step_{latest}", dice)
+        damage_checkpoint(root / f"global_step_{latest}", dice)
         return settings, earlier[-1], root / f"global_step_{latest}"
     if earlier and choice < 0.4:
         step = dice.choice(earlier)
@@ -425,13 +433,13 @@ def overrides_of(root: Path, dice: random.Random) -> tuple[list[str], int, Path 
 
 
 def reference(model: Path, root: Path) -> tuple[dict[int, str], float]:
-    """Return the hash of the weights after each step, and the seconds of a save."""
+    """Return the hash of the weights after each step, and the median duration of a save in seconds."""
     expected: dict[int, str] = {}
     seconds: list[float] = []
     began = 0.0
     while LAST_STEP not in expected:
         with run(configuration(model, root)) as trial:
-            while (event := trial.next(TRIAL_S)) and event[0] != "end":
+            while (event := trial.next(TRIAL_TIMEOUT_S)) and event[0] != "end":
                 if event[0] in ("resumed", "trained"):
                     assert expected.setdefault(event[1], event[2]) == event[2]
                 if event[0] == "saving":
@@ -445,7 +453,7 @@ def reference(model: Path, root: Path) -> tuple[dict[int, str], float]:
 def main(count: int, seed: int) -> None:
     import torch
 
-    import recipe_gkd.actor.megatron_actor  # once, before the forks
+    import recipe_gkd.actor.megatron_actor  # imported once, before the forks
     import recipe_gkd.trainer  # noqa: F401
     from tests._support.tiny_models import make_folder
 

@@ -1,4 +1,4 @@
-"""Runs whose saves fail: a run goes on for a while, and never takes half a checkpoint for a whole one."""
+"""Checkpoint saver: failed saves are limited, and an incomplete checkpoint never gets a final name."""
 
 from __future__ import annotations
 
@@ -16,19 +16,26 @@ from recipe_gkd.checkpoints import folders, store
 from recipe_gkd.checkpoints.folders import read_latest, steps_of
 from recipe_gkd.checkpoints.saver import CheckpointSaver
 from recipe_gkd.checkpoints.state import Best, Progress
-from recipe_gkd.config import load_config
 from recipe_gkd.errors import CheckpointError, DeadlineError, GkdError, WorkerDied
-from tests.unit.checkpoints.test_checkpoints import PROGRESS, names, weights
+from tests._support.base_config import base_config
+from tests._support.checkpoint_files import PROGRESS, list_names, read_shard
 
 FAIL = CheckpointError("actor worker 1 of 2: No space left on device")
 
 
 class Actors:
-    """Actors as the driver sees them. ``plan``: for each of the next calls of a method an error, False, or None."""
+    """Fake actor ranks that write small files.
+
+    Attributes:
+        plan: Outcomes of the next calls by method: an error to raise, False (not written yet), True (written without
+            the last file), or None (success).
+        calls: Methods that were called.
+        timeouts: Timeout of each call, in seconds.
+    """
 
     def __init__(self, **plan: list[Any]) -> None:
         self.plan, self.calls, self.path = plan, list[str](), Path()
-        self.timeouts: list[float] = []
+        self.timeouts = list[float]()
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         await asyncio.sleep(0)
@@ -38,20 +45,17 @@ class Actors:
             self.path = Path(args[0])
             self.path.mkdir(parents=True)
             (self.path / "weights").write_text(self.path.parent.name[-1])
-        todo = self.plan.get(method) or [None]
-        what = todo.pop(0)
-        if isinstance(what, BaseException):
-            raise what
-        if method == "finish_saves" and what is None and self.path.exists():
+        outcomes = self.plan.get(method) or [None]
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        if method == "finish_saves" and outcome is None and self.path.exists():
             (self.path / "metadata.json").write_text("{}")
-        return [what is not False] * 2
+        return [outcome is not False] * 2
 
 
 def saver_of(root: Path, actors: Actors, *overrides: str, best: Best | None = None) -> CheckpointSaver:
-    config = load_config(
-        "on_policy_distill_trainer",
-        ["data.train_files=x", "actor_rollout_ref.model.path=x", f"trainer.default_local_dir={root}", *overrides],
-    )
+    config = base_config(f"trainer.default_local_dir={root}", *overrides)
     return CheckpointSaver(config, root, actors.call, best=best)
 
 
@@ -69,7 +73,7 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 @BOTH
 @pytest.mark.parametrize("method", ["save_hf", "save_checkpoint", "finish_saves"])
-def test_a_failed_save_leaves_the_latest_where_it_was_and_the_run_goes_on(
+def test_failed_save_keeps_latest_and_run_continues(
     tmp_path: Path, method: str, mode: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     actors = Actors(**{method: [None, FAIL, None]})
@@ -80,20 +84,20 @@ def test_a_failed_save_leaves_the_latest_where_it_was_and_the_run_goes_on(
             await saver.save(at(step), None)
             await saver.finish()
         assert saver.failed_saves == 1 and not saver.is_pending
-        assert names(tmp_path) == ["global_step_1", "latest_checkpointed_iteration.txt"]
+        assert list_names(tmp_path) == ["global_step_1", "latest_checkpointed_iteration.txt"]
         assert read_latest(tmp_path) == 1
         await saver.save(at(3), None)
         await saver.finish_run(3)
 
     run(work)
-    assert steps_of(tmp_path) == [1, 3] and read_latest(tmp_path) == 3 and weights(tmp_path, 3) == "3"
+    assert steps_of(tmp_path) == [1, 3] and read_latest(tmp_path) == 3 and read_shard(tmp_path, 3) == "3"
     assert "step 2 could not be saved" in caplog.text and "No space left" in caplog.text
     assert "1 failed so far, trainer.save_failures_allowed=1" in caplog.text
     assert caplog.text.count("could not be saved") == 1
 
 
 @BOTH
-def test_more_failures_than_allowed_end_the_run(tmp_path: Path, mode: tuple[str, ...]) -> None:
+def test_more_failures_than_allowed_end_run(tmp_path: Path, mode: tuple[str, ...]) -> None:
     saver = saver_of(tmp_path, Actors(finish_saves=[None, FAIL, None, FAIL]), *mode)
 
     async def work() -> None:
@@ -114,26 +118,19 @@ def test_more_failures_than_allowed_end_the_run(tmp_path: Path, mode: tuple[str,
         run(fail)
 
 
-def test_a_failure_that_only_a_cancelled_call_was_told_is_no_success(tmp_path: Path) -> None:
-    """The actors report a failed save once; the call after it has nothing to finish, and returns True."""
-    actors = Actors()
-    saver = saver_of(tmp_path, actors, ASYNC)
-
-    async def told_once(method: str, *args: Any, timeout_s: float) -> list[Any]:
-        return [True, True]
+def test_failure_reported_to_canceled_call_is_no_success(tmp_path: Path) -> None:
+    """The actors report a failed save once. The next call has nothing to finish, and returns True."""
+    saver = saver_of(tmp_path, Actors(finish_saves=[True]), ASYNC)
 
     async def work() -> None:
         await saver.save(at(1), None)
-        saver._call_actors = told_once
         await saver.give_up(workers_failed=False)
 
     run(work)
-    assert names(tmp_path) == [] and saver.failed_saves == 1
+    assert list_names(tmp_path) == [] and saver.failed_saves == 1
 
 
-def test_a_slow_disk_holds_up_neither_a_step_nor_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_disk_blocks_neither_step_nor_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = threading.Event()
     monkeypatch.setattr(store, "sync_tree", lambda _: disk.wait(60))
     actors = Actors()
@@ -146,7 +143,7 @@ def test_a_slow_disk_holds_up_neither_a_step_nor_the_event_loop(
         assert saver.is_pending and steps_of(tmp_path) == []
         ending = asyncio.ensure_future(saver.finish())
         await asyncio.sleep(0)
-        ending.cancel()  # as by a signal: the save goes on, and is completed by the next call
+        ending.cancel()  # as after a signal: the save continues, and the next call completes it
         disk.set()
         await saver.give_up(workers_failed=False)
 
@@ -155,10 +152,10 @@ def test_a_slow_disk_holds_up_neither_a_step_nor_the_event_loop(
     assert actors.calls.count("finish_saves") == 1
 
 
-def test_a_hung_disk_holds_up_no_failed_save_and_no_end_of_the_run(
+def test_hung_disk_blocks_neither_failed_save_nor_end_of_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A removal, and the making of a folder, get a deadline. They do not overtake each other when the disk answers."""
+    """Removing and making folders have deadlines, and stay in order once the disk answers."""
     disk, remove = threading.Event(), folders.remove_folder
     waits_for = [disk]
 
@@ -167,22 +164,22 @@ def test_a_hung_disk_holds_up_no_failed_save_and_no_end_of_the_run(
         remove(folder)
 
     monkeypatch.setattr(folders, "remove_folder", remove_folder)
-    monkeypatch.setattr("recipe_gkd.checkpoints.saver.DISCARD_S", 0.1)
+    monkeypatch.setattr("recipe_gkd.checkpoints.save_folders.DISCARD_TIMEOUT_S", 0.1)
     actors = Actors(finish_saves=[FAIL])
     saver = saver_of(tmp_path, actors, ASYNC, "trainer.save_failures_allowed=9")
 
     async def work() -> None:
-        saver._timeout_s = 0.3
+        saver._folders._timeout_s = 0.3
         await saver.save(at(1), None)
         assert saver.failed_saves == 1 and "did not make a folder within 0.3 s" in caplog.text
         disk.set()
-        saver._timeout_s = 30
+        saver._folders._timeout_s = 30
         await saver.save(at(1), None)
         disk.clear()
         await saver.finish()
-        assert saver.failed_saves == 2 and ".writing_global_step_1 not removed within 0.1 s" in caplog.text
+        assert saver.failed_saves == 2 and ".writing_global_step_1 was not removed within 0.1 s" in caplog.text
         waits_for.append(threading.Event())
-        waits_for[-1].set()  # nothing but the removal hangs
+        waits_for[-1].set()  # only the removal hangs
         again = asyncio.ensure_future(saver.save(at(1), None))
         await asyncio.sleep(0.1)
         disk.set()
@@ -204,16 +201,16 @@ def broken(*_: object) -> Any:
     raise OSError(errno.ESTALE, "Stale file handle")
 
 
-@pytest.mark.parametrize(("what", "name"), [(Path, "is_file"), (store, "keep_best")])
-def test_an_error_of_a_network_disk_is_a_failed_save(
-    tmp_path: Path, what: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("owner", "name"), [(Path, "is_file"), (store, "keep_best")])
+def test_network_disk_error_is_failed_save(
+    tmp_path: Path, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver = saver_of(tmp_path, Actors(), ASYNC)
 
     async def work() -> None:
         await saver.save(at(1), Best("m", 1.0, 1))
         with monkeypatch.context() as disk:
-            disk.setattr(what, name, broken)
+            disk.setattr(owner, name, broken)
             await saver.finish()
         await saver.save(at(2), None)
         await saver.finish()
@@ -223,7 +220,7 @@ def test_an_error_of_a_network_disk_is_a_failed_save(
 
 
 @pytest.mark.parametrize("name", ["steps_of", "best.json"])
-def test_old_checkpoints_that_cannot_be_removed_are_no_failed_save(
+def test_failed_removal_of_old_checkpoints_is_no_failed_save(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if name == "steps_of":
@@ -242,7 +239,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_no_failed_save(
 
 
 @pytest.mark.parametrize("error", [WorkerDied("x"), DeadlineError("x")])
-def test_other_errors_end_the_run_and_a_background_save_gets_a_last_chance(tmp_path: Path, error: GkdError) -> None:
+def test_other_errors_end_run_after_grace_period(tmp_path: Path, error: GkdError) -> None:
     actors = Actors(save_checkpoint=[None, error])
     saver = saver_of(tmp_path, actors, ASYNC)
 
@@ -254,16 +251,14 @@ def test_other_errors_end_the_run_and_a_background_save_gets_a_last_chance(tmp_p
         await saver.give_up(workers_failed=True)
 
     run(lambda: work(False))  # not written yet
-    assert names(tmp_path) == [] and actors.timeouts[-1] == 1.0
+    assert list_names(tmp_path) == [] and actors.timeouts[-1] == 1.0
     actors.plan["save_checkpoint"] = []
     run(lambda: work(None))
     assert steps_of(tmp_path) == [1]
     assert saver.failed_saves == 0
 
 
-def test_the_last_checkpoint_of_a_run_is_tried_twice_and_then_an_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_last_checkpoint_is_tried_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     allowed = "trainer.save_failures_allowed=5"
     saver = saver_of(tmp_path, Actors(finish_saves=[FAIL, None]), ASYNC, allowed)
 
@@ -280,18 +275,18 @@ def test_the_last_checkpoint_of_a_run_is_tried_twice_and_then_an_error(
 
     async def earlier() -> None:
         await saver.save(at(1), None)
-        await saver.finish_run(2)  # whose save was not due
+        await saver.finish_run(2)  # no save of step 2 was due
 
     run(earlier)
 
 
-def test_a_best_that_was_not_saved_is_not_the_best(tmp_path: Path) -> None:
+def test_best_of_failed_save_is_not_best(tmp_path: Path) -> None:
     first, second, third = (Best("m", value, step) for step, value in ((1, 0.1), (2, 0.9), (3, 0.5)))
     saver = saver_of(tmp_path, Actors(finish_saves=[None, FAIL, None]), ASYNC)
 
     async def work() -> None:
         await saver.save(at(1), first)
-        assert saver.best_of(first) == first  # being written
+        assert saver.best_of(first) == first  # it is being written
         await saver.finish()
         await saver.save(at(2), second)
         await saver.finish()
@@ -303,7 +298,7 @@ def test_a_best_that_was_not_saved_is_not_the_best(tmp_path: Path) -> None:
     run(work)
 
 
-def test_old_checkpoints_are_removed_after_each_complete_save(tmp_path: Path) -> None:
+def test_old_checkpoints_are_removed_after_each_save(tmp_path: Path) -> None:
     saver = saver_of(tmp_path, Actors(), "trainer.max_actor_ckpt_to_keep=2")
 
     async def work() -> None:
@@ -315,7 +310,7 @@ def test_old_checkpoints_are_removed_after_each_complete_save(tmp_path: Path) ->
     assert steps_of(tmp_path) == [1, 4, 5]
 
 
-def test_a_full_disk_of_the_driver_is_a_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_of_driver_is_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saver = saver_of(tmp_path / "file", Actors())
     (tmp_path / "file").write_text("")
 

@@ -1,4 +1,4 @@
-"""The checkpoint that a run resumes from: the last complete one whose position means the same place in the data."""
+"""Choice of the checkpoint to resume from: the last complete one that fits the data of the run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ import pytest
 from recipe_gkd import main_gkd
 from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
 from recipe_gkd.checkpoints.state import Best, Progress, ResumeState
-from recipe_gkd.config import Config, load_config
+from recipe_gkd.config import Config
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch, WorkerDied
 from recipe_gkd.preflight import Student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
-from tests.unit.checkpoints.test_checkpoints import PROGRESS, begin, write
+from tests._support.base_config import base_config
+from tests._support.checkpoint_files import PROGRESS, begin_checkpoint, write_checkpoints
 
 
 def config(root: Path, *overrides: str) -> Config:
-    return load_config(
-        "on_policy_distill_trainer",
-        ["data.train_files=x", "actor_rollout_ref.model.path=x", f"trainer.default_local_dir={root}", *overrides],
-    )
+    return base_config(f"trainer.default_local_dir={root}", *overrides)
 
 
 def steps(root: Path, *overrides: str, expected: Progress = PROGRESS) -> list[int]:
@@ -44,9 +42,9 @@ def change(root: Path, step: int, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def test_complete_checkpoints_come_from_the_latest_on(tmp_path: Path) -> None:
+def test_resume_points_start_at_latest(tmp_path: Path) -> None:
     assert steps(tmp_path) == []
-    write(tmp_path, 4, 12, 8)  # a run that went back to 4: 12 is of an abandoned one
+    write_checkpoints(tmp_path, 4, 12, 8)  # step 12 belongs to an abandoned run
     assert steps(tmp_path) == [8, 4]
     assert steps(tmp_path, "trainer.resume_mode=disable") == []
     chosen = f"trainer.resume_from_path={tmp_path}/global_step_12"
@@ -57,16 +55,16 @@ def empty(file: Path) -> None:
     file.write_text("")
 
 
-def cut(file: Path) -> None:
+def truncate(file: Path) -> None:
     file.write_text(file.read_text()[:20])
 
 
 @pytest.mark.parametrize(
-    ("name", "harm"),
+    ("name", "damage"),
     [
         ("trainer.json", Path.unlink),
         ("trainer.json", empty),
-        ("trainer.json", cut),
+        ("trainer.json", truncate),
         ("trainer.json", lambda file: file.write_text('{"step": "8"}')),
         ("actor/metadata.json", Path.unlink),
         ("actor/metadata.json", empty),
@@ -74,68 +72,67 @@ def cut(file: Path) -> None:
     ],
     ids=["no trainer.json", "empty", "truncated", "other content", "no metadata", "empty metadata", "no folder"],
 )
-def test_a_damaged_checkpoint_is_skipped_with_a_warning_unless_it_was_asked_for(
-    tmp_path: Path, name: str, harm: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+def test_damaged_checkpoint_is_skipped_unless_chosen(
+    tmp_path: Path, name: str, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(tmp_path, 2, 4, 8)
-    harm(tmp_path / "global_step_8" / name)
+    write_checkpoints(tmp_path, 2, 4, 8)
+    damage(tmp_path / "global_step_8" / name)
     assert steps(tmp_path) == [4, 2]
-    assert "damaged checkpoint skipped" in caplog.text and "global_step_8" in caplog.text
-    with pytest.raises(CheckpointError, match=r"global_step_8.*(no complete checkpoint|cannot be read)"):
+    assert "skipping a damaged checkpoint" in caplog.text and "global_step_8" in caplog.text
+    with pytest.raises(CheckpointError, match=r"global_step_8.*(not a complete checkpoint|cannot be read)"):
         steps(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_8")
     for step in (2, 4):
         (tmp_path / f"global_step_{step}" / "trainer.json").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used .*resume_mode=disable"):
-        steps(tmp_path)  # not from the beginning, over the run's folder
+        steps(tmp_path)  # a new run would overwrite the folder
 
 
 @pytest.mark.parametrize("text", ["", "x\n"])
-def test_without_a_pointer_that_can_be_read_the_highest_step_counts(
+def test_highest_step_counts_without_readable_pointer(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(tmp_path, 12, 4)
+    write_checkpoints(tmp_path, 12, 4)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
     assert steps(tmp_path) == [12, 4] and "is damaged" in caplog.text
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     assert steps(tmp_path) == [12, 4]
 
 
-@pytest.mark.parametrize("change_", [{"n_prompts": 999}, {"data_seed": 2}, {"shuffle": False}])
-def test_other_data_or_another_order_is_refused(tmp_path: Path, change_: dict[str, Any]) -> None:
-    write(tmp_path, 2, 4)
-    with pytest.raises(CheckpointMismatch, match=next(iter(change_))):
-        steps(tmp_path, expected=replace(PROGRESS, **change_))
+@pytest.mark.parametrize("changed", [{"n_prompts": 999}, {"data_seed": 2}, {"shuffle": False}])
+def test_other_data_or_order_is_rejected(tmp_path: Path, changed: dict[str, Any]) -> None:
+    write_checkpoints(tmp_path, 2, 4)
+    with pytest.raises(CheckpointMismatch, match=next(iter(changed))):
+        steps(tmp_path, expected=replace(PROGRESS, **changed))
 
 
-def test_other_prompts_in_equal_number_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path)
+def test_other_prompts_of_equal_number_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_checkpoints(tmp_path)
     change(tmp_path, 4, data_fingerprint="abc")
     assert steps(tmp_path, expected=replace(PROGRESS, data_fingerprint="abc")) == [4] and not caplog.text
     with pytest.raises(
-        CheckpointMismatch, match=r"other prompts: .* fingerprint abc, and this run's xyz\. Restore data\.train_files"
+        CheckpointMismatch,
+        match=r"other prompts: .* fingerprint is abc, and that of this run is xyz\. Restore data\.train_files",
     ):
         steps(tmp_path, expected=replace(PROGRESS, data_fingerprint="xyz"))
 
 
-def test_other_reference_responses_are_refused_if_both_runs_train_on_them(tmp_path: Path) -> None:
-    def with_answers(fingerprint: str) -> Progress:
+def test_other_reference_responses_are_rejected_if_both_runs_use_them(tmp_path: Path) -> None:
+    def with_responses(fingerprint: str) -> Progress:
         return replace(PROGRESS, answers_fingerprint=fingerprint)
 
-    write(tmp_path)
-    [point] = resume_points(config(tmp_path), with_answers("abc"))  # the first run that trains on them
-    assert point.progress == with_answers("abc")
+    write_checkpoints(tmp_path)
+    [point] = resume_points(config(tmp_path), with_responses("abc"))  # the first run that uses them
+    assert point.progress == with_responses("abc")
     change(tmp_path, 4, answers_fingerprint="abc")
-    for now in ("abc", ""):
-        [point] = resume_points(config(tmp_path), with_answers(now))
-        assert point.progress == with_answers("abc")
-    with pytest.raises(CheckpointMismatch, match=r"other reference responses: .* fingerprint abc, and this run's xyz"):
-        steps(tmp_path, expected=with_answers("xyz"))
+    for fingerprint in ("abc", ""):
+        [point] = resume_points(config(tmp_path), with_responses(fingerprint))
+        assert point.progress == with_responses("abc")
+    with pytest.raises(CheckpointMismatch, match=r"other reference responses: .* is abc, and that of this run is xyz"):
+        steps(tmp_path, expected=with_responses("xyz"))
 
 
-def test_a_checkpoint_of_an_older_version_is_read_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(tmp_path)
+def test_checkpoint_of_older_version_is_read_with_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_checkpoints(tmp_path)
     file = tmp_path / "global_step_4" / "trainer.json"
     values = json.loads(file.read_text())
     del values["skipped_samples"], values["data_fingerprint"]
@@ -143,10 +140,10 @@ def test_a_checkpoint_of_an_older_version_is_read_with_a_warning(
     [point] = resume_points(config(tmp_path), replace(PROGRESS, data_fingerprint="abc"))
     assert point.progress == PROGRESS
     asyncio.run(load_first_usable([point], Actors({}).load, may_skip=True))
-    assert "cannot be checked that its data are the same" in caplog.text
+    assert "made by an older version, so its data cannot be compared" in caplog.text
 
 
-# ---- what the actors say of it
+# ---- loading by the actors
 
 
 def points(*steps: int) -> list[ResumePoint]:
@@ -154,25 +151,25 @@ def points(*steps: int) -> list[ResumePoint]:
 
 
 class Actors:
-    """Actors that refuse some checkpoints."""
+    """Fake actors that reject checkpoints of some steps."""
 
-    def __init__(self, refusals: dict[int, CheckpointError]) -> None:
-        self.refusals, self.asked = refusals, list[str]()
+    def __init__(self, errors: dict[int, CheckpointError]) -> None:
+        self.errors, self.loaded = errors, list[str]()
 
     async def load(self, path: str) -> None:
-        self.asked.append(path)
-        if error := self.refusals.get(int(path.split("_")[-1].split("/")[0])):
+        self.loaded.append(path)
+        if error := self.errors.get(int(path.split("_")[-1].split("/")[0])):
             raise error
 
 
-def test_a_checkpoint_whose_shards_are_damaged_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoint_with_damaged_shards_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
     actors = Actors({8: CheckpointError("shard"), 6: CheckpointError("shard")})
     loaded = asyncio.run(load_first_usable(points(8, 6, 4, 2), actors.load, may_skip=True))
-    assert loaded.progress.step == 4 and caplog.text.count("the one before is used") == 2
-    assert actors.asked == [f"/run/global_step_{step}/actor" for step in (8, 6, 4)]
+    assert loaded.progress.step == 4 and caplog.text.count("using the previous one") == 2
+    assert actors.loaded == [f"/run/global_step_{step}/actor" for step in (8, 6, 4)]
 
 
-def test_the_only_checkpoint_that_may_be_loaded_or_one_that_does_not_fit_is_refused() -> None:
+def test_chosen_or_mismatched_checkpoint_is_not_skipped() -> None:
     damaged = Actors({8: CheckpointError("shard 3"), 6: CheckpointError("shard 5")})
     with pytest.raises(CheckpointError, match="shard 3"):
         asyncio.run(load_first_usable(points(8), damaged.load, may_skip=False))
@@ -181,19 +178,19 @@ def test_the_only_checkpoint_that_may_be_loaded_or_one_that_does_not_fit_is_refu
     other = Actors({8: CheckpointMismatch("of another model")})
     with pytest.raises(CheckpointMismatch, match="of another model"):
         asyncio.run(load_first_usable(points(8, 6), other.load, may_skip=True))
-    assert other.asked == ["/run/global_step_8/actor"]
+    assert other.loaded == ["/run/global_step_8/actor"]
 
 
-# ---- the command
+# ---- main_gkd
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_everything_follows_the_checkpoint_that_was_loaded(
+def test_position_and_best_follow_loaded_checkpoint(
     tmp_path: Path, damaged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Position, best, and the end of the learning rate's decay, which another batch size moves."""
-    write(tmp_path, 2, best=Best("m", 0.1, 2))
-    write(tmp_path, 4, best=Best("m", 0.2, 4))
+    """So does the end of the learning rate decay, which depends on the position and the batch size."""
+    write_checkpoints(tmp_path, 2, best=Best("m", 0.1, 2))
+    write_checkpoints(tmp_path, 4, best=Best("m", 0.2, 4))
     change(tmp_path, 2, prompts_trained=10)
     change(tmp_path, 4, prompts_trained=40)
     actors = Actors({4: CheckpointError("actor worker 0 of 2: a shard is truncated")} if damaged else {})
@@ -212,8 +209,8 @@ def test_everything_follows_the_checkpoint_that_was_loaded(
         yield SimpleNamespace(actors=SimpleNamespace(call=call))
 
     class Trainer:
-        def __init__(self, config: Any, workers: Any, teachers: Any, loader: Any, start: ResumeState, reward_context: Any) -> None:
-            started.append(start)
+        def __init__(self, *args: Any) -> None:
+            started.append(next(arg for arg in args if isinstance(arg, ResumeState)))
 
         async def fit(self) -> None: ...
 
@@ -248,7 +245,7 @@ def test_everything_follows_the_checkpoint_that_was_loaded(
 
 
 class Command:
-    """``main_gkd.run`` without teacher, Ray and workers: ``train`` stands for the training."""
+    """``main_gkd.run`` without teacher, Ray and workers. ``train`` replaces the training."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         table = {"prompt": ["1+1=", "1+2="], "answer": ["2", "3"]}
@@ -261,7 +258,7 @@ class Command:
         self.points: list[int] = []
         self.progress = PROGRESS
         self.train: Callable[[], object] = lambda: None
-        student = Student(Path("x"), 64, build_tokenizer(), "the same", n_tokens=60)
+        student = Student(Path("x"), 64, build_tokenizer(), "fingerprint", n_tokens=60)
         replacements: dict[str, Any] = {
             "read_student": lambda _: student,
             "open_teachers": lambda *_: nullcontext(SimpleNamespace(clients={})),
@@ -285,31 +282,29 @@ class Command:
         main_gkd.run(self.config, "", folder)
 
 
-def test_the_command_recovers_before_and_after_the_run_and_records_its_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_recovers_before_and_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = Command(tmp_path, monkeypatch)
     command.run()
     assert len(command.progress.data_fingerprint) == len(command.progress.answers_fingerprint) == 32
-    writer = begin(command.root, 8)  # of a run that was killed before it gave the folder its name
+    writer = begin_checkpoint(command.root, 8)  # of a run that was killed before the rename
     writer.progress = replace(command.progress, step=8)
     writer._mark_as_written()
-    command.train = lambda: begin(command.root, 9)
+    command.train = lambda: begin_checkpoint(command.root, 9)
     command.run()
     assert command.points == [8] and not list(command.root.glob(".writing*"))
 
 
 @pytest.mark.parametrize("disk", ["broken", "hung"])
-def test_a_last_recovery_that_fails_does_not_hide_the_error_of_the_run(
+def test_failed_last_recovery_does_not_hide_error(
     tmp_path: Path, disk: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    command, responses = Command(tmp_path, monkeypatch), threading.Event()
+    command, disk_answers = Command(tmp_path, monkeypatch), threading.Event()
 
     def fail() -> None:
         def recover(_: Path) -> None:
             if disk == "broken":
                 raise OSError(errno.ESTALE, "Stale file handle")
-            responses.wait(30)
+            disk_answers.wait(30)
 
         monkeypatch.setattr(main_gkd, "recover", recover)
         raise WorkerDied("actor worker 0 of 1")
@@ -319,4 +314,4 @@ def test_a_last_recovery_that_fails_does_not_hide_the_error_of_the_run(
     with pytest.raises(WorkerDied):
         command.run()
     assert ("Stale file handle" if disk == "broken" else "did not answer within 0.2 s") in caplog.text
-    responses.set()
+    disk_answers.set()

@@ -1,4 +1,4 @@
-"""The run folder: one run at a time, and no trace of a start that was refused."""
+"""Run folder: one run at a time, and no files of a rejected start."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ import pytest
 
 from recipe_gkd.checkpoints.run_folder import run_folder
 from recipe_gkd.checkpoints.run_lock import LOCK, locked
-from recipe_gkd.config import Config, load_config
+from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError, ModelError, WorkerDied
 from recipe_gkd.main_gkd import main
+from tests._support.base_config import CONFIG_NAME, base_config
 
 
 def config(root: Path, *overrides: str) -> Config:
-    return load_config(
-        "on_policy_distill_trainer",
-        ["data.train_files=x", "actor_rollout_ref.model.path=x", f"trainer.default_local_dir={root}", *overrides],
-    )
+    return base_config(f"trainer.default_local_dir={root}", *overrides)
 
 
 @pytest.fixture
 def root_logging() -> Iterator[None]:
-    """``main`` sets handlers and handlers of signals."""
+    """Restore the log handlers and signal handlers that ``main`` sets."""
     handlers, level = logging.root.handlers[:], logging.root.level
     signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
@@ -44,13 +42,11 @@ def root_logging() -> Iterator[None]:
 
 
 def command(folder: Path, *overrides: str) -> int:
-    given = ["data.train_files=none.parquet", "actor_rollout_ref.model.path=nowhere/at/all"]
-    return main(
-        ["--config-name", "on_policy_distill_trainer", *given, f"trainer.default_local_dir={folder}", *overrides]
-    )
+    required = ["data.train_files=none.parquet", "actor_rollout_ref.model.path=nowhere/at/all"]
+    return main(["--config-name", CONFIG_NAME, *required, f"trainer.default_local_dir={folder}", *overrides])
 
 
-# ---- the lock
+# ---- lock
 
 HOLDER = """
 import os, subprocess, sys, time
@@ -65,7 +61,7 @@ with locked(Path(sys.argv[1])):
 """
 
 
-def test_a_second_run_is_refused_by_name_until_the_first_has_ended_even_if_its_children_live(
+def test_second_run_is_rejected_until_first_process_ends(
     tmp_path: Path, root_logging: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     holder = subprocess.Popen(
@@ -74,11 +70,11 @@ def test_a_second_run_is_refused_by_name_until_the_first_has_ended_even_if_its_c
     assert holder.stdout is not None
     children = [int(pid) for pid in holder.stdout.readline().split()]
     try:
-        (tmp_path / "metrics.jsonl").write_text("of the first\n")
+        (tmp_path / "metrics.jsonl").write_text("first run\n")
         before = {path: path.read_bytes() for path in tmp_path.iterdir()}
         assert command(tmp_path) == 1
-        said = capsys.readouterr().err
-        assert f"is in use by another run, on host {socket.gethostname()} with pid {holder.pid}, since " in said
+        message = capsys.readouterr().err
+        assert f"is in use by another run, on host {socket.gethostname()} with pid {holder.pid}, since " in message
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
         holder.kill()
         holder.wait()
@@ -91,33 +87,33 @@ def test_a_second_run_is_refused_by_name_until_the_first_has_ended_even_if_its_c
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_one_lock_at_a_time_although_refused_starts_remove_its_file(tmp_path: Path) -> None:
+def test_removed_lock_file_allows_new_lock(tmp_path: Path) -> None:
     with locked(tmp_path):
         with pytest.raises(ConfigError, match=f"with pid {os.getpid()}"), locked(tmp_path):
             pass
         (tmp_path / LOCK).unlink()
-        with locked(tmp_path):  # a new file: this is a new lock
+        with locked(tmp_path):  # a new file is a new lock
             pass
     with locked(tmp_path):
         pass
 
 
-def test_a_lock_is_taken_on_the_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its holder may have removed it between the opening and the locking."""
+def test_lock_is_taken_on_existing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder may have removed the file after it was opened and before it was locked."""
     flock, calls = fcntl.flock, list[int]()
 
-    def late(descriptor: int, how: int) -> None:
+    def remove_then_lock(descriptor: int, operation: int) -> None:
         if not calls:
             (tmp_path / LOCK).unlink()
         calls.append(descriptor)
-        flock(descriptor, how)
+        flock(descriptor, operation)
 
-    monkeypatch.setattr(fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", remove_then_lock)
     with locked(tmp_path):
         assert len(calls) == 2 and (tmp_path / LOCK).exists()
 
 
-def test_a_file_system_without_locks_is_told_and_a_live_owner_still_counts(
+def test_file_system_without_locks_warns_and_checks_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def unsupported(*_: object) -> None:
@@ -125,7 +121,7 @@ def test_a_file_system_without_locks_is_told_and_a_live_owner_still_counts(
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with locked(tmp_path):
-        assert "has no locks (No locks available)" in caplog.text and "was none" in caplog.text
+        assert "does not support locks (No locks available)" in caplog.text and "was none" in caplog.text
         with pytest.raises(ConfigError, match=f"in use by another run.* pid {os.getpid()}"), locked(tmp_path):
             pass
     owner = json.loads((tmp_path / LOCK).read_text())
@@ -135,10 +131,10 @@ def test_a_file_system_without_locks_is_told_and_a_live_owner_still_counts(
         pass
 
 
-# ---- refused starts
+# ---- rejected starts
 
 
-def test_a_refused_start_leaves_no_folder(
+def test_rejected_start_leaves_no_folder(
     tmp_path: Path, root_logging: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = f"trainer.trace_file={tmp_path}/traces/of/today.json"
@@ -147,13 +143,13 @@ def test_a_refused_start_leaves_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_refused_start_leaves_what_was_there(tmp_path: Path, root_logging: None) -> None:
+def test_rejected_start_keeps_existing_files(tmp_path: Path, root_logging: None) -> None:
     (tmp_path / "mine").write_text("x")
     assert command(tmp_path) == 1
     assert [path.name for path in tmp_path.iterdir() if path.name != LOCK] == ["mine"]
-    (tmp_path / "run.log").write_text("of an earlier run\n")
+    (tmp_path / "run.log").write_text("earlier run\n")
     assert command(tmp_path) == 1
-    assert (tmp_path / "run.log").read_text().startswith("of an earlier run\n")
+    assert (tmp_path / "run.log").read_text().startswith("earlier run\n")
 
 
 @pytest.mark.parametrize(
@@ -166,9 +162,9 @@ def test_a_refused_start_leaves_what_was_there(tmp_path: Path, root_logging: Non
         (KeyboardInterrupt(), False, True),
     ],
 )
-def test_the_log_of_a_start_that_failed_stays(tmp_path: Path, error: BaseException, accepted: bool, kept: bool) -> None:
+def test_log_stays_unless_start_is_rejected(tmp_path: Path, error: BaseException, accepted: bool, kept: bool) -> None:
     with pytest.raises(type(error)), run_folder(config(tmp_path / "run")) as folder:
-        (folder.path / "run.log").write_text("what happened")
+        (folder.path / "run.log").write_text("log")
         if accepted:
             folder.accept()
         raise error

@@ -1,4 +1,4 @@
-"""Every numeric key has both bounds, and the code that consumes a key accepts the value at each of them."""
+"""Ranges of numeric keys: every key has both bounds, and its consumers accept the values at both of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses import Divergence, topk_divergence
 from recipe_gkd.losses.policy import grpo_loss
 from recipe_gkd.losses.sampled_token import importance_weights, k1, k2, k3
-from recipe_gkd.metrics.changes import ResourceLayout
+from recipe_gkd.metrics.resource_layout import ResourceLayout
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.ray_cluster.pools import choose_nodes, pool_specs
 from recipe_gkd.rollout.engine import EngineOptions
@@ -49,13 +49,23 @@ from recipe_gkd.weight_sync.bucket_plan import plan_buckets
 from teacher.records import TeacherSequence
 from teacher.wire.messages import LIMITS, Score
 from teacher.wire.protocol import decode, encode_score
-from tests._support.count_consumers import ANSWER, PROMPT, at, come_due, connect, count, schedule
+from tests._support.base_config import CONFIG_NAME
+from tests._support.count_consumers import (
+    PROMPT,
+    RESPONSE,
+    check_count_limit,
+    check_intervals,
+    connect_to_teacher,
+    run_schedule,
+    value_at,
+)
 from tests._support.numeric_ends import ends_of
 
 MEGATRON, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 OPTIM, TEACHER = "actor_rollout_ref.actor.optim", "actor_rollout_ref.teacher"
 KEYS = [name for name in known_keys() if numeric_range(name)]
 
+# Overrides that a key needs in addition to its own value.
 NEEDS: dict[str, dict[str, Any]] = {
     "actor_rollout_ref.rollout.max_model_len": {"data.max_prompt_length": 1, "data.max_response_length": 1},
     "actor_rollout_ref.rollout.tensor_model_parallel_size": {"rollout.n_gpus_per_node": 1024},
@@ -73,11 +83,11 @@ NEEDS: dict[str, dict[str, Any]] = {
     "trainer.max_staleness": {"trainer.scheduler": "n_step_off"},
     "trainer.test_freq": {"data.val_files": ["x"], "custom_reward_function.path": "x"},
 }
-"""Overrides that a key needs besides its value for a configuration that can work."""
-REFUSED = {f"{MEGATRON}.context_parallel_size=1024": "context parallel is not supported"}
+# Values within the range that are rejected, and the message.
+REJECTED = {f"{MEGATRON}.context_parallel_size=1024": "context parallel is not supported"}
 
 
-def configured(overrides: dict[str, Any]) -> Config:
+def config_with(overrides: dict[str, Any]) -> Config:
     composed = copy.deepcopy(COMPOSED)
     for name, value in overrides.items():
         OmegaConf.update(composed, name, value)
@@ -86,44 +96,45 @@ def configured(overrides: dict[str, Any]) -> Config:
     return config
 
 
-COMPOSED = compose_config("on_policy_distill_trainer", ["data.train_files=x", "actor_rollout_ref.model.path=nowhere"])
+COMPOSED = compose_config(CONFIG_NAME, ["data.train_files=x", "actor_rollout_ref.model.path=nowhere"])
 
 
 def ends(name: str) -> tuple[Any, Any]:
+    """Return the smallest and the largest value of a key."""
     found = numeric_range(name)
     assert found is not None
     low, high = ends_of(found)
     return ([low, low], [high, high]) if name.endswith("betas") else (low, high)
 
 
-# ---- the code that consumes a key, or what it hands the value to
+# ---- consumers of keys
 
 
-def wait(config: Config, name: str) -> None:
-    """Pass a deadline to each kind of call that waits."""
-    seconds = at(config, name)
+def pass_deadline(config: Config, name: str) -> None:
+    """Pass a timeout to each kind of call that waits."""
+    timeout_s = value_at(config, name)
 
     async def awaited() -> None:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(timeout_s):
             pass
 
     asyncio.run(awaited())
-    threading.Condition().wait_for(lambda: True, seconds)
+    threading.Condition().wait_for(lambda: True, timeout_s)
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=seconds))
+    store.set_timeout(timedelta(seconds=timeout_s))
     store.set("key", "value")
-    store.wait(["key"], timedelta(seconds=seconds))
-    assert timedelta(seconds=seconds) > timedelta(0)
+    store.wait(["key"], timedelta(seconds=timeout_s))
+    assert timedelta(seconds=timeout_s) > timedelta(0)
     with socket.socket() as one:
-        one.settimeout(seconds)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds) + 1, 0))
+        one.settimeout(timeout_s)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout_s) + 1, 0))
     if name != f"{TEACHER}.max_wait_s":
-        assert math.ceil(seconds * 1000) < 2**31, "poll() takes an int of milliseconds"
-    faulthandler.dump_traceback_later(seconds + 60)
+        assert math.ceil(timeout_s * 1000) < 2**31, "poll() takes an int of milliseconds"
+    faulthandler.dump_traceback_later(timeout_s + 60)
     faulthandler.cancel_dump_traceback_later()
 
 
-def ask_teacher(config: Config, name: str) -> None:
+def encode_teacher_request(config: Config, name: str) -> None:
     teacher = config.actor_rollout_ref.teacher
     sequences = [TeacherSequence(np.zeros(2, np.int32), prompt_len=1)]
     temperature, top_k = config.gkd.distill_temperature, teacher.top_k
@@ -131,21 +142,21 @@ def ask_teacher(config: Config, name: str) -> None:
     received = decode([bytes(frame) for frame in frames])
     assert isinstance(received, Score) and received.timeout_s == teacher.timeout_s
     if name.endswith("timeout_s"):
-        wait(config, name)
+        pass_deadline(config, name)
 
 
-def seed(config: Config, name: str) -> None:
+def seed_generators(config: Config, name: str) -> None:
     value = config.data.seed
     assert 0 <= request_seed(value, 2**63 - 1, 10**9) < 2**63
     np.random.default_rng([value, limits.MAX_EPOCHS]).permutation(2)
     np.random.RandomState(value)
-    offsets = 2718 + 1024 + 100 * limits.MAX_DEVICES + limits.MAX_DEVICES  # Megatron adds these of a rank
-    for own in (value, value + offsets):
-        torch.Generator().manual_seed(own)
+    offsets = 2718 + 1024 + 100 * limits.MAX_DEVICES + limits.MAX_DEVICES  # Megatron adds these per rank
+    for seed in (value, value + offsets):
+        torch.Generator().manual_seed(seed)
 
 
-def optimize(config: Config, name: str) -> None:
-    """One step of AdamW at each rate of the schedule leaves finite weights; Megatron takes the same numbers."""
+def take_optimizer_steps(config: Config, name: str) -> None:
+    """Check that AdamW steps leave finite weights, and that Megatron accepts the same settings."""
     from megatron.core.optimizer import OptimizerConfig
 
     optim = config.actor_rollout_ref.actor.optim
@@ -166,8 +177,8 @@ def optimize(config: Config, name: str) -> None:
         assert weight.isfinite().all()
 
 
-def lose(config: Config, name: str) -> None:
-    """Each part of the objective, and its gradient, is finite."""
+def compute_losses(config: Config, name: str) -> None:
+    """Check that every part of the objective, and its gradient, is finite."""
     gkd = config.gkd
     generator = torch.Generator().manual_seed(0)
     teacher, student = (4 * torch.randn(3, 8, generator=generator) for _ in range(2))
@@ -195,7 +206,7 @@ def lose(config: Config, name: str) -> None:
 
 
 def load_data(config: Config, name: str) -> None:
-    """The last sample of the longest run has a number that int64 holds, and its batches can be made."""
+    """Check that batches can be made, and that the index of the last sample of the longest run fits into int64."""
     data = PromptData(TABLE, config.data, build_tokenizer())
     n, trainer = config.actor_rollout_ref.rollout.n, config.trainer
     loader = PromptLoader(
@@ -212,27 +223,27 @@ def load_data(config: Config, name: str) -> None:
         request_seed(1, uid, last)
 
 
-def divide(config: Config, name: str) -> None:
+def make_micro_batches(config: Config, name: str) -> None:
     actor = config.actor_rollout_ref.actor
-    sample = Sample(prompt=PROMPT, response=ANSWER, teacher=TeacherTopK.absent(2))
+    sample = Sample(prompt=PROMPT, response=RESPONSE, teacher=TeacherTopK.absent(2))
     for max_token_len in (None, actor.max_token_len):
         batches = micro_batches([sample] * 3, micro_batch_size=actor.micro_batch_size, max_token_len=max_token_len)
         assert sum(map(len, batches)) == 3
     torch.tensor([actor.max_token_len], dtype=torch.int32)
 
 
-def lay_out(config: Config, name: str) -> None:
-    """Pools of any size are counted, and refused by a machine that is too small for them."""
+def place_pools(config: Config, name: str) -> None:
+    """Check that pools of any size are counted, and that Megatron accepts the parallel sizes."""
     specs = pool_specs(config, "cpu")
     assert all(spec.n_workers >= 1 for spec in specs)
     choose_nodes(specs, [{"CPU": float(config.ray_init.num_cpus or 2)}])
-    ThreadPoolExecutor(config.custom_reward_function.num_workers).shutdown()  # a thread for each process, none started
+    ThreadPoolExecutor(config.custom_reward_function.num_workers).shutdown()  # one thread per process; none is started
     ResourceLayout.of(config)
     if not name.startswith(MEGATRON):
         return
     from recipe_gkd.actor.model import transformer_config
 
-    wide = 2 * limits.MAX_DEVICES  # a model that every layout divides
+    wide = 2 * limits.MAX_DEVICES  # dimensions that every parallel size divides
     mixture = MoEConfig(layers=(True,) * wide, experts=wide, top_k=2, ffn=wide, normalized=True, shared_ffn=None)
     shape = ModelDims(
         family="qwen3_moe", layers=wide, hidden=64 * wide, ffn=wide, heads=wide, kv_heads=wide, head_dim=64,
@@ -240,15 +251,15 @@ def lay_out(config: Config, name: str) -> None:
         rope_llama3_factor=None, mixture=mixture if "expert" in name else None,
     )  # fmt: skip
     megatron = config.actor_rollout_ref.actor.megatron
-    made = transformer_config(shape, megatron, torch.device("cpu"))
-    assert getattr(made, name.rsplit(".", 1)[-1]) == at(config, name)
+    created = transformer_config(shape, megatron, torch.device("cpu"))
+    assert getattr(created, name.rsplit(".", 1)[-1]) == value_at(config, name)
 
 
-def generate(config: Config, name: str) -> None:
+def build_sampling(config: Config, name: str) -> None:
     options = EngineOptions.from_config(config, "cuda")
     assert options.kv_cache_bytes is None or 0 < options.kv_cache_bytes < 2**63
-    for which in ("train", "validation"):
-        parameters = sampling_from(config, which).for_request(0, 0)  # type: ignore[arg-type]
+    for phase in ("train", "validation"):
+        parameters = sampling_from(config, phase).for_request(0, 0)  # type: ignore[arg-type]
         np.float32(parameters["temperature"])
         np.array([parameters.get("top_k", 0), parameters["max_tokens"], options.max_model_len], np.int32)
     for truncation in ("left", "right", "middle"):
@@ -256,35 +267,35 @@ def generate(config: Config, name: str) -> None:
         assert len(_truncate(np.arange(data.max_prompt_length + 1), data, 0)) == data.max_prompt_length
 
 
-def send_weights(config: Config, name: str) -> None:
+def plan_weight_buckets(config: Config, name: str) -> None:
     bucket_bytes = int(config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * (1 << 20))
     assert bucket_bytes > 0
     buckets = plan_buckets([("a", (1 << 20,), "float32"), ("b", (1,), "float32")], bucket_bytes)
     assert sum(bucket.n_bytes for bucket in buckets) == (4 << 20) + 16
 
 
-def consumer(name: str) -> Callable[[Config, str], None]:
+def consumer_of(name: str) -> Callable[[Config, str], None]:
     last = name.rsplit(".", 1)[-1]
     groups: dict[Callable[[Config, str], None], list[str]] = {
-        come_due: ["trainer.save_freq", "trainer.test_freq"],
-        connect: [f"{TEACHER}.server_port"],
-        generate: ["data.max_prompt_length", "data.max_response_length"],
-        lay_out: ["custom_reward_function.num_workers", "ray_init.num_cpus"],
-        schedule: ["trainer.max_staleness", f"{TEACHER}.num_microbatches"],
-        ask_teacher: [f"{TEACHER}.timeout_s", f"{TEACHER}.top_k", "gkd.distill_temperature"],
-        seed: ["data.seed"],
+        check_intervals: ["trainer.save_freq", "trainer.test_freq"],
+        connect_to_teacher: [f"{TEACHER}.server_port"],
+        build_sampling: ["data.max_prompt_length", "data.max_response_length"],
+        place_pools: ["custom_reward_function.num_workers", "ray_init.num_cpus"],
+        run_schedule: ["trainer.max_staleness", f"{TEACHER}.num_microbatches"],
+        encode_teacher_request: [f"{TEACHER}.timeout_s", f"{TEACHER}.top_k", "gkd.distill_temperature"],
+        seed_generators: ["data.seed"],
         load_data: ["data.train_batch_size", f"{ROLLOUT}.n", "trainer.total_epochs", "trainer.total_training_steps"],
-        divide: ["actor_rollout_ref.actor.micro_batch_size", "actor_rollout_ref.actor.max_token_len"],
-        send_weights: [f"{ROLLOUT}.update_weights_bucket_megabytes"],
+        make_micro_batches: ["actor_rollout_ref.actor.micro_batch_size", "actor_rollout_ref.actor.max_token_len"],
+        plan_weight_buckets: [f"{ROLLOUT}.update_weights_bucket_megabytes"],
     }
     if chosen := next((function for function, names in groups.items() if name in names), None):
         return chosen
     if last in ("timeout_s", "nccl_timeout", "max_wait_s", "startup_timeout_s"):
-        return wait
+        return pass_deadline
     if last.endswith(("nodes", "n_gpus_per_node", "parallel_size", "n_server_workers")):
-        return lay_out
-    prefixes = {f"{OPTIM}.": optimize, "gkd.": lose, f"{ROLLOUT}.": generate}
-    return next((function for prefix, function in prefixes.items() if name.startswith(prefix)), count)
+        return place_pools
+    prefixes = {f"{OPTIM}.": take_optimizer_steps, "gkd.": compute_losses, f"{ROLLOUT}.": build_sampling}
+    return next((function for prefix, function in prefixes.items() if name.startswith(prefix)), check_count_limit)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -299,27 +310,27 @@ TABLE: pa.Table
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_key_works_at_both_ends_of_its_range(name: str) -> None:
+def test_key_works_at_both_bounds(name: str) -> None:
     for value in ends(name):
         overrides = {**NEEDS.get(name, {}), name: value}
-        if refusal := REFUSED.get(f"{name}={value}"):
-            with pytest.raises(ConfigError, match=refusal):
-                configured(overrides)
+        if message := REJECTED.get(f"{name}={value}"):
+            with pytest.raises(ConfigError, match=message):
+                config_with(overrides)
             continue
-        config = configured(overrides)
-        consumer(name)(config, name)
+        config = config_with(overrides)
+        consumer_of(name)(config, name)
 
 
 @pytest.mark.parametrize("temperature", ends("gkd.distill_temperature"))
-def test_all_coefficients_at_their_upper_end_give_finite_losses_and_gradients(temperature: float) -> None:
+def test_largest_coefficients_give_finite_losses(temperature: float) -> None:
     bounded = ("_coef", "_cap", "_low", "_high", "_c")
     names = [name for name in KEYS if name.startswith("gkd.") and name.endswith(bounded)]
     assert len(names) == 7
     highest = {name: ends(name)[1] for name in names}
-    lose(configured({"gkd.sft_share": 0.5, "gkd.distill_temperature": temperature, **highest}), "")
+    compute_losses(config_with({"gkd.sft_share": 0.5, "gkd.distill_temperature": temperature, **highest}), "")
 
 
-def test_a_key_without_a_bound_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_without_bound_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     unbounded = SimpleNamespace(default=SimpleNamespace(metadata=[annotated_types.Ge(0)]))
     monkeypatch.setattr(ranges, "known_keys", lambda: {"data.seed": unbounded})
     with pytest.raises(ValueError, match=r"data\.seed lacks a bound"):
@@ -327,19 +338,19 @@ def test_a_key_without_a_bound_is_an_error_with_its_name(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_value_beyond_either_end_is_refused_with_the_key(name: str) -> None:
+def test_value_beyond_bounds_is_rejected(name: str) -> None:
     low, high = ends(name)
     beyond = [low, high]
     for number, (value, to) in enumerate(((low, -math.inf), (high, math.inf))):
-        one = value[0] if isinstance(value, list) else value
-        out: Any = math.nextafter(one, to) if isinstance(one, float) else one + (1 if to > 0 else -1)
-        beyond[number] = [out, out] if isinstance(value, list) else out
+        bound = value[0] if isinstance(value, list) else value
+        outside: Any = math.nextafter(bound, to) if isinstance(bound, float) else bound + (1 if to > 0 else -1)
+        beyond[number] = [outside, outside] if isinstance(value, list) else outside
     for value in beyond:
         with pytest.raises(ConfigError, match=rf"{name}[.\d]*: got"):
-            configured({name: value})
+            config_with({name: value})
 
 
-def test_limits_of_the_teacher_service_are_those_of_its_protocol() -> None:
+def test_limits_match_teacher_protocol() -> None:
     assert LIMITS.timeout_s == limits.MAX_TIMEOUT_S
     assert LIMITS.sequence_tokens == limits.MAX_TOKENS
     assert numeric_range(f"{TEACHER}.top_k").high == LIMITS.vocab_size  # type: ignore[union-attr]
@@ -348,9 +359,9 @@ def test_limits_of_the_teacher_service_are_those_of_its_protocol() -> None:
 
 
 @pytest.mark.parametrize("section", [ROLLOUT, f"{ROLLOUT}.val_kwargs"])
-def test_a_temperature_that_vllm_would_change_is_refused(section: str) -> None:
+def test_temperature_that_vllm_changes_is_rejected(section: str) -> None:
     for value in (1e-9, 0.0099):
         with pytest.raises(ConfigError, match=rf"{section}\.temperature: got .*vLLM would sample at 0\.01 instead"):
-            configured({f"{section}.temperature": value})
+            config_with({f"{section}.temperature": value})
     for value in (0, 0.01, 2.0):
-        configured({f"{section}.temperature": value})
+        config_with({f"{section}.temperature": value})

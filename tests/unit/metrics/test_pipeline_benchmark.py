@@ -1,4 +1,4 @@
-"""The benchmark's figures are those that its aims are about, and a replay finds what a run would have taken."""
+"""Pipeline benchmark: results reach the targets, and a replay predicts the step time of another layout."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from virtual_time import run
 
 from recipe_gkd.config.load import compose_config
 from recipe_gkd.pipeline.interface import PipelineConfig
+from tests._support.base_config import CONFIG_NAME, REQUIRED
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("benchmark") / "pipeline.json"
     pipeline.main(["--clock", "virtual", "--steps", "6", "--json", str(path)])
     return json.loads(path.read_text())
 
 
-def test_every_schedule_is_within_5_percent_of_its_bound(figures: dict[str, float]) -> None:
-    over = {name: value for name, value in figures.items() if name.endswith("step_over_bound")}
-    assert len(over) == 2 * 3 * len(pipeline.SHAPES)
-    assert {name: value for name, value in over.items() if value > 1.05} == {}
-    equal = [value for name, value in over.items() if "batchwise" in name and name.startswith("balanced_equal")]
-    assert len(equal) == 3 and min(equal) > 1 - 1e-6  # stragglers leave places that the next batch fills: there less
+def test_every_schedule_is_within_5_percent_of_bound(results: dict[str, float]) -> None:
+    ratios = {name: value for name, value in results.items() if name.endswith("step_over_bound")}
+    assert len(ratios) == 2 * 3 * len(pipeline.SHAPES)
+    assert {name: value for name, value in ratios.items() if value > 1.05} == {}
+    equal = [value for name, value in ratios.items() if "batchwise" in name and name.startswith("balanced_equal")]
+    assert len(equal) == 3 and min(equal) > 1 - 1e-6  # with stragglers it can be less
 
 
-def test_overlap_pays(figures: dict[str, float]) -> None:
+def test_overlap_shortens_steps(results: dict[str, float]) -> None:
     for shape in ("balanced", "balanced_equal", "long_tailed"):
-        assert figures[f"{shape}/sync/batchwise/speedup_over_sync"] == pytest.approx(1.0)
-        assert figures[f"{shape}/one_step_off/speedup_over_sync"] >= 1.9
-        assert figures[f"{shape}/two_step_off/speedup_over_sync"] >= 2.8
+        assert results[f"{shape}/sync/batchwise/speedup_over_sync"] == pytest.approx(1.0)
+        assert results[f"{shape}/one_step_off/speedup_over_sync"] >= 1.9
+        assert results[f"{shape}/two_step_off/speedup_over_sync"] >= 2.8
 
 
 def record(folder: Path, *, g: float, t: float, u: float, staleness: int, n_steps: int = 25) -> tuple[Path, float]:
-    """The metrics.jsonl of a run, and its seconds a step."""
+    """Write the metrics.jsonl of a run, and return its path and the step time in seconds."""
     times = BatchTimes(responses=[g * (0.5 + i / 31 / 2) for i in range(32)], teacher=t, update=u, sync=0.05)
     pipeline_config = PipelineConfig(max_staleness=staleness, n_replicas=2, capacity=32, requests_per_batch=8)
 
@@ -60,9 +61,7 @@ def record(folder: Path, *, g: float, t: float, u: float, staleness: int, n_step
     return path, sum(each["timing/step"] for each in metrics[5:]) / len(metrics[5:])
 
 
-def test_a_replay_gives_the_run_and_what_another_split_would_have_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_predicts_run_and_other_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, seconds = record(tmp_path, g=3.0, t=0.5, u=1.0, staleness=1)
     pipeline.main(["--replay", str(path), "--actor", "2", "--rollout", "2", "--teacher", "1"])
     report = capsys.readouterr().out
@@ -77,15 +76,15 @@ def test_a_replay_gives_the_run_and_what_another_split_would_have_given(
     assert float(row[1]) == pytest.approx(after, rel=0.05)
     assert "rollout.n_gpus_per_node=3" in report.split("of the best")[1]
     assert "<- the run" in report
-    config = compose_config("on_policy_distill_trainer", ["data.train_files=x", "actor_rollout_ref.model.path=x"])
+    config = compose_config(CONFIG_NAME, REQUIRED)
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
-    with pytest.raises(SystemExit, match=r"--rollout was given, but .*config.yaml says what the run had"):
+    with pytest.raises(SystemExit, match=r"--rollout was given, but .*config.yaml contains the layout of the run"):
         pipeline.main(["--replay", str(path), "--rollout", "2"])
 
 
-def test_a_replay_says_what_is_missing(tmp_path: Path) -> None:
+def test_replay_names_missing_input(tmp_path: Path) -> None:
     path, _ = record(tmp_path, g=1.0, t=0.5, u=1.0, staleness=1, n_steps=8)
-    with pytest.raises(SystemExit, match=r"there is no .*config.yaml; give --actor, --rollout and --teacher"):
+    with pytest.raises(SystemExit, match=r"there is no .*config.yaml; give --actor, --rollout .devices. and --teacher"):
         pipeline.main(["--replay", str(path)])
     steps = [json.loads(line) for line in path.read_text().splitlines()]
     del steps[2]["timing/teacher_tail"]
@@ -97,7 +96,7 @@ def test_a_replay_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("least", "mean", "most"), [(1.0, 2.0, 9.0), (1.0, 5.0, 6.0), (0.0, 0.5, 1.0)])
-def test_answers_are_a_curve_through_what_is_recorded(least: float, mean: float, most: float) -> None:
+def test_curve_matches_least_mean_and_most(least: float, mean: float, most: float) -> None:
     values = curve(16, least, mean, most)
     assert values == sorted(values, reverse=True)
     assert (values[0], values[-1]) == (most, least)

@@ -1,4 +1,4 @@
-"""The model of a step: its limits, and that the real schedule keeps to it."""
+"""Step time model: its bounds, and its agreement with the real schedule."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ seconds = st.sampled_from([0.1, 0.5, 1.0, 2.0])
     ("stages", "staleness", "bound"),
     [((1, 1, 1, 0), 0, 3), ((1, 1, 1, 0), 1, 1.5), ((1, 1, 1, 0), 2, 1), ((1, 5, 1, 0), 1, 5), ((1, 1, 1, 1), 0, 4)],
 )
-def test_no_stage_and_no_batch_is_faster_than_the_bound(
+def test_step_bound_is_slowest_stage_or_batch(
     stages: tuple[float, float, float, float], staleness: int, bound: float
 ) -> None:
     assert step_bound(*stages, staleness) == bound
 
 
-def test_what_limits_a_step_is_named() -> None:
+def test_limits_by_cause() -> None:
     stages = StageSeconds(generate=1.0, latency=1.4, teacher=1.2, tail=0.2, update=2.0, sync=0.4)
     assert limits(stages, 1) == pytest.approx({"rollout": 1.8, "actor": 2.4, "teacher": 1.2, "staleness": 2.0})
     assert limits(stages, 2)["rollout"] == pytest.approx(1.6)  # a sync serves two batches
@@ -35,8 +35,8 @@ def test_what_limits_a_step_is_named() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(g=seconds, t=seconds, u=seconds, w=st.sampled_from([0.0, 0.02, 0.2]), staleness=st.integers(0, 3))
-def test_the_schedule_takes_what_the_model_says(g: float, t: float, u: float, w: float, staleness: int) -> None:
-    """Batch by batch, with answers that all take equally long: no stragglers, and no streaming."""
+def test_schedule_matches_model(g: float, t: float, u: float, w: float, staleness: int) -> None:
+    """Whole batches of equally long responses: without stragglers and streaming."""
     times = BatchTimes(responses=[g] * 8, teacher=t, update=u, sync=w)
 
     async def steady() -> float:

@@ -1,4 +1,4 @@
-"""What a step's metrics say of a run whose times are known."""
+"""Step metrics of a run with known stage times."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import pytest
 from pipeline_stages import BatchTimes, Pools, Stages
 from virtual_time import run
 
-from recipe_gkd.config import load_config
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.pipeline.interface import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline
+from tests._support.base_config import base_config
 
 N_STEPS = 4
 
 
 def train(folder: Path) -> list[dict[str, float]]:
-    """On-policy, whole batches: 2 s of two workers, 1 s of the teacher, 3 s of update, 0.5 s of sync, 3 s of save."""
-    needed = ["data.train_files=x", "actor_rollout_ref.model.path=x", "trainer.scheduler=sync"]
-    config = load_config(
-        "on_policy_distill_trainer",
-        [*needed, f"trainer.default_local_dir={folder}", "trainer.logger=[jsonl]"],
-    )
+    """Run on-policy with whole batches: 2 s generation, 1 s teacher, 3 s update, 0.5 s sync, 3 s save.
+
+    Returns:
+        The lines of metrics.jsonl.
+    """
+    config = base_config("trainer.scheduler=sync", f"trainer.default_local_dir={folder}", "trainer.logger=[jsonl]")
     times = BatchTimes(responses=[2.0] * 8, teacher=1.0, update=3.0, sync=0.5)
 
     async def driven() -> None:
@@ -54,10 +54,10 @@ def train(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_step_is_accounted_for_and_pools_idle_while_others_work(tmp_path: Path) -> None:
-    for line in train(tmp_path)[1:-1]:  # the last one has no weights to send
+def test_step_time_is_the_sum_of_its_parts(tmp_path: Path) -> None:
+    for line in train(tmp_path)[1:-1]:  # the last step has no weight sync
         assert line["timing/other"] == pytest.approx(0, abs=1e-9)
-        # The next weights go out between update and save, during which the next batch is generated and scored.
+        # Weights are sent between update and save. The next batch is generated and scored during the save.
         assert line["timing/step"] == pytest.approx(0.5 + 3 + 3)
         assert line["timing/update_actor"] == line["timing/save_checkpoint"] == pytest.approx(3)
         assert line["perf/idle_actor"] == pytest.approx(0)

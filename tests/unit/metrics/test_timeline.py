@@ -1,4 +1,4 @@
-"""The timeline says how long each track was busy, whatever overlaps, and hands everything on to its sink."""
+"""Timeline: busy time of tracks with overlapping spans; and the virtual clock of the tests."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Clock:
 @given(
     spans=spans, since=st.integers(0, 40), length=st.integers(1, 20), width=st.integers(1, 3), ends=st.integers(0, 45)
 )
-def test_busy_is_the_time_in_which_spans_were_open(
+def test_busy_equals_time_with_open_spans(
     spans: list[tuple[int, int]], since: int, length: int, width: int, ends: int
 ) -> None:
-    """Against counting second by second; spans are still open at ``ends``."""
+    """The reference counts second by second. Some spans are still open at ``ends``."""
     clock = Clock()
     timeline = Timeline(clock)
     contexts = [timeline.span("teacher", "score") for _ in spans]
@@ -53,7 +53,7 @@ def test_busy_is_the_time_in_which_spans_were_open(
     assert timeline.busy("teacher", since, since + length, width) == pytest.approx(expected)
 
 
-def test_tracks_are_apart_and_a_span_that_fails_ends() -> None:
+def test_span_closes_on_error_and_tracks_are_separate() -> None:
     clock = Clock()
     timeline = Timeline(clock)
     with pytest.raises(LookupError), timeline.span("rollout 0", "generate"):
@@ -61,10 +61,10 @@ def test_tracks_are_apart_and_a_span_that_fails_ends() -> None:
         raise LookupError
     timeline.record("rollout 1", "sync", 1.0, 1.5)
     clock.now = 9.0
-    assert [timeline.busy(track, 0.0, 9.0) for track in ("rollout 0", "rollout 1", "nobody")] == [2.0, 0.5, 0.0]
+    assert [timeline.busy(track, 0.0, 9.0) for track in ("rollout 0", "rollout 1", "absent")] == [2.0, 0.5, 0.0]
 
 
-def test_what_is_over_is_forgotten() -> None:
+def test_forget_drops_closed_spans() -> None:
     clock = Clock()
     timeline = Timeline(clock)
     with timeline.span("actor", "update"):
@@ -76,7 +76,7 @@ def test_what_is_over_is_forgotten() -> None:
         assert timeline.busy("actor", 990.0, 1000.0) == 10.0
 
 
-def test_virtual_time_jumps_and_tells_a_deadlock() -> None:
+def test_virtual_time_skips_waits_and_detects_deadlock() -> None:
     async def sleep() -> float:
         await asyncio.gather(asyncio.sleep(3600), asyncio.sleep(10))
         with pytest.raises(TimeoutError):

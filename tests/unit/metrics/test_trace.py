@@ -1,4 +1,4 @@
-"""The trace file is what Perfetto reads: rows that nest, times that are the spans', readable when a run is killed."""
+"""Trace file: nested rows as Perfetto requires, exact times, and a valid file after a kill."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from recipe_gkd.pipeline.pipeline import Pipeline
 from recipe_gkd.runtime.clock import now
 
 
-class Both:
-    """Hands everything to a trace file, and keeps it."""
+class RecordingSink:
+    """Sink that writes a trace file and keeps all spans."""
 
     def __init__(self, trace: TraceFile) -> None:
         self.trace = trace
@@ -33,8 +33,8 @@ class Both:
         return self.trace.begin(track, name, since, args), track, name, since
 
     def end(self, span: Any, until: float) -> None:
-        shown, track, name, since = span
-        self.trace.end(shown, until)
+        trace_span, track, name, since = span
+        self.trace.end(trace_span, until)
         self.spans.append((track, name, since, until))
 
     def record(self, track: str, name: str, since: float, until: float, args: dict[str, Any]) -> None:
@@ -45,8 +45,8 @@ class Both:
         self.trace.count(track, name, at, value)
 
 
-def drawn(events: list[dict[str, Any]]) -> list[tuple[str, str, float, float]]:
-    """(track, name, since, until) in seconds; each row's spans follow one another, or this fails."""
+def spans_in(events: list[dict[str, Any]]) -> list[tuple[str, str, float, float]]:
+    """Return (track, name, since, until) of each span in seconds. The spans of a row must not overlap."""
     names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     rows = defaultdict(list)
     spans = []
@@ -71,9 +71,9 @@ def drawn(events: list[dict[str, Any]]) -> list[tuple[str, str, float, float]]:
     return spans
 
 
-def test_a_run_is_drawn_as_it_was(tmp_path: Path) -> None:
+def test_file_contains_all_spans_of_run(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "trace.json"
-    sink = Both(TraceFile(path))
+    sink = RecordingSink(TraceFile(path))
 
     async def train() -> None:
         times = BatchTimes(responses=[0.5 + 0.1 * i for i in range(8)], teacher=2.0, update=1.0, sync=0.1)
@@ -93,11 +93,11 @@ def test_a_run_is_drawn_as_it_was(tmp_path: Path) -> None:
     run(train())
     sink.trace.close()
     events = json.loads(path.read_text())
-    by_time = sorted(drawn(events))
+    by_time = sorted(spans_in(events))
     assert len(by_time) == len(sink.spans)
-    for shown, real in zip(by_time, sorted(sink.spans), strict=True):
-        assert shown[:2] == real[:2]
-        assert shown[2:] == pytest.approx(real[2:], abs=1e-8)
+    for written, real in zip(by_time, sorted(sink.spans), strict=True):
+        assert written[:2] == real[:2]
+        assert written[2:] == pytest.approx(real[2:], abs=1e-8)
     pools = {event["args"]["name"] for event in events if event.get("name") == "process_name"}
     assert pools == {"actor", "rollout", "teacher", "trainer"}
     workers = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
@@ -108,7 +108,7 @@ def test_a_run_is_drawn_as_it_was(tmp_path: Path) -> None:
     assert counted[0] == 0 and max(counted) <= 2
 
 
-def test_the_file_of_a_killed_process_can_be_read(tmp_path: Path) -> None:
+def test_file_of_killed_process_is_readable(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     program = (
         "import os, signal, sys, time\n"
@@ -122,23 +122,23 @@ def test_the_file_of_a_killed_process_can_be_read(tmp_path: Path) -> None:
     assert died.returncode < 0
     text = path.read_text()
     assert text.endswith(",\n")
-    events = json.loads(text.rstrip(",\n") + "]")  # which the viewers take as given
+    events = json.loads(text.rstrip(",\n") + "]")  # the viewers do the same
     assert [event["name"] for event in events if event["ph"] == "B"] == ["update 7", "generate 8"]
 
 
-def test_an_earlier_trace_is_kept(tmp_path: Path) -> None:
+def test_earlier_trace_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    path.write_text("[\nthat of the run that failed")
+    path.write_text("[\ntrace of the failed run")
     TraceFile(path).close()
     assert len(json.loads(path.read_text())) == 1
-    assert (tmp_path / "trace.previous.json").read_text() == "[\nthat of the run that failed"
+    assert (tmp_path / "trace.previous.json").read_text() == "[\ntrace of the failed run"
 
 
-def test_a_place_that_cannot_be_written_is_told_and_a_full_disk_does_not_end_the_run(
+def test_unwritable_path_is_rejected_and_full_disk_ends_only_the_trace(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"trainer.trace_file=.*cannot be written.*choose another place"):
+    with pytest.raises(ConfigError, match=r"trainer.trace_file=.*cannot be written.*choose another path"):
         TraceFile(tmp_path / "file" / "trace.json")
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
@@ -147,4 +147,4 @@ def test_a_place_that_cannot_be_written_is_told_and_a_full_disk_does_not_end_the
     with timeline.span("actor", "update"):
         timeline.count("actor", "version", 1)
     trace.close()
-    assert [record.message.split(",")[0] for record in caplog.records] == ["the trace ends here"]
+    assert [record.message.split(":")[0] for record in caplog.records] == ["the trace ends here"]

@@ -1,0 +1,55 @@
+"""Interface of loggers, which user classes implement too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Properties of a run that its loggers need.
+
+    Attributes:
+        folder: Run folder, which exists. It contains ``config.yaml``, the complete configuration.
+        project_name: ``trainer.project_name``.
+        experiment_name: ``trainer.experiment_name``.
+        first_step: Number of steps that were done before this start: 0, or the step that the run resumed from.
+        last_step: Last step of the run.
+    """
+
+    folder: Path
+    project_name: str
+    experiment_name: str
+    first_step: int
+    last_step: int
+
+
+class Logger(Protocol):
+    """Destination of metrics.
+
+    A user's class is named by ``trainer.logger=[FILE.py:Name]`` and constructed with a :class:`RunInfo`::
+
+        logger = Name(run_info)            # once, after the workers have started; an exception ends the run
+        logger.log(step, metrics)          # after each step
+        logger.close()                     # once, when the run ends, also after an error
+
+    All calls come from the driver's main thread, between two steps. A call that takes long delays the next step. An
+    exception of ``log`` or ``close`` does not end the run: it is reported once in the run's log with the name of the
+    class, and the logger is not called again.
+    """
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the complete metrics of a step.
+
+        Args:
+            step: Number of the step, starting at 1. With ``trainer.val_before_train`` the first call has the number of
+                the step that the run starts from, and only validation metrics. A resumed run repeats the steps after
+                its checkpoint.
+            metrics: Values by name, such as ``actor/kl_loss``. Different steps may have different names.
+        """
+
+    def close(self) -> None:
+        """Write everything that is buffered, and release all resources."""
