@@ -95,6 +95,7 @@ class PackedBatch:
         is_skipped_T: True if the teacher's score was requested and not received, bool [T].
         teacher_numbers_T: Index of the teacher, int64 [T].
         is_reference_T: True if the token belongs to a reference response of the data set, bool [T].
+        rewards_T: Reward of the response, float32 [T]; NaN without a reward.
         advantages_T: Advantage of the response, float32 [T]; see :class:`~recipe_gkd.data.samples.Sample`.
         baselines_T: Baseline of the response, float32 [T].
         scales_T: Scale of the response, float32 [T].
@@ -115,6 +116,7 @@ class PackedBatch:
     is_skipped_T: np.ndarray
     teacher_numbers_T: np.ndarray
     is_reference_T: np.ndarray
+    rewards_T: np.ndarray
     advantages_T: np.ndarray
     baselines_T: np.ndarray
     scales_T: np.ndarray
@@ -174,6 +176,7 @@ def pack(samples: Sequence[Sample], *, multiple_of: int = 1) -> PackedBatch:
         is_skipped_T=of_samples((sample.is_skipped for sample in samples), np.bool_),
         teacher_numbers_T=of_samples((sample.teacher_number for sample in samples), np.int64),
         is_reference_T=of_samples((sample.is_reference for sample in samples), np.bool_),
+        rewards_T=of_samples((np.nan if sample.reward is None else sample.reward for sample in samples), np.float32),
         advantages_T=of_samples((sample.advantage for sample in samples), np.float32),
         baselines_T=of_samples((sample.baseline for sample in samples), np.float32),
         scales_T=of_samples((sample.scale for sample in samples), np.float32),
