@@ -9,11 +9,10 @@ import pytest
 import torch
 import transformers
 
-from recipe_gkd.actor.hf_save import write_hf_folder
+from tests._support.layouts import BF16, PLAIN_OPTIMIZER, PP2, SP, TP2, VPP2
 from tests._support.tiny_models import ACTOR, VOCAB, make_config, make_samples, transformers_logits, without_empty
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs, save_jobs
-from tests.integration.actor.layouts import BF16, PLAIN_OPTIMIZER, PP2, SP, TP2, VPP2
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -86,20 +85,6 @@ class TestResume:
 
 
 class TestHfFolder:
-    def test_write_hf_folder_of_large_model_has_files_and_index(self, folders: dict[str, Path], tmp_path: Path) -> None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen2_untied"])
-        weights = model.state_dict()
-        meta = [[(name, tuple(tensor.shape), "float32")] for name, tensor in weights.items()]
-        write_hf_folder(
-            tmp_path / "saved", folders["qwen2_untied"], meta, lambda first, last: list(weights.items())[first:last],
-            lambda function, _: function(), max_file_bytes=50_000,
-        )  # fmt: skip
-        files = sorted((tmp_path / "saved").glob("*.safetensors"))
-        assert len(files) > 2 and all(file.stat().st_size < 60_000 for file in files)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
-        assert not (tmp_path / "saved.partial").exists()
-
     @pytest.mark.parametrize(
         ("kind", "ranks", "overrides"),
         [("qwen2", 2, [TP2]), ("qwen2_untied", 2, [PP2, BF16]), ("qwen3", 1, []), ("llama", 4, [TP2, PP2])],

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests._support.layouts import PP2, TP2
 from tests._support.tiny_models import ACTOR, make_config, make_samples
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import save_jobs
-from tests.integration.actor.layouts import PP2, TP2
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 
 from recipe_gkd.data.samples import Sample
+from tests._support.layouts import BF16, BY_SAMPLES, PLAIN_OPTIMIZER, PP2, RECOMPUTE, SP, TP2, VPP2
 from tests._support.tiny_models import (
     ACTOR,
     VOCAB,
@@ -25,7 +26,6 @@ from tests._support.tiny_models import (
 )
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs
-from tests.integration.actor.layouts import BF16, BY_SAMPLES, PLAIN_OPTIMIZER, PP2, RECOMPUTE, SP, TP2, VPP2
 from tests.integration.actor.reference import assert_metrics, assert_weights, reference_training
 
 pytestmark = pytest.mark.timeout(150)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
-from recipe_gkd.actor.model_dims import check_fits, read_model_dims
-from recipe_gkd.errors import ConfigError, ModelError
+from tests._support.layouts import BF16, EP2, ETP1, OVERRIDE, PLAIN_OPTIMIZER, PP2, SP, TP2, VPP2
 from tests._support.tiny_models import make_config, transformers_logits, without_empty
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs, save_jobs
-from tests.integration.actor.layouts import BF16, EP2, ETP1, OVERRIDE, PLAIN_OPTIMIZER, PP2, SP, TP2, VPP2
 from tests.integration.actor.reference import assert_metrics, assert_weights
 from tests.integration.actor.test_checkpoint import FIRST, SECOND
 from tests.integration.actor.test_layouts import BATCHES, reference
@@ -117,38 +113,3 @@ class TestCheckpoint:
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
         want = transformers_logits(model, without_empty(FIRST))
         torch.testing.assert_close(logits[: len(want)], want, rtol=0, atol=1e-5)
-
-
-class TestRejectedSettings:
-    @pytest.mark.parametrize(
-        ("kind", "ranks", "overrides", "message"),
-        [
-            ("qwen2", 2, [EP2], "expert_model_parallel_size=2, .*the student has no experts; set them to 1 and null"),
-            (
-                "qwen3_moe",
-                3,
-                [EP2.replace("=2", "=3")],
-                "expert_model_parallel_size is 3; it must divide the model's",
-            ),
-            ("qwen3_moe", 3, [ETP1.replace("=1", "=3")], "expert_tensor_parallel_size is 3; it must divide the 20 f"),
-            ("qwen3_moe", 2, [TP2], "tensor_model_parallel_size=2 without sequence_parallel: .*set .*sequence_paral"),
-            ("qwen3_moe", 4, [PP2.replace("=2", "=4")], "pipeline rank 1 would have dense layers only"),
-        ],
-    )
-    def test_check_fits_with_indivisible_experts_raises(
-        self, kind: str, ranks: int, overrides: list[str], message: str, folders: dict[str, Path]
-    ) -> None:
-        config: Any = make_config(folders[kind], *overrides, ranks=ranks)
-        with pytest.raises(ConfigError, match=message):
-            check_fits(read_model_dims(folders[kind]), config.actor_rollout_ref.actor.megatron)
-
-    @pytest.mark.parametrize(
-        "change", [{"num_experts_per_tok": 1}, {"sliding_window": 64}, {"router_jitter_noise": 0.1}]
-    )
-    def test_read_model_dims_with_unsupported_routing_raises(
-        self, change: dict[str, float], folders: dict[str, Path], tmp_path: Path
-    ) -> None:
-        config = json.loads((folders["mixtral"] / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ModelError, match=f"{next(iter(change))}=.* in config.json is not supported for a mixtral"):
-            read_model_dims(tmp_path)

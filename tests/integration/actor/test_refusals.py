@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from recipe_gkd.actor.model_dims import check_fits, read_model_dims
-from recipe_gkd.errors import ConfigError, ModelError
+from tests._support.layouts import OVERRIDE, PP2, TP2
 from tests._support.tiny_models import TOP_K, make_config, make_folder, make_sample, make_samples, without_empty
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs
-from tests.integration.actor.layouts import OVERRIDE, PP2, TP2, VPP2
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -79,45 +74,3 @@ class TestSetup:
         assert "there is no tensor model.layers.1.mlp.up_proj.weight" in message(folder=folder)
         (folder / "model.safetensors").write_bytes(b"truncated")
         assert "cannot be read as safetensors" in message(folder=folder)
-
-
-class TestModelDims:
-    def test_check_fits_with_indivisible_layout_raises(self, folders: dict[str, Path]) -> None:
-        def check(*overrides: str, ranks: int) -> None:
-            config = make_config(folders["llama"], *overrides, ranks=ranks)
-            check_fits(read_model_dims(folders["llama"]), config.actor_rollout_ref.actor.megatron)
-
-        check(TP2, PP2, VPP2, ranks=4)
-        with pytest.raises(ConfigError, match="must divide the model's 4 heads, 2 key/value heads"):
-            check(TP2.replace("=2", "=4"), ranks=4)
-        with pytest.raises(ConfigError, match="4 layers cannot be divided equally into 3 pipeline stages"):
-            check(PP2.replace("=2", "=3"), ranks=3)
-
-    def test_import_of_model_dims_imports_no_megatron(self) -> None:
-        program = (
-            "import sys; import recipe_gkd.actor.model_dims; sys.exit(bool({'megatron', 'torch'} & set(sys.modules)))"
-        )
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-    @pytest.mark.parametrize(
-        ("changes", "expected"),
-        [
-            ({"model_type": "gpt2"}, "is a 'gpt2' model; the actor supports: qwen2, qwen3, llama"),
-            ({"model_type": "unknown"}, "is a 'unknown' model; the actor supports: qwen2, qwen3, llama"),
-            ({"hidden_size": "wide"}, "config.json cannot be read .*'hidden_size' expected int"),
-            ({"hidden_act": "gelu"}, "hidden_act=gelu"),
-            ({"use_sliding_window": True}, "use_sliding_window=True"),
-            ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rotary scaling .*yarn"),
-        ],
-    )
-    def test_read_model_dims_of_unsupported_model_raises(
-        self, changes: dict[str, object], expected: str, folders: dict[str, Path], tmp_path: Path
-    ) -> None:
-        config = json.loads((folders["qwen2"] / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(config | changes))
-        with pytest.raises(ModelError, match=expected):
-            read_model_dims(tmp_path)
-
-    def test_read_model_dims_without_config_raises(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match=r"no config.json in .*; actor_rollout_ref.model.path must be"):
-            read_model_dims(tmp_path)

@@ -1,4 +1,4 @@
-"""Writer processes: reports of their result, and their end with the actor."""
+"""Writer processes: reports of their result, their death, and their connections."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import os
 import resource
 import signal
 import socket
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import ray
 
 from recipe_gkd.actor import writer_process
 from recipe_gkd.actor.writer_process import WriterProcess, kill_all, wait_for_any
@@ -110,34 +107,3 @@ def test_writer_holds_no_connections_of_actor() -> None:
         peer.close()
         for fd in (ready, started, starting):
             os.close(fd)
-
-
-def _actor_class() -> Any:
-    """Return a class that Ray serializes by value: its workers cannot import this module."""
-
-    class Actor:
-        def start(self) -> tuple[int, int]:
-            """Fork a writer from a thread that ends, as Ray's threads may."""
-            pids: list[int] = []
-            thread = threading.Thread(target=lambda: pids.append(WriterProcess(lambda: time.sleep(600)).pid))
-            thread.start()
-            thread.join()
-            return os.getpid(), pids[0]
-
-        def train(self) -> None:
-            time.sleep(600)
-
-    return ray.remote(Actor)
-
-
-def test_writer_outlives_forking_thread_but_not_actor(ray_session: Any) -> None:
-    actor = _actor_class().options(num_cpus=0).remote()
-    actor_pid, writer_pid = ray.get(actor.start.remote(), timeout=60)
-    training = actor.train.remote()
-    writer = psutil.Process(writer_pid)
-    with pytest.raises(psutil.TimeoutExpired):
-        writer.wait(timeout=2)
-    os.kill(actor_pid, signal.SIGKILL)
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(training, timeout=20)
-    writer.wait(timeout=20)
