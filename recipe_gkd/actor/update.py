@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recipe_gkd.actor.forward_backward import LossFunction, run_micro_batches
 from recipe_gkd.actor.loss_metrics import metrics, names_of_sums
 from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.megatron_model import MegatronModel
@@ -20,7 +21,6 @@ from recipe_gkd.actor.objective import Objective
 from recipe_gkd.actor.optimizer import clip_and_step, gradient_norm, learning_rate, set_hyperparameters
 from recipe_gkd.actor.padding_rows import keep_padding_rows
 from recipe_gkd.actor.parallel import tensor_group
-from recipe_gkd.actor.forward_backward import LossFunction, run_micro_batches
 from recipe_gkd.config.schema import ActorConfig, Config
 from recipe_gkd.config.teachers import names as teacher_names
 from recipe_gkd.data.samples import Sample
