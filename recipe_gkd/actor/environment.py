@@ -1,4 +1,4 @@
-"""Environment variables of an actor process. They count only if they are set before torch is imported."""
+"""Environment variables of an actor process. They take effect only if they are set before torch is imported."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from recipe_gkd.diagnostics.stack_dumps import nccl_environment
 
 
 def worker_environment(device: str) -> dict[str, str]:
-    """For the ``env_vars`` of an actor worker's Ray ``runtime_env``; ``device`` is `cpu` or `cuda`."""
-    quiet = {"PYTHONWARNINGS": "ignore"}  # Megatron warns at import of each optional package that is not there
+    """Return the ``env_vars`` of an actor worker's Ray ``runtime_env``.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    common = {"PYTHONWARNINGS": "ignore"}  # Megatron warns about each optional package that is not installed
     if device == "cpu":
-        return quiet | {
+        return common | {
             "OMP_NUM_THREADS": "1",  # ranks share the cores; more threads than cores are many times slower
-            # Megatron, and what we mend of it, ask torch whether there is a GPU; on a machine that has some, a worker
-            # on the CPU must hear no from all of them.
+            # Megatron and its patches test whether torch finds a GPU. A CPU worker must find none, also on a machine
+            # with GPUs.
             "CUDA_VISIBLE_DEVICES": "",
         }
-    # Megatron orders communication and compute by the number of connections.
-    return quiet | nccl_environment() | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    # With one connection, kernels start in the order of their launch, as Megatron's overlap of communication requires.
+    return common | nccl_environment() | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -1,4 +1,4 @@
-"""One rank's shard of a weight <-> the Hugging Face tensors that it is made of."""
+"""Conversion between the shard of a Megatron parameter and the Hugging Face tensors that it holds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,23 @@ from torch import Tensor
 from recipe_gkd.actor.hf_names import ShardSpec, Weight
 from recipe_gkd.actor.model_dims import ModelDims
 
-ReadPart = Callable[[str, tuple[slice, ...]], Tensor]
-"""Reads a part of a named Hugging Face tensor from its file."""
+ReadSlice = Callable[[str, tuple[slice, ...]], Tensor]
+"""Function that reads a slice of a named Hugging Face tensor; ``()`` stands for the whole tensor."""
 
 
-def read_shard(weight: Weight, shape: ModelDims, read: ReadPart, tp_rank: int, tp_size: int) -> Tensor:
-    """What rank ``tp_rank`` of the group that cuts ``weight`` holds of it, reading no more than that."""
+def read_shard(weight: Weight, dims: ModelDims, read: ReadSlice, tp_rank: int, tp_size: int) -> Tensor:
+    """Read one rank's shard of a weight.
+
+    Args:
+        weight: Weight to read.
+        dims: Dimensions of the model.
+        read: Reads slices of the Hugging Face tensors. Only the data of the shard is requested.
+        tp_rank: Rank in the group that divides the weight.
+        tp_size: Size of this group.
+
+    Returns:
+        The shard, with the shape that :func:`shard_size` returns. Padding rows of the vocabulary are 0.
+    """
 
     def rows(index: int) -> Tensor:
         name, size = weight.hf[index]
@@ -23,11 +34,11 @@ def read_shard(weight: Weight, shape: ModelDims, read: ReadPart, tp_rank: int, t
         return read(name, (slice(tp_rank * count, (tp_rank + 1) * count),))
 
     name, size = weight.hf[0]
-    match weight.cut:
+    match weight.shard_spec:
         case ShardSpec.NONE:
             return read(name, ())
         case ShardSpec.VOCAB:
-            count = shape.padded_vocab(tp_size) // tp_size
+            count = dims.padded_vocab(tp_size) // tp_size
             start, stop = (min(row, size[0]) for row in (tp_rank * count, (tp_rank + 1) * count))
             real = read(name, (slice(start, stop),)) if stop > start else torch.zeros(0, *size[1:])
             return torch.cat([real, real.new_zeros(count - (stop - start), *size[1:])])
@@ -35,39 +46,45 @@ def read_shard(weight: Weight, shape: ModelDims, read: ReadPart, tp_rank: int, t
             count = size[1] // tp_size
             return read(name, (slice(None), slice(tp_rank * count, (tp_rank + 1) * count)))
         case ShardSpec.QKV:
-            groups = shape.kv_heads // tp_size
+            groups = dims.kv_heads // tp_size
             parts = [part.unflatten(0, (groups, part.size(0) // groups)) for part in map(rows, range(3))]
             return torch.cat(parts, dim=1).flatten(0, 1)
         case ShardSpec.GATE_UP:
             return torch.cat([rows(0), rows(1)])
 
 
-def shard_size(weight: Weight, shape: ModelDims, parts: int) -> tuple[int, ...]:
-    """Of what each of ``parts`` ranks holds of ``weight``."""
+def shard_size(weight: Weight, dims: ModelDims, n_shards: int) -> tuple[int, ...]:
+    """Return the shape of each of ``n_shards`` shards of a weight."""
     _, size = weight.hf[0]
-    match weight.cut:
+    match weight.shard_spec:
         case ShardSpec.NONE:
             return size
         case ShardSpec.VOCAB:
-            return (shape.padded_vocab(parts) // parts, *size[1:])
+            return (dims.padded_vocab(n_shards) // n_shards, *size[1:])
         case ShardSpec.COLUMNS:
-            return (size[0], size[1] // parts)
+            return (size[0], size[1] // n_shards)
         case ShardSpec.QKV | ShardSpec.GATE_UP:
-            return (sum(rows for _, (rows, *_) in weight.hf) // parts, *size[1:])
+            return (sum(rows for _, (rows, *_) in weight.hf) // n_shards, *size[1:])
 
 
-def join_shards(weight: Weight, shape: ModelDims, shards: Sequence[Tensor]) -> list[Tensor]:
-    """The Hugging Face tensors of ``weight``, contiguous, from all shards of a group, or from one if not cut."""
-    match weight.cut:
+def join_shards(weight: Weight, dims: ModelDims, shards: Sequence[Tensor]) -> list[Tensor]:
+    """Return the Hugging Face tensors of a weight, contiguous, in the order of ``weight.hf``.
+
+    Args:
+        weight: Weight to convert.
+        dims: Dimensions of the model.
+        shards: Shards of all ranks of the group, in order; one tensor if the weight is replicated.
+    """
+    match weight.shard_spec:
         case ShardSpec.NONE:
             tensors = [shards[0]]
         case ShardSpec.VOCAB:
-            tensors = [torch.cat(tuple(shards))[: shape.vocab_size]]
+            tensors = [torch.cat(tuple(shards))[: dims.vocab_size]]
         case ShardSpec.COLUMNS:
             tensors = [torch.cat(tuple(shards), dim=1)]
         case ShardSpec.QKV:
-            grouped = torch.cat(tuple(shards)).unflatten(0, (shape.kv_heads, -1))
-            widths = [shape.heads // shape.kv_heads * shape.head_dim, shape.head_dim, shape.head_dim]
+            grouped = torch.cat(tuple(shards)).unflatten(0, (dims.kv_heads, -1))
+            widths = [dims.heads // dims.kv_heads * dims.head_dim, dims.head_dim, dims.head_dim]
             tensors = [part.flatten(0, 1) for part in grouped.split(widths, dim=1)]
         case ShardSpec.GATE_UP:
             halves = [shard.chunk(2) for shard in shards]

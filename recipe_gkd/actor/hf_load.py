@@ -1,4 +1,4 @@
-"""Read a Hugging Face folder into this rank's model chunks: by name, lazily, only its own part of each tensor."""
+"""Loading of a Hugging Face folder into this rank's model chunks. Each rank reads only its own shards."""
 
 from __future__ import annotations
 
@@ -18,9 +18,18 @@ from recipe_gkd.actor.parallel import Layout
 from recipe_gkd.errors import ModelError
 from teacher.weight_files import INDEX_NAME, WeightFileError, open_weights, read_index
 
+LocalWeight = tuple[Weight, Tensor | None]
+"""A weight of the model and this rank's parameter for it; None if only other ranks have the weight."""
 
-def own_parameters(chunks: Sequence[GPTModel], shape: ModelDims, layout: Layout) -> list[tuple[Weight, Tensor | None]]:
-    """Every weight of the model in order, with this rank's parameter for it; None if only other ranks have it."""
+
+def local_weights(chunks: Sequence[GPTModel], dims: ModelDims, layout: Layout) -> list[LocalWeight]:
+    """Return all weights of the model in order, each with this rank's parameter for it.
+
+    Args:
+        chunks: Model chunks of this rank.
+        dims: Dimensions of the whole model.
+        layout: Coordinates of this rank.
+    """
     in_layers: dict[tuple[int, str], Tensor] = {}
     outside: dict[str, Tensor] = {}
     for chunk in chunks:
@@ -29,8 +38,8 @@ def own_parameters(chunks: Sequence[GPTModel], shape: ModelDims, layout: Layout)
             in_layers |= {(layer.layer_number - 1, name): p for name, p in layer.named_parameters()}
 
     experts = range(0)
-    if shape.mixture is not None:
-        count = shape.mixture.experts // layout.ep_size
+    if dims.mixture is not None:
+        count = dims.mixture.experts // layout.ep_size
         experts = range(layout.ep_rank * count, (layout.ep_rank + 1) * count)
 
     def find(weight: Weight) -> Tensor | None:
@@ -44,36 +53,48 @@ def own_parameters(chunks: Sequence[GPTModel], shape: ModelDims, layout: Layout)
                 return found
         return None
 
-    return [(weight, find(weight)) for weight in weights(shape)]
+    return [(weight, find(weight)) for weight in weights(dims)]
 
 
 @torch.no_grad()
-def load_hf(path: str | Path, chunks: Sequence[GPTModel], shape: ModelDims, layout: Layout) -> None:
-    """Fill every parameter of ``chunks``; :class:`ModelError` for a tensor that is missing or of another shape."""
+def load_hf(path: str | Path, chunks: Sequence[GPTModel], dims: ModelDims, layout: Layout) -> None:
+    """Fill every parameter of ``chunks`` from a Hugging Face folder.
+
+    Args:
+        path: Folder with safetensors files.
+        chunks: Model chunks of this rank.
+        dims: Dimensions of the whole model.
+        layout: Coordinates of this rank.
+
+    Raises:
+        ModelError: A tensor is missing or has another shape, or a file cannot be read.
+    """
     unfilled = {id(p): name for chunk in chunks for name, p in chunk.named_parameters()}
     with ExitStack() as stack:
         reader = _FolderReader(Path(path), stack)
-        for weight, parameter in own_parameters(chunks, shape, layout):
+        for weight, parameter in local_weights(chunks, dims, layout):
             targets = [] if parameter is None else [parameter]
-            if shape.tied and weight.mcore == (EMBEDDING,):  # a last stage apart has its own copy, as output layer
+            if dims.tied and weight.mcore == (EMBEDDING,):  # a separate last stage has a copy of the tied embedding
                 targets += [p for chunk in chunks for name, p in chunk.named_parameters() if name == OUTPUT]
             if not targets:
                 continue
             for name, size in weight.hf:
                 reader.expect(name, size)
-            rank, parts = (
-                (layout.tp_rank, layout.tp_size) if weight.expert is None else (layout.etp_rank, layout.etp_size)
-            )
-            shard = read_shard(weight, shape, reader.part, rank, parts)
+            is_expert = weight.expert is not None
+            rank, n_shards = (layout.etp_rank, layout.etp_size) if is_expert else (layout.tp_rank, layout.tp_size)
+            shard = read_shard(weight, dims, reader.read, rank, n_shards)
             for target in targets:
                 target.copy_(shard)
                 unfilled.pop(id(target), None)
     if unfilled:
-        raise ModelError(f"{path}: nothing in the folder fills these parameters: {', '.join(unfilled.values())}")
+        raise ModelError(f"{path}: the folder has no weights for these parameters: {', '.join(unfilled.values())}")
 
 
 class _FolderReader:
-    """Parts of tensors out of one safetensors file, or of several with an index; files are opened when first needed."""
+    """Reader of tensor slices from one safetensors file, or from several files with an index.
+
+    A file is opened when it is needed for the first time.
+    """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
@@ -94,12 +115,12 @@ class _FolderReader:
 
     def expect(self, name: str, size: tuple[int, ...]) -> None:
         if name not in self._file_of:
-            raise ModelError(f"{self._folder}: there is no tensor {name}, which its config.json calls for")
+            raise ModelError(f"{self._folder}: there is no tensor {name}, expected according to config.json")
         got = tuple(self._handle(self._file_of[name]).get_slice(name).get_shape())
         if got != size:
-            raise ModelError(f"{self._folder}: tensor {name} has shape {got}, its config.json calls for {size}")
+            raise ModelError(f"{self._folder}: tensor {name} has shape {got}, expected {size} according to config.json")
 
-    def part(self, name: str, where: tuple[slice, ...]) -> Tensor:
+    def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
         return self._handle(self._file_of[name]).get_slice(name)[where or ...]
 
     def _handle(self, file: str) -> Any:

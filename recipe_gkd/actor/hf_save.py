@@ -1,7 +1,7 @@
-"""Write an ordinary Hugging Face folder, in files of limited size.
+"""Saving of a Hugging Face folder, with weight files of limited size.
 
-The weights of one file are collected on rank 0, then written by another process: no rank is inside an exchange of
-weights while a disk is waited for, and rank 0 holds one file at most.
+The weights of one file are gathered on rank 0 and then written by another process. Therefore no rank waits for a disk
+inside of a collective, and rank 0 holds at most one file in memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,67 +20,103 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from recipe_gkd.actor.export import export_weights, weights_meta
+from recipe_gkd.actor.megatron_model import MegatronModel
+from recipe_gkd.actor.parallel_write import ParallelWrite
 from recipe_gkd.runtime.durable_files import sync_file, sync_folder, sync_tree
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
-FILE_BYTES = 4 << 30
+MAX_FILE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """A file of a folder, and the weights that it holds: ``first`` up to, not including, ``last``."""
+    """A weight file of a folder, with the weights of index ``first`` to ``last - 1``."""
 
     name: str
     first: int
     last: int
 
 
-Run = Callable[[Callable[[], None], str | None], None]
-"""Function that runs its first argument on rank 0 while the other ranks wait. Collective. The second argument is the
-reason if this rank has failed already, else None. Raises on all ranks if one has failed."""
+RunOnFirstRank = Callable[[Callable[[], None], str | None], None]
+"""Function that runs its first argument on rank 0 while the other ranks wait. Collective.
+
+The second argument is the reason if this rank has failed already, else None. Raises on all ranks if one has failed.
+"""
 
 
-def save_hf_folder(
+def save_hf_folder(model: MegatronModel, path: Path, source: Path, timeout_s: float) -> None:
+    """Write the weights of a model as a Hugging Face folder. Collective.
+
+    Args:
+        model: Model in training.
+        path: Folder to create or replace.
+        source: Folder that the model was loaded from. All its files except the weights are copied.
+        timeout_s: Deadline of the save, in seconds.
+
+    Raises:
+        CheckpointError: The folder was not written in time. Raised on all ranks.
+    """
+    deadline = time.monotonic() + timeout_s
+
+    def export(first: int, last: int) -> Iterator[tuple[str, Tensor]]:
+        return export_weights(model, first, last)
+
+    def run(function: Callable[[], None], failure: str | None) -> None:
+        ParallelWrite(
+            f"the save of the Hugging Face folder {path}",
+            [function] if model.layout.rank == 0 else [],
+            deadline=deadline,
+            limit_s=timeout_s,
+            device=model.device,
+            failure=failure,
+        ).wait()
+
+    metas = [weights_meta([weight], model.dtype) for weight, _ in model.weights]
+    write_hf_folder(path, source, metas, export, run)
+
+
+def write_hf_folder(
     path: Path,
     source: Path,
     weights: Sequence[Sequence[TensorMeta]],
     export: Callable[[int, int], Iterable[tuple[str, Tensor]]],
-    run: Run,
+    run: RunOnFirstRank,
     *,
-    file_bytes: int = FILE_BYTES,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Copy all files of ``source`` but its weights, and write the weights. Collective.
-
-    ``path`` appears (or is replaced) only once everything is on the disk.
+    """Write a folder under a temporary name, and rename it when everything is on the disk. Collective.
 
     Args:
-        weights: Tensors of each weight; those of one weight are in one file.
+        path: Folder to create or replace.
+        source: All files of this folder except the weights are copied.
+        weights: Tensors of each weight. The tensors of one weight are in one file.
         export: Called with a range of weights on all ranks; returns their tensors on rank 0, and nothing elsewhere.
         run: Runs each function that writes.
-        file_bytes: Limit of a file's size, unless one weight alone is larger.
+        max_file_bytes: Maximum size of a file. A larger weight gets a file of its own.
     """
     partial_path = path.with_name(path.name + ".partial")
-    run(partial(_begin, partial_path, source, weights[0][0][2]), None)
-    files = plan_files(weights, file_bytes)
+    run(partial(_create_folder, partial_path, source, weights[0][0][2]), None)
+    files = plan_files(weights, max_file_bytes)
     for file in files:
-        held: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         failure: str | None = None
-        for name, tensor in export(file.first, file.last):  # to its end, or other ranks would wait for this one
+        for name, tensor in export(file.first, file.last):  # exhausted in any case: other ranks take part
             try:
                 if failure is None:
-                    held[name] = tensor.to("cpu", copy=True)  # tensors may share memory, which safetensors refuses
+                    tensors[name] = tensor.to("cpu", copy=True)  # safetensors rejects tensors that share memory
             except (MemoryError, RuntimeError) as error:
                 failure = f"{type(error).__name__}: {error}"
-        run(partial(_write_file, partial_path / file.name, held), failure)
+        run(partial(_write_file, partial_path / file.name, tensors), failure)
     run(partial(_complete, path, partial_path, weights, files), None)
 
 
-def plan_files(weights: Sequence[Sequence[TensorMeta]], file_bytes: int) -> list[WeightsFile]:
-    """Divide ``weights`` in order into files of up to ``file_bytes``."""
+def plan_files(weights: Sequence[Sequence[TensorMeta]], max_file_bytes: int) -> list[WeightsFile]:
+    """Divide ``weights`` in order into files of at most ``max_file_bytes``."""
     starts, used = [0], 0
     for number, tensors in enumerate(weights):
         n_bytes = sum(map(_n_bytes, tensors))
-        if used and used + n_bytes > file_bytes:
+        if used and used + n_bytes > max_file_bytes:
             starts.append(number)
             used = 0
         used += n_bytes
@@ -91,31 +128,31 @@ def plan_files(weights: Sequence[Sequence[TensorMeta]], file_bytes: int) -> list
     ]
 
 
-def _begin(folder: Path, source: Path, dtype: str) -> None:
-    """Make a folder with all files of ``source`` but its weights."""
+def _create_folder(folder: Path, source: Path, dtype: str) -> None:
+    """Create a folder with all files of ``source`` except its weights."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for file in source.iterdir():
         if file.is_file() and not _is_weights(file.name):
-            shutil.copyfile(file, folder / file.name)  # with the modes of the umask
+            shutil.copyfile(file, folder / file.name)  # with the permissions of the umask
     _set_dtype(folder / "config.json", dtype)
     sync_tree(folder)
 
 
 def _write_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(dict(tensors), file, metadata={"format": "pt"})
-    file.chmod(0o666 & ~_umask())  # safetensors makes it readable for its owner only
+    file.chmod(0o666 & ~_umask())  # safetensors makes it readable only for its owner
     sync_file(file)
 
 
 def _umask() -> int:
-    """Return the umask of this process, which must have no other thread that makes files."""
+    """Return the umask of this process. No other thread may create files meanwhile."""
     os.umask(umask := os.umask(0o077))
     return umask
 
 
 def _complete(path: Path, folder: Path, weights: Sequence[Sequence[TensorMeta]], files: Sequence[WeightsFile]) -> None:
-    """Give a folder its index, if it has several files, and its final name."""
+    """Write the index of a folder with several weight files, and rename the folder."""
     if len(files) > 1:
         entries = [(entry, file.name) for file in files for meta in weights[file.first : file.last] for entry in meta]
         index = {
@@ -143,7 +180,7 @@ def _is_weights(name: str) -> bool:
 
 def _set_dtype(config_file: Path, dtype: str) -> None:
     config = json.loads(config_file.read_text())
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"  # its name before and since transformers 5
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 5 has renamed it to dtype
     config_file.write_text(json.dumps(config | {key: dtype}, indent=2) + "\n")
 
 

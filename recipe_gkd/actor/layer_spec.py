@@ -1,8 +1,10 @@
-"""What a transformer layer is made of: Transformer Engine's modules where they are installed, torch's own elsewhere.
+"""Modules of a transformer layer: those of Transformer Engine if it is installed, torch's own modules otherwise.
 
-Megatron's stock "local" spec lacks what is needed here: its norm refuses sequence parallelism and ignores
-``params_dtype``, and its attention builds an s x s score matrix and does not take packed sequences.
-Axis names: N tokens of a packed row, H heads, G key/value groups, D head width.
+Megatron's "local" spec is not sufficient: its norm rejects sequence parallelism and ignores ``params_dtype``, and its
+attention allocates an S x S score matrix and does not support packed sequences.
+
+Shape suffixes: N tokens of a packed row, H query heads, G key/value heads, D head width, B sequences of a block, S
+length of a block.
 """
 
 from __future__ import annotations
@@ -26,16 +28,22 @@ from torch import Tensor
 
 
 def has_transformer_engine() -> bool:
+    """Return True if Transformer Engine is installed and CUDA is available."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec that GPTModel takes, for the layers of this pipeline stage (and virtual stage)."""
+    """Return the spec for GPTModel of the layers of this pipeline stage.
+
+    Args:
+        config: Megatron's configuration.
+        vp_stage: Virtual pipeline stage; None without interleaving.
+    """
     if has_transformer_engine():
         if config.num_moe_experts is None:
             return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    # A block spec, not a layer spec: TransformerBlock would choose its own final norm.
+    # With a layer spec, TransformerBlock would choose its own final norm, so a block spec is used.
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
@@ -48,9 +56,11 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> Modu
 
 
 class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm with Megatron's constructor, in ``params_dtype``, that supports sequence parallelism."""
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # finalize_model_grads
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by finalize_model_grads
 
 
 def _device(config: TransformerConfig) -> torch.device | int:
@@ -59,16 +69,22 @@ def _device(config: TransformerConfig) -> torch.device | int:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Where the sequences of a packed row lie, for Transformer Engine and Megatron's rotary embedding, and for us."""
+    """Positions of the sequences in a packed row.
+
+    The inherited fields are read by Transformer Engine and by Megatron's rotary embedding, the own fields by
+    :class:`PackedAttention`.
+
+    Attributes:
+        blocks: Row indices of B sequences of similar length, int64 [B, S] each. Padding on the right has any index.
+        unpack_index_N: Index of each row in the concatenation of the flattened blocks, int64 [N].
+    """
 
     blocks: list[Tensor] = field(default_factory=list)
-    """int64 [B, S] each: row numbers of B sequences of similar length; any row where one is shorter than S."""
     unpack_index_N: Tensor | None = None
-    """int64: where each row is in the blocks, flattened and one after the other."""
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention inside each sequence of a packed row; grouped queries, no dropout, no context parallelism."""
+    """Causal attention within each sequence of a packed row, with grouped queries, without dropout."""
 
     def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
@@ -84,11 +100,19 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> Tensor:
-        """``query`` [N, H, D], ``key`` and ``value`` [N, G, D] -> [N, H * D]."""
+        """Return the attention output, [N, H * D].
+
+        Args:
+            query: Queries, [N, H, D].
+            key: Keys, [N, G, D].
+            value: Values, [N, G, D].
+            attention_mask: Unused.
+            packed_seq_params: Positions of the sequences.
+        """
         outputs = []
         for rows_BS in packed_seq_params.blocks:
             q, k, v = (x[rows_BS].transpose(1, 2) for x in (query, key, value))  # [B, heads, S, D]
-            # Padding is on the right and attention is causal: no real position sees it.
+            # Attention is causal and padding is on the right, so padding does not affect real positions.
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
             )
@@ -96,4 +120,5 @@ class PackedAttention(MegatronModule):
         return torch.cat(outputs)[packed_seq_params.unpack_index_N].flatten(1)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Return an empty state: the module has no parameters."""
         return {}

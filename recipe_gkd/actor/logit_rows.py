@@ -1,4 +1,7 @@
-"""Logits only where there is a loss: the rest would be the largest tensors of a step, and no one reads them."""
+"""Restriction of the output layer to the rows that have a loss.
+
+The logits of the other rows would be the largest tensors of a step, and they are not used.
+"""
 
 from __future__ import annotations
 
@@ -15,46 +18,55 @@ from torch import Tensor
 
 @dataclass
 class LogitRows:
-    """What the model's output layer did in the body of :func:`select_logit_rows`."""
+    """Result of the forward pass inside of :func:`select_logit_rows`.
+
+    Attributes:
+        weight_WD: This rank's weights of the output layer, [W, D], if the layer was skipped and the model returned
+            hidden states; None if the model returned logits.
+    """
 
     weight_WD: Tensor | None = None
-    """The layer's weights, if it was passed over: the model's output are hidden states then."""
 
 
 @contextmanager
 def select_logit_rows(model: torch.nn.Module, rows_T: Tensor, *, skip_lm_head: bool = False) -> Iterator[LogitRows]:
-    """Inside, the output layer computes these rows of a packed row alone; nothing changes on other pipeline stages.
+    """Make the output layer compute only the given rows of a packed batch, inside of this context.
 
-    ``skip_lm_head``: it computes nothing, and the model returns the hidden states of these rows: whoever multiplies them
-    with the weights sums their gradient over the tensor-parallel ranks.
-    With sequence parallelism the layer's input is divided by rows, so it is gathered first, and the layer is told that
-    it is whole, in the way of Megatron's own last-token logits (models/gpt/gpt_model.py:668).
+    A pipeline stage without an output layer is not changed. With sequence parallelism the input of the layer is divided
+    by rows. It is gathered first, and the layer is marked as not sequence parallel, as Megatron does for the logits of
+    the last token (models/gpt/gpt_model.py ``_postprocess``).
+
+    Args:
+        model: Model chunk, wrapped or not.
+        rows_T: Indices of the rows, [T].
+        skip_lm_head: Skip the layer, so that the model returns the hidden states of these rows. The code that
+            multiplies them with the weights must sum their gradient over the tensor-parallel ranks.
     """
-    done = LogitRows()
+    result = LogitRows()
     layer = getattr(unwrap_model(model), "output_layer", None)
     if layer is None:
-        yield done
+        yield result
         return
-    divided = layer.sequence_parallel
+    sequence_parallel = layer.sequence_parallel
 
     def select(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden_N1D, *others = args
-        if divided:
-            # The layer itself sums the gradient over the ranks, of which each then keeps its own rows.
+        if sequence_parallel:
+            # The layer sums the gradient over the ranks itself. The backward pass here only keeps this rank's rows.
             hidden_N1D = gather_from_sequence_parallel_region(hidden_N1D, tensor_parallel_output_grad=False)
         return hidden_N1D[rows_T], *others
 
-    def keep(hidden_T1D: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        done.weight_WD = layer.weight if weight is None else weight
+    def skip(hidden_T1D: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        result.weight_WD = layer.weight if weight is None else weight
         return hidden_T1D, None
 
     hook = layer.register_forward_pre_hook(select)
     layer.sequence_parallel = False
     if skip_lm_head:
-        layer.forward = keep
+        layer.forward = skip
     try:
-        yield done
+        yield result
     finally:
         layer.__dict__.pop("forward", None)
-        layer.sequence_parallel = divided
+        layer.sequence_parallel = sequence_parallel
         hook.remove()

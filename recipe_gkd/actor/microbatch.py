@@ -1,6 +1,6 @@
-"""Samples -> shards of the data-parallel ranks -> micro-batches -> packed rows. Pure: numpy in, numpy out.
+"""Division of a batch into shards of the data-parallel ranks, micro-batches, and packed rows of tokens.
 
-Axis names: N tokens of a packed row, T response tokens in it, K teacher top-k.
+Inputs and outputs are numpy arrays. Shape suffixes: N tokens of a packed row, T response tokens in it, K teacher top-k.
 """
 
 from __future__ import annotations
@@ -14,29 +14,43 @@ from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import DataError
 
 TEACHER_MASS_TOLERANCE = 5e-3
-"""By how much the probabilities of a teacher's top-k may sum to more than 1: 1e-3 of it for bfloat16 engines, the rest
-for ``teacher.wire_dtype=float16``, which moves log-probabilities above -16 by 2^-8 at most, and so their sum by 0.4 %.
-The losses divide such a row by its sum."""
+"""Amount by which the probabilities of a teacher's top-k may sum to more than 1.
+
+1e-3 of it is for bfloat16 engines. The rest is for ``teacher.wire_dtype=float16``: it changes log-probabilities above
+-16 by at most 2^-8, and their sum therefore by at most 0.4 %. The losses divide such a row by its sum.
+"""
 
 
 def shard_batch(samples: Sequence[Sample], dp_size: int) -> list[list[Sample]]:
-    """Divide a global batch into ``dp_size`` shards of nearly equal token counts, each in the order of the batch.
+    """Divide a global batch into shards with similar numbers of tokens.
 
-    Longest first, always to the shard that has least (Graham 1969: at most 4/3 of the best division).
+    Samples are assigned in descending order of length, each to the smallest shard (Graham 1969, Bounds on
+    Multiprocessing Timing Anomalies: the largest shard has at most 4/3 of the optimum).
+
+    Args:
+        samples: Global batch.
+        dp_size: Number of shards.
+
+    Returns:
+        The shards, each in the order of the batch. A shard may be empty.
     """
     shards: list[list[int]] = [[] for _ in range(dp_size)]
     tokens = [0] * dp_size
     for index in sorted(range(len(samples)), key=lambda i: -_input_length(samples[i])):
-        lightest = tokens.index(min(tokens))
-        shards[lightest].append(index)
-        tokens[lightest] += _input_length(samples[index])
+        smallest = tokens.index(min(tokens))
+        shards[smallest].append(index)
+        tokens[smallest] += _input_length(samples[index])
     return [[samples[index] for index in sorted(shard)] for shard in shards]
 
 
 def micro_batches(samples: Sequence[Sample], *, micro_batch_size: int, max_token_len: int | None) -> list[list[Sample]]:
-    """Divide a shard by tokens, up to ``max_token_len`` (first fit, longest first), or by samples where that is None.
+    """Divide a shard into micro-batches. Samples without response tokens are left out.
 
-    A sample longer than ``max_token_len`` gets a micro-batch of its own. Samples without a response take no part.
+    Args:
+        samples: Shard of one data-parallel rank.
+        micro_batch_size: Samples per micro-batch if ``max_token_len`` is None.
+        max_token_len: Maximum number of tokens per micro-batch, filled by first fit in descending order of length. A
+            longer sample gets a micro-batch of its own.
     """
     samples = [sample for sample in samples if len(sample.response.ids)]
     if max_token_len is None:
@@ -57,63 +71,75 @@ def micro_batches(samples: Sequence[Sample], *, micro_batch_size: int, max_token
 
 
 def _input_length(sample: Sample) -> int:
-    """Tokens of the forward pass: nothing is predicted from the last token of a response."""
+    """Return the number of input tokens. The last response token is not an input: it predicts nothing."""
     return max(sample.n_tokens - 1, 0) if len(sample.response.ids) else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """A micro-batch as one row of tokens, and the teacher's rows for those of its positions that predict a response."""
+    """A micro-batch as one row of tokens, with one entry per response token for the loss.
+
+    Attributes:
+        token_ids_N: Input token ids, int64 [N].
+        lengths: Lengths of the sequences in order. Their sum is N.
+        loss_rows_T: Row whose logits predict the response token: its position - 1, int64 [T].
+        logps_TK: Teacher's top-k log-probabilities, float32 [T, K]; -inf in unused entries.
+        ids_TK: Teacher's top-k token ids, int64 [T, K]; -1 in unused entries.
+        uids_T: Uid of the sample, int64 [T].
+        response_ids_T: Response token id, int64 [T].
+        positions_T: Position in the response, from 0, int64 [T].
+        response_lengths_T: Length of the response, int64 [T].
+        sampling_logps_T: Log-probability under the weights that sampled the token, float32 [T].
+        teacher_logps_T: Teacher's log-probability of the response token, float32 [T].
+        has_teacher_T: True if a teacher has scored the token, bool [T].
+        is_skipped_T: True if the teacher's score was requested and not received, bool [T].
+        teacher_numbers_T: Index of the teacher, int64 [T].
+        is_reference_T: True if the token belongs to a reference response of the data set, bool [T].
+        rewards_T: Reward of the response, float32 [T]; NaN without a reward.
+        advantages_T: Advantage of the response, float32 [T]; see :class:`~recipe_gkd.data.samples.Sample`.
+        baselines_T: Baseline of the response, float32 [T].
+        scales_T: Scale of the response, float32 [T].
+    """
 
     token_ids_N: np.ndarray
-    """int64."""
     lengths: list[int]
-    """Of the sequences, in order; their sum is N."""
     loss_rows_T: np.ndarray
-    """int64: the row p - 1 whose logits predict response token p."""
     logps_TK: np.ndarray
-    """float32; -inf where a sample has fewer than K entries."""
     ids_TK: np.ndarray
-    """int64; -1 there."""
     uids_T: np.ndarray
-    """int64: whose token it is."""
     response_ids_T: np.ndarray
-    """int64: the response tokens themselves."""
     positions_T: np.ndarray
-    """int64: their positions in the answers, from 0."""
     response_lengths_T: np.ndarray
-    """int64: of the answer that it belongs to."""
     sampling_logps_T: np.ndarray
-    """float32, under the weights that sampled it."""
     teacher_logps_T: np.ndarray
-    """float32, the teacher's of the token."""
     has_teacher_T: np.ndarray
-    """bool: whether a teacher has said what it thinks of the token."""
     is_skipped_T: np.ndarray
-    """bool: it was asked, and gave no answer."""
     teacher_numbers_T: np.ndarray
-    """int64: which teacher."""
     is_reference_T: np.ndarray
-    """bool: it is of the data, not sampled."""
+    rewards_T: np.ndarray
     advantages_T: np.ndarray
-    """float32, of the answer; see :class:`Sample`."""
     baselines_T: np.ndarray
-    """float32, likewise."""
     scales_T: np.ndarray
-    """float32, likewise."""
 
     @property
     def position_ids_N(self) -> np.ndarray:
+        """Position of each token in its sequence, int64 [N]."""
         return np.concatenate([np.arange(length, dtype=np.int64) for length in self.lengths])
 
 
 def pack(samples: Sequence[Sample], *, multiple_of: int = 1) -> PackedBatch:
-    """One packed row; a last sequence of zeros fills it up to a multiple of ``multiple_of`` tokens, and never to none.
+    """Concatenate samples to one row of tokens.
 
-    Raises :class:`DataError` for a sample without a prompt, or with teacher rows that are no log-probabilities.
+    Args:
+        samples: Samples of one micro-batch; may be empty.
+        multiple_of: The number of tokens is padded to a multiple of this with a last sequence of zeros, and is at
+            least this.
+
+    Raises:
+        DataError: A sample has no prompt token, or its log-probabilities are invalid.
     """
     for sample in samples:
-        _check(sample)
+        _check_sample(sample)
     ids = [sample.token_ids[:-1] for sample in samples]
     lengths = [len(row) for row in ids]
     starts = np.cumsum([0, *lengths])
@@ -122,19 +148,10 @@ def pack(samples: Sequence[Sample], *, multiple_of: int = 1) -> PackedBatch:
         start + len(sample.prompt.ids) - 1 + np.arange(len(sample.response.ids))
         for sample, start in zip(samples, starts, strict=False)
     ]
-    if filler := -total % multiple_of if total else multiple_of:
-        ids.append(np.zeros(filler))
-        lengths.append(filler)
-    k = max((sample.teacher.ids_TK.shape[1] for sample in samples), default=1)
-    n_tokens = sum(len(row) for row in rows)
-    logps_TK = np.full((n_tokens, k), -np.inf, dtype=np.float32)
-    ids_TK = np.full((n_tokens, k), -1, dtype=np.int64)
-    row = 0
-    for sample in samples:
-        rows_of_sample = slice(row, row := row + len(sample.response.ids))
-        width = sample.teacher.ids_TK.shape[1]
-        logps_TK[rows_of_sample, :width] = sample.teacher.logps_TK
-        ids_TK[rows_of_sample, :width] = sample.teacher.ids_TK
+    if n_padding := -total % multiple_of if total else multiple_of:
+        ids.append(np.zeros(n_padding))
+        lengths.append(n_padding)
+    logps_TK, ids_TK = _pack_teacher(samples)
     response_lengths = [len(sample.response.ids) for sample in samples]
 
     def of_tokens(arrays: Iterable[np.ndarray], dtype: type) -> np.ndarray:
@@ -159,33 +176,57 @@ def pack(samples: Sequence[Sample], *, multiple_of: int = 1) -> PackedBatch:
         is_skipped_T=of_samples((sample.is_skipped for sample in samples), np.bool_),
         teacher_numbers_T=of_samples((sample.teacher_number for sample in samples), np.int64),
         is_reference_T=of_samples((sample.is_reference for sample in samples), np.bool_),
+        rewards_T=of_samples((np.nan if sample.reward is None else sample.reward for sample in samples), np.float32),
         advantages_T=of_samples((sample.advantage for sample in samples), np.float32),
         baselines_T=of_samples((sample.baseline for sample in samples), np.float32),
         scales_T=of_samples((sample.scale for sample in samples), np.float32),
     )
 
 
-def _check(sample: Sample) -> None:
+def _pack_teacher(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """Return log-probabilities and ids, [T, K] each, where K is the largest top-k of the samples."""
+    k = max((sample.teacher.ids_TK.shape[1] for sample in samples), default=1)
+    n_tokens = sum(len(sample.response.ids) for sample in samples)
+    logps_TK = np.full((n_tokens, k), -np.inf, dtype=np.float32)
+    ids_TK = np.full((n_tokens, k), -1, dtype=np.int64)
+    row = 0
+    for sample in samples:
+        rows = slice(row, row := row + len(sample.response.ids))
+        width = sample.teacher.ids_TK.shape[1]
+        logps_TK[rows, :width] = sample.teacher.logps_TK
+        ids_TK[rows, :width] = sample.teacher.ids_TK
+    return logps_TK, ids_TK
+
+
+def _check_sample(sample: Sample) -> None:
     if not len(sample.prompt.ids):
-        raise DataError(f"sample {sample.prompt.uid} has no prompt token, so nothing predicts its first response token")
+        raise DataError(
+            f"sample {sample.prompt.uid} has no prompt token; expected at least 1, because the first response token is "
+            "predicted from it"
+        )
     mass_T = np.exp(sample.teacher.logps_TK.astype(np.float64)).sum(1)
-    if not (mass_T <= 1 + TEACHER_MASS_TOLERANCE).all():  # also catches nan
+    if not (mass_T <= 1 + TEACHER_MASS_TOLERANCE).all():  # also true for NaN
         raise DataError(
             f"sample {sample.prompt.uid}: the teacher's top-k has probability {mass_T.max():.4g} at response position "
             f"{int(np.argmax(np.nan_to_num(mass_T, nan=np.inf)))}; expected log-probabilities that sum to at most 1"
         )
-    for whose, logps_T in (("teacher", sample.teacher.sampled_logps_T), ("student", sample.response.logprobs)):
+    for model, logps_T in (("teacher", sample.teacher.sampled_logps_T), ("student", sample.response.logprobs)):
         if not (logps_T <= TEACHER_MASS_TOLERANCE).all():
             raise DataError(
-                f"sample {sample.prompt.uid}: the {whose}'s log-probability of a response token is "
+                f"sample {sample.prompt.uid}: the {model}'s log-probability of a response token is "
                 f"{np.max(logps_T):.4g}; expected at most 0"
             )
 
 
 def bucket_by_length(lengths: Sequence[int], least_fill: float = 0.75) -> list[np.ndarray]:
-    """Group the sequences of a packed row into right-padded blocks, each filled to ``least_fill`` or more in each line.
+    """Group the sequences of a packed row into right-padded blocks of similar length.
 
-    Returns int64 arrays [sequences, longest]: row numbers, -1 for padding. Every row of the input is in one of them.
+    Args:
+        lengths: Lengths of the sequences.
+        least_fill: Minimum fraction of real positions per sequence of a block.
+
+    Returns:
+        Blocks, int64 [B, S] each: indices of rows, -1 for padding. Every row of the input is in one block.
     """
     starts = np.cumsum([0, *lengths])
     groups: list[list[int]] = []

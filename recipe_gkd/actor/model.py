@@ -1,4 +1,4 @@
-"""A Hugging Face folder's config -> Megatron's TransformerConfig and GPTModel."""
+"""Construction of Megatron's TransformerConfig and GPTModel from a Hugging Face model's dimensions."""
 
 from __future__ import annotations
 
@@ -18,52 +18,51 @@ from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError
 
 
-def transformer_config(shape: ModelDims, config: MegatronConfig, device: torch.device) -> TransformerConfig:
-    """Megatron's config, with ``override_transformer_config`` applied last.
+def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.device) -> TransformerConfig:
+    """Return Megatron's configuration, with ``override_transformer_config`` applied last.
 
-    Raises :class:`ConfigError` for an unknown override, and as :func:`check_fits` does.
+    Args:
+        dims: Dimensions of the model.
+        config: Parallel layout, data type and overrides.
+        device: Device of the model.
+
+    Raises:
+        ConfigError: The layout does not divide the model, or an override is unknown or not allowed.
     """
-    check_fits(shape, config)
+    check_fits(dims, config)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    interleaved = config.virtual_pipeline_model_parallel_size is not None
     values: dict[str, Any] = dict(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
+        num_layers=dims.layers,
+        hidden_size=dims.hidden,
+        ffn_hidden_size=dims.ffn,
+        num_attention_heads=dims.heads,
+        num_query_groups=dims.kv_heads,
+        kv_channels=dims.head_dim,
         normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
+        layernorm_epsilon=dims.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
+        add_qkv_bias=dims.qkv_bias,
+        qk_layernorm=dims.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=config.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-        sequence_parallel=config.sequence_parallel,
+        **_layout_fields(config),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
-        calculate_per_token_loss=True,  # the sum over tokens is divided by their global number, once, at the end
-        variable_seq_lengths=True,  # packed rows differ in length from one micro-batch to the next
-        moe_token_dispatcher_type="alltoall",  # which variable_seq_lengths requires, of dense models too
-        **_mixture(shape.mixture, config),
+        calculate_per_token_loss=True,  # the gradient is divided once, by the global number of tokens
+        variable_seq_lengths=True,  # packed micro-batches differ in length
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths requires it, also in a dense model
+        **_moe_fields(dims.mixture, config),
         use_cpu_initialization=device.type == "cpu",
-        # Every parameter is read from the Hugging Face folder. (Not perform_initialization=False: that would also leave
-        # out the attributes by which the norm of the gradient knows which parameters are divided.)
-        init_method=_leave_as_it_is,
-        output_layer_init_method=_leave_as_it_is,
-        embedding_init_method=_leave_as_it_is,
-        # Interleaved stages of uneven lengths only work with these; plain ones are faster batched.
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
-        # Fused kernels come with Transformer Engine; without it each is either missing or compiled at first use.
+        # Every parameter is loaded from the Hugging Face folder, so none is initialized. perform_initialization=False
+        # does not serve here: it would also skip the attributes that mark divided parameters for the gradient norm.
+        init_method=_skip_init,
+        output_layer_init_method=_skip_init,
+        embedding_init_method=_skip_init,
+        # Without Transformer Engine, fused kernels are missing or would be compiled at first use.
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -71,57 +70,77 @@ def transformer_config(shape: ModelDims, config: MegatronConfig, device: torch.d
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
     )
-    return TransformerConfig(**values | _known(config.override_transformer_config))
+    return TransformerConfig(**values | _checked_overrides(config.override_transformer_config))
 
 
-def _mixture(mixture: MoEConfig | None, config: MegatronConfig) -> dict[str, Any]:
-    """Without an auxiliary loss that balances the experts: Megatron's coefficient is 0 unless it is overridden."""
-    if mixture is None:
+def _layout_fields(config: MegatronConfig) -> dict[str, Any]:
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    return dict(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        # Interleaved stages with micro-batches of different lengths need unbatched communication. Without
+        # interleaving, batched communication is faster.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+    )
+
+
+def _moe_fields(moe: MoEConfig | None, config: MegatronConfig) -> dict[str, Any]:
+    # There is no auxiliary loss that balances the experts: Megatron's coefficient is 0 by default.
+    if moe is None:
         return {}
     return dict(
-        num_moe_experts=mixture.experts,
-        moe_layer_freq=[int(is_mixture) for is_mixture in mixture.layers],
-        moe_ffn_hidden_size=mixture.ffn,
-        moe_shared_expert_intermediate_size=mixture.shared_ffn,
-        moe_shared_expert_gate=mixture.shared_ffn is not None,
-        moe_router_topk=mixture.top_k,
-        moe_router_pre_softmax=not mixture.normalized,
-        moe_router_dtype="fp32",  # which experts a token goes to is not left to bfloat16
+        num_moe_experts=moe.experts,
+        moe_layer_freq=[int(is_moe) for is_moe in moe.layers],
+        moe_ffn_hidden_size=moe.ffn,
+        moe_shared_expert_intermediate_size=moe.shared_ffn,
+        moe_shared_expert_gate=moe.shared_ffn is not None,
+        moe_router_topk=moe.top_k,
+        moe_router_pre_softmax=not moe.normalized,
+        moe_router_dtype="fp32",  # rounding to bfloat16 must not select other experts
         moe_grouped_gemm=has_transformer_engine(),
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
     )
 
 
-def _leave_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _skip_init(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-OURS = {
+# Fields that must not be overridden, each with the reason.
+FIXED_FIELDS = {
     "calculate_per_token_loss": "the objective is a mean over the global batch",
     "variable_seq_lengths": "sequences are packed",
-    "mtp_num_layers": "there is no loss for tokens further ahead",
+    "mtp_num_layers": "there is no loss for multi-token prediction",
 }
-"""Fields that may not be overridden, and why."""
 
 
-def _known(overrides: dict[str, Any]) -> dict[str, Any]:
-    for name in sorted(OURS.keys() & overrides.keys()):
+def _checked_overrides(overrides: dict[str, Any]) -> dict[str, Any]:
+    prefix = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    for name in sorted(FIXED_FIELDS.keys() & overrides.keys()):
         raise ConfigError(
-            f"actor_rollout_ref.actor.megatron.override_transformer_config.{name}={overrides[name]}: {OURS[name]}, "
-            "which depends on it; remove the override"
+            f"{prefix}.{name}={overrides[name]} is not allowed, because {FIXED_FIELDS[name]}; remove the override"
         )
     names = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
     for name in overrides:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]}?" if near else "see megatron.core.transformer.TransformerConfig"
-            raise ConfigError(f"actor_rollout_ref.actor.megatron.override_transformer_config.{name} is unknown: {hint}")
+            raise ConfigError(f"{prefix}.{name} is unknown: {hint}")
     return overrides
 
 
-def build_chunks(shape: ModelDims, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
-    """This rank's part of the model, uninitialized: one chunk, or one for each virtual pipeline stage."""
+def build_chunks(dims: ModelDims, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
+    """Return this rank's part of the model, uninitialized: one chunk, or one per virtual pipeline stage.
+
+    Args:
+        dims: Dimensions of the whole model.
+        config: Megatron's configuration from :func:`transformer_config`.
+        device: Device of the parameters.
+    """
     chunks = []
     virtual_stages = config.virtual_pipeline_model_parallel_size
     for stage in range(virtual_stages or 1):
@@ -129,29 +148,30 @@ def build_chunks(shape: ModelDims, config: TransformerConfig, device: torch.devi
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=decoder_spec(config, vp_stage),
-            vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
-            max_sequence_length=shape.max_positions,
+            vocab_size=dims.padded_vocab(config.tensor_model_parallel_size),
+            max_sequence_length=dims.max_positions,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             parallel_output=True,
-            share_embeddings_and_output_weights=shape.tied,
+            share_embeddings_and_output_weights=dims.tied,
             position_embedding_type="rope",
-            rotary_base=shape.rope_base,
-            rope_scaling=shape.rope_llama3_factor is not None,
-            rope_scaling_factor=shape.rope_llama3_factor or 1.0,
+            rotary_base=dims.rope_base,
+            rope_scaling=dims.rope_llama3_factor is not None,
+            rope_scaling_factor=dims.rope_llama3_factor or 1.0,
             vp_stage=vp_stage,
         )
-        _give_experts_their_own_buffers(chunk)
+        _separate_expert_buffers(chunk)
         chunks.append(chunk.to(device))
     return chunks
 
 
-def _give_experts_their_own_buffers(chunk: GPTModel) -> None:
-    """Gradients of experts are summed over the experts' data-parallel group, and have an optimizer of their own.
+def _separate_expert_buffers(chunk: GPTModel) -> None:
+    """Mark all expert parameters as such, so that they get their own gradient buffers and optimizer.
 
-    Megatron says so only of experts that are divided among ranks (tensor_parallel/layers.py:886). Said of all of them,
-    a whole set of experts on each tensor-parallel rank is right too, whose tokens differ, and the optimizer's state
-    moves between layouts that divide experts and those that do not.
+    The gradients of these parameters are summed over the experts' data-parallel group. Megatron marks experts only if
+    expert parallelism divides them (tensor_parallel/layers.py ``setattr(self.weight, "allreduce", ...)``). Marking all
+    experts is also correct if each tensor-parallel rank has all experts and its own tokens. It lets a checkpoint move
+    between layouts with and without expert parallelism.
     """
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:

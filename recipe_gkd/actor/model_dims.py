@@ -1,6 +1,7 @@
-"""The numbers of a model, out of its folder: Qwen2, Qwen3 and Llama, and the mixtures Qwen2-MoE, Qwen3-MoE and Mixtral.
+"""Dimensions of a Hugging Face model: Qwen2, Qwen3, Llama, Qwen2-MoE, Qwen3-MoE and Mixtral.
 
-Imports no Megatron, and transformers only to read a folder: the driver refuses a model before it starts any process.
+This module imports no Megatron, and imports transformers only when it reads a folder. The driver therefore rejects an
+unsupported model before it starts a worker.
 """
 
 from __future__ import annotations
@@ -16,38 +17,62 @@ from recipe_gkd.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# Supported values of `model_type`. Qwen2.5 has the type qwen2.
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral")
-"""Values of `model_type`; Qwen2.5 is qwen2."""
 
+# The embedding is padded to a multiple of this number. The padded size is then the same for every tensor-parallel size
+# that divides it, and a checkpoint can be loaded with another tensor-parallel size.
 VOCAB_MULTIPLE = 128
-"""The embedding is padded to a multiple of this: one shape for any tensor-parallel size, so that a checkpoint moves."""
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 
-# The numbers of llama3 rotary scaling that Megatron has built in; only `factor` can be passed to it.
+# Constants of llama3 rotary scaling in Megatron. Only `factor` is a parameter there.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The layers in which a router sends each token to a few of many experts."""
+    """Mixture-of-experts part of a model.
+
+    Attributes:
+        layers: One entry per layer: True for a mixture-of-experts layer, False for a dense layer.
+        experts: Number of experts per layer.
+        top_k: Number of experts per token.
+        ffn: Feed-forward columns of one expert.
+        normalized: If true, the router weights of a token's experts sum to 1.
+        shared_ffn: Feed-forward columns of the gated shared expert; None if there is no shared expert.
+    """
 
     layers: tuple[bool, ...]
-    """Which layers are such; the others are dense."""
     experts: int
     top_k: int
-    """Experts of a token."""
     ffn: int
-    """Feed-forward columns of one expert."""
     normalized: bool
-    """Whether the weights of a token's experts sum to 1."""
     shared_ffn: int | None
-    """Feed-forward columns of an expert for every token, behind a gate of its own; None: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDims:
-    """What is needed to build the model and to convert its weights."""
+    """Dimensions needed to build a model and to convert its weights.
+
+    Attributes:
+        family: One of :data:`FAMILIES`.
+        layers: Number of transformer layers.
+        hidden: Width of the residual stream.
+        ffn: Feed-forward columns of a dense layer.
+        heads: Number of query heads.
+        kv_heads: Number of key/value heads.
+        head_dim: Width of one head.
+        vocab_size: Rows of the embedding in the Hugging Face folder, without Megatron's padding.
+        tied: If true, the output layer shares the weights of the embedding.
+        qkv_bias: If true, the query, key and value projections have biases.
+        qk_norm: If true, queries and keys are normalized per head.
+        norm_eps: Epsilon of RMSNorm.
+        max_positions: Maximum sequence length (``max_position_embeddings``).
+        rope_base: Base of the rotary embedding.
+        rope_llama3_factor: Factor of llama3 rotary scaling; None without scaling.
+        mixture: Mixture-of-experts part; None if all layers are dense.
+    """
 
     family: str
     layers: int
@@ -62,19 +87,26 @@ class ModelDims:
     qk_norm: bool
     norm_eps: float
     max_positions: int
-    """``max_position_embeddings``: the longest sequence that the model was made for."""
     rope_base: float
     rope_llama3_factor: float | None
     mixture: MoEConfig | None = None
-    """None: all layers are dense."""
 
     def padded_vocab(self, tp_size: int) -> int:
+        """Return the rows of Megatron's embedding: ``vocab_size`` rounded up so that ``tp_size`` divides it."""
         multiple = VOCAB_MULTIPLE if VOCAB_MULTIPLE % tp_size == 0 else VOCAB_MULTIPLE * tp_size
         return -(-self.vocab_size // multiple) * multiple
 
 
 def read_model_dims(path: str | Path, *, trust_remote_code: bool = False) -> ModelDims:
-    """Raise :class:`ModelError` if there is no model in the folder ``path``, or none that is supported."""
+    """Return the dimensions of a Hugging Face model.
+
+    Args:
+        path: Model folder with a ``config.json``.
+        trust_remote_code: Passed to transformers.
+
+    Raises:
+        ModelError: The folder has no readable ``config.json``, or the model is not supported.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -83,15 +115,16 @@ def read_model_dims(path: str | Path, *, trust_remote_code: bool = False) -> Mod
         raise ModelError(f"no config.json in {path}; actor_rollout_ref.model.path must be a Hugging Face model folder")
     try:
         family = json.loads(file.read_text()).get("model_type")
-        known = family in FAMILIES  # asked first, because transformers refuses what it has not heard of
-        hf = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code) if known else None
+        # The family is compared first, because transformers raises an error for a type that it does not support.
+        is_supported = family in FAMILIES
+        hf = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code) if is_supported else None
     except (OSError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
         raise ModelError(
-            f"{file} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); expected the file "
-            "that save_pretrained writes"
+            f"{file} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); expected a file written "
+            "by save_pretrained"
         ) from error
     if hf is None:
-        raise ModelError(f"{path} is a {family!r} model; the actor can train: {', '.join(FAMILIES)}")
+        raise ModelError(f"{path} is a {family!r} model; the actor supports: {', '.join(FAMILIES)}")
     _check_supported(hf, path)
     rope = _rope(hf, path)
     return ModelDims(
@@ -110,11 +143,11 @@ def read_model_dims(path: str | Path, *, trust_remote_code: bool = False) -> Mod
         max_positions=hf.max_position_embeddings,
         rope_base=float(rope["rope_theta"]),
         rope_llama3_factor=float(rope["factor"]) if rope["rope_type"] == "llama3" else None,
-        mixture=_mixture(hf),
+        mixture=_read_moe(hf),
     )
 
 
-def _mixture(hf: PretrainedConfig) -> MoEConfig | None:
+def _read_moe(hf: PretrainedConfig) -> MoEConfig | None:
     if hf.model_type == "mixtral":
         return MoEConfig(
             layers=(True,) * hf.num_hidden_layers,
@@ -143,7 +176,7 @@ def _mixture(hf: PretrainedConfig) -> MoEConfig | None:
 
 
 def _check_supported(hf: PretrainedConfig, path: str | Path) -> None:
-    unusual = {
+    is_unsupported = {
         "hidden_act": getattr(hf, "hidden_act", "silu") != "silu",
         "use_sliding_window": bool(getattr(hf, "use_sliding_window", False)),
         "attention_bias": bool(getattr(hf, "attention_bias", False)),
@@ -151,15 +184,15 @@ def _check_supported(hf: PretrainedConfig, path: str | Path) -> None:
         "attention_dropout": bool(getattr(hf, "attention_dropout", 0.0)),
         "sliding_window": hf.model_type == "mixtral" and hf.sliding_window is not None,
         "router_jitter_noise": bool(getattr(hf, "router_jitter_noise", 0.0)),
-        # Megatron cannot normalize the weight of one expert (to 1).
-        "num_experts_per_tok": (mixture := _mixture(hf)) is not None and mixture.normalized and mixture.top_k == 1,
+        # Megatron cannot normalize the weight of a single expert to 1.
+        "num_experts_per_tok": (moe := _read_moe(hf)) is not None and moe.normalized and moe.top_k == 1,
     }
-    if found := [f"{name}={getattr(hf, name)}" for name, is_unusual in unusual.items() if is_unusual]:
-        raise ModelError(f"{path}: {', '.join(found)} in config.json is not supported for a {hf.model_type} student")
+    if values := [f"{name}={getattr(hf, name)}" for name, found in is_unsupported.items() if found]:
+        raise ModelError(f"{path}: {', '.join(values)} in config.json is not supported for a {hf.model_type} student")
 
 
 def _rope(hf: PretrainedConfig, path: str | Path) -> dict[str, Any]:
-    """``rope_theta``, ``rope_type`` and its numbers; transformers 5 keeps all of them in ``rope_parameters``."""
+    # transformers 5 stores all values in `rope_parameters`, earlier versions in `rope_theta` and `rope_scaling`.
     rope = {"rope_type": "default", "rope_theta": getattr(hf, "rope_theta", 10000.0)}
     rope |= getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
     if rope["rope_type"] == "default":
@@ -172,67 +205,72 @@ def _rope(hf: PretrainedConfig, path: str | Path) -> dict[str, Any]:
     return rope
 
 
-def check_fits(shape: ModelDims, config: MegatronConfig) -> None:
-    """Raise :class:`ConfigError` for widths, experts and layers that the layout does not divide."""
+def check_fits(dims: ModelDims, config: MegatronConfig) -> None:
+    """Check that the parallel layout divides the heads, the feed-forward columns, the experts and the layers.
+
+    Raises:
+        ConfigError: It does not.
+    """
     tp = config.tensor_model_parallel_size
-    ffn = _tensor_parallel_ffn(shape)
-    if any(number % tp for number in (shape.heads, shape.kv_heads, *ffn)):
+    ffn = _tensor_parallel_ffn(dims)
+    if any(number % tp for number in (dims.heads, dims.kv_heads, *ffn)):
         raise ConfigError(
-            f"{MEGATRON}.tensor_model_parallel_size is {tp}; it must divide the model's {shape.heads} heads, "
-            f"{shape.kv_heads} key/value heads and {' and '.join(map(str, ffn)) or 'no'} feed-forward columns"
+            f"{MEGATRON}.tensor_model_parallel_size is {tp}; it must divide the model's {dims.heads} heads, "
+            f"{dims.kv_heads} key/value heads and {' and '.join(map(str, ffn)) or 'no'} feed-forward columns"
         )
-    _check_experts(shape.mixture, config)
+    _check_experts(dims.mixture, config)
     stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-    if shape.layers % stages and not config.override_transformer_config:  # which may say how to divide them
+    if dims.layers % stages and not config.override_transformer_config:  # an override may divide them unequally
         raise ConfigError(
-            f"{shape.layers} layers cannot be divided equally into {stages} pipeline stages "
+            f"{dims.layers} layers cannot be divided equally into {stages} pipeline stages "
             "(pipeline_model_parallel_size x virtual_pipeline_model_parallel_size)"
         )
-    if shape.mixture is not None and not config.override_transformer_config:
-        _check_stages_have_experts(shape.mixture.layers, config.pipeline_model_parallel_size, stages)
+    if dims.mixture is not None and not config.override_transformer_config:
+        _check_stages_have_experts(dims.mixture.layers, config.pipeline_model_parallel_size, stages)
 
 
-def _tensor_parallel_ffn(shape: ModelDims) -> list[int]:
-    """The widths of the feed-forward layers that are no experts: of dense layers, and of the shared expert."""
-    if shape.mixture is None:
-        return [shape.ffn]
-    dense = [] if all(shape.mixture.layers) else [shape.ffn]
-    return dense if shape.mixture.shared_ffn is None else [*dense, shape.mixture.shared_ffn]
+def _tensor_parallel_ffn(dims: ModelDims) -> list[int]:
+    """Return the feed-forward columns of dense layers and of the shared expert."""
+    if dims.mixture is None:
+        return [dims.ffn]
+    dense = [] if all(dims.mixture.layers) else [dims.ffn]
+    return dense if dims.mixture.shared_ffn is None else [*dense, dims.mixture.shared_ffn]
 
 
-def _check_experts(mixture: MoEConfig | None, config: MegatronConfig) -> None:
+def _check_experts(moe: MoEConfig | None, config: MegatronConfig) -> None:
     tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
     etp = config.expert_tensor_parallel_size
-    if mixture is None:
+    if moe is None:
         if ep > 1 or (etp or 1) > 1:
             raise ConfigError(
                 f"{MEGATRON}.expert_model_parallel_size={ep}, expert_tensor_parallel_size={etp}: the student has no "
-                "experts to divide; set 1 and null"
+                "experts; set them to 1 and null"
             )
         return
-    if mixture.experts % ep:
+    if moe.experts % ep:
         raise ConfigError(
-            f"{MEGATRON}.expert_model_parallel_size is {ep}; it must divide the model's {mixture.experts} experts"
+            f"{MEGATRON}.expert_model_parallel_size is {ep}; it must divide the model's {moe.experts} experts"
         )
-    if mixture.ffn % (etp or tp):
+    if moe.ffn % (etp or tp):
         raise ConfigError(
-            f"{MEGATRON}.expert_tensor_parallel_size is {etp or tp}{'' if etp else ' (that of tensor parallel)'}; it "
-            f"must divide the {mixture.ffn} feed-forward columns of an expert, or be 1"
+            f"{MEGATRON}.expert_tensor_parallel_size is {etp or tp}"
+            f"{'' if etp else ' (from tensor_model_parallel_size)'}; it must divide the {moe.ffn} feed-forward columns "
+            "of an expert, or be 1"
         )
     if tp > 1 and not config.sequence_parallel:
         raise ConfigError(
-            f"{MEGATRON}.tensor_model_parallel_size={tp} without sequence_parallel: a mixture of experts is trained "
-            f"with both; set {MEGATRON}.sequence_parallel=true"
+            f"{MEGATRON}.tensor_model_parallel_size={tp} without sequence_parallel: a mixture-of-experts model "
+            f"needs both; set {MEGATRON}.sequence_parallel=true"
         )
 
 
 def _check_stages_have_experts(layers: tuple[bool, ...], ranks: int, stages: int) -> None:
-    """Megatron cannot save the optimizer of a rank whose layers are all dense while those of others have experts."""
+    # Megatron cannot save the optimizer if one rank has dense layers only and another rank has experts.
     per_stage = len(layers) // stages
     for rank in range(ranks):
         if not any(any(layers[stage * per_stage :][:per_stage]) for stage in range(rank, stages, ranks)):
             raise ConfigError(
                 f"{MEGATRON}.pipeline_model_parallel_size={ranks}: pipeline rank {rank} would have dense layers only, "
-                "and others experts; choose fewer stages (layers with experts: "
-                f"{', '.join(str(number) for number, is_mixture in enumerate(layers) if is_mixture)})"
+                "while other ranks have experts; choose fewer stages (layers with experts: "
+                f"{', '.join(str(number) for number, is_moe in enumerate(layers) if is_moe)})"
             )

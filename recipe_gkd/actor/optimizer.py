@@ -1,4 +1,4 @@
-"""AdamW with fp32 copies, through Megatron; and the learning rate as a function of the step."""
+"""Megatron's AdamW with float32 copies of the weights, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ from recipe_gkd.config.schema import OptimConfig
 
 
 def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Of optimizer step ``step``, counted from 0: linear warm-up that ends at ``lr``, then the decay to ``min_lr``.
+    """Return the learning rate of a step: linear warm-up to ``lr``, then decay to ``min_lr``.
 
-    The first step of a warm-up of W steps has lr / W, not 0; ``min_lr`` is reached at ``total_steps`` and kept.
+    The first of W warm-up steps has the rate ``lr / W``, not 0. The decay ends at ``total_steps``; the rate is constant
+    after it.
+
+    Args:
+        step: Optimizer step, counted from 0.
+        total_steps: Step at which the decay ends.
+        optim: Parameters of the schedule.
     """
     warmup = optim.lr_warmup_steps
     if warmup < 0:
@@ -32,17 +38,31 @@ def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
         case "constant":
             return optim.lr
         case "linear":
-            left = 1 - progress
+            factor = 1 - progress
         case "cosine":
-            left = (1 + math.cos(math.pi * progress)) / 2
-    return optim.min_lr + left * (optim.lr - optim.min_lr)
+            factor = (1 + math.cos(math.pi * progress)) / 2
+    return optim.min_lr + factor * (optim.lr - optim.min_lr)
 
 
 def wrap_and_optimize(
-    chunks: Sequence[GPTModel], config: TransformerConfig, optim: OptimConfig, *, distributed: bool
+    chunks: Sequence[GPTModel], config: TransformerConfig, optim: OptimConfig, *, use_distributed_optimizer: bool
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
-    """Gradient buffers around each chunk, and the optimizer over all of them. The weights must be loaded before."""
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    """Wrap each chunk with gradient buffers, and create the optimizer of all chunks.
+
+    Load the weights before: the optimizer copies them.
+
+    Args:
+        chunks: Model chunks of this rank, with loaded weights.
+        config: Megatron's configuration. Its callbacks for gradients are set here.
+        optim: Hyperparameters.
+        use_distributed_optimizer: Divide the optimizer state among the data-parallel ranks.
+
+    Returns:
+        The wrapped chunks and the optimizer.
+    """
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=use_distributed_optimizer
+    )
     wrapped = []
     for number, chunk in enumerate(chunks):
         module = _Bfloat16(config, chunk) if config.bf16 else chunk
@@ -58,7 +78,7 @@ def wrap_and_optimize(
             clip_grad=optim.clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
-            use_distributed_optimizer=distributed,
+            use_distributed_optimizer=use_distributed_optimizer,
         ),
         wrapped,
         use_gloo_process_groups=False,
@@ -69,17 +89,25 @@ def wrap_and_optimize(
 
 
 class _Bfloat16(Float16Module):
-    """Its logits stay bfloat16: the loss widens them in chunks, and a copy in float32 would be the peak of memory."""
+    """Wrapper that keeps the logits in bfloat16.
+
+    The loss converts them to float32 in chunks. A complete float32 copy would be the peak of the memory use.
+    """
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return super().forward(*inputs, fp32_output=False, **kwargs)
 
 
 def set_hyperparameters(optimizer: MegatronOptimizer, lr: float, optim: OptimConfig) -> None:
-    """Set learning rate, weight decay and betas as configured; to be called before every step.
+    """Set learning rate, weight decay and betas. Call it before every step.
 
-    Megatron's parameter groups hold multipliers that nothing else applies, and a checkpoint brings the groups of the
-    run that saved it.
+    Megatron's scheduler, which would apply the multipliers of the parameter groups, is not used. A loaded checkpoint
+    contains the groups of the run that saved it, so this run's values are set again.
+
+    Args:
+        optimizer: Optimizer to change.
+        lr: Learning rate of the step.
+        optim: Weight decay and betas.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -89,14 +117,20 @@ def set_hyperparameters(optimizer: MegatronOptimizer, lr: float, optim: OptimCon
 
 @torch.no_grad()
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Make the gradients ready, and return the norm of all of them, the same on every rank."""
+    """Prepare the gradients for the step and return their global norm, the same on every rank. Collective."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
 @torch.no_grad()
 def clip_and_step(optimizer: MegatronOptimizer, norm: float, clip_grad: float) -> None:
-    """After :func:`gradient_norm`, scale the gradients down to ``clip_grad`` (0: do not) and update the weights."""
+    """Clip the gradients and update the weights. Call :func:`gradient_norm` before.
+
+    Args:
+        optimizer: Optimizer with prepared gradients.
+        norm: Global norm of the gradients.
+        clip_grad: Maximum norm; 0 for no clipping.
+    """
     for part in optimizer.chained_optimizers:
         parameters = part.get_parameters()
         if clip_grad > 0 and parameters:

@@ -1,31 +1,30 @@
-"""Rows of the embedding and of the output layer that belong to no token."""
+"""Padding rows: rows of the embedding and of the output layer that belong to no token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from recipe_gkd.actor.hf_names import EMBEDDING, OUTPUT
+from recipe_gkd.actor.megatron_model import MegatronModel
 
 
 @contextmanager
-def keep_padding_rows(
-    chunks: Sequence[GPTModel], optimizer: MegatronOptimizer, tp_rank: int, n_tokens: int
-) -> Iterator[None]:
-    """Restore the padding rows, bit by bit, after the optimizer step inside of this context.
+def keep_padding_rows(model: MegatronModel, n_tokens: int) -> Iterator[None]:
+    """Restore the padding rows exactly after the optimizer step inside of this context.
 
     They have no gradient, but AdamW's weight decay would shrink them.
 
     Args:
-        n_tokens: Number of token ids. Rows from there on are padding.
+        model: Model whose optimizer makes a step.
+        n_tokens: Number of token ids. Rows from this index on are padding.
     """
-    rows = padding_rows(chunks, optimizer, tp_rank, n_tokens)
+    rows = padding_rows(model, n_tokens)
     kept = [tensor.clone() for tensor in rows]
     yield
     with torch.no_grad():
@@ -33,26 +32,31 @@ def keep_padding_rows(
             tensor.copy_(before)
 
 
-def padding_rows(chunks: Sequence[GPTModel], optimizer: MegatronOptimizer, tp_rank: int, n_tokens: int) -> list[Tensor]:
-    """Return views of this rank's padding rows: of its weights, and of its part of the optimizer's fp32 copies."""
+def padding_rows(model: MegatronModel, n_tokens: int) -> list[Tensor]:
+    """Return views of this rank's padding rows: of its weights, and of its part of the optimizer's float32 copies.
+
+    Args:
+        model: Model with its optimizer.
+        n_tokens: Number of token ids. Rows from this index on are padding.
+    """
     views = []
-    for chunk in chunks:
+    for chunk in model.chunks:
         for name, weight in chunk.named_parameters():
             if name not in (EMBEDDING, OUTPUT):
                 continue
-            first = max(0, n_tokens - tp_rank * len(weight))
+            first = max(0, n_tokens - model.layout.tp_rank * len(weight))
             if first >= len(weight):
                 continue
             views.append(weight.detach()[first:])
-            copy = getattr(weight, "main_param", None)  # None: of fp32 weights there is none
+            copy = getattr(weight, "main_param", None)  # float32 weights have no copy
             if copy is not None:
-                start = _start_of_copy(weight, optimizer)
+                start = _copy_start(weight, model.optimizer)
                 views.append(copy.detach().view(-1)[max(0, first * weight[0].numel() - start) :])
     return views
 
 
-def _start_of_copy(weight: torch.nn.Parameter, optimizer: MegatronOptimizer) -> int:
-    """Return the index in the flat weight where this rank's fp32 copy starts: 0 unless the copy is divided."""
+def _copy_start(weight: torch.nn.Parameter, optimizer: MegatronOptimizer) -> int:
+    """Return the flat index in the weight at which this rank's float32 copy starts: 0 if the copy is not divided."""
     for part in optimizer.chained_optimizers:
         if isinstance(part, DistributedOptimizer) and weight in part.model_param_gbuf_map:
             return int(part._get_model_param_range_map(weight)["param"].start)

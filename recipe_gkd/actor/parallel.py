@@ -1,4 +1,4 @@
-"""Process groups, this rank's place in the layout, and seeds."""
+"""Rendezvous, process groups, this rank's coordinates, and random seeds."""
 
 from __future__ import annotations
 
@@ -17,16 +17,59 @@ from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError, DeadlineError
 
 COLLECTIVE_GRACE_S = 60.0
-"""Collectives of the actor wait longer than a weight sync by this: the other ranks are inside the export while rank 0
-waits for the receivers, and its error, which names the receiver that is missing, must come before theirs."""
+"""Time that the actor's collectives wait longer than a weight sync, in seconds.
+
+During a sync, the other ranks wait in the export while rank 0 waits for the receivers. The error of rank 0, which names
+the missing receiver, must be raised before theirs.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """One process of the actor pool.
+
+    Attributes:
+        rank: Global rank.
+        world_size: Number of ranks.
+        local_rank: Index of the CUDA device; unused on a CPU.
+        device: ``"cpu"`` or ``"cuda"``.
+        rendezvous: Store through which all ranks connect, or its host and port (for example torchrun's master address
+            and port).
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: str
+    rendezvous: dist.Store | tuple[str, int]
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Device of the model and of the collectives."""
+        return torch.device("cuda", self.local_rank) if self.device == "cuda" else torch.device(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """This rank's coordinates: tensor, pipeline and data parallel; and among the experts of a mixture.
+    """Coordinates of this rank in the parallel layout.
 
-    Megatron numbers ranks stage by stage. In a stage, the ranks of a tensor-parallel group are neighbors; for experts
-    the same ranks are counted anew: neighbors divide each expert, then follow those that divide the set of experts.
+    Megatron numbers the ranks stage by stage. Within a stage, a tensor-parallel group consists of consecutive ranks.
+    The same ranks have a second numbering for experts: consecutive ranks form an expert tensor-parallel group, and
+    consecutive groups of this kind form an expert-parallel group.
+
+    Attributes:
+        rank: Global rank.
+        world_size: Number of ranks.
+        tp_rank: Tensor-parallel rank.
+        tp_size: Tensor-parallel size.
+        pp_rank: Pipeline stage.
+        pp_size: Number of pipeline stages.
+        dp_rank: Data-parallel rank.
+        dp_size: Data-parallel size.
+        ep_rank: Expert-parallel rank: index of the part of the experts that this rank holds.
+        ep_size: Expert-parallel size: number of equal parts of the experts.
+        etp_rank: Expert tensor-parallel rank: index of this rank's shard of each of its experts.
+        etp_size: Expert tensor-parallel size.
     """
 
     rank: int
@@ -38,15 +81,19 @@ class Layout:
     dp_rank: int
     dp_size: int
     ep_rank: int
-    """Which of the ``ep_size`` equal parts of the experts this rank has."""
     ep_size: int
     etp_rank: int
-    """Which of the ``etp_size`` parts of each of them."""
     etp_size: int
 
     @property
     def is_last_stage(self) -> bool:
+        """True on the last pipeline stage, which computes the loss."""
         return self.pp_rank == self.pp_size - 1
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True on one rank of each group of ranks that process the same samples, so that sums count a token once."""
+        return self.is_last_stage and self.tp_rank == 0
 
     def __str__(self) -> str:
         experts = f"expert {self.ep_size} x expert tensor {self.etp_size}"
@@ -54,75 +101,95 @@ class Layout:
 
 
 def check_world_size(config: MegatronConfig, world_size: int) -> None:
-    """Raise :class:`ConfigError` if whole copies of the model do not fill ``world_size`` ranks."""
+    """Check that complete copies of the model fill all ranks.
+
+    Args:
+        config: Parallel layout.
+        world_size: Number of actor ranks.
+
+    Raises:
+        ConfigError: ``world_size`` is not a multiple of the ranks of one copy.
+    """
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     if world_size % (tp * pp):
         raise ConfigError(
-            f"{world_size} actor ranks cannot hold whole copies of a model that takes tensor {tp} x pipeline {pp} = "
+            f"{world_size} actor ranks cannot hold complete copies of a model that needs tensor {tp} x pipeline {pp} = "
             f"{tp * pp} ranks; start a multiple of that, or change actor_rollout_ref.actor.megatron"
         )
     ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size or tp
     if world_size % (etp * ep * pp):
         raise ConfigError(
-            f"{world_size} actor ranks cannot hold whole sets of experts that take expert tensor {etp} x expert {ep} "
-            f"x pipeline {pp} = {etp * ep * pp} ranks; start a multiple of that, or change "
+            f"{world_size} actor ranks cannot hold complete sets of experts that need expert tensor {etp} x expert "
+            f"{ep} x pipeline {pp} = {etp * ep * pp} ranks; start a multiple of that, or change "
             "actor_rollout_ref.actor.megatron"
         )
 
 
-def find_store(address: tuple[str, int], *, rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """The store at a known address, which rank 0 opens there unless torchrun or rank 0's own worker has done so.
+def find_store(spec: RankSpec, timeout_s: float) -> dist.Store:
+    """Return the store for the rendezvous of all ranks.
 
-    Raises :class:`DeadlineError` if it does not answer within ``timeout_s``.
+    If ``spec.rendezvous`` is an address, connect to the store there. Rank 0 opens the store if torchrun or its own
+    worker has not opened it yet.
+
+    Raises:
+        DeadlineError: The store did not answer within ``timeout_s``.
     """
-    host, port = address
+    if isinstance(spec.rendezvous, dist.Store):
+        return spec.rendezvous
+    host, port = spec.rendezvous
     try:
         store, _, _ = next(
-            dist.rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timedelta(seconds=timeout_s))
+            dist.rendezvous(f"tcp://{host}:{port}", spec.rank, spec.world_size, timeout=timedelta(seconds=timeout_s))
         )
     except dist.DistError as error:
         raise DeadlineError(
-            f"actor rank {rank} of {world_size}: not all ranks met at {host}:{port} within {timeout_s:g} s ({error}); "
-            "find the rank that failed to start, check that this port is open between the machines, or raise "
-            "actor_rollout_ref.nccl_timeout"
+            f"actor rank {spec.rank} of {spec.world_size}: not all ranks connected to {host}:{port} within "
+            f"{timeout_s:g} s ({error}); find the rank that failed to start, check that this port is open between the "
+            "machines, or raise actor_rollout_ref.nccl_timeout"
         ) from error
     return store
 
 
-def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-    """Wait for all ranks at ``store``. Raises :class:`DeadlineError` that names those which have not come."""
+def wait_for_all_ranks(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+    """Wait until all ranks have reached this call.
+
+    Raises:
+        DeadlineError: A rank did not within ``timeout_s``; the message names it.
+    """
     keys = [f"here/{other}" for other in range(world_size)]
     try:
         store.set(keys[rank], "")
         store.wait(keys, timedelta(seconds=timeout_s))
     except dist.DistError as error:
         missing: list[str] = []
-        with contextlib.suppress(dist.DistError):  # rank 0, whose process has the store, may be gone
+        with contextlib.suppress(dist.DistError):  # rank 0, whose process holds the store, may have ended
             missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
         raise DeadlineError(
-            f"actor rank {rank} of {world_size}: rank {', '.join(missing) or '0'} did not come to the meeting of all "
-            f"ranks within {timeout_s:g} s ({error}); find out why it failed to start, or raise "
-            "actor_rollout_ref.nccl_timeout"
+            f"actor rank {rank} of {world_size}: rank {', '.join(missing) or '0'} did not reach the rendezvous within "
+            f"{timeout_s:g} s ({error}); find out why it failed to start, or raise actor_rollout_ref.nccl_timeout"
         ) from error
 
 
-def init_parallel(
-    config: MegatronConfig,
-    *,
-    rank: int,
-    world_size: int,
-    store: dist.Store,
-    device: torch.device,
-    timeout_s: float,
-    seed: int,
-) -> Layout:
-    """Make all process groups, once every rank has come to ``store``, for which it has ``timeout_s``.
+def init_parallel(config: MegatronConfig, spec: RankSpec, *, timeout_s: float, seed: int) -> Layout:
+    """Wait for all ranks, then create all process groups and seed the random generators.
 
-    Every collective of every group gives up after ``timeout_s`` + ``COLLECTIVE_GRACE_S``.
-    Raises :class:`DeadlineError` that names the ranks which have not come.
+    Args:
+        config: Parallel layout.
+        spec: This process.
+        timeout_s: Deadline of the rendezvous. Collectives of all groups time out after ``timeout_s`` +
+            :data:`COLLECTIVE_GRACE_S`.
+        seed: Seed of torch and of Megatron's generators.
+
+    Returns:
+        Coordinates of this rank.
+
+    Raises:
+        DeadlineError: A rank did not reach the rendezvous; the message names it.
     """
-    meet(store, rank, world_size, timeout_s)
+    store = find_store(spec, timeout_s)
+    wait_for_all_ranks(store, spec.rank, spec.world_size, timeout_s)
     collective_timeout_s = timeout_s + COLLECTIVE_GRACE_S
+    device = spec.torch_device
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     else:
@@ -130,8 +197,8 @@ def init_parallel(
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("groups", store),
-        rank=rank,
-        world_size=world_size,
+        rank=spec.rank,
+        world_size=spec.world_size,
         timeout=timedelta(seconds=collective_timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
@@ -141,14 +208,18 @@ def init_parallel(
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-        create_gloo_process_groups=False,  # second ones beside NCCL's, for ways to save that are not used here
-        distributed_timeout_minutes=collective_timeout_s / 60,  # only ever multiplied, so a fraction is fine
+        create_gloo_process_groups=False,  # needed only by ways of saving that are not used here
+        distributed_timeout_minutes=collective_timeout_s / 60,  # Megatron only multiplies it, so a fraction works
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+    return _read_layout(spec)
+
+
+def _read_layout(spec: RankSpec) -> Layout:
     return Layout(
-        rank=rank,
-        world_size=world_size,
+        rank=spec.rank,
+        world_size=spec.world_size,
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         tp_size=mpu.get_tensor_model_parallel_world_size(),
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
@@ -163,12 +234,12 @@ def init_parallel(
 
 
 def tensor_group(layout: Layout) -> ProcessGroup | None:
-    """The group that divides the vocabulary; None if nothing is divided."""
+    """Return the group that divides the vocabulary; None without tensor parallelism."""
     return mpu.get_tensor_model_parallel_group() if layout.tp_size > 1 else None
 
 
 def leave_parallel() -> None:
-    """Undo :func:`init_parallel`, so that the process may join another layout."""
+    """Destroy all process groups. The process can then call :func:`init_parallel` with another layout."""
     mpu.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

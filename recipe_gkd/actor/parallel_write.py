@@ -1,7 +1,17 @@
-"""Write files on several ranks at the same time, and agree on the outcome.
+"""Simultaneous writes on several ranks, with a common result.
 
-No rank waits in a collective while another one writes: ranks compare their states in short rounds. So a write may take
-longer than a collective may, and a failure on one rank reaches all ranks within seconds.
+The ranks compare their states in short rounds, so no rank waits in a collective while another rank writes. A write may
+therefore take longer than the timeout of a collective, and a failure of one rank reaches all ranks within seconds.
+
+States of a rank (the common state is the largest):
+
+=======  ================================================  =========================================
+State    Condition                                         Next
+=======  ================================================  =========================================
+RUNNING  A process of the rank still writes.               DONE or FAILED
+DONE     All processes have written.                       none
+FAILED   A process failed, was killed, or is overdue.      none; the processes of all ranks are killed
+=======  ================================================  =========================================
 """
 
 from __future__ import annotations
@@ -18,19 +28,19 @@ from recipe_gkd.errors import CheckpointError
 
 FIRST_ROUND_S, LONGEST_ROUND_S = 0.01, 0.5
 DONE, RUNNING, FAILED = range(3)
-"""States of a rank. The state of all ranks is the largest of them."""
 
 
-def agree(what: str, failure: str | None, device: torch.device, *, running: bool = False) -> bool:
-    """Return True if no rank is ``running``. Collective.
+def agree(name: str, failure: str | None, device: torch.device, *, running: bool = False) -> bool:
+    """Return True if no rank is running any more. Collective.
 
     Args:
-        what: What the ranks do, for the message.
-        failure: Why it failed on this rank; None if it did not.
+        name: Name of the common operation, for the message.
+        failure: Reason of the failure on this rank; None without a failure.
         device: Device of the default group's collectives.
+        running: This rank has not finished.
 
     Raises:
-        CheckpointError: It failed on a rank. Raised on every rank, with the reasons of all.
+        CheckpointError: A rank failed. Raised on every rank, with the reasons of all ranks.
     """
     state = torch.tensor(FAILED if failure is not None else RUNNING if running else DONE, device=device)
     dist.all_reduce(state, op=dist.ReduceOp.MAX)
@@ -42,12 +52,12 @@ def agree(what: str, failure: str | None, device: torch.device, *, running: bool
             if reason is not None:
                 ranks_of.setdefault(reason, []).append(str(rank))
         reasons = [f"actor rank {', '.join(ranks)}: {reason}" for reason, ranks in ranks_of.items()]
-        raise CheckpointError(f"{what} failed: {'; '.join(reasons)}")
+        raise CheckpointError(f"{name} failed: {'; '.join(reasons)}")
     return state.item() == DONE
 
 
 class ParallelWrite:
-    """Processes of all ranks that write files, until a common deadline.
+    """Processes of all ranks that write files before a common deadline.
 
     Lifecycle, the same calls on every rank::
 
@@ -55,21 +65,21 @@ class ParallelWrite:
         while not write.poll(): ...   # or write.wait()
         write.results()
 
-    A failed write leaves no process behind on any rank, except a killed one that waits for a hung disk: it ends when
+    After a failed write no process remains on any rank, except a killed one that waits for a hung disk. It ends when
     the disk answers.
 
     Args:
-        what: What is written, for messages.
-        functions: Functions of this rank, which may be none; see :class:`WriterProcess`.
-        deadline: ``time.monotonic()`` after which the write has failed.
-        limit_s: Seconds that the write could take in all, for the message.
+        name: Name of the write, for messages.
+        functions: Functions of this rank; may be empty. See :class:`WriterProcess`.
+        deadline: Value of ``time.monotonic()`` after which the write has failed.
+        limit_s: Duration from the start of the write to the deadline, in seconds, for the message.
         device: Device of the default group's collectives.
-        failure: Why this rank has failed already; None if it has not.
+        failure: Reason if this rank has failed already; else None.
     """
 
     def __init__(
         self,
-        what: str,
+        name: str,
         functions: Sequence[Callable[[], Any]],
         *,
         deadline: float,
@@ -77,7 +87,7 @@ class ParallelWrite:
         device: torch.device,
         failure: str | None = None,
     ) -> None:
-        self._what, self._device = what, device
+        self._name, self._device = name, device
         self._deadline, self._limit_s = deadline, limit_s
         self._failure = failure
         self._writers: list[WriterProcess] = []
@@ -85,33 +95,33 @@ class ParallelWrite:
             for function in functions if failure is None else []:
                 self._writers.append(WriterProcess(function))
         except OSError as error:
-            self._failure = f"its writing process could not be started ({error})"
+            self._failure = f"its writer process could not be started ({error})"
 
     def poll(self) -> bool:
         """Return True if all ranks have written. Collective.
 
         Raises:
-            CheckpointError: The write of a rank failed, or is overdue. The processes of all ranks have been killed, and
+            CheckpointError: The write of a rank failed or is overdue. The processes of all ranks have been killed, and
                 have ended, except those that wait for a hung disk.
         """
-        running = bool(self._running())  # first: the failure of a process is there only once it has ended
+        running = bool(self._running())  # read first: a process has a failure only after it has ended
         try:
-            return agree(self._what, self._own_failure(), self._device, running=running)
+            return agree(self._name, self._own_failure(), self._device, running=running)
         except BaseException as error:
             kill_all(self._writers)
             if isinstance(error, CheckpointError):  # raised on all ranks
-                dist.barrier()  # the files must not be removed while another rank still writes
+                dist.barrier()  # files must not be removed while another rank still writes
             raise
 
     def wait(self) -> None:
-        """Wait until all ranks have written. Collective. Raises as :meth:`poll` does."""
+        """Wait until all ranks have written. Collective. Raises the errors of :meth:`poll`."""
         round_s = FIRST_ROUND_S
         while not self.poll():
             self.pause(round_s)
             round_s = min(2 * round_s, LONGEST_ROUND_S)
 
     def pause(self, round_s: float) -> None:
-        """Wait until a process of this rank ends, at most ``round_s``."""
+        """Wait until a process of this rank ends, at most ``round_s`` seconds."""
         if self._running():
             wait_for_any(self._running(), round_s)
 
@@ -128,7 +138,7 @@ class ParallelWrite:
             self._failure = failures[0]
         if self._failure is None and self._running() and time.monotonic() > self._deadline:
             self._failure = (
-                f"it has not finished within {self._limit_s:g} s; look at the disk, or raise "
+                f"it has not finished within {self._limit_s:g} s; check the disk, or raise "
                 "actor_rollout_ref.actor.timeout_s"
             )
         return self._failure

@@ -1,4 +1,4 @@
-"""One actor rank as a Ray actor: ``ray.remote(ActorWorker).options(...).remote(...)``; the options are the caller's."""
+"""One actor rank as a Ray actor: ``ray.remote(ActorWorker).options(...).remote(...)`` with options of the caller."""
 
 from __future__ import annotations
 
@@ -22,37 +22,63 @@ if TYPE_CHECKING:
 
 
 class ActorWorker:
-    """The methods of :class:`MegatronActor`, to be called on all ranks at once, and those of :class:`WeightSenderApi`."""
+    """One actor rank in a Ray worker.
+
+    The methods are those of :class:`~recipe_gkd.actor.megatron_actor.MegatronActor`, which must be called on all ranks
+    at once, and those of :class:`~recipe_gkd.weight_sync.sender_api.WeightSenderApi`.
+
+    Lifecycle::
+
+        address = rank 0: rendezvous()
+        all ranks: setup(*address)
+        all ranks: update(...), send_weights(...), save_checkpoint(...) ...
+        all ranks: shutdown()
+
+    Args:
+        config: Configuration of the run.
+        total_steps: Step at which the decay of the learning rate ends.
+        rank: Global rank.
+        world_size: Number of ranks.
+        device: ``"cpu"`` or ``"cuda"``.
+        n_tokens: Number of token ids; see ``MegatronActor``.
+    """
 
     def __init__(
         self, config: Config, *, total_steps: int, rank: int, world_size: int, device: str, n_tokens: int | None = None
     ) -> None:
         enable_stack_dumps()
-        self._config, self._device = config, device
+        self._config, self._total_steps, self._n_tokens = config, total_steps, n_tokens
+        self._rank, self._world_size, self._device = rank, world_size, device
         self._store: TCPStore | None = None
-        self._arguments: dict[str, Any] = dict(
-            config=config, total_steps=total_steps, rank=rank, world_size=world_size, device=device, n_tokens=n_tokens
-        )
 
     def where(self) -> dict[str, Any]:
+        """Return the node and the devices of this worker."""
         return device_report(self._device)
 
     def sees(self, path: str) -> bool:
-        """Whether a file that the driver has written is there on this worker's node too."""
+        """Return True if a path exists on this worker's node."""
         return Path(path).exists()
 
     def rendezvous(self) -> tuple[str, int]:
-        """Asked of rank 0: open the store where all ranks are to meet; this node's address, and the store's port."""
+        """Open the store for the rendezvous of all ranks and return its host and port. Called on rank 0 only."""
         host = ray.util.get_node_ip_address()
         self._store = open_store(host, self._config.actor_rollout_ref.nccl_timeout)
         return host, self._store.port
 
     def setup(self, master_addr: str, master_port: int) -> dict[str, Any]:
-        from recipe_gkd.actor.megatron_actor import MegatronActor  # seconds of imports, which the driver does not need
+        """Set up the actor with the store at the given address, and return its report."""
+        # Imported here, because the import takes seconds and the driver does not need it.
+        from recipe_gkd.actor.megatron_actor import MegatronActor
+        from recipe_gkd.actor.parallel import RankSpec
 
-        # Ray makes only this worker's device visible, so it is number 0 here whatever the node has.
-        meeting = self._store or (master_addr, master_port)
-        self.actor = MegatronActor(**self._arguments, local_rank=0, meeting=meeting)
+        rank_spec = RankSpec(
+            rank=self._rank,
+            world_size=self._world_size,
+            local_rank=0,  # Ray makes only this worker's device visible
+            device=self._device,
+            rendezvous=self._store or (master_addr, master_port),
+        )
+        self.actor = MegatronActor(self._config, rank_spec, total_steps=self._total_steps, n_tokens=self._n_tokens)
         report = self.actor.setup()
         self.weights = WeightSenderApi(
             self.actor,
@@ -63,35 +89,46 @@ class ActorWorker:
         return report
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
+        """Run one optimizer step on this data-parallel rank's shard."""
         return self.actor.update(samples, step)
 
     def weights_meta(self) -> list[TensorMeta]:
+        """Return name, shape and dtype of each exported tensor."""
         return self.actor.weights_meta()
 
     def open_weight_store(self) -> tuple[str, int]:
+        """Open the store for the weight transport and return its host and port. Called on rank 0 only."""
         return self.weights.open_store(ray.util.get_node_ip_address())
 
     def connect_weight_channel(self, labels: list[str], transport: str) -> None:
+        """Wait for the receivers ``labels`` and open the weight transport. Called on rank 0 only."""
         self.weights.connect(labels, transport)
 
     def send_weights(self, version: int, bucket_bytes: int) -> TransferStats | None:
+        """Send the weights as ``version`` in buckets; return the statistics on rank 0."""
         return self.weights.send(version, bucket_bytes)
 
     def save_hf(self, path: str) -> None:
+        """Write a Hugging Face folder."""
         self.actor.save_hf(path)
 
     def save_checkpoint(self, path: str) -> None:
+        """Write a checkpoint, in the background if so configured."""
         self.actor.save_checkpoint(path)
 
     def finish_saves(self, wait: bool = True) -> bool:
+        """Complete the save in the background; return True if no save is in progress any more."""
         return self.actor.finish_saves(wait)
 
     def load_checkpoint(self, path: str) -> int:
+        """Restore a checkpoint and return the number of completed updates."""
         return self.actor.load_checkpoint(path)
 
     def set_total_steps(self, total_steps: int) -> None:
+        """Set the step at which the decay of the learning rate ends."""
         self.actor.set_total_steps(total_steps)
 
     def shutdown(self) -> None:
+        """Close the weight transport and shut the actor down."""
         self.weights.close()
         self.actor.shutdown()

@@ -1,6 +1,6 @@
-"""Write files in a fork of the actor, which can fail, hang or be killed without harm to the actor.
+"""Writing of files in a fork of the actor, which can fail, hang or be killed without an effect on the actor.
 
-A fork shares the memory of the actor at the moment of the fork, so it writes a snapshot without a copy of it.
+The fork shares the actor's memory as of the time of the fork. It therefore writes a consistent snapshot without a copy.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch
 
 log = logging.getLogger(__name__)
 
+# Deadline for all killed processes to end. A process that waits for a hung disk ends only when the disk answers.
 KILL_DEADLINE_S = 5.0
-"""Deadline for all killed processes to end. One that waits for a hung disk ends only when the disk answers."""
+# Interval of the check for a dead parent, on kernels without `pidfd_open`.
 PARENT_POLL_S = 1.0
-"""Interval of the check for a dead parent on kernels without ``pidfd_open``."""
 
 
 class WriterProcess:
     """A forked process that runs one function and reports its result or its error.
 
-    The process ends when the process of the actor ends, whichever thread forked it. It holds none of the actor's
-    connections, so that the death of the actor is noticed although a writer still runs.
+    The process ends when the actor's process ends, independently of the thread that forked it. It holds no connections
+    of the actor, so that peers detect the death of the actor while a writer still runs.
 
     Lifecycle::
 
@@ -40,7 +40,7 @@ class WriterProcess:
         while not writer.has_ended(): ...
         if (failure := writer.failure()) is None:
             value = writer.result()
-        kill_all([writer])                  # in any case; does nothing to a process that has ended
+        kill_all([writer])                  # always; has no effect on a process that has ended
 
     Args:
         function: Called without arguments in the fork. It must not use CUDA. Its result must be picklable.
@@ -55,8 +55,8 @@ class WriterProcess:
         self._report_fd = os.memfd_create("recipe_gkd_writer")
         self._sentinel, held_by_writer = os.pipe()
         actor = os.getpid()
-        collects = gc.isenabled()
-        gc.disable()  # collecting in the fork could touch CUDA tensors of the actor
+        gc_was_enabled = gc.isenabled()
+        gc.disable()  # a collection in the fork could free CUDA tensors of the actor
         try:
             self.pid = os.fork()
             if self.pid == 0:
@@ -67,16 +67,16 @@ class WriterProcess:
             raise
         finally:
             os.close(held_by_writer)
-            if collects:
+            if gc_was_enabled:
                 gc.enable()
 
     def has_ended(self) -> bool:
-        """Return True if the process has ended, by itself or not."""
+        """Return True if the process has ended or was killed."""
         if self._status is not None:
             return True
         try:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
-        except ChildProcessError:  # reaped by somebody else: the report tells whether it succeeded
+        except ChildProcessError:  # another thread has reaped it; its report contains the result
             pid, status = self.pid, 0
         if pid:
             self._status = status
@@ -86,7 +86,7 @@ class WriterProcess:
         return bool(pid)
 
     def failure(self) -> str | None:
-        """Return why the process failed. None if it has succeeded or still runs."""
+        """Return the reason of a failure. None if the process has succeeded or still runs."""
         if self._status is None:
             return None
         if self._report is not None:
@@ -95,10 +95,10 @@ class WriterProcess:
         if os.WIFSIGNALED(self._status):
             number = os.WTERMSIG(self._status)
             return (
-                f"its writing process {self.pid} was killed by {signal.Signals(number).name} (the kernel's log shows "
-                "if it was for lack of memory)"
+                f"its writer process {self.pid} was killed by {signal.Signals(number).name} (the kernel's log shows if "
+                "memory was exhausted)"
             )
-        return f"its writing process {self.pid} ended with status {os.waitstatus_to_exitcode(self._status)}"
+        return f"its writer process {self.pid} ended with status {os.waitstatus_to_exitcode(self._status)}"
 
     def result(self) -> Any:
         """Return the result of the function. The process must have ended without a failure."""
@@ -109,12 +109,19 @@ class WriterProcess:
         size = os.fstat(self._report_fd).st_size
         try:  # unpickling is safe: the file has no name, and only the fork of this process has written to it
             return pickle.loads(os.pread(self._report_fd, size, 0))
-        except (EOFError, pickle.UnpicklingError):  # it ended before it had reported
+        except (EOFError, pickle.UnpicklingError):  # it ended before it wrote its report
             return None
 
 
 def kill_all(writers: Sequence[WriterProcess]) -> bool:
-    """End processes; return True if all have ended within ``KILL_DEADLINE_S``, one deadline for all of them."""
+    """Kill processes and wait until they have ended.
+
+    Args:
+        writers: Processes to kill. They have one common deadline, :data:`KILL_DEADLINE_S`.
+
+    Returns:
+        True if all have ended before the deadline.
+    """
     for writer in writers:
         if not writer.has_ended():
             with contextlib.suppress(ProcessLookupError):
@@ -124,19 +131,19 @@ def kill_all(writers: Sequence[WriterProcess]) -> bool:
         left = deadline - time.monotonic()
         if left <= 0:
             pids = ", ".join(str(writer.pid) for writer in running)
-            log.warning("writing processes were killed but have not ended, as they wait for a disk: %s", pids)
+            log.warning("writer processes were killed but have not ended, because they wait for a disk: %s", pids)
             return False
         wait_for_any(running, min(left, 0.1))
     return True
 
 
 def wait_for_any(writers: Sequence[WriterProcess], timeout_s: float) -> None:
-    """Wait until one of the running ``writers`` ends, at most ``timeout_s``; all of it if none runs."""
+    """Wait until one of the running ``writers`` ends, at most ``timeout_s`` seconds; that long if none runs."""
     _wait_for([writer._sentinel for writer in writers if writer._status is None], timeout_s)
 
 
 def _wait_for(descriptors: Sequence[int], timeout_s: float | None) -> None:
-    """Wait until one of ``descriptors`` can be read or is at its end. (``select`` fails for numbers above 1023.)"""
+    # `poll` is used because `select` fails for descriptors above 1023.
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -144,18 +151,18 @@ def _wait_for(descriptors: Sequence[int], timeout_s: float | None) -> None:
 
 
 def _run(function: Callable[[], Any], report_fd: int, sentinel: int, actor: int) -> NoReturn:
-    """Run the fork to its end. Never returns into the code of the actor."""
+    """Run the function in the fork and exit. Never returns to the code of the actor."""
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which may still complete the save
-        _end_with(actor)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C, and may still complete the save
+        _exit_with(actor)
         _release_connections(keep=sentinel)
-        torch.set_num_threads(1)  # the threads of the actor's pool do not exist here
+        torch.set_num_threads(1)  # the threads of the actor's pool do not exist in a fork
         report: tuple[bool, Any]
         try:
             report = (True, function())
-        except Exception as error:  # noqa: BLE001  # whatever it is, the actor reports it
+        except Exception as error:  # noqa: BLE001  # the actor reports any error
             report = (False, f"{type(error).__name__}: {error}")
         left = memoryview(pickle.dumps(report))
         while left:
@@ -165,10 +172,11 @@ def _run(function: Callable[[], Any], report_fd: int, sentinel: int, actor: int)
         os._exit(status)
 
 
-def _end_with(actor: int) -> None:
-    """End this process when process ``actor`` ends.
+def _exit_with(actor: int) -> None:
+    """Exit this process when process ``actor`` ends.
 
-    ``PR_SET_PDEATHSIG`` would kill it when the forking thread ends, and Ray runs methods on threads that end.
+    ``PR_SET_PDEATHSIG`` is not used: it would kill this process when the forking thread ends, and Ray runs methods on
+    threads that end.
     """
     try:
         watched = os.pidfd_open(actor)
@@ -190,9 +198,9 @@ def _end_with(actor: int) -> None:
 
 
 def _release_connections(keep: int) -> None:
-    """Replace all inherited sockets and pipes but ``keep`` and the standard streams by ``/dev/null``.
+    """Replace all inherited sockets and pipes except ``keep`` and the standard streams with ``/dev/null``.
 
-    They are not closed, because a file opened later could get the number of one that somebody still writes to.
+    They are not closed, because a new file could get the descriptor of a connection that other code still writes to.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):

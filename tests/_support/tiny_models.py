@@ -1,4 +1,7 @@
-"""Tiny models and batches, and the jobs that the pool's processes run on them."""
+"""Tiny Hugging Face models, random batches, and an actor on them.
+
+Megatron and transformers are imported by the functions that use them, because unit tests import this module, too.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
-from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from recipe_gkd.actor import megatron_patches
 from recipe_gkd.actor.loss_terms import GlobalDenominators
-from recipe_gkd.actor.megatron_actor import MegatronActor
 from recipe_gkd.actor.microbatch import pack, shard_batch
 from recipe_gkd.actor.model_dims import LLAMA3_ROPE
-from recipe_gkd.actor.objective import Losses
-from recipe_gkd.actor.parallel import leave_parallel
-from recipe_gkd.actor.step import run_micro_batches
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 
@@ -34,45 +30,63 @@ MEGATRON = f"{ACTOR}.megatron"
 
 
 def make_folder(path: Path, kind: str, seed: int = 0) -> Path:
-    """A Hugging Face folder of ``kind``, with biases and norms that matter."""
-    sizes: dict[str, Any] = dict(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4 if kind == "qwen3" else 2, max_position_embeddings=256, rms_norm_eps=1e-6,
-        tie_word_embeddings=kind in ("qwen2", "qwen3"), dtype="float32",
-    )  # fmt: skip
+    """Write a Hugging Face folder with random weights, biases and norms.
+
+    Args:
+        path: Folder to create.
+        kind: Name of the architecture: ``qwen2``, ``qwen2_untied``, ``qwen3``, ``llama``, ``llama3`` (with scaled
+            rotary embedding), ``qwen2_moe``, ``qwen3_moe`` or ``mixtral``.
+        seed: Seed of the weights.
+    """
     torch.manual_seed(seed)
-    if kind in ("qwen2", "qwen2_untied"):
-        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
-    elif kind == "qwen3":
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=12))
-    elif kind == "qwen3_moe":
-        experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, norm_topk_prob=True)
-        config = transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=12, mlp_only_layers=[1])
-        model = transformers.Qwen3MoeForCausalLM(config)
-    elif kind == "qwen2_moe":
-        experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20)
-        config = transformers.Qwen2MoeConfig(**sizes, **experts, shared_expert_intermediate_size=24)
-        model = transformers.Qwen2MoeForCausalLM(config)
-    elif kind == "mixtral":
-        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=4))
-    else:
-        scaled = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, **LLAMA3_ROPE)
-        rope: dict[str, Any] = {"rope_parameters": scaled} if kind == "llama3" else {}
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **rope))
+    model = _random_model(kind)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.copy_(1 + 0.1 * torch.randn_like(parameter))
             else:
                 parameter.normal_(0, 0.1 if "bias" in name else 0.15)
-    model.save_pretrained(path, max_shard_size="40kB" if kind == "llama" else "5GB")  # llama: several files
+    model.save_pretrained(path, max_shard_size="40kB" if kind == "llama" else "5GB")  # several files for llama
     (path / "tokenizer.json").write_text("{}")
     (path / "generation_config.json").write_text('{"max_new_tokens": 7}')
     return path
 
 
+def _random_model(kind: str) -> Any:
+    import transformers
+
+    sizes: dict[str, Any] = dict(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4 if kind == "qwen3" else 2, max_position_embeddings=256, rms_norm_eps=1e-6,
+        tie_word_embeddings=kind in ("qwen2", "qwen3"), dtype="float32",
+    )  # fmt: skip
+    if kind in ("qwen2", "qwen2_untied"):
+        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
+    if kind == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=12))
+    if kind == "qwen3_moe":
+        experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, norm_topk_prob=True)
+        config = transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=12, mlp_only_layers=[1])
+        return transformers.Qwen3MoeForCausalLM(config)
+    if kind == "qwen2_moe":
+        experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20)
+        config = transformers.Qwen2MoeConfig(**sizes, **experts, shared_expert_intermediate_size=24)
+        return transformers.Qwen2MoeForCausalLM(config)
+    if kind == "mixtral":
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=4))
+    scaled = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, **LLAMA3_ROPE)
+    rope: dict[str, Any] = {"rope_parameters": scaled} if kind == "llama3" else {}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **rope))
+
+
 def make_samples(count: int, *, seed: int = 0, sharpness: float = 1.5) -> list[Sample]:
-    """Ragged: prompts of 1 to 9 tokens, answers of 0 to 20; a random teacher's top-k."""
+    """Return samples with prompts of 1 to 9 tokens, responses of 0 to 20 tokens, and a random teacher's top-k.
+
+    Args:
+        count: Number of samples.
+        seed: Seed of tokens and log-probabilities.
+        sharpness: Standard deviation of the teacher's logits.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for uid in range(count):
@@ -87,6 +101,7 @@ def make_samples(count: int, *, seed: int = 0, sharpness: float = 1.5) -> list[S
 
 
 def make_sample(uid: int, prompt: Any, response: Any, logps_TK: Any, ids_TK: Any) -> Sample:
+    """Return a sample with the given token ids and teacher top-k; all sampling log-probabilities are 0."""
     zeros = np.zeros(len(response), np.float32)
     return Sample(
         prompt=Prompt(uid=uid, ids=np.asarray(prompt, np.int32), row=uid),
@@ -105,6 +120,7 @@ def make_sample(uid: int, prompt: Any, response: Any, logps_TK: Any, ids_TK: Any
 
 
 def make_config(folder: Path, *overrides: str, ranks: int = 1) -> Config:
+    """Return the configuration of a float32 actor on CPU for the model in ``folder``."""
     return load_config(
         "on_policy_distill_trainer",
         [
@@ -120,12 +136,18 @@ def make_config(folder: Path, *overrides: str, ranks: int = 1) -> Config:
 def started(
     rank: int, world_size: int, port: int, config: Config, total_steps: int = 10, n_tokens: int | None = None
 ) -> Iterator[Any]:
-    """An actor that has been set up, and leaves its group at the end."""
-    actor = MegatronActor(
-        config, total_steps=total_steps, rank=rank, world_size=world_size, local_rank=rank,
-        meeting=("127.0.0.1", port), device="cpu", n_tokens=n_tokens,
-    )  # fmt: skip
-    actor.placement = actor.setup()
+    """Set up an actor, and destroy its process groups at the end.
+
+    The actor has an additional attribute ``coordinates``, the result of its ``setup``.
+    """
+    from recipe_gkd.actor.megatron_actor import MegatronActor
+    from recipe_gkd.actor.parallel import RankSpec, leave_parallel
+
+    rank_spec = RankSpec(
+        rank=rank, world_size=world_size, local_rank=rank, device="cpu", rendezvous=("127.0.0.1", port)
+    )
+    actor: Any = MegatronActor(config, rank_spec, total_steps=total_steps, n_tokens=n_tokens)
+    actor.coordinates = actor.setup()
     try:
         yield actor
     finally:
@@ -133,38 +155,49 @@ def started(
 
 
 def update(actor: Any, samples: Sequence[Sample], step: int = 0) -> dict[str, float]:
-    """What the driver does: every rank gets the shard of its data-parallel rank."""
-    shards = shard_batch(samples, actor.placement["dp_size"])
-    return actor.update(shards[actor.placement["dp_rank"]], step)
+    """Run one optimizer step with this data-parallel rank's shard, as the driver does."""
+    shards = shard_batch(samples, actor.coordinates["dp_size"])
+    return actor.update(shards[actor.coordinates["dp_rank"]], step)
 
 
 def exported(actor: Any) -> dict[str, Tensor]:
-    """On rank 0: every weight by name; elsewhere nothing."""
+    """Return copies of all weights by name on rank 0; an empty dict elsewhere."""
     return {name: tensor.clone() for name, tensor in actor.export_weights()}
 
 
 def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
-    """[N, V] logits of one packed row of all samples, where this rank is on the last stage; None elsewhere."""
+    """Return the logits of one packed row of all samples, [N, V], on the last pipeline stage; None elsewhere."""
+    from megatron.core import parallel_state as mpu
 
-    def capture(student: Any, _: Any) -> Losses:
-        logits_NW = student.logits(torch.arange(sum(packed.lengths)))
+    from recipe_gkd.actor import megatron_patches
+    from recipe_gkd.actor.forward_backward import run_micro_batches
+    from recipe_gkd.actor.objective import Losses
+
+    packed = pack(samples, multiple_of=actor.layout.tp_size)
+    n_rows = sum(packed.lengths)
+
+    def gather_logits(student: Any, _: Any) -> Any:
+        logits_NW = student.logits(torch.arange(n_rows))
         parts = [torch.empty_like(logits_NW) for _ in range(actor.layout.tp_size)]
         dist.all_gather(parts, logits_NW.contiguous(), group=mpu.get_tensor_model_parallel_group())
         return Losses(loss_T=logits_NW.sum(1), sums={"logits": torch.cat(parts, 1)[:, :VOCAB]})
 
-    packed = pack(samples, multiple_of=actor.layout.tp_size)
-    every_row = dataclasses.replace(packed, loss_rows_T=np.arange(sum(packed.lengths)))
-    batches = [every_row] * 2
+    batches = [dataclasses.replace(packed, loss_rows_T=np.arange(n_rows))] * 2
+    denominators = GlobalDenominators.of(GlobalDenominators.counts(batches))
     with megatron_patches.on_host(), torch.no_grad():
         reports = run_micro_batches(
-            actor._wrapped, batches, capture, denominators=GlobalDenominators.of(GlobalDenominators.counts(batches)), gkd=actor._gkd, tp_group=None,
-            device=torch.device("cpu"), forward_only=True,
-        )  # fmt: skip
+            actor._model, batches, gather_logits, denominators=denominators, gkd=actor._config.gkd, forward_only=True
+        )
     return reports[0]["sums"]["logits"] if reports else None
 
 
 def transformers_logits(model: Any, samples: Sequence[Sample]) -> Tensor:
-    """The same rows, one sample at a time."""
+    """Return the logits of the same rows from a transformers model, one sample at a time, [N, V]."""
     rows = [torch.as_tensor(sample.token_ids[:-1]).long() for sample in samples]
     with torch.no_grad():
         return torch.cat([model(ids[None]).logits[0] for ids in rows])
+
+
+def without_empty(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with at least one response token."""
+    return [sample for sample in samples if len(sample.response.ids)]

@@ -13,7 +13,7 @@ KINDS = ("qwen2", "qwen2_untied", "qwen3", "llama", "qwen3_moe", "qwen2_moe", "m
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    """Up to four processes, which import Megatron once."""
+    """Return a pool of up to four processes that import Megatron once."""
     pool = WorkerPool()
     yield pool
     pool.close()
@@ -21,6 +21,6 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny models with random weights, by kind."""
+    """Return folders of tiny models with random weights, by kind."""
     base = tmp_path_factory.mktemp("models")
     return {kind: make_folder(base / kind, kind) for kind in KINDS}

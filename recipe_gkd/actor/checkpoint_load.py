@@ -1,0 +1,151 @@
+"""Validation and loading of a checkpoint of the actor, in the parallel layout that saved it or another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+
+from recipe_gkd.actor.checkpoint_state import optimizer_kind, restore_rng, rng_state, sharded_state
+from recipe_gkd.actor.megatron_model import MegatronModel
+from recipe_gkd.actor.parallel_write import agree
+from recipe_gkd.errors import CheckpointError, CheckpointMismatch
+
+# Fields of `ModelDims` that had another name in the checkpoints of earlier versions.
+RENAMED_DIMS = {"mixture": "moe"}
+
+
+def check_checkpoint(path: Path, model: MegatronModel, contents: Sequence[str]) -> dict[str, Any]:
+    """Check that a checkpoint can be loaded, without changing the model. Collective.
+
+    Args:
+        path: Folder of the checkpoint.
+        model: Model to load it into.
+        contents: Parts to load: ``model``, ``optimizer``, ``extra``.
+
+    Returns:
+        The common part of the checkpoint, for :func:`load_checkpoint`.
+
+    Raises:
+        CheckpointError: The checkpoint is missing, incomplete or damaged. Raised on all ranks.
+        CheckpointMismatch: It is of another model, or lacks one of ``contents``. Raised on all ranks.
+    """
+    common: dict[str, Any] = {}
+    failure = None
+    try:
+        common = _read_common(path)
+    except CheckpointError as error:
+        failure = str(error)
+    agree(f"loading the checkpoint {path}", failure, model.device)
+    _check_matches(path, common["about"], model, contents)  # has the same result on all ranks
+    return common
+
+
+def load_checkpoint(path: Path, model: MegatronModel, contents: Sequence[str], common: dict[str, Any]) -> int:
+    """Restore a model from a checkpoint of any layout. Collective.
+
+    Args:
+        path: Folder of the checkpoint.
+        model: Model to load it into.
+        contents: Parts to load: ``model``, ``optimizer``, ``extra``.
+        common: Result of :func:`check_checkpoint`.
+
+    Returns:
+        Number of completed updates; 0 if ``contents`` does not include ``extra``.
+
+    Raises:
+        CheckpointError: The content is damaged. Raised on all ranks. The model is then partly overwritten.
+    """
+    with_optimizer = "optimizer" in contents
+    with_rng = "extra" in contents and common["about"]["layout"] == str(model.layout)
+    if with_optimizer and optimizer_kind(model)["use_distributed_optimizer"]:
+        _allocate_adam_state(model.optimizer)
+    state = sharded_state(model, with_optimizer=with_optimizer, is_loading=True)
+    if with_rng:
+        state["rng"] = rng_state(model.layout)
+    try:
+        loaded = dist_checkpointing.load(state, str(path), get_default_load_sharded_strategy(str(path)))
+    except (CheckpointException, CheckpointingException) as error:  # torch compares the results of all ranks
+        reasons = [f"{type(e).__name__}: {e}" for e, _ in getattr(error, "failures", {}).values()] or [str(error)]
+        raise CheckpointError(
+            f"{path} is damaged, or was saved by another version ({'; '.join(sorted(set(reasons)))}); use another "
+            "checkpoint"
+        ) from error
+
+    for number, chunk in enumerate(model.chunks):
+        chunk.load_state_dict(loaded[f"model{number}"])
+    if with_optimizer:
+        model.optimizer.load_state_dict(loaded["optimizer"])
+    else:
+        model.optimizer.reload_model_params()  # its float32 copies are still those of the previous weights
+    if with_rng:
+        restore_rng(loaded["rng"])
+    return int(common["step"]) if "extra" in contents else 0
+
+
+def _read_common(path: Path) -> dict[str, Any]:
+    """Read the description of a checkpoint and compare the sizes of its files with it. Not collective."""
+    if not (path / CONFIG_FNAME).is_file():
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint of the actor (it has no {CONFIG_FNAME}); use another checkpoint"
+        )
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(path))
+        metadata = FileSystemReader(path).read_metadata()
+        if "about" not in common or metadata.storage_data is None:
+            raise CheckpointError(f"{path} was not written by recipe_gkd; use another checkpoint")
+        sizes: dict[str, int] = {}
+        for entry in metadata.storage_data.values():
+            sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
+        for name, size in sizes.items():
+            found = (path / name).stat().st_size
+            if found < size:
+                raise CheckpointError(
+                    f"{path} is damaged: {name} has {found} bytes, expected {size}; use another checkpoint"
+                )
+    except CheckpointError:
+        raise
+    except Exception as error:  # unpickling damaged bytes may raise any exception
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint") from error
+    return common
+
+
+def _check_matches(path: Path, about: dict[str, Any], model: MegatronModel, contents: Sequence[str]) -> None:
+    own = dataclasses.asdict(model.dims)
+    saved = {name if name in own else RENAMED_DIMS[name]: value for name, value in about["model"].items()}
+    if differing := [f"{name}: {value} there, {own[name]} here" for name, value in saved.items() if own[name] != value]:
+        raise CheckpointMismatch(f"{path} is a checkpoint of another model ({'; '.join(differing)})")
+    if missing := [part for part in contents if part not in about["contents"]]:
+        raise CheckpointMismatch(
+            f"{path} has no {', '.join(missing)}, only {', '.join(about['contents'])}; change "
+            "actor_rollout_ref.actor.checkpoint.load_contents"
+        )
+    own_kind = optimizer_kind(model)
+    if "optimizer" in contents and about["optimizer_kind"] != own_kind:
+        raise CheckpointMismatch(
+            f"{path}: its optimizer state was saved with {about['optimizer_kind']}, this run has {own_kind}; use the "
+            "same settings, or remove optimizer from actor_rollout_ref.actor.checkpoint.load_contents"
+        )
+
+
+def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:
+    """Allocate the state of torch's AdamW, which DistributedOptimizer reads before a load fills it."""
+    for part in optimizer.chained_optimizers:
+        adam = part.optimizer
+        if not isinstance(adam, torch.optim.AdamW):
+            continue  # Megatron allocates the state of Transformer Engine's and Apex's optimizers
+        for parameter in (p for group in adam.param_groups for p in group["params"]):
+            if not adam.state[parameter]:
+                adam.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }

@@ -1,0 +1,237 @@
+"""Saving of a checkpoint of the actor with Megatron's ``dist_checkpointing``, in the background.
+
+Stages of a save. :meth:`CheckpointWriter.finish_if_written` moves it to the next stage:
+
+==============  =============================================  ======================================================
+Stage           Work                                           Next
+==============  =============================================  ======================================================
+SHARDS          Processes of all ranks write their shards.     METADATA when all ranks have written.
+METADATA        A process of rank 0 writes the metadata.       COMPLETE when it has written.
+COMPLETE        ``metadata.json`` marks a complete folder.     The next save may start.
+==============  =============================================  ======================================================
+
+An error, the death of a process, or the deadline ends a save in any stage: all its processes are killed, and every rank
+raises :class:`CheckpointError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import queue
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.storage import WriteResult
+
+from recipe_gkd.actor.checkpoint_state import OPTIMIZER_SHARDING, describe, rng_state, sharded_state
+from recipe_gkd.actor.megatron_model import MegatronModel
+from recipe_gkd.actor.parallel_write import FIRST_ROUND_S, LONGEST_ROUND_S, ParallelWrite, agree
+from recipe_gkd.runtime.durable_files import sync_file, sync_folder, write_durably
+
+
+class CheckpointWriter:
+    """Saves of an actor's state, one at a time, by processes that write while the actor continues to train.
+
+    All calls are collective.
+
+    Lifecycle::
+
+        writer = CheckpointWriter(timeout_s)
+        writer.save(path, model, step, contents)  # returns when the processes have started
+        writer.finish_if_written()                # True once the checkpoint is complete
+        writer.finish()                           # waits for it
+
+    Raises:
+        CheckpointError: A save failed on one rank: error or death of a process, or ``timeout_s`` since the start of the
+            save. Raised on all ranks, once; then the next save can start. The processes of the failed save have been
+            killed, and have ended, except those that wait for a hung disk.
+
+    Args:
+        timeout_s: Deadline of a save, in seconds from its start.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._save: _Save | None = None
+
+    def save(self, path: Path, model: MegatronModel, step: int, contents: Sequence[str]) -> None:
+        """Start to write a checkpoint. No save may be in progress.
+
+        Args:
+            path: Folder of the checkpoint. Its content is removed first.
+            model: Model in training.
+            step: Number of completed updates.
+            contents: Parts to write: ``model``, ``optimizer``, ``extra``.
+
+        Raises:
+            CheckpointError: The folder cannot be created, or is not the same folder on the machines of all ranks.
+        """
+        assert self._save is None, "the previous save must be finished first"
+        self._save = _Save(path, model, step, contents, self.timeout_s)
+
+    def finish_if_written(self) -> bool:
+        """Complete the save in progress if all ranks have written. Return True if no save is in progress any more."""
+        save, self._save = self._save, None  # a save that raises is over
+        if save is None or save.advance():
+            return True
+        self._save = save
+        return False
+
+    def finish(self) -> None:
+        """Wait until the save in progress, if any, is complete."""
+        round_s = FIRST_ROUND_S
+        while not self.finish_if_written():
+            assert self._save is not None
+            self._save.write.pause(round_s)
+            round_s = min(2 * round_s, LONGEST_ROUND_S)
+
+
+class _Stage(Enum):
+    SHARDS = auto()
+    METADATA = auto()
+    COMPLETE = auto()
+
+
+class _Save:
+    """A save in progress; see the table of stages."""
+
+    def __init__(self, path: Path, model: MegatronModel, step: int, contents: Sequence[str], timeout_s: float) -> None:
+        self._name, self._path, self._timeout_s = f"the save of the checkpoint to {path}", path, timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._layout, self._device = model.layout, model.device
+        self._make_folder()
+        state = sharded_state(model, with_optimizer="optimizer" in contents, is_loading=False)
+        if "extra" in contents:
+            state |= {"step": step, "rng": rng_state(model.layout)}
+        state |= {"about": describe(model, contents), "content_metadata": OPTIMIZER_SHARDING}
+        own, common = save_preprocess(state)
+        self._writer, self._metadata = _Planner("torch_dist", 1).async_save(own, path)
+        functions: list[Callable[[], Any]] = []
+        failure = None
+        try:
+            functions = self._shard_functions(common)
+        except (OSError, RuntimeError, MemoryError) as error:  # from the copy to host memory
+            failure = f"{type(error).__name__}: {error}"
+        self._stage = _Stage.SHARDS
+        self.write = self._start(functions, failure)
+
+    def advance(self) -> bool:
+        """Move to the next stage if this one is done. Return True if the save is complete. Collective."""
+        if self._stage is _Stage.SHARDS and self.write.poll():
+            self.write = self._start(self._metadata_functions())
+            self._stage = _Stage.METADATA
+            self.write.pause(LONGEST_ROUND_S)  # long enough to write the metadata of most models
+        if self._stage is _Stage.METADATA and self.write.poll():
+            self._stage = _Stage.COMPLETE
+        return self._stage is _Stage.COMPLETE
+
+    def _start(self, functions: Sequence[Callable[[], Any]], failure: str | None = None) -> ParallelWrite:
+        return ParallelWrite(
+            self._name,
+            functions,
+            deadline=self._deadline,
+            limit_s=self._timeout_s,
+            device=self._device,
+            failure=failure,
+        )
+
+    def _make_folder(self) -> None:
+        failure = None
+        try:
+            if self._layout.rank == 0:
+                if self._path.exists():
+                    shutil.rmtree(self._path)
+                self._path.mkdir(parents=True)
+        except OSError as error:
+            failure = f"{type(error).__name__}: {error}"
+        agree(self._name, failure, self._device)
+        if not os.access(self._path, os.W_OK):
+            failure = (
+                f"{self._path}, which rank 0 has created, does not exist or is not writable on this machine; "
+                "trainer.default_local_dir must be shared by all nodes of the actor pool"
+            )
+        agree(self._name, failure, self._device)
+
+    def _shard_functions(self, common: dict[str, Any]) -> list[Callable[[], Any]]:
+        """Copy tensors from a GPU to the host, and return the functions that write this rank's files."""
+        functions: list[Callable[[], Any]] = []
+        if self._writer.write_buckets:
+            transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
+            buckets = self._writer.preload_tensors(self._writer.write_buckets)
+            functions += [partial(write_shard, transforms, bucket) for bucket in buckets]
+        if self._layout.rank == 0:
+            content = io.BytesIO()
+            torch.save(common, content)
+            functions.append(partial(_write_common, content.getvalue(), self._path))
+        return functions
+
+    def _metadata_functions(self) -> list[Callable[[], Any]]:
+        """Collect the write results of all ranks, and return the function of rank 0 that writes them. Collective."""
+        is_first_rank = self._layout.rank == 0
+        own = [item for results in self.write.results() for item in results]
+        all_results: list[Any] | None = [None] * self._layout.world_size if is_first_rank else None
+        dist.gather_object(own, all_results)
+        if not is_first_rank:
+            return []
+        return [partial(_write_metadata, self._writer, self._metadata, all_results, self._path)]
+
+
+class _Planner(TorchDistSaveShardedStrategy):
+    """Megatron's collective plan of a save, without its execution.
+
+    Megatron executes a plan in processes whose death it does not detect, and waits for them in collectives
+    (dist_checkpointing/strategies/filesystem_async.py ``count_queue.join()``, async_utils.py ``execute_sync``).
+    """
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+        """Return the writer with its plan, and the metadata (on rank 0), as the result of ``async_save``."""
+        return writer, save_state_dict_ret[1]
+
+
+def write_shard(transforms: list[Any], bucket: Any) -> list[WriteResult]:
+    """Write one file of tensors and synchronize it to the disk. Called in a writer process.
+
+    Args:
+        transforms: Transformations of torch's storage writer.
+        bucket: Megatron's bucket with the file name and the tensors.
+
+    Returns:
+        Position of each tensor in the file.
+    """
+    results: queue.Queue[tuple[int, Any]] = queue.Queue()
+    tasks: queue.Queue[int] = queue.Queue()
+    tasks.put(0)
+    FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, results, tasks, use_fsync=True)
+    _, outcome = results.get_nowait()
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _write_common(content: bytes, path: Path) -> list[WriteResult]:
+    file = path / COMMON_STATE_FNAME
+    file.write_bytes(content)
+    sync_file(file)
+    return []
+
+
+def _write_metadata(writer: FileSystemWriterAsync, metadata: Any, results: Any, path: Path) -> None:
+    """Complete a checkpoint. ``metadata.json`` is written last, after all other files are on the disk."""
+    writer.finish(metadata, results)
+    sync_folder(path)
+    write_durably(path / CONFIG_FNAME, json.dumps(dataclasses.asdict(CheckpointingConfig("torch_dist", 1))))

@@ -1,0 +1,83 @@
+"""State of training that a checkpoint contains, as Megatron's sharded tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from recipe_gkd.actor.megatron_model import MegatronModel
+from recipe_gkd.actor.parallel import Layout
+
+# The default sharding of the optimizer cannot be saved (dist_checkpointing/mapping.py rejects `flattened_range`). This
+# one can also be loaded in any other parallel layout.
+OPTIMIZER_SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def optimizer_kind(model: MegatronModel) -> dict[str, Any]:
+    """Return the settings that must be equal in two runs that exchange optimizer state."""
+    return {
+        "use_distributed_optimizer": isinstance(model.optimizer.chained_optimizers[0], DistributedOptimizer),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def describe(model: MegatronModel, contents: Sequence[str]) -> dict[str, Any]:
+    """Return the description of a checkpoint, which is compared with the model before it is loaded.
+
+    Args:
+        model: Model in training.
+        contents: Parts of the checkpoint: ``model``, ``optimizer``, ``extra``.
+    """
+    return {
+        "model": dataclasses.asdict(model.dims),
+        "layout": str(model.layout),
+        "contents": list(contents),
+        "optimizer_kind": optimizer_kind(model),
+    }
+
+
+def sharded_state(model: MegatronModel, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
+    """Return Megatron's sharded state of the weights and the optimizer. Collective.
+
+    Args:
+        model: Model in training.
+        with_optimizer: Include the optimizer.
+        is_loading: The state is the target of a load.
+    """
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    state: dict[str, Any] = {
+        f"model{number}": chunk.sharded_state_dict(metadata=OPTIMIZER_SHARDING | {"dp_cp_group": group})
+        for number, chunk in enumerate(model.chunks)
+    }
+    if with_optimizer:
+        state["optimizer"] = model.optimizer.sharded_state_dict(
+            dict(state), is_loading=is_loading, metadata=OPTIMIZER_SHARDING
+        )
+    return state
+
+
+def rng_state(layout: Layout) -> ShardedObject:
+    """Return the state of the random generators, one entry per rank: ranks that share experts have different states."""
+    states = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return ShardedObject("rng", states, (layout.world_size,), (layout.rank,))
+
+
+def restore_rng(states: dict[str, Any]) -> None:
+    """Set the random generators to states from :func:`rng_state`."""
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(states["tracker"])

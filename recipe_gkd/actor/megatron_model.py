@@ -1,0 +1,99 @@
+"""The model in training on one rank: Megatron's chunks, the optimizer, and this rank's part of the weight table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+
+from recipe_gkd.actor.hf_load import LocalWeight, load_hf, local_weights
+from recipe_gkd.actor.model import build_chunks, transformer_config
+from recipe_gkd.actor.model_dims import ModelDims, read_model_dims
+from recipe_gkd.actor.optimizer import wrap_and_optimize
+from recipe_gkd.actor.parallel import Layout, RankSpec, init_parallel
+from recipe_gkd.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronModel:
+    """One rank's part of the model in training.
+
+    Attributes:
+        dims: Dimensions of the whole model.
+        layout: Coordinates of this rank.
+        device: Device of the parameters and of the collectives.
+        dtype: Data type of weights and activations. The optimizer keeps float32 copies.
+        chunks: One chunk, or one per virtual pipeline stage.
+        wrapped: The chunks with their gradient buffers.
+        optimizer: Optimizer of all chunks.
+        weights: All weights of the model in order, each with this rank's parameter for it.
+        stages: Pipeline stage of each weight.
+    """
+
+    dims: ModelDims
+    layout: Layout
+    device: torch.device
+    dtype: torch.dtype
+    chunks: Sequence[GPTModel]
+    wrapped: Sequence[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    weights: Sequence[LocalWeight]
+    stages: Sequence[int]
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of parameters on this rank."""
+        return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
+
+
+def build_megatron_model(config: Config, spec: RankSpec) -> MegatronModel:
+    """Join the process groups, build the model, load its Hugging Face weights and create the optimizer. Collective.
+
+    Args:
+        config: Configuration of the run.
+        spec: This process.
+
+    Raises:
+        ModelError: The model folder cannot be read or is not supported.
+        ConfigError: The parallel layout does not fit the model.
+        DeadlineError: A rank did not reach the rendezvous within ``actor_rollout_ref.nccl_timeout``.
+    """
+    model, megatron = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.megatron
+    device = spec.torch_device
+    # Invalid settings raise an error here, before this rank waits for others.
+    dims = read_model_dims(model.path, trust_remote_code=model.trust_remote_code)
+    transformer = transformer_config(dims, megatron, device)
+    layout = init_parallel(megatron, spec, timeout_s=config.actor_rollout_ref.nccl_timeout, seed=config.data.seed)
+    chunks = build_chunks(dims, transformer, device)
+    load_hf(Path(model.path), chunks, dims, layout)
+    wrapped, optimizer = wrap_and_optimize(
+        chunks,
+        transformer,
+        config.actor_rollout_ref.actor.optim,
+        use_distributed_optimizer=megatron.use_distributed_optimizer,
+    )
+    weights = local_weights(chunks, dims, layout)
+    return MegatronModel(
+        dims=dims,
+        layout=layout,
+        device=device,
+        dtype=transformer.params_dtype,
+        chunks=chunks,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        weights=weights,
+        stages=_find_stages(weights, layout, device),
+    )
+
+
+def _find_stages(weights: Sequence[LocalWeight], layout: Layout, device: torch.device) -> list[int]:
+    """Return the pipeline stage of each weight. Collective."""
+    stages = torch.tensor([-1 if p is None else layout.pp_rank for _, p in weights], device=device)
+    dist.all_reduce(stages, op=dist.ReduceOp.MAX)
+    return stages.tolist()

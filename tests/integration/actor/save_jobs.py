@@ -1,0 +1,209 @@
+"""Checkpoint and save jobs for the worker pool. Each runs on every rank and returns the values to compare."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from recipe_gkd.actor import checkpoint_save, hf_save
+from recipe_gkd.config import Config
+from recipe_gkd.data.samples import Sample
+from recipe_gkd.errors import CheckpointError, GkdError
+from tests._support.tiny_models import exported, packed_logits, started, update, without_empty
+
+SHORT_COLLECTIVE_TIMEOUT_S = 3
+
+
+def train_and_save(
+    rank: int, world_size: int, port: int, config: Config, first: list[Sample], second: list[Sample], path: Path
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Run an update and save a checkpoint; return metrics and weights of a second update, the target of a resume."""
+    with started(rank, world_size, port, config) as actor:
+        update(actor, first, 0)
+        actor.save_checkpoint(path)
+        metrics = update(actor, second, 1)
+        actor.finish_saves()
+        return metrics, exported(actor)
+
+
+def resume_and_train(
+    rank: int, world_size: int, port: int, config: Config, path: Path, batch: list[Sample]
+) -> tuple[int, dict[str, float], dict[str, Tensor]]:
+    """Load a checkpoint and run an update; return the loaded step, the metrics and the weights."""
+    with started(rank, world_size, port, config) as actor:
+        step = actor.load_checkpoint(path)
+        return step, update(actor, batch, 1), exported(actor)
+
+
+def load_with_error(rank: int, world_size: int, port: int, config: Config, path: Path) -> str:
+    """Return the error of loading a checkpoint."""
+    with started(rank, world_size, port, config) as actor:
+        try:
+            actor.load_checkpoint(path)
+        except GkdError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+def load_after_errors(
+    rank: int, world_size: int, port: int, config: Config, damaged: list[Path], path: Path, batch: list[Sample]
+) -> tuple[list[str], str, dict[str, float], dict[str, Tensor]]:
+    """Load damaged checkpoints, try an update, then load a complete checkpoint and run an update.
+
+    Returns:
+        The errors of loading, the error of the first update, and metrics and weights of the last one.
+    """
+    with started(rank, world_size, port, config) as actor:
+        messages = []
+        for wrong in damaged:
+            with pytest.raises(GkdError) as caught:
+                actor.load_checkpoint(wrong)
+            messages.append(f"{type(caught.value).__name__}: {caught.value}")
+        with pytest.raises(GkdError) as caught:
+            update(actor, batch, 1)
+        actor.load_checkpoint(path)
+        return messages, f"{type(caught.value).__name__}: {caught.value}", update(actor, batch, 1), exported(actor)
+
+
+def save_with_faults(
+    rank: int, world_size: int, port: int, config: Config, batch: list[Sample], path: Path, faults: dict[str, int]
+) -> list[str]:
+    """Save with each of ``faults`` on its rank, then save to ``path / "good"`` without a fault.
+
+    See :func:`_faulty_writer` for the faults.
+
+    Returns:
+        The error of each faulty save.
+    """
+    messages = []
+    with started(rank, world_size, port, config) as actor:
+        update(actor, batch, 0)
+        for fault, faulty_rank in faults.items():
+            message = ""
+            actor._writer.timeout_s = 3.0 if fault == "hung" else 60.0
+            with _faulty_writer(fault, rank == faulty_rank):
+                try:
+                    actor.save_checkpoint(path / fault)
+                    while not actor.finish_saves(wait=False):
+                        pass
+                except CheckpointError as error:
+                    message = str(error)
+            messages.append(message)
+            assert not psutil.Process().children(), "no writer process may remain"
+            assert actor.finish_saves()
+        actor._writer.timeout_s = 60.0
+        actor.save_checkpoint(path / "good")
+        actor.finish_saves()
+        return messages
+
+
+@contextmanager
+def _faulty_writer(fault: str, is_faulty_rank: bool) -> Iterator[None]:
+    """Make writes fail on the faulty rank.
+
+    Args:
+        fault: ``"file too large"``: files are limited to 1 KiB; ``"killed"`` and ``"hung"``: the writer process kills
+            or stops itself; ``"metadata"``: the disk is full when rank 0 writes the metadata.
+        is_faulty_rank: This rank is the faulty one.
+    """
+    originals = checkpoint_save.write_shard, checkpoint_save._write_metadata, hf_save._write_file
+
+    def send_signal(number: int, *_: Any) -> None:
+        os.kill(os.getpid(), number)
+
+    def raise_disk_full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if fault == "file too large" and is_faulty_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    if fault in ("killed", "hung") and is_faulty_rank:
+        number = signal.SIGKILL if fault == "killed" else signal.SIGSTOP
+        checkpoint_save.write_shard = hf_save._write_file = partial(send_signal, number)
+    if fault == "metadata":
+        checkpoint_save._write_metadata = raise_disk_full
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        checkpoint_save.write_shard, checkpoint_save._write_metadata, hf_save._write_file = originals
+
+
+def save_with_error(rank: int, world_size: int, port: int, config: Config, path: Path) -> str:
+    """Return the error of a save."""
+    with started(rank, world_size, port, config) as actor:
+        try:
+            actor.save_checkpoint(path)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+
+def save_slowly(rank: int, world_size: int, port: int, config: Config, batch: list[Sample], path: Path) -> str:
+    """Save while the writers of rank 0 take longer than the timeout of a collective.
+
+    Returns:
+        The error of a collective that rank 0 reaches as late as that.
+    """
+    write_shard, write_file = checkpoint_save.write_shard, hf_save._write_file
+    with started(rank, world_size, port, config) as actor:
+        update(actor, batch)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_COLLECTIVE_TIMEOUT_S))
+        if rank == 0:
+            checkpoint_save.write_shard = partial(_call_late, write_shard)
+            hf_save._write_file = partial(_call_late, write_file)
+        try:
+            actor.save_checkpoint(path / "checkpoint")
+            actor.save_hf(path / "folder")
+        finally:
+            checkpoint_save.write_shard, hf_save._write_file = write_shard, write_file
+        try:
+            if rank == 0:
+                time.sleep(SHORT_COLLECTIVE_TIMEOUT_S + 2)
+            dist.barrier()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+
+def _call_late(function: Any, *args: Any) -> Any:
+    time.sleep(SHORT_COLLECTIVE_TIMEOUT_S + 2)
+    return function(*args)
+
+
+def save_hf(rank: int, world_size: int, port: int, config: Config, batch: list[Sample], path: Path) -> Tensor | None:
+    """Run an update and save a Hugging Face folder; return the actor's logits after it."""
+    with started(rank, world_size, port, config) as actor:
+        update(actor, batch)
+        actor.save_hf(path)
+        return packed_logits(actor, without_empty(batch))
+
+
+def save_hf_with_faults(rank: int, world_size: int, port: int, config: Config, path: Path) -> list[str]:
+    """Save a Hugging Face folder with two faults on rank 0, then without a fault; return the errors."""
+    messages = []
+    with started(rank, world_size, port, config) as actor:
+        for fault, timeout_s in (("file too large", 60.0), ("hung", 3.0)):
+            actor._actor_config = replace(actor._actor_config, timeout_s=timeout_s)
+            with _faulty_writer(fault, rank == 0), pytest.raises(CheckpointError) as caught:
+                actor.save_hf(path)
+            messages.append(str(caught.value))
+            assert not psutil.Process().children() and not path.exists()
+        actor._actor_config = replace(actor._actor_config, timeout_s=60.0)
+        actor.save_hf(path)
+    return messages

@@ -1,0 +1,28 @@
+"""Weight files of a saved Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+from recipe_gkd.actor.hf_save import write_hf_folder
+from tests._support.tiny_models import make_folder
+
+
+class TestWriteHfFolder:
+    def test_write_hf_folder_of_large_model_has_files_and_index(self, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path / "model", "qwen2_untied")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        weights = model.state_dict()
+        meta = [[(name, tuple(tensor.shape), "float32")] for name, tensor in weights.items()]
+        write_hf_folder(
+            tmp_path / "saved", folder, meta, lambda first, last: list(weights.items())[first:last],
+            lambda function, _: function(), max_file_bytes=50_000,
+        )  # fmt: skip
+        files = sorted((tmp_path / "saved").glob("*.safetensors"))
+        assert len(files) > 2 and all(file.stat().st_size < 60_000 for file in files)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
+        assert not (tmp_path / "saved.partial").exists()
