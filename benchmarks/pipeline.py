@@ -34,7 +34,7 @@ from pipeline_stages import BatchTimes, Pools, Stages, drive, idle
 from recipe_gkd.config.staleness import MAX_STALENESS
 from recipe_gkd.errors import GkdError
 from recipe_gkd.metrics.step_time_model import step_bound
-from recipe_gkd.pipeline.interface import PipelineConfig
+from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.runtime.clock import now
 
 

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from recipe_gkd.data.prompts import PromptBatch
+from recipe_gkd.data.batches import PromptBatch
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.metrics.timeline import Timeline
-from recipe_gkd.pipeline.interface import PipelineConfig, assign_prompts
+from recipe_gkd.pipeline.assignment import assign_prompts
+from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline
+from recipe_gkd.pipeline.stages import PipelineStages
 from recipe_gkd.runtime.clock import now
 
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -77,6 +79,10 @@ class Stages:
         self._paused_s, self._paused_since = 0.0, float("inf")
         self._version = 0
         self.timeline = Timeline(now)
+
+    @property
+    def callables(self) -> PipelineStages:
+        return PipelineStages(generate=self.generate, score=self.score, sync=self.sync)
 
     def batch(self, step: int) -> PromptBatch:
         uids = range(step * self.batch_size, (step + 1) * self.batch_size)
@@ -166,9 +172,7 @@ async def drive(stages: Stages, pipeline_config: PipelineConfig, n_steps: int) -
     pipeline = Pipeline(
         (stages.batch(step) for step in range(n_steps)),
         pipeline_config,
-        generate=stages.generate,
-        score=stages.score,
-        sync=stages.sync,
+        stages.callables,
     )
     async with pipeline:
         async for batch in pipeline:

@@ -15,7 +15,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,21 +25,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recipe_gkd.config.schema import DataConfig
+from recipe_gkd.data.batches import PromptBatch
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import DataError
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PromptBatch:
-    """The prompts of one training step: ``rollout.n`` times each, and once with a given answer."""
-
-    step: int
-    """From 0; the step that trains on it brings the weights from version ``step`` to ``step + 1``."""
-    epoch: float
-    """Passes over the data that are complete when this batch has been trained on."""
-    prompts: list[Prompt]
 
 
 class PromptData:

@@ -11,13 +11,13 @@ import numpy as np
 import psutil
 
 from recipe_gkd.config import Config
+from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.metrics.advice import Advisor
 from recipe_gkd.metrics.changes import WAITS, ResourceLayout
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
-from recipe_gkd.pipeline.interface import ReadyBatch
 from recipe_gkd.runtime.clock import now
 
 log = logging.getLogger(__name__)

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from virtual_time import run
 
 from recipe_gkd.config.staleness import MAX_STALENESS
-from recipe_gkd.data.prompts import PromptBatch
+from recipe_gkd.data.batches import PromptBatch
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.metrics.timeline import Timeline
-from recipe_gkd.pipeline.interface import PipelineConfig, assign_prompts
+from recipe_gkd.pipeline.assignment import assign_prompts
+from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline
+from recipe_gkd.pipeline.stages import PipelineStages
 from recipe_gkd.runtime.clock import now
 
 EMPTY = np.zeros(0, np.int32)
@@ -186,11 +188,13 @@ class Stages:
         return Pipeline(
             self.batches(),
             self.plan.pipeline_config,
-            generate=self.generate,
-            score=self.score,
-            judge=self.judge if self.plan.judged else None,
-            sync=self.sync,
-            replace=self.replace,
+            PipelineStages(
+                generate=self.generate,
+                score=self.score,
+                sync=self.sync,
+                compute_rewards=self.judge if self.plan.judged else None,
+                replace=self.replace,
+            ),
             first_version=self.plan.first,
             timeline=timeline,
         )
@@ -210,7 +214,7 @@ class Stages:
                     self.version, self.actor_update = self.version + 1, False
                 batch.metrics["timing/validate"] = await self.validate(pipeline)
                 if "save" in self.plan.seconds:
-                    async with pipeline.actor("save", batch):
+                    async with pipeline.actor_lock("save", batch):
                         assert not self.syncing
                         save_began = now()
                         await self.spend("save")
