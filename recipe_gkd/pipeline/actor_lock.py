@@ -78,7 +78,9 @@ class ActorLock:
         them. Otherwise updates could repeatedly start shortly before the sync becomes possible, while replicas idle.
         """
         state = self._state
-        if not any(version <= state.actor_version for version in [*state.needed_versions, *self._next_needed_versions()]):
+        if not any(
+            version <= state.actor_version for version in [*state.needed_versions, *self._next_needed_versions()]
+        ):
             return False
         generation_left_s = state.last_dispatch_at + state.last_generate_s - now()
         return state.config.inflight_update or not state.n_in_flight or generation_left_s < state.last_update_s

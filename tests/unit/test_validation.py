@@ -22,7 +22,7 @@ from recipe_gkd.config import Config, load_config
 from recipe_gkd.data.prompts import PromptData, PromptLoader, read_table
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError
-from recipe_gkd.pipeline.interface import ReadyBatch
+from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItem
 from recipe_gkd.teacher_routing import Routes, Teachers
@@ -313,7 +313,7 @@ def test_a_resumed_run_knows_its_best_and_goes_on_with_its_steps(tmp_path: Path)
     train(configured(tmp_path, *overrides, "trainer.total_training_steps=6"), scores)
     before = lines(tmp_path)
     trainer = train(configured(tmp_path, *overrides, "trainer.total_training_steps=7"), scores)
-    assert trainer.best is not None and trainer.best.step == 2
+    assert trainer.best.current is not None and trainer.best.current.step == 2
     assert [line["training/global_step"] for line in lines(tmp_path)] == list(range(8))
     assert lines(tmp_path)[:7] == before  # it validated again after step 6, with the same results
     train(configured(tmp_path, *overrides, "trainer.total_training_steps=8"), scores)
@@ -325,7 +325,7 @@ def test_the_best_of_steps_that_are_done_again_counts_no_more(tmp_path: Path) ->
     assert bests(tmp_path) == [2, 4, 6]
     back = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_4"]
     trainer = train(configured(tmp_path, *back, "trainer.total_training_steps=6", BEST), scores=[1] * 9)
-    assert trainer.best is not None and trainer.best.step == 4 and bests(tmp_path) == [2, 4]
+    assert trainer.best.current is not None and trainer.best.current.step == 4 and bests(tmp_path) == [2, 4]
     assert (tmp_path / "best").resolve() == tmp_path / "global_step_4"
     afresh = configured(
         tmp_path, "trainer.resume_mode=disable", "trainer.total_training_steps=1", "trainer.test_freq=-1"
@@ -349,7 +349,7 @@ def test_the_checkpoint_that_a_run_resumes_from_competes_if_it_is_its_own(tmp_pa
     train(configured(tmp_path, "trainer.save_freq=4", "trainer.total_training_steps=4"), scores)  # without a best
     resumed = [BEST, "trainer.val_before_train=true", "trainer.total_training_steps=8"]
     trainer = train(configured(tmp_path, *resumed), scores)
-    assert trainer.best is not None and trainer.best.step == 4 and bests(tmp_path) == [4]
+    assert trainer.best.current is not None and trainer.best.current.step == 4 and bests(tmp_path) == [4]
     assert (tmp_path / "best").resolve() == tmp_path / "global_step_4"
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_4"]
     there = [f"trainer.default_local_dir={tmp_path}/other", "trainer.resume_mode=resume_path"]
