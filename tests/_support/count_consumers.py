@@ -92,6 +92,6 @@ def count(config: Config, name: str) -> None:
         case "log_val_generations":
             item = RewardItem(uid=0, where="", prompt="", response="", ground_truth="", extra={}, data_source=None)
             judged = ScoredResponse("gsm8k", PROMPT, ANSWER, item, 1.0)
-            assert table_of([judged], limit, Path("x")).startswith(f"{min(limit, 1)} of 1 answers")
+            assert table_of([judged], limit, Path("x")).startswith(f"{min(limit, 1)} of 1 responses")
         case _:
             raise AssertionError(f"{name}: add the code that consumes it")
