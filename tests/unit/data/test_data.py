@@ -82,10 +82,10 @@ def uses_reference(prompts: PromptLoader, position: int = 0) -> list[bool]:
     for batch in batches:
         for prompt in batch.prompts:
             by_index.setdefault(prompt.uid // prompts.n, []).append(prompt.reference_ids is not None)
-    assert all(given in ([True], [False] * prompts.n) for given in by_index.values())  # once, or n times
+    assert all(by_reference in ([True], [False] * prompts.n) for by_reference in by_index.values())  # once, or n times
     assert prompts.total_prompts is not None
     assert list(by_index) == list(range(position, prompts.total_prompts))
-    return [given[0] for given in by_index.values()]
+    return [by_reference[0] for by_reference in by_index.values()]
 
 
 class TestTokenizePrompt:
@@ -287,10 +287,10 @@ class TestPromptLoader:
 class TestReferences:
     @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.29, 1 / 3, 0.5, 0.9, 1.0])
     def test_sft_share_is_evenly_spread(self, tmp_path: Path, share: float) -> None:
-        given = np.cumsum([0, *uses_reference(reference_loader(tmp_path, 100, share, train_batch_size=7))])
-        assert given[100] == int(share * 100 + 1e-9)
+        counts = np.cumsum([0, *uses_reference(reference_loader(tmp_path, 100, share, train_batch_size=7))])
+        assert counts[100] == int(share * 100 + 1e-9)
         for width in (1, 7, 30, 100):
-            assert (np.abs(given[width:] - given[:-width] - share * width) < 1 + 1e-3).all()
+            assert (np.abs(counts[width:] - counts[:-width] - share * width) < 1 + 1e-3).all()
 
     def test_restart_keeps_positions(self, tmp_path: Path) -> None:
         prompts = reference_loader(tmp_path, 50, 0.3, train_batch_size=4)
