@@ -14,8 +14,8 @@ optimizer steps. The update on batch ``i`` starts from version ``i``. If version
 
 Responses are scored in small groups as they finish, and a batch is ready when its last sample is scored. A batch is
 dispatched as soon as the bound allows and capacity is free, so that replicas do not idle during the last responses of
-the batch before. Weights are never sent during an update. They are not sent while responses are in flight either, except
-with ``inflight_update``.
+the batch before. Weights are never sent during an update. Without ``inflight_update``, they are not sent while responses
+are in flight either.
 
 Each policy has its own module. :mod:`recipe_gkd.pipeline.state` lists the states, transitions and invariants::
 
@@ -175,7 +175,7 @@ class Pipeline:
         self._dispatched.put_nowait(None)
 
     def _record_waits(self, batch: ReadyBatch, requested_at: float, ready_at: float) -> None:
-        """Divide the trainer's wait for a batch into waits for weights, responses, teacher and rewards, in this order."""
+        """Divide the trainer's wait for a batch into waits for weights, responses, teacher and rewards."""
         teacher = "wait_prev_prev_teacher" if self._state.config.max_staleness >= 2 else "wait_prev_teacher"
         ends = {"wait_sync": batch.dispatched_at, "wait_prev_gen": batch.generated_at, teacher: batch.scored_at}
         if self._stages.compute_rewards is not None:

@@ -47,12 +47,7 @@ class RolloutSupervisor:
                 async for responses in generate(replica, list(unfinished.values()), step):
                     self._state.add_in_flight(-len(responses))
                     for response in responses:
-                        if response.uid not in unfinished:
-                            raise WorkerError(
-                                f"rollout replica {replica}, step {step}: received a response to prompt {response.uid}, "
-                                "which is not among its unfinished prompts. This is a bug; please report it"
-                            )
-                        yield unfinished.pop(response.uid), response
+                        yield _take_prompt(unfinished, response, f"rollout replica {replica}, step {step}"), response
             except WorkerDied as death:
                 if unfinished:  # otherwise the next batch or sync that needs this worker receives the error
                     self._state.deaths[replica] = death
@@ -84,3 +79,13 @@ class RolloutSupervisor:
                 state.notify()
         state.n_parked -= n_unfinished
         state.add_in_flight(n_unfinished)
+
+
+def _take_prompt(unfinished: dict[int, Prompt], response: Response, where: str) -> Prompt:
+    """Remove the prompt of ``response`` from the unfinished ones and return it."""
+    if response.uid not in unfinished:
+        raise WorkerError(
+            f"{where}: received a response to prompt {response.uid}, which is not among its unfinished prompts. This "
+            "is a bug; please report it"
+        )
+    return unfinished.pop(response.uid)

@@ -24,8 +24,8 @@ class PipelineStages:
             order. It raises :class:`WorkerDied` if the worker of the replica has died.
         score: ``score(group, step)`` returns the samples of a group of responses. It makes one request per teacher.
         sync: ``sync(version)`` sends the actor's weights to all replicas as ``version`` and returns metrics.
-        compute_rewards: ``compute_rewards(group)`` returns the rewards of a group of responses by uid. Responses without
-            a reward are left out. None if the run computes no rewards.
+        compute_rewards: ``compute_rewards(group)`` returns the rewards of a group of responses by uid. Responses may
+            have no reward. None if the run computes no rewards.
         replace: ``replace(death)`` replaces dead rollout workers. New workers start without weights. It raises an error
             if no worker may be replaced. None if workers are never replaced.
     """

@@ -57,7 +57,10 @@ class StalenessGate:
         state.notify()
 
     async def _ensure_fresh_weights(self, oldest_version: int) -> None:
-        """Wait for weights of ``oldest_version`` or newer. Send newer weights than that if this delays no other task."""
+        """Wait until the replicas have weights of ``oldest_version`` or newer.
+
+        If they already have them, send newer weights when this delays no other task.
+        """
         state = self._state
 
         def is_behind() -> bool:

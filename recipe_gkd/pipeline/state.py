@@ -14,7 +14,7 @@ States and transitions. The last column names the part that performs the transit
                       dispatched       last response received                    generated         BatchAssembler
                       generated        last sample scored, rewards computed      ready             BatchAssembler
     prompt            in flight        response received                         finished          RolloutSupervisor
-                      in flight        replica dead, or a replacement is running  parked            RolloutSupervisor
+                      in flight        replica dead or replacement running       parked            RolloutSupervisor
                       parked           replacement ended                         in flight         RolloutSupervisor
     rollout replica   alive            WorkerDied with unfinished prompts        dead              RolloutSupervisor
                       dead             worker replaced                           without weights   RolloutSupervisor
