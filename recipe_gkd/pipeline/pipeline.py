@@ -14,8 +14,8 @@ optimizer steps. The update on batch ``i`` starts from version ``i``. If version
 
 Responses are scored in small groups as they finish, and a batch is ready when its last sample is scored. A batch is
 dispatched as soon as the bound allows and capacity is free, so that replicas do not idle during the last responses of
-the batch before. Weights are never sent during an update. Without ``inflight_update``, they are not sent while responses
-are in flight either.
+the batch before. Weights are never sent during an update. Without ``inflight_update``, they are not sent while
+responses are in flight either.
 
 Each policy has its own module. :mod:`recipe_gkd.pipeline.state` lists the states, transitions and invariants::
 
