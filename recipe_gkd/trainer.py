@@ -158,7 +158,7 @@ class Trainer:
                 run.steps.log(run.loggers, batch, self.progress.step)
 
     def pipeline(self, timeline: Timeline) -> Pipeline:
-        """Return the schedule of the rest of the run, not yet started."""
+        """Return the schedule of the rest of the run. It has not started."""
         stages = PipelineStages(
             generate=self.generate,
             score=self.teachers.score,
@@ -204,10 +204,7 @@ class Trainer:
         self.best.current = self.saver.best_of(self.best.current)
 
     async def save(self) -> None:
-        """Save a checkpoint of this step, or count a failed save.
-
-        With ``async_save`` the save continues in the background.
-        """
+        """Save a checkpoint of this step, in the background with ``async_save``. A failed save is counted."""
         best = self.best.current if self.best.is_best(self.progress.step) else None
         await self.saver.save(self.progress, best)
 
