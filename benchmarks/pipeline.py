@@ -1,15 +1,16 @@
-"""Step time over its bound: the real schedule, driven by stages that only take time.
+"""Step time relative to its lower bound: the real schedule with stages that only take time.
 
     python benchmarks/pipeline.py [--clock virtual] [--json FILE] [--shape S ...] [--schedule S ...]
-    python benchmarks/pipeline.py --replay RUN/metrics.jsonl      what other pools and schedules would make of that run
+    python benchmarks/pipeline.py --replay RUN/metrics.jsonl      step times of that run with other pools and schedules
 
-For each shape of a load (how long a batch is generated, scored, trained on) and each schedule: the seconds of a step in
-steady state over ``recipe_gkd.metrics.step_time_model.step_bound`` of the same stages, each measured alone, and against ``sync`` without
-streaming, where the teacher gets whole batches. Every schedule runs twice: as shipped, with answers streamed to the
-teacher as they finish (the main figures), and batch by batch, which is what the bound is about.
+A load shape consists of the durations of generation, scoring and update of a batch. For each shape and schedule, the
+benchmark prints the steady-state step time divided by ``recipe_gkd.metrics.step_time_model.step_bound`` of the same
+stages, which are measured without overlap. It also prints the speedup over ``sync`` without streaming, where the
+teacher receives whole batches. Every schedule runs twice: with responses streamed to the teacher as they finish, as in
+training (the main figures), and batch by batch, which the bound describes.
 
-A sync (``--sync``: 3 % of a balanced stage) keeps the actor and the rollout workers from anything else, which the bound
-does not count: where one of these two is the slowest stage, ``step_over_bound`` is at least 1 plus the sync's share.
+A sync (``--sync``: 3 % of a balanced stage) blocks the actor and the rollout workers, and the bound does not include
+it. If one of these two is the slowest stage, ``step_over_bound`` is at least 1 plus the sync's share.
 """
 
 from __future__ import annotations
@@ -34,19 +35,26 @@ from pipeline_stages import BatchTimes, Pools, Stages, drive, idle
 from recipe_gkd.config.staleness import MAX_STALENESS
 from recipe_gkd.errors import GkdError
 from recipe_gkd.metrics.step_time_model import step_bound
-from recipe_gkd.pipeline.interface import PipelineConfig
+from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.runtime.clock import now
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Stage times in units."""
+    """Load shape: durations of the stages in units.
+
+    Attributes:
+        generate: Duration of the generation of a batch.
+        teacher: Duration of the scoring of a batch.
+        update: Duration of an update.
+        responses: Distribution of the durations of responses: ``equal``, ``varied`` (uniform, 20 % around the mean) or
+            ``long_tailed`` (lognormal).
+    """
 
     generate: float
     teacher: float
     update: float
     responses: str = "varied"
-    """Seconds of a batch's answers: ``equal``; ``varied``, by 20 % about the mean; ``long_tailed``, lognormal."""
 
 
 SHAPES = {
@@ -57,20 +65,34 @@ SHAPES = {
     "long_tailed": Shape(1, 1, 1, "long_tailed"),
     "balanced_equal": Shape(1, 1, 1, "equal"),
 }
-N_REQUESTS = 16
-"""Of a batch to the teacher, when it streams."""
+N_STREAMED_REQUESTS = 16
+"""Number of teacher requests per batch with streaming."""
 BATCH_SIZE = 64
 SEED = 0
 TICK_S = 0.05
-N_ALONE = 3
-"""Batches that the bound is measured on."""
+N_BOUND_BATCHES = 3
+"""Number of batches that the bound is measured on."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Of one shape, one schedule, streamed or batch by batch; ``idle``: shares of the steady state."""
+    """Figures of one shape and schedule in the steady state.
+
+    Attributes:
+        shape: Name of the load shape.
+        schedule: Name of the schedule.
+        streaming: True if responses were streamed to the teacher.
+        step_s: Step time.
+        bound_s: Lower bound on the step time.
+        step_over_bound: Step time divided by its bound.
+        staleness: Mean staleness.
+        idle_actor: Idle fraction of the actor.
+        idle_rollout: Idle fraction of the rollout replicas.
+        idle_teacher: Idle fraction of the teacher workers.
+        speedup_over_sync: Speedup over the schedule ``sync`` batch by batch.
+    """
 
     shape: str
     schedule: str
@@ -83,24 +105,29 @@ class Result:
     idle_rollout: float
     idle_teacher: float
     speedup_over_sync: float = math.nan
-    """Over sync batch by batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """How it is measured."""
+    """Settings of the measurement.
+
+    Attributes:
+        unit_s: Duration of one unit, in seconds.
+        sync: Duration of a weight sync, in units.
+        n_steps: Number of measured steps, in the steady state.
+        inflight: True to update weights in flight.
+        pools: Sizes of the pools.
+    """
 
     unit_s: float
     sync: float
-    """Units."""
     n_steps: int
-    """In steady state."""
     inflight: bool
     pools: Pools
 
     def times(self, shape: Shape) -> BatchTimes:
-        """Answers of set proportions, scaled so that one batch alone is generated in the shape's time."""
-        shares = answer_shares(shape.responses)
+        """Return the durations of a shape. Responses are scaled so that one batch takes the shape's generation time."""
+        shares = response_shares(shape.responses)
         trial = BatchTimes(responses=shares, teacher=0, update=0, sync=0)
         alone = virtual_time.run(Stages(lambda step: trial, self.pools).alone(1))[0]
         unit = self.unit_s
@@ -117,15 +144,15 @@ class Bench:
             max_staleness=staleness,
             n_replicas=self.pools.n_replicas,
             capacity=self.pools.n_replicas * self.pools.n_slots,
-            requests_per_batch=N_REQUESTS if streaming else 1,
+            requests_per_batch=N_STREAMED_REQUESTS if streaming else 1,
             inflight_update=self.inflight and staleness > 0,
         )
         g, t, u, w = await _alone(times, self.pools, pipeline_config.requests_per_batch, whole_batches=not streaming)
         bound = step_bound(g, t, u, w, staleness)
         stages = Stages(lambda step: times, self.pools, whole_batches=not streaming)
         warm_up = 2 * staleness + 2
-        course = await drive(stages, pipeline_config, warm_up + self.n_steps + staleness)
-        since, until = course.ended_at[warm_up - 1], course.ended_at[warm_up + self.n_steps - 1]
+        record = await drive(stages, pipeline_config, warm_up + self.n_steps + staleness)
+        since, until = record.ended_at[warm_up - 1], record.ended_at[warm_up + self.n_steps - 1]
         step_s = (until - since) / self.n_steps
 
         idle_shares = idle(stages.timeline, stages, since, until)
@@ -136,7 +163,7 @@ class Bench:
             step_s=step_s,
             bound_s=bound,
             step_over_bound=step_s / bound,
-            staleness=statistics.mean(course.staleness[warm_up:]),
+            staleness=statistics.mean(record.staleness[warm_up:]),
             idle_actor=idle_shares["perf/idle_actor"],
             idle_rollout=idle_shares["perf/idle_rollout"],
             idle_teacher=idle_shares["perf/idle_teacher"],
@@ -144,13 +171,13 @@ class Bench:
 
 
 async def _alone(times: BatchTimes, pools: Pools, n_requests: int, whole_batches: bool) -> list[float]:
-    """Seconds of generate, teacher, update and sync for one batch: means, since a real clock's timers come late."""
-    stages = [Stages(lambda step: times, pools, whole_batches=whole_batches) for _ in range(N_ALONE)]
+    """Return the mean durations of generate, teacher, update and sync. Timers of a real clock are late by a few ms."""
+    stages = [Stages(lambda step: times, pools, whole_batches=whole_batches) for _ in range(N_BOUND_BATCHES)]
     return [statistics.fmean(stage) for stage in zip(*[await each.alone(n_requests) for each in stages], strict=True)]
 
 
-def answer_shares(kind: str) -> list[float]:
-    """Relative seconds of a batch's answers."""
+def response_shares(kind: str) -> list[float]:
+    """Return the relative durations of the responses of a batch."""
     rng = random.Random(SEED)
     draw = {
         "equal": lambda: 1.0,
@@ -161,12 +188,18 @@ def answer_shares(kind: str) -> list[float]:
 
 
 async def measure_all(bench: Bench, times: dict[str, BatchTimes], schedules: list[str]) -> list[Result]:
-    """``times``: of each shape. All at once: they only wait, so that there is time for steps that are long enough for
-    timers and a busy machine to matter little.
+    """Measure all shapes and schedules concurrently.
+
+    Concurrent runs only wait for timers. Together they allow steps so long that late timers hardly matter.
+
+    Args:
+        bench: Settings of the measurement.
+        times: Durations of the stages for each shape.
+        schedules: Names of the schedules.
     """
     cases = [(shape, schedule, streamed) for shape in times for schedule in schedules for streamed in (True, False)]
-    yardsticks = [(shape, "sync", False) for shape in times]
-    everything = list(dict.fromkeys(cases + yardsticks))
+    baselines = [(shape, "sync", False) for shape in times]
+    everything = list(dict.fromkeys(cases + baselines))
     measured = await asyncio.gather(*(bench.measure(*case, times[case[0]]) for case in everything))
     found = dict(zip(everything, measured, strict=True))
     return [
@@ -175,8 +208,8 @@ async def measure_all(bench: Bench, times: dict[str, BatchTimes], schedules: lis
     ]
 
 
-async def watched(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
-    """The result, and by how many seconds a timer was late on average while it was made: what others do to a core."""
+async def with_timer_delay(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
+    """Return the result of ``work``, and the mean delay of a timer meanwhile, in seconds: the load of the machine."""
     late: list[float] = []
 
     async def watch() -> None:
@@ -192,7 +225,7 @@ async def watched(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
 
 
 def summary(found: list[Result]) -> dict[str, float]:
-    """``<shape>/<schedule>/<figure>`` as shipped, ``<shape>/<schedule>/batchwise/<figure>`` without streaming."""
+    """Return ``<shape>/<schedule>/<figure>`` with streaming and ``<shape>/<schedule>/batchwise/<figure>`` without."""
     flat = {}
     for result in found:
         prefix = f"{result.shape}/{result.schedule}" + ("" if result.streaming else "/batchwise")
@@ -217,54 +250,61 @@ def row(result: Result) -> str:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--clock", choices=["real", "virtual"], default="real", help="virtual: exact, takes seconds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument(
+        "--clock", choices=["real", "virtual"], default="real", help="virtual is exact and takes seconds (real)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--schedule", nargs="+", choices=MAX_STALENESS, default=list(MAX_STALENESS))
-    parser.add_argument("--steps", type=int, default=12, help="measured, in steady state (12)")
-    parser.add_argument("--unit", type=float, default=1.0, help="seconds of a balanced stage (1)")
-    parser.add_argument("--sync", type=float, default=0.03, help="of a weight sync, in units (0.03)")
-    parser.add_argument("--replicas", type=int, default=2, help="rollout workers (2)")
-    parser.add_argument("--slots", type=int, default=16, help=f"of each, for batches of {BATCH_SIZE} answers (16)")
-    parser.add_argument("--teachers", type=int, default=2, help="teacher workers (2)")
+    parser.add_argument("--steps", type=int, default=12, help="number of measured steps (12)")
+    parser.add_argument("--unit", type=float, default=1.0, help="duration of a balanced stage in seconds (1)")
+    parser.add_argument("--sync", type=float, default=0.03, help="duration of a weight sync in units (0.03)")
+    parser.add_argument("--replicas", type=int, default=2, help="number of rollout replicas (2)")
+    parser.add_argument(
+        "--slots", type=int, default=16, help=f"slots per replica, for batches of {BATCH_SIZE} responses (16)"
+    )
+    parser.add_argument("--teachers", type=int, default=2, help="number of teacher workers (2)")
     parser.add_argument("--inflight", action="store_true", help="update weights in flight")
     parser.add_argument(
-        "--replay", type=Path, metavar="FILE", help="metrics.jsonl of a run; config.yaml is beside it, or:"
+        "--replay",
+        type=Path,
+        metavar="FILE",
+        help="metrics.jsonl of a run. Its pools are read from config.yaml in the same folder, or from these options:",
     )
-    parser.add_argument("--actor", type=int, help="devices of the actor pool of that run")
-    parser.add_argument("--rollout", type=int, help="of its rollout pool")
-    parser.add_argument("--teacher", type=int, help="its teacher workers")
+    parser.add_argument("--actor", type=int, help="number of devices of the actor pool")
+    parser.add_argument("--rollout", type=int, help="number of devices of the rollout pool")
+    parser.add_argument("--teacher", type=int, help="number of teacher workers")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    asked = arguments(argv)
-    if asked.replay is not None:
+    options = arguments(argv)
+    if options.replay is not None:
         try:
-            print(replay(asked.replay, actor=asked.actor, rollout=asked.rollout, teacher=asked.teacher))
+            print(replay(options.replay, actor=options.actor, rollout=options.rollout, teacher=options.teacher))
         except GkdError as error:
             sys.exit(f"error: {error}")
         return
     bench = Bench(
-        unit_s=asked.unit,
-        sync=asked.sync,
-        n_steps=asked.steps,
-        inflight=asked.inflight,
-        pools=Pools(n_replicas=asked.replicas, n_slots=asked.slots, n_teachers=asked.teachers),
+        unit_s=options.unit,
+        sync=options.sync,
+        n_steps=options.steps,
+        inflight=options.inflight,
+        pools=Pools(n_replicas=options.replicas, n_slots=options.slots, n_teachers=options.teachers),
     )
-    times = {shape: bench.times(SHAPES[shape]) for shape in asked.shape}
-    work = watched(measure_all(bench, times, asked.schedule))
-    found, late_s = virtual_time.run(work) if asked.clock == "virtual" else asyncio.run(work)
+    times = {shape: bench.times(SHAPES[shape]) for shape in options.shape}
+    work = with_timer_delay(measure_all(bench, times, options.schedule))
+    found, late_s = virtual_time.run(work) if options.clock == "virtual" else asyncio.run(work)
     print("\n".join([HEADER, *map(row, found)]))
-    if asked.clock == "real":
-        print(f"timers came {late_s * 1e3:.1f} ms late on average, by this machine, not by the schedule")
-    if asked.json is not None:
+    if options.clock == "real":
+        print(f"timers of this machine were {late_s * 1e3:.1f} ms late on average")
+    if options.json is not None:
         machine = {"python": platform.python_version(), "machine": platform.machine()}
         report = summary(found) | {
-            "setup": asdict(bench) | {"clock": asked.clock, "timers_late_s": late_s} | machine,
+            "setup": asdict(bench) | {"clock": options.clock, "timers_late_s": late_s} | machine,
             "rows": [asdict(result) for result in found],
         }
-        asked.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

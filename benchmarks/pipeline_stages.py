@@ -1,7 +1,8 @@
-"""Stages that only take time, and the real schedule driven by them.
+"""The real schedule with stages that only take time.
 
-A rollout lane has slots; each answer takes its own time in one of them, first come, first served. The teacher has
-workers; a request takes one of them for a time that goes with its number of answers. Update and sync take what is set.
+A rollout replica has slots. Each response occupies a slot for its own duration, in the order of the requests. A teacher
+worker serves one request at a time, for a duration proportional to its number of responses. Update and sync have fixed
+durations.
 """
 
 from __future__ import annotations
@@ -14,69 +15,96 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from recipe_gkd.data.prompts import PromptBatch
+from recipe_gkd.data.batches import PromptBatch
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.metrics.timeline import Timeline
-from recipe_gkd.pipeline.interface import PipelineConfig, assign_prompts
+from recipe_gkd.pipeline.assignment import assign_prompts
+from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline
+from recipe_gkd.pipeline.stages import PipelineStages
 from recipe_gkd.runtime.clock import now
 
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
-BLINK_S = 1e-9
-"""Less than a timer can tell."""
+TIMER_RESOLUTION_S = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTimes:
-    """Seconds that a batch takes in each stage."""
+    """Durations of a batch in each stage, in seconds.
+
+    Attributes:
+        responses: Duration of each response in its slot. All batches have the same number of responses.
+        teacher: Duration of the whole batch, divided among all teacher workers.
+        update: Duration of the update.
+        sync: Duration of the weight sync whose version is the step of this batch.
+    """
 
     responses: Sequence[float]
-    """Of each answer, in a slot; every batch has equally many."""
     teacher: float
-    """Of the whole batch, shared out to all workers."""
     update: float
     sync: float
-    """Of the sync that brings the version of this batch's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pools:
+    """Sizes of the pools.
+
+    Attributes:
+        n_replicas: Number of rollout replicas.
+        n_slots: Number of slots of each replica.
+        n_teachers: Number of teacher workers.
+    """
+
     n_replicas: int = 2
     n_slots: int = 16
-    """Of each lane."""
     n_teachers: int = 2
 
 
 @dataclass
-class Course:
-    """What happened: an entry a step."""
+class RunRecord:
+    """Record of a run, with one entry per step.
+
+    Attributes:
+        ended_at: Time at the end of the update.
+        staleness: Maximum staleness of the samples.
+        metrics: Metrics as in metrics.jsonl, without those that stages without work do not have.
+    """
 
     ended_at: list[float] = field(default_factory=list)
-    """When its update was done."""
     staleness: list[int] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
-    """As a run writes them to its metrics.jsonl, as far as stages that only take time have them."""
 
 
 class Stages:
-    """The callables that a :class:`Pipeline` asks for.
+    """Stages that only take time.
 
-    ``whole_batches``: the teacher begins a batch when its last answer is there, and returns all of it at once.
-    ``timeline`` has a track for each pool, of the work itself: while something waits for its turn, no span is open.
+    Attributes:
+        timeline: Tracks of the pools. A span covers the work only, without the wait for a free slot or worker.
     """
 
     def __init__(self, times: Callable[[int], BatchTimes], pools: Pools, *, whole_batches: bool = False) -> None:
-        """``times``: of a step, from 0."""
+        """Create the stages of one run.
+
+        Args:
+            times: Function from a step, starting at 0, to its durations.
+            pools: Sizes of the pools.
+            whole_batches: If True, the teacher starts a batch after its last response and returns all its samples at
+                the same time.
+        """
         self._times, self._whole_batches = times, whole_batches
         self.n_replicas, self.n_teachers = pools.n_replicas, 1 if whole_batches else pools.n_teachers
         self.batch_size = len(times(0).responses)
         self._slots = [asyncio.Semaphore(pools.n_slots) for _ in range(pools.n_replicas)]
         self._teachers = asyncio.Semaphore(self.n_teachers)
-        self._answered: defaultdict[int, int] = defaultdict(int)
+        self._n_responded: defaultdict[int, int] = defaultdict(int)
         self._scored: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self._paused_s, self._paused_since = 0.0, float("inf")
         self._version = 0
         self.timeline = Timeline(now)
+
+    @property
+    def callables(self) -> PipelineStages:
+        return PipelineStages(generate=self.generate, score=self.score, sync=self.sync)
 
     def batch(self, step: int) -> PromptBatch:
         uids = range(step * self.batch_size, (step + 1) * self.batch_size)
@@ -101,30 +129,30 @@ class Stages:
                 task.cancel()
 
     async def _generate_for(self, seconds: float) -> None:
-        """The time of a sync does not count."""
+        """Wait for ``seconds`` without the durations of syncs, which pause generation."""
         due = now() + seconds - self._paused()
-        while (left := due + self._paused() - now()) > BLINK_S:
+        while (left := due + self._paused() - now()) > TIMER_RESOLUTION_S:
             await asyncio.sleep(left)
 
     def _paused(self) -> float:
-        """Seconds of all syncs until now."""
+        """Return the total duration of all syncs until now, in seconds."""
         return self._paused_s + max(0.0, now() - self._paused_since)
 
     async def score(self, group: Sequence[tuple[Prompt, Response]], step: int) -> list[Sample]:
         if not self._whole_batches:
             await self._teach(step, len(group))
         else:
-            self._answered[step] += len(group)
-            if self._answered[step] == self.batch_size:
+            self._n_responded[step] += len(group)
+            if self._n_responded[step] == self.batch_size:
                 await self._teach(step, self.batch_size)
                 self._scored[step].set()
             await self._scored[step].wait()
         return [Sample(prompt=prompt, response=response, teacher=TeacherTopK.absent(0)) for prompt, response in group]
 
-    async def _teach(self, step: int, n_answers: int) -> None:
+    async def _teach(self, step: int, n_responses: int) -> None:
         async with self._teachers:
             with self.timeline.span("teacher", "score"):
-                await asyncio.sleep(self._times(step).teacher * self.n_teachers * n_answers / self.batch_size)
+                await asyncio.sleep(self._times(step).teacher * self.n_teachers * n_responses / self.batch_size)
 
     async def update(self, step: int) -> None:
         with self.timeline.span("actor", "update"):
@@ -139,7 +167,7 @@ class Stages:
         return {"timing/sync_rollout_weights": self._times(version).sync}
 
     async def alone(self, n_requests: int) -> tuple[float, float, float, float]:
-        """Seconds of each stage for a batch when nothing else goes on: generate, teacher, update, sync."""
+        """Return the durations of generate, teacher, update and sync for one batch without overlap, in seconds."""
         prompts, ends = self.batch(0).prompts, [now()]
         shares = [share for share in enumerate(assign_prompts(prompts, self.n_replicas, 1)) if share[1]]
 
@@ -160,38 +188,37 @@ class Stages:
         return g, t, u, w
 
 
-async def drive(stages: Stages, pipeline_config: PipelineConfig, n_steps: int) -> Course:
-    """Train ``n_steps`` batches; the schedule decides when what happens."""
-    course, began = Course(), now()
+async def drive(stages: Stages, pipeline_config: PipelineConfig, n_steps: int) -> RunRecord:
+    """Train on ``n_steps`` batches with the real schedule."""
+    record, started_at = RunRecord(), now()
     pipeline = Pipeline(
         (stages.batch(step) for step in range(n_steps)),
         pipeline_config,
-        generate=stages.generate,
-        score=stages.score,
-        sync=stages.sync,
+        stages.callables,
     )
     async with pipeline:
         async for batch in pipeline:
             async with pipeline.actor_update(batch):
-                update_began = now()
+                update_started_at = now()
                 await stages.update(batch.step)
             ended = now()
-            batch.metrics |= {"timing/step": ended - began, "timing/update_actor": ended - update_began}
-            batch.metrics |= idle(pipeline.timeline, stages, began, ended)
+            batch.metrics |= {"timing/step": ended - started_at, "timing/update_actor": ended - update_started_at}
+            batch.metrics |= idle(pipeline.timeline, stages, started_at, ended)
             batch.metrics.setdefault("timing/sync_rollout_weights", 0.0)
-            course.ended_at.append(ended)
-            course.staleness.append(max(batch.staleness))
-            course.metrics.append(batch.metrics)
+            record.ended_at.append(ended)
+            record.staleness.append(max(batch.staleness))
+            record.metrics.append(batch.metrics)
             pipeline.timeline.forget(ended)
-            began = ended
-    return course
+            started_at = ended
+    return record
 
 
 def idle(timeline: Timeline, stages: Stages, since: float, until: float) -> dict[str, float]:
-    """What a run reports: shares of the step in which a pool had nothing to do."""
+    """Return the fractions of the time between ``since`` and ``until`` in which the pools were idle."""
+    rollouts = [f"rollout {replica}" for replica in range(stages.n_replicas)]
     return {
         "perf/idle_actor": timeline.idle(["actor"], since, until),
-        "perf/idle_rollout": timeline.idle([f"rollout {replica}" for replica in range(stages.n_replicas)], since, until),
+        "perf/idle_rollout": timeline.idle(rollouts, since, until),
         "perf/idle_teacher": timeline.idle(["teacher"], since, until, stages.n_teachers),
     }
 

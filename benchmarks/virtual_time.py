@@ -1,7 +1,7 @@
-"""An asyncio event loop whose clock jumps to the next timer: hours of a schedule in milliseconds, exact and repeatable.
+"""Asyncio event loop whose clock jumps to the next timer: hours of a schedule take milliseconds and are exact.
 
-For code that takes its times from ``asyncio.get_running_loop().time()`` and waits for nothing but timers and itself.
-The tests find this module through ``pythonpath`` in ``setup.cfg``.
+It runs code that reads the time of the event loop and waits only for timers and for its own tasks. Tests import this
+module through ``pythonpath`` in ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Every task waits, and no timer will wake one."""
+    """Program whose tasks all wait while no timer is set."""
 
 
 class _Selector(selectors.DefaultSelector):
-    """Does not sleep for a timeout: adds it to its clock."""
+    """A selector that adds each timeout to its clock instead of sleeping."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise Deadlock("every task waits, and no timer will wake one; threads and sockets are not waited for")
+            raise Deadlock("all tasks wait and no timer is set; virtual time cannot wait for threads or sockets")
         self.now += max(timeout, 0.0)
         return super().select(0)
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Starts at 0 s."""
+    """Event loop in virtual time, which starts at 0 s."""
 
     def __init__(self) -> None:
         self._clock = _Selector()
@@ -42,6 +42,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As :func:`asyncio.run`, in virtual time; a program that would wait for ever raises :class:`Deadlock`."""
+    """Run ``main`` like :func:`asyncio.run`, in virtual time.
+
+    Raises:
+        Deadlock: The program would wait forever.
+    """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

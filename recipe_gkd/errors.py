@@ -1,81 +1,86 @@
-"""Every error this project raises on purpose.
+"""Errors that this project raises deliberately.
 
-A message says what was got, what was expected and what to do. Each class is also the standard exception nearest to it,
-and takes one string, so that it survives pickling between Ray processes. Raise the class of the room that noticed;
-``teacher.errors`` holds those of the teacher service, which does not know this package.
+A message contains what was received, what was expected and what to do. Each class also derives from the nearest
+standard exception. It takes one string, so that it can be pickled between Ray processes. ``teacher.errors`` has the
+errors of the teacher service, which does not import this package.
 """
 
 from collections.abc import Sequence
 
 
 class GkdError(Exception):
-    """Base of all of them: ``main_gkd`` prints its message without a traceback and exits with status 1."""
+    """Base class of the project's errors. ``main_gkd`` prints the message without a traceback and exits with 1."""
 
 
 class ConfigError(GkdError, ValueError):
-    """A key, a value or a combination of them that cannot work."""
+    """Configuration key, value or combination of values that cannot work."""
 
 
 class DataError(GkdError, ValueError):
-    """A data file or a row that cannot be used."""
+    """Data file or row that cannot be used."""
 
 
 class RewardError(GkdError, RuntimeError):
-    """The reward function raised, took too long, or returned no number; the message names the sample."""
+    """Failure of the reward function: an exception, a timeout, or a result that is no number. Names the sample."""
 
 
 class ModelError(GkdError, ValueError):
-    """A model folder that is missing, unreadable, or of a kind that is not supported."""
+    """Model folder that is missing, unreadable or not supported."""
 
 
 class ResourceError(GkdError, RuntimeError):
-    """The cluster has less than the pools ask for, or two workers got one device."""
+    """Lack of resources in the cluster for the worker pools, or one device assigned to two workers."""
 
 
 class WorkerError(GkdError, RuntimeError):
-    """A worker of a pool failed or died; the message names it, the phase and the reason."""
+    """Failure of a pool worker. The message names the worker, the phase and the reason."""
 
 
 class WorkerDied(WorkerError):
-    """Death of a worker: its process has ended, or its engine has failed. Another worker can do its work."""
+    """Death of a worker: its process ended, or its engine failed. Another worker can take over its work."""
 
 
 class SecondaryFailure(WorkerError):
-    """A failure whose cause another worker reports."""
+    """Failure whose cause another worker reports."""
 
 
 class DeadlineError(GkdError, TimeoutError):
-    """Something did not answer in time; the message names who, in which phase, and after how long.
+    """Missing reply at a deadline. The message names the process, the phase and the waiting time.
 
-    Where workers did not answer the driver, it sets what follows; see :func:`silence`.
+    The attributes are set if workers did not reply to the driver.
+
+    Attributes:
+        phase: Phase of the run.
+        silent: Labels of the workers that did not reply.
+        answered: Labels of the workers that replied.
+        waited_s: Waiting time in seconds.
     """
 
     phase: str = ""
     silent: Sequence[str] = ()
-    """Labels of the workers."""
     answered: Sequence[str] = ()
     waited_s: float = 0.0
 
 
 class WeightSyncError(GkdError, RuntimeError):
-    """Weights did not reach every rollout worker; those that failed refuse to generate until a full sync succeeds."""
+    """Incomplete weight sync. Rollout workers without complete weights reject requests until a full sync succeeds."""
 
 
 class UnexpectedError(GkdError, RuntimeError):
-    """An exception that no part of the project expects, and perhaps a bug; :mod:`recipe_gkd.diagnostics.unexpected_errors` makes it."""
+    """Exception that no part of the project expects; see :mod:`recipe_gkd.diagnostics.unexpected_errors`."""
 
 
 class CheckpointError(GkdError, RuntimeError):
-    """A checkpoint that is missing, incomplete, or does not fit the run."""
+    """Checkpoint that is missing or incomplete, or could not be saved."""
 
 
 class CheckpointMismatch(CheckpointError):
-    """A checkpoint that is complete, but belongs to another model, other data or other settings."""
+    """Complete checkpoint that belongs to another model, other data or other settings."""
 
 
 def find_timeout_error(error: BaseException | None) -> DeadlineError | None:
-    """The first that names silent workers among this error and those that led to it."""
-    seen: list[BaseException] = []  # an error that is raised from itself, or from one that it led to, makes a circle
+    """Return the first :class:`DeadlineError` with silent workers among ``error`` and its causes, or None."""
+    seen: list[BaseException] = []  # a chain of causes can contain a cycle
     while error is not None and error not in seen:
         if isinstance(error, DeadlineError) and error.silent:
             return error

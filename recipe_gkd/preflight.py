@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a single process is started: model folder, tokenizer, data, teachers."""
+"""Checks of the model folder, the tokenizer and the teachers before any process starts."""
 
 from __future__ import annotations
 
@@ -26,39 +26,50 @@ from teacher.records import TeacherInfo, TeacherSequence
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
-"""A teacher that is there answers in milliseconds, however busy."""
+"""Deadline of a teacher's first reply. A running teacher replies within milliseconds, even under load."""
 
 
 @dataclass(frozen=True)
 class Student:
-    """The student's folder, as far as the driver needs it."""
+    """Properties of the student's model folder that the driver needs.
+
+    Attributes:
+        path: Model folder.
+        vocab_size: Number of rows of the output layer.
+        tokenizer: Tokenizer of the student.
+        fingerprint: Hash of the tokenizer's vocabulary; see :mod:`teacher.fingerprint`.
+        n_tokens: Number of ids of the tokenizer. Rows of the output layer from ``n_tokens`` on are padding.
+    """
 
     path: Path
     vocab_size: int
     tokenizer: Any
     fingerprint: str
-    """Of the tokenizer's vocabulary; see ``teacher.fingerprint``."""
     n_tokens: int
-    """Ids of the tokenizer, 0 to n_tokens - 1; what the output layer has beyond, up to ``vocab_size``, is padding."""
 
 
 def read_student(config: Config) -> Student:
-    """Find the student's folder and load its config and tokenizer; :class:`ModelError` tells what is missing."""
+    """Find the student's model folder, check its files, and load its config and tokenizer.
+
+    Raises:
+        ModelError: The folder or one of its files is missing or unusable.
+        ConfigError: The model does not fit the configuration.
+    """
     import transformers
 
     model = config.actor_rollout_ref.model
     path = find_model(model.path)
-    shape = read_model_dims(path, trust_remote_code=model.trust_remote_code)
-    check_fits(shape, config.actor_rollout_ref.actor.megatron)
+    dims = read_model_dims(path, trust_remote_code=model.trust_remote_code)
+    check_fits(dims, config.actor_rollout_ref.actor.megatron)
     longest = config.data.max_prompt_length + config.data.max_response_length
-    if shape.max_positions < longest:
+    if dims.max_positions < longest:
         raise ConfigError(
-            f"the student {path} has {shape.max_positions} positions, but data.max_prompt_length + "
-            f"data.max_response_length = {longest}; lower those"
+            f"the student {path} has {dims.max_positions} positions, but data.max_prompt_length + "
+            f"data.max_response_length = {longest}; lower one of them"
         )
-    check_engine_fits(shape, config)
+    check_engine_fits(dims, config)
     check_weight_files(path)
-    if not model.trust_remote_code:  # its tokenizer may have files of any name
+    if not model.trust_remote_code:  # custom code may read tokenizer files of other names
         check_tokenizer_files(path)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -66,18 +77,25 @@ def read_student(config: Config) -> Student:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"the tokenizer in {path} cannot be loaded: {error}") from error
-    n_tokens = min(count_ids(tokenizer), shape.vocab_size)
-    return Student(path, shape.vocab_size, tokenizer, tokenizer_fingerprint(tokenizer), n_tokens)
+    n_tokens = min(count_ids(tokenizer), dims.vocab_size)
+    return Student(path, dims.vocab_size, tokenizer, tokenizer_fingerprint(tokenizer), n_tokens)
 
 
 def with_model_path(config: Config, path: Path) -> Config:
-    """The configuration with the folder that a hub name stood for, which is what the workers read."""
+    """Return the configuration with ``path`` as the student's model, so that workers need no access to the hub."""
     model = replace(config.actor_rollout_ref.model, path=str(path.absolute()))
     return replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, model=model))
 
 
 def find_model(name: str) -> Path:
-    """A folder, or the copy of a hub model that ``hf download`` has put into the local cache."""
+    """Return the folder of a model.
+
+    Args:
+        name: Path of a folder, or name of a hub model that ``hf download`` has put into the local cache.
+
+    Raises:
+        ModelError: There is no such folder, or it has no ``config.json``.
+    """
     path = Path(name).expanduser()
     if not path.is_dir() and name.count("/") == 1 and not name.startswith((".", "/", "~")):
         from huggingface_hub import snapshot_download
@@ -91,107 +109,137 @@ def find_model(name: str) -> Path:
                 f"the local hub cache; give a folder, or run: hf download {name}"
             ) from error
     if not (path / "config.json").is_file():
-        there = "is not there" if not path.exists() else "has no config.json"
+        found = "does not exist" if not path.exists() else "has no config.json"
         raise ModelError(
-            f"actor_rollout_ref.model.path={name}: {path.absolute()} {there}; expected a Hugging Face model "
+            f"actor_rollout_ref.model.path={name}: {path.absolute()} {found}; expected a Hugging Face model "
             "folder with config.json, tokenizer and safetensors"
         )
     return path
 
 
-def meet_teachers(clients: Mapping[str, Client], student: Student, config: Config) -> tuple[int, ...]:
-    """Ask each teacher what it is, and refuse one that cannot teach this student; the ids that end their turns.
+def check_teachers(clients: Mapping[str, Client], student: Student, config: Config) -> tuple[int, ...]:
+    """Check that every teacher can teach this student.
 
-    ``clients``: by the teacher's name.
-    """
-    ends: set[int] = set()
-    for name, client in clients.items():
-        info = meet_teacher(name, client, student, config)
-        asked = config.actor_rollout_ref.teacher.top_k or info.n_logprobs
-        log.info("teacher %s: %s, top %d of %d ids", name, info.model_name, asked, info.n_tokens)
-        ends.update(info.eos_token_ids)
-    return tuple(sorted(ends))
+    Args:
+        clients: Clients by the names of the teachers.
+        student: Student of the run.
+        config: Configuration of the run.
 
-
-def check_stop_ids(config: Config, student: Student, of_teachers: Collection[int]) -> frozenset[int]:
-    """Return the ids at which a sampled response ends: those of the student's folder, and ``of_teachers``.
-
-    Nothing is checked if the run samples no response.
+    Returns:
+        Ids at which any teacher ends a turn, in ascending order.
 
     Raises:
-        ConfigError: There is none, so that each response would run to its limit; or reference responses end with an id
-            at which a sampled one goes on: training on them would teach the student never to stop.
+        ConfigError: A teacher does not fit the student or the configuration.
+        TeacherError: A teacher cannot be reached, or refuses a request.
     """
-    stops = frozenset({*stop_token_ids(str(student.path)), *of_teachers})
-    usable = frozenset(token for token in stops if 0 <= token < student.n_tokens)
+    end_ids: set[int] = set()
+    for name, client in clients.items():
+        info = check_teacher(name, client, student, config)
+        top_k = config.actor_rollout_ref.teacher.top_k or info.n_logprobs
+        log.info("teacher %s: %s, top %d of %d ids", name, info.model_name, top_k, info.n_tokens)
+        end_ids.update(info.eos_token_ids)
+    return tuple(sorted(end_ids))
+
+
+def check_stop_ids(config: Config, student: Student, teacher_ids: Collection[int]) -> frozenset[int]:
+    """Check the ids at which a sampled response ends. A run that samples no response needs none.
+
+    Args:
+        config: Configuration of the run.
+        student: Student of the run.
+        teacher_ids: Ids at which the teachers end a turn.
+
+    Returns:
+        Ids of the student's model folder and of the teachers that the student's tokenizer has.
+
+    Raises:
+        ConfigError: There is none, so that each response would run to its limit. Or reference responses end with an id
+            that does not end a sampled one, so that training on them would teach the student never to stop.
+    """
+    stop_ids = frozenset({*stop_token_ids(str(student.path)), *teacher_ids})
+    usable = frozenset(token for token in stop_ids if 0 <= token < student.n_tokens)
     if config.gkd.sft_share == 1 and not validates(config):
         return usable
     remedy = f"in {student.path}/generation_config.json"
     if not usable:
-        found = f"only {sorted(stops)}, which its tokenizer does not have" if stops else "none"
+        found = f"only {sorted(stop_ids)}, which its tokenizer does not have" if stop_ids else "none"
         raise ConfigError(
-            f"a sampled response has no token at which it ends, and each would run to data.max_response_length="
+            "no token ends a sampled response, so that each would run to data.max_response_length="
             f"{config.data.max_response_length}: config.json and generation_config.json of the student and of its "
             f"teachers name {found}; set eos_token_id {remedy} to the ids that end a turn"
         )
-    own = student.tokenizer.eos_token_id
-    if own is None or own in usable:
+    eos_id = student.tokenizer.eos_token_id
+    if eos_id is None or eos_id in usable:
         return usable
-    listed = ", ".join(map(str, sorted(usable | {own})))
-    what = (
-        f"the tokenizer of {student.path} ends a text with {student.tokenizer.eos_token!r} (id {own}), but sampled "
+    listed = ", ".join(map(str, sorted(usable | {eos_id})))
+    mismatch = (
+        f"the tokenizer of {student.path} ends a text with {student.tokenizer.eos_token!r} (id {eos_id}), but sampled "
         f"responses end at {sorted(usable)}"
     )
     if config.gkd.sft_share > 0:
         raise ConfigError(
-            f"{what}: gkd.sft_share={config.gkd.sft_share:g} would train on reference responses that end with an id at "
-            f"which generation goes on; set eos_token_id {remedy} to [{listed}], or correct eos_token in its "
+            f"{mismatch}: gkd.sft_share={config.gkd.sft_share:g} would train on reference responses that end with an "
+            f"id at which generation continues; set eos_token_id {remedy} to [{listed}], or correct eos_token in its "
             "tokenizer_config.json"
         )
-    log.warning("%s; if %d ends a turn, too, set eos_token_id %s to [%s]", what, own, remedy, listed)
+    log.warning("%s; if %d also ends a turn, set eos_token_id %s to [%s]", mismatch, eos_id, remedy, listed)
     return usable
 
 
-def meet_teacher(name: str, client: Client, student: Student, config: Config) -> TeacherInfo:
-    """Raises :class:`ConfigError`, or as the client does."""
+def check_teacher(name: str, client: Client, student: Student, config: Config) -> TeacherInfo:
+    """Check that one teacher can teach this student, and return its properties.
+
+    Raises:
+        ConfigError: The teacher does not fit the student or the configuration.
+        TeacherError: The teacher cannot be reached, or refuses a request.
+    """
     info = client.hello(timeout_s=HELLO_TIMEOUT_S)
-    who = f"teacher {name} ({info.model_name})"
+    label = f"teacher {name} ({info.model_name})"
+    _check_vocabulary(label, info, student)
+    _check_limits(label, info, config)
+    if config.gkd.distill_temperature != 1:  # some engines score at temperature 1 only, and refuse this request
+        timeout_s = config.actor_rollout_ref.teacher.timeout_s
+        two_tokens = TeacherSequence(np.zeros(2, np.int32), prompt_len=1)
+        client.submit([two_tokens], timeout_s, temperature=config.gkd.distill_temperature).result()
+    return info
+
+
+def _check_vocabulary(label: str, info: TeacherInfo, student: Student) -> None:
     if info.tokenizer_fingerprint != student.fingerprint:
         raise ConfigError(
-            f"the teacher's vocabulary does not fit the student's: {who} has {info.n_tokens} ids (tokenizer "
+            f"the teacher's vocabulary does not fit the student's: {label} has {info.n_tokens} ids (tokenizer "
             f"{info.tokenizer_fingerprint}), student {student.path} has {student.n_tokens} (tokenizer "
-            f"{student.fingerprint}). The same id must mean the same token in both: choose a teacher and a student of "
-            "one family, with the tokenizer files they came with"
+            f"{student.fingerprint}). An id must be the same token in both: choose a teacher and a student of one "
+            "model family, with their original tokenizer files"
         )
     if info.n_tokens < student.n_tokens:
         raise ConfigError(
-            f"{who} knows the ids 0 to {info.n_tokens - 1} of the tokenizer, but the student {student.path} answers "
-            f"with ids up to {student.n_tokens - 1}, which the teacher would refuse: its output layer, of "
-            f"{info.vocab_size}, is too small for its tokenizer; choose a checkpoint that has all of it"
+            f"{label} accepts the ids 0 to {info.n_tokens - 1} of the tokenizer, because its output layer has "
+            f"{info.vocab_size} rows, but responses of the student {student.path} contain ids up to "
+            f"{student.n_tokens - 1}; choose a teacher checkpoint whose output layer covers the tokenizer"
         )
-    if foreign := [token for token in info.eos_token_ids if token >= student.n_tokens]:
+    if invalid := [token for token in info.eos_token_ids if token >= student.n_tokens]:
         raise ConfigError(
-            f"{who} ends its turns with {foreign}, but the student {student.path} has only ids 0 to "
+            f"{label} ends a turn with the ids {invalid}, but the student {student.path} has only ids 0 to "
             f"{student.n_tokens - 1}; correct eos_token_id in the teacher's generation_config.json"
         )
+
+
+def _check_limits(label: str, info: TeacherInfo, config: Config) -> None:
     gkd, teacher = config.gkd, config.actor_rollout_ref.teacher
     if teacher.top_k is not None and teacher.top_k > info.n_logprobs:
         raise ConfigError(
-            f"{TEACHER}.top_k={teacher.top_k}, but {who} returns {info.n_logprobs} ids at most; lower it, set it to "
+            f"{TEACHER}.top_k={teacher.top_k}, but {label} returns at most {info.n_logprobs} ids; lower it, set it to "
             "null, or start the teacher with a larger N_LOGPROBS"
         )
     if (teacher.top_k or info.n_logprobs) == 1 and gkd.tail == "renormalize" and gkd.distill_loss_type not in SAMPLED:
         raise ConfigError(
-            f"gkd.tail=renormalize with a top 1 of {who}: one id, renormalized, has probability 1 on both sides, and "
+            f"gkd.tail=renormalize with a top 1 of {label}: one renormalized id has probability 1 for both models, and "
             f"the gradient is zero; set gkd.tail=bucket, or raise {TEACHER}.top_k or the teacher's N_LOGPROBS"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
     if info.max_model_len < longest:
         raise ConfigError(
-            f"{who} scores at most {info.max_model_len} tokens, but data.max_prompt_length + "
-            f"data.max_response_length = {longest}; lower those, or start the teacher with a larger MAX_MODEL_LEN"
+            f"{label} scores at most {info.max_model_len} tokens, but data.max_prompt_length + "
+            f"data.max_response_length = {longest}; lower one of them, or start the teacher with a larger MAX_MODEL_LEN"
         )
-    if gkd.distill_temperature != 1:  # not every engine can
-        two_tokens = TeacherSequence(np.zeros(2, np.int32), prompt_len=1)
-        client.submit([two_tokens], teacher.timeout_s, temperature=gkd.distill_temperature).result()
-    return info

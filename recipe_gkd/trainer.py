@@ -1,54 +1,108 @@
-"""The training loop: ``Trainer.loop`` is the algorithm, ``schedule.Pipeline`` decides when its stages run."""
+"""The training loop. ``Trainer.loop`` is the algorithm; ``recipe_gkd.pipeline`` decides when its stages run."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import ray
-
-from recipe_gkd.actor.microbatch import shard_batch
+from recipe_gkd.checkpoints.best import BestTracker
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.checkpoints.saver import CheckpointSaver
-from recipe_gkd.checkpoints.state import Best, ResumeState
+from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.config import Config
 from recipe_gkd.config.staleness import staleness_bound
+from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptLoader
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import GkdError
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.metrics.timeline import Timeline
-from recipe_gkd.pipeline.interface import PipelineConfig, ReadyBatch
+from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline
+from recipe_gkd.pipeline.stages import ComputeRewards, PipelineStages
 from recipe_gkd.rewards import RewardItems, RewardScorer
-from recipe_gkd.rewards.advantages import with_group_statistics
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.teacher_routing import Teachers
 from recipe_gkd.validation import Validation
+from recipe_gkd.worker_stages import generate_responses, generate_validation_responses, update_actors
 from recipe_gkd.workers import Workers
-
-log = logging.getLogger(__name__)
-
-RPC_DEADLINE_MARGIN_S = 3.0
-"""A worker's own deadline ends first: its error says more than that it did not answer."""
 
 
 @dataclass(frozen=True)
 class RewardContext:
-    """The reward function, and what it judges."""
+    """The reward function and the data that it scores.
+
+    Attributes:
+        scorer: Processes that call the reward function.
+        items: Source of the reward function's arguments for training responses. None if they get no rewards.
+        validation: Periodic validation. None if the run does not validate.
+    """
 
     scorer: RewardScorer
     items: RewardItems | None = None
-    """What it is given of the training data; None: training answers are not judged."""
     validation: Validation | None = None
+
+    @property
+    def compute_rewards(self) -> ComputeRewards | None:
+        """Stage of the schedule that computes the rewards of training responses, if they get any."""
+        return None if self.items is None else partial(self._compute_rewards, self.items)
+
+    async def _compute_rewards(self, items: RewardItems, group: Sequence[tuple[Prompt, Response]]) -> dict[int, float]:
+        sampled = [pair for pair in group if pair[0].reference_ids is None]  # reference responses get no reward
+        described = await in_thread(lambda: [items.of(prompt, response) for prompt, response in sampled])
+        return dict(zip([item.uid for item in described], await self.scorer.score(described), strict=True))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Parts of a run that are open during the training loop."""
+
+    pipeline: Pipeline
+    loggers: Loggers
+    steps: StepMetrics
+
+
+def pipeline_config(config: Config, n_replicas: int) -> PipelineConfig:
+    """Return the settings of the schedule for ``n_replicas`` rollout workers."""
+    settings = config.actor_rollout_ref
+    return PipelineConfig(
+        max_staleness=staleness_bound(config.trainer),
+        n_replicas=n_replicas,
+        capacity=n_replicas * settings.rollout.max_num_seqs,
+        responses_per_prompt=settings.rollout.n,
+        requests_per_batch=settings.teacher.n_server_workers * settings.teacher.num_microbatches,
+        inflight_update=config.trainer.inflight_update,
+    )
+
+
+def progress_after(progress: Progress, batch: ReadyBatch, responses_per_prompt: int) -> Progress:
+    """Return the position of the run after an update on ``batch``."""
+    n_prompts = len({sample.prompt.uid // responses_per_prompt for sample in batch.samples})
+    n_skipped = sum(sample.is_skipped for sample in batch.samples)
+    return replace(
+        progress,
+        step=progress.step + 1,
+        prompts_trained=progress.prompts_trained + n_prompts,
+        skipped_samples=progress.skipped_samples + n_skipped,
+    )
 
 
 class Trainer:
-    """Student answers; a teacher's top-k at every position of the answers; an update toward it; and again."""
+    """Distillation of a teacher into the student.
+
+    The student generates responses, the teacher scores them, and the student is trained towards the teacher's
+    distribution at every position.
+
+    Attributes:
+        progress: Position of the run.
+        best: Best weights of the run.
+        saver: Checkpoints of the run.
+        last_step: Number of optimizer steps at the end of the run.
+    """
 
     def __init__(
         self,
@@ -59,10 +113,20 @@ class Trainer:
         start: ResumeState,
         reward_context: RewardContext | None = None,
     ) -> None:
-        """``judging``: None if nothing is judged."""
+        """Create a trainer.
+
+        Args:
+            config: Configuration of the run.
+            workers: Connected workers. The actors have loaded the weights of ``start``.
+            teachers: Clients of the teachers.
+            loader: Prompts of the run.
+            start: State that the run resumes from.
+            reward_context: Reward function and validation. None if the run has neither.
+        """
         self.config, self.workers, self.teachers, self.loader = config, workers, teachers, loader
         self.start, self.reward_context = start, reward_context
-        self.progress, self.best = start.progress, start.best
+        self.progress = start.progress
+        self.best = BestTracker(config.trainer.best_metric, start.best)
         self.teachers.resume(start.progress.skipped_samples)
         self.root = folder_of(config.trainer).absolute()
         self.saver = CheckpointSaver(config, self.root, self.call_actors, best=start.best)
@@ -71,10 +135,10 @@ class Trainer:
     async def fit(self) -> None:
         """Train to the last step, and complete the checkpoint of that step if one is due.
 
-        Complete checkpoints stay, whatever ends the run; half-written ones are removed.
+        Complete checkpoints are kept, also if the run fails. Incomplete ones are removed.
 
         Raises:
-            CheckpointError: More than ``trainer.save_failures_allowed`` saves failed, or the last one did twice.
+            CheckpointError: More than ``trainer.save_failures_allowed`` saves failed, or the last one failed twice.
         """
         try:
             await self.loop()
@@ -84,169 +148,107 @@ class Trainer:
             raise
 
     async def loop(self) -> None:
-        """The algorithm."""
-        trainer = self.config.trainer
-        with (
-            Loggers(trainer, first_step=self.progress.step, last_step=self.last_step) as loggers,
-            StepMetrics(self.config, n_rollouts=len(self.workers.rollouts), capacity=self.workers.capacity) as steps,
-        ):
-            async with self.pipeline(steps.timeline) as pipeline:
-                if trainer.val_before_train:
-                    metrics = await self.validate(pipeline)
-                    steps.log_validation(loggers, metrics, self.progress.step)
-                    if best := self.choose_best(metrics, has_checkpoint=self.start.belongs_to_run(self.root)):
-                        self.saver.keep_best(best)
-                async for batch in pipeline:
-                    batch.metrics |= self.teachers.report(
-                        batch.samples, batch.step, before=self.progress.skipped_samples
-                    )
-                    async with pipeline.actor_update(batch):
-                        with span(batch.metrics, "timing/update_actor"):
-                            batch.metrics |= await self.update(batch)
-                    self.advance(batch)
-                    if self.validation_is_due():
-                        with span(batch.metrics, "timing/validate"):
-                            batch.metrics |= await self.validate(pipeline)
-                        self.choose_best(batch.metrics)
-                    if self.saver.is_pending or self.save_is_due():
-                        async with pipeline.actor("save_checkpoint", batch):
-                            with span(batch.metrics, "timing/save_checkpoint"):
-                                await (self.save() if self.save_is_due() else self.saver.finish(wait=False))
-                        batch.metrics["checkpoint/failed_saves"] = float(self.saver.failed_saves)
-                        self.best = self.saver.best_of(self.best)
-                    steps.log(loggers, batch, self.progress.step)
+        """Train on every batch; validate, save and log after it."""
+        async with _open_run(self) as run:
+            await self._validate_before_training(run)
+            async for batch in run.pipeline:
+                await self._train(run.pipeline, batch)
+                await self._validate_if_due(run.pipeline, batch)
+                await self._save_if_due(run.pipeline, batch)
+                run.steps.log(run.loggers, batch, self.progress.step)
 
     def pipeline(self, timeline: Timeline) -> Pipeline:
-        trainer, settings = self.config.trainer, self.config.actor_rollout_ref
-        pipeline_config = PipelineConfig(
-            max_staleness=staleness_bound(trainer),
-            n_replicas=len(self.workers.rollouts),
-            capacity=len(self.workers.rollouts) * settings.rollout.max_num_seqs,
-            responses_per_prompt=settings.rollout.n,
-            requests_per_batch=settings.teacher.n_server_workers * settings.teacher.num_microbatches,
-            inflight_update=trainer.inflight_update,
-        )
-        return Pipeline(
-            self.loader.batches(self.progress.prompts_trained, first_step=self.progress.step),
-            pipeline_config,
+        """Return the schedule of the rest of the run. It has not started."""
+        stages = PipelineStages(
             generate=self.generate,
             score=self.teachers.score,
-            judge=self.judge if self.reward_context is not None and self.reward_context.items is not None else None,
             sync=self.workers.weights.sync,
+            compute_rewards=self.reward_context.compute_rewards if self.reward_context is not None else None,
             replace=self.workers.replace_dead_rollouts,
-            first_version=self.progress.step,
-            timeline=timeline,
         )
+        batches = self.loader.batches(self.progress.prompts_trained, first_step=self.progress.step)
+        config = pipeline_config(self.config, n_replicas=len(self.workers.rollouts))
+        return Pipeline(batches, config, stages, first_version=self.progress.step, timeline=timeline)
 
-    # ---- the stages
+    async def _train(self, pipeline: Pipeline, batch: ReadyBatch) -> None:
+        batch.metrics |= self.teachers.report(batch.samples, batch.step, before=self.progress.skipped_samples)
+        async with pipeline.actor_update(batch):
+            with span(batch.metrics, "timing/update_actor"):
+                batch.metrics |= await self.update(batch)
+        self.advance(batch)
 
-    async def generate(self, rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Response]]:
-        """One rollout worker's share of a batch, as its answers finish; given ones are there already."""
-        given = [prompt for prompt in prompts if prompt.reference_ids is not None]
-        if given:
-            yield [self.loader.data.reference_response(prompt, version=step) for prompt in given]
-        asked = [prompt for prompt in prompts if prompt.reference_ids is None]
-        if not asked:
+    async def _validate_before_training(self, run: _Run) -> None:
+        if not self.config.trainer.val_before_train:
             return
-        async for responses in self.workers.rollouts.stream(
-            rank,
-            "generate",
-            asked,
-            step,
-            timeout_s=self.config.actor_rollout_ref.rollout.timeout_s + RPC_DEADLINE_MARGIN_S,
-            phase=f"generate, step {step}",
-        ):
-            yield responses
+        metrics = await self.validate(run.pipeline)
+        run.steps.log_validation(run.loggers, metrics, self.progress.step)
+        has_checkpoint = self.start.belongs_to_run(self.root)
+        if best := self.best.observe(metrics, self.progress.step, has_checkpoint=has_checkpoint):
+            self.saver.keep_best(best)
 
-    async def judge(self, group: Sequence[tuple[Prompt, Response]]) -> dict[int, float]:
-        """What the reward function says of the sampled answers, by uid."""
-        assert self.reward_context is not None and self.reward_context.items is not None
-        scorer, items = self.reward_context.scorer, self.reward_context.items
-        sampled = [pair for pair in group if pair[0].reference_ids is None]
-        described = await in_thread(lambda: [items.of(prompt, response) for prompt, response in sampled])
-        return dict(zip([item.uid for item in described], await scorer.score(described), strict=True))
+    async def _validate_if_due(self, pipeline: Pipeline, batch: ReadyBatch) -> None:
+        if self._is_due(self.config.trainer.test_freq):
+            with span(batch.metrics, "timing/validate"):
+                batch.metrics |= await self.validate(pipeline)
+            self.best.observe(batch.metrics, self.progress.step)
 
-    async def update(self, batch: ReadyBatch) -> dict[str, float]:
-        """One optimizer step on the whole batch; each data-parallel rank gets its share."""
-        actors = self.workers.actors
-        samples = with_group_statistics(batch.samples, self.config.gkd, self.config.actor_rollout_ref.rollout.n)
-        shards = [await in_thread(ray.put, shard) for shard in shard_batch(samples, self.workers.dp_size)]
-        results = await actors.call_each(
-            "update",
-            [(shards[dp_rank], batch.step) for dp_rank in self.workers.dp_ranks],
-            timeout_s=self.config.actor_rollout_ref.actor.timeout_s,
-            phase=f"update, step {batch.step}",
-        )
-        return dict(results[0])
-
-    async def validate(self, pipeline: Pipeline) -> dict[str, float]:
-        """Of the actor's weights as they are; while the reward function judges, generation goes on."""
-        assert self.reward_context is not None and self.reward_context.validation is not None  # the configuration would be refused
-        validation = self.reward_context.validation
-        generate = partial(self.generate_validation, timeout_s=validation.timeout_s)
-        responses = await pipeline.generate_for_validation(validation.prompts, generate, responses_per_prompt=validation.n)
-        return await validation.report(responses, self.reward_context.scorer, self.progress.step)
-
-    async def generate_validation(
-        self, rank: int, prompts: Sequence[Prompt], step: int, *, timeout_s: float
-    ) -> AsyncIterator[list[Response]]:
-        """One rollout worker's share of the validation prompts."""
-        async for responses in self.workers.rollouts.stream(
-            rank,
-            "generate",
-            list(prompts),
-            step,
-            "validation",
-            timeout_s,
-            timeout_s=timeout_s + RPC_DEADLINE_MARGIN_S,
-            phase=f"validate after step {step}",
-        ):
-            yield responses
+    async def _save_if_due(self, pipeline: Pipeline, batch: ReadyBatch) -> None:
+        """Save a checkpoint if one is due. Otherwise complete the pending background save if it is written."""
+        is_due = self._is_due(self.config.trainer.save_freq) or self.best.is_best(self.progress.step)
+        if not is_due and not self.saver.is_pending:
+            return
+        async with pipeline.actor_lock("save_checkpoint", batch):
+            with span(batch.metrics, "timing/save_checkpoint"):
+                await (self.save() if is_due else self.saver.finish(wait=False))
+        batch.metrics["checkpoint/failed_saves"] = float(self.saver.failed_saves)
+        self.best.current = self.saver.best_of(self.best.current)
 
     async def save(self) -> None:
-        """Save a checkpoint of this step, or count a failed save; with ``async_save`` in the background."""
-        await self.saver.save(self.progress, self.best if self.is_best() else None)
+        """Save a checkpoint of this step, in the background with ``async_save``. A failed save is counted."""
+        best = self.best.current if self.best.is_best(self.progress.step) else None
+        await self.saver.save(self.progress, best)
 
-    # ---- bookkeeping
+    def advance(self, batch: ReadyBatch) -> None:
+        """Count ``batch`` as trained on."""
+        self.progress = progress_after(self.progress, batch, self.config.actor_rollout_ref.rollout.n)
+
+    def _is_due(self, every: int) -> bool:
+        """Return True after every ``every`` steps and after the last step; never if ``every`` is not positive."""
+        step = self.progress.step
+        return every > 0 and (step == self.last_step or step % every == 0)
+
+    def generate(self, rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Response]]:
+        """Return an iterator over the responses of one rollout worker; see :func:`generate_responses`."""
+        return generate_responses(self.workers, self.config, self.loader.data, rank, prompts, step)
+
+    async def update(self, batch: ReadyBatch) -> dict[str, float]:
+        """Do one optimizer step on ``batch`` and return its metrics."""
+        return await update_actors(self.workers, self.config, batch)
+
+    async def validate(self, pipeline: Pipeline) -> dict[str, float]:
+        """Validate the actor's current weights. Generation for training continues while rewards are computed."""
+        assert self.reward_context is not None and self.reward_context.validation is not None  # ensured by the config
+        validation, scorer = self.reward_context.validation, self.reward_context.scorer
+        generate = partial(generate_validation_responses, self.workers, validation.timeout_s)
+        responses = await pipeline.generate_for_validation(
+            validation.prompts, generate, responses_per_prompt=validation.n
+        )
+        return await validation.report(responses, scorer, self.progress.step)
 
     async def call_actors(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
+        """Call a method on every actor rank and return the results in the order of the ranks."""
         timeout_s = timeout_s or self.config.actor_rollout_ref.actor.timeout_s
         phase = f"{method}, step {self.progress.step}"
         return await self.workers.actors.call(method, *args, timeout_s=timeout_s, phase=phase)
 
-    def advance(self, batch: ReadyBatch) -> None:
-        responses_per_prompt = self.config.actor_rollout_ref.rollout.n
-        prompts = len({sample.prompt.uid // responses_per_prompt for sample in batch.samples})
-        skipped = sum(sample.is_skipped for sample in batch.samples)
-        self.progress = replace(
-            self.progress,
-            step=self.progress.step + 1,
-            prompts_trained=self.progress.prompts_trained + prompts,
-            skipped_samples=self.progress.skipped_samples + skipped,
-        )
 
-    def validation_is_due(self) -> bool:
-        return self._is_due(self.config.trainer.test_freq)
-
-    def save_is_due(self) -> bool:
-        return self._is_due(self.config.trainer.save_freq) or self.is_best()
-
-    def _is_due(self, every: int) -> bool:
-        step = self.progress.step
-        return every > 0 and (step == self.last_step or step % every == 0)
-
-    def choose_best(self, metrics: Mapping[str, float], *, has_checkpoint: bool = True) -> Best | None:
-        """Return the weights as they are if ``trainer.best_metric`` is higher than ever before, else None.
-
-        ``has_checkpoint=False``: weights that the run starts from without having a checkpoint of them. Their value is
-        what a checkpoint must exceed to be called the best.
-        """
-        metric = self.config.trainer.best_metric
-        if metric is None or (self.best is not None and metrics[metric] <= self.best.value):
-            return None
-        self.best = Best(metric, metrics[metric], self.progress.step, has_checkpoint)
-        return self.best
-
-    def is_best(self) -> bool:
-        """Return True if the weights as they are did best of all."""
-        return self.best is not None and self.best.step == self.progress.step
+@asynccontextmanager
+async def _open_run(trainer: Trainer) -> AsyncIterator[_Run]:
+    """Open loggers and metrics and start the schedule; close them in the reverse order."""
+    workers, progress = trainer.workers, trainer.progress
+    with (
+        Loggers(trainer.config.trainer, first_step=progress.step, last_step=trainer.last_step) as loggers,
+        StepMetrics(trainer.config, n_rollouts=len(workers.rollouts), capacity=workers.capacity) as steps,
+    ):
+        async with trainer.pipeline(steps.timeline) as pipeline:
+            yield _Run(pipeline, loggers, steps)

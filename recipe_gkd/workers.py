@@ -1,4 +1,4 @@
-"""Start the workers of both pools at the same time, connect them, and end them."""
+"""Start, connection and shutdown of the workers of both pools."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayError
@@ -35,28 +36,40 @@ from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 log = logging.getLogger(__name__)
 
 SHUTDOWN_S = 10.0
-"""What workers have to close themselves before they are killed."""
+"""Time that workers have for an orderly shutdown before they are killed."""
 
 
 @dataclass
 class Workers:
-    """Both pools, ready to work."""
+    """Connected workers of both pools.
+
+    Attributes:
+        actors: Actor ranks.
+        rollouts: Rollout workers.
+        weights: Transfer of weights from the actors to the rollout workers.
+        dp_ranks: Data-parallel rank of each actor rank.
+        restarts: Replacement of dead rollout workers.
+        capacity: Resources that the cluster could grant instead, for advice. None if they are unknown.
+    """
 
     actors: WorkerGroup
     rollouts: WorkerGroup
     weights: WeightSynchronizer
     dp_ranks: list[int]
-    """Of each actor rank."""
     restarts: RolloutRestarts
     capacity: ClusterCapacity | None = None
-    """Resources that the cluster could grant instead, for advice."""
 
     @property
     def dp_size(self) -> int:
+        """Number of data-parallel ranks."""
         return max(self.dp_ranks) + 1
 
     async def replace_dead_rollouts(self, death: WorkerDied) -> None:
-        """Start new workers for those that died, if that is still allowed; they have no weights before a full sync."""
+        """Replace dead rollout workers. New workers have no weights until a full sync.
+
+        Raises:
+            WorkerDied: No more workers may be replaced (``trainer.max_worker_restarts``).
+        """
         await self.restarts.replace_dead(death)
         self.weights.forget()
 
@@ -65,19 +78,26 @@ class Workers:
 async def start_workers(
     config: Config, device: str, *, total_steps: int, stop_token_ids: Sequence[int], n_tokens: int | None
 ) -> AsyncIterator[Workers]:
-    """Reserve the pools, start every worker, connect actor and rollout; on leaving, end all their processes.
+    """Reserve the pools, start all workers and connect them. End all their processes when the body ends.
 
-    ``stop_token_ids``: the teachers'; an answer ends there too, or the student would learn from what comes after the
-    end of a turn. ``n_tokens``: ids of the student's tokenizer; the rest of its output layer is padding, to which no
-    worker gives any probability; None: there is none.
+    An error of the body is diagnosed while the workers still run. The message of the raised error then contains the
+    folder of the diagnosis.
 
-    Raises :class:`ResourceError` before anything is started if the cluster is too small, and a worker's own error as
-    soon as one fails to start. What goes wrong in the body is diagnosed while the workers still live; the error then
-    names the folder.
+    Args:
+        config: Configuration of the run.
+        device: ``"cuda"`` or ``"cpu"``.
+        total_steps: Number of optimizer steps at the end of the run.
+        stop_token_ids: Ids at which the teachers end a turn. Responses end there too, because otherwise the student
+            would be trained on text after the end of a turn.
+        n_tokens: Number of ids of the student's tokenizer. The rest of its output layer is padding, which no worker
+            samples. None if there is no padding.
+
+    Raises:
+        ResourceError: The cluster is too small. No worker was started.
+        GkdError: A worker failed to start.
     """
     timeout_s = config.trainer.startup_timeout_s
-    actor_pool, rollout_pool = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
-    rollout = config.actor_rollout_ref.rollout
+    pools = actor_pool, rollout_pool = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
     n_actors, n_rollouts = actor_pool.spec.n_workers, rollout_pool.spec.n_workers
 
     def start_actor(rank: int) -> Any:
@@ -95,64 +115,91 @@ async def start_workers(
     rollouts = WorkerGroup("rollout", [start_rollout(rank) for rank in range(n_rollouts)])
     restarts = RolloutRestarts(rollouts, start_rollout, allowed=config.trainer.max_worker_restarts, timeout_s=timeout_s)
     try:
-        # What is wrong with the places is told before engines fail of it, with errors that do not name it.
-        places = await collect_device_reports([actors, rollouts], timeout_s=timeout_s)
-        log.info("workers:\n%s", placement_table(places))
-        check_devices(places, shared=config.rollout.share_actor_gpus)
-        await _check_shared_folder(config, actors)
-        layout, engines = await asyncio.gather(
-            _set_up_actors(actors, timeout_s), rollouts.call("setup", timeout_s=timeout_s, phase="start")
-        )
-        await restarts.record_processes(range(n_rollouts))
-        capacity = await _capacity((actor_pool, rollout_pool))
-        weights = WeightSynchronizer(
-            actors,
-            rollouts,
-            WeightSyncSpec(
-                tensor_parallel_size=rollout.tensor_model_parallel_size,
-                bucket_bytes=int(rollout.update_weights_bucket_megabytes * (1 << 20)),
-                timeout_s=config.actor_rollout_ref.nccl_timeout,
-                transport=_transport(config, device),
-                inflight=config.trainer.inflight_update,
-                engine_dtype=engines[0]["dtype"],
-            ),
-            repair=restarts.replace_dead,
-        )
+        workers = await _connect(config, device, actors, rollouts, restarts)
+        workers.capacity = await _capacity(pools)
         phase = "training"
-        yield Workers(actors, rollouts, weights, [report["dp_rank"] for report in layout], restarts, capacity)
-    except Exception as error:
-        known = as_known_error(error, phase)
-        root = folder_of(config.trainer).absolute()
-        if folder := await diagnose(known, [actors, rollouts], root):
-            raise type(known)(f"{known}\ndiagnosis: {folder}") from error
+        yield workers
+    except Exception as error:  # noqa: BLE001 - raised again with a diagnosis
+        known = await _with_diagnosis(error, phase, [actors, rollouts], folder_of(config.trainer).absolute())
         raise known from known.__cause__
     finally:
-        try:
-            stops = (actors.stop(timeout_s=SHUTDOWN_S), rollouts.stop(timeout_s=SHUTDOWN_S))
-            for outcome in await asyncio.gather(*stops, return_exceptions=True):
-                if isinstance(outcome, Exception):
-                    log.error("workers could not be stopped: %s", outcome, exc_info=outcome)
-        finally:  # canceled (a second signal): nothing more is waited for, and all processes end
-            await run_to_end(restarts.kill_orphans(range(n_rollouts)))
-            actor_pool.release()
-            rollout_pool.release()
+        await _end(actors, rollouts, restarts, pools)
+
+
+async def _connect(
+    config: Config, device: str, actors: WorkerGroup, rollouts: WorkerGroup, restarts: RolloutRestarts
+) -> Workers:
+    """Set up the processes of all workers, and the transfer of weights between the pools."""
+    timeout_s = config.trainer.startup_timeout_s
+    rollout = config.actor_rollout_ref.rollout
+    # Check the devices first. A wrong placement makes engines fail with errors that do not name it.
+    reports = await collect_device_reports([actors, rollouts], timeout_s=timeout_s)
+    log.info("workers:\n%s", placement_table(reports))
+    check_devices(reports, shared=config.rollout.share_actor_gpus)
+    await _check_shared_folder(config, actors)
+    ranks, engines = await asyncio.gather(
+        _set_up_actors(actors, timeout_s), rollouts.call("setup", timeout_s=timeout_s, phase="start")
+    )
+    await restarts.record_processes(range(len(rollouts)))
+    weights = WeightSynchronizer(
+        actors,
+        rollouts,
+        WeightSyncSpec(
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+            bucket_bytes=int(rollout.update_weights_bucket_megabytes * (1 << 20)),
+            timeout_s=config.actor_rollout_ref.nccl_timeout,
+            transport=_transport(config, device),
+            inflight=config.trainer.inflight_update,
+            engine_dtype=engines[0]["dtype"],
+        ),
+        repair=restarts.replace_dead,
+    )
+    return Workers(actors, rollouts, weights, [report["dp_rank"] for report in ranks], restarts)
+
+
+async def _with_diagnosis(error: Exception, phase: str, groups: list[WorkerGroup], root: Path) -> Exception:
+    """Save the state of all workers, and return the error to raise, with its cause."""
+    known = as_known_error(error, phase)
+    folder = await diagnose(known, groups, root)
+    if folder is None:
+        return known
+    diagnosed = type(known)(f"{known}\ndiagnosis: {folder}")
+    diagnosed.__cause__ = error
+    return diagnosed
+
+
+async def _end(actors: WorkerGroup, rollouts: WorkerGroup, restarts: RolloutRestarts, pools: Sequence[Pool]) -> None:
+    """Shut down all workers, kill their remaining processes and release the pools."""
+    try:
+        stops = (actors.stop(timeout_s=SHUTDOWN_S), rollouts.stop(timeout_s=SHUTDOWN_S))
+        for outcome in await asyncio.gather(*stops, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                log.error("workers could not be stopped: %s", outcome, exc_info=outcome)
+    finally:  # after a cancellation by a second signal too: end all processes without waiting for the shutdown
+        await run_to_end(restarts.kill_orphans(range(len(rollouts))))
+        for pool in pools:
+            pool.release()
 
 
 async def _capacity(pools: Sequence[Pool]) -> ClusterCapacity | None:
-    """Return what the cluster could grant instead of ``pools``, or None if Ray does not tell: only advice needs it."""
+    """Return the resources that the cluster could grant instead of ``pools``, or None if Ray does not report them."""
     try:
         return await in_thread(cluster_capacity, pools)
     except (RayError, LookupError) as error:
-        log.warning("no advice about the sizes of the pools: %s: %s", type(error).__name__, error)
+        log.warning(
+            "no advice about the sizes of the pools, because Ray did not report its resources: %s: %s",
+            type(error).__name__,
+            error,
+        )
         return None
 
 
 def _transport(config: Config, device: str) -> str:
-    """``rollout.weight_transport`` resolved: NCCL cannot have two ranks on one GPU."""
-    asked = config.actor_rollout_ref.rollout.weight_transport
-    if asked == "auto":
+    """Return the weight transport. ``auto`` avoids NCCL on shared GPUs, because it allows one rank per GPU."""
+    transport = config.actor_rollout_ref.rollout.weight_transport
+    if transport == "auto":
         return "ipc" if config.rollout.share_actor_gpus and device == "cuda" else "collective"
-    return asked
+    return transport
 
 
 async def _set_up_actors(actors: WorkerGroup, timeout_s: float) -> list[dict[str, Any]]:
@@ -161,14 +208,14 @@ async def _set_up_actors(actors: WorkerGroup, timeout_s: float) -> list[dict[str
 
 
 async def _check_shared_folder(config: Config, actors: WorkerGroup) -> None:
-    """Each actor rank writes its part of a checkpoint: all must see the driver's folder, not one of the same name."""
+    """Check that all actor ranks see the driver's checkpoint folder, because each rank writes its part there."""
     if config.trainer.save_freq <= 0 and config.trainer.best_metric is None:
         return
     folder = folder_of(config.trainer).absolute()
     with tempfile.NamedTemporaryFile(dir=folder, prefix=PROBE) as probe:
         seen = await actors.call("sees", probe.name, timeout_s=SHUTDOWN_S, phase="look for the checkpoint folder")
-    if blind := [actors.label(rank) for rank, sees in enumerate(seen) if not sees]:
+    if without := [actors.label(rank) for rank, sees in enumerate(seen) if not sees]:
         raise ResourceError(
-            f"{', '.join(blind)} cannot see trainer.default_local_dir={folder} of the driver; give a folder on a disk "
-            "that all nodes share, or trainer.save_freq=-1 trainer.best_metric=null to write no checkpoints"
+            f"{', '.join(without)} cannot see trainer.default_local_dir={folder} of the driver; set it to a folder on "
+            "a disk that all nodes share, or set trainer.save_freq=-1 trainer.best_metric=null to write no checkpoints"
         )

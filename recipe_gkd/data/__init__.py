@@ -1,1 +1,1 @@
-"""Prompts, and the records that travel from rollout to teacher to actor."""
+"""Data sets, prompts, samples and batches."""

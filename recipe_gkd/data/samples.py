@@ -1,7 +1,7 @@
-"""One sample's life: a prompt, then an answer, then what the teacher thinks of it.
+"""Records of one sample: its prompt, its response and the teacher's scores.
 
-Everything stays ragged (arrays of one sample, never a padded batch) until the actor packs it.
-Axis names: P prompt tokens, T response tokens, K teacher top-k.
+Arrays belong to one sample and are not padded until the actor packs them.
+Axes: P prompt tokens, T response tokens, K teacher top-k.
 """
 
 from __future__ import annotations
@@ -13,49 +13,71 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A tokenized prompt at its place in the run."""
+    """A tokenized prompt at its position in the run.
+
+    Attributes:
+        uid: Index of the sample in the run, starting at 0. The ``rollout.n`` samples of one prompt have different uids.
+        ids: Token ids, int32 [P].
+        row: Row of the data set, which has the other columns.
+        reference_ids: Token ids of the reference response that is trained on (``gkd.sft_share``), int32 [T]. None if a
+            response is sampled.
+    """
 
     uid: int
-    """Number of this sample in the run, from 0; `rollout.n` answers to one prompt have `n` uids."""
     ids: np.ndarray
-    """int32 [P]."""
     row: int
-    """Row of the data set it came from; the other columns stay there."""
     reference_ids: np.ndarray | None = None
-    """int32 [T]: the answer of the data, which is trained on instead of a sampled one (``gkd.sft_share``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """What a rollout worker made of a prompt."""
+    """A response sampled by a rollout worker, or the reference response of the data.
+
+    Attributes:
+        uid: Index of the sample in the run.
+        ids: Token ids, int32 [T]. Includes the EOS token if the model produced it. T may be 0.
+        logprobs: Log-probabilities of ``ids`` at temperature 1 under the sampling weights, float32 [T].
+        finish_reason: ``"stop"`` if the model ended the response, ``"length"`` if it was truncated at
+            ``data.max_response_length``.
+        weights_version: Oldest weights version that contributed to the response, so that staleness is never
+            understated.
+        versions_T: Weights version that sampled each token, int32 [T], ascending. Versions differ if the weights were
+            updated in flight.
+    """
 
     uid: int
     ids: np.ndarray
-    """int32 [T], with the end-of-sequence token if the model produced it; T may be 0."""
     logprobs: np.ndarray
-    """float32 [T], of the sampled tokens, at temperature 1, under the weights that sampled them."""
     finish_reason: str
-    """`stop`: the model ended; `length`: cut at `data.max_response_length`."""
     weights_version: int
-    """Number of optimizer steps behind the oldest weights that had a part in it: staleness is never understated."""
     versions_T: np.ndarray
-    """int32 [T], ascending: the weights' version that sampled each token; they differ if weights changed in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherTopK:
-    """The teacher's opinion at every response position; row t is the distribution that predicts response token t."""
+    """The teacher's most likely tokens at every response position.
+
+    Row t is the distribution that predicts response token t.
+
+    Attributes:
+        logps_TK: Log-probabilities of the top-k tokens, float32 [T, K], descending.
+        ids_TK: Token ids of the top-k tokens, int32 [T, K].
+        sampled_logps_T: Log-probabilities of the response tokens, float32 [T].
+    """
 
     logps_TK: np.ndarray
-    """float32, descending."""
     ids_TK: np.ndarray
-    """int32 token ids."""
     sampled_logps_T: np.ndarray
-    """float32, the teacher's logprob of the token that the student sampled."""
 
     @classmethod
     def absent(cls, rows: int) -> TeacherTopK:
-        """For an answer that no teacher is asked about, that has no tokens, or was skipped: no probability anywhere."""
+        """Return a distribution without probability mass, for responses without scores.
+
+        A response has no scores if it is not sent to a teacher, has no tokens, or was skipped.
+
+        Args:
+            rows: Number of response tokens T.
+        """
         return cls(
             logps_TK=np.full((rows, 1), -np.inf, np.float32),
             ids_TK=np.full((rows, 1), -1, np.int32),
@@ -65,50 +87,58 @@ class TeacherTopK:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A sample that is ready to be trained on."""
+    """A scored sample, ready for training.
+
+    Attributes:
+        prompt: Prompt.
+        response: Response to the prompt.
+        teacher: Scores of the teacher.
+        teacher_number: Index of the teacher in :func:`recipe_gkd.config.teachers.names`.
+        is_skipped: True if the teacher did not return scores (``teacher.on_failure=skip_samples``). The sample does not
+            contribute to the distillation loss. A skipped reference response is not trained on by its own tokens
+            either.
+        reward: Reward of the response. None if the reward function was not called.
+        advantage: Advantage of the response among the responses to the same prompt. 0 without rewards.
+        baseline: Value subtracted from the token rewards log p - log q of ``k1``.
+        scale: Divisor of the token rewards after the baseline is subtracted.
+    """
 
     prompt: Prompt
     response: Response
     teacher: TeacherTopK
     teacher_number: int = 0
-    """Which teacher's: its place in :func:`recipe_gkd.config.teachers.names`."""
     is_skipped: bool = False
-    """Its teacher was asked and gave no answer (``teacher.on_failure=skip_samples``): nothing is learned from a teacher
-    on it, and a given answer does not become one that teaches by its own tokens."""
     reward: float | None = None
-    """What the reward function said of it, if it was asked."""
     advantage: float = 0.0
-    """Of its reward, among the answers to the same prompt; 0 without rewards."""
     baseline: float = 0.0
-    """Subtracted from the sampled-token rewards log p - log q of `k1`."""
     scale: float = 1.0
-    """They are divided by it then."""
 
     @property
     def is_reference(self) -> bool:
-        """Its answer is of the data, not sampled from the student."""
+        """True if the response is the reference response of the data."""
         return self.prompt.reference_ids is not None
 
     def __post_init__(self) -> None:
         rows = len(self.response.ids)
         if self.prompt.uid != self.response.uid:
-            raise ValueError(f"answer {self.response.uid} was attached to prompt {self.prompt.uid}")
+            raise ValueError(f"the response to prompt {self.response.uid} was attached to prompt {self.prompt.uid}")
         lengths = {
             "logprobs": len(self.response.logprobs),
             "versions": len(self.response.versions_T),
             "teacher rows": len(self.teacher.logps_TK),
             "teacher id rows": len(self.teacher.ids_TK),
-            "teacher logprobs of them": len(self.teacher.sampled_logps_T),
+            "teacher logprobs of the response tokens": len(self.teacher.sampled_logps_T),
         }
         if set(lengths.values()) != {rows}:
-            told = ", ".join(f"{length} {what}" for what, length in lengths.items())
-            raise ValueError(f"sample {self.prompt.uid}: {rows} response tokens, {told}; all must be equal")
+            listed = ", ".join(f"{length} {name}" for name, length in lengths.items())
+            raise ValueError(f"sample {self.prompt.uid}: {rows} response tokens, {listed}; all must be equal")
 
     @property
     def token_ids(self) -> np.ndarray:
-        """int32 [P + T]: what the actor's forward pass sees."""
+        """Input of the actor's forward pass, int32 [P + T]."""
         return np.concatenate([self.prompt.ids, self.response.ids])
 
     @property
     def n_tokens(self) -> int:
+        """Number of prompt and response tokens."""
         return len(self.prompt.ids) + len(self.response.ids)

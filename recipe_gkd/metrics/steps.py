@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 
 from recipe_gkd.config import Config
+from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.metrics.advice import Advisor
 from recipe_gkd.metrics.loggers import Loggers
@@ -18,7 +19,6 @@ from recipe_gkd.metrics.measured_stages import WAITS
 from recipe_gkd.metrics.resource_layout import PoolSize, ResourceLayout
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
-from recipe_gkd.pipeline.interface import ReadyBatch
 from recipe_gkd.runtime.clock import now
 
 log = logging.getLogger(__name__)

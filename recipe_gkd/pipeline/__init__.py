@@ -1,1 +1,1 @@
-"""The schedule that overlaps generation, teacher requests and training within a staleness bound."""
+"""The schedule: generation, teacher scoring and training overlap within a staleness bound."""

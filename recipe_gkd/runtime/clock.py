@@ -1,4 +1,4 @@
-"""The clock of all timings: the event loop's."""
+"""Clock of all timings: the time of the event loop, which tests replace by a virtual one."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import asyncio
 
 
 def now() -> float:
-    """Seconds on the one clock of all timings: the event loop's."""
+    """Return the time of the running event loop, in seconds."""
     return asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""Tasks that live as long as a block, of which the first failure leaves it as itself; cleanup that is not canceled."""
+"""Task group that raises its first error, and cleanup that a cancellation does not interrupt."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ T = TypeVar("T")
 
 
 class FirstErrorTaskGroup:
-    """An ``asyncio.TaskGroup`` that raises what came first, not a group, and cancels what its body leaves behind."""
+    """An ``asyncio.TaskGroup`` that raises its first error instead of an exception group.
+
+    Tasks that still run when the body ends are canceled.
+
+    Example::
+
+        async with FirstErrorTaskGroup() as tasks:
+            result = await tasks.start(work())
+    """
 
     def __init__(self) -> None:
         self._group = asyncio.TaskGroup()
         self._running: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start ``work`` as a task of the group."""
         task = self._group.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -27,7 +36,7 @@ class FirstErrorTaskGroup:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        for task in self._running:  # none, unless the body left early or a task has failed
+        for task in self._running:  # empty, unless the body ended early or a task has failed
             if not task.cancelling():  # a second cancellation would interrupt its cleanup
                 task.cancel()
         try:
@@ -37,28 +46,28 @@ class FirstErrorTaskGroup:
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work`` to its end even if the caller is canceled meanwhile; the cancellation is raised afterwards.
+    """Await ``work`` to its end, even if the caller is canceled. The cancellation is raised afterwards.
 
-    For cleanup that is bounded by deadlines of its own.
+    Use it for cleanup that has deadlines of its own.
     """
     task = asyncio.ensure_future(work)
-    canceled: asyncio.CancelledError | None = None
+    cancellation: asyncio.CancelledError | None = None
     while not task.done():
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError as error:
-            canceled = error
-        except BaseException:  # noqa: BLE001 - raised below, as the task's own
+            cancellation = error
+        except BaseException:  # noqa: BLE001 - task.result() raises it
             break
-    if canceled is not None:
+    if cancellation is not None:
         if not task.cancelled():
-            task.exception()  # retrieved: the cancellation is what the caller gets
-        raise canceled
+            task.exception()  # mark it as retrieved, because the caller receives the cancellation
+        raise cancellation
     return task.result()
 
 
 def _cause(body: BaseException | None, group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What the body raised came first, unless it was only cancelled because a task had failed."""
+    """Return the first error. The body's error is first, except for a cancellation caused by a failed task."""
     task = asyncio.current_task()
     cancelled_from_outside = task is not None and task.cancelling() > 0
     if body is not None and (cancelled_from_outside or not isinstance(body, asyncio.CancelledError)):
@@ -67,7 +76,7 @@ def _cause(body: BaseException | None, group: BaseExceptionGroup[BaseException])
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """Return the failure that came first in a group; the rest of the group are its consequences."""
+    """Return the first error of an exception group. The other errors are its consequences."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

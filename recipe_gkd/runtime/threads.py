@@ -1,4 +1,4 @@
-"""Run blocking functions in daemon threads, so that a function that never returns cannot hold up the exit."""
+"""Daemon threads for blocking functions, so that a function that never returns does not delay the exit."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ T = TypeVar("T")
 
 
 async def in_thread(function: Callable[..., T], *args: Any) -> T:
-    """Return ``function(*args)``, computed in a daemon thread of its own.
+    """Run ``function(*args)`` in a new daemon thread and return its result.
 
-    Use it instead of ``asyncio.to_thread``: ``asyncio.run`` and the interpreter join the threads of the default
-    executor without a deadline, so a thread that hangs on a disk would keep a failed run from ending. A caller that is
-    canceled leaves the thread behind.
+    Use it instead of ``asyncio.to_thread``. ``asyncio.run`` and the interpreter join the threads of the default
+    executor without a deadline, so that a thread blocked by a disk would keep a failed run alive. If the caller is
+    canceled, the thread continues.
     """
     return await asyncio.wrap_future(_start(function, *args))
 
 
 def run_until(deadline: float, calls: Sequence[Callable[[], T]]) -> list[T | None]:
-    """Run ``calls`` at the same time in daemon threads, and return their results at ``deadline`` at the latest.
+    """Run ``calls`` concurrently in daemon threads, and return at ``deadline`` at the latest.
 
     Args:
         deadline: Time by ``time.monotonic()``.
@@ -40,7 +40,7 @@ def run_until(deadline: float, calls: Sequence[Callable[[], T]]) -> list[T | Non
 def _start(function: Callable[..., T], *args: Any) -> Future[T]:
     """Start a daemon thread that computes ``function(*args)``."""
     outcome: Future[T] = Future()
-    outcome.set_running_or_notify_cancel()  # so that a canceled caller does not cancel what the thread settles later
+    outcome.set_running_or_notify_cancel()  # a canceled caller must not cancel a future that the thread sets later
 
     def work() -> None:
         try:

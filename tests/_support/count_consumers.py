@@ -97,6 +97,6 @@ def check_count_limit(config: Config, name: str) -> None:
         case "log_val_generations":
             item = RewardItem(uid=0, where="", prompt="", response="", ground_truth="", extra={}, data_source=None)
             scored = ScoredResponse("gsm8k", PROMPT, RESPONSE, item, 1.0)
-            assert table_of([scored], limit, Path("x")).startswith(f"{min(limit, 1)} of 1 ")
+            assert table_of([scored], limit, Path("x")).startswith(f"{min(limit, 1)} of 1 responses")
         case _:
             raise AssertionError(f"{name} has no consumer in this function; add it")

@@ -1,4 +1,4 @@
-"""A student's folder that lacks a file, or has half of one, is refused by the file's name."""
+"""Checks of the files in the student's model folder. The error names a missing or incomplete file."""
 
 from __future__ import annotations
 
@@ -31,32 +31,31 @@ def read(folder: Path) -> None:
     read_student(load_config("on_policy_distill_trainer", [*overrides, f"actor_rollout_ref.model.path={folder}"]))
 
 
-@pytest.mark.parametrize(
-    ("names", "says"),
-    [
-        (["tokenizer.json"], "has no tokenizer.json; copy the tokenizer"),
-        (["tokenizer.json", "tokenizer_config.json"], "has no tokenizer_config.json, tokenizer.json; copy"),
-        (["tokenizer_config.json"], "has no tokenizer_config.json; copy"),
-        (["model.safetensors"], "has neither model.safetensors nor model.safetensors.index.json; save"),
-    ],
-)
-def test_files_that_are_missing_are_named(folder: Path, names: list[str], says: str) -> None:
-    read(folder)
-    for name in names:
-        (folder / name).unlink()
-    with pytest.raises(ModelError, match=says):
+class TestReadStudent:
+    @pytest.mark.parametrize(
+        ("names", "message"),
+        [
+            (["tokenizer.json"], "has no tokenizer.json; save the student's"),
+            (["tokenizer.json", "tokenizer_config.json"], "has no tokenizer_config.json, tokenizer.json; save"),
+            (["tokenizer_config.json"], "has no tokenizer_config.json; save"),
+            (["model.safetensors"], "has neither model.safetensors nor model.safetensors.index.json; save"),
+        ],
+    )
+    def test_missing_file_named(self, folder: Path, names: list[str], message: str) -> None:
         read(folder)
+        for name in names:
+            (folder / name).unlink()
+        with pytest.raises(ModelError, match=message):
+            read(folder)
 
+    def test_vocabulary_without_merges_refused(self, folder: Path) -> None:
+        (folder / "tokenizer.json").rename(folder / "vocab.json")
+        with pytest.raises(ModelError, match=r"has no merges\.txt; save"):
+            read(folder)
 
-def test_a_vocabulary_without_its_merges_is_named(folder: Path) -> None:
-    (folder / "tokenizer.json").rename(folder / "vocab.json")
-    with pytest.raises(ModelError, match=r"has no merges\.txt; copy"):
-        read(folder)
-
-
-@pytest.mark.parametrize(("n_bytes", "says"), [(0, "is empty"), (100, "cannot be read as safetensors")])
-def test_a_weight_file_that_is_not_whole_is_named(folder: Path, n_bytes: int, says: str) -> None:
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:n_bytes])
-    with pytest.raises(ModelError, match=rf"actor_rollout_ref\.model\.path: .*model\.safetensors .*{says}"):
-        read(folder)
+    @pytest.mark.parametrize(("n_bytes", "message"), [(0, "is empty"), (100, "cannot be read as safetensors")])
+    def test_damaged_weight_file_named(self, folder: Path, n_bytes: int, message: str) -> None:
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:n_bytes])
+        with pytest.raises(ModelError, match=rf"actor_rollout_ref\.model\.path: .*model\.safetensors .*{message}"):
+            read(folder)

@@ -273,7 +273,7 @@ def test_batch_gets_advantages_before_it_is_divided(tmp_path: Path, monkeypatch:
     def shard_batch(samples: Sequence[Sample], dp_size: int) -> list[list[Sample]]:
         raise GkdError(f"{[sample.advantage for sample in samples]}")
 
-    monkeypatch.setattr("recipe_gkd.trainer.shard_batch", shard_batch)
+    monkeypatch.setattr("recipe_gkd.worker_stages.shard_batch", shard_batch)
     path = "custom_reward_function.path=x.py"
     config = configured(tmp_path, "gkd.use_rl_loss=true", path, "gkd.norm_adv_by_std=false")
     trainer = build_trainer(config, FakeWorkers(1), ByUid())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Validation: what it reports of which answers, when it runs, and which checkpoint it calls the best."""
+"""Periodic validation: its metrics, its steps in the training loop, and the selection of the best checkpoint."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from recipe_gkd.checkpoints.resume import resume_points
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.checkpoints.store import forget_best, read_best
 from recipe_gkd.config import Config, load_config
-from recipe_gkd.data.prompts import PromptData, PromptLoader, read_table
+from recipe_gkd.data.batches import ReadyBatch
+from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
+from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError
-from recipe_gkd.pipeline.interface import ReadyBatch
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItem
 from recipe_gkd.teacher_routing import Routes, Teachers
@@ -37,7 +38,7 @@ ROWS: dict[str, list[Any]] = {
 }
 
 
-def configured(folder: Path, *overrides: str, rows: dict[str, list[Any]] = ROWS) -> Config:
+def make_config(folder: Path, *overrides: str, rows: dict[str, list[Any]] = ROWS) -> Config:
     path = folder / "val.parquet"
     pq.write_table(pa.table(rows), path)
     return load_config(
@@ -57,20 +58,20 @@ def configured(folder: Path, *overrides: str, rows: dict[str, list[Any]] = ROWS)
     )
 
 
-def answer_to(prompt: Prompt, text: str, version: int = 0, cut: bool = False) -> Response:
+def respond(prompt: Prompt, text: str, version: int = 0, truncated: bool = False) -> Response:
     ids = np.array(TOKENIZER(text, add_special_tokens=False)["input_ids"], np.int32)
     return Response(
         uid=prompt.uid,
         ids=ids,
         logprobs=np.zeros(len(ids), np.float32),
-        finish_reason="length" if cut else "stop",
+        finish_reason="length" if truncated else "stop",
         weights_version=version,
         versions_T=np.full(len(ids), version, np.int32),
     )
 
 
 class Scorer:
-    """Its reward is the number that the answer is; nothing is 0."""
+    """A scorer whose reward is ``scores[number]`` for a response that is a number. An empty response is 0."""
 
     def __init__(self, scores: Sequence[float] = range(1000)) -> None:
         self.scores = scores
@@ -86,100 +87,7 @@ def report(validation: Validation, responses: list[Response], step: int = 4) -> 
 SAMPLED = ("actor_rollout_ref.rollout.val_kwargs.n=2", "actor_rollout_ref.rollout.val_kwargs.temperature=1")
 
 
-def test_metrics_are_means_over_prompts_by_data_source(tmp_path: Path) -> None:
-    validation = Validation(configured(tmp_path, *SAMPLED), TOKENIZER)
-    assert [prompt.row for prompt in validation.prompts] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [prompt.uid for prompt in validation.prompts] == list(range(8))
-    texts = ["1", "3", "", "20", "5", "5", "7", "8"]
-    responses = [
-        answer_to(prompt, text, cut=text == "20") for prompt, text in zip(validation.prompts, texts, strict=True)
-    ]
-    assert report(validation, responses) == {
-        "val/easy/score": 3.5,
-        "val/easy/score/best@2": 4.0,
-        "val/easy/response_len": 1.0,
-        "val/easy/truncated_fraction": 0.0,
-        "val/hard/score": 10.0,
-        "val/hard/score/best@2": 20.0,
-        "val/hard/response_len": 1.0,
-        "val/hard/truncated_fraction": 0.5,
-        "val/data/score": 7.5,
-        "val/data/score/best@2": 8.0,
-        "val/data/response_len": 1.0,
-        "val/data/truncated_fraction": 0.0,
-    }
-
-
-def test_without_the_column_all_rows_are_of_one_source(tmp_path: Path) -> None:
-    rows = {name: ROWS[name] for name in ("prompt", "ground_truth")}
-    validation = Validation(configured(tmp_path, rows=rows), TOKENIZER)
-    metrics = report(validation, [answer_to(prompt, "1") for prompt in validation.prompts])
-    assert set(metrics) == {"val/data/score", "val/data/response_len", "val/data/truncated_fraction"}
-
-
-def test_all_answers_are_in_the_file_and_some_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    validation = Validation(configured(tmp_path, "trainer.log_val_generations=2"), TOKENIZER)
-    with caplog.at_level(logging.INFO, "recipe_gkd"):
-        report(validation, [answer_to(prompt, "2", cut=prompt.row == 2) for prompt in validation.prompts])
-    lines = [json.loads(line) for line in (tmp_path / "validation" / "step_4.jsonl").open()]
-    assert lines[0] == {
-        "data_source": "easy", "row": 0, "prompt": "1+1=", "answer": "2", "ground_truth": "2", "reward": 2.0,
-        "response_len": 1, "finish_reason": "stop",
-    }  # fmt: skip
-    assert [line["row"] for line in lines] == [0, 1, 2, 3]
-    assert caplog.messages[-1].splitlines() == [
-        f"validation after step 4: 2 of 4 answers, all in {tmp_path}/validation/step_4.jsonl",
-        "  easy, row 0",
-        "    prompt        1+1=",
-        "    answer        2",
-        "    ground truth  2",
-        "    reward        2",
-        "  easy, row 2",
-        "    prompt        3+3=",
-        "    answer        2 (cut)",
-        "    ground truth  6",
-        "    reward        2",
-    ]
-    assert sorted(path.name for path in (tmp_path / "validation").iterdir()) == ["step_4.jsonl"]
-
-
-def test_the_deadline_grows_with_the_number_of_answers(tmp_path: Path) -> None:
-    timeout = "actor_rollout_ref.rollout.timeout_s=10"
-    assert Validation(configured(tmp_path, timeout), TOKENIZER).timeout_s == 20
-    assert Validation(configured(tmp_path, timeout, "data.train_batch_size=99"), TOKENIZER).timeout_s == 10
-
-
-def test_a_run_that_does_not_validate_reads_no_files(tmp_path: Path) -> None:
-    assert read_validation(configured(tmp_path, "trainer.test_freq=-1", "data.val_files=nowhere"), None) is None
-
-
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ({"question": ["a"]}, "data.val_files: .* has no column 'prompt'; it has: question"),
-        ({"prompt": ["1+1="]}, "data.val_files: data.ground_truth_key=ground_truth: the data has no such column"),
-        ({"prompt": ["1+1=", "2+2="], "ground_truth": ["2", None]}, "data.val_files: .*row 1 of the validation data"),
-        ({"prompt": [3], "ground_truth": ["a"]}, "data.val_files: row 0 of the validation data: the prompt is 3"),
-    ],
-)
-def test_validation_data_that_cannot_be_used(tmp_path: Path, rows: dict[str, list[Any]], says: str) -> None:
-    with pytest.raises(DataError, match=says):
-        Validation(configured(tmp_path, rows=rows), TOKENIZER)
-
-
-@pytest.mark.parametrize("name", ["acc", "response_len", "truncated_fraction"])
-def test_a_best_metric_is_a_reward_and_another_is_told_those_that_there_are(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"={re.escape(f'val/easy/{name}')}: .*: val/data/score, .*val/easy/score, "):
-        Validation(configured(tmp_path, f"trainer.best_metric=val/easy/{name}"), TOKENIZER)
-    Validation(configured(tmp_path, "trainer.best_metric=val/easy/score"), TOKENIZER)
-
-
-def test_a_reward_named_as_another_metric_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="response_len is the name of another metric"):
-        Validation(configured(tmp_path, "custom_reward_function.name=response_len"), TOKENIZER)
-
-
-# ---- in the loop: the trainer itself, on workers whose answer is the version of their weights
+# The following tests run the trainer on fake workers. A response is the version of the weights.
 
 
 class Workers:
@@ -188,8 +96,7 @@ class Workers:
     def __init__(self) -> None:
         self.rollouts = self.actors = self.weights = self
         self.version = -1
-        self.save_errors: list[Exception | None] = []
-        """Outcomes of the next saves."""
+        self.save_errors: list[Exception | None] = []  # outcomes of the next saves
 
     def __len__(self) -> int:
         return 1
@@ -199,7 +106,7 @@ class Workers:
     ) -> AsyncIterator[list[Response]]:
         for prompt in prompts:
             await asyncio.sleep(0)
-            yield [answer_to(prompt, str(self.version), self.version)]
+            yield [respond(prompt, str(self.version), self.version)]
 
     async def sync(self, version: int) -> dict[str, float]:
         self.version = version
@@ -226,7 +133,7 @@ class NoTeacher(Teachers):
 
 
 class Run(Trainer):
-    """Neither teacher nor update."""
+    """A trainer without updates."""
 
     async def update(self, batch: ReadyBatch) -> dict[str, float]:
         await asyncio.sleep(0.001)
@@ -236,7 +143,7 @@ class Run(Trainer):
 def train(
     config: Config, scores: Sequence[float] = range(9), *, crash_after: int | None = None, workers: Any = None
 ) -> Run:
-    """``scores``: of weights by their version."""
+    """Train to the end, or until the save after step ``crash_after``. ``scores`` are rewards by weights version."""
     data = PromptData(read_table(config.data.train_files, config.data.prompt_key), config.data, TOKENIZER)
     loader = PromptLoader(data, config.data, n=1, epochs=9, max_steps=config.trainer.total_training_steps)
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
@@ -251,7 +158,8 @@ def train(
     scorer: Any = Scorer(scores)
     teachers = NoTeacher(config, Routes(("default",)), {})
     reward_context = RewardContext(scorer, validation=read_validation(config, TOKENIZER))
-    trainer = Run(config, workers or Workers(), teachers, loader, ResumeState(progress, checkpoint, best), reward_context)
+    start = ResumeState(progress, checkpoint, best)
+    trainer = Run(config, workers or Workers(), teachers, loader, start, reward_context)
     if crash_after is not None:
 
         async def crash() -> None:
@@ -278,122 +186,217 @@ def bests(folder: Path) -> list[int]:
 BEST = "trainer.best_metric=val/easy/score"
 
 
-@pytest.mark.parametrize("scheduler", ["sync", "one_step_off", "two_step_off"])
-def test_it_validates_at_its_steps_and_the_last_with_the_weights_of_then(tmp_path: Path, scheduler: str) -> None:
-    config = configured(
-        tmp_path, "trainer.total_training_steps=5", "trainer.val_before_train=true", f"trainer.scheduler={scheduler}"
+class TestMetrics:
+    def test_report_averages_by_data_source(self, tmp_path: Path) -> None:
+        validation = Validation(make_config(tmp_path, *SAMPLED), TOKENIZER)
+        assert [prompt.row for prompt in validation.prompts] == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert [prompt.uid for prompt in validation.prompts] == list(range(8))
+        texts = ["1", "3", "", "20", "5", "5", "7", "8"]
+        responses = [
+            respond(prompt, text, truncated=text == "20")
+            for prompt, text in zip(validation.prompts, texts, strict=True)
+        ]
+        assert report(validation, responses) == {
+            "val/easy/score": 3.5,
+            "val/easy/score/best@2": 4.0,
+            "val/easy/response_len": 1.0,
+            "val/easy/truncated_fraction": 0.0,
+            "val/hard/score": 10.0,
+            "val/hard/score/best@2": 20.0,
+            "val/hard/response_len": 1.0,
+            "val/hard/truncated_fraction": 0.5,
+            "val/data/score": 7.5,
+            "val/data/score/best@2": 8.0,
+            "val/data/response_len": 1.0,
+            "val/data/truncated_fraction": 0.0,
+        }
+
+    def test_report_without_source_column_uses_one_source(self, tmp_path: Path) -> None:
+        rows = {name: ROWS[name] for name in ("prompt", "ground_truth")}
+        validation = Validation(make_config(tmp_path, rows=rows), TOKENIZER)
+        metrics = report(validation, [respond(prompt, "1") for prompt in validation.prompts])
+        assert set(metrics) == {"val/data/score", "val/data/response_len", "val/data/truncated_fraction"}
+
+    def test_report_writes_all_and_logs_a_few(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        validation = Validation(make_config(tmp_path, "trainer.log_val_generations=2"), TOKENIZER)
+        with caplog.at_level(logging.INFO, "recipe_gkd"):
+            report(validation, [respond(prompt, "2", truncated=prompt.row == 2) for prompt in validation.prompts])
+        lines = [json.loads(line) for line in (tmp_path / "validation" / "step_4.jsonl").open()]
+        assert lines[0] == {
+            "data_source": "easy", "row": 0, "prompt": "1+1=", "answer": "2", "ground_truth": "2", "reward": 2.0,
+            "response_len": 1, "finish_reason": "stop",
+        }  # fmt: skip
+        assert [line["row"] for line in lines] == [0, 1, 2, 3]
+        assert caplog.messages[-1].splitlines() == [
+            f"validation after step 4: 2 of 4 responses, all in {tmp_path}/validation/step_4.jsonl",
+            "  easy, row 0",
+            "    prompt        1+1=",
+            "    response      2",
+            "    ground truth  2",
+            "    reward        2",
+            "  easy, row 2",
+            "    prompt        3+3=",
+            "    response      2 (truncated)",
+            "    ground truth  6",
+            "    reward        2",
+        ]
+        assert sorted(path.name for path in (tmp_path / "validation").iterdir()) == ["step_4.jsonl"]
+
+
+class TestValidationSettings:
+    def test_timeout_grows_with_number_of_responses(self, tmp_path: Path) -> None:
+        timeout = "actor_rollout_ref.rollout.timeout_s=10"
+        assert Validation(make_config(tmp_path, timeout), TOKENIZER).timeout_s == 20
+        assert Validation(make_config(tmp_path, timeout, "data.train_batch_size=99"), TOKENIZER).timeout_s == 10
+
+    def test_disabled_validation_reads_no_files(self, tmp_path: Path) -> None:
+        assert read_validation(make_config(tmp_path, "trainer.test_freq=-1", "data.val_files=nowhere"), None) is None
+
+    @pytest.mark.parametrize(
+        ("rows", "message"),
+        [
+            ({"question": ["a"]}, "data.val_files: .* has no column 'prompt'; it has: question"),
+            ({"prompt": ["1+1="]}, "data.val_files: data.ground_truth_key=ground_truth: the data has no such column"),
+            (
+                {"prompt": ["1+1=", "2+2="], "ground_truth": ["2", None]},
+                "data.val_files: .*row 1 of the validation data",
+            ),
+            ({"prompt": [3], "ground_truth": ["a"]}, "data.val_files: row 0 of the validation data: the prompt is 3"),
+        ],
     )
-    train(config)
-    assert [line["training/global_step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
-    validated = {line["training/global_step"]: line for line in lines(tmp_path) if "val/easy/score" in line}
-    assert {step: line["val/easy/score"] for step, line in validated.items()} == {0: 0, 2: 2, 4: 4, 5: 5}
-    assert all("timing/validate" in line for line in validated.values())
-    assert {path.name for path in (tmp_path / "validation").iterdir()} == {f"step_{n}.jsonl" for n in (0, 2, 4, 5)}
-    assert not list(tmp_path.glob("global_step_*")) and not (tmp_path / "best.json").exists()
-    for line in lines(tmp_path)[1:]:
-        parts = ("wait_sync", "wait_prev_gen", "wait_prev_teacher", "wait_prev_prev_teacher")
-        did = ("update_actor", "validate", "log", "other")
-        assert sum(line.get(f"timing/{name}", 0) for name in (*parts, *did)) == pytest.approx(line["timing/step"])
+    def test_unusable_data_refused(self, tmp_path: Path, rows: dict[str, list[Any]], message: str) -> None:
+        with pytest.raises(DataError, match=message):
+            Validation(make_config(tmp_path, rows=rows), TOKENIZER)
+
+    @pytest.mark.parametrize("name", ["acc", "response_len", "truncated_fraction"])
+    def test_best_metric_other_than_reward_refused(self, tmp_path: Path, name: str) -> None:
+        with pytest.raises(
+            ConfigError, match=rf"={re.escape(f'val/easy/{name}')}: .*: val/data/score, .*val/easy/score, "
+        ):
+            Validation(make_config(tmp_path, f"trainer.best_metric=val/easy/{name}"), TOKENIZER)
+        Validation(make_config(tmp_path, "trainer.best_metric=val/easy/score"), TOKENIZER)
+
+    def test_reward_with_name_of_other_metric_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="response_len is the name of another metric"):
+            Validation(make_config(tmp_path, "custom_reward_function.name=response_len"), TOKENIZER)
 
 
-def test_the_best_checkpoint_is_saved_at_once_and_kept_by_name(tmp_path: Path) -> None:
-    train(configured(tmp_path, "trainer.total_training_steps=8", BEST), scores=[9, 0, 2, 0, 5, 0, 5, 0, 1])
-    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_2", "global_step_4"]
-    assert (tmp_path / "best").resolve() == tmp_path / "global_step_4"
-    assert bests(tmp_path) == [2, 4]
-    by_name = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/best"]
-    for overrides in ([], by_name):
-        point = resume_points(configured(tmp_path, *overrides), Progress(0, 0, 4, 1, True))[0]
-        assert point.folder.resolve() == tmp_path / "global_step_4" and point.progress.step == 4
+class TestTrainerValidation:
+    @pytest.mark.parametrize("scheduler", ["sync", "one_step_off", "two_step_off"])
+    def test_validates_at_due_steps_with_current_weights(self, tmp_path: Path, scheduler: str) -> None:
+        config = make_config(
+            tmp_path,
+            "trainer.total_training_steps=5",
+            "trainer.val_before_train=true",
+            f"trainer.scheduler={scheduler}",
+        )
+        train(config)
+        assert [line["training/global_step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
+        validated = {line["training/global_step"]: line for line in lines(tmp_path) if "val/easy/score" in line}
+        assert {step: line["val/easy/score"] for step, line in validated.items()} == {0: 0, 2: 2, 4: 4, 5: 5}
+        assert all("timing/validate" in line for line in validated.values())
+        assert {path.name for path in (tmp_path / "validation").iterdir()} == {f"step_{n}.jsonl" for n in (0, 2, 4, 5)}
+        assert not list(tmp_path.glob("global_step_*")) and not (tmp_path / "best.json").exists()
+        for line in lines(tmp_path)[1:]:
+            parts = ("wait_sync", "wait_prev_gen", "wait_prev_teacher", "wait_prev_prev_teacher")
+            did = ("update_actor", "validate", "log", "other")
+            assert sum(line.get(f"timing/{name}", 0) for name in (*parts, *did)) == pytest.approx(line["timing/step"])
 
 
-def test_a_resumed_run_knows_its_best_and_goes_on_with_its_steps(tmp_path: Path) -> None:
-    overrides = [BEST, "trainer.val_before_train=true", "trainer.save_freq=6"]
-    scores = [0, 0, 5, 0, 3, 0, 4, 0, 9]
-    train(configured(tmp_path, *overrides, "trainer.total_training_steps=6"), scores)
-    before = lines(tmp_path)
-    trainer = train(configured(tmp_path, *overrides, "trainer.total_training_steps=7"), scores)
-    assert trainer.best is not None and trainer.best.step == 2
-    assert [line["training/global_step"] for line in lines(tmp_path)] == list(range(8))
-    assert lines(tmp_path)[:7] == before  # it validated again after step 6, with the same results
-    train(configured(tmp_path, *overrides, "trainer.total_training_steps=8"), scores)
-    assert (tmp_path / "best").resolve() == tmp_path / "global_step_8" and bests(tmp_path) == [0, 2, 8]
+class TestBestCheckpoint:
+    def test_best_is_saved_at_once_and_linked(self, tmp_path: Path) -> None:
+        train(make_config(tmp_path, "trainer.total_training_steps=8", BEST), scores=[9, 0, 2, 0, 5, 0, 5, 0, 1])
+        assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_2", "global_step_4"]
+        assert (tmp_path / "best").resolve() == tmp_path / "global_step_4"
+        assert bests(tmp_path) == [2, 4]
+        by_name = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/best"]
+        for overrides in ([], by_name):
+            point = resume_points(make_config(tmp_path, *overrides), Progress(0, 0, 4, 1, True))[0]
+            assert point.folder.resolve() == tmp_path / "global_step_4" and point.progress.step == 4
+
+    def test_resumed_run_keeps_best_and_steps(self, tmp_path: Path) -> None:
+        overrides = [BEST, "trainer.val_before_train=true", "trainer.save_freq=6"]
+        scores = [0, 0, 5, 0, 3, 0, 4, 0, 9]
+        train(make_config(tmp_path, *overrides, "trainer.total_training_steps=6"), scores)
+        before = lines(tmp_path)
+        trainer = train(make_config(tmp_path, *overrides, "trainer.total_training_steps=7"), scores)
+        assert trainer.best.current is not None and trainer.best.current.step == 2
+        assert [line["training/global_step"] for line in lines(tmp_path)] == list(range(8))
+        assert lines(tmp_path)[:7] == before  # validation after step 6 was repeated with the same results
+        train(make_config(tmp_path, *overrides, "trainer.total_training_steps=8"), scores)
+        assert (tmp_path / "best").resolve() == tmp_path / "global_step_8" and bests(tmp_path) == [0, 2, 8]
+
+    def test_best_of_repeated_steps_is_dropped(self, tmp_path: Path) -> None:
+        train(make_config(tmp_path, "trainer.total_training_steps=8", BEST), scores=[0, 0, 2, 0, 5, 0, 6, 0, 1])
+        assert bests(tmp_path) == [2, 4, 6]
+        back = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_4"]
+        trainer = train(make_config(tmp_path, *back, "trainer.total_training_steps=6", BEST), scores=[1] * 9)
+        assert trainer.best.current is not None and trainer.best.current.step == 4 and bests(tmp_path) == [2, 4]
+        assert (tmp_path / "best").resolve() == tmp_path / "global_step_4"
+        new_run = make_config(
+            tmp_path, "trainer.resume_mode=disable", "trainer.total_training_steps=1", "trainer.test_freq=-1"
+        )
+        train(new_run)
+        assert bests(tmp_path) == [] and not (tmp_path / "best").is_symlink()
+
+    def test_crash_before_save_keeps_previous_best(self, tmp_path: Path) -> None:
+        config = make_config(tmp_path, "trainer.total_training_steps=8", BEST)
+        scores = [0, 0, 2, 0, 5, 0, 4, 0, 4]
+        train(config, scores, crash_after=4)
+        assert (tmp_path / "best").resolve() == tmp_path / "global_step_2" and bests(tmp_path) == [2]
+        train(config, scores)
+        assert (tmp_path / "best").resolve() == tmp_path / "global_step_4" and bests(tmp_path) == [2, 4]
+        assert [line["training/global_step"] for line in lines(tmp_path)] == list(range(1, 9))
+
+    def test_resumed_checkpoint_of_same_run_can_be_best(self, tmp_path: Path) -> None:
+        scores = [0, 0, 2, 0, 5, 0, 0, 0, 0]
+        train(make_config(tmp_path, "trainer.save_freq=4", "trainer.total_training_steps=4"), scores)  # no best
+        resumed = [BEST, "trainer.val_before_train=true", "trainer.total_training_steps=8"]
+        trainer = train(make_config(tmp_path, *resumed), scores)
+        assert trainer.best.current is not None and trainer.best.current.step == 4 and bests(tmp_path) == [4]
+        assert (tmp_path / "best").resolve() == tmp_path / "global_step_4"
+        assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_4"]
+        there = [f"trainer.default_local_dir={tmp_path}/other", "trainer.resume_mode=resume_path"]
+        elsewhere = make_config(tmp_path, *resumed, *there, f"trainer.resume_from_path={tmp_path}/best")
+        train(elsewhere, scores)  # the initial weights are better than those of all steps
+        assert bests(tmp_path / "other") == [4] and not (tmp_path / "other" / "best").exists()
+        train(elsewhere, [*scores[:6], 6, 0, 0])
+        assert bests(tmp_path / "other") == [4, 6]
+        assert (tmp_path / "other" / "best").resolve() == tmp_path / "other" / "global_step_6"
+
+    def test_best_must_exceed_initial_weights(self, tmp_path: Path) -> None:
+        first = [BEST, "trainer.val_before_train=true", "trainer.save_freq=2"]
+        train(make_config(tmp_path, *first, "trainer.total_training_steps=4"), scores=[3, 0, 1, 0, 2, 0, 0, 0, 0])
+        assert bests(tmp_path) == [0] and not (tmp_path / "best").exists()
+        train(make_config(tmp_path, *first, "trainer.total_training_steps=8"), scores=[3, 0, 1, 0, 2, 0, 4, 0, 3])
+        assert bests(tmp_path) == [0, 6] and (tmp_path / "best").resolve() == tmp_path / "global_step_6"
+        new_run = [*first, "trainer.total_training_steps=2", "trainer.resume_mode=disable"]
+        train(make_config(tmp_path, *new_run), scores=[0, 0, 1, 0, 0, 0, 0, 0, 0])
+        assert bests(tmp_path) == [0, 2] and (tmp_path / "best").resolve() == tmp_path / "global_step_2"
 
 
-def test_the_best_of_steps_that_are_done_again_counts_no_more(tmp_path: Path) -> None:
-    train(configured(tmp_path, "trainer.total_training_steps=8", BEST), scores=[0, 0, 2, 0, 5, 0, 6, 0, 1])
-    assert bests(tmp_path) == [2, 4, 6]
-    back = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_4"]
-    trainer = train(configured(tmp_path, *back, "trainer.total_training_steps=6", BEST), scores=[1] * 9)
-    assert trainer.best is not None and trainer.best.step == 4 and bests(tmp_path) == [2, 4]
-    assert (tmp_path / "best").resolve() == tmp_path / "global_step_4"
-    afresh = configured(
-        tmp_path, "trainer.resume_mode=disable", "trainer.total_training_steps=1", "trainer.test_freq=-1"
-    )
-    train(afresh)
-    assert bests(tmp_path) == [] and not (tmp_path / "best").is_symlink()
+class TestTrainerSaves:
+    @pytest.mark.parametrize("async_save", [False, True])
+    def test_failed_saves_are_counted_up_to_limit(self, tmp_path: Path, async_save: bool) -> None:
+        workers = Workers()
+        workers.save_errors = [None, CheckpointError("disk full"), None, CheckpointError("disk full")]
+        saves = f"actor_rollout_ref.actor.checkpoint.async_save={str(async_save).lower()}"
+        config = make_config(
+            tmp_path, "trainer.save_freq=2", "trainer.total_training_steps=10", "trainer.test_freq=-1", saves
+        )
+        with pytest.raises(CheckpointError, match=r"disk full\n.* 2 failed so far, .*=1; the last .*global_step_6"):
+            train(config, workers=workers)
+        counted = [line["checkpoint/failed_saves"] for line in lines(tmp_path) if "checkpoint/failed_saves" in line]
+        assert counted == ([0, 0, 0, 1, 1, 1, 1] if async_save else [0, 1, 1])
+        assert sorted(path.name for path in tmp_path.glob("*global_step_*")) == ["global_step_2", "global_step_6"]
+        assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "6\n"
 
-
-def test_a_crash_before_the_best_is_saved_leaves_the_one_before(tmp_path: Path) -> None:
-    config = configured(tmp_path, "trainer.total_training_steps=8", BEST)
-    scores = [0, 0, 2, 0, 5, 0, 4, 0, 4]
-    train(config, scores, crash_after=4)
-    assert (tmp_path / "best").resolve() == tmp_path / "global_step_2" and bests(tmp_path) == [2]
-    train(config, scores)
-    assert (tmp_path / "best").resolve() == tmp_path / "global_step_4" and bests(tmp_path) == [2, 4]
-    assert [line["training/global_step"] for line in lines(tmp_path)] == list(range(1, 9))
-
-
-def test_the_checkpoint_that_a_run_resumes_from_competes_if_it_is_its_own(tmp_path: Path) -> None:
-    scores = [0, 0, 2, 0, 5, 0, 0, 0, 0]
-    train(configured(tmp_path, "trainer.save_freq=4", "trainer.total_training_steps=4"), scores)  # without a best
-    resumed = [BEST, "trainer.val_before_train=true", "trainer.total_training_steps=8"]
-    trainer = train(configured(tmp_path, *resumed), scores)
-    assert trainer.best is not None and trainer.best.step == 4 and bests(tmp_path) == [4]
-    assert (tmp_path / "best").resolve() == tmp_path / "global_step_4"
-    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_4"]
-    there = [f"trainer.default_local_dir={tmp_path}/other", "trainer.resume_mode=resume_path"]
-    elsewhere = configured(tmp_path, *resumed, *there, f"trainer.resume_from_path={tmp_path}/best")
-    train(elsewhere, scores)  # the weights that it starts from are better than those of all its steps
-    assert bests(tmp_path / "other") == [4] and not (tmp_path / "other" / "best").exists()
-    train(elsewhere, [*scores[:6], 6, 0, 0])
-    assert bests(tmp_path / "other") == [4, 6]
-    assert (tmp_path / "other" / "best").resolve() == tmp_path / "other" / "global_step_6"
-
-
-def test_a_checkpoint_is_the_best_only_if_it_is_better_than_before_training(tmp_path: Path) -> None:
-    first = [BEST, "trainer.val_before_train=true", "trainer.save_freq=2"]
-    train(configured(tmp_path, *first, "trainer.total_training_steps=4"), scores=[3, 0, 1, 0, 2, 0, 0, 0, 0])
-    assert bests(tmp_path) == [0] and not (tmp_path / "best").exists()
-    train(configured(tmp_path, *first, "trainer.total_training_steps=8"), scores=[3, 0, 1, 0, 2, 0, 4, 0, 3])
-    assert bests(tmp_path) == [0, 6] and (tmp_path / "best").resolve() == tmp_path / "global_step_6"
-    afresh = [*first, "trainer.total_training_steps=2", "trainer.resume_mode=disable"]
-    train(configured(tmp_path, *afresh), scores=[0, 0, 1, 0, 0, 0, 0, 0, 0])
-    assert bests(tmp_path) == [0, 2] and (tmp_path / "best").resolve() == tmp_path / "global_step_2"
-
-
-@pytest.mark.parametrize("async_save", [False, True])
-def test_failed_saves_are_counted_in_the_metrics_until_there_are_too_many(tmp_path: Path, async_save: bool) -> None:
-    workers = Workers()
-    workers.save_errors = [None, CheckpointError("disk full"), None, CheckpointError("disk full")]
-    saves = f"actor_rollout_ref.actor.checkpoint.async_save={str(async_save).lower()}"
-    config = configured(
-        tmp_path, "trainer.save_freq=2", "trainer.total_training_steps=10", "trainer.test_freq=-1", saves
-    )
-    with pytest.raises(CheckpointError, match=r"disk full\n.* 2 failed so far, .*=1; the last .*global_step_6"):
-        train(config, workers=workers)
-    counted = [line["checkpoint/failed_saves"] for line in lines(tmp_path) if "checkpoint/failed_saves" in line]
-    assert counted == ([0, 0, 0, 1, 1, 1, 1] if async_save else [0, 1, 1])
-    assert sorted(path.name for path in tmp_path.glob("*global_step_*")) == ["global_step_2", "global_step_6"]
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "6\n"
-
-
-@pytest.mark.parametrize("async_save", [False, True])
-def test_a_checkpoint_that_cannot_be_completed_says_why_and_leaves_no_half_of_one(
-    tmp_path: Path, async_save: bool
-) -> None:
-    (tmp_path / "best").mkdir()
-    saves = f"actor_rollout_ref.actor.checkpoint.async_save={str(async_save).lower()}"
-    with pytest.raises(CheckpointError, match=r"best cannot be written: .*Is a directory.* nothing else of that name"):
-        train(configured(tmp_path, "trainer.total_training_steps=5", BEST, saves))
-    assert not list(tmp_path.glob(".writing_*"))
+    @pytest.mark.parametrize("async_save", [False, True])
+    def test_failed_completion_names_cause_and_leaves_no_folder(self, tmp_path: Path, async_save: bool) -> None:
+        (tmp_path / "best").mkdir()
+        saves = f"actor_rollout_ref.actor.checkpoint.async_save={str(async_save).lower()}"
+        with pytest.raises(
+            CheckpointError, match=r"best cannot be written: .*Is a directory.* nothing else of that name"
+        ):
+            train(make_config(tmp_path, "trainer.total_training_steps=5", BEST, saves))
+        assert not list(tmp_path.glob(".writing_*"))

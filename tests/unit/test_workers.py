@@ -1,4 +1,4 @@
-"""The start and the end of both pools, on workers that only note what they are told."""
+"""Start and shutdown of both pools, with fake workers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ DEADLINE_S = 20.0
 
 
 class Handle:
-    """``handle.method.remote(...)`` calls ``answer(kind, method)``, a coroutine function."""
+    """A fake actor handle: ``handle.method.remote(...)`` calls the coroutine function ``reply(kind, method)``."""
 
-    def __init__(self, kind: str, response: Callable[[str, str], Any]) -> None:
-        self._kind, self._response = kind, response
+    def __init__(self, kind: str, reply: Callable[[str, str], Any]) -> None:
+        self._kind, self._reply = kind, reply
         self._actor_id = SimpleNamespace(hex=lambda: kind)
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *_: self._response(self._kind, method))
+        return SimpleNamespace(remote=lambda *_: self._reply(self._kind, method))
 
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Without Ray; kinds of the workers that were ended."""
+    """Kinds of the workers that were ended. Replaces all calls of Ray."""
     names: list[str] = []
 
     async def end_workers(handles: list[Handle], *, timeout_s: float) -> None:
@@ -58,126 +58,125 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def configured(folder: Path) -> Config:
+def make_config(folder: Path) -> Config:
     needed = [f"data.train_files={folder}/x", "actor_rollout_ref.model.path=x", "trainer.save_freq=-1"]
     return load_config("on_policy_distill_trainer", [*needed, f"trainer.default_local_dir={folder}"])
 
 
 async def train(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, response: Callable[[str, str], Any], body: Callable[[], Any]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, reply: Callable[[str, str], Any], body: Callable[[], Any]
 ) -> None:
     async def create_pools(specs: Any, *, timeout_s: float) -> tuple[Any, ...]:
         def spawn(worker: type, *_: Any, **__: Any) -> Handle:
-            return Handle(worker.__name__, response)
+            return Handle(worker.__name__, reply)
 
         return tuple(SimpleNamespace(spec=spec, spawn=spawn, release=lambda: None) for spec in specs)
 
     monkeypatch.setattr(workers, "create_pools", create_pools)
-    async with start_workers(configured(folder), "cpu", total_steps=1, stop_token_ids=(), n_tokens=None):
+    async with start_workers(make_config(folder), "cpu", total_steps=1, stop_token_ids=(), n_tokens=None):
         await body()
 
 
-def test_both_pools_are_set_up_at_the_same_time(
-    ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither pool's set-up ends before the other's has begun."""
-    begun = {"ActorWorker": asyncio.Event(), "RolloutWorker": asyncio.Event()}
-    trained: list[bool] = []
+class TestStartWorkers:
+    def test_pools_are_set_up_concurrently(
+        self, ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The setup of each pool waits until that of the other has started."""
+        started = {"ActorWorker": asyncio.Event(), "RolloutWorker": asyncio.Event()}
+        trained: list[bool] = []
 
-    async def response(kind: str, method: str) -> Any:
-        if method == "setup":
-            begun[kind].set()
-            async with asyncio.timeout(DEADLINE_S):
-                await asyncio.gather(*(event.wait() for event in begun.values()))
-            return {"dtype": "float32", "dp_rank": 0}
-        return ("127.0.0.1", 1) if method == "rendezvous" else {}
+        async def reply(kind: str, method: str) -> Any:
+            if method == "setup":
+                started[kind].set()
+                async with asyncio.timeout(DEADLINE_S):
+                    await asyncio.gather(*(event.wait() for event in started.values()))
+                return {"dtype": "float32", "dp_rank": 0}
+            return ("127.0.0.1", 1) if method == "rendezvous" else {}
 
-    async def body() -> None:
-        trained.append(True)
+        async def body() -> None:
+            trained.append(True)
 
-    asyncio.run(train(tmp_path, monkeypatch, response, body))
-    assert trained == [True] and sorted(ended) == ["ActorWorker", "RolloutWorker"]
+        asyncio.run(train(tmp_path, monkeypatch, reply, body))
+        assert trained == [True] and sorted(ended) == ["ActorWorker", "RolloutWorker"]
 
+    @pytest.mark.parametrize(
+        ("error", "expected", "message"),
+        [
+            (RuntimeError("gloo: connection reset"), UnexpectedError, "training: RuntimeError: gloo: connection reset"),
+            (WorkerError("update: actor worker 0 of 1 failed"), WorkerError, "update: actor worker 0 of 1 failed"),
+        ],
+    )
+    def test_error_of_body_is_known_and_diagnosed(
+        self,
+        ended: list[str],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        error: Exception,
+        expected: type[GkdError],
+        message: str,
+    ) -> None:
+        async def reply(kind: str, method: str) -> Any:
+            return ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0}
 
-@pytest.mark.parametrize(
-    ("error", "expected", "says"),
-    [
-        (RuntimeError("gloo: connection reset"), UnexpectedError, "training: RuntimeError: gloo: connection reset"),
-        (WorkerError("update: actor worker 0 of 1 failed"), WorkerError, "update: actor worker 0 of 1 failed"),
-    ],
-)
-def test_whatever_ends_the_training_gets_a_diagnosis_and_is_an_error_of_ours(
-    ended: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
-    expected: type[GkdError],
-    says: str,
-) -> None:
-    async def response(kind: str, method: str) -> Any:
-        return ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0}
+        async def body() -> None:
+            raise error
 
-    async def body() -> None:
-        raise error
+        with pytest.raises(expected, match=message) as caught:
+            asyncio.run(train(tmp_path, monkeypatch, reply, body))
+        [folder] = (tmp_path / "diagnosis").iterdir()
+        assert f"diagnosis: {folder}" in str(caught.value) and message in (folder / "report.md").read_text()
+        assert sorted(ended) == ["ActorWorker", "RolloutWorker"]
 
-    with pytest.raises(expected, match=says) as caught:
-        asyncio.run(train(tmp_path, monkeypatch, response, body))
-    [folder] = (tmp_path / "diagnosis").iterdir()
-    assert f"diagnosis: {folder}" in str(caught.value) and says in (folder / "report.md").read_text()
-    assert sorted(ended) == ["ActorWorker", "RolloutWorker"]
+    def test_errors_of_advice_and_shutdown_are_logged(
+        self, ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def no_capacity(_: Any) -> None:
+            raise RaySystemError("the control service does not reply")
 
+        async def refuse(handles: list[Handle], *, timeout_s: float) -> None:
+            raise RaySystemError("cannot end them")
 
-def test_errors_of_advice_and_of_the_shutdown_do_not_replace_the_result_of_the_run(
-    ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_capacity(_: Any) -> None:
-        raise RaySystemError("the control service does not answer")
+        async def reply(kind: str, method: str) -> Any:
+            return ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0}
 
-    async def refuse(handles: list[Handle], *, timeout_s: float) -> None:
-        raise RaySystemError("cannot end them")
+        async def body() -> None:
+            trained.append(True)
 
-    async def response(kind: str, method: str) -> Any:
-        return ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0}
+        trained: list[bool] = []
+        monkeypatch.setattr(workers, "cluster_capacity", no_capacity)
+        monkeypatch.setattr(worker_group, "end_workers", refuse)
+        asyncio.run(train(tmp_path, monkeypatch, reply, body))
+        assert trained == [True]
+        assert "no advice" in caplog.text and caplog.text.count("workers could not be stopped") == 2
 
-    async def body() -> None:
-        trained.append(True)
+    def test_repeated_cancellation_kills_processes(
+        self, ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        closing, n_ended = asyncio.Event(), []
 
-    trained: list[bool] = []
-    monkeypatch.setattr(workers, "cluster_capacity", no_capacity)
-    monkeypatch.setattr(worker_group, "end_workers", refuse)
-    asyncio.run(train(tmp_path, monkeypatch, response, body))
-    assert trained == [True]
-    assert "no advice" in caplog.text and caplog.text.count("workers could not be stopped") == 2
+        async def reply(kind: str, method: str) -> Any:
+            if method == "shutdown":
+                closing.set()
+                await asyncio.sleep(3600)
+            return ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0}
 
+        async def run_on_node(_: str, function: Any, *args: Any) -> list[Any]:
+            await asyncio.sleep(0.1)  # a wait that is canceled would end here
+            if function is process_trees.end_trees:
+                n_ended.append(args[0])
+            return []
 
-def test_a_second_signal_ends_all_processes_without_waiting_for_the_shutdown(
-    ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closing, n_ended = asyncio.Event(), []
-
-    async def response(kind: str, method: str) -> Any:
-        if method == "shutdown":
-            closing.set()
-            await asyncio.sleep(3600)
-        return ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0}
-
-    async def run_on_node(_: str, function: Any, *args: Any) -> list[Any]:
-        await asyncio.sleep(0.1)  # a canceled wait would end here
-        if function is process_trees.end_trees:
-            n_ended.append(args[0])
-        return []
-
-    async def scenario() -> None:
-        training = asyncio.ensure_future(train(tmp_path, monkeypatch, response, lambda: asyncio.sleep(3600)))
-        await asyncio.sleep(0.5)
-        training.cancel()
-        await asyncio.wait_for(closing.wait(), DEADLINE_S)
-        for _ in range(2):
+        async def scenario() -> None:
+            training = asyncio.ensure_future(train(tmp_path, monkeypatch, reply, lambda: asyncio.sleep(3600)))
+            await asyncio.sleep(0.5)
             training.cancel()
-            await asyncio.sleep(0.02)
-        with pytest.raises(asyncio.CancelledError):
-            await training
+            await asyncio.wait_for(closing.wait(), DEADLINE_S)
+            for _ in range(2):
+                training.cancel()
+                await asyncio.sleep(0.02)
+            with pytest.raises(asyncio.CancelledError):
+                await training
 
-    monkeypatch.setattr(rollout_restarts, "run_on_node", run_on_node)
-    asyncio.run(asyncio.wait_for(scenario(), workers.SHUTDOWN_S - 2))
-    assert sorted(ended) == ["ActorWorker", "RolloutWorker"] and len(n_ended) == 1
+        monkeypatch.setattr(rollout_restarts, "run_on_node", run_on_node)
+        asyncio.run(asyncio.wait_for(scenario(), workers.SHUTDOWN_S - 2))
+        assert sorted(ended) == ["ActorWorker", "RolloutWorker"] and len(n_ended) == 1

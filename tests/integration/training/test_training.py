@@ -104,7 +104,7 @@ def test_a_schedule_trains_within_its_bound(
     spans = [event["name"].split()[0] for event in events if event["ph"] == "B"]
     assert spans.count("update") == 6 and {"generate", "score", "sync", "validate"} <= set(spans)
     assert "step 6/6" in run.output and "val  6/6  quickstart/addition/" in run.output
-    assert "validation after step 6: 3 of 6 answers, all in " in (run.folder / "run.log").read_text()
+    assert "validation after step 6: 3 of 6 responses, all in " in (run.folder / "run.log").read_text()
     assert list((run.folder / "tensorboard").rglob("events.*"))
     assert run.leftovers() == []
 

@@ -223,11 +223,8 @@ def test_position_and_best_follow_loaded_checkpoint(
     folder: Any = SimpleNamespace(path=tmp_path, accept=lambda: None)
     nothing: Any = None
     points = resume_points(settings, PROGRESS)
-    asyncio.run(
-        main_gkd._train(
-            settings, nothing, loader, points, PROGRESS, nothing, folder=folder, stop_token_ids=(), n_tokens=8
-        )
-    )
+    plan = main_gkd.TrainingPlan(loader=loader, points=points, fresh=PROGRESS, stop_token_ids=(), n_tokens=8)
+    asyncio.run(main_gkd._train(settings, plan, nothing, nothing, folder))
     [start] = started
     load = ("load_checkpoint", str(tmp_path / "global_step_4" / "actor"))
     if damaged:
@@ -262,19 +259,17 @@ class Command:
         replacements: dict[str, Any] = {
             "read_student": lambda _: student,
             "open_teachers": lambda *_: nullcontext(SimpleNamespace(clients={})),
-            "meet_teachers": lambda *_: (),
+            "check_teachers": lambda *_: (),
             "check_stop_ids": lambda *_: (),
             "ray_cluster": lambda _: nullcontext(),
-            "_raise_on_signals": lambda: None,
+            "raise_on_signals": lambda: None,
             "_train": self._train,
         }
         for name, replacement in replacements.items():
             monkeypatch.setattr(main_gkd, name, replacement)
 
-    async def _train(
-        self, config: Any, teachers: Any, loader: Any, points: Any, fresh: Any, *_: Any, **__: Any
-    ) -> None:
-        self.points, self.progress = [point.progress.step for point in points], fresh
+    async def _train(self, config: Any, plan: main_gkd.TrainingPlan, *_: Any) -> None:
+        self.points, self.progress = [point.progress.step for point in plan.points], plan.fresh
         self.train()
 
     def run(self) -> None:

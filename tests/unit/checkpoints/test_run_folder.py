@@ -139,7 +139,7 @@ def test_rejected_start_leaves_no_folder(
 ) -> None:
     trace = f"trainer.trace_file={tmp_path}/traces/of/today.json"
     assert command(tmp_path / "a" / "b", trace) == 1
-    assert "nowhere/at/all is not there" in capsys.readouterr().err
+    assert "nowhere/at/all does not exist" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

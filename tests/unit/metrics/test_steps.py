@@ -36,16 +36,14 @@ def train(folder: Path) -> list[dict[str, float]]:
             async with Pipeline(
                 (stages.batch(step) for step in range(N_STEPS)),
                 PipelineConfig(max_staleness=0, n_replicas=2, capacity=8),
-                generate=stages.generate,
-                score=stages.score,
-                sync=stages.sync,
+                stages.callables,
                 timeline=steps.timeline,
             ) as pipeline:
                 async for batch in pipeline:
                     async with pipeline.actor_update(batch):
                         with span(batch.metrics, "timing/update_actor"):
                             await stages.update(batch.step)
-                    async with pipeline.actor("save_checkpoint", batch):
+                    async with pipeline.actor_lock("save_checkpoint", batch):
                         with span(batch.metrics, "timing/save_checkpoint"):
                             await stages.update(batch.step)
                     steps.log(loggers, batch, batch.step + 1)

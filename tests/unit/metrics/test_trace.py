@@ -81,9 +81,7 @@ def test_file_contains_all_spans_of_run(tmp_path: Path) -> None:
         pipeline_config = PipelineConfig(max_staleness=2, n_replicas=2, capacity=8, requests_per_batch=4)
         timeline = Timeline(now, sink)
         batches = [stages.batch(step) for step in range(6)]
-        pipeline = Pipeline(
-            batches, pipeline_config, generate=stages.generate, score=stages.score, sync=stages.sync, timeline=timeline
-        )
+        pipeline = Pipeline(batches, pipeline_config, stages.callables, timeline=timeline)
         async with pipeline:
             async for batch in pipeline:
                 async with pipeline.actor_update(batch):

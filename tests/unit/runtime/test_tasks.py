@@ -1,4 +1,4 @@
-"""Tasks that fail together, cleanup that is not canceled, and threads that nobody waits for."""
+"""Task groups, cleanup that a cancellation does not interrupt, and daemon threads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from recipe_gkd.runtime.tasks import FirstErrorTaskGroup, run_to_end
 from recipe_gkd.runtime.threads import in_thread, run_until
 
 
-class TestTasks:
-    """Cleanup of a task that is canceled because another one, or the body, has failed."""
-
+class TestFirstErrorTaskGroup:
     @pytest.mark.parametrize("in_a_task", [True, False])
-    def test_cleanup_of_the_others_is_not_interrupted_by_a_failure(self, in_a_task: bool) -> None:
+    def test_failure_lets_other_tasks_clean_up(self, in_a_task: bool) -> None:
         cleaned: list[str] = []
 
         async def work() -> None:
@@ -44,7 +42,9 @@ class TestTasks:
             asyncio.run(scenario())
         assert cleaned == ["in order"]
 
-    def test_a_canceled_caller_waits_for_the_end_and_is_canceled_then(self) -> None:
+
+class TestRunToEnd:
+    def test_canceled_caller_waits_for_end(self) -> None:
         done: list[str] = []
 
         async def clean() -> None:
@@ -62,7 +62,7 @@ class TestTasks:
         asyncio.run(scenario())
         assert done == ["clean"]
 
-    def test_the_result_and_the_error_are_passed_on(self) -> None:
+    def test_result_and_error_are_passed_on(self) -> None:
         async def work(result: int) -> float:
             await asyncio.sleep(0)
             return 1 / result
@@ -72,20 +72,14 @@ class TestTasks:
             asyncio.run(run_to_end(work(0)))
 
 
-class TestThreads:
-    def test_results_and_errors_come_back(self) -> None:
+class TestInThread:
+    def test_result_and_error_are_passed_on(self) -> None:
         assert asyncio.run(in_thread(divmod, 7, 2)) == (3, 1)
         with pytest.raises(ZeroDivisionError):
             asyncio.run(in_thread(divmod, 7, 0))
 
-    def test_calls_that_do_not_return_in_time_are_left_out(self) -> None:
-        hang = threading.Event()
-        calls = [lambda: 1, lambda: hang.wait(60) and 2, lambda: 1 // 0]
-        assert run_until(time.monotonic() + 1, calls) == [1, None, None]
-        hang.set()
-
-    def test_a_thread_that_hangs_does_not_hold_up_the_end_of_the_process(self) -> None:
-        """Neither the end of the event loop nor that of the interpreter, which join other threads."""
+    def test_blocked_thread_does_not_delay_exit(self) -> None:
+        """Neither the event loop nor the interpreter joins the thread."""
         program = """
 import asyncio, threading
 from recipe_gkd.runtime.threads import in_thread
@@ -93,8 +87,16 @@ async def main():
     try:
         await asyncio.wait_for(in_thread(threading.Event().wait), 0.2)
     except TimeoutError:
-        print("left behind")
+        print("abandoned")
 asyncio.run(main())
 """
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0 and done.stdout == "left behind\n", done.stderr
+        assert done.returncode == 0 and done.stdout == "abandoned\n", done.stderr
+
+
+class TestRunUntil:
+    def test_late_and_failed_calls_return_none(self) -> None:
+        blocked = threading.Event()
+        calls = [lambda: 1, lambda: blocked.wait(60) and 2, lambda: 1 // 0]
+        assert run_until(time.monotonic() + 1, calls) == [1, None, None]
+        blocked.set()

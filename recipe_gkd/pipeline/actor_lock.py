@@ -1,0 +1,94 @@
+"""Mutual exclusion on the actor: updates, checkpoints and weight syncs. A needed sync goes first."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+
+from recipe_gkd.data.batches import ReadyBatch
+from recipe_gkd.pipeline.stages import Sync
+from recipe_gkd.pipeline.state import PipelineState
+from recipe_gkd.runtime.clock import now
+
+
+class ActorLock:
+    """Lock on the actor. Updates and checkpoints hold it; a weight sync takes it when :attr:`sync_is_possible`.
+
+    After an error the lock stays held, because the error ends the run and nothing else may start.
+    """
+
+    def __init__(self, state: PipelineState, sync: Sync) -> None:
+        self._state, self._sync = state, sync
+        self._sync_metrics: dict[str, float] = {}
+
+    @asynccontextmanager
+    async def hold(self, work: str, batch: ReadyBatch) -> AsyncIterator[None]:
+        """Hold the actor during the body. A sync that generation needs goes first.
+
+        Adds the time spent waiting for weight syncs to ``batch.metrics["timing/wait_sync"]``.
+
+        Args:
+            work: Name of the span on the timeline.
+            batch: Batch that the work belongs to.
+        """
+        requested_at = now()
+        await self._state.until(lambda: not self._state.actor_busy and not self._sync_goes_first())
+        batch.metrics["timing/wait_sync"] += now() - requested_at
+        async with self._busy():
+            with self._state.timeline.span("actor", work, step=batch.step):
+                yield
+
+    @asynccontextmanager
+    async def hold_for_update(self, batch: ReadyBatch) -> AsyncIterator[None]:
+        """Hold the actor during the body, which is one update. The actor's version increases at its end.
+
+        Adds the metrics of the latest weight sync to ``batch.metrics`` if no other batch has received them.
+        """
+        async with self.hold("update", batch):
+            batch.metrics |= self._sync_metrics
+            self._sync_metrics = {}
+            started_at = now()
+            yield
+            self._state.actor_version += 1
+            self._state.last_update_s = now() - started_at
+
+    async def send_weights(self) -> None:
+        """Send the actor's weights to all replicas. The caller has checked that a sync is possible."""
+        state = self._state
+        async with self._busy():
+            state.syncing = True
+            with ExitStack() as spans:
+                for track in ["actor", *(f"rollout {replica}" for replica in range(state.config.n_replicas))]:
+                    spans.enter_context(state.timeline.span(track, "sync", version=state.actor_version))
+                self._sync_metrics = await self._sync(state.actor_version)
+            state.rollout_version, state.syncing = state.actor_version, False
+            state.timeline.count("rollout", "weights version", state.actor_version)
+
+    @asynccontextmanager
+    async def _busy(self) -> AsyncIterator[None]:
+        self._state.actor_busy = True
+        yield
+        self._state.actor_busy = False  # skipped after an error, which ends the run: nothing else may start
+        self._state.notify()
+
+    def _sync_goes_first(self) -> bool:
+        """Return True if a sync is needed now, or will be needed while an update that starts now is running.
+
+        The sync may have to wait for the responses in flight. Then the update is delayed only if it would end after
+        them. Otherwise updates could repeatedly start shortly before the sync becomes possible, while replicas idle.
+        """
+        state = self._state
+        if not any(
+            version <= state.actor_version for version in [*state.needed_versions, *self._next_needed_versions()]
+        ):
+            return False
+        generation_left_s = state.last_dispatch_at + state.last_generate_s - now()
+        return state.config.inflight_update or not state.n_in_flight or generation_left_s < state.last_update_s
+
+    def _next_needed_versions(self) -> list[int]:
+        """Return the version that the next batch will need, if it is needed before two more updates; else nothing."""
+        state = self._state
+        if state.config.inflight_update or state.next_step is None or state.next_step > state.actor_version + 2:
+            return []
+        version = state.next_step - state.config.max_staleness
+        return [version] if state.rollout_version is not None and state.rollout_version < version else []

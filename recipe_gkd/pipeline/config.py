@@ -1,0 +1,29 @@
+"""Settings of the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """Settings of the schedule.
+
+    Attributes:
+        max_staleness: Maximum policy lag in optimizer steps: 0 for ``sync``, 1 for ``one_step_off``, 2 for
+            ``two_step_off``.
+        n_replicas: Number of rollout replicas.
+        capacity: Number of responses that all replicas together generate at the same time. The next batch is dispatched
+            when fewer responses are in flight.
+        responses_per_prompt: Number of consecutive samples that share a prompt. They go to the same replica.
+        requests_per_batch: Number of equal groups in which the responses of a batch go to the teacher. A batch with
+            fewer responses makes fewer requests. The last request may be smaller.
+        inflight_update: If True, a weight sync may start while responses are in flight.
+    """
+
+    max_staleness: int
+    n_replicas: int = 1
+    capacity: int = 1
+    responses_per_prompt: int = 1
+    requests_per_batch: int = 1
+    inflight_update: bool = False

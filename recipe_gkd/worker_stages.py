@@ -1,0 +1,80 @@
+"""Stages of the schedule on the connected workers: generation, validation and the update of the actor."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import ray
+
+from recipe_gkd.actor.microbatch import shard_batch
+from recipe_gkd.config import Config
+from recipe_gkd.data.batches import ReadyBatch
+from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.rewards.advantages import with_group_statistics
+from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.workers import Workers
+
+RPC_DEADLINE_MARGIN_S = 3.0
+"""Time added to a worker's own deadline, because its error names the cause and the driver's only a missing reply."""
+
+
+async def generate_responses(
+    workers: Workers, config: Config, data: PromptData, rank: int, prompts: Sequence[Prompt], step: int
+) -> AsyncIterator[list[Response]]:
+    """Yield the responses to the prompts of one rollout worker as they finish. Reference responses come first.
+
+    Args:
+        workers: Connected workers.
+        config: Configuration of the run.
+        data: Data set that the prompts come from.
+        rank: Rank of the rollout worker.
+        prompts: Prompts of the worker.
+        step: Step of the batch.
+    """
+    with_reference = [prompt for prompt in prompts if prompt.reference_ids is not None]
+    if with_reference:
+        yield [data.reference_response(prompt, version=step) for prompt in with_reference]
+    sampled = [prompt for prompt in prompts if prompt.reference_ids is None]
+    if not sampled:
+        return
+    timeout_s = config.actor_rollout_ref.rollout.timeout_s + RPC_DEADLINE_MARGIN_S
+    phase = f"generate, step {step}"
+    async for responses in workers.rollouts.stream(rank, "generate", sampled, step, timeout_s=timeout_s, phase=phase):
+        yield responses
+
+
+async def generate_validation_responses(
+    workers: Workers, timeout_s: float, rank: int, prompts: Sequence[Prompt], step: int
+) -> AsyncIterator[list[Response]]:
+    """Yield the responses to the validation prompts of one rollout worker as they finish.
+
+    Args:
+        workers: Connected workers.
+        timeout_s: Deadline of the worker for all its prompts.
+        rank: Rank of the rollout worker.
+        prompts: Prompts of the worker.
+        step: Version of the weights.
+    """
+    arguments = (list(prompts), step, "validation", timeout_s)
+    async for responses in workers.rollouts.stream(
+        rank,
+        "generate",
+        *arguments,
+        timeout_s=timeout_s + RPC_DEADLINE_MARGIN_S,
+        phase=f"validate after step {step}",
+    ):
+        yield responses
+
+
+async def update_actors(workers: Workers, config: Config, batch: ReadyBatch) -> dict[str, float]:
+    """Do one optimizer step on ``batch``, divided among the data-parallel ranks, and return its metrics."""
+    samples = with_group_statistics(batch.samples, config.gkd, config.actor_rollout_ref.rollout.n)
+    shards = [await in_thread(ray.put, shard) for shard in shard_batch(samples, workers.dp_size)]
+    results = await workers.actors.call_each(
+        "update",
+        [(shards[dp_rank], batch.step) for dp_rank in workers.dp_ranks],
+        timeout_s=config.actor_rollout_ref.actor.timeout_s,
+        phase=f"update, step {batch.step}",
+    )
+    return dict(results[0])

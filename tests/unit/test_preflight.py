@@ -1,0 +1,136 @@
+"""Checks of the teachers and of the ids at which a response ends, before any process starts."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe_gkd.config import Config, load_config
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.preflight import Student, check_stop_ids, check_teachers
+from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from teacher.errors import TeacherRequestError
+from teacher.records import TeacherInfo
+
+STUDENT = Student(Path("x"), 64, build_tokenizer(), "the same", n_tokens=60)
+MATCHING = TeacherInfo(
+    model_name="m",
+    vocab_size=128,
+    n_tokens=60,
+    tokenizer_fingerprint="the same",
+    max_model_len=1 << 20,
+    n_logprobs=8,
+    engine="none",
+    eos_token_ids=(1,),
+    protocol_version=4,
+    n_workers=1,
+)
+
+
+def make_config(*overrides: str) -> Config:
+    needed = ["data.train_files=x", "actor_rollout_ref.model.path=x", "data.val_files=x"]
+    return load_config("on_policy_distill_trainer", [*needed, *overrides])
+
+
+class Teacher:
+    """A client of a teacher that scores at temperature 1 only."""
+
+    def __init__(self, **differences: Any) -> None:
+        self.requests: list[tuple[list[int], float]] = []
+        self.info = replace(MATCHING, **differences)
+
+    def hello(self, timeout_s: float) -> TeacherInfo:
+        return self.info
+
+    def submit(self, sequences: Any, timeout_s: Any = None, *, temperature: float = 1.0) -> Future[Any]:
+        self.requests.append(([len(sequence.token_ids) for sequence in sequences], temperature))
+        future: Future[list[Any]] = Future()
+        future.set_exception(TeacherRequestError("this teacher scores at temperature 1 only"))
+        return future
+
+
+class TestCheckTeachers:
+    def test_unsupported_temperature_refused(self) -> None:
+        teacher = Teacher()
+        check_teachers({"t": teacher}, STUDENT, make_config())
+        assert teacher.requests == []
+        with pytest.raises(TeacherRequestError, match="at temperature 1 only"):
+            check_teachers({"t": teacher}, STUDENT, make_config("gkd.distill_temperature=2"))
+        assert teacher.requests == [([2], 2.0)]
+
+    def test_two_teachers_returns_union_of_eos_ids(self) -> None:
+        """The padding of the output layers may differ."""
+        teachers = {"a": Teacher(eos_token_ids=(3, 1)), "b": Teacher(eos_token_ids=(7,), vocab_size=60, n_logprobs=2)}
+        assert check_teachers(teachers, STUDENT, make_config()) == (1, 3, 7)
+
+    @pytest.mark.parametrize(
+        ("differences", "overrides", "message"),
+        [
+            (
+                {"tokenizer_fingerprint": "another"},
+                [],
+                r"not fit .*teacher b \(m\) has .*another\), student x .*the same\)",
+            ),
+            ({"n_tokens": 59}, [], r"teacher b \(m\) accepts the ids 0 to 58 .* ids up to 59"),
+            ({"eos_token_ids": (60,)}, [], r"teacher b \(m\) ends a turn with the ids \[60\], .* only ids 0 to 59"),
+            ({"n_logprobs": 4}, ["top_k=5"], r"teacher\.top_k=5, but teacher b \(m\) returns at most 4 ids"),
+            ({"n_logprobs": 1}, [], r"renormalize with a top 1 of teacher b"),
+            ({}, ["top_k=1"], r"renormalize with a top 1 of teacher a"),
+            ({"max_model_len": 100}, [], r"teacher b \(m\) scores at most 100 tokens, but .* = 3072"),
+        ],
+    )
+    def test_mismatch_names_teacher(self, differences: dict[str, Any], overrides: list[str], message: str) -> None:
+        config = make_config("gkd.tail=renormalize", *(f"actor_rollout_ref.teacher.{key}" for key in overrides))
+        with pytest.raises(ConfigError, match=message):
+            check_teachers({"a": Teacher(), "b": Teacher(**differences)}, STUDENT, config)
+
+
+def make_student(folder: Path, *, eos: object) -> Student:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    return replace(STUDENT, path=folder)
+
+
+EOS = STUDENT.tokenizer.eos_token_id
+SHARE = "gkd.sft_share=0.5"
+
+
+class TestCheckStopIds:
+    @pytest.mark.parametrize(
+        ("eos", "teacher_ids", "stop_ids"), [(EOS, (), {EOS}), ([EOS, 3], (7,), {EOS, 3, 7}), (None, (EOS,), {EOS})]
+    )
+    def test_matching_ids_returns_union(
+        self, tmp_path: Path, eos: object, teacher_ids: tuple[int, ...], stop_ids: set[int]
+    ) -> None:
+        assert check_stop_ids(make_config(SHARE), make_student(tmp_path, eos=eos), teacher_ids) == stop_ids
+
+    @pytest.mark.parametrize(
+        ("eos", "overrides", "message"),
+        [
+            (None, [], r"run to data\.max_response_length=2048: .* name none; set eos_token_id in .*generation_config"),
+            ([60], [], r"name only \[60\], which its tokenizer does not have"),
+            (None, ["gkd.sft_share=1", *("trainer.test_freq=1", "custom_reward_function.path=x")], "name none"),
+            ([3], [SHARE], rf"id {EOS}\), but sampled responses end at \[3\]: gkd\.sft_share=0\.5 .* to \[{EOS}, 3\]"),
+        ],
+    )
+    def test_endless_responses_refused(self, tmp_path: Path, eos: object, overrides: list[str], message: str) -> None:
+        with pytest.raises(ConfigError, match=f"(?s){message}"):
+            check_stop_ids(make_config(*overrides), make_student(tmp_path, eos=eos), ())
+
+    def test_tokenizer_eos_missing_without_references_warns(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert check_stop_ids(make_config(), make_student(tmp_path, eos=3), ()) == {3}
+        assert f"(id {EOS}), but sampled responses end at [3]" in caplog.text
+
+    @pytest.mark.parametrize(("eos", "stop_ids"), [(None, set()), (3, {3})])
+    def test_nothing_sampled_is_silent(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, eos: object, stop_ids: set[int]
+    ) -> None:
+        config = make_config("gkd.sft_share=1")
+        assert check_stop_ids(config, make_student(tmp_path, eos=eos), ()) == stop_ids
+        assert not caplog.records
