@@ -56,7 +56,7 @@ class ScriptedService:
     def answer(self, request: Score) -> None:
         answers = [true_answer(sequence) for sequence in request.sequences]
         self.say(
-            protocol.encode_answer(request.request_id, answers, top_k=request.top_k, wire_dtype=request.wire_dtype)
+            protocol.encode_score_reply(request.request_id, answers, top_k=request.top_k, wire_dtype=request.wire_dtype)
         )
 
 

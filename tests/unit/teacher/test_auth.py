@@ -17,9 +17,9 @@ import pytest
 import zmq
 
 from teacher import TeacherClient, TeacherError, TeacherSequence, TeacherUnavailable
-from teacher.logs import Seldom
+from teacher.logs import LogRateLimiter
 from teacher.proxy import Proxy
-from teacher.proxy.gatekeeper import Gatekeeper
+from teacher.proxy.curve_authenticator import CurveAuthenticator
 from teacher.proxy.http import HttpServer
 from teacher.wire import sockets
 from teacher.wire.auth import ClientKeys, ServerKeys, check_bind, client_keys, server_keys
@@ -161,7 +161,7 @@ def secured(context: zmq.Context, keys: ServerKeys | ClientKeys | None, kind: in
 def guarded(keys: ServerKeys | None) -> Iterator[tuple[zmq.Socket, int]]:
     with zmq.Context() as context:
         router = secured(context, keys)
-        with Gatekeeper(context, keys, {"client": router}):
+        with CurveAuthenticator(context, keys, {"client": router}):
             yield router, router.bind_to_random_port("tcp://127.0.0.1")
         router.close()
 
@@ -245,7 +245,7 @@ def test_a_server_that_would_let_in_nobody_or_anybody_is_refused(tmp_path: Path)
         server_keys(folder)
     (folder / "allowed").chmod(0o700)
     (folder / "allowed" / "default.key").unlink()
-    with pytest.raises(TeacherError, match="nobody would be let in"):
+    with pytest.raises(TeacherError, match="no client could connect"):
         server_keys(folder)
 
 
@@ -310,7 +310,7 @@ def test_a_peer_that_never_finishes_is_dropped_from_each_port_and_others_are_ser
 
 
 def test_a_refusal_that_comes_again_and_again_is_mentioned_seldom(caplog: pytest.LogCaptureFixture) -> None:
-    seldom = Seldom(interval_s=60, max_keys=3)
+    seldom = LogRateLimiter(interval_s=60, max_keys=3)
     assert [seldom.count("a", now) for now in (0.0, 1.0, 59.0, 61.0, 62.0)] == [1, 0, 0, 3, 0]
     assert sum(seldom.count(f"peer {i}", 62.0) > 0 for i in range(1000)) <= 4  # and its memory is bounded
     assert seldom.count("b", 1000.0) > 0

@@ -18,7 +18,7 @@ import zmq
 from teacher import TeacherClient, TeacherError, TeacherSequence, stop_signal
 from teacher.__main__ import main
 from teacher.commands import ask, service
-from teacher.proxy import doors
+from teacher.proxy import proxy_sockets
 from teacher.wire.auth import client_keys, server_keys
 from teacher.wire.make_keys import make_keys
 from tests._support.fake_worker import FakeEngine, running_worker
@@ -48,7 +48,7 @@ def test_a_port_in_use_is_named_with_what_to_set(capsys: pytest.CaptureFixture[s
     with running_proxy() as other:
         said = refused([*PROXY[:2], str(other.frontend_port), *PROXY[3:]], capsys)
     assert said.startswith(f"teacher proxy: cannot listen on 127.0.0.1:{other.frontend_port}: Address already in use")
-    assert "stop what uses the port (teacher/stop_server.sh), or choose another with PROXY_FRONTEND_PORT" in said
+    assert "stop the process that uses the port (teacher/stop_server.sh), or choose another with PROXY_FRONTEND_PORT" in said
 
 
 def test_an_address_of_no_interface_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_protected_port_is_named() -> None:
             raise zmq.ZMQError(errno.EACCES)
 
     with pytest.raises(TeacherError, match=r"listen on 10.0.0.1:80: Permission denied; only root may listen"):
-        doors._bind(Protected(), "10.0.0.1", 80)  # type: ignore[arg-type]
+        proxy_sockets._bind(Protected(), "10.0.0.1", 80)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("read", [server_keys, client_keys])
@@ -107,7 +107,7 @@ def test_whatever_else_the_machine_refuses_is_one_line_after_the_traceback_of_a_
     def refuse(*args: Any, **named: Any) -> None:
         raise error
 
-    monkeypatch.setattr(doors, "make_socket", refuse)
+    monkeypatch.setattr(proxy_sockets, "make_socket", refuse)
     monkeypatch.setattr(ask, "_client", refuse)
     assert main([*PROXY, "--bind", "127.0.0.1"] if command == "proxy" else [command]) == 1
     *before, last = capsys.readouterr().err.splitlines()
@@ -133,14 +133,14 @@ def test_a_second_signal_ends_a_proxy_that_waits_for_its_workers(tmp_path: Path)
             assert engine.added.acquire(timeout=10)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
                 proxy.send_signal(number)
-            threading.Event().wait(stop_signal.SAME_STOP_S + 0.2)
+            threading.Event().wait(stop_signal.DUPLICATE_SIGNAL_WINDOW_S + 0.2)
             assert proxy.poll() is None, "it finishes what its worker has"
             proxy.send_signal(signal.SIGTERM)
             assert proxy.wait(timeout=20) == 128 + signal.SIGTERM, "0 is the end of its own waiting"
     finally:
         proxy.kill()
         _, said = proxy.communicate(timeout=10)
-    assert "told to stop: 1 requests are finished" in said
+    assert "stopping: 1 requests in flight are finished" in said
 
 
 def test_a_second_signal_ends_a_process_whose_main_thread_hangs() -> None:
@@ -156,7 +156,7 @@ while True:
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        threading.Event().wait(stop_signal.SAME_STOP_S + 0.2)
+        threading.Event().wait(stop_signal.DUPLICATE_SIGNAL_WINDOW_S + 0.2)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 128 + signal.SIGINT
     finally:
@@ -187,7 +187,7 @@ sys.exit(main(["worker", "--ckpt-path", "none", "--backend-port", sys.argv[1]]))
             assert worker.stdout is not None and worker.stdout.readline() == "registered\n"
             worker.send_signal(signal.SIGTERM)
             assert worker.stdout.readline() == "closing\n"
-            threading.Event().wait(stop_signal.SAME_STOP_S + 0.2)
+            threading.Event().wait(stop_signal.DUPLICATE_SIGNAL_WINDOW_S + 0.2)
             worker.send_signal(signal.SIGTERM)
             assert worker.wait(timeout=20) == 128 + signal.SIGTERM
         finally:

@@ -8,33 +8,35 @@ import numpy as np
 import pytest
 
 from teacher.errors import TeacherRequestError
-from teacher.proxy.dispatch import MAX_LOSSES, OVERFILL, Dispatcher, QueueFull, Worker
+from teacher.proxy.admission import OVERFILL_FACTOR, QueueFull, QueueLimits
+from teacher.proxy.dispatch import Dispatcher
+from teacher.proxy.jobs import MAX_LOSSES, RegisteredWorker, RequestKey
 from tests._support.fake_worker import INFO, OTHER_INFO
 
 ANN, BOB = b"ann", b"bob"
 
 
 def dispatcher_with(*capacities: int, max_queue_tokens: int = 10**6) -> Dispatcher:
-    dispatcher = Dispatcher(max_queue_tokens)
+    dispatcher = Dispatcher(QueueLimits(max_queue_tokens))
     for number, capacity in enumerate(capacities):
         dispatcher.add_worker(worker(number, capacity))
     return dispatcher
 
 
-def worker(number: int, capacity_tokens: int = 100) -> Worker:
-    return Worker(b"worker %d" % number, f"host:{number}", INFO, capacity_tokens)
+def worker(number: int, capacity_tokens: int = 100) -> RegisteredWorker:
+    return RegisteredWorker(b"worker %d" % number, f"host:{number}", INFO, capacity_tokens)
 
 
 def ask(dispatcher: Dispatcher, client: bytes, *sizes: int, first_id: int = 0, deadline: float = 1e9) -> None:
     for number, n_tokens in enumerate(sizes, first_id):
-        dispatcher.add_job((client, number), [], n_tokens, deadline, now=0.0)
+        dispatcher.add_job(RequestKey(client, number), [], n_tokens, deadline, now=0.0)
 
 
 def deal(dispatcher: Dispatcher) -> list[tuple[str, bytes, int]]:
     """All that can be dealt now: (worker, client, request id)."""
     dealt = []
     while (pair := dispatcher.assign()) is not None:
-        dealt.append((pair[0].name, *pair[1].client))
+        dealt.append((pair[0].name, *pair[1].key))
     return dealt
 
 
@@ -105,15 +107,15 @@ def test_who_ends_every_worker_is_found_and_who_was_only_there_is_not_blamed() -
         dispatcher.add_worker(worker(number))
         deal(dispatcher)
         at = dispatcher.workers[b"worker %d" % number]
-        if any(job.client[1] == 3 for job in at.in_flight.values()):
+        if any(job.key.request_id == 3 for job in at.in_flight.values()):
             lost += 1
             blamed += dispatcher.remove_worker(at.identity, "died")[1]
         else:
-            answered |= {job.client[1] for job in at.in_flight.values()}
+            answered |= {job.key.request_id for job in at.in_flight.values()}
             finish_all(dispatcher)
             dispatcher.remove_worker(at.identity, "left", left=True)
     assert answered == {0, 1, 2, 4, 5, 6, 7, 8, 9}
-    assert [job.client[1] for job, _ in blamed] == [3] and lost == MAX_LOSSES
+    assert [job.key.request_id for job, _ in blamed] == [3] and lost == MAX_LOSSES
     assert f"{MAX_LOSSES} workers were lost with this request; last: died" in str(blamed[0][1])
 
 
@@ -183,7 +185,7 @@ def fill(dispatcher: Dispatcher, client: bytes, n_tokens: int, at_most: int) -> 
 
 
 def test_a_queue_is_full_by_count_as_well_as_by_tokens_and_each_client_has_its_share_of_both() -> None:
-    dispatcher = Dispatcher(max_queue_tokens=10**6, max_queue_requests=100)
+    dispatcher = Dispatcher(QueueLimits(max_tokens=10**6, max_requests=100))
     assert fill(dispatcher, ANN, 2, at_most=1000) == 100
     assert fill(dispatcher, BOB, 8, at_most=1000) == 50
     with pytest.raises(QueueFull, match="150 requests with 600 tokens wait"):
@@ -196,12 +198,12 @@ def test_a_queue_is_full_by_count_as_well_as_by_tokens_and_each_client_has_its_s
 @pytest.mark.parametrize("n_tokens", [1, 50])
 def test_no_number_of_clients_fills_more_than_the_limits_allow(n_tokens: int) -> None:
     """The first takes all, the next half of all, then a third: without a bound on the whole that grows for ever."""
-    dispatcher = Dispatcher(max_queue_tokens=1000, max_queue_requests=100)
+    dispatcher = Dispatcher(QueueLimits(max_tokens=1000, max_requests=100))
     n_clients = 300
     for number in range(n_clients):
         fill(dispatcher, b"client %d" % number, n_tokens, at_most=200)
     assert dispatcher.queue.n_clients == n_clients, "one of each client always has a place"
-    most = min(OVERFILL * 100, OVERFILL * 1000 // n_tokens)
+    most = min(OVERFILL_FACTOR * 100, OVERFILL_FACTOR * 1000 // n_tokens)
     assert dispatcher.queue.n_jobs <= most + n_clients
 
 
@@ -212,9 +214,9 @@ def test_an_answered_request_leaves_nothing_behind_whoever_waits_before_it() -> 
         ask(dispatcher, BOB, *[10] * 100, first_id=first_id, deadline=2.0)
         deal(dispatcher)
         for job_id, job in list(dispatcher.workers[b"worker 0"].in_flight.items()):
-            if job.client[0] == BOB:
+            if job.key.client == BOB:
                 dispatcher.finish(b"worker 0", job_id)
-    assert len(dispatcher._deadlines) < 200
+    assert len(dispatcher._open._deadlines) < 200
 
 
 def test_a_copy_of_an_open_request_is_ignored_and_one_of_an_answered_request_is_not() -> None:
@@ -248,20 +250,20 @@ def test_what_expires_or_is_cancelled_is_gone_from_queue_and_worker() -> None:
     deal(dispatcher)
     at = dispatcher.workers[b"worker 0"]
     assert dispatcher.next_deadline() == 5.0
-    job, had = dispatcher.cancel((ANN, 0)) or pytest.fail("it was not open")
-    assert had is at and job.client == (ANN, 0)
-    assert dispatcher.cancel((ANN, 0)) is None
+    job, had = dispatcher.cancel(RequestKey(ANN, 0)) or pytest.fail("it was not open")
+    assert had is at and job.key == (ANN, 0)
+    assert dispatcher.cancel(RequestKey(ANN, 0)) is None
     expired = dispatcher.expire(5.0)
-    assert [(job.client[1], where) for job, where in expired] == [(1, at), (2, None)]
+    assert [(job.key.request_id, where) for job, where in expired] == [(1, at), (2, None)]
     assert at.load_tokens == 0 and dispatcher.queue.n_tokens == 20
-    assert {job.client[1] for job in dispatcher.drop_waiting()} == {3, 4}
+    assert {job.key.request_id for job in dispatcher.drop_waiting()} == {3, 4}
     assert not dispatcher.open_jobs and dispatcher.next_deadline() is None
 
 
 def test_a_worker_with_another_model_is_refused() -> None:
     dispatcher = dispatcher_with(100)
     with pytest.raises(TeacherRequestError, match="CKPT_PATH"):
-        dispatcher.add_worker(Worker(b"other", "other:1", OTHER_INFO, 100))
+        dispatcher.add_worker(RegisteredWorker(b"other", "other:1", OTHER_INFO, 100))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -277,29 +279,29 @@ def test_whatever_happens_every_request_ends_exactly_once(seed: int) -> None:
         now += 1.0
         match rng.integers(7):
             case 0 | 1:
-                dispatcher.add_job((rng.choice([ANN, BOB]), asked), [], int(rng.integers(1, 60)), now + 50, now)
+                dispatcher.add_job(RequestKey(rng.choice([ANN, BOB]), asked), [], int(rng.integers(1, 60)), now + 50, now)
                 asked += 1
             case 2:
                 deal(dispatcher)
             case 3 if dispatcher.workers:
                 at = list(dispatcher.workers.values())[rng.integers(len(dispatcher.workers))]
                 for job_id in list(at.in_flight)[:3]:
-                    end(dispatcher.finish(at.identity, job_id).client)  # type: ignore[union-attr]
+                    end(dispatcher.finish(at.identity, job_id).key)  # type: ignore[union-attr]
             case 4 if len(dispatcher.workers) < 3:
                 dispatcher.add_worker(worker(n_workers))
                 n_workers += 1
             case 5 if dispatcher.workers and rng.random() < 0.3:
                 identity = list(dispatcher.workers)[rng.integers(len(dispatcher.workers))]
-                end(*(job.client for job, _ in dispatcher.remove_worker(identity, "x", left=bool(rng.integers(2)))[1]))
+                end(*(job.key for job, _ in dispatcher.remove_worker(identity, "x", left=bool(rng.integers(2)))[1]))
             case 6 if dispatcher.open_jobs:
-                key = list(dispatcher.open_jobs)[rng.integers(len(dispatcher.open_jobs))].client
+                key = list(dispatcher.open_jobs)[rng.integers(len(dispatcher.open_jobs))].key
                 end(*[key] * (dispatcher.cancel(key) is not None))
-        end(*(job.client for job, _ in dispatcher.expire(now)))
-        waiting = [job.client for job in dispatcher.queue]
+        end(*(job.key for job, _ in dispatcher.expire(now)))
+        waiting = [job.key for job in dispatcher.queue]
         assert dispatcher.queue.n_jobs == len(waiting)
         assert dispatcher.queue.n_tokens == sum(job.n_tokens for job in dispatcher.queue)
         for at in dispatcher.workers.values():
             assert at.load_tokens == sum(job.n_tokens for job in at.in_flight.values())
-    end(*(job.client for job, _ in dispatcher.expire(now + 100)))
+    end(*(job.key for job, _ in dispatcher.expire(now + 100)))
     assert len(ended) == asked > 500 and set(ended.values()) == {1}
     assert not dispatcher.open_jobs

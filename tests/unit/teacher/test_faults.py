@@ -19,7 +19,7 @@ import zmq
 from teacher import TeacherChanged, TeacherClient, TeacherProtocolError, TeacherRequestError, TeacherSequence
 from teacher.proxy import Proxy
 from teacher.wire import protocol
-from teacher.wire.messages import LIMITS, Answer, Later, Ready
+from teacher.wire.messages import LIMITS, Ready, RetryLater, ScoreReply
 from tests._support.fake_worker import INFO, FakeEngine, expected_answer, running_worker
 from tests._support.ports import free_port
 from tests._support.teacher_service import running_proxy
@@ -229,7 +229,7 @@ def test_a_full_service_tells_clients_to_keep_their_requests() -> None:
         for i in range(60):
             greedy.ask(i, [sequence(1, 2)])
         later = [greedy.next() for _ in range(10)]
-        assert all(isinstance(message, Later) and "100 tokens wait" in message.reason for message in later)
+        assert all(isinstance(message, RetryLater) and "100 tokens wait" in message.reason for message in later)
         assert [message.request_id for message in later] == list(range(50, 60))  # type: ignore[attr-defined]
         with TeacherClient(server_port=proxy.frontend_port) as client, running_worker(proxy.backend_port):
             futures = [client.submit([sequence(5, i % 90)], 20) for i in range(200)]
@@ -290,8 +290,8 @@ def test_a_request_has_as_many_logprobs_and_bytes_as_it_asks_for(proxy: Proxy) -
                 protocol.encode_score(1, 20.0, asked, top_k=top_k, wire_dtype=wire_dtype)  # type: ignore[arg-type]
             )
             message = client.next()
-            assert isinstance(message, Answer)
-            got = message.answers[0]
+            assert isinstance(message, ScoreReply)
+            got = message.scored[0]
             np.testing.assert_array_equal(got.topk_ids_TK, want.topk_ids_TK[:, :top_k])
             np.testing.assert_allclose(got.topk_logps_TK, want.topk_logps_TK[:, :top_k], rtol=1e-3)
             assert got.topk_logps_TK.dtype == wire_dtype and got.sampled_logps_T.dtype == np.float32
@@ -335,7 +335,7 @@ def test_an_answer_that_is_none_ends_its_request_and_no_other(proxy: Proxy) -> N
         futures = [client.submit([sequence(1, i)], 20) for i in (2, 3)]
         for cut in (1, 4):
             asked = worker.next()
-            answer = protocol.encode_answer(asked.request_id, [expected_answer(asked.sequences[0])])  # type: ignore[attr-defined]
+            answer = protocol.encode_score_reply(asked.request_id, [expected_answer(asked.sequences[0])])  # type: ignore[attr-defined]
             worker.socket.send_multipart(answer[:cut])
         with pytest.raises(TeacherProtocolError, match="announces 3 arrays, 0 array frames"):
             futures[0].result(timeout=5)

@@ -17,7 +17,7 @@ from teacher.errors import TeacherProtocolError, TeacherTimeout
 from teacher.records import ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
 from teacher.wire import protocol
-from teacher.wire.messages import LIMITS, Kind, Message, Pulse, Ready
+from teacher.wire.messages import LIMITS, Heartbeat, Kind, Message, Ready
 
 # The same examples on every machine. Time is bounded by `decode_safely`.
 FUZZ = settings(derandomize=True, max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
@@ -69,19 +69,19 @@ def valid_messages() -> dict[str, list[bytes]]:
     messages = {
         Kind.HELLO: protocol.encode_hello(1, 2.0),
         Kind.INFO: protocol.encode_info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2)),
-        Kind.ASK_STATUS: protocol.encode_ask_status(1, 2.0),
+        Kind.STATUS_REQUEST: protocol.encode_status_request(1, 2.0),
         Kind.STATUS: protocol.encode_status(1, status()),
         Kind.SCORE: protocol.encode_score(1, 2.0, sequences, 0.7, top_k=2, wire_dtype="float16"),
-        Kind.ANSWER: protocol.encode_answer(1, [answer, answer], wire_dtype="float16"),
+        Kind.SCORE_REPLY: protocol.encode_score_reply(1, [answer, answer], wire_dtype="float16"),
         Kind.CANCEL: protocol.encode_cancel(1),
-        Kind.LATER: protocol.encode_later(1, "full"),
+        Kind.RETRY_LATER: protocol.encode_retry_later(1, "full"),
         Kind.ERROR: protocol.encode_error(1, TeacherTimeout("late")),
         Kind.READY: protocol.encode_ready(Ready(ModelInfo(**MODEL), 100, "host:7", 60.0)),
         Kind.WELCOME: protocol.encode_welcome(),
-        Kind.PULSE: protocol.encode_pulse(Pulse(1, 2, 3, 4.0)),
-        Kind.REJOIN: protocol.encode_rejoin(),
+        Kind.HEARTBEAT: protocol.encode_heartbeat(Heartbeat(1, 2, 3, 4.0)),
+        Kind.REREGISTER: protocol.encode_reregister(),
         Kind.PROBE: protocol.encode_probe(),
-        Kind.BYE: protocol.encode_bye("done", broken=True),
+        Kind.GOODBYE: protocol.encode_goodbye("done", broken=True),
     }
     return {kind.value: [bytes(frame) for frame in frames] for kind, frames in messages.items()}
 

@@ -98,7 +98,7 @@ def test_health_is_200_with_a_worker_and_503_with_the_reason_otherwise(server: H
     assert health(server)[0] == 200
     for change, reason in (
         ({"workers": ()}, "no worker"),
-        ({"draining": True}, "going down"),
+        ({"draining": True}, "shutting down"),
     ):
         source.status = replace(STATUS, **change)
         code, said = health(server)
@@ -142,7 +142,7 @@ def test_only_get_and_only_two_pages(server: HttpServer) -> None:
     assert get(server, "/")[0] == 404 and get(server, "/../../etc/passwd")[0] == 404
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as peer:
         peer.sendall(b"POST /metrics HTTP/1.0\r\n\r\n")
-        assert b" 501 " in peer.recv(100)
+        assert b" 405 " in peer.recv(100)
 
 
 def test_a_slow_or_endless_or_senseless_request_is_dropped_and_others_are_answered(server: HttpServer) -> None:

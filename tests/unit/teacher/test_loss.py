@@ -17,7 +17,7 @@ import zmq
 from teacher import ScoredSequence, TeacherClient, TeacherSequence
 from teacher.proxy import Proxy
 from teacher.wire import protocol
-from teacher.wire.messages import Answer, Message, Probe
+from teacher.wire.messages import Message, Probe, ScoreReply
 from teacher.wire.sockets import WORKER_HEARTBEAT
 from teacher.worker import Worker
 from tests._support.fake_worker import FakeEngine, expected_answer, running_worker
@@ -84,9 +84,9 @@ def assert_each_is_answered_once(asker: zmq.Socket, timeout_s: float) -> None:
     pending = set(range(N_REQUESTS))
     while pending:
         message = next_message(asker, deadline - time.monotonic())
-        assert isinstance(message, Answer), f"{pending} open after {timeout_s} s"
+        assert isinstance(message, ScoreReply), f"{pending} open after {timeout_s} s"
         np.testing.assert_array_equal(
-            message.answers[0].topk_ids_TK, expected_answer(asked(message.request_id)).topk_ids_TK
+            message.scored[0].topk_ids_TK, expected_answer(asked(message.request_id)).topk_ids_TK
         )
         pending.remove(message.request_id)
 
@@ -143,7 +143,7 @@ def test_a_restarted_proxy_gets_its_workers_back(caplog: pytest.LogCaptureFixtur
         with running_proxy(port, backend_port):
             assert len(client.submit([asked(3)]).result()) == 1
             stack.close()  # while there is a proxy that hears the farewell
-    assert "taken this worker for lost" not in caplog.text
+    assert "removed this worker" not in caplog.text
 
 
 def test_a_request_that_is_dealt_to_the_same_worker_twice_is_scored_once() -> None:
@@ -165,7 +165,7 @@ def test_a_request_that_is_dealt_to_the_same_worker_twice_is_scored_once() -> No
         answered: list[int] = []
         while len(answered) < 2 and proxy.poll(20_000):
             message = protocol.decode(proxy.recv_multipart()[1:])
-            answered += [message.request_id] if isinstance(message, Answer) else []
+            answered += [message.request_id] if isinstance(message, ScoreReply) else []
         assert worker.is_alive() and sorted(answered) == [7, 8]
         assert engine.n_scored == 2 and not engine.has_work()
         stop.set()

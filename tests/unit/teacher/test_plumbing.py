@@ -301,7 +301,7 @@ def test_garbage_on_both_ports_does_not_stop_the_service(proxy: Proxy, client: T
                 garbage.send_multipart([b"", b""])
                 garbage.send_multipart([rng.bytes(50) for _ in range(5)])
                 garbage.send_multipart(protocol.encode_welcome())
-                garbage.send_multipart(protocol.encode_answer(1, [expected_answer(sequence(1, 2))]))
+                garbage.send_multipart(protocol.encode_score_reply(1, [expected_answer(sequence(1, 2))]))
                 garbage.send_multipart([b"x"] * (LIMITS.frames + 100))
                 # The last one carries an id: it is answered.
                 garbage.send_multipart([protocol.encode_hello(77, 1.0)[0], b"an array that nobody announced"])

@@ -17,14 +17,14 @@ from teacher.wire import messages, protocol
 from teacher.wire.messages import (
     LIMITS,
     PROTOCOL_VERSION,
-    Answer,
-    Bye,
     Failure,
+    Goodbye,
     Hello,
     Info,
     Probe,
     Ready,
     Score,
+    ScoreReply,
     Welcome,
 )
 
@@ -69,12 +69,12 @@ def valid_messages() -> list[list[bytes]]:
             protocol.encode_hello(1, 2.0),
             protocol.encode_info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2)),
             protocol.encode_score(1, 2.0, sequences(), 0.7),
-            protocol.encode_answer(1, answers()),
+            protocol.encode_score_reply(1, answers()),
             protocol.encode_error(1, errors.TeacherTimeout("late")),
             protocol.encode_ready(READY),
             protocol.encode_welcome(),
             protocol.encode_probe(),
-            protocol.encode_bye("done"),
+            protocol.encode_goodbye("done"),
         )
     ]
 
@@ -101,15 +101,15 @@ def test_a_request_always_says_its_temperature_and_one_that_does_not_is_refused(
 
 
 def test_answers_survive_the_round_trip_without_a_copy() -> None:
-    frames = protocol.encode_answer(7, sent := answers())
+    frames = protocol.encode_score_reply(7, sent := answers())
     assert np.shares_memory(np.frombuffer(frames[1], np.float32), sent[0].topk_logps_TK)
     message = protocol.decode(frames)
-    assert isinstance(message, Answer) and message.request_id == 7
-    for got, want in zip(message.answers, sent, strict=True):
+    assert isinstance(message, ScoreReply) and message.request_id == 7
+    for got, want in zip(message.scored, sent, strict=True):
         for name, array in asdict(want).items():
             np.testing.assert_array_equal(getattr(got, name), array)
             assert getattr(got, name).dtype == array.dtype
-    assert np.shares_memory(message.answers[0].topk_logps_TK, sent[0].topk_logps_TK)
+    assert np.shares_memory(message.scored[0].topk_logps_TK, sent[0].topk_logps_TK)
 
 
 def test_small_messages_survive_the_round_trip() -> None:
@@ -117,7 +117,7 @@ def test_small_messages_survive_the_round_trip() -> None:
     assert hello == Hello(1, 2.0)
     assert info == Info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2))
     assert ready == READY
-    assert (welcome, probe, bye) == (Welcome(), Probe(), Bye("done", broken=False))
+    assert (welcome, probe, bye) == (Welcome(), Probe(), Goodbye("done", broken=False))
 
 
 @pytest.mark.parametrize(

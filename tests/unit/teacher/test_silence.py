@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from teacher import worker as worker_module
-from teacher.proxy import proxy as proxy_module
-from teacher.proxy.overview import Overview
+from teacher.proxy import liveness
 from teacher.proxy.proxy import STALL_TIMEOUT_S
+from teacher.proxy.status_tracker import StatusTracker
 from teacher.wire import protocol
-from teacher.wire.messages import Answer, Pulse, Ready, Welcome
+from teacher.wire.messages import Heartbeat, Ready, ScoreReply, Welcome
 from teacher.wire.sockets import WORKER_HEARTBEAT
 from teacher.worker import Worker
 from tests._support.fake_worker import INFO, FakeEngine, running_worker
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(60)
 def test_the_proxy_waits_longer_for_a_worker_than_the_worker_for_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The silence of a worker also covers the encoding of its answers, which is no engine step. Limits may differ."""
     silent_s = 0.0
-    monkeypatch.setattr(Overview, "silent_s", lambda *_: silent_s)
-    monkeypatch.setattr(proxy_module, "_TICK_S", 0.05)
+    monkeypatch.setattr(StatusTracker, "silence_s", lambda *_: silent_s)
+    monkeypatch.setattr(liveness, "CHECK_INTERVAL_S", 0.05)
     with (
         running_proxy() as proxy,
         running_worker(proxy.backend_port, stall_timeout_s=5 * STALL_TIMEOUT_S),
@@ -52,22 +52,22 @@ def test_a_worker_sends_heartbeats_while_it_encodes_the_answers_of_one_step(monk
         def step(self) -> list[tuple[int, object]]:  # type: ignore[override]
             return [done for _ in list(self._waiting) for done in super(Engine, self).step()]
 
-    clock, sent, encode_answer = [100.0], [], protocol.encode_answer
+    clock, sent, encode_score_reply = [100.0], [], protocol.encode_score_reply
 
     def encode_slowly(*args: Any, **options: Any) -> list[protocol.Frame]:
         clock[0] += 2 * WORKER_HEARTBEAT.interval_s
-        return encode_answer(*args, **options)
+        return encode_score_reply(*args, **options)
 
     worker = Worker(Engine(), backend_port=free_port())
     try:
         monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-        monkeypatch.setattr(protocol, "encode_answer", encode_slowly)
+        monkeypatch.setattr(protocol, "encode_score_reply", encode_slowly)
         monkeypatch.setattr(worker._connection, "send", lambda frames: sent.append(type(protocol.decode(frames))))
         worker._receive(protocol.encode_welcome())
         for number in range(4):
             worker._receive(protocol.encode_score(number, 60.0, [sequence(1, number)]))
-        worker._fill_engine()
+        worker._jobs.fill_engine()
         worker._step()
     finally:
         worker._connection.close(0)
-    assert sent == [Pulse, Answer] * 4
+    assert sent == [Heartbeat, ScoreReply] * 4
