@@ -79,9 +79,8 @@ class Worker:
         """
         self._engine = engine
         self._stall_timeout_s = stall_timeout_s
-        self._progress = Heartbeat(0, 0, 0, 0.0)
-        self._next_heartbeat_at = 0.0  # time.monotonic()
         self._connection = Connection(WORKER, server_ip, backend_port, auth_dir)
+        self._heartbeats = _HeartbeatSender(lambda frames: self._connection.send(frames))
         self._jobs = WorkerJobs(engine, lambda frames: self._connection.send(frames))
         self.address = self._connection.address
         self._is_registered = False
@@ -116,7 +115,7 @@ class Worker:
         for source in (self._connection.socket, self._connection.monitor, stop.fileno()):
             poller.register(source, zmq.POLLIN)
         was_registered = False
-        while stop.fileno() not in (ready := dict(poller.poll(0 if self._jobs else self._poll_timeout_ms()))):
+        while stop.fileno() not in (ready := dict(poller.poll(0 if self._jobs else self._heartbeats.wait_ms()))):
             if self._connection.monitor in ready:
                 self._on_connection_event(was_registered)
             while (frames := self._connection.receive()) is not None:
@@ -126,15 +125,12 @@ class Worker:
                 self._jobs.fill_engine()
             if self._engine.has_work():
                 self._step()
-            self._send_heartbeat_if_due()
+            self._heartbeats.send_if_due(is_registered=self._is_registered)
             if self._is_registered and not was_registered:
                 was_registered = True
                 on_registered()
             if not was_registered and time.monotonic() > register_until:
                 raise TeacherUnavailable(f"no proxy answered at {self.address}: {self._connection.why_down()}")
-
-    def _poll_timeout_ms(self) -> int:
-        return int(1000 * max(0.0, self._next_heartbeat_at - time.monotonic())) + 1
 
     def _on_connection_event(self, was_registered: bool) -> None:
         if refusal := self._connection.read_event():
@@ -146,22 +142,16 @@ class Worker:
         else:  # no message may be queued now: it would arrive before Ready
             self._drop_requests()
 
-    # --- registration ---
-
     def _register(self) -> None:
         """Send Ready. The proxy treats this connection as a new worker, so unread requests are dropped too."""
         while self._connection.receive() is not None:
             pass
         self._drop_requests()
-        name = f"{socket.gethostname()}:{os.getpid()}"
-        ready = Ready(self._engine.info, self._engine.capacity_tokens, name, self._stall_timeout_s or 0.0)
-        self._connection.send(protocol.encode_ready(ready))
+        self._connection.send(protocol.encode_ready(_make_ready(self._engine, self._stall_timeout_s)))
 
     def _drop_requests(self) -> None:
         self._is_registered = False
         self._jobs.clear()
-
-    # --- messages from the proxy ---
 
     def _receive(self, frames: list[Frame]) -> None:
         try:
@@ -188,8 +178,6 @@ class Worker:
             case _:
                 logger.warning("dropped a %s message from %s", type(message).__name__, self.address)
 
-    # --- engine ---
-
     def _step(self) -> None:
         started_at = time.monotonic()
         with stall_watchdog(self._stall_timeout_s):
@@ -197,18 +185,43 @@ class Worker:
         busy_s = time.monotonic() - started_at
         n_tokens = 0
         for key, result in finished:
-            self._send_heartbeat_if_due()  # encoding large replies takes time, and the proxy measures the silence
+            self._heartbeats.send_if_due(
+                is_registered=self._is_registered
+            )  # encoding large replies takes time, and the proxy measures the silence
             if isinstance(result, TeacherRequestError):
                 self._jobs.refuse(key, result)
             else:
                 n_tokens += self._jobs.collect(key, result)
+        self._heartbeats.add_step(len(finished), n_tokens, busy_s)
+
+
+class _HeartbeatSender:
+    """Heartbeats with the worker's progress."""
+
+    def __init__(self, send: Callable[[list[Frame]], None]) -> None:
+        self._send = send
+        self._progress = Heartbeat(0, 0, 0, 0.0)
+        self._next_at = 0.0  # time.monotonic()
+
+    def wait_ms(self) -> int:
+        """Return the time until the next heartbeat, in milliseconds."""
+        return int(1000 * max(0.0, self._next_at - time.monotonic())) + 1
+
+    def add_step(self, n_sequences: int, n_tokens: int, busy_s: float) -> None:
+        """Add an engine step to the progress."""
         before = self._progress
         self._progress = Heartbeat(
-            before.n_steps + 1, before.n_sequences + len(finished), before.n_tokens + n_tokens, before.busy_s + busy_s
+            before.n_steps + 1, before.n_sequences + n_sequences, before.n_tokens + n_tokens, before.busy_s + busy_s
         )
 
-    def _send_heartbeat_if_due(self) -> None:
-        if (now := time.monotonic()) >= self._next_heartbeat_at:
-            self._next_heartbeat_at = now + WORKER_HEARTBEAT.interval_s
-            if self._is_registered:
-                self._connection.send(protocol.encode_heartbeat(self._progress))
+    def send_if_due(self, *, is_registered: bool) -> None:
+        """Send a heartbeat if the interval has passed. An unregistered worker skips it."""
+        if (now := time.monotonic()) >= self._next_at:
+            self._next_at = now + WORKER_HEARTBEAT.interval_s
+            if is_registered:
+                self._send(protocol.encode_heartbeat(self._progress))
+
+
+def _make_ready(engine: ScoringEngine, stall_timeout_s: float | None) -> Ready:
+    name = f"{socket.gethostname()}:{os.getpid()}"
+    return Ready(engine.info, engine.capacity_tokens, name, stall_timeout_s or 0.0)

@@ -129,10 +129,10 @@ class ClientSide:
         for job, worker in self._dispatcher.expire(now):
             self._tracker.count(expired=1)
             self._cancel_at_worker(job, worker)
-            self.reply_error(job.key, self._deadline_error(worker))
+            self.reply_error(job.key, _deadline_error(self._dispatcher, worker))
         for key in [key for key, deadline in self._hello_deadlines.items() if deadline <= now]:
             if self._hello_deadlines.pop(key, None) is not None:  # None if its client was lost in this loop
-                self.reply_error(key, self._no_worker_error())
+                self.reply_error(key, _no_worker_error(self._dispatcher))
 
     def next_deadline(self) -> float | None:
         """Return the earliest time at which ``expire`` or ``flush`` has work, None if there is none."""
@@ -172,22 +172,23 @@ class ClientSide:
         for key in keys:
             self._cancel(key)
 
-    # --- errors ---
 
-    def _deadline_error(self, worker: RegisteredWorker | None) -> TeacherError:
-        if worker is not None:
-            return TeacherTimeout(
-                f"worker {worker.name} had the request but did not finish it in time; it may be slow (raise the "
-                f"timeout, add workers) or its engine may hang: {DIAGNOSIS_HINT}"
-            )
-        if n_workers := len(self._dispatcher.workers):
-            return TeacherTimeout(
-                f"all {n_workers} workers were busy until the deadline; add workers, or raise the timeout"
-            )
-        return self._no_worker_error()
-
-    def _no_worker_error(self) -> TeacherUnavailable:
-        return TeacherUnavailable(
-            f"the proxy has no worker ({self._dispatcher.last_loss}); look at the worker's log, or add one with "
-            "teacher/join_server.sh"
+def _deadline_error(dispatcher: Dispatcher, worker: RegisteredWorker | None) -> TeacherError:
+    """Return the error of a request whose deadline passed at a worker, or in the queue."""
+    if worker is not None:
+        return TeacherTimeout(
+            f"worker {worker.name} had the request but did not finish it in time; it may be slow (raise the "
+            f"timeout, add workers) or its engine may hang: {DIAGNOSIS_HINT}"
         )
+    if n_workers := len(dispatcher.workers):
+        return TeacherTimeout(
+            f"all {n_workers} workers were busy until the deadline; add workers, or raise the timeout"
+        )
+    return _no_worker_error(dispatcher)
+
+
+def _no_worker_error(dispatcher: Dispatcher) -> TeacherUnavailable:
+    return TeacherUnavailable(
+        f"the proxy has no worker ({dispatcher.last_loss}); look at the worker's log, or add one with "
+        "teacher/join_server.sh"
+    )
