@@ -178,15 +178,22 @@ class _BoundedServer(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
             return
         self._deadlines[request] = time.monotonic() + self._request_timeout_s
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._free(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve a connection in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._deadlines.pop(request, None)
-            self._free_slots.release()
+            self._free(request)
+
+    def _free(self, request: socket.socket) -> None:
+        self._deadlines.pop(request, None)
+        self._free_slots.release()
 
     def service_actions(self) -> None:
         """Shut down the connections whose time is over. Their threads then fail to read or write, and end."""
