@@ -47,7 +47,7 @@ _MAX_STATUS_AGE_S = 10.0
 
 
 class HttpServer:
-    """HTTP server in threads of its own, which never block the proxy's loop.
+    """HTTP server in separate threads, so that it never blocks the proxy's loop.
 
     Example::
 

@@ -11,7 +11,8 @@ from teacher.wire.frames import Frame
 MAX_LOSSES = 3
 """Lost workers after which a request is regarded as the cause and fails.
 
-After one loss less, the request is quarantined: it gets a worker of its own, so that other requests are not blamed.
+After ``MAX_LOSSES - 1`` losses the request is quarantined: it runs alone on a worker, so that another loss does not
+count against other requests.
 """
 
 

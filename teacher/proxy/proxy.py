@@ -1,7 +1,7 @@
 """Proxy of a teacher service: one address for clients and workers, with a queue of requests between them.
 
 A single-threaded loop around two ROUTER sockets. It decodes headers only; token ids and log-probabilities pass through
-unchanged. Each policy is a part of its own:
+unchanged. Each policy has its own module:
 
 ==================  ================================================================================================
 ``dispatch``        which worker gets which request; states of a request

@@ -126,7 +126,7 @@ class WorkerSide:
 
     def forget_reregistrations(self, now: float) -> None:
         """Drop the records of old Reregister messages, to bound their memory."""
-        self._next_reregister_at = {who: at for who, at in self._next_reregister_at.items() if at > now}
+        self._next_reregister_at = {key: at for key, at in self._next_reregister_at.items() if at > now}
 
     # --- assignment and loss ---
 

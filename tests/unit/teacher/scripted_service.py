@@ -80,8 +80,8 @@ def true_answer(sequence: TeacherSequence, k: int = 6) -> ScoredSequence:
 
 
 def assert_answers(answers: list[ScoredSequence], sequences: list[TeacherSequence], k: int = 6) -> None:
-    for got, asked in zip(answers, sequences, strict=True):
-        want = true_answer(asked, k)
+    for got, sequence in zip(answers, sequences, strict=True):
+        want = true_answer(sequence, k)
         np.testing.assert_array_equal(got.topk_ids_TK, want.topk_ids_TK)
         np.testing.assert_array_equal(got.topk_logps_TK, want.topk_logps_TK)
         np.testing.assert_array_equal(got.sampled_logps_T, want.sampled_logps_T)

@@ -270,7 +270,7 @@ def test_add_worker_with_other_model_is_refused() -> None:
 def test_random_events_end_every_request_once(seed: int) -> None:
     """Random arrivals, results, losses, departures, cancellations and deadlines. The counts always agree."""
     rng = np.random.default_rng(seed)
-    dispatcher, ended, asked, n_workers, now = Dispatcher(), Counter[tuple[bytes, int]](), 0, 0, 0.0
+    dispatcher, ended, n_requests, n_workers, now = Dispatcher(), Counter[tuple[bytes, int]](), 0, 0, 0.0
 
     def end(*keys: tuple[bytes, int]) -> None:
         ended.update(keys)
@@ -280,9 +280,9 @@ def test_random_events_end_every_request_once(seed: int) -> None:
         match rng.integers(7):
             case 0 | 1:
                 dispatcher.add_job(
-                    RequestKey(rng.choice([ANN, BOB]), asked), [], int(rng.integers(1, 60)), now + 50, now
+                    RequestKey(rng.choice([ANN, BOB]), n_requests), [], int(rng.integers(1, 60)), now + 50, now
                 )
-                asked += 1
+                n_requests += 1
             case 2:
                 assign_all(dispatcher)
             case 3 if dispatcher.workers:
@@ -305,5 +305,5 @@ def test_random_events_end_every_request_once(seed: int) -> None:
         for at in dispatcher.workers.values():
             assert at.load_tokens == sum(job.n_tokens for job in at.in_flight.values())
     end(*(job.key for job, _ in dispatcher.expire(now + 100)))
-    assert len(ended) == asked > 500 and set(ended.values()) == {1}
+    assert len(ended) == n_requests > 500 and set(ended.values()) == {1}
     assert not dispatcher.open_jobs

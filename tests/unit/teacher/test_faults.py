@@ -110,8 +110,8 @@ Worker(Engine(), backend_port=int(sys.argv[1]), stall_timeout_s=1.0).run(StopFla
         worker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
             future = client.submit([make_sequence(1, 2)], 30)
-            _, said = worker.communicate(timeout=20)
-            assert worker.returncode == 1 and "Timeout" in said and "in step" in said
+            _, stderr = worker.communicate(timeout=20)
+            assert worker.returncode == 1 and "Timeout" in stderr and "in step" in stderr
             with running_worker(proxy.backend_port):
                 assert is_scored(make_sequence(1, 2), future.result(timeout=15))
         finally:

@@ -171,6 +171,11 @@ def test_slow_endless_or_invalid_request_is_dropped(server: HttpServer) -> None:
     assert get(server, "/healthz")[0] == 200
 
 
+def test_silent_connection_is_closed_at_timeout(server: HttpServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as silent:
+        assert silent.recv(1) == b""
+
+
 def test_connections_above_limit_are_closed(server: HttpServer) -> None:
     peers = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(100)]
     n_threads = threading.active_count()

@@ -41,7 +41,9 @@ def test_requests_are_scored_at_their_temperature(proxy: Proxy, client: TeacherC
         clients = itertools.cycle([client, other])
         with running_worker(proxy.backend_port), running_worker(proxy.backend_port):
             futures = list(
-                callers.map(lambda who, request: who.submit([request[0]], temperature=request[1]), clients, requests)
+                callers.map(
+                    lambda client, request: client.submit([request[0]], temperature=request[1]), clients, requests
+                )
             )
             for future, (sequence, temperature) in zip(futures, requests, strict=True):
                 assert_scored(future.result(timeout=20), sequence, temperature)

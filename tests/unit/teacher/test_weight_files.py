@@ -56,7 +56,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n"),
         "is a Git LFS pointer .*git lfs pull",
     ),
-    "gone": (Path.unlink, "is missing, but model.safetensors.index.json names it"),
+    "missing": (Path.unlink, "is missing, but model.safetensors.index.json names it"),
     "folder": (lambda path: (path.unlink(), path.mkdir()), "is missing, but model.safetensors.index.json names it"),
 }
 
