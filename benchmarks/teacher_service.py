@@ -41,7 +41,7 @@ from teacher_processes import TIMEOUT_S, Service
 
 from teacher import ScoredSequence, TeacherClient, TeacherSequence
 from teacher.wire import protocol
-from teacher.wire.messages import Answer, WireDtype
+from teacher.wire.messages import ScoreReply, WireDtype
 
 MAX_MODEL_LEN = 1024
 MIN_KILL_REQUESTS = 512
@@ -178,9 +178,9 @@ def service_seconds(client: TeacherClient, sequences: list[TeacherSequence]) -> 
 def codec_seconds(answers: list[ScoredSequence], wire_dtype: WireDtype) -> float:
     """From arrays to frames to arrays. What traveled as float16 is float32 again at the end, as the client has it."""
     began = time.perf_counter()
-    decoded = protocol.decode(protocol.encode_answer(1, answers, wire_dtype=wire_dtype))
-    assert isinstance(decoded, Answer)
-    for answer in decoded.answers:
+    decoded = protocol.decode(protocol.encode_score_reply(1, answers, wire_dtype=wire_dtype))
+    assert isinstance(decoded, ScoreReply)
+    for answer in decoded.scored:
         answer.topk_logps_TK.astype(np.float32, copy=False)
     return time.perf_counter() - began
 
@@ -199,7 +199,7 @@ def torch_seconds(answers: list[ScoredSequence]) -> float:
 
 
 def bytes_per_position(answers: list[ScoredSequence], wire_dtype: WireDtype) -> float:
-    frames = protocol.encode_answer(1, answers, wire_dtype=wire_dtype)
+    frames = protocol.encode_score_reply(1, answers, wire_dtype=wire_dtype)
     return sum(memoryview(frame).nbytes for frame in frames) / sum(len(answer.sampled_logps_T) for answer in answers)
 
 

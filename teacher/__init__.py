@@ -1,7 +1,7 @@
-"""A teacher model as a service: it scores token sequences and returns top-k logprobs of their response positions.
+"""Teacher model as a service: it scores token sequences and returns top-k log-probabilities of the response positions.
 
-`TeacherClient` is what a trainer needs, or `AsyncTeacherClient`; they import neither torch nor an engine. The service
-is started with `teacher/start_server.sh`.
+Trainers use ``TeacherClient`` or ``AsyncTeacherClient``, which import neither torch nor an engine.
+``teacher/start_server.sh`` starts the service.
 """
 
 from teacher.client import TeacherClient

@@ -1,4 +1,4 @@
-"""`python -m teacher proxy|worker|check|status|keys`: one process of the service, or one question to it."""
+"""Command line of the teacher service: ``python -m teacher proxy|worker|check|status|keys``."""
 
 from __future__ import annotations
 
@@ -15,31 +15,40 @@ from teacher.logs import set_up_logging
 
 logger = logging.getLogger("teacher")
 
-_SERVING = ("proxy", "worker")  # these run for weeks: nobody can repeat with DEBUG what ended one of them
+_LONG_RUNNING_COMMANDS = ("proxy", "worker")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done or stopped by a signal, 1 failed (the last line on stderr says why), 2 wrong arguments."""
+    """Run one command.
+
+    Args:
+        argv: Arguments without the program name, by default those of this process.
+
+    Returns:
+        Exit status: 0 for success or a stop by a signal, 1 for a failure with its reason in the last line on stderr,
+        2 for invalid arguments, 130 for Ctrl-C.
+    """
     args = make_parser().parse_args(argv)
     set_up_logging(args.log_level, args.log_format)
     try:
         return int(args.run(args))
     except TeacherError as error:
-        return _failed(args, str(error))
+        return _report_failure(args, str(error))
     except KeyboardInterrupt:
         return 130
-    except (OSError, zmq.ZMQError) as error:  # what the machine refuses: files, sockets, permissions
-        serves = args.command in _SERVING
-        logger.log(logging.ERROR if serves else logging.DEBUG, "where the system refused", exc_info=True)
-        hint = "see the traceback above" if serves else "--log-level DEBUG shows where"
-        return _failed(args, f"the system refused: {type(error).__name__}: {error}; {hint}")
-    except Exception:  # not to the interpreter, whose long way out would bury the reason under others' last words
+    except (OSError, zmq.ZMQError) as error:  # refused by the system: files, sockets, permissions
+        # A process that ran for weeks cannot be repeated with --log-level DEBUG, so its traceback is logged at once.
+        is_long_running = args.command in _LONG_RUNNING_COMMANDS
+        logger.log(logging.ERROR if is_long_running else logging.DEBUG, "system error", exc_info=True)
+        hint = "see the traceback above" if is_long_running else "--log-level DEBUG shows the traceback"
+        return _report_failure(args, f"the system refused: {type(error).__name__}: {error}; {hint}")
+    except Exception:  # logged here, because the interpreter's exit may print messages of libraries after a traceback
         logger.exception("teacher %s failed", args.command)
         return 1
 
 
-def _failed(args: argparse.Namespace, reason: str) -> int:
-    """Write the reason as the last line on stderr. Returns the exit code."""
+def _report_failure(args: argparse.Namespace, reason: str) -> int:
+    """Write the reason as the last line on stderr and return the exit status."""
     if args.log_format == "json":
         logger.error("%s failed: %s", args.command, reason)
     else:
@@ -48,6 +57,7 @@ def _failed(args: argparse.Namespace, reason: str) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="teacher", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for module in (service, ask, keys):
@@ -59,5 +69,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     logging.shutdown()
-    # All is closed. The interpreter would take seconds more to take torch and vLLM apart.
-    os._exit(code)
+    os._exit(code)  # everything is closed; the interpreter would need seconds to unload torch and vLLM

@@ -1,29 +1,29 @@
-"""What can go wrong between a client and the teacher service.
+"""Errors between a client and the teacher service.
 
-Each message says what was got, what was expected and what to do. Every class takes one message string, so that an error
-survives pickling between processes.
+Every message names the received and the expected value and a remedy. Every class takes one message string, so that
+errors can be pickled between processes.
 """
 
 
 class TeacherError(Exception):
-    """Anything that the teacher service or its client reports."""
+    """Base class of all errors of the teacher service and its client."""
 
 
 class TeacherChanged(TeacherError):
-    """The service serves another model than the one that this client met in `hello`."""
+    """The service serves another model than the one that this client connected to with ``hello``."""
 
 
 class TeacherTimeout(TeacherError, TimeoutError):
-    """The service is there, but a request did not get its answer before its deadline."""
+    """The service is connected but did not finish a request before its deadline."""
 
 
 class TeacherProtocolError(TeacherError):
-    """Bytes that are no valid message of this protocol version."""
+    """The received bytes are not a valid message of this protocol version."""
 
 
 class TeacherRequestError(TeacherError):
-    """This request was refused or failed; other requests are not affected and the service goes on."""
+    """One request was refused or failed. Other requests are not affected, and the service continues."""
 
 
 class TeacherUnavailable(TeacherError):
-    """Nobody answers at the address, or the proxy has no worker that could do the work."""
+    """There is no service at the address, or it has no worker."""

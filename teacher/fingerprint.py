@@ -1,4 +1,4 @@
-"""What has to be the same of two tokenizers: which ids there are, and what each means."""
+"""Fingerprint of a tokenizer's vocabulary. Student and teacher must have the same one."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ from typing import Protocol
 
 
 class HasVocabulary(Protocol):
-    """The one method needed; every `transformers` tokenizer has it, and it includes the added tokens."""
+    """Object with a vocabulary, such as every ``transformers`` tokenizer."""
 
-    def get_vocab(self) -> dict[str, int]: ...
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token, added tokens included."""
+        ...
 
 
 def count_ids(tokenizer: HasVocabulary) -> int:
-    """One more than the largest id: rows of an output layer from there on are padding."""
+    """Return the largest id plus one. Rows of an output layer from there on are padding."""
     return 1 + max(tokenizer.get_vocab().values())
 
 
 def tokenizer_fingerprint(tokenizer: HasVocabulary) -> str:
-    """Stable hash of the (id, token) map, added tokens included.
+    """Return a stable hash of the (id, token) map, added tokens included.
 
-    Top-k distillation compares two distributions id by id, so what has to agree is what each id stands for. Which ids
-    end, pad or begin a text is left out on purpose: a base and an instruct model of one family share the map but not
-    the end-of-sequence id, and distilling one into the other is sound. Merges and chat template are left out too: the
-    teacher is given ids, it never tokenizes.
+    Top-k distillation compares two distributions id by id, so each id must stand for the same token. Special tokens
+    are not part of the hash: a base and an instruct model of one family share the map but not the end-of-sequence id,
+    and distilling one into the other is valid. Merges and chat template are not part of it either, because the teacher
+    receives ids and never tokenizes.
 
-    Returns: "sha256:" and 64 hexadecimal digits.
+    Returns:
+        "sha256:" and 64 hexadecimal digits.
     """
     digest = hashlib.sha256()
     for token_id, token in sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items()):
         text = token.encode("utf-8", "surrogatepass")
-        # Lengths are part of the hash: without them ("1", "23") and ("12", "3") would look alike.
+        # Without the length, the pairs ("1", "23") and ("12", "3") would have the same hash.
         digest.update(b"%d:%d:" % (token_id, len(text)))
         digest.update(text)
     return f"sha256:{digest.hexdigest()}"

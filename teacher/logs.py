@@ -1,4 +1,4 @@
-"""How a process of the service logs: lines for people or JSON lines for machines, and nothing too often."""
+"""Logging of the service's processes: text or JSON lines, and a rate limit for repeated messages."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ LogFormat = Literal["text", "json"]
 
 
 def set_up_logging(level: str, log_format: LogFormat) -> None:
-    """All loggers of this process, to stderr.
+    """Send all log records of this process to stderr.
 
-    A record's `extra={"fields": {...}}` are keys of their own in JSON, and follow the message in text.
+    The entries of a record's ``extra={"fields": {...}}`` become keys of the JSON object, or follow the text message.
+
+    Args:
+        level: Lowest level that is logged, such as ``"INFO"``.
+        log_format: ``"text"`` or ``"json"``.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLine() if log_format == "json" else _TextLine())
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
-class _TextLine(logging.Formatter):
+class _TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
@@ -31,8 +35,11 @@ class _TextLine(logging.Formatter):
         return super().formatMessage(record) + "".join(f" {name}={value}" for name, value in fields.items())
 
 
-class _JsonLine(logging.Formatter):
-    """One object a line: ts (ISO 8601, UTC), level, logger, message, the record's fields, and exception if any."""
+class _JsonFormatter(logging.Formatter):
+    """Formatter that writes one JSON object per line.
+
+    Keys: ts (ISO 8601, UTC), level, logger, message, the record's fields, and exception if there is one.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -53,23 +60,42 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-class Seldom:
-    """For what a stranger can cause again and again: says when to mention it. For one thread; its memory is bounded."""
+class LogRateLimiter:
+    """Rate limit for log messages that a remote peer can cause repeatedly. Its memory is bounded; one thread only.
+
+    Example::
+
+        limiter = LogRateLimiter(interval_s=60.0)
+        if n := limiter.count(address):
+            logger.warning("refused %s (%d times)", address, n)
+
+    Args:
+        interval_s: Time between two logged events of a key, in seconds.
+        max_keys: Keys that are tracked individually. Further keys share one entry.
+    """
 
     def __init__(self, interval_s: float = 60.0, max_keys: int = 1000) -> None:
         self._interval_s, self._max_keys = interval_s, max_keys
-        self._seen: dict[str, tuple[float, int]] = {}  # key -> last mentioned, not mentioned since
+        self._seen: dict[str, tuple[float, int]] = {}  # key -> time of the last log message, events since then
 
     def count(self, key: str, now: float | None = None) -> int:
-        """It happened. 0: do not mention it; else how often it did since it was last mentioned, this time included."""
+        """Count one event.
+
+        Args:
+            key: Kind of event.
+            now: Current time in seconds, by default ``time.monotonic()``.
+
+        Returns:
+            Number of events to report now, this one included; 0 if nothing is to be logged.
+        """
         now = time.monotonic() if now is None else now
         if key not in self._seen and len(self._seen) >= self._max_keys:
             self._seen = {k: seen for k, seen in self._seen.items() if now - seen[0] < self._interval_s}
             if len(self._seen) >= self._max_keys:
-                key = ""  # all others together
-        mentioned, silent = self._seen.get(key, (-float("inf"), 0))
-        if now - mentioned < self._interval_s:
-            self._seen[key] = (mentioned, silent + 1)
+                key = ""
+        logged_at, n_suppressed = self._seen.get(key, (-float("inf"), 0))
+        if now - logged_at < self._interval_s:
+            self._seen[key] = (logged_at, n_suppressed + 1)
             return 0
         self._seen[key] = (now, 0)
-        return silent + 1
+        return n_suppressed + 1

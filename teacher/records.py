@@ -1,6 +1,7 @@
-"""What travels: a sequence to score, its answer, and what the service says about itself.
+"""Records of the teacher service: a sequence to score, its scores, and a description of the model.
 
-Shape suffixes: N tokens of a whole sequence, T response positions, K = the request's `top_k`, or all `n_logprobs`.
+Shape suffixes: N tokens of a whole sequence, T response positions, K the request's ``top_k`` (all ``n_logprobs`` by
+default).
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class TeacherSequence:
-    """One prompt with its response.
+    """A prompt with its response.
 
     Attributes:
-        token_ids: int32 [N], prompt followed by response.
-        prompt_len: number of prompt tokens, 1 <= prompt_len < N; the T = N - prompt_len others are scored.
+        token_ids: Prompt followed by response, int32 [N].
+        prompt_len: Number of prompt tokens, 1 <= prompt_len < N. The other T = N - prompt_len tokens are scored.
     """
 
     token_ids: np.ndarray
@@ -27,14 +28,14 @@ class TeacherSequence:
 class ScoredSequence:
     """The teacher's distributions at the response positions of one sequence.
 
-    Row r is log_softmax(logits / temperature) over all tokens, in fp32, for the logits that predict response
-    token r given everything before it, after whatever the model itself does to them (soft cap, scale). `temperature` is
-    the request's, 1 by default, and applies to all three arrays: `sampled_logps_T` too.
+    Row r is ``log_softmax(logits / temperature)`` over the whole vocabulary in fp32, for the logits that predict
+    response token r from all tokens before it. The logits are the model's final ones (after soft cap and scale). The
+    temperature of the request, 1 by default, applies to all arrays.
 
     Attributes:
-        topk_logps_TK: float32 [T, K], natural logarithms, highest first.
-        topk_ids_TK: int32 [T, K], the token each of them belongs to.
-        sampled_logps_T: float32 [T], logprob of the token that stood in the sequence (it need not be in the top k).
+        topk_logps_TK: Natural log-probabilities in descending order, float32 [T, K].
+        topk_ids_TK: Token ids of these log-probabilities, int32 [T, K].
+        sampled_logps_T: Log-probability of the token in the sequence, which need not be in the top k, float32 [T].
     """
 
     topk_logps_TK: np.ndarray
@@ -44,18 +45,18 @@ class ScoredSequence:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What all workers of one service must agree on.
+    """Description of a model. All workers of one service must have the same one.
 
     Attributes:
-        model_name: name the worker was started with; a proxy accepts only workers of the same name.
-        vocab_size: size of the model's output layer.
-        n_tokens: ids of the tokenizer, 0 to n_tokens - 1. The rest of the output layer, if any, is padding: it has
-            probability 0 and is never returned, and a sequence that contains it is refused.
-        tokenizer_fingerprint: see `teacher.fingerprint`.
-        max_model_len: longest sequence (prompt and response, in tokens) that is scored.
-        n_logprobs: K, the largest `top_k` of a request.
-        engine: engine, version and dtype, for people.
-        eos_token_ids: the ids that end a turn for this model, ascending; empty if its files name none.
+        model_name: Name given to the worker.
+        vocab_size: Size of the model's output layer.
+        n_tokens: Ids of the tokenizer, 0 to n_tokens - 1. The remaining rows of the output layer are padding: they have
+            probability 0 and are never returned, and a sequence that contains them is refused.
+        tokenizer_fingerprint: See ``teacher.fingerprint``.
+        max_model_len: Longest sequence (prompt and response) that is scored, in tokens.
+        n_logprobs: Largest ``top_k`` of a request.
+        engine: Engine, version and dtype, for display.
+        eos_token_ids: Ids that end a turn of this model, ascending. Empty if the model's files name none.
     """
 
     model_name: str
@@ -69,7 +70,7 @@ class ModelInfo:
 
     @property
     def identity(self) -> str:
-        """What a client relies on once it has met a service: one of another identity does not answer it."""
+        """Properties that a client relies on, as text. A service with another identity refuses its requests."""
         return (
             f"{self.model_name}, {self.n_tokens} tokens of tokenizer {self.tokenizer_fingerprint[:23]}, "
             f"top {self.n_logprobs}, up to {self.max_model_len} tokens long"
@@ -78,7 +79,12 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class TeacherInfo(ModelInfo):
-    """`ModelInfo` of the running service, with the proxy's protocol version and the workers it knows now."""
+    """Description of a running service.
+
+    Attributes:
+        protocol_version: Protocol version of the proxy.
+        n_workers: Number of registered workers.
+    """
 
     protocol_version: int
     n_workers: int

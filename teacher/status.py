@@ -1,6 +1,6 @@
-"""What a running service says about itself: to `python -m teacher status`, to /healthz and to /metrics.
+"""Status of a running service, as shown by ``python -m teacher status``, ``/healthz`` and ``/metrics``.
 
-Ages and durations are in seconds; totals count since the proxy started.
+Ages and durations are in seconds. Totals count from the start of the proxy.
 """
 
 from __future__ import annotations
@@ -13,98 +13,138 @@ from teacher.errors import TeacherProtocolError
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
-    """One worker, as the proxy sees it."""
+    """Status of one registered worker. Rates are averages over the last 30 s.
+
+    Attributes:
+        name: Host and pid.
+        joined_s: Time since its registration, in seconds.
+        heard_s: Time since its last message, in seconds.
+        requests: Requests in flight.
+        tokens: Tokens in flight.
+        capacity_tokens: Tokens that it accepts at a time.
+        tokens_per_second: Scored tokens per second.
+        busy_share: Share of the time in engine steps, 0 to 1.
+        scored_sequences: Sequences scored since the worker started.
+        scored_tokens: Tokens scored since the worker started.
+    """
 
     name: str
-    """Host and pid."""
     joined_s: float
-    """How long it has been here."""
     heard_s: float
-    """Since its last message."""
     requests: int
-    """In flight."""
     tokens: int
-    """In flight."""
     capacity_tokens: int
     tokens_per_second: float
-    """Scored in the last half minute, over that time."""
     busy_share: float
-    """Of that time, spent in engine steps."""
     scored_sequences: int
     scored_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientStatus:
-    """One client that waits for something, or did in the last minute."""
+    """Status of one client that has open requests, or sent a message in the last minute.
+
+    Attributes:
+        name: Address and end of the identity.
+        waiting_requests: Requests that are not assigned to a worker.
+        waiting_tokens: Tokens of the waiting requests.
+        running_requests: Requests that are assigned to a worker.
+        oldest_s: Age of the oldest open request in seconds, 0 without one.
+        answered_tokens: Tokens of answered requests.
+    """
 
     name: str
     waiting_requests: int
-    """Not yet given to a worker."""
     waiting_tokens: int
     running_requests: int
     oldest_s: float
-    """Age of its oldest request; 0 without one."""
     answered_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Requests by what became of them. A sum of seconds, over a number of requests, is their mean."""
+    """Counts by outcome. A sum of seconds, divided by ``answered``, is the mean of a request.
+
+    Attributes:
+        answered: Requests that were answered.
+        answered_sequences: Sequences of answered requests.
+        answered_tokens: Tokens of answered requests.
+        answered_bytes: Bytes of replies.
+        refused: Requests that a worker refused because they cannot be scored.
+        expired: Requests whose deadline passed.
+        given_up: Requests that were lost with several workers.
+        cancelled: Requests that their client cancelled, or whose client disconnected.
+        put_off: Requests that were sent back to the client because the queue was full.
+        repeated: Requests that were requeued because their worker was lost.
+        workers_lost: Workers that died, hung or were silent. Workers that left in order are not counted.
+        invalid_messages: Messages that violate the protocol.
+        waited_seconds: Time of answered requests in the queue, in seconds.
+        scored_seconds: Time of answered requests at a worker, in seconds.
+    """
 
     answered: int = 0
     answered_sequences: int = 0
     answered_tokens: int = 0
     answered_bytes: int = 0
     refused: int = 0
-    """By the worker: this request cannot be scored."""
     expired: int = 0
-    """Their deadline passed."""
     given_up: int = 0
-    """Lost with several workers."""
     cancelled: int = 0
-    """Their client cancelled them, or is gone."""
     put_off: int = 0
-    """Sent back to the client because the queue was full."""
     repeated: int = 0
-    """Given to a worker once more, because the one that had it was lost."""
     workers_lost: int = 0
-    """Died, hung, or were silent; not those that left."""
     invalid_messages: int = 0
-    """From peers that do not keep to the protocol."""
     waited_seconds: float = 0.0
-    """Of answered requests, from the proxy to a worker."""
     scored_seconds: float = 0.0
-    """Of answered requests, from the worker's getting them to its answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceStatus:
+    """Status of a proxy with its workers and clients.
+
+    Attributes:
+        model_name: Name of the model, empty without a worker.
+        n_logprobs: Largest ``top_k`` of a request, 0 without a worker.
+        protocol_version: Protocol version of the proxy.
+        uptime_s: Time since the proxy started, in seconds.
+        draining: True after a stop signal: requests in flight are finished, new ones are not accepted.
+        queue_requests: Requests that are not assigned to a worker.
+        queue_tokens: Tokens of these requests.
+        queue_oldest_s: Age of the oldest of these requests, in seconds.
+        max_queue_tokens: Limit of ``queue_tokens``, above which clients receive ``RetryLater``.
+        tokens_per_second: Sum over all workers.
+        last_loss: Reason for the loss of the last worker, "none has registered yet" before the first loss.
+        workers: Registered workers.
+        clients: Clients.
+        totals: Counts since the start.
+    """
+
     model_name: str
-    """Empty while there is no worker."""
     n_logprobs: int
     protocol_version: int
     uptime_s: float
     draining: bool
-    """The proxy was told to stop: it finishes what is in flight and takes nothing new."""
     queue_requests: int
     queue_tokens: int
     queue_oldest_s: float
     max_queue_tokens: int
     tokens_per_second: float
-    """Of all workers."""
     last_loss: str
-    """Reason why the last lost worker was lost; "none has registered yet" before the first one."""
     workers: tuple[WorkerStatus, ...]
     clients: tuple[ClientStatus, ...]
     totals: Totals
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the status as nested dictionaries and lists of JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Any) -> ServiceStatus:
-        """Raises: TeacherProtocolError if `values` is not what `to_dict` made."""
+        """Make a status from the result of ``to_dict``.
+
+        Raises:
+            TeacherProtocolError: Keys or types differ.
+        """
         checked = _checked(cls, values)
         return cls(
             **{
@@ -120,18 +160,19 @@ _Record = TypeVar("_Record")
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
 
 
-def _record(kind: type[_Record], values: Any) -> _Record:
-    return kind(**_checked(kind, values))
+def _record(record_type: type[_Record], values: Any) -> _Record:
+    return record_type(**_checked(record_type, values))
 
 
-def _checked(kind: Any, values: Any) -> dict[str, Any]:
-    names = {field.name: field.type for field in fields(kind)}
-    if not isinstance(values, dict) or set(values) != set(names):
-        raise TeacherProtocolError(f"a {kind.__name__} has the keys {sorted(names)}, got {values!r:.120}")
+def _checked(record_type: Any, values: Any) -> dict[str, Any]:
+    types = {field.name: field.type for field in fields(record_type)}
+    name_of_type = record_type.__name__
+    if not isinstance(values, dict) or set(values) != set(types):
+        raise TeacherProtocolError(f"{name_of_type} must have the keys {sorted(types)}, got {values!r:.120}")
     for name, value in values.items():
-        expected = _TYPES.get(str(names[name]))  # the annotations, which are texts in this module
+        expected = _TYPES.get(str(types[name]))  # field types are strings in this module
         if expected is not None and not isinstance(value, expected):
-            raise TeacherProtocolError(f"{name} of a {kind.__name__} is a {names[name]}, got {value!r:.120}")
+            raise TeacherProtocolError(f"{name} of {name_of_type} must be a {types[name]}, got {value!r:.120}")
     return values
 
 

@@ -1,4 +1,13 @@
-"""SIGTERM and SIGINT as something that a poller can wait for."""
+"""SIGTERM and SIGINT as a readable file descriptor.
+
+===========  ==============================================================  =============================
+state        event                                                           next state
+===========  ==============================================================  =============================
+running      SIGTERM or SIGINT                                               stopping: descriptor readable
+stopping     signal within DUPLICATE_SIGNAL_WINDOW_S of the first            stopping
+stopping     later signal                                                    process exits with 128 + signal
+===========  ==============================================================  =============================
+"""
 
 from __future__ import annotations
 
@@ -10,23 +19,27 @@ import time
 from types import FrameType
 from typing import Protocol
 
-SAME_STOP_S = 1.0
-"""Signals within this time of the first are the same request to stop: Ctrl-C, supervisors and parents that forward a
-signal deliver one request to a process more than once."""
+DUPLICATE_SIGNAL_WINDOW_S = 1.0
+"""Time in which further signals count as copies of the first, in seconds.
+
+Ctrl-C, supervisors and parents that forward a signal deliver one request to a process more than once.
+"""
 
 
 class Stoppable(Protocol):
-    """Readable once a loop should end: `StopSignal`, or one end of a socket pair."""
+    """Object with a descriptor that becomes readable when a loop is to end, such as ``StopSignal``."""
 
-    def fileno(self) -> int: ...
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        ...
 
 
 class StopSignal:
-    """Readable `fileno()` once the process was asked to stop. Make it in the main thread.
+    """Descriptor that becomes readable at the first signal. Create it in the main thread.
 
-    Raising out of a signal handler could break an engine in the middle of a step; a descriptor is looked at between
-    steps. A second signal, ``SAME_STOP_S`` after the first or later, ends the process at once with 128 + its number. A
-    thread does that, so that it works while the main thread waits in an engine.
+    An exception raised by a signal handler could interrupt an engine step. A loop polls the descriptor between steps
+    instead. A second signal ends the process from a separate thread, so that it works while the main thread is blocked
+    in an engine.
     """
 
     def __init__(self) -> None:
@@ -36,14 +49,17 @@ class StopSignal:
         signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _ignore)
-        threading.Thread(target=_watch, args=(from_signals, to_loop), name="teacher-stop", daemon=True).start()
+        threading.Thread(
+            target=_forward_signals, args=(from_signals, to_loop), name="teacher-stop", daemon=True
+        ).start()
 
     def fileno(self) -> int:
+        """Return the descriptor."""
         return self._receiver.fileno()
 
 
-def _watch(from_signals: socket.socket, to_loop: socket.socket) -> None:
-    """Pass the first signal on to the loop, and end the process at the second."""
+def _forward_signals(from_signals: socket.socket, to_loop: socket.socket) -> None:
+    """Forward the first signal to the loop, and end the process at the second."""
     first_at: float | None = None
     while numbers := from_signals.recv(1):
         number = numbers[0]
@@ -52,9 +68,9 @@ def _watch(from_signals: socket.socket, to_loop: socket.socket) -> None:
         if first_at is None:
             first_at = time.monotonic()
             to_loop.send(b"\0")
-        elif time.monotonic() - first_at >= SAME_STOP_S:
+        elif time.monotonic() - first_at >= DUPLICATE_SIGNAL_WINDOW_S:
             os._exit(128 + number)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """The byte that Python writes to the wake-up descriptor is the message."""
+    """Do nothing. Python writes the signal number to the wake-up descriptor before it calls this handler."""

@@ -1,4 +1,4 @@
-"""Find, open and check the weight files of a model folder. Imports neither torch nor an engine."""
+"""Search and validation of the weight files of a model folder. Imports neither torch nor an engine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _REPAIR = "copy or download it again"
 
 
 class WeightFileError(Exception):
-    """A weight file or an index is missing or damaged. The message names it and says what to do."""
+    """A weight file or an index is missing or damaged. The message names the file and a remedy."""
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
-    """Return the file name of each tensor by a model folder's index, None if there is no index.
+    """Return the file name of each tensor from the index of a model folder, None if there is no index.
 
     Raises:
         WeightFileError: The index cannot be read, or names a file that is missing.
@@ -41,19 +41,24 @@ def read_index(folder: Path) -> dict[str, str] | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that hold a model folder's weights: those that its index names, else all.
+    """Return the safetensors files with the weights of a model folder.
 
-    vLLM reads the same files. Beside an index a folder can have others, such as ``consolidated.safetensors``.
+    These are the files that the index names, or all files if there is no index. vLLM reads the same files. A folder
+    with an index can contain further files, such as ``consolidated.safetensors``.
 
     Raises:
-        WeightFileError: As :func:`read_index`.
+        WeightFileError: The index cannot be read, or names a file that is missing.
     """
     file_of = read_index(folder)
     return sorted(folder.glob("*.safetensors") if file_of is None else {folder / file for file in file_of.values()})
 
 
 def open_weights(path: Path, framework: str = "np") -> safe_open:
-    """Open a safetensors file; its header and size are compared.
+    """Open a safetensors file, which compares its header with its size.
+
+    Args:
+        path: The file.
+        framework: Framework of the returned tensors, as in ``safetensors.safe_open``.
 
     Raises:
         WeightFileError: The file cannot be read, or is damaged.
@@ -67,10 +72,10 @@ def open_weights(path: Path, framework: str = "np") -> safe_open:
 
 
 def find_damaged_weights(folder: Path) -> str | None:
-    """Return a message that names a missing or damaged weight file of a model folder, None if all are good.
+    """Return a message that names a missing or damaged weight file of a model folder, None if all are intact.
 
-    Reads headers and sizes only, so that a checkpoint of any size takes milliseconds. A changed byte inside a tensor is
-    not found. Of ``*.bin`` files, which are read only if there is no safetensors file, the size is compared with 0.
+    Only headers and sizes are read, which takes milliseconds for a checkpoint of any size. A changed byte inside a
+    tensor is not detected. ``*.bin`` files are checked only if there is no safetensors file, and only for size 0.
     """
     try:
         paths = weight_files(folder)

@@ -132,7 +132,11 @@ class TeacherClient:
     def submit_status(self, timeout_s: float = STATUS_TIMEOUT_S) -> Future[ServiceStatus]:
         """`status` as a future. Raises: TeacherError if the timeout is out of range or the client is closed."""
         call = Question(
-            "status", _checked_timeout_s(timeout_s), protocol.encode_ask_status, Status, lambda answer: answer.status
+            "status",
+            _checked_timeout_s(timeout_s),
+            protocol.encode_status_request,
+            Status,
+            lambda answer: answer.status,
         )
         self._exchange.start(call)
         return call.future

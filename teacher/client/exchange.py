@@ -26,8 +26,8 @@ from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout, T
 from teacher.wire import protocol
 from teacher.wire.connection import Connection
 from teacher.wire.frames import Frame
-from teacher.wire.messages import Answer, Failure, Info, Later, Probe, Status
-from teacher.wire.sockets import LOOK_HINT
+from teacher.wire.messages import Failure, Info, Probe, RetryLater, ScoreReply, Status
+from teacher.wire.sockets import DIAGNOSIS_HINT
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class Exchange:
             else:
                 self._fail_with(request, error)
             return
-        if isinstance(message, Answer | Info | Status):
+        if isinstance(message, ScoreReply | Info | Status):
             if (request := self._inflight.remove(message.request_id)) is not None:
                 try:
                     request.call.accept(request.request_id, message)
@@ -183,7 +183,7 @@ class Exchange:
         elif isinstance(message, Failure):
             if (request := self._inflight.remove(message.request_id)) is not None:
                 self._fail_with(request, message.error)
-        elif isinstance(message, Later):
+        elif isinstance(message, RetryLater):
             self._inflight.put_off(message.request_id, message.reason, time.monotonic())
         elif not isinstance(message, Probe):
             logger.warning("dropped a %s message from %s", type(message).__name__, self.address)
@@ -204,7 +204,7 @@ class Exchange:
             call.fail(
                 TeacherTimeout(
                     f"{what}: the teacher at {self.address} is connected but gave no answer within {waited}; it may "
-                    f"be slow (raise the timeout) or hang: {LOOK_HINT}"
+                    f"be slow (raise the timeout) or hang: {DIAGNOSIS_HINT}"
                 )
             )
 

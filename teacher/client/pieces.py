@@ -16,7 +16,7 @@ from teacher.errors import TeacherProtocolError
 from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
 from teacher.wire import protocol
 from teacher.wire.frames import Frame
-from teacher.wire.messages import Answer, Message, WireDtype, check_sequences
+from teacher.wire.messages import Message, ScoreReply, WireDtype, check_sequences
 
 PIECE_TOKENS = 4096
 PIECE_BYTES = 256 << 20
@@ -82,11 +82,11 @@ class Scoring(Call[list[ScoredSequence]]):
 
     def accept(self, request_id: int, message: Message) -> None:
         piece = self._pieces[self._index(request_id)]
-        if not isinstance(message, Answer):
-            raise TeacherProtocolError(f"expected Answer, got {type(message).__name__}")
-        if len(message.answers) != len(piece):
-            raise TeacherProtocolError(f"asked for {len(piece)} sequences, got answers for {len(message.answers)}")
-        for i, answer in zip(piece, message.answers, strict=True):
+        if not isinstance(message, ScoreReply):
+            raise TeacherProtocolError(f"expected ScoreReply, got {type(message).__name__}")
+        if len(message.scored) != len(piece):
+            raise TeacherProtocolError(f"asked for {len(piece)} sequences, got answers for {len(message.scored)}")
+        for i, answer in zip(piece, message.scored, strict=True):
             self._check_size(i, answer)
             self._answers[i] = _in_float32(answer)
         self._messages[self._index(request_id)] = []  # never needed again, and the rest may take long

@@ -1,4 +1,4 @@
-"""The one address of a service: `proxy` is the loop, `dispatch` what it decides, `overview` what it says of itself."""
+"""Proxy of a teacher service. ``proxy`` is its loop, ``dispatch`` assigns requests, ``status_tracker`` its status."""
 
 from teacher.proxy.proxy import Proxy
 

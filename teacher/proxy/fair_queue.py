@@ -1,7 +1,7 @@
-"""Requests of several clients in one queue: who has been given the fewest tokens is next.
+"""Queue of the waiting jobs of several clients. The client that was served the fewest tokens is next.
 
-Start-time fair queuing (Goyal, Vin, Cheng 1996) with tokens as the cost: while two clients both wait, they are given
-equally many tokens; what one does not use, others do; and who was idle has no credit from that time.
+Start-time fair queuing (Goyal, Vin, Cheng 1996) with tokens as the cost: two clients that both wait are served equally
+many tokens, unused shares go to the other clients, and an idle client earns no credit.
 """
 
 from __future__ import annotations
@@ -10,104 +10,107 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from teacher.wire.frames import Frame
-
-ClientKey = tuple[bytes, int]  # (identity of the client, its request id)
+from teacher.proxy.jobs import Job
 
 
 @dataclass(eq=False)
-class Job:
-    """One request on its way. Times are the proxy's `time.monotonic()`."""
+class _ClientQueue:
+    """Jobs of one client.
 
-    job_id: int
-    client: ClientKey
-    frames: list[Frame]
-    n_tokens: int
-    deadline: float
-    arrived: float
-    given: float = 0.0
-    """When a worker got it."""
-    losses: int = 0
-    """Workers that were lost with it."""
+    Attributes:
+        served_tokens: Tokens served to the client, on the virtual clock that all clients share.
+        n_tokens: Tokens of the waiting jobs.
+        jobs: Waiting jobs by job id, in the order of service.
+    """
 
-
-@dataclass(eq=False)
-class _Line:
-    """One client's jobs, and the tokens that it was given, on the clock that all clients share."""
-
-    served: float
+    served_tokens: float
     n_tokens: int = 0
-    """Of the jobs."""
     jobs: OrderedDict[int, Job] = field(default_factory=OrderedDict)
 
 
 class FairQueue:
+    """Waiting jobs by client.
+
+    Attributes:
+        n_tokens: Tokens of all waiting jobs.
+        n_jobs: Number of waiting jobs.
+    """
+
     def __init__(self) -> None:
         self.n_tokens = 0
         self.n_jobs = 0
-        self._lines: dict[bytes, _Line] = {}
-        self._clock = 0.0  # `served` of the line that was taken from last, before that
+        self._clients: dict[bytes, _ClientQueue] = {}
+        self._clock_tokens = 0.0  # largest `served_tokens` at which a job was taken
 
     def __iter__(self) -> Iterator[Job]:
-        return (job for line in self._lines.values() for job in line.jobs.values())
+        return (job for queue in self._clients.values() for job in queue.jobs.values())
 
     def add(self, job: Job) -> None:
-        """At the end of its client's line."""
-        line = self._lines.get(job.client[0])
-        if line is None:
-            line = self._lines[job.client[0]] = _Line(self._clock)
-        elif not line.jobs:
-            line.served = max(line.served, self._clock)
-        line.jobs[job.job_id] = job
+        """Add a job behind its client's other jobs."""
+        queue = self._clients.get(job.key.client)
+        if queue is None:
+            queue = self._clients[job.key.client] = _ClientQueue(self._clock_tokens)
+        elif not queue.jobs:
+            queue.served_tokens = max(queue.served_tokens, self._clock_tokens)
+        queue.jobs[job.job_id] = job
         self._count(job, 1)
 
-    def put_back(self, job: Job) -> None:
-        """A job that was taken, at the front of its client's line, as if it had not been."""
+    def requeue(self, job: Job) -> None:
+        """Return a taken job to the front of its client's jobs and refund its tokens."""
         self.add(job)
-        line = self._lines[job.client[0]]
-        line.jobs.move_to_end(job.job_id, last=False)
-        line.served -= job.n_tokens
+        queue = self._clients[job.key.client]
+        queue.jobs.move_to_end(job.job_id, last=False)
+        queue.served_tokens -= job.n_tokens
 
     def take(self, paused: Collection[bytes] = ()) -> Job | None:
-        """The next job of a client that is not paused."""
-        waiting = [client for client, line in self._lines.items() if line.jobs and client not in paused]
+        """Remove and return the next job, None if there is none.
+
+        Args:
+            paused: Clients whose jobs are not taken.
+        """
+        waiting = [client for client, queue in self._clients.items() if queue.jobs and client not in paused]
         if not waiting:
             return None
-        line = self._lines[min(waiting, key=lambda client: self._lines[client].served)]
-        _, job = line.jobs.popitem(last=False)
-        self._clock = max(self._clock, line.served)
-        line.served += job.n_tokens
+        queue = self._clients[min(waiting, key=lambda client: self._clients[client].served_tokens)]
+        _, job = queue.jobs.popitem(last=False)
+        self._clock_tokens = max(self._clock_tokens, queue.served_tokens)
+        queue.served_tokens += job.n_tokens
         self._count(job, -1)
-        self._forget_idle()
+        self._forget_idle_clients()
         return job
 
     def remove(self, job: Job) -> bool:
-        """Whether it was waiting here."""
-        line = self._lines.get(job.client[0])
-        if line is None or line.jobs.pop(job.job_id, None) is None:
+        """Remove a job. Return False if it is not in the queue."""
+        queue = self._clients.get(job.key.client)
+        if queue is None or queue.jobs.pop(job.job_id, None) is None:
             return False
         self._count(job, -1)
         return True
 
     def tokens_of(self, client: bytes) -> int:
-        """That wait."""
-        return self._lines[client].n_tokens if client in self._lines else 0
+        """Return the tokens of a client's waiting jobs."""
+        return self._clients[client].n_tokens if client in self._clients else 0
 
     def jobs_of(self, client: bytes) -> int:
-        """Return how many jobs of a client wait."""
-        return len(self._lines[client].jobs) if client in self._lines else 0
+        """Return the number of a client's waiting jobs."""
+        return len(self._clients[client].jobs) if client in self._clients else 0
 
     @property
     def n_clients(self) -> int:
-        """For whom something waits."""
-        return sum(1 for line in self._lines.values() if line.jobs)
+        """Number of clients with waiting jobs."""
+        return sum(1 for queue in self._clients.values() if queue.jobs)
 
     def _count(self, job: Job, sign: int) -> None:
         self.n_jobs += sign
         self.n_tokens += sign * job.n_tokens
-        self._lines[job.client[0]].n_tokens += sign * job.n_tokens
+        self._clients[job.key.client].n_tokens += sign * job.n_tokens
 
-    def _forget_idle(self) -> None:
-        """Lines that would begin where a new one does."""
-        for client in [client for client, line in self._lines.items() if not line.jobs and line.served <= self._clock]:
-            del self._lines[client]
+    def _forget_idle_clients(self) -> None:
+        """Remove the clients without jobs whose state equals that of a new client."""
+        idle = [
+            client
+            for client, queue in self._clients.items()
+            if not queue.jobs and queue.served_tokens <= self._clock_tokens
+        ]
+        for client in idle:
+            del self._clients[client]

@@ -1,7 +1,8 @@
-"""What is sent to clients, also to one that does not read: bounded, and without holding up the others.
+"""Replies to clients, with bounded memory and without waiting for a client that does not read.
 
-ZeroMQ keeps a few messages for each client. When those are not read, the rest waits here, and the client is in
-`unread`: no more of its requests are dealt until it has read, so what waits is at most what was in flight for it.
+ZeroMQ queues a few messages for each client. If they are not read, further messages wait here, and the client is in
+``unread``. No requests of such a client are assigned until it has read, so its waiting messages are bounded by its
+requests in flight.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from teacher.wire.frames import Frame
 from teacher.wire.sockets import send
 
 _RETRY_S = 0.001
-_MAX_WAITING = 1 << 20  # messages: answers are bounded by what was in flight, what else there is has about 100 bytes
+_MAX_WAITING_MESSAGES = 1 << 20  # replies are bounded by the requests in flight; other messages have about 100 bytes
 
 
 class Outbox:
+    """Messages to clients that wait because the client does not read."""
+
     def __init__(self, socket: zmq.Socket) -> None:
         self._socket = socket
         self._waiting: dict[bytes, deque[list[Frame]]] = {}
@@ -27,10 +30,11 @@ class Outbox:
 
     @property
     def unread(self) -> KeysView[bytes]:
+        """Clients with waiting messages."""
         return self._waiting.keys()
 
     def send(self, client: bytes, frames: list[Frame]) -> bool:
-        """False if the client has gone."""
+        """Send a message, or keep it until the client reads. Return False if the client is disconnected."""
         if client in self._waiting:
             self._waiting[client].append(frames)
             return True
@@ -43,14 +47,15 @@ class Outbox:
             return False
         return True
 
-    def next_try(self) -> float | None:
+    def retry_at(self) -> float | None:
+        """Return the time at which ``flush`` is to be called, None if no message waits."""
         return self._retry_at if self._waiting else None
 
     def flush(self) -> list[bytes]:
-        """Send what is read by now. Returns the clients that have gone, or never read."""
+        """Send waiting messages. Return the clients that are disconnected or have too many waiting messages."""
         if not self._waiting or time.monotonic() < self._retry_at:
             return []
-        gone = []
+        lost = []
         for client, waiting in list(self._waiting.items()):
             try:
                 while waiting:
@@ -58,12 +63,13 @@ class Outbox:
                     waiting.popleft()
                 del self._waiting[client]
             except zmq.Again:
-                if len(waiting) > _MAX_WAITING:
-                    gone.append(client)
+                if len(waiting) > _MAX_WAITING_MESSAGES:
+                    lost.append(client)
             except zmq.ZMQError:
-                gone.append(client)
+                lost.append(client)
         self._retry_at = time.monotonic() + _RETRY_S
-        return gone
+        return lost
 
     def forget(self, client: bytes) -> None:
+        """Drop the waiting messages of a client."""
         self._waiting.pop(client, None)

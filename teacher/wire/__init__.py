@@ -1,1 +1,1 @@
-"""What both sides of a socket share: messages, their bytes and limits, sockets, keys."""
+"""Wire layer shared by client, proxy and worker: messages, their encoding and limits, sockets, CURVE keys."""

@@ -1,21 +1,20 @@
-"""CURVE: who may talk to a service, and that nobody else can listen or change what is said.
+"""CURVE keys: authentication of clients and workers, and encryption of their connections.
 
-The server knows the public keys that it lets in; a client or a worker knows the server's. A key is 40
-characters of Z85. A folder of keys, as `teacher.wire.make_keys` makes it:
+The server holds the public keys of the clients that may connect; a client or worker holds the server's public key. A
+key is 40 characters of Z85. ``teacher.wire.make_keys`` creates this folder::
 
-    DIR/server.key, server.key_secret     of the proxy
-    DIR/allowed/NAME.key                  whom it lets in
-    DIR/clients/NAME/                     what the machine of a trainer or worker needs: copy it there
+    DIR/server.key, server.key_secret     keys of the proxy
+    DIR/allowed/NAME.key                  public keys of the clients that may connect
+    DIR/clients/NAME/                     keys for the machine of a trainer or worker; copy this folder to it
         server.key, client.key, client.key_secret
 
-DIR serves as the folder of a client too: it then is `clients/default`.
+A client can also use DIR itself, which then stands for ``DIR/clients/default``.
 """
 
 from __future__ import annotations
 
 import functools
 import ipaddress
-import logging
 import os
 import socket
 from collections.abc import Callable
@@ -30,17 +29,23 @@ from zmq.utils import z85
 
 from teacher.errors import TeacherError
 
-logger = logging.getLogger(__name__)
-
 DEFAULT_CLIENT = "default"
 ZAP_DOMAIN = b"teacher"
+_KEY_CHARS = 40
 _MAKE_HINT = "make keys with `python -m teacher keys --auth-dir DIR`"
 _COPY_HINT = "--auth-dir (AUTH_DIR) is the folder DIR that `python -m teacher keys` made, or a copy of its clients/NAME"
 
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """Of the proxy. `allowed` are the public keys of clients and workers; `allowed_dir` is where they are read anew."""
+    """Keys of a proxy.
+
+    Attributes:
+        public: Public key.
+        secret: Secret key.
+        allowed: Public keys of the clients and workers that may connect.
+        allowed_dir: Folder from which the allowed keys are read again while the proxy runs.
+    """
 
     public: bytes
     secret: bytes
@@ -48,24 +53,31 @@ class ServerKeys:
     allowed_dir: Path | None = None
 
     def secure(self, socket: zmq.Socket) -> None:
-        """Before it is bound. From then on nobody is let in but by a `Gatekeeper` of the same context."""
+        """Configure a socket before it is bound. It then needs a ``CurveAuthenticator`` in the same context."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
-        # Without a gatekeeper libzmq would let in whoever knows the server's public key; so it lets in nobody.
+        # Without an authenticator, libzmq accepts every client that has the server's public key. Enforcing the ZAP
+        # domain makes it refuse all of them instead.
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """Of a client, or of a worker."""
+    """Keys of a client or worker.
+
+    Attributes:
+        server_public: Public key of the proxy.
+        public: Public key of the client.
+        secret: Secret key of the client.
+    """
 
     server_public: bytes
     public: bytes
     secret: bytes
 
     def secure(self, socket: zmq.Socket) -> None:
-        """Before it is connected."""
+        """Configure a socket before it is connected."""
         socket.curve_serverkey = self.server_public
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
@@ -73,13 +85,13 @@ class ClientKeys:
 Keys = ServerKeys | ClientKeys
 
 
-# --- reading them ----------------------------------------------------------------------------------------------------
+# --- read keys -------------------------------------------------------------------------------------------------------
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def _explain_refused_access(read: Callable[_P, _R]) -> Callable[_P, _R]:
+def _explain_denied_access(read: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(read)
     def explained(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
@@ -93,53 +105,67 @@ def _explain_refused_access(read: Callable[_P, _R]) -> Callable[_P, _R]:
     return explained
 
 
-@_explain_refused_access
+@_explain_denied_access
 def server_keys(auth_dir: str | Path | None) -> ServerKeys | None:
-    """None for None or "": a service without keys.
+    """Read the keys of a proxy.
 
-    Raises: TeacherError if a file is missing, damaged, or open to others.
+    Args:
+        auth_dir: Folder of keys. None or "" stands for a service without keys.
+
+    Returns:
+        The keys, None for a service without keys.
+
+    Raises:
+        TeacherError: A file is missing or damaged, or other users can access it.
     """
     if not auth_dir:
         return None
     require_curve()
     folder = _folder(auth_dir)
-    public, secret = _read_pair(folder / "server.key_secret", f"of a server; {_MAKE_HINT}")
+    public, secret = _read_pair(folder / "server.key_secret", f"a server; {_MAKE_HINT}")
     allowed_dir = folder / "allowed"
     if not allowed_dir.is_dir():
-        raise TeacherError(f"{allowed_dir} is missing: it holds the public keys of those who are let in; {_MAKE_HINT}")
+        raise TeacherError(f"{allowed_dir} is missing: expected a folder of the clients' public keys; {_MAKE_HINT}")
     for path in (folder, allowed_dir):
-        _refuse_open(path, 0o022, "written", "go-w")
+        _refuse_other_users(path, 0o022, "written", "go-w")
     allowed = tuple(_read(path)[0] for path in sorted(allowed_dir.glob("*.key")))
     if not allowed:
         raise TeacherError(
-            f"{allowed_dir} has no NAME.key: nobody would be let in; add a client with `python -m teacher keys "
+            f"{allowed_dir} has no NAME.key, so no client could connect; add a client with `python -m teacher keys "
             f"--auth-dir {folder} --client NAME`"
         )
     return ServerKeys(public, secret, allowed, allowed_dir)
 
 
-@_explain_refused_access
+@_explain_denied_access
 def client_keys(auth_dir: str | Path | None) -> ClientKeys | None:
-    """None for None or "": the service has no keys.
+    """Read the keys of a client or worker.
 
-    Raises: TeacherError if a file is missing, damaged, or open to others.
+    Args:
+        auth_dir: Folder of keys. None or "" stands for a service without keys.
+
+    Returns:
+        The keys, None for a service without keys.
+
+    Raises:
+        TeacherError: A file is missing or damaged, or other users can access it.
     """
     if not auth_dir:
         return None
     require_curve()
     folder = _folder(auth_dir)
-    if not (folder / "client.key_secret").exists() and (own := folder / "clients" / DEFAULT_CLIENT).is_dir():
-        folder = own
-    public, secret = _read_pair(folder / "client.key_secret", f"of a client; {_COPY_HINT}")
+    if not (folder / "client.key_secret").exists() and (default := folder / "clients" / DEFAULT_CLIENT).is_dir():
+        folder = default
+    public, secret = _read_pair(folder / "client.key_secret", f"a client; {_COPY_HINT}")
     return ClientKeys(_read(folder / "server.key")[0], public, secret)
 
 
 def allowed_keys(folder: Path) -> dict[bytes, str]:
-    """Public key -> name of those who are let in now. Unreadable files are left out."""
+    """Return the client name of each allowed public key in a folder. Unreadable files are skipped."""
     found = {}
     with suppress(OSError):
         for path in folder.glob("*.key"):
-            with suppress(TeacherError):  # being copied, perhaps; whoever needs it is refused, which is logged
+            with suppress(TeacherError):  # the file may be half copied; its client is refused, and that is logged
                 found[_read(path)[0]] = path.stem
     return found
 
@@ -151,11 +177,11 @@ def _folder(auth_dir: str | Path) -> Path:
     return folder
 
 
-def _read_pair(path: Path, whose: str) -> tuple[bytes, bytes]:
-    """Public and secret key."""
+def _read_pair(path: Path, owner: str) -> tuple[bytes, bytes]:
+    """Return the public and the secret key of a secret key file."""
     if not path.exists():
-        raise TeacherError(f"{path} is missing: it holds the secret key {whose}")
-    _refuse_open(path, 0o077, "read", "go=")
+        raise TeacherError(f"{path} is missing: expected the secret key of {owner}")
+    _refuse_other_users(path, 0o077, "read", "go=")
     public, secret = _read(path)
     if secret is None or zmq.curve_public(secret) != public:
         raise TeacherError(f"{path} is damaged: expected a public key and its secret key; restore it or make new keys")
@@ -163,49 +189,58 @@ def _read_pair(path: Path, whose: str) -> tuple[bytes, bytes]:
 
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:
-    """Public key, and secret key if the file has one: 40 characters of Z85 each."""
+    """Return the public key of a key file, and the secret key if the file has one."""
     if not path.exists():
-        raise TeacherError(f"{path} is missing: it holds a public key; {_COPY_HINT}")
+        raise TeacherError(f"{path} is missing: expected a public key; {_COPY_HINT}")
     try:
         public, secret = load_certificate(path)
         for key in (public, secret or public):
-            if len(key) != 40:
-                raise ValueError(f"a key has 40 characters, got {len(key)}")
+            if len(key) != _KEY_CHARS:
+                raise ValueError(f"a key has {_KEY_CHARS} characters, got {len(key)}")
             z85.decode(key)
     except (OSError, ValueError, KeyError, ArithmeticError, IndexError) as error:
         raise TeacherError(
-            f"{path} is damaged or cannot be read: expected a key file of ZeroMQ's CURVE, got {error!r:.120}; restore "
-            "it or make new keys"
+            f"{path} is damaged or cannot be read: expected a CURVE key file, got {error!r:.120}; restore it or make "
+            "new keys"
         ) from None
     return public, secret
 
 
-def _refuse_open(path: Path, bits: int, verb: str, repair: str) -> None:
-    if (mode := path.stat().st_mode & 0o777) & bits:
+def _refuse_other_users(path: Path, mode_bits: int, verb: str, chmod_mode: str) -> None:
+    if (mode := path.stat().st_mode & 0o777) & mode_bits:
         raise TeacherError(
-            f"{path} can be {verb} by other users (mode {mode:03o}), so who is let in would not be up to you; expected "
-            f"your access only: chmod {repair} {path}"
+            f"{path} can be {verb} by other users (mode {mode:03o}), who could then grant access to the service; "
+            f"expected access for its owner only: chmod {chmod_mode} {path}"
         )
 
 
 def require_curve() -> None:
+    """Check that libzmq was built with CURVE.
+
+    Raises:
+        TeacherError: It was not.
+    """
     if not zmq.has("curve"):
         raise TeacherError(
-            "the libzmq of this Python was built without CURVE, so there are no keys; install a wheel of pyzmq from "
-            "PyPI (pip install --force-reinstall pyzmq), or do without --auth-dir on a loopback address"
+            "the libzmq of this Python was built without CURVE, so keys cannot be used; install a wheel of pyzmq from "
+            "PyPI (pip install --force-reinstall pyzmq), or omit --auth-dir on a loopback address"
         )
 
 
-# --- what may be bound without ---------------------------------------------------------------------------------------
+# --- addresses that need no keys -------------------------------------------------------------------------------------
 
 
 def check_bind(bind: str, keys: ServerKeys | None) -> None:
-    """Raise TeacherError if others than this machine could reach `bind` and there are no keys, or it is IPv6."""
+    """Check that an address may be bound with these keys.
+
+    Raises:
+        TeacherError: Other machines could reach the address and there are no keys, or it is an IPv6 address.
+    """
     if ":" in bind:
         raise TeacherError(f"--bind {bind}: expected an IPv4 address or a name, such as 127.0.0.1 or 10.0.0.1")
     if keys is None and not is_loopback(bind):
         raise TeacherError(
-            f"--bind {bind} can be reached from other machines, and without keys whoever reaches it could use, read "
+            f"--bind {bind} can be reached from other machines. Without keys, everyone who reaches it could use, read "
             "and disturb this service. Make keys once and start with them:\n"
             "  python -m teacher keys --auth-dir DIR\n"
             f"  AUTH_DIR=DIR BIND={bind} teacher/start_server.sh ...\n"
@@ -214,7 +249,7 @@ def check_bind(bind: str, keys: ServerKeys | None) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether all addresses of `host`, a name or an IP, are of this machine alone. False if it has none."""
+    """Return True if all addresses of a host name or IP belong to this machine only. False if it has no address."""
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     try:

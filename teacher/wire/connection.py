@@ -1,4 +1,17 @@
-"""A client's or a worker's way to its proxy: one DEALER socket, and what its monitor tells about it."""
+"""Connection of a client or worker to its proxy: one DEALER socket and its monitor.
+
+======================  ==========================================  ==============================================
+state                   event                                       next state
+======================  ==========================================  ==============================================
+down                    handshake succeeded                         up
+down                    handshake failed (keys, protocol)           down; reconnect after RECONNECT_AFTER_REFUSAL_S
+down                    handshake ended without a detail            down; libzmq reconnects
+up                      disconnected                                down; reconnect after RECONNECT_AFTER_LOSS_S
+======================  ==========================================  ==============================================
+
+libzmq reconnects by itself, except after errors that it regards as permanent: a refused key, another security
+mechanism, or bytes that are not ZeroMQ. A restarted service may no longer have them, so the connection is renewed here.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +33,12 @@ from teacher.wire.sockets import (
     HANDSHAKE_TIMEOUT_S,
     START_HINT,
     WORKER_HEARTBEAT,
-    Heartbeat,
+    HeartbeatSettings,
     make_socket,
     receive,
     send,
 )
 
-# libzmq connects again by itself, except after what it takes for a mistake that will not go away: a refused key,
-# another security mechanism, bytes that are no ZeroMQ. A service can be restarted without the mistake.
 RECONNECT_AFTER_REFUSAL_S = 1.0
 RECONNECT_AFTER_LOSS_S = CLIENT_HEARTBEAT.timeout_s
 
@@ -37,58 +48,88 @@ _FAILED_HANDSHAKES = (
 
 
 @dataclass(frozen=True)
-class Side:
-    """Who connects to a proxy."""
+class PeerRole:
+    """Role of the connecting side: client or worker.
+
+    Attributes:
+        max_frame_bytes: Largest frame that it accepts.
+        heartbeat: Heartbeat settings.
+        keeps_identity: True if it keeps its identity after a lost connection. The proxy then recognizes its requests.
+        address_hint: Advice for a malformed address.
+        start_hint: Advice if there is no proxy at the address.
+    """
 
     max_frame_bytes: int
-    heartbeat: Heartbeat
-    has_name: bool
-    """It keeps a name over a lost connection, by which the proxy knows what it has of it."""
+    heartbeat: HeartbeatSettings
+    keeps_identity: bool
     address_hint: str
     start_hint: str
 
 
-CLIENT = Side(
-    LIMITS.answer_frame_bytes,
-    CLIENT_HEARTBEAT,
-    has_name=True,
+CLIENT = PeerRole(
+    max_frame_bytes=LIMITS.answer_frame_bytes,
+    heartbeat=CLIENT_HEARTBEAT,
+    keeps_identity=True,
     address_hint="expected a host name or IP and a port, see actor_rollout_ref.teacher.server_ip/server_port",
     start_hint=START_HINT,
 )
-WORKER = Side(
-    LIMITS.request_frame_bytes,
-    WORKER_HEARTBEAT,
-    has_name=False,
+WORKER = PeerRole(
+    max_frame_bytes=LIMITS.request_frame_bytes,
+    heartbeat=WORKER_HEARTBEAT,
+    keeps_identity=False,
     address_hint="expected a host name or IP and a port, see SERVER_IP and PROXY_BACKEND_PORT",
     start_hint="start it with teacher/start_server.sh, or set SERVER_IP / PROXY_BACKEND_PORT to where it runs",
 )
 
 
 class Connection:
-    """To be used by one thread at a time. `socket` and `monitor` are for polling."""
+    """Connection to a proxy, for one thread at a time.
 
-    def __init__(self, side: Side, server_ip: str, server_port: int, auth_dir: str | Path | None) -> None:
-        """Connects in the background.
+    Lifecycle::
 
-        Raises: TeacherError if the address is malformed or keys are missing.
+        connection = Connection(CLIENT, "127.0.0.1", 15555, auth_dir=None)  # connects in the background
+        poller.register(connection.socket); poller.register(connection.monitor)
+        connection.read_event()                                  # when the monitor is readable
+        connection.reconnect_if_due(time.monotonic())            # in every round of the loop
+        connection.close(linger_ms=100)
+
+    Attributes:
+        address: Address of the proxy.
+        is_up: True after a successful handshake.
+        socket: DEALER socket.
+        monitor: Socket that receives libzmq's connection events.
+        reconnect_at: Time of the next reconnection by ``time.monotonic()``, None if none is due.
+    """
+
+    def __init__(self, role: PeerRole, server_ip: str, server_port: int, auth_dir: str | Path | None) -> None:
+        """Start to connect.
+
+        Args:
+            role: ``CLIENT`` or ``WORKER``.
+            server_ip: Host name or IP of the proxy.
+            server_port: Port of the proxy for this role.
+            auth_dir: Folder of keys, None for a service without keys.
+
+        Raises:
+            TeacherError: The address is malformed, or keys are missing.
         """
         self.address = f"tcp://{server_ip}:{server_port}"
         self.is_up = False
-        self._side, self._auth_dir = side, auth_dir
+        self._role, self._auth_dir = role, auth_dir
         self._refusal, self._refused_at = "", 0.0
-        self.reconnect_at: float | None = None  # time.monotonic()
-        if not 1 <= server_port <= 65535:  # ZeroMQ takes any number, and then waits for ever
-            raise TeacherError(f"cannot connect to {self.address}: a port is 1 to 65535; {side.address_hint}")
+        self.reconnect_at: float | None = None
+        if not 1 <= server_port <= 65535:  # ZeroMQ accepts every number and then never connects
+            raise TeacherError(f"cannot connect to {self.address}: a port is 1 to 65535; {role.address_hint}")
         keys = auth.client_keys(auth_dir)
         self._context = zmq.Context()
         try:
             self.socket = make_socket(
                 self._context,
                 zmq.DEALER,
-                max_frame_bytes=side.max_frame_bytes,
-                heartbeat=side.heartbeat,
+                max_frame_bytes=role.max_frame_bytes,
+                heartbeat=role.heartbeat,
                 keys=keys,
-                routing_id=b"c" + os.urandom(15) if side.has_name else b"",
+                routing_id=b"c" + os.urandom(15) if role.keeps_identity else b"",
             )
             self.monitor = self.socket.get_monitor_socket(
                 zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKES
@@ -96,18 +137,23 @@ class Connection:
             self.socket.connect(self.address)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise TeacherError(f"cannot connect to {self.address}: {error}; {side.address_hint}") from None
+            raise TeacherError(f"cannot connect to {self.address}: {error}; {role.address_hint}") from None
 
     def send(self, frames: list[Frame]) -> None:
-        """Without a connection it waits for one, or is lost: what matters is sent again when there is one."""
+        """Send a message. Without a connection it waits for one or is lost; callers repeat important messages."""
         with suppress(zmq.Again):
             send(self.socket, frames)
 
     def receive(self) -> list[zmq.Frame] | None:
+        """Return the next complete message without waiting, None if there is none."""
         return receive(self.socket)
 
     def read_event(self) -> str:
-        """Take what the monitor has. Returns why the service refuses this client, if that is news; else nothing."""
+        """Process one monitor event.
+
+        Returns:
+            A new reason for which the service refuses this peer, otherwise "".
+        """
         event = recv_monitor_message(self.monitor)
         kind, now = event["event"], time.monotonic()
         self.is_up = kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -123,48 +169,58 @@ class Connection:
         before, self._refused_at = self._refusal, now
         if kind != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self.reconnect_at = now + RECONNECT_AFTER_REFUSAL_S
-        elif before:  # the same thing, perhaps, and what is known of it says more
+        elif before:  # probably the same cause, and the earlier reason has more detail
             return ""
         self._refusal = _explain_refusal(kind, value, self.address, self._auth_dir)
         return self._refusal if self._refusal != before else ""
 
     def reconnect_if_due(self, now: float) -> None:
+        """Renew the connection if ``reconnect_at`` has passed.
+
+        Args:
+            now: Current time by ``time.monotonic()``.
+        """
         if self.reconnect_at is None or now < self.reconnect_at:
             return
         self.reconnect_at = now + RECONNECT_AFTER_LOSS_S
-        with suppress(zmq.ZMQError):  # libzmq has dropped the address itself
+        with suppress(zmq.ZMQError):  # libzmq may have dropped the address itself
             self.socket.disconnect(self.address)
         self.socket.connect(self.address)
 
     def why_down(self) -> str:
-        """A sentence for somebody who waited in vain."""
-        # Refusals come again and again; after an old one there was nobody to refuse.
+        """Return a sentence that explains why there is no connection."""
+        # A present service repeats its refusal, so an old refusal means that there is no service any more.
         if self._refusal and time.monotonic() - self._refused_at < 2 * HANDSHAKE_TIMEOUT_S:
             return self._refusal
-        return f"no teacher service at {self.address}; {self._side.start_hint}"
+        return f"no teacher service at {self.address}; {self._role.start_hint}"
 
     def close(self, linger_ms: int) -> None:
+        """Close the sockets.
+
+        Args:
+            linger_ms: Time for queued messages to be sent, in milliseconds.
+        """
         self.socket.disable_monitor()
         self._context.destroy(linger=linger_ms)
 
 
 def _explain_refusal(kind: int, value: int, address: str, auth_dir: str | Path | None) -> str:
     if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        what = "refused this client's key"
-        do = "make one there with `python -m teacher keys --client NAME` and copy its clients/NAME here"
+        problem = "refused this client's key"
+        remedy = "make one there with `python -m teacher keys --client NAME` and copy its clients/NAME here"
     elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-        what = "speaks another security mechanism"
-        do = "start it with --auth-dir, or leave auth_dir out" if auth_dir else "copy its clients/NAME here"
-    else:  # also, half of the time, the other mechanism: whoever sees that first ends the connection
-        what = "ended the connection during the handshake"
-        do = "see whether address and port are right; if they are, " + (
+        problem = "speaks another security mechanism"
+        remedy = "start it with --auth-dir, or leave auth_dir out" if auth_dir else "copy its clients/NAME here"
+    else:  # A mechanism mismatch also arrives here if the other side detects it first and disconnects.
+        problem = "ended the connection during the handshake"
+        remedy = "check address and port; if they are right, " + (
             "the keys are of another service (copy clients/NAME of this one), or this one has none (leave auth_dir out)"
             if auth_dir
-            else "it may ask for keys (copy its clients/NAME here)"
+            else "it may require keys (copy its clients/NAME here)"
         )
     got, expected = (
         (f"auth_dir={str(auth_dir)!r}", "a key from the service's own --auth-dir")
         if auth_dir
         else ("no auth_dir", "a service without keys")
     )
-    return f"the service at {address} {what}: got {got}, expected {expected}; {do}"
+    return f"the service at {address} {problem}: got {got}, expected {expected}; {remedy}"

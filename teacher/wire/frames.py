@@ -1,4 +1,4 @@
-"""A message as frames: a msgpack header that announces raw little-endian arrays, one frame each. No meaning here."""
+"""Framing of a message: one msgpack header, then one raw little-endian frame for each array that it announces."""
 
 from __future__ import annotations
 
@@ -10,15 +10,25 @@ import msgpack
 import numpy as np
 
 from teacher.errors import TeacherProtocolError
-from teacher.wire.header import short
+from teacher.wire.header import Header, short
 from teacher.wire.messages import LIMITS, PROTOCOL_VERSION, Kind
 
-Frame = Any  # anything with the buffer protocol: bytes, memoryview, zmq.Frame
+Frame = Any
+"""An object with the buffer protocol: bytes, memoryview or zmq.Frame."""
 
 _DTYPES = {code: np.dtype(f"<{code}") for code in ("i4", "f4", "f2", "u1")}
+_MAX_HEADER_KEYS = 32
 
 
 def pack(kind: Kind, request_id: int, arrays: Sequence[np.ndarray] = (), **values: Any) -> list[Frame]:
+    """Return the frames of a message. Contiguous little-endian arrays are not copied.
+
+    Args:
+        kind: Message kind.
+        request_id: Request id, 0 if the message belongs to no request.
+        arrays: Arrays of dtype int32, float32, float16 or uint8.
+        **values: Further header entries.
+    """
     specs, frames = [], []
     for array in arrays:
         code = f"{array.dtype.kind}{array.dtype.itemsize}"
@@ -29,18 +39,23 @@ def pack(kind: Kind, request_id: int, arrays: Sequence[np.ndarray] = (), **value
     return [msgpack.packb(header), *frames]
 
 
-def unpack_header(frame: Frame) -> dict[str, Any]:
+def unpack_header(frame: Frame) -> Header:
+    """Return the decoded header.
+
+    Raises:
+        TeacherProtocolError: The frame is too large, is not msgpack, or is not a map.
+    """
     data = memoryview(frame)
     if data.nbytes > LIMITS.header_bytes:
         raise TeacherProtocolError(f"header of {data.nbytes} bytes, at most {LIMITS.header_bytes} are allowed")
     try:
-        # The explicit bounds matter: by default msgpack believes a nested array's count up to the length of the
-        # data, and allocates it, once a nesting level.
+        # By default msgpack allocates a nested array for every announced count up to the length of the data, once for
+        # each nesting level. The explicit limits bound that.
         header = msgpack.unpackb(
             data,
             strict_map_key=True,
-            max_array_len=min(LIMITS.frames, data.nbytes),  # each entry takes a byte at least
-            max_map_len=32,
+            max_array_len=min(LIMITS.frames, data.nbytes),  # each entry takes at least one byte
+            max_map_len=_MAX_HEADER_KEYS,
             max_str_len=4 * LIMITS.text_chars,
             max_bin_len=0,
             max_ext_len=0,
@@ -52,7 +67,12 @@ def unpack_header(frame: Frame) -> dict[str, Any]:
     return header
 
 
-def unpack_arrays(header: dict[str, Any], frames: Sequence[Frame]) -> list[np.ndarray]:
+def unpack_arrays(header: Header, frames: Sequence[Frame]) -> list[np.ndarray]:
+    """Return the arrays of a message as views of their frames.
+
+    Raises:
+        TeacherProtocolError: Header and frames do not agree in number, dtype or size.
+    """
     specs = header.get("arrays")
     if not isinstance(specs, list) or len(specs) != len(frames):
         n_specs = len(specs) if isinstance(specs, list) else short(specs)

@@ -1,4 +1,7 @@
-"""Checked reads of the values of a message's header: whatever is there, a value of the right kind or an error."""
+"""Validated access to the values of a decoded message header.
+
+Each function returns a value of the expected type and range, or raises ``TeacherProtocolError``.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +15,38 @@ from teacher.wire.messages import LIMITS
 
 Header = dict[str, Any]
 
+_MAX_COUNT = 2**40
 
-def expect_keys(header: Header, known: set[str]) -> None:
-    if unknown := set(header) - known:
-        raise TeacherProtocolError(f"unknown keys {short(sorted(map(str, unknown)))}, expected {sorted(known)} only")
+
+def expect_keys(header: Header, allowed: set[str] | frozenset[str]) -> None:
+    """Check that a header has no other keys than the allowed ones."""
+    if unknown := set(header) - allowed:
+        raise TeacherProtocolError(f"unknown keys {short(sorted(map(str, unknown)))}, expected {sorted(allowed)} only")
 
 
 def request_id(header: Header) -> int:
+    """Return the request id."""
     return integer(header, "id", 0, 2**63 - 1)
 
 
 def integer(header: Header, key: str, low: int, high: int) -> int:
+    """Return an integer in [low, high]."""
     value = header.get(key)
-    if type(value) is not int or not low <= value <= high:  # `type`, because True is an int for isinstance
+    if type(value) is not int or not low <= value <= high:  # isinstance would accept True
         raise TeacherProtocolError(f"{key} must be an integer from {low} to {high}, got {short(value)}")
     return value
 
 
 def number(header: Header, key: str, low: float, high: float) -> float:
-    """Above `low`, at most `high`."""
+    """Return a number in (low, high] as float."""
     value = header.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not low < value <= high:  # false for NaN
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low < value <= high:  # False for NaN
         raise TeacherProtocolError(f"{key} must be above {low:g} and at most {high:.0f}, got {short(value)}")
     return float(value)
 
 
 def boolean(header: Header, key: str) -> bool:
+    """Return a Boolean."""
     value = header.get(key)
     if not isinstance(value, bool):
         raise TeacherProtocolError(f"{key} must be true or false, got {short(value)}")
@@ -45,6 +54,7 @@ def boolean(header: Header, key: str) -> bool:
 
 
 def text(header: Header, key: str) -> str:
+    """Return a text of limited length."""
     value = header.get(key)
     if not isinstance(value, str) or len(value) > LIMITS.text_chars:
         raise TeacherProtocolError(
@@ -54,22 +64,23 @@ def text(header: Header, key: str) -> str:
 
 
 def timeout_s(header: Header) -> float:
+    """Return the timeout of a request in seconds."""
     return number(header, "timeout_s", 0, LIMITS.timeout_s)
 
 
-def record(header: Header, kind: type[ModelInfo]) -> dict[str, Any]:
-    """The arguments of a `ModelInfo`, or of a record derived from it."""
+def record(header: Header, record_type: type[ModelInfo]) -> dict[str, Any]:
+    """Return the arguments of a ``ModelInfo``, or of a derived record, from the ``info`` entry of a header."""
     info = header.get("info")
-    names = {field.name: field.type for field in fields(kind)}
-    if not isinstance(info, dict) or set(info) != set(names):
-        raise TeacherProtocolError(f"info must have the keys {sorted(names)}, got {short(info)}")
-    # The annotations, which are texts in that module.
-    read: dict[Any, Callable[[Header, str], Any]] = {
+    types = {field.name: field.type for field in fields(record_type)}
+    if not isinstance(info, dict) or set(info) != set(types):
+        raise TeacherProtocolError(f"info must have the keys {sorted(types)}, got {short(info)}")
+    # Field types are strings because the records module postpones the evaluation of annotations.
+    read_by_type: dict[Any, Callable[[Header, str], Any]] = {
         "str": text,
-        "int": lambda info, name: integer(info, name, 0, 2**40),
+        "int": lambda info, name: integer(info, name, 0, _MAX_COUNT),
         "tuple[int, ...]": _token_ids,
     }
-    return {name: read[kind](info, name) for name, kind in names.items()}
+    return {name: read_by_type[type_name](info, name) for name, type_name in types.items()}
 
 
 def _token_ids(header: Header, key: str) -> tuple[int, ...]:
@@ -84,8 +95,9 @@ def _token_ids(header: Header, key: str) -> tuple[int, ...]:
 
 
 def short(value: object) -> str:
+    """Return a value's representation in at most 120 characters, for error messages."""
     try:
         shown = str(value) if isinstance(value, Exception) else repr(value)
-    except RecursionError:  # nested as deep as msgpack lets it be, on a stack that is deep already
+    except RecursionError:  # msgpack allows deeper nesting than the remaining Python stack
         shown = f"a deeply nested {type(value).__name__}"
     return shown if len(shown) <= 120 else shown[:117] + "..."

@@ -1,4 +1,4 @@
-"""What is said between client, proxy and workers, within which limits; `protocol` turns it into bytes and back."""
+"""Messages between client, proxy and workers, and their limits. ``protocol`` encodes and decodes them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,36 @@ from teacher.errors import TeacherError, TeacherRequestError
 from teacher.records import ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 
-# Peers of another version refuse each other: one that overlooked a field would answer another question than was asked.
 PROTOCOL_VERSION = 5
+"""Peers of different versions refuse each other. A peer that ignores a field would return scores of another request."""
+
+WireDtype = Literal["float32", "float16"]
+"""Dtype of top-k log-probabilities on the wire. Decoded client results are float32 in both cases."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one message. They bound memory, not usefulness: no sane request comes near them."""
+    """Limits of one message. They bound memory and are far above every useful request.
 
-    # 4096 sequences need 200 kB; and small things (an empty list is one byte) cost 64 times their size once decoded.
+    Attributes:
+        header_bytes: Size of an encoded header. A request of 4096 sequences needs 200 kB. A small msgpack item, such as
+            an empty list of one byte, takes 64 times its size in memory after decoding.
+        text_chars: Length of one text field.
+        status_bytes: Size of an encoded service status.
+        sequences: Sequences of one request.
+        sequence_tokens: Tokens of one sequence.
+        request_tokens: Tokens of one request.
+        vocab_size: Vocabulary size, and size of each array dimension.
+        eos_token_ids: End-of-sequence tokens of one model.
+        request_frame_bytes: Size of a frame sent to a worker: the token ids of one sequence.
+        answer_frame_bytes: Size of a frame sent to a client: 1M tokens with top-4096, or 16k tokens with the whole
+            vocabulary of 256k tokens.
+        timeout_s: Deadline of a request, in seconds.
+        stall_timeout_s: Time limit of an engine step, in seconds.
+        min_temperature: Lowest temperature. Below it a distribution is one token, and scaled logits may overflow fp32.
+        max_temperature: Highest temperature. Above it a distribution is uniform.
+    """
+
     header_bytes: int = 512 << 10
     text_chars: int = 16 << 10
     status_bytes: int = 1 << 20
@@ -30,16 +51,16 @@ class Limits:
     request_tokens: int = 16 << 20
     vocab_size: int = 1 << 24
     eos_token_ids: int = 256
-    request_frame_bytes: int = 4 << 20  # the largest legal request frame: one sequence
-    answer_frame_bytes: int = 16 << 30  # 1M tokens x top-4096, or 16k tokens x a whole vocabulary of 256k
+    request_frame_bytes: int = 4 << 20
+    answer_frame_bytes: int = 16 << 30
     timeout_s: float = 7 * 24 * 3600.0
     stall_timeout_s: float = 1e6
-    # Beyond these a distribution is one token or uniform, and logits / temperature may leave fp32.
     min_temperature: float = 1e-6
     max_temperature: float = 1e6
 
     @property
     def frames(self) -> int:
+        """Frames of one message: the header, and at most three arrays for each sequence."""
         return 1 + 3 * self.sequences
 
 
@@ -47,56 +68,69 @@ LIMITS = Limits()
 
 
 class Kind(StrEnum):
-    HELLO = "hello"  # client -> proxy: who are you?
+    """Message kinds with their values on the wire. A changed value requires a new ``PROTOCOL_VERSION``."""
+
+    HELLO = "hello"  # client -> proxy
     INFO = "info"  # proxy -> client
-    ASK_STATUS = "ask_status"  # client -> proxy: how are you?
+    STATUS_REQUEST = "ask_status"  # client -> proxy
     STATUS = "status"  # proxy -> client
     SCORE = "score"  # client -> proxy -> worker
-    ANSWER = "answer"  # worker -> proxy -> client
-    CANCEL = "cancel"  # client -> proxy -> worker: nobody waits for this request any more
-    LATER = "later"  # proxy -> client: not now; keep the request and send it again
-    ERROR = "error"  # anybody -> whoever asked
-    READY = "ready"  # worker -> proxy: my model is loaded
-    WELCOME = "welcome"  # proxy -> worker: registered
-    PULSE = "pulse"  # worker -> proxy, between engine steps and at least every WORKER_HEARTBEAT.interval_s while idle
-    REJOIN = "rejoin"  # proxy -> worker: I do not know you (any more); forget your requests and say READY
-    PROBE = "probe"  # proxy -> anybody: no answer wanted, sending it shows whether there is still a connection
-    BYE = "bye"  # worker -> proxy: I leave
-
-
-# How top-k logprobs travel: 4 or 2 bytes each. Records have float32 either way.
-WireDtype = Literal["float32", "float16"]
+    SCORE_REPLY = "answer"  # worker -> proxy -> client
+    CANCEL = "cancel"  # client -> proxy -> worker
+    RETRY_LATER = "later"  # proxy -> client
+    ERROR = "error"  # worker -> proxy -> client, and proxy or worker -> sender of an invalid message
+    READY = "ready"  # worker -> proxy
+    WELCOME = "welcome"  # proxy -> worker
+    HEARTBEAT = "pulse"  # worker -> proxy
+    REREGISTER = "rejoin"  # proxy -> worker
+    PROBE = "probe"  # proxy -> client or worker
+    GOODBYE = "bye"  # worker -> proxy
 
 
 @dataclass(frozen=True)
 class Hello:
+    """Request for the ``TeacherInfo`` of a service. The proxy replies when it has a worker, or at the deadline."""
+
     request_id: int
     timeout_s: float
 
 
 @dataclass(frozen=True)
 class Info:
+    """Reply to ``Hello``."""
+
     request_id: int
     info: TeacherInfo
 
 
 @dataclass(frozen=True)
-class AskStatus:
+class StatusRequest:
+    """Request for the ``ServiceStatus`` of a service."""
+
     request_id: int
     timeout_s: float
 
 
 @dataclass(frozen=True)
 class Status:
+    """Reply to ``StatusRequest``."""
+
     request_id: int
     status: ServiceStatus
 
 
 @dataclass(frozen=True)
 class Score:
-    """`top_k`: how many of the teacher's `n_logprobs` are wanted, 0 for all.
+    """Request for the scores of sequences.
 
-    `model`: the `ModelInfo.identity` that it is meant for; empty for any.
+    Attributes:
+        request_id: Id chosen by the sender. The proxy replaces the client's id by its own job id.
+        timeout_s: Remaining time until the deadline, in seconds.
+        sequences: Sequences to score, at least one.
+        temperature: Divisor of the logits.
+        top_k: Log-probabilities per position, 0 for all that the model returns.
+        wire_dtype: Dtype of the returned log-probabilities.
+        model: ``ModelInfo.identity`` that the request is meant for, empty for any model.
     """
 
     request_id: int
@@ -109,41 +143,56 @@ class Score:
 
     @property
     def n_tokens(self) -> int:
+        """Tokens of all sequences, prompts included."""
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Its arrays are views of the frames; `topk_logps_TK` has the dtype in which it traveled."""
+class ScoreReply:
+    """Reply to ``Score``.
+
+    Attributes:
+        request_id: Id of the request.
+        scored: Results in the order of the request. The arrays are views of the received frames. ``topk_logps_TK`` has
+            the dtype of the wire.
+    """
 
     request_id: int
-    answers: list[ScoredSequence]
+    scored: list[ScoredSequence]
 
 
 @dataclass(frozen=True)
 class Cancel:
+    """Notice that the result of a request is no longer needed."""
+
     request_id: int
 
 
 @dataclass(frozen=True)
-class Later:
+class RetryLater:
+    """Rejection of a request by a proxy that is full or draining. The client sends the request again later."""
+
     request_id: int
     reason: str
 
 
 @dataclass(frozen=True)
 class Failure:
+    """Error of one request. With request id 0: refusal of a worker's registration."""
+
     request_id: int
     error: TeacherError
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Registration of a worker.
+    """Registration of a worker, sent after its model is loaded.
 
     Attributes:
-        name: Host and pid, for people.
-        stall_timeout_s: Time after which the worker ends itself if an engine step has not returned; 0: never.
+        info: Model of the worker.
+        capacity_tokens: Tokens that the worker accepts at a time.
+        name: Host and pid, for logs and the status.
+        stall_timeout_s: Time limit of an engine step, in seconds, after which the worker ends itself; 0 for no limit.
     """
 
     info: ModelInfo
@@ -154,12 +203,19 @@ class Ready:
 
 @dataclass(frozen=True)
 class Welcome:
-    pass
+    """Confirmation of a registration."""
 
 
 @dataclass(frozen=True)
-class Pulse:
-    """What the worker has done since it started; `busy_s` is the time in engine steps."""
+class Heartbeat:
+    """Progress of a worker since its start, sent between engine steps and at least once per heartbeat interval.
+
+    Attributes:
+        n_steps: Engine steps.
+        n_sequences: Scored sequences.
+        n_tokens: Scored tokens.
+        busy_s: Time in engine steps, in seconds.
+    """
 
     n_steps: int
     n_sequences: int
@@ -168,18 +224,23 @@ class Pulse:
 
 
 @dataclass(frozen=True)
-class Rejoin:
-    pass
+class Reregister:
+    """Notice to a worker that it is not registered. The worker drops its requests and sends ``Ready``."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    pass
+    """Message without content. Sending it shows if the connection still exists. It has no reply."""
 
 
 @dataclass(frozen=True)
-class Bye:
-    """`broken`: the engine failed, perhaps through what it was given; else the worker was asked to end."""
+class Goodbye:
+    """Departure of a worker.
+
+    Attributes:
+        reason: Cause, for logs.
+        broken: True if the engine failed, possibly because of a request; False if the worker was stopped.
+    """
 
     reason: str
     broken: bool
@@ -188,47 +249,38 @@ class Bye:
 Message = (
     Hello
     | Info
-    | AskStatus
+    | StatusRequest
     | Status
     | Score
-    | Answer
+    | ScoreReply
     | Cancel
-    | Later
+    | RetryLater
     | Failure
     | Ready
     | Welcome
-    | Pulse
-    | Rejoin
+    | Heartbeat
+    | Reregister
     | Probe
-    | Bye
+    | Goodbye
 )
 
-_SPLIT_HINT = "ask for less at once: raise actor_rollout_ref.teacher.num_microbatches"
+_SPLIT_HINT = "send less at once: raise actor_rollout_ref.teacher.num_microbatches"
 
 
 def check_sequences(sequences: Sequence[TeacherSequence]) -> None:
-    """Raise TeacherRequestError unless `sequences` can be sent: count, dtype, shapes, lengths."""
+    """Check that sequences can be sent in one request.
+
+    Raises:
+        TeacherRequestError: The count, a dtype, a shape or a length is not allowed.
+    """
     if not sequences:
-        raise TeacherRequestError("a request has one sequence at least, got none")
+        raise TeacherRequestError("expected at least one sequence in a request, got none; do not submit empty batches")
     if len(sequences) > LIMITS.sequences:
         raise TeacherRequestError(
             f"{len(sequences)} sequences in one request, at most {LIMITS.sequences} can be sent; {_SPLIT_HINT}"
         )
     for i, sequence in enumerate(sequences):
-        ids = sequence.token_ids
-        if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
-            got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
-            raise TeacherRequestError(
-                f"sequence {i}: token_ids must be a numpy int32 array [N], got {got}; use np.asarray(ids, np.int32)"
-            )
-        if len(ids) > LIMITS.sequence_tokens:
-            raise TeacherRequestError(f"sequence {i}: {len(ids)} tokens, at most {LIMITS.sequence_tokens} can be sent")
-        if type(sequence.prompt_len) is not int or not 1 <= sequence.prompt_len < len(ids):
-            raise TeacherRequestError(
-                f"sequence {i}: expected 1 <= prompt_len < number of tokens, got "
-                f"prompt_len={sequence.prompt_len!r:.40} "
-                f"with {len(ids)} tokens; a prompt needs one token at least, and an empty response has nothing to score"
-            )
+        _check_sequence(i, sequence)
     n_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     if n_tokens > LIMITS.request_tokens:
         raise TeacherRequestError(
@@ -236,10 +288,32 @@ def check_sequences(sequences: Sequence[TeacherSequence]) -> None:
         )
 
 
+def _check_sequence(i: int, sequence: TeacherSequence) -> None:
+    ids = sequence.token_ids
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
+        raise TeacherRequestError(
+            f"sequence {i}: token_ids must be a numpy int32 array [N], got {got}; use np.asarray(ids, np.int32)"
+        )
+    if len(ids) > LIMITS.sequence_tokens:
+        raise TeacherRequestError(
+            f"sequence {i}: {len(ids)} tokens, at most {LIMITS.sequence_tokens} can be sent; truncate it"
+        )
+    if type(sequence.prompt_len) is not int or not 1 <= sequence.prompt_len < len(ids):
+        raise TeacherRequestError(
+            f"sequence {i}: expected 1 <= prompt_len < number of tokens, got prompt_len={sequence.prompt_len!r:.40} "
+            f"with {len(ids)} tokens; a prompt has at least one token, and an empty response cannot be scored"
+        )
+
+
 def check_temperature(temperature: Any) -> float:
-    """Raise TeacherRequestError unless `temperature` is a number within the limits."""
+    """Return a temperature as float.
+
+    Raises:
+        TeacherRequestError: It is not a number within the limits.
+    """
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if is_number and LIMITS.min_temperature <= temperature <= LIMITS.max_temperature:  # false for NaN
+    if is_number and LIMITS.min_temperature <= temperature <= LIMITS.max_temperature:  # False for NaN
         return float(temperature)
     raise TeacherRequestError(
         f"temperature must be a number from {LIMITS.min_temperature:g} to {LIMITS.max_temperature:g}, "
@@ -248,7 +322,11 @@ def check_temperature(temperature: Any) -> float:
 
 
 def check_top_k(top_k: Any) -> int:
-    """0 for None. Raise TeacherRequestError unless `top_k` can be asked of some teacher."""
+    """Return ``top_k`` as it is sent: 0 for None.
+
+    Raises:
+        TeacherRequestError: It is neither None nor an integer within the limits.
+    """
     if top_k is None:
         return 0
     if type(top_k) is int and 1 <= top_k <= LIMITS.vocab_size:
@@ -260,10 +338,14 @@ def check_top_k(top_k: Any) -> int:
 
 
 def check_wire_dtype(wire_dtype: Any) -> WireDtype:
-    """Raise TeacherRequestError unless `wire_dtype` is one."""
-    for known in get_args(WireDtype):
-        if wire_dtype == known:
-            return known
+    """Return the wire dtype.
+
+    Raises:
+        TeacherRequestError: It is not one of ``WireDtype``.
+    """
+    for allowed in get_args(WireDtype):
+        if wire_dtype == allowed:
+            return allowed
     raise TeacherRequestError(
         f"wire_dtype must be float32 or float16, got {wire_dtype!r:.40}; correct actor_rollout_ref.teacher.wire_dtype"
     )

@@ -1,7 +1,7 @@
-"""A worker with an engine that computes nothing: for tests of queueing, deadlines and errors only.
+"""Worker with a fake engine that computes nothing, for tests of queueing, deadlines and errors.
 
-As a script, `fake_worker.py BACKEND_PORT` is such a worker in a process of its own, for tests that kill it. It says on
-stdout what it was given, and answers nothing before SIGUSR1.
+``python -m tests._support.fake_worker BACKEND_PORT`` runs such a worker in its own process, for tests that kill it. It
+prints every sequence that it gets on stdout, and scores nothing before SIGUSR1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOO_COLD = 0.125
 
 
 def expected_answer(sequence: TeacherSequence, temperature: float = 1.0) -> ScoredSequence:
-    """Depends on every token, position and the temperature, so that a mixed-up answer shows."""
+    """Return scores that depend on every token, its position and the temperature, so that a mix-up is detected."""
     response_T = sequence.token_ids[sequence.prompt_len :]
     topk_ids_TK = (response_T[:, None] + np.arange(4, dtype=np.int32)) % 100
     topk_logps_TK = -topk_ids_TK.astype(np.float32) / np.float32(temperature)
@@ -44,10 +44,15 @@ def expected_answer(sequence: TeacherSequence, temperature: float = 1.0) -> Scor
 
 
 class FakeEngine:
-    """Scores while `gate` is open, newest sequence first: answers come out of order. Token 99 breaks the engine, and
-    token 98 is refused only when it is scored.
+    """Engine that scores one sequence per step while `gate` is set, newest first, so that results are out of order.
 
-    `temperatures` is the history of them; TOO_COLD is refused.
+    A step raises for token 99 and refuses token 98. ``check`` refuses the temperature TOO_COLD.
+
+    Attributes:
+        gate: Event that lets steps score.
+        added: Semaphore that counts the added sequences.
+        n_scored: Number of scored sequences.
+        temperatures: All temperatures so far, the current one last.
     """
 
     def __init__(self, info: ModelInfo = INFO, capacity_tokens: int = 1000) -> None:
@@ -65,7 +70,9 @@ class FakeEngine:
 
     def set_temperature(self, temperature: float) -> None:
         if self._waiting:
-            raise RuntimeError(f"temperature {temperature} for {len(self._waiting)} sequences of another")
+            raise RuntimeError(
+                f"temperature {temperature} was set with {len(self._waiting)} sequences of another in the engine"
+            )
         self.temperatures.append(temperature)
 
     def check(self, sequence: TeacherSequence, temperature: float) -> None:
@@ -101,12 +108,18 @@ class FakeEngine:
 
 
 class RunningWorker:
-    """A worker in a thread; `error` is what its `run` raised."""
+    """Worker in a thread.
+
+    Attributes:
+        engine: Its engine.
+        error: Exception raised by its ``run``.
+        settled: Event that is set when it has registered or ended.
+    """
 
     def __init__(self, backend_port: int, engine: FakeEngine, stall_timeout_s: float | None = None) -> None:
         self.engine = engine
         self.error: BaseException | None = None
-        self.settled = threading.Event()  # registered, or ended
+        self.settled = threading.Event()
         self._stop = StopFlag()
         self._worker = Worker(engine, backend_port=backend_port, stall_timeout_s=stall_timeout_s)
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -131,6 +144,7 @@ class RunningWorker:
 def running_worker(
     backend_port: int, engine: FakeEngine | None = None, stall_timeout_s: float | None = None
 ) -> Iterator[RunningWorker]:
+    """Yield a worker that has registered or was refused, and stop it."""
     worker = RunningWorker(backend_port, engine or FakeEngine(), stall_timeout_s)
     try:
         assert worker.settled.wait(timeout=10)
@@ -143,6 +157,8 @@ OTHER_INFO = replace(INFO, tokenizer_fingerprint="another")
 
 
 class HeldEngine(FakeEngine):
+    """Engine of the script: it prints added sequences, and scores after SIGUSR1."""
+
     def __init__(self) -> None:
         super().__init__()
         self.gate.clear()

@@ -1,4 +1,4 @@
-"""Proxies in this process, and a real teacher service by its own scripts."""
+"""Proxies in this process, and real teacher services started by their scripts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_MODEL_LEN = 64
 
 
 class StopFlag:
-    """A `Stoppable` that a test can set."""
+    """Stop signal that a test sets."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
@@ -39,6 +39,7 @@ class StopFlag:
 
 @contextmanager
 def running_proxy(frontend_port: int = 0, backend_port: int = 0, **settings: Any) -> Iterator[Proxy]:
+    """Yield a proxy that runs in a thread, and stop it. Ports are free ones by default."""
     proxy, stop = Proxy(frontend_port=frontend_port, backend_port=backend_port, **settings), StopFlag()
     thread = threading.Thread(target=proxy.run, args=(stop,), daemon=True)
     thread.start()
@@ -51,9 +52,7 @@ def running_proxy(frontend_port: int = 0, backend_port: int = 0, **settings: Any
         stop.close()
 
 
-def run_script(
-    name: str, *flags: str, timeout_s: float = 120.0, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def run_script(name: str, *flags: str, timeout_s: float = 120.0, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run one of the service's scripts with this interpreter and these environment variables."""
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
     command = [str(REPO / "teacher" / name), *flags]
@@ -61,19 +60,21 @@ def run_script(
 
 
 def processes_of(run_dir: Path) -> list[int]:
-    """Pids of live processes whose command line names the run folder."""
+    """Return the pids of live processes whose command line contains the run folder."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if str(run_dir).encode() in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
         except OSError:
-            continue  # ended meanwhile
+            continue  # ended in the meantime
     return found
 
 
 @dataclass(frozen=True)
 class Service:
+    """A running service with one real worker."""
+
     port: int
     backend_port: int
     run_dir: Path

@@ -1,4 +1,4 @@
-"""The service's side of the wire, played by the test itself, message by message."""
+"""Service whose messages are sent and received one by one by the test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ M = TypeVar("M", bound=Message)
 
 
 class ScriptedService:
-    """One ROUTER. Everything has a deadline of 5 s."""
+    """A ROUTER socket in place of a proxy. Every wait has a deadline of 5 s.
+
+    Attributes:
+        port: Port of the socket.
+        client: Identity of the last sender.
+    """
 
     def __init__(self, port: int = 0, keys: ServerKeys | None = None) -> None:
         self.context = zmq.Context()
@@ -27,7 +32,7 @@ class ScriptedService:
         )
         self._socket.bind(f"tcp://127.0.0.1:{port or '*'}")
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
-        self.client = b""  # identity of the last one heard
+        self.client = b""
 
     def __enter__(self) -> ScriptedService:
         return self
@@ -39,24 +44,27 @@ class ScriptedService:
         self.context.destroy(linger=0)
 
     def hear(self, kind: type[M], timeout_s: float = 5.0) -> M:
+        """Receive a message of a type, and fail the test at the deadline."""
         message = self.hear_any(timeout_s)
         assert isinstance(message, kind), message
         return message
 
     def hear_any(self, timeout_s: float = 5.0) -> Message | None:
-        """None if there is silence for so long."""
+        """Receive a message. Return None if there is none within the timeout."""
         if not self._socket.poll(int(1000 * timeout_s)):
             return None
         self.client, *frames = self._socket.recv_multipart()
         return protocol.decode(frames)
 
     def say(self, frames: list[Frame]) -> None:
+        """Send a message to the last sender."""
         self._socket.send_multipart([self.client, *frames])
 
     def answer(self, request: Score) -> None:
+        """Send the reply to a score request."""
         answers = [true_answer(sequence) for sequence in request.sequences]
         self.say(
-            protocol.encode_answer(request.request_id, answers, top_k=request.top_k, wire_dtype=request.wire_dtype)
+            protocol.encode_score_reply(request.request_id, answers, top_k=request.top_k, wire_dtype=request.wire_dtype)
         )
 
 
@@ -65,15 +73,15 @@ def sequence(n_tokens: int, first: int = 0, prompt_len: int = 1) -> TeacherSeque
 
 
 def true_answer(sequence: TeacherSequence, k: int = 6) -> ScoredSequence:
-    """Depends on every response token, so that a mixed-up answer shows."""
+    """Return scores that depend on every response token, so that a mix-up is detected."""
     response_T = sequence.token_ids[sequence.prompt_len :]
     topk_ids_TK = response_T[:, None] + np.arange(k, dtype=np.int32)
     return ScoredSequence(-topk_ids_TK.astype(np.float32) / 7, topk_ids_TK, -response_T.astype(np.float32) / 3)
 
 
 def assert_answers(answers: list[ScoredSequence], sequences: list[TeacherSequence], k: int = 6) -> None:
-    for got, asked in zip(answers, sequences, strict=True):
-        want = true_answer(asked, k)
+    for got, sequence in zip(answers, sequences, strict=True):
+        want = true_answer(sequence, k)
         np.testing.assert_array_equal(got.topk_ids_TK, want.topk_ids_TK)
         np.testing.assert_array_equal(got.topk_logps_TK, want.topk_logps_TK)
         np.testing.assert_array_equal(got.sampled_logps_T, want.sampled_logps_T)

@@ -28,7 +28,7 @@ from teacher.client.pieces import PIECE_TOKENS, cut
 from teacher.records import TeacherInfo
 from teacher.status import Totals
 from teacher.wire import protocol
-from teacher.wire.messages import AskStatus, Cancel, Hello, Score
+from teacher.wire.messages import Cancel, Hello, Score, StatusRequest
 from tests.unit.teacher.scripted_service import ScriptedService, assert_answers, sequence, true_answer
 
 pytestmark = pytest.mark.timeout(30)
@@ -126,7 +126,7 @@ def test_an_answer_of_the_wrong_size_is_refused_and_the_client_goes_on(
     service: ScriptedService, client: TeacherClient, answers: list[ScoredSequence], complaint: str
 ) -> None:
     future = client.submit([sequence(5), sequence(8)])
-    service.say(protocol.encode_answer(service.hear(Score).request_id, answers))
+    service.say(protocol.encode_score_reply(service.hear(Score).request_id, answers))
     with pytest.raises(TeacherProtocolError, match=complaint):
         future.result(timeout=5)
     again = client.submit([sequence(3)])
@@ -137,7 +137,7 @@ def test_an_answer_of_the_wrong_size_is_refused_and_the_client_goes_on(
 def test_another_kind_of_answer_is_refused(service: ScriptedService, client: TeacherClient) -> None:
     future = client.submit([sequence(5)])
     service.say(protocol.encode_info(service.hear(Score).request_id, INFO))
-    with pytest.raises(TeacherProtocolError, match="expected Answer, got Info"):
+    with pytest.raises(TeacherProtocolError, match="expected ScoreReply, got Info"):
         future.result(timeout=5)
 
 
@@ -158,7 +158,7 @@ def test_float16_on_the_wire_arrives_as_float32(service: ScriptedService) -> Non
 def test_fewer_columns_than_asked_for_are_refused(service: ScriptedService) -> None:
     with TeacherClient(server_port=service.port, timeout_s=5, top_k=3) as client:
         future = client.submit([sequence(5)])
-        service.say(protocol.encode_answer(service.hear(Score).request_id, [true_answer(sequence(5), k=2)]))
+        service.say(protocol.encode_score_reply(service.hear(Score).request_id, [true_answer(sequence(5), k=2)]))
         with pytest.raises(TeacherProtocolError, match=r"expected \[T, K\] = \[4, 3\], got \[4, 2\]"):
             future.result(timeout=5)
 
@@ -175,7 +175,7 @@ def test_arguments_out_of_range_are_refused_at_once(arguments: dict[str, Any]) -
 def test_what_is_put_off_is_asked_again(service: ScriptedService, client: TeacherClient) -> None:
     future = client.submit([sequence(5)])
     for _ in range(3):
-        service.say(protocol.encode_later(service.hear(Score).request_id, "8192 tokens wait already"))
+        service.say(protocol.encode_retry_later(service.hear(Score).request_id, "8192 tokens wait already"))
     service.answer(service.hear(Score))
     assert_answers(future.result(timeout=5), [sequence(5)])
 
@@ -184,7 +184,7 @@ def test_what_is_put_off_until_its_deadline_says_why(service: ScriptedService, c
     future = client.submit([sequence(5)], timeout_s=0.3)
     while not future.done():
         if isinstance(request := service.hear_any(0.05), Score):
-            service.say(protocol.encode_later(request.request_id, "8192 tokens wait already"))
+            service.say(protocol.encode_retry_later(request.request_id, "8192 tokens wait already"))
     with pytest.raises(TeacherTimeout, match=r"put it off until its deadline, 0.3 s.*8192 tokens wait already"):
         future.result()
 
@@ -195,7 +195,7 @@ def test_a_full_service_is_not_hammered(service: ScriptedService, client: Teache
     while time.monotonic() < until:
         if isinstance(request := service.hear_any(0.05), Score):
             n_heard += 1
-            service.say(protocol.encode_later(request.request_id, "full"))
+            service.say(protocol.encode_retry_later(request.request_id, "full"))
     assert n_heard <= 500 + 4 * 6
     unanswered = len(futures)
     while unanswered:
@@ -301,7 +301,7 @@ def test_status_and_hello_are_asked_and_answered(service: ScriptedService) -> No
         async with AsyncTeacherClient(server_port=service.port, timeout_s=5) as client:
             asked = asyncio.create_task(client.status()), asyncio.create_task(client.hello())
             await asyncio.to_thread(
-                lambda: service.say(protocol.encode_status(service.hear(AskStatus).request_id, STATUS))
+                lambda: service.say(protocol.encode_status(service.hear(StatusRequest).request_id, STATUS))
             )
             await asyncio.to_thread(lambda: service.say(protocol.encode_info(service.hear(Hello).request_id, INFO)))
             return await asked[0], await asked[1]

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from teacher import TeacherClient, TeacherUnavailable
-from teacher.proxy.gatekeeper import Gatekeeper
+from teacher.proxy.curve_authenticator import CurveAuthenticator
 from teacher.wire import connection
 from teacher.wire.auth import server_keys
 from teacher.wire.make_keys import make_keys
@@ -109,10 +109,10 @@ def test_a_refused_key_is_named_and_used_once_the_service_is_started_with_it(
         waiting = client.submit([sequence(5)])
         with (
             ScriptedService(port, keys=without_ours) as service,
-            Gatekeeper(service.context, without_ours),
+            CurveAuthenticator(service.context, without_ours),
             pytest.raises(TeacherUnavailable, match=r"refused this client's key: got auth_dir=.*keys --client NAME"),
         ):
             client.hello(timeout_s=0.4)
-        with ScriptedService(port, keys=keys) as service, Gatekeeper(service.context, keys):
+        with ScriptedService(port, keys=keys) as service, CurveAuthenticator(service.context, keys):
             service.answer(service.hear(Score))
             assert_answers(waiting.result(timeout=5), [sequence(5)])

@@ -1,4 +1,4 @@
-"""Refusals by the machine are one clear line, and a second signal ends a command that waits."""
+"""Commands: system errors as one clear line, and the end by a second signal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import zmq
 from teacher import TeacherClient, TeacherError, TeacherSequence, stop_signal
 from teacher.__main__ import main
 from teacher.commands import ask, service
-from teacher.proxy import doors
+from teacher.proxy import proxy_sockets
 from teacher.wire.auth import client_keys, server_keys
 from teacher.wire.make_keys import make_keys
 from tests._support.fake_worker import FakeEngine, running_worker
@@ -31,44 +31,47 @@ PROXY = ["proxy", "--frontend-port", "0", "--backend-port", "0", "--http-port", 
 
 
 @pytest.fixture(autouse=True)
-def signals_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that run in this process must not change what signals do to it."""
+def unchanged_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that run in this process must not change its signal handlers."""
     monkeypatch.setattr(service, "StopSignal", StopFlag)
 
 
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the last line on stderr."""
+def fail_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that fails. Return the last line on stderr."""
     assert main(arguments) == 1
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    return said.splitlines()[-1]
+    stderr = capsys.readouterr().err
+    assert "Traceback" not in stderr
+    return stderr.splitlines()[-1]
 
 
-def test_a_port_in_use_is_named_with_what_to_set(capsys: pytest.CaptureFixture[str]) -> None:
+def test_proxy_port_in_use_error_names_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     with running_proxy() as other:
-        said = refused([*PROXY[:2], str(other.frontend_port), *PROXY[3:]], capsys)
-    assert said.startswith(f"teacher proxy: cannot listen on 127.0.0.1:{other.frontend_port}: Address already in use")
-    assert "stop what uses the port (teacher/stop_server.sh), or choose another with PROXY_FRONTEND_PORT" in said
+        stderr = fail_command([*PROXY[:2], str(other.frontend_port), *PROXY[3:]], capsys)
+    assert stderr.startswith(f"teacher proxy: cannot listen on 127.0.0.1:{other.frontend_port}: Address already in use")
+    assert (
+        "stop the process that uses the port (teacher/stop_server.sh), or choose another with PROXY_FRONTEND_PORT"
+        in stderr
+    )
 
 
-def test_an_address_of_no_interface_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_proxy_foreign_address_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
-    said = refused([*PROXY, "--bind", "192.0.2.1", "--auth-dir", str(tmp_path / "keys")], capsys)
-    assert "cannot listen on 192.0.2.1:0" in said and "correct --bind (BIND)" in said
+    stderr = fail_command([*PROXY, "--bind", "192.0.2.1", "--auth-dir", str(tmp_path / "keys")], capsys)
+    assert "cannot listen on 192.0.2.1:0" in stderr and "correct --bind (BIND)" in stderr
 
 
-def test_a_protected_port_is_named() -> None:
+def test_proxy_protected_port_is_named() -> None:
     class Protected:
         def bind(self, address: str) -> None:
             raise zmq.ZMQError(errno.EACCES)
 
     with pytest.raises(TeacherError, match=r"listen on 10.0.0.1:80: Permission denied; only root may listen"):
-        doors._bind(Protected(), "10.0.0.1", 80)  # type: ignore[arg-type]
+        proxy_sockets._bind(Protected(), "10.0.0.1", 80)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("read", [server_keys, client_keys])
-def test_keys_of_another_user_are_named(read: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Refused by a stand-in: root is refused nothing."""
+def test_keys_without_permission_are_named(read: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A patched method refuses access, because root can read every file."""
     make_keys(tmp_path / "keys")
     exists = Path.exists
 
@@ -84,9 +87,7 @@ def test_keys_of_another_user_are_named(read: Any, monkeypatch: pytest.MonkeyPat
         read(tmp_path / "keys")
 
 
-def test_a_ready_file_that_cannot_be_written_or_is_a_link_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_ready_file_unwritable_or_link_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     victim, link = tmp_path / "victim", tmp_path / "link"
     victim.write_text("precious")
     link.symlink_to(victim)
@@ -101,13 +102,13 @@ def test_a_ready_file_that_cannot_be_written_or_is_a_link_is_named(
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), zmq.ZMQError(errno.EMFILE)])
 @pytest.mark.parametrize("command", ["proxy", "status"])
-def test_whatever_else_the_machine_refuses_is_one_line_after_the_traceback_of_a_process_that_serves(
+def test_system_error_is_last_line_with_traceback_of_servers(
     error: Exception, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any, **named: Any) -> None:
         raise error
 
-    monkeypatch.setattr(doors, "make_socket", refuse)
+    monkeypatch.setattr(proxy_sockets, "make_socket", refuse)
     monkeypatch.setattr(ask, "_client", refuse)
     assert main([*PROXY, "--bind", "127.0.0.1"] if command == "proxy" else [command]) == 1
     *before, last = capsys.readouterr().err.splitlines()
@@ -116,8 +117,8 @@ def test_whatever_else_the_machine_refuses_is_one_line_after_the_traceback_of_a_
     assert ("in refuse" in "".join(before)) == ("--log-level DEBUG" not in last) == (command == "proxy")
 
 
-def test_a_second_signal_ends_a_proxy_that_waits_for_its_workers(tmp_path: Path) -> None:
-    """Copies of the first, within a second, do not count."""
+def test_second_signal_ends_draining_proxy(tmp_path: Path) -> None:
+    """Copies of the first signal within a second are ignored."""
     ports = [free_port(), free_port()]
     command = [sys.executable, "-m", "teacher", "proxy", "--frontend-port", str(ports[0]), "--backend-port"]
     command += [str(ports[1]), "--http-port", "-1", "--ready-file", str(tmp_path / "ready")]
@@ -133,17 +134,17 @@ def test_a_second_signal_ends_a_proxy_that_waits_for_its_workers(tmp_path: Path)
             assert engine.added.acquire(timeout=10)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
                 proxy.send_signal(number)
-            threading.Event().wait(stop_signal.SAME_STOP_S + 0.2)
-            assert proxy.poll() is None, "it finishes what its worker has"
+            threading.Event().wait(stop_signal.DUPLICATE_SIGNAL_WINDOW_S + 0.2)
+            assert proxy.poll() is None, "it finishes the requests in flight"
             proxy.send_signal(signal.SIGTERM)
-            assert proxy.wait(timeout=20) == 128 + signal.SIGTERM, "0 is the end of its own waiting"
+            assert proxy.wait(timeout=20) == 128 + signal.SIGTERM, "0 would be the end of the drain timeout"
     finally:
         proxy.kill()
-        _, said = proxy.communicate(timeout=10)
-    assert "told to stop: 1 requests are finished" in said
+        _, stderr = proxy.communicate(timeout=10)
+    assert "stopping: 1 requests in flight are finished" in stderr
 
 
-def test_a_second_signal_ends_a_process_whose_main_thread_hangs() -> None:
+def test_second_signal_ends_blocked_process() -> None:
     code = """
 import time
 from teacher.stop_signal import StopSignal
@@ -156,7 +157,7 @@ while True:
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        threading.Event().wait(stop_signal.SAME_STOP_S + 0.2)
+        threading.Event().wait(stop_signal.DUPLICATE_SIGNAL_WINDOW_S + 0.2)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 128 + signal.SIGINT
     finally:
@@ -164,7 +165,7 @@ while True:
         process.communicate(timeout=10)
 
 
-def test_a_second_signal_ends_a_worker_whose_engine_does_not_close() -> None:
+def test_second_signal_ends_worker_in_engine_close() -> None:
     code = """
 import sys, time
 from tests._support.fake_worker import FakeEngine
@@ -187,7 +188,7 @@ sys.exit(main(["worker", "--ckpt-path", "none", "--backend-port", sys.argv[1]]))
             assert worker.stdout is not None and worker.stdout.readline() == "registered\n"
             worker.send_signal(signal.SIGTERM)
             assert worker.stdout.readline() == "closing\n"
-            threading.Event().wait(stop_signal.SAME_STOP_S + 0.2)
+            threading.Event().wait(stop_signal.DUPLICATE_SIGNAL_WINDOW_S + 0.2)
             worker.send_signal(signal.SIGTERM)
             assert worker.wait(timeout=20) == 128 + signal.SIGTERM
         finally:

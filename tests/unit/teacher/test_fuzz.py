@@ -1,4 +1,4 @@
-"""Whatever arrives as a message: it is one or a TeacherProtocolError, soon, and for little memory."""
+"""Property tests of decoding: arbitrary bytes give a message or TeacherProtocolError, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from teacher.errors import TeacherProtocolError, TeacherTimeout
 from teacher.records import ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
 from teacher.wire import protocol
-from teacher.wire.messages import LIMITS, Kind, Message, Pulse, Ready
+from teacher.wire.messages import LIMITS, Heartbeat, Kind, Message, Ready
 
-# The same examples on every machine. Time is bounded by `decode_safely`.
+# Derandomized, so that every machine tests the same examples. `decode_safely` bounds the time.
 FUZZ = settings(derandomize=True, max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 
 TIME_LIMIT_S = 2.0
@@ -27,13 +27,13 @@ SPARE_BYTES = 256 << 10
 
 
 def allowed_bytes(n_bytes: int) -> int:
-    """What decoding may allocate for a message of `n_bytes`.
+    """Return the memory that decoding a message of `n_bytes` may allocate.
 
-    An empty list is one byte of msgpack and 64 of Python's memory, with its place in the outer one; and msgpack makes a
-    list as long as it is said to be before it reads what is in it, once for each of at most 512 levels of nesting.
+    An empty list is one byte of msgpack, and 64 bytes in Python with its entry in the outer list. msgpack allocates a
+    list with its announced length before it reads the items, for each of at most 512 nesting levels.
     """
-    lists_in_advance = 8 * min(512, n_bytes // 3) * min(n_bytes, LIMITS.frames)
-    return SPARE_BYTES + 100 * n_bytes + lists_in_advance
+    preallocated_list_bytes = 8 * min(512, n_bytes // 3) * min(n_bytes, LIMITS.frames)
+    return SPARE_BYTES + 100 * n_bytes + preallocated_list_bytes
 
 
 MODEL: dict[str, Any] = dict(
@@ -69,19 +69,19 @@ def valid_messages() -> dict[str, list[bytes]]:
     messages = {
         Kind.HELLO: protocol.encode_hello(1, 2.0),
         Kind.INFO: protocol.encode_info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2)),
-        Kind.ASK_STATUS: protocol.encode_ask_status(1, 2.0),
+        Kind.STATUS_REQUEST: protocol.encode_status_request(1, 2.0),
         Kind.STATUS: protocol.encode_status(1, status()),
         Kind.SCORE: protocol.encode_score(1, 2.0, sequences, 0.7, top_k=2, wire_dtype="float16"),
-        Kind.ANSWER: protocol.encode_answer(1, [answer, answer], wire_dtype="float16"),
+        Kind.SCORE_REPLY: protocol.encode_score_reply(1, [answer, answer], wire_dtype="float16"),
         Kind.CANCEL: protocol.encode_cancel(1),
-        Kind.LATER: protocol.encode_later(1, "full"),
+        Kind.RETRY_LATER: protocol.encode_retry_later(1, "full"),
         Kind.ERROR: protocol.encode_error(1, TeacherTimeout("late")),
         Kind.READY: protocol.encode_ready(Ready(ModelInfo(**MODEL), 100, "host:7", 60.0)),
         Kind.WELCOME: protocol.encode_welcome(),
-        Kind.PULSE: protocol.encode_pulse(Pulse(1, 2, 3, 4.0)),
-        Kind.REJOIN: protocol.encode_rejoin(),
+        Kind.HEARTBEAT: protocol.encode_heartbeat(Heartbeat(1, 2, 3, 4.0)),
+        Kind.REREGISTER: protocol.encode_reregister(),
         Kind.PROBE: protocol.encode_probe(),
-        Kind.BYE: protocol.encode_bye("done", broken=True),
+        Kind.GOODBYE: protocol.encode_goodbye("done", broken=True),
     }
     return {kind.value: [bytes(frame) for frame in frames] for kind, frames in messages.items()}
 
@@ -90,7 +90,7 @@ VALID = valid_messages()
 
 
 def decode_safely(frames: list[bytes]) -> Message | None:
-    """None if refused."""
+    """Decode a message within the bounds of time and memory. Return None if it is refused."""
     n_bytes = sum(len(frame) for frame in frames)
     began = time.perf_counter()
     tracemalloc.start()
@@ -99,7 +99,7 @@ def decode_safely(frames: list[bytes]) -> Message | None:
         message = protocol.decode(frames)
     except TeacherProtocolError as error:
         message = None
-        assert len(str(error)) < 2000, "an error repeats what it complains of"
+        assert len(str(error)) < 2000, "the error message contains the invalid value"
     finally:
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -132,7 +132,7 @@ def nested(depth: int) -> list[Any]:
     return value
 
 
-def test_every_kind_of_message_is_among_those_that_are_damaged() -> None:
+def test_valid_messages_cover_every_kind() -> None:
     assert set(VALID) == {kind.value for kind in Kind}
     assert all(decode_safely(frames) is not None for frames in VALID.values())
 
@@ -142,19 +142,19 @@ def test_every_kind_of_message_is_among_those_that_are_damaged() -> None:
 @example([])
 @example([b"\x91" * 1000])
 @example([b"\xdd\x00\x00\x30\x00" * 50])
-def test_arbitrary_frames_are_refused(frames: list[bytes]) -> None:
+def test_decode_arbitrary_frames_is_refused(frames: list[bytes]) -> None:
     assert decode_safely(frames) is None
 
 
 @FUZZ
 @given(values, st.lists(st.binary(max_size=50), max_size=3))
-def test_arbitrary_headers_are_refused(header: Any, frames: list[bytes]) -> None:
+def test_decode_arbitrary_header_is_refused(header: Any, frames: list[bytes]) -> None:
     assert decode_safely([msgpack.packb(header), *frames]) is None
 
 
 @FUZZ
 @given(st.data())
-def test_a_header_with_values_of_any_kind_gives_a_message_or_is_refused(data: st.DataObject) -> None:
+def test_decode_changed_header_values_is_safe(data: st.DataObject) -> None:
     first, *frames = VALID[data.draw(st.sampled_from(sorted(VALID)))]
     header = msgpack.unpackb(first)
     for key in data.draw(st.lists(st.sampled_from(sorted(header)), min_size=1, max_size=3, unique=True)):
@@ -169,7 +169,7 @@ def test_a_header_with_values_of_any_kind_gives_a_message_or_is_refused(data: st
 
 @FUZZ
 @given(st.data())
-def test_damaged_frames_give_a_message_or_are_refused(data: st.DataObject) -> None:
+def test_decode_damaged_frames_is_safe(data: st.DataObject) -> None:
     frames = list(VALID[data.draw(st.sampled_from(sorted(VALID)))])
     for _ in range(data.draw(st.integers(1, 3))):
         i = data.draw(st.integers(0, len(frames) - 1))
@@ -192,7 +192,7 @@ def test_damaged_frames_give_a_message_or_are_refused(data: st.DataObject) -> No
 
 @FUZZ
 @given(st.data())
-def test_a_status_of_any_content_is_one_or_is_refused(data: st.DataObject) -> None:
+def test_decode_changed_status_is_safe(data: st.DataObject) -> None:
     content: Any = status().to_dict()
     key = data.draw(st.sampled_from(sorted(content)))
     json_values = st.recursive(
@@ -210,7 +210,7 @@ def with_status(text: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("depth", [100, 400, 500, 510, 600, 900, 940, 960, 980, 990, 1000, 100_000])
-def test_nesting_of_any_depth_is_refused_and_never_a_recursion_error(depth: int) -> None:
+def test_decode_nested_values_is_refused(depth: int) -> None:
     assert decode_safely(with_status(b"[" * depth + b"]" * depth)) is None
     content = json.dumps(status().to_dict()).encode()
     deep = content.replace(b'"queue_tokens": 0', b'"queue_tokens": ' + b"[" * depth + b"]" * depth)
@@ -222,8 +222,8 @@ def test_nesting_of_any_depth_is_refused_and_never_a_recursion_error(depth: int)
 
 
 @pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\xa0", b"\xcd\xff\xff", b"\xcb" + 8 * b"\x41"])
-def test_the_largest_header_of_the_smallest_things_costs_no_more_than_64_mib(item: bytes) -> None:
-    """Arrays of at most the allowed length, and as many of them as a header may hold."""
+def test_decode_largest_header_allocates_below_64_mib(item: bytes) -> None:
+    """The header contains as many arrays of the largest length as its size allows."""
     row = b"\xdc\x2f\xff" + 0x2FFF * item
     assert len(row) < LIMITS.header_bytes
     n_rows = (LIMITS.header_bytes - 16) // len(row)
@@ -237,7 +237,7 @@ def test_the_largest_header_of_the_smallest_things_costs_no_more_than_64_mib(ite
         tracemalloc.stop()
 
 
-def test_an_error_is_short_whatever_it_complains_of() -> None:
+def test_decode_error_message_is_short() -> None:
     long = [1] * LIMITS.frames
     for key in ("id", "timeout_s", "prompt_lens", "temperature", "wire_dtype", "top_k", "arrays", "kind", "v"):
         for value in (long, [long, long], "x" * 10_000):

@@ -1,4 +1,4 @@
-"""/healthz and /metrics."""
+"""HTTP server of the proxy: /healthz, /metrics, and its limits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ STATUS = ServiceStatus(
 
 
 class Source:
-    """What the proxy would give; `status` and `age_s` can be set."""
+    """Status source with settable `status` and `age_s`."""
 
     def __init__(self) -> None:
         self.status, self.age_s = STATUS, 0.5
@@ -94,21 +94,21 @@ def health(server: HttpServer) -> tuple[int, dict[str, Any]]:
     return code, json.loads(body)
 
 
-def test_health_is_200_with_a_worker_and_503_with_the_reason_otherwise(server: HttpServer, source: Source) -> None:
+def test_healthz_problem_is_503_with_reason(server: HttpServer, source: Source) -> None:
     assert health(server)[0] == 200
     for change, reason in (
         ({"workers": ()}, "no worker"),
-        ({"draining": True}, "going down"),
+        ({"draining": True}, "shutting down"),
     ):
         source.status = replace(STATUS, **change)
-        code, said = health(server)
-        assert code == 503 and reason in said["status"]
+        code, body = health(server)
+        assert code == 503 and reason in body["status"]
     source.status, source.age_s = STATUS, 60.0
-    code, said = health(server)
-    assert code == 503 and "stuck" in said["status"] and said["status_age_s"] == 60.0
+    code, body = health(server)
+    assert code == 503 and "stuck" in body["status"] and body["status_age_s"] == 60.0
 
 
-def test_every_number_of_the_status_is_a_metric(server: HttpServer) -> None:
+def test_metrics_contain_every_status_number(server: HttpServer) -> None:
     code, body = get(server, "/metrics")
     assert code == 200
     families = list(text_string_to_metric_families(body.decode()))
@@ -131,46 +131,52 @@ def test_every_number_of_the_status_is_a_metric(server: HttpServer) -> None:
     assert value("process_open_fds") > 0
 
 
-def test_workers_of_the_same_name_are_two_series(server: HttpServer) -> None:
-    """Equal series would make Prometheus refuse the page."""
+def test_metrics_equal_worker_names_are_distinct_series(server: HttpServer) -> None:
+    """Prometheus refuses a page with two equal series."""
     series = [line.split(" ")[0] for line in get(server, "/metrics")[1].decode().splitlines() if line[0] != "#"]
     assert len(series) == len(set(series))
     assert 'teacher_worker_busy_ratio{worker="host:1"}' in series
 
 
-def test_only_get_and_only_two_pages(server: HttpServer) -> None:
+def test_unknown_path_is_404_and_post_is_405(server: HttpServer) -> None:
     assert get(server, "/")[0] == 404 and get(server, "/../../etc/passwd")[0] == 404
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as peer:
-        peer.sendall(b"POST /metrics HTTP/1.0\r\n\r\n")
-        assert b" 501 " in peer.recv(100)
+        peer.sendall(b"POST /healthz HTTP/1.0\r\n\r\n")
+        assert b" 405 " in peer.recv(100)
 
 
-def test_a_slow_or_endless_or_senseless_request_is_dropped_and_others_are_answered(server: HttpServer) -> None:
+def test_slow_endless_or_invalid_request_is_dropped(server: HttpServer) -> None:
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
         while time.monotonic() - began < 10:
             try:
-                slow.sendall(b"G")  # never silent, never done
+                slow.sendall(b"G")  # never silent, never complete
             except OSError:
                 break
             assert get(server, "/healthz")[0] == 200
             threading.Event().wait(0.05)
-        assert 0.3 < time.monotonic() - began < 8
+        else:
+            pytest.fail("the slow request was not dropped")
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as endless:
         began = time.monotonic()
         with pytest.raises(OSError):
             while time.monotonic() - began < 3:
                 endless.sendall(b"GET / HTTP/1.0\r\n" + b"x: y\r\n" * 1000)
-    for senseless in (b"\x16\x03\x01\x02\x00", b"\0" * 100 + b"\n", b"GET /metrics HTTP/9.9\r\n\r\n"):
+    for invalid in (b"\x16\x03\x01\x02\x00", b"\0" * 100 + b"\n", b"GET /metrics HTTP/9.9\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as peer:
-            peer.sendall(senseless)
+            peer.sendall(invalid)
             peer.shutdown(socket.SHUT_WR)
             while peer.recv(1000):
                 pass
     assert get(server, "/healthz")[0] == 200
 
 
-def test_no_more_than_so_many_connections_at_once_and_later_all_is_well(server: HttpServer) -> None:
+def test_silent_connection_is_closed_at_timeout(server: HttpServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as silent:
+        assert silent.recv(1) == b""
+
+
+def test_connections_above_limit_are_closed(server: HttpServer) -> None:
     peers = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(100)]
     n_threads = threading.active_count()
     assert n_threads < 90
@@ -185,19 +191,19 @@ def test_no_more_than_so_many_connections_at_once_and_later_all_is_well(server: 
             threading.Event().wait(0.05)
 
 
-def test_a_busy_port_is_a_readable_error(server: HttpServer, source: Source) -> None:
+def test_server_port_in_use_is_refused(server: HttpServer, source: Source) -> None:
     with pytest.raises(TeacherError, match=rf"127.0.0.1:{server.port} for /healthz.*--http-port \(HTTP_PORT"):
         HttpServer("127.0.0.1", server.port, source)
     with pytest.raises(TeacherError, match="--http-bind"):
         HttpServer("no-such-host.invalid", 0, source)
 
 
-def test_it_says_what_a_real_proxy_does() -> None:
+def test_healthz_of_running_proxy_follows_workers() -> None:
     with running_proxy() as proxy, HttpServer("127.0.0.1", 0, lambda: (proxy.latest_status, 0.0)) as server:
         assert health(server)[0] == 503
         with running_worker(proxy.backend_port):
-            deadline = time.monotonic() + 5  # the proxy looks at itself once a second
+            deadline = time.monotonic() + 5  # the status is refreshed once per second
             while health(server)[0] != 200 and time.monotonic() < deadline:
                 threading.Event().wait(0.05)
-            code, said = health(server)
-            assert code == 200 and said["model_name"] == "fake" and said["workers"] == 1
+            code, body = health(server)
+            assert code == 200 and body["model_name"] == "fake" and body["workers"] == 1

@@ -1,4 +1,4 @@
-"""The wire format: what is encoded comes back, and nothing that arrives can crash the receiver or make it allocate."""
+"""Wire format: round trips, and refusal of malformed messages without crashes or large allocations."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from teacher.wire import messages, protocol
 from teacher.wire.messages import (
     LIMITS,
     PROTOCOL_VERSION,
-    Answer,
-    Bye,
     Failure,
+    Goodbye,
     Hello,
     Info,
     Probe,
     Ready,
     Score,
+    ScoreReply,
     Welcome,
 )
 
@@ -46,7 +46,7 @@ def sequences() -> list[TeacherSequence]:
     return [TeacherSequence(np.arange(n, dtype=np.int32), prompt_len) for n, prompt_len in ((5, 2), (2, 1), (7, 6))]
 
 
-def answers() -> list[ScoredSequence]:
+def scored() -> list[ScoredSequence]:
     rng = np.random.default_rng(0)
     return [
         ScoredSequence(
@@ -69,12 +69,12 @@ def valid_messages() -> list[list[bytes]]:
             protocol.encode_hello(1, 2.0),
             protocol.encode_info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2)),
             protocol.encode_score(1, 2.0, sequences(), 0.7),
-            protocol.encode_answer(1, answers()),
+            protocol.encode_score_reply(1, scored()),
             protocol.encode_error(1, errors.TeacherTimeout("late")),
             protocol.encode_ready(READY),
             protocol.encode_welcome(),
             protocol.encode_probe(),
-            protocol.encode_bye("done"),
+            protocol.encode_goodbye("done"),
         )
     ]
 
@@ -83,7 +83,7 @@ def with_header(frames: list[bytes], **changes: object) -> list[bytes]:
     return [msgpack.packb({**msgpack.unpackb(frames[0]), **changes}), *frames[1:]]
 
 
-def test_sequences_survive_the_round_trip() -> None:
+def test_score_round_trip_keeps_sequences() -> None:
     message = protocol.decode(as_bytes(protocol.encode_score(7, 2.5, sequences(), 0.7)))
     assert isinstance(message, Score)
     assert (message.request_id, message.timeout_s, message.n_tokens, message.temperature) == (7, 2.5, 14, 0.7)
@@ -92,7 +92,7 @@ def test_sequences_survive_the_round_trip() -> None:
         assert got.token_ids.dtype == np.int32 and got.prompt_len == sent.prompt_len
 
 
-def test_a_request_always_says_its_temperature_and_one_that_does_not_is_refused() -> None:
+def test_score_without_temperature_is_refused() -> None:
     frames = as_bytes(protocol.encode_score(7, 2.5, sequences()))
     header = msgpack.unpackb(frames[0])
     assert header.pop("temperature") == 1.0
@@ -100,37 +100,37 @@ def test_a_request_always_says_its_temperature_and_one_that_does_not_is_refused(
         protocol.decode([msgpack.packb(header), *frames[1:]])
 
 
-def test_answers_survive_the_round_trip_without_a_copy() -> None:
-    frames = protocol.encode_answer(7, sent := answers())
+def test_score_reply_round_trip_copies_nothing() -> None:
+    frames = protocol.encode_score_reply(7, sent := scored())
     assert np.shares_memory(np.frombuffer(frames[1], np.float32), sent[0].topk_logps_TK)
     message = protocol.decode(frames)
-    assert isinstance(message, Answer) and message.request_id == 7
-    for got, want in zip(message.answers, sent, strict=True):
+    assert isinstance(message, ScoreReply) and message.request_id == 7
+    for got, want in zip(message.scored, sent, strict=True):
         for name, array in asdict(want).items():
             np.testing.assert_array_equal(getattr(got, name), array)
             assert getattr(got, name).dtype == array.dtype
-    assert np.shares_memory(message.answers[0].topk_logps_TK, sent[0].topk_logps_TK)
+    assert np.shares_memory(message.scored[0].topk_logps_TK, sent[0].topk_logps_TK)
 
 
-def test_small_messages_survive_the_round_trip() -> None:
+def test_small_messages_round_trip() -> None:
     hello, info, _, _, _, ready, welcome, probe, bye = (protocol.decode(frames) for frames in valid_messages())
     assert hello == Hello(1, 2.0)
     assert info == Info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2))
     assert ready == READY
-    assert (welcome, probe, bye) == (Welcome(), Probe(), Bye("done", broken=False))
+    assert (welcome, probe, bye) == (Welcome(), Probe(), Goodbye("done", broken=False))
 
 
 @pytest.mark.parametrize(
     "kind", [errors.TeacherTimeout, errors.TeacherProtocolError, errors.TeacherRequestError, errors.TeacherUnavailable]
 )
-def test_errors_keep_their_type_and_text_on_the_wire_and_in_a_pickle(kind: type[errors.TeacherError]) -> None:
+def test_errors_round_trip_wire_and_pickle(kind: type[errors.TeacherError]) -> None:
     message = protocol.decode(protocol.encode_error(3, kind("got x, expected y")))
     assert isinstance(message, Failure) and message.request_id == 3
     for error in (message.error, pickle.loads(pickle.dumps(message.error))):
         assert type(error) is kind and str(error) == "got x, expected y"
 
 
-def test_a_readdressed_message_differs_in_id_and_time_only() -> None:
+def test_readdress_changes_id_and_timeout_only() -> None:
     frames = protocol.encode_score(7, 2.5, sequences(), 0.7)
     message = protocol.decode(protocol.readdress(frames, 8, 1.5))
     assert isinstance(message, Score) and (message.request_id, message.timeout_s) == (8, 1.5)
@@ -138,7 +138,7 @@ def test_a_readdressed_message_differs_in_id_and_time_only() -> None:
     np.testing.assert_array_equal(message.sequences[0].token_ids, sequences()[0].token_ids)
 
 
-def test_a_request_does_not_see_later_changes_of_the_callers_array() -> None:
+def test_encode_score_copies_token_ids() -> None:
     mine = sequences()
     frames = protocol.encode_score(1, 1.0, mine)
     mine[0].token_ids[:] = 77
@@ -147,7 +147,7 @@ def test_a_request_does_not_see_later_changes_of_the_callers_array() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sequence", "complaint"),
+    ("sequence", "expected"),
     [
         (TeacherSequence(np.zeros(3, np.int64), 1), "int32"),
         (TeacherSequence(np.zeros((3, 1), np.int32), 1), "int32 array"),
@@ -157,25 +157,23 @@ def test_a_request_does_not_see_later_changes_of_the_callers_array() -> None:
         (TeacherSequence(np.zeros(LIMITS.sequence_tokens + 1, np.int32), 3), "at most"),
     ],
 )
-def test_a_sequence_that_cannot_be_scored_is_refused_before_it_is_sent(
-    sequence: TeacherSequence, complaint: str
-) -> None:
-    with pytest.raises(errors.TeacherRequestError, match=complaint):
+def test_encode_score_invalid_sequence_is_refused(sequence: TeacherSequence, expected: str) -> None:
+    with pytest.raises(errors.TeacherRequestError, match=expected):
         protocol.encode_score(1, 1.0, [sequence])
 
 
-def test_a_batch_that_is_too_large_for_one_request_is_told_its_size_and_the_key_to_change() -> None:
+def test_check_sequences_large_batch_error_names_size_and_key() -> None:
     short, long = (TeacherSequence(np.zeros(n, np.int32), 1) for n in (2, LIMITS.sequence_tokens))
     too_many, too_long = (
         [short] * (LIMITS.sequences + 1),
         [long] * (LIMITS.request_tokens // LIMITS.sequence_tokens + 1),
     )
-    for batch, complaint in ((too_many, "4097 sequences in one request"), (too_long, "17825792 tokens in one request")):
-        with pytest.raises(errors.TeacherRequestError, match=f"{complaint}.*teacher.num_microbatches"):
+    for batch, expected in ((too_many, "4097 sequences in one request"), (too_long, "17825792 tokens in one request")):
+        with pytest.raises(errors.TeacherRequestError, match=f"{expected}.*teacher.num_microbatches"):
             messages.check_sequences(batch)
 
 
-def test_another_protocol_version_is_refused_but_its_errors_can_be_read() -> None:
+def test_other_version_is_refused_except_errors() -> None:
     for frames in valid_messages():
         other = with_header(frames, v=PROTOCOL_VERSION + 1)
         if msgpack.unpackb(frames[0])["kind"] == "error":
@@ -186,9 +184,12 @@ def test_another_protocol_version_is_refused_but_its_errors_can_be_read() -> Non
             assert protocol.peek_request_id(other) == msgpack.unpackb(frames[0])["id"]
 
 
-def absurd_messages() -> list[list[bytes]]:
-    score, answer = valid_messages()[2:4]
-    ids = np.zeros(4, np.int32).tobytes()
+def malformed_messages() -> list[list[bytes]]:
+    return [*malformed_frames(), *malformed_score_headers(), *malformed_arrays(), *malformed_other_headers()]
+
+
+def malformed_frames() -> list[list[bytes]]:
+    score = valid_messages()[2]
     return [
         [],
         [b""],
@@ -208,6 +209,12 @@ def absurd_messages() -> list[list[bytes]]:
         [*score, b"more"],
         score[:1] + [b""] * 3,
         [*score[:1]] * (LIMITS.frames + 5),
+    ]
+
+
+def malformed_score_headers() -> list[list[bytes]]:
+    score, reply = valid_messages()[2:4]
+    return [
         with_header(score, kind="nonsense"),
         with_header(score, kind=["score"]),
         with_header(score, id=-1),
@@ -234,13 +241,19 @@ def absurd_messages() -> list[list[bytes]]:
                 {"T": 1},
             )
         ),
-        with_header(score, unheard_of=[1.0] * 1000),
-        with_header(answer, timeout_s=1.0),
+        with_header(score, unknown_key=[1.0] * 1000),
+        with_header(reply, timeout_s=1.0),
         with_header(score, prompt_lens=[1, 1]),
         with_header(score, prompt_lens=[5, 1, 1]),
         with_header(score, prompt_lens=[0, 1, 1]),
         with_header(score, prompt_lens=[2**63, 1, 1]),
         with_header(score, prompt_lens=[1.0, 1, 1]),
+    ]
+
+
+def malformed_arrays() -> list[list[bytes]]:
+    score, reply = valid_messages()[2:4]
+    return [
         with_header(score, arrays=None),
         with_header(score, arrays=[None] * 3),
         with_header(score, arrays=[["O", 5], ["i4", 2], ["i4", 7]]),
@@ -250,8 +263,14 @@ def absurd_messages() -> list[list[bytes]]:
         with_header(score, arrays=[["i4", 5, 1, 1], ["i4", 2], ["i4", 7]]),
         with_header(score, arrays=[["f4", 5], ["i4", 2], ["i4", 7]]),
         with_header(score, arrays=[["i4", 6], ["i4", 2], ["i4", 7]]),
-        with_header(answer, arrays=[["f4", 9], ["i4", 3, 3], ["f4", 3], ["f4", 1, 3], ["i4", 1, 3], ["f4", 1]]),
-        with_header(answer, arrays=[["i4", 3, 3], ["f4", 3, 3], ["f4", 3], ["f4", 1, 3], ["i4", 1, 3], ["f4", 1]]),
+        with_header(reply, arrays=[["f4", 9], ["i4", 3, 3], ["f4", 3], ["f4", 1, 3], ["i4", 1, 3], ["f4", 1]]),
+        with_header(reply, arrays=[["i4", 3, 3], ["f4", 3, 3], ["f4", 3], ["f4", 1, 3], ["i4", 1, 3], ["f4", 1]]),
+    ]
+
+
+def malformed_other_headers() -> list[list[bytes]]:
+    ids = np.zeros(4, np.int32).tobytes()
+    return [
         with_header(valid_messages()[5], capacity_tokens=0),
         *(
             with_header(valid_messages()[5], stall_timeout_s=value)
@@ -268,8 +287,8 @@ def absurd_messages() -> list[list[bytes]]:
     ]
 
 
-def test_absurd_messages_are_refused_and_allocate_next_to_nothing() -> None:
-    for number, frames in enumerate(absurd_messages()):
+def test_decode_malformed_message_is_refused_cheaply() -> None:
+    for number, frames in enumerate(malformed_messages()):
         tracemalloc.start()
         try:
             with pytest.raises(errors.TeacherProtocolError):
@@ -278,10 +297,10 @@ def test_absurd_messages_are_refused_and_allocate_next_to_nothing() -> None:
             peak_bytes = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        assert peak_bytes < 64 << 20, f"absurd message {number} allocated {peak_bytes} bytes"
+        assert peak_bytes < 64 << 20, f"malformed message {number} allocated {peak_bytes} bytes"
 
 
-def test_truncated_and_damaged_messages_never_raise_anything_but_a_protocol_error() -> None:
+def test_decode_damaged_message_raises_protocol_error_only() -> None:
     rng = np.random.default_rng(0)
     valid = valid_messages()
     for frames in valid:

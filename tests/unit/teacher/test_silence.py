@@ -1,4 +1,4 @@
-"""A worker is silent during an engine step only, and the proxy waits longer for it than the worker for its engine."""
+"""Silence of workers: heartbeats between results, and the proxy's limit above the worker's own limit."""
 
 from __future__ import annotations
 
@@ -8,66 +8,66 @@ from typing import Any
 import pytest
 
 from teacher import worker as worker_module
-from teacher.proxy import proxy as proxy_module
-from teacher.proxy.overview import Overview
+from teacher.proxy import liveness
 from teacher.proxy.proxy import STALL_TIMEOUT_S
+from teacher.proxy.status_tracker import StatusTracker
 from teacher.wire import protocol
-from teacher.wire.messages import Answer, Pulse, Ready, Welcome
+from teacher.wire.messages import Heartbeat, Ready, ScoreReply, Welcome
 from teacher.wire.sockets import WORKER_HEARTBEAT
 from teacher.worker import Worker
 from tests._support.fake_worker import INFO, FakeEngine, running_worker
 from tests._support.ports import free_port
+from tests._support.teacher_requests import make_sequence, raw_peer, wait_until
 from tests._support.teacher_service import running_proxy
-from tests.unit.teacher.test_faults import raw_client, sequence, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_the_proxy_waits_longer_for_a_worker_than_the_worker_for_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The silence of a worker also covers the encoding of its answers, which is no engine step. Limits may differ."""
+def test_liveness_allows_longer_silence_than_step_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The silence of a worker includes the encoding of its replies. Every worker has its own limit."""
     silent_s = 0.0
-    monkeypatch.setattr(Overview, "silent_s", lambda *_: silent_s)
-    monkeypatch.setattr(proxy_module, "_TICK_S", 0.05)
+    monkeypatch.setattr(StatusTracker, "silence_s", lambda *_: silent_s)
+    monkeypatch.setattr(liveness, "CHECK_INTERVAL_S", 0.05)
     with (
         running_proxy() as proxy,
         running_worker(proxy.backend_port, stall_timeout_s=5 * STALL_TIMEOUT_S),
-        raw_client(proxy.backend_port) as brief,
-        raw_client(proxy.backend_port) as unlimited,
+        raw_peer(proxy.backend_port) as short_limit,
+        raw_peer(proxy.backend_port) as no_limit,
     ):
-        for worker, stall_timeout_s in ((brief, 0.5 * STALL_TIMEOUT_S), (unlimited, 0.0)):
+        for worker, stall_timeout_s in ((short_limit, 0.5 * STALL_TIMEOUT_S), (no_limit, 0.0)):
             worker.socket.send_multipart(protocol.encode_ready(Ready(INFO, 1000, "raw:1", stall_timeout_s)))
-            assert isinstance(worker.next(), Welcome)
+            assert isinstance(worker.receive(), Welcome)
         for silence, n_lost in ((1.4, 0), (1.6, 2), (1.4 * 5, 2)):
             silent_s, looked_at = silence * STALL_TIMEOUT_S, proxy.latest_status_at
             wait_until(lambda looked_at=looked_at: proxy.latest_status_at > looked_at + 0.2)  # type: ignore[misc]
             assert proxy.latest_status.totals.workers_lost == n_lost
         assert len(proxy.latest_status.workers) == 1
         silent_s = 1.6 * 5 * STALL_TIMEOUT_S
-        wait_until(lambda: proxy.latest_status.totals.workers_lost > 2)  # it joins again, and is lost again
+        wait_until(lambda: proxy.latest_status.totals.workers_lost > 2)  # it registers again, and is removed again
         silent_s = 0.0
 
 
-def test_a_worker_sends_heartbeats_while_it_encodes_the_answers_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_sends_heartbeats_between_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     class Engine(FakeEngine):
         def step(self) -> list[tuple[int, object]]:  # type: ignore[override]
             return [done for _ in list(self._waiting) for done in super(Engine, self).step()]
 
-    clock, sent, encode_answer = [100.0], [], protocol.encode_answer
+    clock, sent, encode_score_reply = [100.0], [], protocol.encode_score_reply
 
     def encode_slowly(*args: Any, **options: Any) -> list[protocol.Frame]:
         clock[0] += 2 * WORKER_HEARTBEAT.interval_s
-        return encode_answer(*args, **options)
+        return encode_score_reply(*args, **options)
 
     worker = Worker(Engine(), backend_port=free_port())
     try:
         monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-        monkeypatch.setattr(protocol, "encode_answer", encode_slowly)
+        monkeypatch.setattr(protocol, "encode_score_reply", encode_slowly)
         monkeypatch.setattr(worker._connection, "send", lambda frames: sent.append(type(protocol.decode(frames))))
         worker._receive(protocol.encode_welcome())
         for number in range(4):
-            worker._receive(protocol.encode_score(number, 60.0, [sequence(1, number)]))
-        worker._fill_engine()
+            worker._receive(protocol.encode_score(number, 60.0, [make_sequence(1, number)]))
+        worker._jobs.fill_engine()
         worker._step()
     finally:
         worker._connection.close(0)
-    assert sent == [Pulse, Answer] * 4
+    assert sent == [Heartbeat, ScoreReply] * 4

@@ -1,4 +1,4 @@
-"""Damaged weight files are named in milliseconds, before any engine is loaded."""
+"""Detection of damaged weight files from headers and sizes, before an engine is loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def truncate(n_bytes: int) -> Callable[[Path], object]:
 
 
 def swap_tensors(path: Path) -> None:
-    """Give each of two tensors the bytes of the other's size. The file has the length that its header calls for."""
+    """Write two tensors whose offsets have the sizes of each other. The file length agrees with the header."""
     save_file({"a": np.ones(3, np.float32), "b": np.ones(5, np.float32)}, path)
     raw = path.read_bytes()
     assert b"[0,12]" in raw and b"[12,32]" in raw
@@ -56,13 +56,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n"),
         "is a Git LFS pointer .*git lfs pull",
     ),
-    "gone": (Path.unlink, "is missing, but model.safetensors.index.json names it"),
+    "missing": (Path.unlink, "is missing, but model.safetensors.index.json names it"),
     "folder": (lambda path: (path.unlink(), path.mkdir()), "is missing, but model.safetensors.index.json names it"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_weight_file_is_named(damage: str, sharded: Path) -> None:
+def test_find_damaged_weights_names_file(damage: str, sharded: Path) -> None:
     assert find_damaged_weights(sharded) is None
     apply, message = DAMAGES[damage]
     apply(sharded / "model-00002-of-00002.safetensors")
@@ -70,17 +70,17 @@ def test_a_damaged_weight_file_is_named(damage: str, sharded: Path) -> None:
         read_checkpoint(sharded)
 
 
-def test_a_damaged_index_is_named(sharded: Path) -> None:
+def test_find_damaged_weights_names_index(sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").write_text("{}")
     assert "index.json is damaged: expected JSON with a weight_map" in str(find_damaged_weights(sharded))
 
 
-def test_files_that_the_index_does_not_name_are_not_checked(sharded: Path) -> None:
+def test_find_damaged_weights_ignores_files_outside_index(sharded: Path) -> None:
     (sharded / "consolidated.safetensors").touch()
     assert find_damaged_weights(sharded) is None
 
 
-def test_an_empty_file_in_the_old_format_is_named(tmp_path: Path) -> None:
+def test_find_damaged_weights_names_empty_bin_file(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     assert "pytorch_model.bin is empty" in str(find_damaged_weights(tmp_path))
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
