@@ -1,4 +1,4 @@
-"""The service's side of the wire, played by the test itself, message by message."""
+"""A service whose messages are written by the test, one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ M = TypeVar("M", bound=Message)
 
 
 class ScriptedService:
-    """One ROUTER. Everything has a deadline of 5 s."""
+    """A ROUTER socket. Each receive has a time limit of 5 s by default.
+
+    Attributes:
+        port: Frontend port.
+        client: Identity of the client that sent the last message.
+    """
 
     def __init__(self, port: int = 0, keys: ServerKeys | None = None) -> None:
         self.context = zmq.Context()
@@ -27,7 +32,7 @@ class ScriptedService:
         )
         self._socket.bind(f"tcp://127.0.0.1:{port or '*'}")
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
-        self.client = b""  # identity of the last one heard
+        self.client = b""
 
     def __enter__(self) -> ScriptedService:
         return self
@@ -38,25 +43,25 @@ class ScriptedService:
     def close(self) -> None:
         self.context.destroy(linger=0)
 
-    def hear(self, kind: type[M], timeout_s: float = 5.0) -> M:
-        message = self.hear_any(timeout_s)
+    def receive(self, kind: type[M], timeout_s: float = 5.0) -> M:
+        message = self.receive_any(timeout_s)
         assert isinstance(message, kind), message
         return message
 
-    def hear_any(self, timeout_s: float = 5.0) -> Message | None:
-        """None if there is silence for so long."""
+    def receive_any(self, timeout_s: float = 5.0) -> Message | None:
+        """Return the next message, or None if none arrives in time."""
         if not self._socket.poll(int(1000 * timeout_s)):
             return None
         self.client, *frames = self._socket.recv_multipart()
         return protocol.decode(frames)
 
-    def say(self, frames: list[Frame]) -> None:
+    def send(self, frames: list[Frame]) -> None:
         self._socket.send_multipart([self.client, *frames])
 
-    def answer(self, request: Score) -> None:
-        answers = [true_answer(sequence) for sequence in request.sequences]
-        self.say(
-            protocol.encode_answer(request.request_id, answers, top_k=request.top_k, wire_dtype=request.wire_dtype)
+    def reply(self, request: Score) -> None:
+        scores = [expected_scores(sequence) for sequence in request.sequences]
+        self.send(
+            protocol.encode_answer(request.request_id, scores, top_k=request.top_k, wire_dtype=request.wire_dtype)
         )
 
 
@@ -64,16 +69,16 @@ def sequence(n_tokens: int, first: int = 0, prompt_len: int = 1) -> TeacherSeque
     return TeacherSequence(np.arange(first, first + n_tokens, dtype=np.int32), prompt_len)
 
 
-def true_answer(sequence: TeacherSequence, k: int = 6) -> ScoredSequence:
-    """Depends on every response token, so that a mixed-up answer shows."""
+def expected_scores(sequence: TeacherSequence, k: int = 6) -> ScoredSequence:
+    """Return scores that depend on every response token, so that exchanged results are noticed."""
     response_T = sequence.token_ids[sequence.prompt_len :]
     topk_ids_TK = response_T[:, None] + np.arange(k, dtype=np.int32)
     return ScoredSequence(-topk_ids_TK.astype(np.float32) / 7, topk_ids_TK, -response_T.astype(np.float32) / 3)
 
 
-def assert_answers(answers: list[ScoredSequence], sequences: list[TeacherSequence], k: int = 6) -> None:
-    for got, asked in zip(answers, sequences, strict=True):
-        want = true_answer(asked, k)
+def assert_scores(results: list[ScoredSequence], sequences: list[TeacherSequence], k: int = 6) -> None:
+    for got, sequence in zip(results, sequences, strict=True):
+        want = expected_scores(sequence, k)
         np.testing.assert_array_equal(got.topk_ids_TK, want.topk_ids_TK)
         np.testing.assert_array_equal(got.topk_logps_TK, want.topk_logps_TK)
         np.testing.assert_array_equal(got.sampled_logps_T, want.sampled_logps_T)
