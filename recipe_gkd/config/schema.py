@@ -186,6 +186,12 @@ class RolloutEngineConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TeacherConfig:
+    backend: str = key(
+        "Teacher backend. `zmq`: a teacher service. `hf`: a transformers model in the driver process, for small "
+        "teachers, tests and debugging. `FILE.py:Class`: a class that implements "
+        "`recipe_gkd.teacher_routing.TeacherBackend`."
+    )
+    model_path: str | None = key("Folder of the teacher model for `backend=hf`; passed on to a custom backend.")
     server_ip: str = key("Address of the teacher's proxy.")
     server_port: int = key("Its front-end port (`PROXY_FRONTEND_PORT`).", ge=1, le=65535)
     teachers: dict[str, str] = key(

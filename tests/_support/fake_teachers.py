@@ -1,8 +1,7 @@
-"""Teacher services, with proxy and worker, whose engines compute nothing but have each an opinion of its own."""
+"""Teacher services in this process, with a real proxy and worker. Each fake engine returns scores of its own."""
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,23 +12,23 @@ from teacher.errors import TeacherRequestError
 from teacher.proxy import Proxy
 from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
 from teacher.worker import Worker
+from tests._support.teacher_service import StopFlag
 
 N_TOKENS, K = 100, 4
-REFUSED = 99
-"""A token that no engine scores."""
+REFUSED = 99  # a token that every engine rejects
 
 
-def opinion(sequence: TeacherSequence, offset: int) -> ScoredSequence:
-    """Of the service with this offset: depends on every response token."""
+def fake_scores(sequence: TeacherSequence, offset: int) -> ScoredSequence:
+    """Return the scores of the engine with this offset. They depend on every response token."""
     response_T = sequence.token_ids[sequence.prompt_len :]
     topk_ids_TK = (response_T[:, None] + offset + np.arange(K, dtype=np.int32)) % N_TOKENS
     topk_logps_TK = np.tile(np.log([0.4, 0.3, 0.2, 0.1]).astype(np.float32), (len(response_T), 1))
     return ScoredSequence(topk_logps_TK, topk_ids_TK, -(response_T + offset).astype(np.float32))
 
 
-class Engine:
+class FakeScoringEngine:
     info = ModelInfo(
-        "opinionated",
+        "fake",
         vocab_size=N_TOKENS,
         n_tokens=N_TOKENS,
         tokenizer_fingerprint="none",
@@ -50,7 +49,7 @@ class Engine:
 
     def check(self, sequence: TeacherSequence, temperature: float) -> None:
         if REFUSED in sequence.token_ids:
-            raise TeacherRequestError(f"token {REFUSED} is not scored here")
+            raise TeacherRequestError(f"token {REFUSED} is rejected")
 
     def add(self, key: int, sequence: TeacherSequence) -> None:
         self._waiting[key] = sequence
@@ -63,36 +62,26 @@ class Engine:
         return bool(self._waiting)
 
     def step(self) -> list[tuple[int, ScoredSequence]]:
-        key, sequence = self._waiting.popitem()  # not in the order of asking
-        return [(key, opinion(sequence, self._offset))]
+        key, sequence = self._waiting.popitem()  # not in the order of arrival
+        return [(key, fake_scores(sequence, self._offset))]
 
     def close(self) -> None:
         self._waiting.clear()
 
 
-class StopFlag:
-    def __init__(self) -> None:
-        self._receiver, self._sender = socket.socketpair()
-
-    def set(self) -> None:
-        self._sender.send(b"\0")
-
-    def fileno(self) -> int:
-        return self._receiver.fileno()
-
-
 @contextmanager
 def serving(serve: Callable[..., None]) -> Iterator[None]:
-    """Run a proxy's or a worker's ``run`` in a thread; ended afterwards."""
-    end = StopFlag()
-    thread = threading.Thread(target=serve, args=(end,), daemon=True)
+    """Run the ``run`` method of a proxy or worker in a thread, and stop it at the end."""
+    stop = StopFlag()
+    thread = threading.Thread(target=serve, args=(stop,), daemon=True)
     thread.start()
     try:
         yield
     finally:
-        end.set()
+        stop.set()
         thread.join(timeout=10)
         assert not thread.is_alive()
+        stop.close()
 
 
 @contextmanager
@@ -104,12 +93,12 @@ def proxy_without_workers(port: int = 0) -> Iterator[Proxy]:
 
 @contextmanager
 def worker_of(proxy: Proxy, offset: int) -> Iterator[None]:
-    with serving(Worker(Engine(offset), backend_port=proxy.backend_port).run):
+    with serving(Worker(FakeScoringEngine(offset), backend_port=proxy.backend_port).run):
         yield
 
 
 @contextmanager
 def service(offset: int, port: int = 0) -> Iterator[int]:
-    """Its port; gone afterwards."""
+    """Run a service with one worker and yield its port."""
     with proxy_without_workers(port) as proxy, worker_of(proxy, offset):
         yield proxy.frontend_port
