@@ -9,7 +9,7 @@ import sys
 
 import zmq
 
-from teacher.commands import ask, keys, service
+from teacher.commands import keys, queries, service
 from teacher.errors import TeacherError
 from teacher.logs import set_up_logging
 
@@ -50,7 +50,7 @@ def _failed(args: argparse.Namespace, reason: str) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="teacher", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (service, ask, keys):
+    for module in (service, queries, keys):
         module.add_to(commands)
     return parser
 

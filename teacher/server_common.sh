@@ -325,7 +325,7 @@ report_foreign() {
 
 check_checkpoint() {
   [[ -n $CKPT_PATH ]] || die "CKPT_PATH is not set; it names the local folder of the teacher model; see --help"
-  [[ -d $CKPT_PATH ]] || die "CKPT_PATH=$CKPT_PATH is no folder; expected a local model in Hugging Face format"
+  [[ -d $CKPT_PATH ]] || die "CKPT_PATH=$CKPT_PATH is not a folder; expected a local model in Hugging Face format"
   CKPT_PATH=$(cd -- "$CKPT_PATH" && pwd)
 }
 
@@ -337,7 +337,7 @@ check_numbers() {
 
 check_auth_dir() {
   [[ -n $AUTH_DIR ]] || return 0
-  [[ -d $AUTH_DIR ]] || die "AUTH_DIR=$AUTH_DIR is no folder; make it with: $python -m teacher keys --auth-dir $AUTH_DIR"
+  [[ -d $AUTH_DIR ]] || die "AUTH_DIR=$AUTH_DIR is not a folder; create it with: $python -m teacher keys --auth-dir $AUTH_DIR"
   AUTH_DIR=$(cd -- "$AUTH_DIR" && pwd)
 }
 

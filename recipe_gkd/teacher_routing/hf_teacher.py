@@ -222,7 +222,7 @@ class HfTeacher:
         while (request := self._queue.get()) is not None:
             try:
                 scored = self._score(request)
-            except Exception as error:  # out of memory, say; the future must fail whatever it is
+            except Exception as error:  # of any type, such as out of memory: the future must not stay open
                 log.exception("the in-process teacher failed")
                 self._resolve(request, TeacherError(f"the in-process teacher failed: {type(error).__name__}: {error}"))
             else:

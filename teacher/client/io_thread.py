@@ -213,7 +213,7 @@ class ClientIOThread:
         else:
             call.fail(
                 TeacherTimeout(
-                    f"{subject}: the teacher at {self.address} is connected but sent no reply within {waited}; it may "
+                    f"{subject}: the teacher at {self.address} is connected but gave no answer within {waited}; it may "
                     f"be slow (raise the timeout) or hang: {LOOK_HINT}"
                 )
             )

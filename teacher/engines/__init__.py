@@ -19,7 +19,7 @@ def load_engine(backend: str, config: EngineConfig) -> ScoringEngine:
         TeacherError: The backend is unknown, or the checkpoint cannot be used as configured.
     """
     if backend != "vllm":
-        raise TeacherError(f"BACKEND must be vllm, the only engine, got {backend!r}")
+        raise TeacherError(f"BACKEND must be vllm, got {backend!r}; vllm is the only engine")
     from teacher.engines.vllm_engine import VllmEngine  # importing vLLM takes seconds
 
     return VllmEngine(config)

@@ -17,7 +17,7 @@ import zmq
 
 from teacher import TeacherClient, TeacherError, TeacherSequence, stop_signal
 from teacher.__main__ import main
-from teacher.commands import ask, service
+from teacher.commands import queries, service
 from teacher.proxy import doors
 from teacher.wire.auth import client_keys, server_keys
 from teacher.wire.make_keys import make_keys
@@ -108,7 +108,7 @@ def test_whatever_else_the_machine_refuses_is_one_line_after_the_traceback_of_a_
         raise error
 
     monkeypatch.setattr(doors, "make_socket", refuse)
-    monkeypatch.setattr(ask, "_client", refuse)
+    monkeypatch.setattr(queries, "_client", refuse)
     assert main([*PROXY, "--bind", "127.0.0.1"] if command == "proxy" else [command]) == 1
     *before, last = capsys.readouterr().err.splitlines()
     assert last.startswith(f"teacher {command}: the system refused: ") and "Too many open files; " in last
