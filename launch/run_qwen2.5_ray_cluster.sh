@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Distil into Qwen2.5-7B-Instruct on a Ray cluster of 8-GPU nodes: two nodes train, one generates; the teacher runs elsewhere.
+# Distill into Qwen2.5-7B-Instruct on a Ray cluster of 8-GPU nodes: two nodes train, one generates; the teacher runs elsewhere.
 #
 #   RAY_ADDRESS=http://head:8265 TEACHER_IP=10.0.0.9 AUTH_DIR=/data/teacher-keys STUDENT=/models/Qwen2.5-7B-Instruct \
 #     TRAIN_FILES=/data/train.parquet OUTPUT_DIR=/data/runs/1 bash launch/run_qwen2.5_ray_cluster.sh [key=value ...]

@@ -64,7 +64,7 @@ def test_ray_job_restarts_dead_processes_and_leaves_none(tiny_qwen2: Path, tmp_p
             threading.Event().wait(0.1)
     assert left == [], (tmp_path / "log").read_text()
     log_text = (tmp_path / "log").read_text()
-    assert f"actor_rollout_ref.teacher.server_port={port}" in log_text and "starting it again" in log_text
+    assert f"actor_rollout_ref.teacher.server_port={port}" in log_text and "restarting it in" in log_text
 
 
 def test_ray_job_public_address_without_keys_ends_at_once(tiny_qwen2: Path) -> None:

@@ -214,7 +214,7 @@ def test_start_unsafe_run_dir_is_refused(interpreter: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("run_dir", ["/proc/teacher", "{file}/run"])
 def test_start_run_dir_not_creatable_is_refused(run_dir: str, interpreter: Path, tmp_path: Path) -> None:
     refused = run("start_server.sh", interpreter, Path(run_dir.format(file=interpreter)))
-    assert refused.returncode == 1 and "start_server.sh: cannot make RUN_DIR=" in refused.stderr
+    assert refused.returncode == 1 and "start_server.sh: cannot create RUN_DIR=" in refused.stderr
     assert "set RUN_DIR to a folder that you can write" in refused.stderr
 
 
