@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.errors import ConfigError
+from recipe_gkd.preflight import Student, meet_teacher
 from recipe_gkd.teacher_routing import Routes, open_teachers
 from recipe_gkd.teacher_routing.backends import check_scores
 from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
@@ -32,8 +33,8 @@ ROUTES = Routes(("default",))
 EXAMPLE = REPO / "docs" / "examples" / "custom_teacher.py"
 
 
-def configured(*overrides: str) -> Config:
-    needed = ["data.train_files=x", "actor_rollout_ref.model.path=x"]
+def configured(*overrides: str, others: Sequence[str] = ()) -> Config:
+    needed = ["data.train_files=x", "actor_rollout_ref.model.path=x", *others]
     return load_config("on_policy_distill_trainer", [*needed, *(f"{KEY}.{override}" for override in overrides)])
 
 
@@ -91,6 +92,20 @@ class TestHfTeacher:
         assert info.tokenizer_fingerprint == tokenizer_fingerprint(AutoTokenizer.from_pretrained(tiny_qwen2))
         assert (info.n_tokens, info.n_logprobs, info.max_model_len) == (VOCAB_SIZE, 8, MAX_MODEL_LEN)
         assert info.eos_token_ids == (1,) and info.model_name == tiny_qwen2.name
+
+    @pytest.mark.parametrize("fits", [True, False])
+    def test_preflight_compares_tokenizer_fingerprint(
+        self, hf_teacher: HfTeacher, tiny_qwen2: Path, fits: bool
+    ) -> None:
+        fingerprint = hf_teacher.hello().tokenizer_fingerprint if fits else "sha256:0"
+        student = Student(tiny_qwen2, VOCAB_SIZE, None, fingerprint, VOCAB_SIZE)
+        limits = ["data.max_prompt_length=32", "data.max_response_length=32", "gkd.distill_temperature=2"]
+        config = configured("backend=hf", f"model_path={tiny_qwen2}", "top_k=8", others=limits)
+        if fits:
+            assert meet_teacher("default", hf_teacher, student, config) == hf_teacher.hello()
+            return
+        with pytest.raises(ConfigError, match="vocabulary does not fit"):
+            meet_teacher("default", hf_teacher, student, config)
 
     @pytest.mark.parametrize("batch_tokens", [1, 100, 10_000])
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
