@@ -194,8 +194,8 @@ def codec_seconds(scored: list[ScoredSequence], wire_dtype: WireDtype) -> float:
     began = time.perf_counter()
     decoded = protocol.decode(protocol.encode_answer(1, scored, wire_dtype=wire_dtype))
     assert isinstance(decoded, Answer)
-    for answer in decoded.answers:
-        answer.topk_logps_TK.astype(np.float32, copy=False)
+    for result in decoded.answers:
+        result.topk_logps_TK.astype(np.float32, copy=False)
     return time.perf_counter() - began
 
 

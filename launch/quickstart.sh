@@ -7,10 +7,11 @@
 # distills, evaluates, prints a table and writes outputs/quickstart/report.json. Completed stages are not repeated.
 #
 #   --fresh       remove the previous results under outputs/quickstart (.venv is kept)
-#   key=value     any key of `python -m recipe_gkd.config`, such as trainer.scheduler=two_step_off; each set of keys is a
-#                 separate run under outputs/quickstart/runs/
+#   key=value     any key of `python -m recipe_gkd.config`, such as trainer.scheduler=two_step_off; each set of
+#                 keys is a separate run under outputs/quickstart/runs/
 #
-# Environment: QUICKSTART_DIR (outputs/quickstart), PROXY_FRONTEND_PORT (15555), PROXY_BACKEND_PORT (15556), N_WORKERS (1).
+# Environment: QUICKSTART_DIR (outputs/quickstart), PROXY_FRONTEND_PORT (15555), PROXY_BACKEND_PORT (15556),
+#   N_WORKERS (1).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/foreground.bash

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Distill Qwen2.5-7B-Instruct into Qwen2.5-1.5B-Instruct on one node with 8 GPUs: 4 train, 2 generate, 2 serve the teacher.
+# Distill Qwen2.5-7B-Instruct into Qwen2.5-1.5B-Instruct on 8 GPUs of one node: 4 train, 2 generate, 2 run the teacher.
 #
 #   TRAIN_FILES=/data/train.parquet bash launch/run_qwen2.5_one_node.sh [key=value ...]
 #

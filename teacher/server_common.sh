@@ -300,8 +300,8 @@ RUN_DIR to a folder that can"
   # Compare with a new file, because file servers can map users.
   if [[ $(stat -c %u -- "$probe") != $(stat -c %u -- "$RUN_DIR") ]]; then
     rm -f -- "$probe"
-    die "RUN_DIR=$RUN_DIR belongs to another user ($(stat -c %U -- "$RUN_DIR")), who could put links in place of logs; \
-set RUN_DIR to a folder of your own"
+    die "RUN_DIR=$RUN_DIR belongs to another user ($(stat -c %U -- "$RUN_DIR")), and that user could replace \
+logs by links; set RUN_DIR to a folder of your own"
   fi
   rm -f -- "$probe"
   (((8#$(stat -c %a -- "$RUN_DIR") & 8#002) == 0)) || die "every user can write RUN_DIR=$RUN_DIR, and could put links in \

@@ -66,9 +66,9 @@ def test_scripts_secured_service_starts_joins_and_stops(python: Path, tmp_path: 
         assert started.returncode == 0, started.stderr
         joined = run_script("join_server.sh", python, **setting, AUTH_DIR=str(copy), RUN_DIR=str(tmp_path / "run2"))
         assert joined.returncode == 0, joined.stderr
-        asked = ["status", "--json", "--port", setting["PROXY_FRONTEND_PORT"], "--auth-dir", str(copy)]
+        command = ["status", "--json", "--port", setting["PROXY_FRONTEND_PORT"], "--auth-dir", str(copy)]
         shown = subprocess.run(
-            [python, "-m", "teacher", *asked], capture_output=True, text=True, timeout=20, check=True
+            [python, "-m", "teacher", *command], capture_output=True, text=True, timeout=20, check=True
         )
         assert len(json.loads(shown.stdout)["workers"]) == 2
         log = [json.loads(line) for line in (tmp_path / "run" / "proxy.log").read_text().splitlines()]

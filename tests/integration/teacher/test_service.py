@@ -110,9 +110,9 @@ def test_interleaved_clients_get_scores_at_their_own_temperature(
     sequences = random_sequences([(n, 1 + n // 3) for n in range(MAX_MODEL_LEN - 20, MAX_MODEL_LEN)])
     with TeacherClient(server_port=service.port, timeout_s=30) as other:
         futures = [
-            (temperature, sequence, who.submit([sequence], temperature=temperature))
+            (temperature, sequence, one_client.submit([sequence], temperature=temperature))
             for sequence in sequences
-            for who, temperature in ((client, 0.5), (other, 2.0), (other, 1.0))
+            for one_client, temperature in ((client, 0.5), (other, 2.0), (other, 1.0))
         ]
         results = [(temperature, sequence, future.result()[0]) for temperature, sequence, future in futures]
     for temperature, sequence, scored in results:

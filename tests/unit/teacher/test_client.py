@@ -146,12 +146,12 @@ def test_reply_float16_on_wire_is_returned_as_float32(service: ScriptedService) 
         request = service.receive(Score)
         assert (request.top_k, request.wire_dtype) == (3, "float16")
         service.reply(request)
-        (answer,) = future.result(timeout=5)
+        (scored,) = future.result(timeout=5)
     want = expected_scores(sequence(50, 1), k=3)
-    assert answer.topk_logps_TK.dtype == np.float32 and answer.topk_logps_TK.shape == (49, 3)
-    error = np.abs(answer.topk_logps_TK - want.topk_logps_TK) / np.abs(want.topk_logps_TK)
+    assert scored.topk_logps_TK.dtype == np.float32 and scored.topk_logps_TK.shape == (49, 3)
+    error = np.abs(scored.topk_logps_TK - want.topk_logps_TK) / np.abs(want.topk_logps_TK)
     assert 0 < error.max() < 1e-3
-    np.testing.assert_array_equal(answer.sampled_logps_T, want.sampled_logps_T)
+    np.testing.assert_array_equal(scored.sampled_logps_T, want.sampled_logps_T)
 
 
 def test_reply_fewer_columns_than_top_k_fails_call(service: ScriptedService) -> None:

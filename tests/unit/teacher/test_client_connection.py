@@ -25,10 +25,10 @@ def test_lost_connection_resends_open_requests() -> None:
     port = free_port()
     with TeacherClient(server_port=port, timeout_s=20) as client:
         with ScriptedService(port) as service:
-            answered, pending = client.submit([sequence(3)]), client.submit([sequence(9000), sequence(7)])
+            done, pending = client.submit([sequence(3)]), client.submit([sequence(9000), sequence(7)])
             first = [service.receive(Score) for _ in range(3)]
             service.reply(first[0])
-            answered.result(timeout=5)
+            done.result(timeout=5)
             name = service.client
             assert len(name) == 16 and name.startswith(b"c")
         with ScriptedService(port) as service:
