@@ -1,20 +1,24 @@
-"""Teacher services in this process, with a real proxy and worker. Each fake engine returns scores of its own."""
+"""Teacher services in this process, with a real proxy and worker and a fake engine, and samples for them.
+
+The engine of each service has an offset, so that its scores differ from those of other services.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 
+from recipe_gkd.data.samples import Prompt, Response, Sample
 from teacher.errors import TeacherRequestError
 from teacher.proxy import Proxy
-from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
-from teacher.worker import Worker
-from tests._support.teacher_service import StopFlag
+from teacher.records import ScoredSequence, TeacherSequence
+from tests._support.fake_worker import INFO, FakeEngine, running_worker
+from tests._support.teacher_service import running_proxy
 
-N_TOKENS, K = 100, 4
+N_TOKENS, K = INFO.n_tokens, INFO.n_logprobs
 REFUSED = 99  # a token that every engine rejects
 
 
@@ -26,79 +30,52 @@ def fake_scores(sequence: TeacherSequence, offset: int) -> ScoredSequence:
     return ScoredSequence(topk_logps_TK, topk_ids_TK, -(response_T + offset).astype(np.float32))
 
 
-class FakeScoringEngine:
-    info = ModelInfo(
-        "fake",
-        vocab_size=N_TOKENS,
-        n_tokens=N_TOKENS,
-        tokenizer_fingerprint="none",
-        max_model_len=64,
-        n_logprobs=K,
-        engine="none",
-        eos_token_ids=(),
-    )
-    capacity_tokens = 1000
-    temperature = 1.0
+class OffsetEngine(FakeEngine):
+    """A fake engine that returns `fake_scores` and rejects the token `REFUSED`."""
 
     def __init__(self, offset: int) -> None:
+        super().__init__(replace(INFO, max_model_len=64))
         self._offset = offset
-        self._waiting: dict[int, TeacherSequence] = {}
-
-    def set_temperature(self, temperature: float) -> None:
-        self.temperature = temperature
 
     def check(self, sequence: TeacherSequence, temperature: float) -> None:
         if REFUSED in sequence.token_ids:
             raise TeacherRequestError(f"token {REFUSED} is rejected")
 
-    def add(self, key: int, sequence: TeacherSequence) -> None:
-        self._waiting[key] = sequence
-
-    def discard(self, keys: list[int]) -> None:
-        for key in keys:
-            self._waiting.pop(key, None)
-
-    def has_work(self) -> bool:
-        return bool(self._waiting)
-
-    def step(self) -> list[tuple[int, ScoredSequence]]:
+    def step(self) -> list[tuple[int, ScoredSequence | TeacherRequestError]]:
         key, sequence = self._waiting.popitem()  # not in the order of arrival
         return [(key, fake_scores(sequence, self._offset))]
-
-    def close(self) -> None:
-        self._waiting.clear()
-
-
-@contextmanager
-def serving(serve: Callable[..., None]) -> Iterator[None]:
-    """Run the ``run`` method of a proxy or worker in a thread, and stop it at the end."""
-    stop = StopFlag()
-    thread = threading.Thread(target=serve, args=(stop,), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(timeout=10)
-        assert not thread.is_alive()
-        stop.close()
-
-
-@contextmanager
-def proxy_without_workers(port: int = 0) -> Iterator[Proxy]:
-    proxy = Proxy(frontend_port=port, backend_port=0)
-    with serving(proxy.run):
-        yield proxy
 
 
 @contextmanager
 def worker_of(proxy: Proxy, offset: int) -> Iterator[None]:
-    with serving(Worker(FakeScoringEngine(offset), backend_port=proxy.backend_port).run):
+    """Run a worker for a proxy."""
+    with running_worker(proxy.backend_port, OffsetEngine(offset)):
         yield
 
 
 @contextmanager
 def service(offset: int, port: int = 0) -> Iterator[int]:
     """Run a service with one worker and yield its port."""
-    with proxy_without_workers(port) as proxy, worker_of(proxy, offset):
+    with running_proxy(port) as proxy, worker_of(proxy, offset):
         yield proxy.frontend_port
+
+
+def pair(uid: int, tokens: Sequence[int] = (), *, reference: bool = False) -> tuple[Prompt, Response]:
+    """Return a prompt and a response. Two consecutive uids share one row of the data."""
+    ids = np.array(tokens or range(uid, uid + 1 + uid % 3), np.int32)
+    prompt = Prompt(uid=uid, ids=np.array([5, 6], np.int32), row=uid // 2, reference_ids=ids if reference else None)
+    zeros = np.zeros(len(ids), np.float32)
+    return prompt, Response(
+        uid=uid, ids=ids, logprobs=zeros, finish_reason="stop", weights_version=0, versions_T=zeros.astype(np.int32)
+    )
+
+
+def is_scored_by(offset: int, sample: Sample) -> bool:
+    """Return True if the sample has the scores of the engine with this offset."""
+    expected = fake_scores(TeacherSequence(sample.token_ids, len(sample.prompt.ids)), offset)
+    return (
+        not sample.is_skipped
+        and np.array_equal(sample.teacher.ids_TK, expected.topk_ids_TK)
+        and np.array_equal(sample.teacher.logps_TK, expected.topk_logps_TK)
+        and np.array_equal(sample.teacher.sampled_logps_T, expected.sampled_logps_T)
+    )

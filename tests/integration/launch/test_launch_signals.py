@@ -6,14 +6,13 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests._support.repository import REPO
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -55,13 +54,6 @@ def checkout(tmp_path: Path) -> Path:
 
 def events(checkout: Path) -> list[str]:
     return (checkout / "events").read_text().splitlines()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        threading.Event().wait(0.02)
 
 
 SCRIPTS = ["run_qwen2.5_one_node.sh", "quickstart.sh"]

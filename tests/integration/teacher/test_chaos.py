@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -22,6 +21,7 @@ import pytest
 from teacher import ScoredSequence, TeacherClient, TeacherSequence
 from tests._support.ports import free_port
 from tests._support.teacher_service import MAX_MODEL_LEN, VOCAB_SIZE, processes_of, run_script
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -121,13 +121,6 @@ def when_done(futures: Sequence[Future[list[ScoredSequence]]], n: int, counted: 
     return reached
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        threading.Event().wait(0.05)
-
-
 @pytest.fixture(scope="module")
 def chaos(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
     running = Chaos(tiny_qwen2, tmp_path_factory.mktemp("chaos"))
@@ -145,10 +138,10 @@ def test_stopped_worker_loses_no_request_and_returns(chaos: Chaos) -> None:
         chaos.signal("worker-0", signal.SIGSTOP)
         try:
             chaos.check(futures)
-            until(lambda: chaos.n_workers(client) == 1)
+            wait_until(lambda: chaos.n_workers(client) == 1)
         finally:
             chaos.signal("worker-0", signal.SIGCONT)
-        until(lambda: chaos.n_workers(client) == 2)
+        wait_until(lambda: chaos.n_workers(client) == 2)
         assert set(counted.values()) == {1}
         chaos.check(chaos.submit_all(client))
 
@@ -159,7 +152,7 @@ def test_restarted_proxy_loses_no_request(chaos: Chaos) -> None:
         assert when_done(futures, 20, counted).wait(30)
         chaos.restart_proxy()
         chaos.check(futures)
-        until(lambda: chaos.n_workers(client) == 2)
+        wait_until(lambda: chaos.n_workers(client) == 2)
         assert set(counted.values()) == {1} and len(counted) == N_REQUESTS
 
 
@@ -176,7 +169,9 @@ def test_killed_client_does_not_affect_others(chaos: Chaos) -> None:
             vanishing.stdout.close()
         for own in futures:
             chaos.check(own)
-        until(lambda: not one.status().queue_requests and not any(worker.requests for worker in one.status().workers))
+        wait_until(
+            lambda: not one.status().queue_requests and not any(worker.requests for worker in one.status().workers)
+        )
 
 
 VANISHING = """
@@ -205,7 +200,7 @@ def test_killed_workers_lose_no_request_and_requests_wait_for_next_worker(chaos:
         futures = chaos.submit_all(client)
         assert when_done(futures, 20, Counter()).wait(30)
         chaos.signal("worker-1", signal.SIGKILL)
-        until(lambda: chaos.n_workers(client) == 0)
+        wait_until(lambda: chaos.n_workers(client) == 0)
         assert not all(future.done() for future in futures)
         joined = chaos.join()
         assert joined.returncode == 0, joined.stderr

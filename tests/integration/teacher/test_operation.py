@@ -10,9 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +21,7 @@ from teacher.wire.auth import client_keys, server_keys
 from tests._support.fake_worker import running_worker
 from tests._support.ports import free_port
 from tests._support.teacher_service import REPO, processes_of, running_proxy
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -203,13 +201,6 @@ def test_end_with_parent_ends_process_with_its_parent(tmp_path: Path) -> None:
     wait_until(lambda: processes_of(ready) == [])
     orphan = subprocess.run([*child, "1"], capture_output=True, text=True, timeout=30, check=False)
     assert orphan.returncode == 1 and "--end-with-parent 1: the parent process is" in orphan.stderr
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.02)
 
 
 @pytest.mark.parametrize("command", ["proxy", "worker", "check", "status", "keys"])

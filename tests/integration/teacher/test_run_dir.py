@@ -7,8 +7,7 @@ import resource
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from tests._support.ports import free_port
 from tests._support.teacher_service import REPO, processes_of
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -93,13 +93,6 @@ def signals(pid: int, mask: str) -> set[int]:
     """Return the signals in a mask of /proc/PID/status: ``SigIgn`` or ``SigCgt``."""
     lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {number for number in signal.valid_signals() if int(lines[mask], 16) >> (number - 1) & 1}
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        threading.Event().wait(0.02)
 
 
 def test_pid_file_names_process_boot_and_host(interpreter: Path, tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout
 from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import ScoredSequence, TeacherSequence
+from tests._support.fake_teachers import pair
 from tests._support.repository import REPO
 from tests._support.teacher_service import MAX_MODEL_LEN, VOCAB_SIZE
-from tests.unit.teacher_routing.test_router import pair
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
@@ -15,9 +14,11 @@ from teacher.client import TeacherClient
 from teacher.errors import TeacherTimeout, TeacherUnavailable
 from teacher.records import TeacherSequence
 from teacher.status import ServiceStatus
-from tests._support.fake_teachers import FakeScoringEngine, proxy_without_workers, service, worker_of
+from tests._support.fake_teachers import OffsetEngine, is_scored_by, pair, service, worker_of
 from tests._support.ports import free_port
-from tests.unit.teacher_routing.test_router import ROUTES, configured, is_scored_by, pair
+from tests._support.teacher_service import running_proxy
+from tests._support.waiting import wait_until_async
+from tests.unit.teacher_routing.test_router import ROUTES, configured
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,12 +33,6 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.WARNING, "recipe_gkd")
 
 
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not true():
-            await asyncio.sleep(0.01)
-
-
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "recipe_gkd.teacher_routing.outages"]
 
@@ -47,18 +42,18 @@ def test_outage_without_workers_is_reported_once_and_so_is_its_end(
 ) -> None:
     async def run() -> None:
         requests = [asyncio.create_task(teachers.score([pair(uid)], step=0)) for uid in (0, 1)]
-        await until(lambda: len(warnings(caplog)) > 0)
+        await wait_until_async(lambda: len(warnings(caplog)) > 0)
         await asyncio.sleep(0.5)  # ten more checks
         assert len(warnings(caplog)) == 1
         with worker_of(proxy, 0):
             for request in requests:
                 assert is_scored_by(0, (await request)[0])
-        await until(lambda: len(warnings(caplog)) == 2)
+        await wait_until_async(lambda: len(warnings(caplog)) == 2)
         again = asyncio.create_task(teachers.score([pair(2)], step=1))
-        await until(lambda: len(warnings(caplog)) == 3)
+        await wait_until_async(lambda: len(warnings(caplog)) == 3)
         again.cancel()
 
-    with proxy_without_workers() as proxy:
+    with running_proxy() as proxy:
         config = configured(f"server_port={proxy.frontend_port}", "timeout_s=99")
         with open_teachers(config, ROUTES) as teachers:
             asyncio.run(run())
@@ -74,7 +69,7 @@ def test_outage_unreachable_service_is_reported_and_so_is_its_return(caplog: pyt
 
     async def run() -> None:
         request = asyncio.create_task(teachers.score([pair(0)], step=0))
-        await until(lambda: len(warnings(caplog)) > 0)
+        await wait_until_async(lambda: len(warnings(caplog)) > 0)
         with service(0, port):
             assert is_scored_by(0, (await request)[0])
 
@@ -91,7 +86,7 @@ def test_outage_slow_service_is_not_reported(caplog: pytest.LogCaptureFixture, m
     monkeypatch.setattr(
         TeacherClient, "submit_status", lambda client, limit: checked.append(limit) or submit_status(client, limit)
     )
-    monkeypatch.setattr(FakeScoringEngine, "step", lambda engine: [])
+    monkeypatch.setattr(OffsetEngine, "step", lambda engine: [])
     with (
         service(0) as port,
         open_teachers(configured(f"server_port={port}", "timeout_s=1"), ROUTES) as teachers,
@@ -129,7 +124,7 @@ def test_check_is_shared_by_all_waiting_requests(monkeypatch: pytest.MonkeyPatch
     async def run() -> None:
         monitor = outages.OutageMonitor({"a": client, "b": client}, configured().actor_rollout_ref.teacher)  # type: ignore[dict-item]
         waits = [asyncio.create_task(monitor.result_of("ab"[i % 2], Future())) for i in range(20)]
-        await until(lambda: client.n_checks > 0)
+        await wait_until_async(lambda: client.n_checks > 0)
         await asyncio.sleep(5 * outages.FIRST_CHECK_S)
         for wait in waits:
             wait.cancel()

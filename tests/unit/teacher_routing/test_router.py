@@ -28,8 +28,9 @@ from teacher.errors import (
 )
 from teacher.records import TeacherSequence
 from teacher.wire.messages import LIMITS
-from tests._support.fake_teachers import REFUSED, fake_scores, service
+from tests._support.fake_teachers import REFUSED, fake_scores, is_scored_by, pair, service
 from tests._support.ports import free_port
+from tests._support.waiting import wait_until_async
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,26 +43,6 @@ def configured(*overrides: str) -> Config:
     needed = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.rollout.n=2"]
     keys = [override if override.startswith("gkd.") else f"{TEACHER}.{override}" for override in overrides]
     return load_config("on_policy_distill_trainer", [*needed, *keys])
-
-
-def pair(uid: int, tokens: Sequence[int] = (), *, reference: bool = False) -> tuple[Prompt, Response]:
-    """Return a prompt and a response. Two consecutive uids share one row of the data."""
-    ids = np.array(tokens or range(uid, uid + 1 + uid % 3), np.int32)
-    prompt = Prompt(uid=uid, ids=np.array([5, 6], np.int32), row=uid // 2, reference_ids=ids if reference else None)
-    zeros = np.zeros(len(ids), np.float32)
-    return prompt, Response(
-        uid=uid, ids=ids, logprobs=zeros, finish_reason="stop", weights_version=0, versions_T=zeros.astype(np.int32)
-    )
-
-
-def is_scored_by(offset: int, sample: Sample) -> bool:
-    expected = fake_scores(TeacherSequence(sample.token_ids, len(sample.prompt.ids)), offset)
-    return (
-        not sample.is_skipped
-        and np.array_equal(sample.teacher.ids_TK, expected.topk_ids_TK)
-        and np.array_equal(sample.teacher.logps_TK, expected.topk_logps_TK)
-        and np.array_equal(sample.teacher.sampled_logps_T, expected.sampled_logps_T)
-    )
 
 
 def uids(samples: Sequence[Sample]) -> list[int]:
@@ -239,16 +220,11 @@ def test_failure_policy_wait_survives_absent_and_restarted_service(
     port = free_port()
     config = configured(f"server_port={port}", "on_failure=wait", "timeout_s=0.3")
 
-    async def until(true: Any) -> None:
-        async with asyncio.timeout(20):
-            while not true():
-                await asyncio.sleep(0.01)
-
     async def run(teachers: Teachers) -> None:
         for step, offset in enumerate((10, 20)):
             caplog.clear()
             pending = asyncio.create_task(teachers.score([pair(0), pair(1)], step))
-            await until(lambda: "retrying" in caplog.text)
+            await wait_until_async(lambda: "retrying" in caplog.text)
             with service(offset, port):
                 samples = await pending
                 assert all(is_scored_by(offset, sample) for sample in samples) and uids(samples) == [0, 1]
