@@ -1,6 +1,6 @@
 """vLLM as a scorer: prompt log-probabilities, kept as tensors, of sequences that are never continued.
 
-Only this module and `vllm_setup` import vLLM. They depend on these internals of vLLM:
+Only this module and `vllm_setup` import vLLM; `vllm_queue` uses its engine. They depend on these internals of vLLM:
 
 - one replaced method (`vllm_setup.keep_prompt_logprobs_as_tensors`);
 - one replaced function (`_keep_store_in_own_folder`);
@@ -24,12 +24,11 @@ from uuid import uuid4
 
 import numpy as np
 
-from teacher.engines.admission import Admission, Demand
 from teacher.engines.base import EngineConfig
 from teacher.engines.checkpoint import read_checkpoint
 from teacher.engines.limits import check_sequence
 from teacher.engines.self_check import PROBE_TEMPERATURE, check_padding, check_temperature, check_top_k
-from teacher.engines.sizes import capacity_tokens, result_bytes, step_size
+from teacher.engines.sizes import capacity_tokens, step_size
 from teacher.engines.tokenizer import count_tokens, load_tokenizer
 from teacher.engines.vllm_install import (
     TESTED_VLLM,
@@ -38,7 +37,8 @@ from teacher.engines.vllm_install import (
     prepare_process,
     vllm_version,
 )
-from teacher.engines.vllm_setup import keep_prompt_logprobs_as_tensors, make_engine_args, make_llm_engine, read_kv_cache
+from teacher.engines.vllm_queue import SequenceQueue
+from teacher.engines.vllm_setup import keep_prompt_logprobs_as_tensors, make_engine_args, make_llm_engine
 from teacher.engines.vllm_worker import LogitsCalls
 from teacher.errors import TeacherError, TeacherRequestError
 from teacher.fingerprint import tokenizer_fingerprint
@@ -88,7 +88,7 @@ class VllmEngine:
         self._why_only_temperature_1 = ""
         args = make_engine_args(config, step, on_cpu=on_cpu)
         self._engine = make_llm_engine(args)
-        self._params = SamplingParams(
+        params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
             prompt_logprobs=self._k,
@@ -96,9 +96,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._max_answer_bytes = config.max_answer_mib * 2**20
-        self._kv_cache = read_kv_cache(self._engine)
-        self._admission = Admission(Demand(self._kv_cache.n_blocks, self._max_answer_bytes))
-        self._sequences: dict[int, TeacherSequence] = {}
+        self._queue = SequenceQueue(self._engine, params, n_logprobs=self._k, max_result_bytes=self._max_answer_bytes)
         self._info = ModelInfo(
             model_name=config.model_name or Path(config.ckpt_path).resolve().name,
             vocab_size=vocab_size,
@@ -148,42 +146,23 @@ class VllmEngine:
 
     def add(self, key: int, sequence: TeacherSequence) -> None:
         """Queue a sequence that `check` accepted."""
-        self._sequences[key] = sequence
-        demand = Demand(self._kv_cache.blocks_for(len(sequence.token_ids)), result_bytes(sequence, self._k))
-        self._admission.queue(key, sequence, demand)
-
-    def _admit(self) -> list[tuple[int, TeacherRequestError]]:
-        """Pass vLLM the sequences that fit. Return those that it rejects, each with its own error."""
-        rejected = []
-        while (admitted := self._admission.admit()) is not None:
-            key, sequence = admitted
-            try:
-                self._engine.add_request(str(key), {"prompt_token_ids": sequence.token_ids.tolist()}, self._params)
-            except Exception as error:  # of any type: vLLM validates a request before it takes it
-                logger.exception("vLLM rejected a sequence of %d tokens", len(sequence.token_ids))
-                self.discard([key])
-                message = f"the engine rejected the request: {type(error).__name__}: {error}"
-                rejected.append((key, TeacherRequestError(message)))
-        return rejected
+        self._queue.add(key, sequence)
 
     def discard(self, keys: list[int]) -> None:
         """Remove sequences whose requests were cancelled or expired."""
-        self._engine.abort_request([str(key) for key in self._admission.discard(keys)])
-        for key in keys:
-            self._sequences.pop(key, None)
+        self._queue.discard(keys)
 
     def has_work(self) -> bool:
         """Return True if a sequence was added and not returned yet."""
-        return bool(self._sequences)
+        return len(self._queue) > 0
 
     def step(self) -> list[tuple[int, ScoredSequence | TeacherRequestError]]:
         """Run one step, and return the keys and results of the sequences that it completed."""
-        done: list[tuple[int, ScoredSequence | TeacherRequestError]] = [*self._admit()]
-        for output in self._engine.step() if self._sequences else []:
-            sequence = self._sequences.pop(int(output.request_id), None) if output.finished else None
-            if sequence is not None:
-                self._admission.release(int(output.request_id))
-                done.append((int(output.request_id), self._scored(sequence, output.prompt_logprobs)))
+        done: list[tuple[int, ScoredSequence | TeacherRequestError]] = [*self._queue.admit()]
+        for output in self._engine.step() if self.has_work() else []:
+            key = int(output.request_id)
+            if output.finished and (sequence := self._queue.complete(key)) is not None:
+                done.append((key, _scored(sequence, output.prompt_logprobs, self._k)))
         return done
 
     def close(self) -> None:
@@ -192,24 +171,6 @@ class VllmEngine:
         if self._tp_size > 1:
             self._engine.engine_core.shutdown()
         self._store.cleanup()
-
-    def _scored(self, sequence: TeacherSequence, tensors: Any) -> ScoredSequence:
-        """Return the response rows of vLLM's [N-1, 1+K] tensors.
-
-        Row i predicts token i+1. Column 0 is the token of the sequence itself.
-        """
-        first, n_tokens, k = sequence.prompt_len - 1, len(sequence.token_ids), self._k
-        logps, ids = tensors.logprobs.numpy(), tensors.logprob_token_ids.numpy()
-        if logps.shape != (n_tokens - 1, 1 + k) or not np.array_equal(ids[:, 0], sequence.token_ids[1:]):
-            raise RuntimeError(
-                f"vLLM returned prompt logprobs {logps.shape} that do not belong to the {n_tokens} requested tokens"
-            )
-        # Copies: a view would keep the prompt's rows in memory, and the wire format needs contiguous arrays.
-        return ScoredSequence(
-            topk_logps_TK=np.ascontiguousarray(logps[first:, 1 : 1 + k], dtype=np.float32),
-            topk_ids_TK=np.ascontiguousarray(ids[first:, 1 : 1 + k], dtype=np.int32),
-            sampled_logps_T=np.ascontiguousarray(logps[first:, 0], dtype=np.float32),
-        )
 
     def _self_check(self) -> None:
         """Score a probe sequence and check the result.
@@ -252,6 +213,25 @@ class VllmEngine:
         if isinstance(result, TeacherRequestError):
             raise RuntimeError(str(result))
         return result
+
+
+def _scored(sequence: TeacherSequence, tensors: Any, k: int) -> ScoredSequence:
+    """Return the response rows of vLLM's [N-1, 1+K] tensors.
+
+    Row i predicts token i+1. Column 0 is the token of the sequence itself.
+    """
+    first, n_tokens = sequence.prompt_len - 1, len(sequence.token_ids)
+    logps, ids = tensors.logprobs.numpy(), tensors.logprob_token_ids.numpy()
+    if logps.shape != (n_tokens - 1, 1 + k) or not np.array_equal(ids[:, 0], sequence.token_ids[1:]):
+        raise RuntimeError(
+            f"vLLM returned prompt logprobs {logps.shape} that do not belong to the {n_tokens} requested tokens"
+        )
+    # Copies: a view would keep the prompt's rows in memory, and the wire format needs contiguous arrays.
+    return ScoredSequence(
+        topk_logps_TK=np.ascontiguousarray(logps[first:, 1 : 1 + k], dtype=np.float32),
+        topk_ids_TK=np.ascontiguousarray(ids[first:, 1 : 1 + k], dtype=np.int32),
+        sampled_logps_T=np.ascontiguousarray(logps[first:, 0], dtype=np.float32),
+    )
 
 
 def _keep_store_in_own_folder() -> tempfile.TemporaryDirectory[str]:
