@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_TOP_K = 256  # like N_LOGPROBS of the teacher service
 MAX_LOGITS_BYTES = 1 << 30
+CLOSE_TIMEOUT_S = 30.0
 _BYTES_PER_LOGIT = 12  # logits in the model's dtype, then float32 logits and log-probabilities
 
 
@@ -157,7 +158,7 @@ class HfTeacher:
         return request.future
 
     def close(self) -> None:
-        """Fail the open requests and wait for the batch in progress. Further calls have no effect."""
+        """Fail the open requests and wait up to `CLOSE_TIMEOUT_S` for the batch in progress. May be called twice."""
         with self._changed:
             self._closed = True
             open_requests = list(self._open)
@@ -166,7 +167,7 @@ class HfTeacher:
             self._resolve(request, TeacherError("the in-process teacher was closed before the request was scored"))
         self._queue.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(CLOSE_TIMEOUT_S)
 
     def _check(self, request: _Request) -> None:
         check_sequences(request.sequences)

@@ -22,7 +22,7 @@ from teacher.client import TeacherClient
 from teacher.records import ScoredSequence, TeacherSequence
 
 Pair = tuple[Prompt, Response]
-Client = TeacherBackend
+Client = TeacherBackend  # the name that preflight imports
 
 
 @contextmanager
