@@ -1,4 +1,4 @@
-"""The real processes of the benchmark of the teacher service, started and ended by the service's own scripts."""
+"""Processes of the teacher service benchmark, started and stopped by the service's own scripts."""
 
 from __future__ import annotations
 
@@ -14,33 +14,48 @@ TIMEOUT_S = 300.0
 
 
 class Service:
-    """Proxy and workers; every process is known by the pid that the scripts wrote down."""
+    """A proxy and its workers. Their pids are read from the run folders.
+
+    Attributes:
+        port: Frontend port.
+    """
 
     def __init__(self, folder: Path, model: Path, k: int) -> None:
+        """Choose free ports.
+
+        Args:
+            folder: Parent of the run folders.
+            model: Folder of the model.
+            k: Log-probabilities per position.
+        """
         self.port, self._backend_port = free_port(), free_port()
-        self._first, self._second = folder / "service", folder / "joined"
+        self._service_dir, self._joined_dir = folder / "service", folder / "joined"
         self._worker_flags = [
             *("--ckpt-path", str(model), "--dtype", "float32", "--n-logprobs", str(k)),
             *("--proxy-backend-port", str(self._backend_port)),
         ]
 
     def start(self) -> None:
-        flags = ["--proxy-frontend-port", str(self.port), "--http-port=-1", "--run-dir", str(self._first)]
+        """Start the proxy and one worker."""
+        flags = ["--proxy-frontend-port", str(self.port), "--http-port=-1", "--run-dir", str(self._service_dir)]
         _script("start_server.sh", *flags, *self._worker_flags)
 
     def join(self) -> None:
-        _script("join_server.sh", "--run-dir", str(self._second), *self._worker_flags)
+        """Start a second worker."""
+        _script("join_server.sh", "--run-dir", str(self._joined_dir), *self._worker_flags)
 
     def proxy_cpu_s(self) -> float:
-        """What the proxy's process has used, in user and kernel."""
-        fields = Path(f"/proc/{_pid(self._first / 'proxy.pid')}/stat").read_text().rpartition(")")[2].split()
+        """Return the CPU time of the proxy in user and kernel mode, in seconds."""
+        fields = Path(f"/proc/{_pid(self._service_dir / 'proxy.pid')}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def kill_joined(self) -> None:
-        os.kill(_pid(self._second / "worker-0.pid"), signal.SIGKILL)
+        """Kill the second worker."""
+        os.kill(_pid(self._joined_dir / "worker-0.pid"), signal.SIGKILL)
 
     def stop(self) -> None:
-        for run_dir in (self._second, self._first):
+        """Stop all processes."""
+        for run_dir in (self._joined_dir, self._service_dir):
             _script("stop_server.sh", "--run-dir", str(run_dir))
 
 
@@ -59,6 +74,7 @@ def _pid(path: Path) -> int:
 
 
 def free_port() -> int:
+    """Return a TCP port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

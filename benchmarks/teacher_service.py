@@ -1,19 +1,18 @@
-"""What the teacher service adds to its engine, what its wire format costs, and how soon a lost worker's work is done.
+"""Benchmark of the teacher service: overhead over the engine, cost of the wire format, recovery from a lost worker.
 
-    python benchmarks/teacher_service.py [--quick] [--json FILE] [--rounds 9] [--sequences 64] [--positions 512] [-k 256]
+    python benchmarks/teacher_service.py [--quick] [--json FILE] [--sequences 64] [--positions 512] [-k 256]
 
-Real processes: a proxy and vLLM workers, started by teacher/start_server.sh and join_server.sh, on a tiny random Qwen2
-that is made here; one `TeacherClient` in this process; and the same engine with the same settings alone in a process
-of its own. A round measures each way once, one after the other, and a ratio is the median of the rounds' ratios, so
-that a noisy machine troubles all of them alike:
+The processes are a proxy and vLLM workers (teacher/start_server.sh and join_server.sh) on a tiny random Qwen2, one
+`TeacherClient` in this process, and the same engine with the same settings in a separate process. A round measures each
+variant once. Ratios are medians over the rounds' ratios, so that noise of the machine affects all variants:
 
-    engine     all sequences given to the engine at once, until its last answer
-    service    `submit` of the same sequences, until the future has their answers; logprobs travel as float32
-    float16    the same, logprobs travel as float16
-    codec      encode and decode of the answers, against torch.save and torch.load of the same arrays
+    engine     all sequences are added to the engine at once, until its last result
+    service    `submit` of the same sequences, until the future is done; log-probabilities travel as float32
+    float16    the same, log-probabilities travel as float16
+    codec      encoding and decoding of the results, compared with torch.save and torch.load of the same arrays
 
-Then a second worker joins and `service` is measured again. At last one of the two is killed in the middle of a load:
-`kill_recovery_s` is the time from there until the last of the requests that were with the workers is answered.
+Then a second worker joins, and `service` is measured again. Finally one of the two workers is killed under load.
+`kill_recovery_s` is the time until the last request that was at the workers is done.
 """
 
 from __future__ import annotations
@@ -44,12 +43,21 @@ from teacher.wire import protocol
 from teacher.wire.messages import ScoreReply, WireDtype
 
 MAX_MODEL_LEN = 1024
-MIN_KILL_REQUESTS = 512
-"""Requests of the kill measurement, so that both workers still have some when one is killed."""
+MIN_KILL_REQUESTS = 512  # enough for both workers to be busy when one is killed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
+    """Size of the measured load.
+
+    Attributes:
+        sequences: Number of sequences.
+        positions: Scored positions per sequence.
+        k: Log-probabilities per position.
+        vocabulary: Vocabulary size of the model.
+        threads: CPU threads of each engine.
+    """
+
     sequences: int
     positions: int
     k: int
@@ -58,16 +66,18 @@ class Case:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all sequences."""
         return self.sequences * (self.positions + 1)
 
     def make(self, seed: int) -> list[TeacherSequence]:
-        """The shortest prompt, so that all else is scored."""
+        """Return random sequences with prompts of one token, so that all other positions are scored."""
         rng = np.random.default_rng(seed)
         size = (self.sequences, self.positions + 1)
         return [TeacherSequence(ids, prompt_len=1) for ids in rng.integers(0, self.vocabulary, size, dtype=np.int32)]
 
 
 def make_model(folder: Path, vocabulary: int) -> None:
+    """Save a random two-layer Qwen2 in float32 with a tokenizer of this vocabulary size."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -101,30 +111,33 @@ def make_model(folder: Path, vocabulary: int) -> None:
 
 
 class EngineAlone:
-    """The engine of a worker, in a process that does nothing else."""
+    """The engine of a worker in a separate process, without the service."""
 
     def __init__(self, model: Path, case: Case) -> None:
+        """Start the process and wait until the engine is loaded."""
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
         self._process = context.Process(target=_serve_engine, args=(str(model), case, theirs), daemon=True)
         self._process.start()
         theirs.close()
-        self._answer()
+        self._receive()
 
     def seconds(self, seed: int) -> float:
+        """Return the duration of one round, in seconds."""
         self._ours.send(seed)
-        return self._answer()
+        return self._receive()
 
-    def _answer(self) -> float:
+    def _receive(self) -> float:
         try:
             if self._ours.poll(TIMEOUT_S):
                 return float(self._ours.recv())
         except EOFError:
-            raise RuntimeError("the engine's process failed; what it said stands above") from None
-        raise RuntimeError(f"the engine's process said nothing for {TIMEOUT_S:g} s")
+            raise RuntimeError("the engine's process failed; see its output above") from None
+        raise RuntimeError(f"the engine's process sent no result within {TIMEOUT_S:g} s")
 
     def close(self) -> None:
-        with suppress(OSError):  # it has ended already
+        """End the process."""
+        with suppress(OSError):  # the process has already ended
             self._ours.send(None)
         self._process.join(timeout=10)
         self._process.kill()
@@ -132,11 +145,11 @@ class EngineAlone:
 
 
 def _serve_engine(model: str, case: Case, pipe: Connection) -> None:
-    """A seed in, the seconds of its round out; a 0 says that the engine is there, None ends it."""
+    """Receive seeds and send the seconds of their rounds, after a first 0 for the loaded engine. None ends the loop."""
     from teacher.engines.base import EngineConfig
     from teacher.engines.vllm_engine import VllmEngine
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the parent ends this process
     engine = VllmEngine(EngineConfig(model, case.k, dtype="float32"))
     pipe.send(0.0)
     while (seed := pipe.recv()) is not None:
@@ -152,7 +165,7 @@ def _serve_engine(model: str, case: Case, pipe: Connection) -> None:
 
 @contextmanager
 def running(case: Case) -> Iterator[tuple[EngineAlone, Service]]:
-    """Whatever happens, Ctrl-C and SIGTERM included, nothing is left running."""
+    """Start the engine and the service, and stop both at the end, also after Ctrl-C or SIGTERM."""
     with tempfile.TemporaryDirectory(prefix="teacher-benchmark-") as folder:
         model = Path(folder) / "model"
         make_model(model, case.vocabulary)
@@ -170,26 +183,27 @@ def running(case: Case) -> Iterator[tuple[EngineAlone, Service]]:
 
 
 def service_seconds(client: TeacherClient, sequences: list[TeacherSequence]) -> tuple[float, list[ScoredSequence]]:
+    """Return the duration of one request in seconds, and its results."""
     began = time.perf_counter()
-    answers = client.submit(sequences).result(timeout=TIMEOUT_S)
-    return time.perf_counter() - began, answers
+    scored = client.submit(sequences).result(timeout=TIMEOUT_S)
+    return time.perf_counter() - began, scored
 
 
-def codec_seconds(answers: list[ScoredSequence], wire_dtype: WireDtype) -> float:
-    """From arrays to frames to arrays. What traveled as float16 is float32 again at the end, as the client has it."""
+def codec_seconds(scored: list[ScoredSequence], wire_dtype: WireDtype) -> float:
+    """Return the duration of encoding and decoding, in seconds, including the client's conversion to float32."""
     began = time.perf_counter()
-    decoded = protocol.decode(protocol.encode_score_reply(1, answers, wire_dtype=wire_dtype))
+    decoded = protocol.decode(protocol.encode_score_reply(1, scored, wire_dtype=wire_dtype))
     assert isinstance(decoded, ScoreReply)
-    for answer in decoded.scored:
-        answer.topk_logps_TK.astype(np.float32, copy=False)
+    for result in decoded.scored:
+        result.topk_logps_TK.astype(np.float32, copy=False)
     return time.perf_counter() - began
 
 
-def torch_seconds(answers: list[ScoredSequence]) -> float:
-    """torch.save and torch.load of the same arrays, in memory."""
+def torch_seconds(scored: list[ScoredSequence]) -> float:
+    """Return the duration of torch.save and torch.load of the same arrays in memory, in seconds."""
     import torch
 
-    tensors = [[torch.from_numpy(array) for array in vars(answer).values()] for answer in answers]
+    tensors = [[torch.from_numpy(array) for array in vars(result).values()] for result in scored]
     began = time.perf_counter()
     buffer = io.BytesIO()
     torch.save(tensors, buffer)
@@ -198,12 +212,14 @@ def torch_seconds(answers: list[ScoredSequence]) -> float:
     return time.perf_counter() - began
 
 
-def bytes_per_position(answers: list[ScoredSequence], wire_dtype: WireDtype) -> float:
-    frames = protocol.encode_score_reply(1, answers, wire_dtype=wire_dtype)
-    return sum(memoryview(frame).nbytes for frame in frames) / sum(len(answer.sampled_logps_T) for answer in answers)
+def bytes_per_position(scored: list[ScoredSequence], wire_dtype: WireDtype) -> float:
+    """Return the bytes on the wire per scored position."""
+    frames = protocol.encode_score_reply(1, scored, wire_dtype=wire_dtype)
+    return sum(memoryview(frame).nbytes for frame in frames) / sum(len(result.sampled_logps_T) for result in scored)
 
 
 def measure_rounds(engine: EngineAlone, service: Service, case: Case, n_rounds: int) -> dict[str, float]:
+    """Return the figures of one worker: medians over the rounds, after a warm-up round."""
     rounds: list[dict[str, float]] = []
     with (
         TeacherClient(server_port=service.port, timeout_s=TIMEOUT_S) as client,
@@ -213,13 +229,13 @@ def measure_rounds(engine: EngineAlone, service: Service, case: Case, n_rounds: 
             sequences, found = case.make(number + 1), {}
             found["engine"] = engine.seconds(number + 1)
             proxy_s = service.proxy_cpu_s()
-            found["service"], answers = service_seconds(client, sequences)
+            found["service"], scored = service_seconds(client, sequences)
             found["proxy"] = service.proxy_cpu_s() - proxy_s
             found["float16"], _ = service_seconds(client16, sequences)
-            found["codec"] = codec_seconds(answers, "float32")
-            found["codec16"] = codec_seconds(answers, "float16")
-            found["torch"] = torch_seconds(answers)
-            if number >= 0:  # the first warms up
+            found["codec"] = codec_seconds(scored, "float32")
+            found["codec16"] = codec_seconds(scored, "float16")
+            found["torch"] = torch_seconds(scored)
+            if number >= 0:  # the first round is a warm-up
                 rounds.append(found)
                 print(round_line(number, found), flush=True)
 
@@ -240,8 +256,8 @@ def measure_rounds(engine: EngineAlone, service: Service, case: Case, n_rounds: 
         "torch_save_load_s": median(lambda found: found["torch"]),
         "tokens_per_second_engine": case.tokens / median(lambda found: found["engine"]),
         "tokens_per_second_1_workers": case.tokens / median(lambda found: found["service"]),
-        "bytes_per_position": bytes_per_position(answers, "float32"),
-        "bytes_per_position_float16": bytes_per_position(answers, "float16"),
+        "bytes_per_position": bytes_per_position(scored, "float32"),
+        "bytes_per_position_float16": bytes_per_position(scored, "float16"),
     }
 
 
@@ -252,6 +268,7 @@ HEADER = (
 
 
 def round_line(number: int, found: dict[str, float]) -> str:
+    """Return one row of the table."""
     in_ms = {name: f"{1000 * seconds:.1f}" for name, seconds in found.items()}
     times = " ".join(f"{in_ms[name]:>8}" for name in ("engine", "service", "float16", "proxy"))
     codecs = " ".join(f"{in_ms[name]:>7}" for name in ("codec", "codec16", "torch"))
@@ -265,6 +282,7 @@ def round_line(number: int, found: dict[str, float]) -> str:
 
 
 def two_workers_seconds(service: Service, case: Case, n_rounds: int) -> float:
+    """Return the median duration of the load with two workers, in seconds."""
     with TeacherClient(server_port=service.port, timeout_s=TIMEOUT_S) as client:
         assert client.hello().n_workers == 2
         seconds = [service_seconds(client, case.make(number))[0] for number in range(n_rounds + 1)]
@@ -272,16 +290,18 @@ def two_workers_seconds(service: Service, case: Case, n_rounds: int) -> float:
 
 
 def kill_recovery_seconds(service: Service, case: Case) -> float:
-    """Each sequence a request of its own. The service takes them in order: those that are with the workers at the kill
-    are the first of the unanswered ones, as many as the service says; the survivor's own are among them.
+    """Return the time from the kill of a worker to the last result of the requests at the workers, in seconds.
+
+    Each sequence is one request. The service dispatches them in order, so the requests at the workers are the first
+    open ones, and the status tells their number. They include requests of the surviving worker.
     """
-    answered_at: dict[Future[Any], float] = {}
+    done_at: dict[Future[Any], float] = {}
     enough = threading.Event()
     sequences = case.make(0) * max(4, -(-MIN_KILL_REQUESTS // case.sequences))
 
     def note(future: Future[Any]) -> None:
-        answered_at[future] = time.perf_counter()
-        if len(answered_at) >= len(sequences) // 4:
+        done_at[future] = time.perf_counter()
+        if len(done_at) >= len(sequences) // 4:
             enough.set()
 
     with TeacherClient(server_port=service.port, timeout_s=TIMEOUT_S) as client:
@@ -289,28 +309,29 @@ def kill_recovery_seconds(service: Service, case: Case) -> float:
         for future in futures:
             future.add_done_callback(note)
         if not enough.wait(TIMEOUT_S):
-            raise RuntimeError(f"{len(answered_at)} of {len(futures)} requests answered after {TIMEOUT_S:g} s")
+            raise RuntimeError(f"{len(done_at)} of {len(futures)} requests done after {TIMEOUT_S:g} s")
         with_workers = sum(worker.requests for worker in client.status().workers)
         killed_at = time.perf_counter()
         service.kill_joined()
-        unanswered = [future for future in futures if answered_at.get(future, killed_at) >= killed_at]
+        open_requests = [future for future in futures if done_at.get(future, killed_at) >= killed_at]
         wait(futures, timeout=TIMEOUT_S)
         for future in futures:
             future.result(timeout=0)
         deadline = time.monotonic() + TIMEOUT_S
         while client.hello().n_workers != 1:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the service has not noticed the end of the killed worker after {TIMEOUT_S:g} s")
+                raise RuntimeError(f"the service did not detect the killed worker within {TIMEOUT_S:g} s")
             time.sleep(0.05)
-    if not with_workers or len(unanswered) < with_workers:
-        raise RuntimeError("the workers had nothing to do when one was killed; ask for more with --sequences")
-    return max(answered_at[future] for future in unanswered[:with_workers]) - killed_at
+    if not with_workers or len(open_requests) < with_workers:
+        raise RuntimeError("the workers were idle when one was killed; raise --sequences")
+    return max(done_at[future] for future in open_requests[:with_workers]) - killed_at
 
 
-# ---- the whole
+# ---- command
 
 
 def measure(case: Case, n_rounds: int) -> dict[str, float]:
+    """Run all measurements and return the figures."""
     with running(case) as (engine, service):
         print(HEADER, flush=True)
         found = measure_rounds(engine, service, case, n_rounds)
@@ -325,21 +346,22 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--positions", type=int, default=512)
     parser.add_argument("-k", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1, help="of each engine (default: 1)")
-    parser.add_argument("--quick", action="store_true", help="a small size and two rounds, to see that it works")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each engine (default: 1)")
+    parser.add_argument("--quick", action="store_true", help="small sizes and two rounds, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args(argv)
     if given.quick:
         given.sequences, given.positions, given.k, given.vocabulary, given.rounds = 16, 64, 16, 96, 2
     if not 1 <= given.positions < MAX_MODEL_LEN:
         parser.error(f"--positions must be 1 to {MAX_MODEL_LEN - 1}, got {given.positions}")
-    os.environ["OMP_NUM_THREADS"] = str(given.threads)  # of all processes that are started here
+    os.environ["OMP_NUM_THREADS"] = str(given.threads)  # for all child processes
     signal.signal(signal.SIGTERM, _interrupt)
     names = ("sequences", "positions", "k", "vocabulary", "threads")
     case = Case(**{name: getattr(given, name) for name in names})

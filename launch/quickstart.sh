@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Watch a small student learn from a teacher on this machine: Megatron-core, vLLM, Ray and a ZeroMQ teacher, on the CPU.
+# Distill a small teacher into a student on the CPU of this machine, with Megatron-core, vLLM, Ray and a ZeroMQ teacher.
 #
 #   bash launch/quickstart.sh [--fresh] [key=value ...]
 #
-# Sets up .venv, makes an arithmetic task with a trained teacher and a half-trained student, starts the teacher, distils,
-# evaluates, prints a table and writes outputs/quickstart/report.json. What is done already is not done again.
+# Sets up .venv, creates an arithmetic task with a trained teacher and a partly trained student, starts the teacher,
+# distills, evaluates, prints a table and writes outputs/quickstart/report.json. Completed stages are not repeated.
 #
-#   --fresh       forget what was made before under outputs/quickstart (.venv stays)
-#   key=value     any key of `python -m recipe_gkd.config`, such as trainer.scheduler=two_step_off; each set of them is a
-#                 run of its own under outputs/quickstart/runs/
+#   --fresh       remove the previous results under outputs/quickstart (.venv is kept)
+#   key=value     any key of `python -m recipe_gkd.config`, such as trainer.scheduler=two_step_off; each set of
+#                 keys is a separate run under outputs/quickstart/runs/
 #
-# Environment: QUICKSTART_DIR (outputs/quickstart), PROXY_FRONTEND_PORT (15555), PROXY_BACKEND_PORT (15556), N_WORKERS (1).
+# Environment: QUICKSTART_DIR (outputs/quickstart), PROXY_FRONTEND_PORT (15555), PROXY_BACKEND_PORT (15556),
+#   N_WORKERS (1).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/foreground.bash
@@ -35,14 +36,14 @@ run=$QUICKSTART_DIR/runs/$name
 teacher_dir=$QUICKSTART_DIR/teacher_service
 stages=$run/stages.jsonl
 
-stage() { # stage NAME command...: run it, say how long it took, and note that for the report
+stage() { # stage NAME COMMAND...: run it and record its duration for the report
   local stage=$1 began=$SECONDS; shift
   printf '\n== %s\n' "$stage"
   run_foreground "$@"
   printf '{"stage": "%s", "seconds": %d}\n' "$stage" $((SECONDS - began)) >> "$stages.new"
 }
 
-# The commands of stages end with exec: see run_foreground.
+# Shell functions run as stages end with exec: see run_foreground.
 stop_teacher() { [ ! -d "$teacher_dir" ] || bash teacher/stop_server.sh --run-dir "$teacher_dir" >/dev/null; }
 
 student_after() { echo "$run/global_step_$(cat "$run/latest_checkpointed_iteration.txt")/huggingface"; }
@@ -52,26 +53,26 @@ start_teacher() {
     exec bash teacher/start_server.sh 9>&-
 }
 
-evaluate() { # evaluate FOLDER JSON [FOLDER JSON]: greedy answers to the held-out problems, through vLLM
+evaluate() { # evaluate FOLDER JSON [FOLDER JSON]: greedy responses to the held-out problems, with vLLM
   local arguments=()
   while [ $# -gt 0 ]; do arguments+=(--model "$1" --json "$2"); shift 2; done
   exec "$python" -m recipe_gkd.quickstart.evaluate --data "$QUICKSTART_DIR/data/held_out.parquet" "${arguments[@]}"
 }
 
-newer() { # newer FILE: made after both models?
+newer() { # newer FILE: is it newer than both models?
   [ "$1" -nt "$QUICKSTART_DIR/teacher/made.json" ] && [ "$1" -nt "$QUICKSTART_DIR/student/made.json" ]
 }
 
 lock=$QUICKSTART_DIR/.lock
 if [ $fresh = 1 ] && [ -n "$(ls -A "$QUICKSTART_DIR" 2>/dev/null)" ] && [ ! -e "$lock" ]; then
-  echo "quickstart.sh: $QUICKSTART_DIR has files but no .lock, so no quickstart made it; --fresh removes nothing there. Set QUICKSTART_DIR" >&2
+  echo "quickstart.sh: $QUICKSTART_DIR has files but no .lock, so it was not created by a quickstart; --fresh removes nothing there. Set QUICKSTART_DIR" >&2
   exit 1
 fi
 mkdir -p "$QUICKSTART_DIR"
-exec 9>> "$lock"  # never removed: a second one must find this file
-flock -n 9 || { echo "quickstart.sh: another one ($(cat "$lock")) runs in $QUICKSTART_DIR; wait for it, or set QUICKSTART_DIR" >&2; exit 1; }
+exec 9>> "$lock"  # never removed: a second quickstart must find this file
+flock -n 9 || { echo "quickstart.sh: another quickstart ($(cat "$lock")) runs in $QUICKSTART_DIR; wait for it, or set QUICKSTART_DIR" >&2; exit 1; }
 echo "pid $$ on $(uname -n)" > "$lock"
-stop_teacher  # of a quickstart that was killed
+stop_teacher  # left by a killed quickstart
 [ $fresh = 0 ] || find "$QUICKSTART_DIR/" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +
 mkdir -p "$run"
 : > "$stages.new"
@@ -79,11 +80,11 @@ stage "set-up" bash launch/setup.sh
 stage "task, teacher and student" "$python" -m recipe_gkd.quickstart.prepare --out "$QUICKSTART_DIR"
 
 if newer "$run/report.txt"; then
-  printf '\n== distillation: done before; --fresh does it again\n\n'
+  printf '\n== distillation: already done; --fresh repeats it\n\n'
   cat "$run/report.txt"
   exit 0
 fi
-if [ -e "$run/run.log" ] && ! newer "$run/run.log"; then find "$run" -mindepth 1 ! -name stages.jsonl.new -delete; fi  # of other models
+if [ -e "$run/run.log" ] && ! newer "$run/run.log"; then find "$run" -mindepth 1 ! -name stages.jsonl.new -delete; fi  # results of other models
 
 before=("$QUICKSTART_DIR/teacher" "$QUICKSTART_DIR/teacher.json" "$QUICKSTART_DIR/student" "$QUICKSTART_DIR/student_before.json")
 newer "${before[3]}" || stage "evaluation before" evaluate "${before[@]}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Distil Qwen2.5-7B-Instruct into Qwen2.5-1.5B-Instruct on one node with 8 GPUs: 4 train, 2 generate, 2 serve the teacher.
+# Distill Qwen2.5-7B-Instruct into Qwen2.5-1.5B-Instruct on 8 GPUs of one node: 4 train, 2 generate, 2 run the teacher.
 #
 #   TRAIN_FILES=/data/train.parquet bash launch/run_qwen2.5_one_node.sh [key=value ...]
 #
@@ -14,7 +14,7 @@ TEACHER=${TEACHER:-Qwen/Qwen2.5-7B-Instruct}
 TRAIN_FILES=${TRAIN_FILES:?set TRAIN_FILES to a parquet file with a column prompt}
 python=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
 
-if [ "${1:-}" != --cfg ]; then  # --cfg job only checks and prints the configuration
+if [ "${1:-}" != --cfg ]; then  # --cfg job only validates and prints the configuration
   teacher_folder=$TEACHER
   [ -d "$TEACHER" ] || teacher_folder=$("$python" -c 'import sys; from huggingface_hub import snapshot_download as s; print(s(sys.argv[1]))' "$TEACHER")
   teacher_run_dir=outputs/teacher_qwen2.5-$(uname -n)

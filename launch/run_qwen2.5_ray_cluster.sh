@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Distil into Qwen2.5-7B-Instruct on a Ray cluster of 8-GPU nodes: two nodes train, one generates; the teacher runs elsewhere.
+# Distill into Qwen2.5-7B-Instruct on a Ray cluster: two 8-GPU nodes train, one generates; the teacher runs elsewhere.
 #
 #   RAY_ADDRESS=http://head:8265 TEACHER_IP=10.0.0.9 AUTH_DIR=/data/teacher-keys STUDENT=/models/Qwen2.5-7B-Instruct \
 #     TRAIN_FILES=/data/train.parquet OUTPUT_DIR=/data/runs/1 bash launch/run_qwen2.5_ray_cluster.sh [key=value ...]
 #
 # On the teacher's machine: python -m teacher keys --auth-dir /data/teacher-keys, then
 #   AUTH_DIR=/data/teacher-keys CKPT_PATH=/models/teacher N_WORKERS=4 TP_SIZE=2 BIND=0.0.0.0 teacher/start_server.sh
-# (or launch/run_teacher_on_ray.sh). STUDENT, TRAIN_FILES, OUTPUT_DIR and AUTH_DIR must be on a disk that all nodes share.
+# (or launch/run_teacher_on_ray.sh). STUDENT, TRAIN_FILES, OUTPUT_DIR and AUTH_DIR must be on a shared disk.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in -h|--help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Run a teacher service as a job of a Ray cluster: the proxy where the job's driver runs, N_WORKERS workers where there are GPUs.
+# Run a teacher service as a Ray job: the proxy next to the job's driver, N_WORKERS workers on nodes with GPUs.
 #
 #   RAY_ADDRESS=http://head:8265 CKPT_PATH=/models/teacher AUTH_DIR=/shared/teacher-keys N_WORKERS=4 TP_SIZE=2 \
 #     bash launch/run_teacher_on_ray.sh [--option value ...]
 #
-# The log of the job names the address that trainings use. It runs until `ray job stop`, which ends all of it. CKPT_PATH and
-# AUTH_DIR (python -m teacher keys --auth-dir AUTH_DIR) must be on a disk that all nodes share. What is appended are
-# options of `python -m teacher worker`, such as --n-logprobs 64; `python -m launch.teacher_on_ray --help` has the others.
+# The job's log prints the address for trainings. The service runs until `ray job stop`, which ends all its processes.
+# CKPT_PATH and AUTH_DIR (python -m teacher keys --auth-dir AUTH_DIR) must be on a disk that all nodes share. Appended
+# options are those of `python -m teacher worker` (--n-logprobs 64) and `python -m launch.teacher_on_ray --help`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in -h|--help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac

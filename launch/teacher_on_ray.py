@@ -1,8 +1,8 @@
-"""A teacher service as a Ray job: `ray job submit ... -- python3 -m launch.teacher_on_ray --ckpt-path DIR ...`.
+"""Run a teacher service as a Ray job: `ray job submit ... -- python3 -m launch.teacher_on_ray --ckpt-path DIR ...`.
 
-The proxy runs beside this driver, each worker in a Ray task that has TP_SIZE GPUs. A process that ends is started
-again, after a pause that doubles up to MAX_PAUSE_S while it keeps ending; a worker whose node is lost is started on
-another. When the driver ends, however it does, all of them end.
+The proxy runs next to this driver, each worker in a Ray task with TP_SIZE GPUs. A process that ends is restarted after
+a delay, which doubles up to MAX_RESTART_DELAY_S while the process keeps ending. A worker whose node is lost is
+restarted on another node. All processes end with the driver.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from teacher.wire.auth import check_bind, server_keys
 
 logger = logging.getLogger("teacher_on_ray")
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
-STEADY_S = 300.0  # who lived so long starts over with the first pause
-STOP_S = 15.0
+MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 1.0, 60.0
+STABLE_AFTER_S = 300.0  # a process that ran this long is restarted with the minimum delay
+STOP_TIMEOUT_S = 15.0
 
 
 def main() -> int:
+    """Run the service until a signal arrives, and return the exit status."""
     args, worker_options = _parser().parse_known_args()
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     ip = args.server_ip or ray.util.get_node_ip_address()
@@ -39,7 +40,7 @@ def main() -> int:
     proxy += ["--backend-port", str(args.backend_port), "--http-port", str(args.http_port)]
     worker = ["worker", "--server-ip", ip, "--backend-port", str(args.backend_port), *keys]
     worker += ["--tp-size", str(args.tp_size), *worker_options]
-    try:  # what is wrong with them is said here, not again and again by processes that end
+    try:  # report invalid arguments here, not in processes that end and are restarted
         for command in (proxy, worker):
             make_parser().parse_args(command)
         check_bind(args.bind or ip, server_keys(args.auth_dir))
@@ -49,13 +50,15 @@ def main() -> int:
 
     ray.init(logging_level=logging.WARNING)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):  # after ray.init, which has a handler of its own
+    for number in (signal.SIGTERM, signal.SIGINT):  # after ray.init, which installs its own handlers
         signal.signal(number, lambda number, frame: stop.set())
 
     gpus = 0 if args.cpu else args.tp_size
-    task = ray.remote(num_gpus=gpus, num_cpus=1, max_retries=-1)(keep_running)  # -1: also if its node is lost
+    task = ray.remote(num_gpus=gpus, num_cpus=1, max_retries=-1)(
+        keep_running
+    )  # -1: restart it also if its node is lost
     workers = [task.remote(worker, f"worker {i}") for i in range(args.n_workers)]
-    logger.info("%d workers of %d GPUs are asked for; trainings use:", args.n_workers, gpus)
+    logger.info("requested %d workers with %d GPUs each; settings for trainings:", args.n_workers, gpus)
     logger.info(
         "  actor_rollout_ref.teacher.server_ip=%s actor_rollout_ref.teacher.server_port=%d", ip, args.frontend_port
     )
@@ -63,19 +66,25 @@ def main() -> int:
         keep_running(proxy, "proxy", stop)
     finally:
         for reference in workers:
-            ray.cancel(reference, recursive=False)  # KeyboardInterrupt in `keep_running` there
-        ray.wait(workers, num_returns=len(workers), timeout=STOP_S + 5)
+            ray.cancel(reference, recursive=False)  # raises KeyboardInterrupt in its `keep_running`
+        ray.wait(workers, num_returns=len(workers), timeout=STOP_TIMEOUT_S + 5)
         ray.shutdown()
     return 0
 
 
 def keep_running(arguments: list[str], name: str, stop: threading.Event | None = None) -> None:
-    """`python -m teacher ARGUMENTS` as a child of this process, again whenever it ends, until `stop` or interrupted."""
-    import teacher  # where this runs, which may be another machine
+    """Run `python -m teacher ARGUMENTS` as a child process and restart it whenever it ends.
+
+    Args:
+        arguments: Command and options.
+        name: Name of the process, for messages.
+        stop: Event that ends the child and this function. A KeyboardInterrupt does the same.
+    """
+    import teacher  # imported here, because this function can run on another machine
 
     environment = {**os.environ, "PYTHONPATH": str(Path(teacher.__file__).parents[1])}
     command = [sys.executable, "-m", "teacher", *arguments, "--end-with-parent", str(os.getpid())]
-    stop, pause_s = stop or threading.Event(), FIRST_PAUSE_S
+    stop, delay_s = stop or threading.Event(), MIN_RESTART_DELAY_S
     while not stop.is_set():
         began = time.monotonic()
         child = subprocess.Popen(command, env=environment)
@@ -85,21 +94,21 @@ def keep_running(arguments: list[str], name: str, stop: threading.Event | None =
         finally:
             child.terminate()
             try:
-                child.wait(STOP_S)
+                child.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 child.kill()
-                child.wait(STOP_S)
+                child.wait(STOP_TIMEOUT_S)
         if stop.is_set():
             return
-        if time.monotonic() - began > STEADY_S:
-            pause_s = FIRST_PAUSE_S
+        if time.monotonic() - began > STABLE_AFTER_S:
+            delay_s = MIN_RESTART_DELAY_S
         print(
-            f"{name} ended with status {child.returncode}; starting it again in {pause_s:g} s",
+            f"{name} ended with status {child.returncode}; restarting it in {delay_s:g} s",
             file=sys.stderr,
             flush=True,
         )
-        stop.wait(pause_s)
-        pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        stop.wait(delay_s)
+        delay_s = min(2 * delay_s, MAX_RESTART_DELAY_S)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,18 +116,20 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        epilog="All other options are those of `python -m teacher worker`.",
+        epilog="All other options are passed to `python -m teacher worker`.",
     )
     parser.add_argument("--n-workers", type=int, default=1)
-    parser.add_argument("--tp-size", type=int, default=1, help="GPUs of each worker")
-    parser.add_argument("--auth-dir", default="", help="keys, on a disk that all nodes share")
+    parser.add_argument("--tp-size", type=int, default=1, help="GPUs per worker")
+    parser.add_argument("--auth-dir", default="", help="folder of keys, on a disk that all nodes share")
     parser.add_argument("--bind", default="", help="interface of the proxy; default: this node's address")
     parser.add_argument(
-        "--server-ip", default="", help="what workers and trainings call it; default: this node's address"
+        "--server-ip", default="", help="address of the proxy for workers and trainings; default: this node's address"
     )
     parser.add_argument("--frontend-port", type=int, default=15555)
     parser.add_argument("--backend-port", type=int, default=15556)
-    parser.add_argument("--http-port", type=int, default=15557, help="/healthz and /metrics of this node; -1: none")
+    parser.add_argument(
+        "--http-port", type=int, default=15557, help="port of /healthz and /metrics on this node; -1: none"
+    )
     parser.add_argument("--cpu", action="store_true", help="workers without GPUs")
     return parser
 

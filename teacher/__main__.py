@@ -9,7 +9,7 @@ import sys
 
 import zmq
 
-from teacher.commands import ask, keys, service
+from teacher.commands import keys, queries, service
 from teacher.errors import TeacherError
 from teacher.logs import set_up_logging
 
@@ -60,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="teacher", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (service, ask, keys):
+    for module in (service, queries, keys):
         module.add_to(commands)
     return parser
 

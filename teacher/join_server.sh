@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Add workers, from this or another machine, to a teacher service that runs.
+# Add workers on this machine to a running teacher service on this or another machine.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/server_common.sh"
 
@@ -8,13 +8,13 @@ usage() {
 Usage: SERVER_IP=10.0.0.1 CKPT_PATH=/models/teacher teacher/join_server.sh [--option value ...]
 
 Starts N_WORKERS workers for the proxy at SERVER_IP:PROXY_BACKEND_PORT and returns 0 once it has accepted them all.
-They must serve the same model with the same N_LOGPROBS and MAX_MODEL_LEN as the workers that are there.
+They must serve the same model with the same N_LOGPROBS and MAX_MODEL_LEN as the existing workers.
 
 USAGE
   worker_usage
   cat <<'USAGE'
-  SERVER_IP               where the proxy runs (it must listen there: BIND of start_server.sh)  [127.0.0.1]
-  AUTH_DIR                of a service that has keys: a copy of its AUTH_DIR/clients/NAME, or that AUTH_DIR itself
+  SERVER_IP               address of the proxy, which must listen there (BIND of start_server.sh)  [127.0.0.1]
+  AUTH_DIR                keys, if the service uses them: a copy of its AUTH_DIR/clients/NAME, or its AUTH_DIR
   RUN_DIR                 pids and logs  [$PWD/outputs/teacher-join-HOST-SERVER_IP-PROXY_BACKEND_PORT]
 USAGE
 }
@@ -31,11 +31,11 @@ check_auth_dir
 RUN_DIR=${RUN_DIR:-$PWD/outputs/teacher-join-$this_host-$SERVER_IP-$PROXY_BACKEND_PORT}
 prepare_run_dir
 
-leave_nothing_behind
+stop_processes_on_exit
 
 launch_workers "$SERVER_IP"
 await_ready
 
 trap - EXIT INT TERM HUP
 echo "$N_WORKERS workers joined $SERVER_IP:$PROXY_BACKEND_PORT after $SECONDS s; logs in $RUN_DIR"
-echo "end them with: teacher/stop_server.sh --run-dir $RUN_DIR"
+echo "stop them with: teacher/stop_server.sh --run-dir $RUN_DIR"

@@ -1,8 +1,8 @@
-# Shared by start_server.sh, join_server.sh and stop_server.sh; not a command of its own.
+# Functions shared by start_server.sh, join_server.sh and stop_server.sh. Not a command.
 #
-# A run folder holds, for each process: NAME.pid ("pid start-ticks boot-id host"), NAME.log, and NAME.ready once it
-# serves. Start ticks (field 22 of /proc/PID/stat) and boot id tell our process from a later one with the same pid; the
-# host tells it from one of another machine that shares the folder.
+# A run folder contains for each process: NAME.pid ("pid start-ticks boot-id host"), NAME.log, and NAME.ready once it
+# serves. Start ticks (field 22 of /proc/PID/stat) and boot id distinguish our process from a later one with the same
+# pid. The host distinguishes it from a process of another machine that shares the folder.
 
 this_host=$(uname -n)
 this_boot=$(cat /proc/sys/kernel/random/boot_id)
@@ -14,7 +14,7 @@ die() {
   exit 1
 }
 
-# Set the variables that the flags name; they win over the environment.
+# parse_options ARGUMENT...: Set the variables named by the flags. Flags override the environment.
 parse_options() {
   while (($#)); do
     case $1 in
@@ -46,7 +46,7 @@ parse_options() {
 require_number() {
   local name
   for name in "$@"; do
-    [[ ${!name} =~ ^[0-9]+$ ]] || die "$name must be a whole number, got '${!name}'"
+    [[ ${!name} =~ ^[0-9]+$ ]] || die "$name must be an integer of 0 or more, got '${!name}'"
   done
 }
 
@@ -60,19 +60,20 @@ find_python() {
   fi
 }
 
-# Start ticks of a pid, empty if there is no such process. The name in field 2 may hold blanks: cut after its bracket.
+# start_time_of PID: Print its start ticks, or nothing if it does not run. The process name in field 2 can contain
+# blanks, so the line is cut after its bracket.
 start_time_of() {
   local stat
-  # Not $(<file): if the process ends between open and read, bash takes the read error for the end of the script.
+  # Not $(<file): if the process ends between open and read, the read error would end the script.
   stat=$(cat -- "/proc/$1/stat" 2>/dev/null) || return 0
-  # Split without a here-string, which needs a temporary file in older versions of bash, and so a disk that is not full.
+  # No here-string: older versions of bash write it to a temporary file, which fails on a full disk.
   # shellcheck disable=SC2206
   local -a fields=(${stat##*) })
   [[ ${fields[0]} == [ZX] ]] || echo "${fields[19]}"
 }
 
-# read_pid_file FILE: Set `pid` and `started`, and `not_ours` to the reason if this host must leave the file alone.
-# `pid` is empty if the process is of an earlier boot of this host: it has ended.
+# read_pid_file FILE: Set `pid` and `started`. If this host must leave the file alone, set `not_ours` to the reason.
+# `pid` is empty if the process belongs to an earlier boot of this host, and so has ended.
 read_pid_file() {
   local boot='' host=''
   pid='' started='' not_ours=''
@@ -105,7 +106,7 @@ write_pid_file() {
   return 1
 }
 
-# own_pid_files: Set `own` to the pid files of RUN_DIR that this host wrote, and `foreign` to one line for each other.
+# own_pid_files: Set `own` to the pid files of RUN_DIR that this host wrote, and `foreign` to one line per other file.
 own_pid_files() {
   own=() foreign=()
   local file pid started not_ours
@@ -116,16 +117,16 @@ own_pid_files() {
   done
 }
 
-# is_alive FILE: Return 0 if the process that it names runs and is the same one.
+# is_alive FILE: Return 0 if the recorded process is still running.
 is_alive() {
   local pid started not_ours
   read_pid_file "$1"
   [[ -z $not_ours && -n $pid && $(start_time_of "$pid") == "$started" ]]
 }
 
-# leave_nothing_behind: However this shell ends from here on, what it launched ends before it. A signal in the middle of
-# a launch counts once the pid is on disk.
-leave_nothing_behind() {
+# stop_processes_on_exit: From here on, stop the launched processes whenever this shell ends. A signal during a launch
+# takes effect after the pid is written.
+stop_processes_on_exit() {
   launching='' signaled='' checker='' own=()
   trap 'stop_all' EXIT
   trap 'on_signal 130' INT
@@ -138,12 +139,12 @@ on_signal() {
   if [[ -n $launching ]]; then signaled=$1; else exit "$1"; fi
 }
 
-# launch NAME ARGUMENT...: `python -m teacher ARGUMENT...` in a session of its own, so that it outlives this shell, with
-# the variables of `launch_env`. Its pid file is added to `own`.
+# launch NAME ARGUMENT...: Start `python -m teacher ARGUMENT...` in a new session, so that it outlives this shell, with
+# the variables of `launch_env`. Add its pid file to `own`.
 launch() {
   local name=$1 pid started=''
   shift
-  rm -f -- "$RUN_DIR/$name.ready" "$RUN_DIR/$name.log"  # a link in place of the log would be followed
+  rm -f -- "$RUN_DIR/$name.ready" "$RUN_DIR/$name.log"  # a symbolic link in place of the log would be followed
   launching=$name
   env PYTHONPATH="$repo_dir${PYTHONPATH:+:$PYTHONPATH}" "${launch_env[@]}" \
     setsid "$python" -m teacher "$@" --ready-file "$RUN_DIR/$name.ready" --stall-timeout-s "$STALL_TIMEOUT_S" \
@@ -151,14 +152,14 @@ launch() {
     </dev/null >"$RUN_DIR/$name.log" 2>&1 &
   pid=$!
   local _
-  for _ in 1 2 3; do  # the signal may also have ended the helper that looks
+  for _ in 1 2 3; do  # a signal may have ended the helper process
     if [[ -z $started ]]; then started=$(start_time_of "$pid") || true; fi
   done
   if ! write_pid_file "$name" "$pid" "$started"; then
     kill -KILL -- "$pid" "-$pid" 2>/dev/null || true
     wait "$pid" 2>/dev/null || true
     launching=''
-    die "cannot write $RUN_DIR/$name.pid, so $name was ended again; is the disk full? Free some space, or set RUN_DIR"
+    die "cannot write $RUN_DIR/$name.pid, so $name was stopped; is the disk full? Free some space, or set RUN_DIR"
   fi
   own+=("$RUN_DIR/$name.pid")
   launching=''
@@ -166,7 +167,7 @@ launch() {
   disown "$pid"
 }
 
-# find_gpus: set `gpus` to those that are visible, if any; refuse too few of them.
+# find_gpus: Set `gpus` to the visible GPUs, and die if there are too few.
 find_gpus() {
   gpus=()
   local found
@@ -180,7 +181,7 @@ find_gpus() {
   fi
 }
 
-# launch_workers PROXY_IP: N_WORKERS workers, each on TP_SIZE of `gpus` where there are GPUs.
+# launch_workers PROXY_IP: Launch N_WORKERS workers, each on TP_SIZE of `gpus` if there are GPUs.
 launch_workers() {
   local i
   for ((i = 0; i < N_WORKERS; i++)); do
@@ -194,7 +195,7 @@ launch_workers() {
   done
 }
 
-# await_ready: Return once every process of `own` serves; die with its log as soon as one has ended.
+# await_ready: Return once every process of `own` serves. If one has ended, print its log and die.
 await_ready() {
   local pidfile name waiting
   while :; do
@@ -222,8 +223,8 @@ show_log() {
   echo "---" >&2
 }
 
-# signal_all SIGNAL: Send it to the session of each process of `own` that still is ours. Only the leader gets it (it ends
-# its own children); SIGKILL goes to the whole group.
+# signal_all SIGNAL: Send it to each process of `own` that is still ours. Only the group leader gets it, which ends its
+# own children. SIGKILL goes to the whole group.
 signal_all() {
   local pidfile pid started not_ours
   for pidfile in "${own[@]}"; do
@@ -237,10 +238,10 @@ signal_all() {
   done
 }
 
-# is_our_group PGID FILE: Return 0 if the leader has ended and a member of the group that it founded is left (not
-# counting the dead that wait for init to collect them). The kernel gives the number to no other process while the group
-# has members, so if a live process has the pid now, it is a stranger and the group was empty. After that a stranger may
-# have founded a group of this number and have ended too: only a member that writes to the log beside FILE counts.
+# is_our_group PGID FILE: Return 0 if the leader has ended and its group has a live member (zombies do not count).
+# The kernel does not reuse the number while the group has members. If a live process has the pid now, it is unrelated,
+# and our group was empty. An unrelated process may also have created a group of this number and ended. So only a member
+# that writes to the log beside FILE counts.
 is_our_group() {
   [[ -z $(start_time_of "$1") ]] || return 1
   kill -0 -- "-$1" 2>/dev/null || return 1
@@ -267,40 +268,40 @@ any_alive() {
   return 1
 }
 
-# stop_all: End the processes of `own`: SIGTERM, STOP_TIMEOUT_S later SIGKILL. A signal to this shell ends the waiting,
-# but not the rest. Logs stay.
+# stop_all: Stop the processes of `own` with SIGTERM, and after STOP_TIMEOUT_S with SIGKILL. A signal to this shell ends
+# only the wait. Logs are kept.
 stop_all() {
   ((${#own[@]})) || return 0
   local began=$SECONDS deadline=$((SECONDS + STOP_TIMEOUT_S)) pidfile
   trap 'deadline=0' INT TERM HUP
   signal_all TERM
   while any_alive && ((SECONDS < deadline)); do sleep 0.1 || true; done
-  # Ctrl-C also ends the helpers of `any_alive`, which then finds nobody: from here on they ignore it.
+  # Ctrl-C also ends the helper processes of `any_alive`, which then finds no process. From here on they ignore it.
   trap '' INT TERM HUP
   if any_alive; then
-    # The terminal may be gone.
+    # The terminal may be closed.
     echo "$(basename -- "$0"): still running after $((SECONDS - began)) s, killing" >&2 || true
     signal_all KILL
     deadline=$((SECONDS + 5))
     while any_alive && ((SECONDS < deadline)); do sleep 0.1; done
-    if any_alive; then die "could not end the processes named in ${own[*]}"; fi
+    if any_alive; then die "could not stop the processes recorded in ${own[*]}"; fi
   fi
   for pidfile in "${own[@]}"; do rm -f -- "$pidfile" "${pidfile%.pid}.ready"; done
 }
 
-# prepare_run_dir: Make it; refuse one that others may write, one whose processes run, and pid files of other hosts.
+# prepare_run_dir: Create RUN_DIR. Die if others may write it, its processes run, or it has pid files of other hosts.
 prepare_run_dir() {
   local problem probe
-  problem=$(umask o-w && mkdir -p -- "$RUN_DIR" 2>&1) || die "cannot make RUN_DIR=$RUN_DIR: ${problem#mkdir: }; set \
+  problem=$(umask o-w && mkdir -p -- "$RUN_DIR" 2>&1) || die "cannot create RUN_DIR=$RUN_DIR: ${problem#mkdir: }; set \
 RUN_DIR to a folder that you can write"
   RUN_DIR=$(cd -- "$RUN_DIR" && pwd) || die "cannot enter RUN_DIR=$RUN_DIR; set RUN_DIR to a folder of your own"
   probe=$(mktemp -- "$RUN_DIR/.probe.XXXXXX" 2>&1) || die "RUN_DIR=$RUN_DIR cannot be written: ${probe#mktemp: }; set \
 RUN_DIR to a folder that can"
-  # Compared with a new file, because file servers may map users.
+  # Compare with a new file, because file servers can map users.
   if [[ $(stat -c %u -- "$probe") != $(stat -c %u -- "$RUN_DIR") ]]; then
     rm -f -- "$probe"
-    die "RUN_DIR=$RUN_DIR belongs to another user ($(stat -c %U -- "$RUN_DIR")), who could put links in place of logs; \
-set RUN_DIR to a folder of your own"
+    die "RUN_DIR=$RUN_DIR belongs to another user ($(stat -c %U -- "$RUN_DIR")), and that user could replace \
+logs by links; set RUN_DIR to a folder of your own"
   fi
   rm -f -- "$probe"
   (((8#$(stat -c %a -- "$RUN_DIR") & 8#002) == 0)) || die "every user can write RUN_DIR=$RUN_DIR, and could put links in \
@@ -311,7 +312,7 @@ place of logs; chmod o-w $RUN_DIR, or set RUN_DIR to a folder of your own"
     die "RUN_DIR=$RUN_DIR holds pid files that are damaged or of another host; see above, or set another RUN_DIR"
   fi
   if any_alive; then
-    die "the processes in $RUN_DIR are running already; end them with teacher/stop_server.sh --run-dir $RUN_DIR, or \
+    die "the processes in $RUN_DIR are running already; stop them with teacher/stop_server.sh --run-dir $RUN_DIR, or \
 start more beside them with another --run-dir"
   fi
   rm -f -- "$RUN_DIR"/*.pid "$RUN_DIR"/*.ready
@@ -325,7 +326,7 @@ report_foreign() {
 
 check_checkpoint() {
   [[ -n $CKPT_PATH ]] || die "CKPT_PATH is not set; it names the local folder of the teacher model; see --help"
-  [[ -d $CKPT_PATH ]] || die "CKPT_PATH=$CKPT_PATH is no folder; expected a local model in Hugging Face format"
+  [[ -d $CKPT_PATH ]] || die "CKPT_PATH=$CKPT_PATH is not a folder; expected a local model in Hugging Face format"
   CKPT_PATH=$(cd -- "$CKPT_PATH" && pwd)
 }
 
@@ -337,7 +338,7 @@ check_numbers() {
 
 check_auth_dir() {
   [[ -n $AUTH_DIR ]] || return 0
-  [[ -d $AUTH_DIR ]] || die "AUTH_DIR=$AUTH_DIR is no folder; make it with: $python -m teacher keys --auth-dir $AUTH_DIR"
+  [[ -d $AUTH_DIR ]] || die "AUTH_DIR=$AUTH_DIR is not a folder; create it with: $python -m teacher keys --auth-dir $AUTH_DIR"
   AUTH_DIR=$(cd -- "$AUTH_DIR" && pwd)
 }
 
@@ -357,7 +358,7 @@ worker_defaults() {
 
 worker_usage() {
   cat <<'USAGE'
-Options, as flags or environment variables (--n-logprobs 64 is N_LOGPROBS=64; a flag wins):
+Options, as flags or environment variables (--n-logprobs 64 is N_LOGPROBS=64; flags override variables):
   CKPT_PATH               local folder of the teacher model, Hugging Face format (required)
   MODEL_NAME              name of the served model                     [name of the folder]
   BACKEND                 engine                                       [vllm]
@@ -367,14 +368,14 @@ Options, as flags or environment variables (--n-logprobs 64 is N_LOGPROBS=64; a 
   DTYPE                   auto, float32, bfloat16, float16             [auto: the checkpoint's]
   MAX_MODEL_LEN           longest prompt plus response in tokens       [0: the model's]
   LOGITS_MIB              memory for the logits of one engine step     [1024]
-  MAX_ANSWER_MIB          host memory for answers that are being made  [2048]
+  MAX_ANSWER_MIB          host memory for results in progress          [2048]
   KV_CACHE_MIB            size of the KV cache                         [0: vLLM's choice on a GPU, 256 on a CPU]
-  GPU_MEMORY_UTILIZATION  share of a GPU for weights and KV cache      [0.85]
+  GPU_MEMORY_UTILIZATION  fraction of a GPU for weights and KV cache   [0.85]
   PROXY_BACKEND_PORT      the proxy's port for workers                 [15556]
-  AUTH_DIR                keys, as `python -m teacher keys --auth-dir AUTH_DIR` makes them  [none]
-  STALL_TIMEOUT_S         an engine step that takes longer is given up with its worker, and its requests go to others  [60]
+  AUTH_DIR                keys, created by `python -m teacher keys --auth-dir AUTH_DIR`  [none]
+  STALL_TIMEOUT_S         maximum duration of an engine step; a longer one ends its worker, others get its requests  [60]
   LOG_FORMAT, LOG_LEVEL   text or json; DEBUG, INFO, WARNING, ERROR    [text; proxy INFO, workers WARNING]
-  START_TIMEOUT_S         give up if it is not serving by then         [600]
+  START_TIMEOUT_S         maximum duration of the start, in seconds    [600]
   PYTHON                  interpreter       [.venv/bin/python beside the teacher folder, or python3]
 USAGE
 }

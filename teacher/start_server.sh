@@ -8,16 +8,16 @@ usage() {
 Usage: CKPT_PATH=/models/teacher teacher/start_server.sh [--option value ...]
 
 Starts a proxy and its workers in the background and returns 0 once the service has answered a real request.
-If a process ends before that, shows its last words, ends the others and returns 1.
+If a process ends before that, prints the end of its log, stops the others and returns 1.
 
 USAGE
   worker_usage
   cat <<'USAGE'
   PROXY_FRONTEND_PORT     the port for clients                         [15555]
   BIND                    interface of both ports; any but loopback needs AUTH_DIR  [127.0.0.1]
-  HTTP_PORT, HTTP_BIND    /healthz and /metrics; 0: any port, -1: none. They have no keys: open them to trusted
+  HTTP_PORT, HTTP_BIND    /healthz and /metrics; 0: any port, -1: none. They use no keys: bind them to trusted
                           networks only                                [PROXY_FRONTEND_PORT + 2, 127.0.0.1]
-  MAX_QUEUE_TOKENS        tokens of the requests that may wait in the proxy; beyond, clients keep theirs  [8388608]
+  MAX_QUEUE_TOKENS        maximum tokens in the proxy's queue; further requests wait at the clients  [8388608]
   RUN_DIR                 pids and logs    [$PWD/outputs/teacher-HOST-PROXY_FRONTEND_PORT]
 USAGE
 }
@@ -34,11 +34,11 @@ python=$(find_python)
 check_auth_dir
 RUN_DIR=${RUN_DIR:-$PWD/outputs/teacher-$this_host-$PROXY_FRONTEND_PORT}
 
-# Workers of this machine and the final check reach the proxy where it listens.
+# Workers of this machine and the final check connect to the interface of the proxy.
 local_ip=$BIND
 if [[ $BIND == 0.0.0.0 || $BIND == "*" ]]; then local_ip=127.0.0.1; fi
 
-# Another service on the port would otherwise answer the final check in our place.
+# Otherwise another service on the port could answer the final check.
 for port in "$PROXY_FRONTEND_PORT" "$PROXY_BACKEND_PORT"; do
   if (: <>"/dev/tcp/$local_ip/$port") 2>/dev/null; then
     die "port $port of $local_ip is in use; stop what uses it (teacher/stop_server.sh), or set PROXY_FRONTEND_PORT / \
@@ -47,9 +47,9 @@ PROXY_BACKEND_PORT"
 done
 prepare_run_dir
 
-leave_nothing_behind
+stop_processes_on_exit
 
-# The proxy first: it says at once if its ports, its keys or its interface cannot be.
+# The proxy first: it fails at once if its ports, keys or interface cannot be used.
 launch_env=()
 launch proxy proxy --bind "$BIND" --frontend-port "$PROXY_FRONTEND_PORT" --backend-port "$PROXY_BACKEND_PORT" \
   --http-bind "$HTTP_BIND" ${HTTP_PORT:+--http-port "$HTTP_PORT"} --max-queue-tokens "$MAX_QUEUE_TOKENS"
@@ -60,10 +60,10 @@ PYTHONPATH="$repo_dir${PYTHONPATH:+:$PYTHONPATH}" \
   "$python" -m teacher check --server-ip "$local_ip" --port "$PROXY_FRONTEND_PORT" --timeout-s 60 \
   ${AUTH_DIR:+--auth-dir "$AUTH_DIR"} &
 checker=$!
-wait "$checker"  # unlike a command in the foreground, it does not delay a signal
+wait "$checker"  # unlike a foreground command, wait does not delay a signal
 checker=''
 
 trap - EXIT INT TERM HUP
 echo "teacher service ready after $SECONDS s; logs in $RUN_DIR"
-echo "look at it with: $python -m teacher status --server-ip $local_ip --port $PROXY_FRONTEND_PORT${AUTH_DIR:+ --auth-dir $AUTH_DIR}"
-echo "end it with: teacher/stop_server.sh --run-dir $RUN_DIR"
+echo "show its status with: $python -m teacher status --server-ip $local_ip --port $PROXY_FRONTEND_PORT${AUTH_DIR:+ --auth-dir $AUTH_DIR}"
+echo "stop it with: teacher/stop_server.sh --run-dir $RUN_DIR"

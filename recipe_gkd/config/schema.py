@@ -274,6 +274,12 @@ class RolloutEngineConfig:
 class TeacherConfig:
     """Teacher service, section ``actor_rollout_ref.teacher``."""
 
+    backend: str = key(
+        "Teacher backend. `zmq`: a teacher service. `hf`: a transformers model in the driver process, for small "
+        "teachers, tests and debugging. `FILE.py:Class`: a class that implements "
+        "`recipe_gkd.teacher_routing.TeacherBackend`."
+    )
+    model_path: str | None = key("Folder of the teacher model for `backend=hf`; passed on to a custom backend.")
     server_ip: str = key("Address of the teacher's proxy.")
     server_port: int = key("Front-end port of the teacher's proxy (`PROXY_FRONTEND_PORT`).", ge=1, le=65535)
     teachers: dict[str, str] = key(

@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterator
 
 from recipe_gkd.config.schema import Config, TeacherConfig
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.runtime.user_code import split_spec
 
 DEFAULT = "default"  # name of the teacher at server_ip:server_port
 TEACHER = "actor_rollout_ref.teacher"
 
+_SERVICE_ONLY = {"server_ip": "127.0.0.1", "server_port": 15555, "wire_dtype": "float32", "auth_dir": None}
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _ADDRESS = re.compile(r"(?P<host>[^\s:]+):(?P<port>[0-9]{1,5})")
 
@@ -33,6 +36,7 @@ def names(teacher: TeacherConfig) -> tuple[str, ...]:
 def teacher_complaints(config: Config) -> Iterator[str]:
     """Yield a message for each invalid value of the teacher section, with the value to change."""
     teacher = config.actor_rollout_ref.teacher
+    yield from _backend_complaints(teacher)
     for name, address in teacher.teachers.items():
         if not _NAME.fullmatch(name):
             yield (
@@ -51,6 +55,27 @@ def teacher_complaints(config: Config) -> Iterator[str]:
             f"{TEACHER}.route_key={teacher.route_key} without {TEACHER}.teachers: there is one teacher, at server_ip; "
             "name the teachers, or set route_key=null"
         )
+
+
+def _backend_complaints(teacher: TeacherConfig) -> Iterator[str]:
+    backend = teacher.backend
+    if backend == "zmq":
+        if teacher.model_path is not None:
+            yield f"{TEACHER}.model_path={teacher.model_path} has no effect with {TEACHER}.backend=zmq; set it to null"
+        return
+    if teacher.teachers:
+        yield f"{TEACHER}.backend={backend} is one teacher; leave {TEACHER}.teachers out, or set backend=zmq"
+    if backend != "hf":
+        try:
+            split_spec(backend, key=f"{TEACHER}.backend")
+        except ConfigError as error:
+            yield f"{error}; or zmq or hf"
+        return
+    if teacher.model_path is None:
+        yield f"{TEACHER}.backend=hf needs {TEACHER}.model_path, the folder of the teacher model"
+    for name, value in _SERVICE_ONLY.items():
+        if (got := getattr(teacher, name)) != value:
+            yield f"{TEACHER}.{name}={got} has no effect with {TEACHER}.backend=hf; leave it out, or set backend=zmq"
 
 
 def _is_address(address: str) -> bool:

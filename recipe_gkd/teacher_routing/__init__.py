@@ -1,6 +1,7 @@
-"""The trainer's side of its teachers: which prompt is for which, asking them, and what happens when one fails."""
+"""Scoring of responses by the teachers: routes, backends, requests and their failure policy."""
 
+from recipe_gkd.teacher_routing.backends import TeacherBackend
 from recipe_gkd.teacher_routing.router import Teachers, open_teachers
 from recipe_gkd.teacher_routing.routes import Routes, read_routes
 
-__all__ = ["Routes", "Teachers", "open_teachers", "read_routes"]
+__all__ = ["Routes", "TeacherBackend", "Teachers", "open_teachers", "read_routes"]

@@ -1,7 +1,18 @@
-"""What happens when a request to a teacher fails: ``actor_rollout_ref.teacher.on_failure``, and its budgets.
+"""Policy for failed requests to a teacher: ``actor_rollout_ref.teacher.on_failure`` and its budgets.
 
-By then the client has done its part: until a request's deadline it reconnects and sends again, and the service gives
-the work of a worker that died to another.
+The client has already retried: until the deadline of a request it reconnects and sends it again, and the service passes
+the work of a dead worker to another.
+
+=================  ================================  ==========================================
+``on_failure``     unavailable, timeout              request refused
+=================  ================================  ==========================================
+``fail``           ends the run                      ends the run
+``wait``           retried for up to ``max_wait_s``  ends the run
+``skip_samples``   samples skipped, up to            samples skipped, up to
+                   ``max_skipped_samples``           ``max_skipped_samples``
+=================  ================================  ==========================================
+
+All other errors end the run.
 """
 
 from __future__ import annotations
@@ -20,18 +31,22 @@ from teacher.wire.messages import LIMITS
 
 log = logging.getLogger(__name__)
 
-SAY_EVERY_S = 60.0
-"""While a teacher is waited for."""
-AGAIN_AFTER_S = 1.0
-"""Between one request and the next, where the first failed at once."""
+WARN_INTERVAL_S = 60.0
+MIN_RETRY_INTERVAL_S = 1.0
 
-Ask = Callable[[float], Awaitable[list[ScoredSequence]]]
-"""With a deadline in seconds."""
+SendRequest = Callable[[float], Awaitable[list[ScoredSequence]]]
+"""Function that sends a request with a time limit in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A request, for messages."""
+class TeacherRequest:
+    """Description of a request, for messages.
+
+    Attributes:
+        teacher: Name of the teacher.
+        step: Training step of the samples.
+        uids: Indices of the samples in the run.
+    """
 
     teacher: str
     step: int
@@ -42,68 +57,86 @@ class Asked:
 
 
 class FailurePolicy:
-    """Asks, and decides what becomes of a failure; one for all teachers of a run."""
+    """Sender of requests that handles their failures. One instance serves all teachers of a run.
+
+    Attributes:
+        n_skipped: Skipped samples of the run, including those of batches in flight.
+        last_error: Error of the last skipped request.
+    """
 
     def __init__(self, config: TeacherConfig) -> None:
+        """Create a policy without skipped samples."""
         self._config = config
         self.n_skipped = 0
-        """Samples of the run, those of batches under way included."""
         self.last_error: TeacherError | None = None
-        self._said_at: dict[str, float] = {}  # teacher -> when it was last said that it is waited for
+        self._warned_at: dict[str, float] = {}  # by teacher
 
-    async def responses(self, ask: Ask, request: Asked) -> list[ScoredSequence] | None:
-        """None: the samples of this request are skipped. Raises what ends the run."""
+    async def send(self, send_request: SendRequest, request: TeacherRequest) -> list[ScoredSequence] | None:
+        """Send a request and return its results, or None if its samples are skipped.
+
+        Args:
+            send_request: Function that sends the request. It is called again for a retry.
+            request: Description of the request.
+
+        Raises:
+            TeacherError: The error ends the run.
+        """
         config = self._config
         match config.on_failure:
             case "wait":
-                return await self._persist(ask, request)
+                return await self._send_with_retries(send_request, request)
             case "skip_samples":
                 try:
-                    return await ask(config.timeout_s)
+                    return await send_request(config.timeout_s)
                 except (TeacherTimeout, TeacherUnavailable, TeacherRequestError) as error:
                     self._skip(request, error)
                     return None
             case _:
-                return await ask(config.timeout_s)
+                return await send_request(config.timeout_s)
 
-    async def _persist(self, ask: Ask, request: Asked) -> list[ScoredSequence]:
-        """Ask again until there is an answer, or ``max_wait_s`` after the first failure."""
-        longest, timeout_s = self._config.max_wait_s, self._config.timeout_s
+    async def _send_with_retries(self, send_request: SendRequest, request: TeacherRequest) -> list[ScoredSequence]:
+        max_wait_s, timeout_s = self._config.max_wait_s, self._config.timeout_s
         failed_at: float | None = None
         while True:
-            asked_at = now()
+            sent_at = now()
             try:
-                responses = await ask(timeout_s)
+                scored = await send_request(timeout_s)
             except (TeacherTimeout, TeacherUnavailable) as error:
                 failed_at = now() if failed_at is None else failed_at
-                left_s = failed_at + longest - now()
+                left_s = failed_at + max_wait_s - now()
                 if left_s <= 0:
                     raise type(error)(
-                        f"{request}: no answer, asked again for {longest:g} s ({TEACHER}.max_wait_s): {error}. Start "
-                        "the service and resume from the last checkpoint, or raise max_wait_s"
+                        f"{request}: no result after retries for {max_wait_s:g} s ({TEACHER}.max_wait_s): {error}. "
+                        "Start the service and resume from the last checkpoint, or raise max_wait_s"
                     ) from error
-                self._say_waiting(request, left_s, error)
-                pause_s = min(left_s, max(0.0, asked_at + AGAIN_AFTER_S - now()))
-                await asyncio.sleep(pause_s)  # nobody says when the service is back: it is asked
-                timeout_s = min(max(left_s - pause_s, 1e-3), LIMITS.timeout_s)
-                if isinstance(error, TeacherUnavailable):  # else it is at work, and is not asked to begin once more
-                    timeout_s = min(timeout_s, self._config.timeout_s)
+                self._warn_waiting(request, left_s, error)
+                pause_s = min(left_s, max(0.0, sent_at + MIN_RETRY_INTERVAL_S - now()))
+                await asyncio.sleep(pause_s)  # the service does not report its return, so it is polled
+                timeout_s = self._retry_timeout_s(left_s - pause_s, error)
             else:
                 if failed_at is not None:
-                    log.warning("%s: answered, %.0f s after its first failure", request, now() - failed_at)
-                return responses
+                    log.warning("%s: scored, %.0f s after its first failure", request, now() - failed_at)
+                return scored
 
-    def _say_waiting(self, request: Asked, left_s: float, error: TeacherError) -> None:
-        """At once, and then every so often, whatever the number of requests that wait."""
-        if now() - self._said_at.get(request.teacher, -SAY_EVERY_S) < SAY_EVERY_S:
+    def _retry_timeout_s(self, left_s: float, error: TeacherError) -> float:
+        """Return the time limit of a retry, in seconds.
+
+        A teacher that timed out is slow. It gets all the remaining time, so that it does not start again and again.
+        """
+        timeout_s = min(max(left_s, 1e-3), LIMITS.timeout_s)
+        return min(timeout_s, self._config.timeout_s) if isinstance(error, TeacherUnavailable) else timeout_s
+
+    def _warn_waiting(self, request: TeacherRequest, left_s: float, error: TeacherError) -> None:
+        """Log the first failure at once, then one warning per teacher and interval."""
+        if now() - self._warned_at.get(request.teacher, -WARN_INTERVAL_S) < WARN_INTERVAL_S:
             return
-        self._said_at[request.teacher] = now()
+        self._warned_at[request.teacher] = now()
         log.warning(
-            "%s: asked again, for up to %.0f s more (%s.max_wait_s=%g): %s: %s",
+            "%s: retrying for up to %.0f s more (%s.max_wait_s=%g): %s: %s",
             request, left_s, TEACHER, self._config.max_wait_s, type(error).__name__, error,
         )  # fmt: skip
 
-    def _skip(self, request: Asked, error: TeacherError) -> None:
+    def _skip(self, request: TeacherRequest, error: TeacherError) -> None:
         budget = self._config.max_skipped_samples
         self.n_skipped, self.last_error = self.n_skipped + len(request.uids), error
         log.warning(
@@ -112,7 +145,7 @@ class FailurePolicy:
         )  # fmt: skip
         if self.n_skipped > budget:
             raise type(error)(
-                f"{self.n_skipped} samples had no answer of their teacher, more than {TEACHER}.max_skipped_samples="
-                f"{budget}; the last error: {request}: {error}. Look after the service and resume from the last "
+                f"{self.n_skipped} samples were not scored by their teacher, more than {TEACHER}.max_skipped_samples="
+                f"{budget}; the last error: {request}: {error}. Check the service and resume from the last "
                 "checkpoint, or raise the budget"
             ) from error

@@ -1,4 +1,12 @@
-"""Warnings about a teacher service that has no worker, or cannot be reached, while requests to it wait."""
+"""Warnings about a teacher service without workers, or out of reach, while requests wait for it.
+
+States of a service and their transitions::
+
+    available  -> outage      a status reports no worker, or cannot be delivered: one warning
+    outage     -> available   a status reports workers, or a request gets its result: one message
+
+Only a request that waits triggers a status request. A late status changes nothing: the connection may be busy.
+"""
 
 from __future__ import annotations
 
@@ -17,45 +25,56 @@ from teacher.status import ServiceStatus
 
 log = logging.getLogger(__name__)
 
-FIRST_CHECK_S = 2.0
-"""Time after which a request without an answer makes the service be checked, in seconds."""
+FIRST_CHECK_S = 2.0  # time without a result after which the service is checked
 CHECK_EVERY_S = 5.0
-STATUS_TIMEOUT_S = 3.0
-"""Deadline of a status request. A reachable service answers in milliseconds, unless answers fill the connection."""
+STATUS_TIMEOUT_S = 3.0  # a reachable service replies in milliseconds, unless results fill the connection
 
 R = TypeVar("R")
 
 
 class OutageMonitor:
-    """Monitor of the services for which requests wait, by their status.
+    """Monitor of the teacher services for which requests wait.
 
-    Logs one warning per outage and service, and one line when the outage is over. Two teachers of one address are one
-    service. A status that is late is no outage: the connection may be busy with answers.
+    Teachers with the same client are one service.
     """
 
     def __init__(self, clients: Mapping[str, TeacherClient], config: TeacherConfig) -> None:
-        """Create a monitor without outages. ``clients``: by the teacher's name."""
+        """Create a monitor without outages.
+
+        Args:
+            clients: Client of each teacher, by name.
+            config: Failure settings, for the messages.
+        """
         self._clients, self._config = clients, config
         self._next_check: dict[TeacherClient, float] = {}
-        self._began: dict[TeacherClient, float] = {}
-        """Time at which each present outage was noticed."""
+        self._outage_began: dict[TeacherClient, float] = {}
 
     async def result_of(self, teacher: str, request: Future[R]) -> R:
-        """Return or raise what ``request`` does; check the service while it has no result. Cancels it if canceled."""
+        """Return the result of a request, and check the service while there is none.
+
+        Cancelling the awaiting task cancels the request.
+
+        Args:
+            teacher: Name of the teacher.
+            request: Future from its client.
+
+        Raises:
+            TeacherError: The request failed.
+        """
         result = asyncio.wrap_future(request)
         try:
             pause_s = FIRST_CHECK_S
             while not (await asyncio.wait([result], timeout=pause_s))[0]:
                 await self._check(teacher, result)
                 pause_s = CHECK_EVERY_S
-            response = result.result()
+            value = result.result()
         finally:
             result.cancel()  # without effect if it is done
         self._note_recovery(teacher, "answers")
-        return response
+        return value
 
     async def _check(self, teacher: str, result: asyncio.Future[R]) -> None:
-        """Request the status, however many requests wait, once in ``CHECK_EVERY_S``. Ends early with ``result``."""
+        """Request the status, at most once per interval and service. Return early if ``result`` is done."""
         client = self._clients[teacher]
         if now() < self._next_check.get(client, 0.0):
             return
@@ -66,7 +85,7 @@ class OutageMonitor:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not status.done():
                 return
-            self._note(teacher, status.result())
+            self._note_status(teacher, status.result())
         except TeacherUnavailable as error:
             self._note_outage(teacher, f"cannot be reached: {error}")
         except TeacherError as error:
@@ -74,27 +93,27 @@ class OutageMonitor:
         finally:
             status.cancel()
 
-    def _note(self, teacher: str, status: ServiceStatus) -> None:
+    def _note_status(self, teacher: str, status: ServiceStatus) -> None:
         if status.workers:
             self._note_recovery(teacher, f"has {len(status.workers)} workers")
         else:
             self._note_outage(teacher, f"has no worker ({status.last_loss}): add one with teacher/join_server.sh")
 
-    def _note_outage(self, teacher: str, what: str) -> None:
+    def _note_outage(self, teacher: str, problem: str) -> None:
         client = self._clients[teacher]
-        if client in self._began:
+        if client in self._outage_began:
             return
-        self._began[client] = now()
+        self._outage_began[client] = now()
         config = self._config
         limit = (
             f"max_wait_s={config.max_wait_s:g}" if config.on_failure == "wait" else f"timeout_s={config.timeout_s:g}"
         )
         log.warning(
-            "teacher %s at %s %s. Requests wait for it, for %s.%s seconds at most, then on_failure=%s decides",
-            teacher, client.address, what, TEACHER, limit, config.on_failure,
+            "teacher %s at %s %s. Requests wait for at most %s.%s seconds, then on_failure=%s applies",
+            teacher, client.address, problem, TEACHER, limit, config.on_failure,
         )  # fmt: skip
 
-    def _note_recovery(self, teacher: str, what: str) -> None:
+    def _note_recovery(self, teacher: str, state: str) -> None:
         client = self._clients[teacher]
-        if (began := self._began.pop(client, None)) is not None:
-            log.warning("teacher %s at %s %s again, after %.0f s", teacher, client.address, what, now() - began)
+        if (began := self._outage_began.pop(client, None)) is not None:
+            log.warning("teacher %s at %s %s again, after %.0f s", teacher, client.address, state, now() - began)

@@ -1,4 +1,4 @@
-"""Which teacher a prompt is for: a column of the data says so, where there is more than one."""
+"""Assignment of prompts to teachers. With several teachers, a column of the data names the teacher of each row."""
 
 from __future__ import annotations
 
@@ -18,26 +18,36 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Routes:
-    """Teachers have numbers: their places in ``names``."""
+    """Teacher of each row of the training data.
+
+    Attributes:
+        names: Names of the teachers. A teacher's number is its index here.
+        numbers_R: Teacher number of each row, int64 [R]. None assigns all rows to teacher 0.
+    """
 
     names: tuple[str, ...]
     numbers_R: np.ndarray | None = None
-    """int64, of each row of the data; None: all are for the first."""
 
     def number_of(self, row: int) -> int:
+        """Return the teacher number of a row."""
         return 0 if self.numbers_R is None else int(self.numbers_R[row])
 
     @property
     def used(self) -> list[str]:
-        """Those that some row is for."""
+        """Names of the teachers that have at least one row."""
         numbers = [0] if self.numbers_R is None else np.unique(self.numbers_R).tolist()
         return [self.names[number] for number in numbers]
 
 
 def read_routes(table: pa.Table, teacher: TeacherConfig) -> Routes:
-    """Raise :class:`DataError` if the data has no ``route_key``, or a row in it that names no teacher.
+    """Return the teacher of each row, and log a warning for each teacher without rows.
 
-    A teacher that no row names is said in the log.
+    Args:
+        table: Training data.
+        teacher: Settings with the teachers and ``route_key``.
+
+    Raises:
+        DataError: The data has no column ``route_key``, or a row names an unknown teacher.
     """
     known = names(teacher)
     if teacher.route_key is None:
@@ -45,15 +55,15 @@ def read_routes(table: pa.Table, teacher: TeacherConfig) -> Routes:
     setting = f"{TEACHER}.route_key"
     path = column_path(table, teacher.route_key, setting=setting, is_for="that names each prompt's teacher")
     numbers = {name: number for number, name in enumerate(known)}
-    named = column_at(table, path).to_pylist()
-    for row, value in enumerate(named):
+    values = column_at(table, path).to_pylist()
+    for row, value in enumerate(values):
         if not isinstance(value, str) or value not in numbers:
             raise DataError(
                 f"row {row} of the training data has {value!r:.100} in the column {setting}={teacher.route_key}; "
                 f"expected one of the teachers {', '.join(known)}. Correct the row, add its teacher to "
-                f"{TEACHER}.teachers, or write teachers' names into a column of their own"
+                f"{TEACHER}.teachers, or write teachers' names into a separate column"
             )
-    routes = Routes(known, np.array([numbers[value] for value in named]))
-    if idle := [name for name in known if name not in routes.used]:
-        log.warning("no row of the training data is for teacher %s, which is not asked at all", ", ".join(idle))
+    routes = Routes(known, np.array([numbers[value] for value in values]))
+    if unused := [name for name in known if name not in routes.used]:
+        log.warning("no row of the training data is for teacher %s, which gets no requests", ", ".join(unused))
     return routes

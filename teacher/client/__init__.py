@@ -1,6 +1,7 @@
-"""The trainer's side of the service.
+"""Client of the teacher service.
 
-`client` is for callers, `exchange` the thread that speaks, `inflight` what is sent when, `pieces` cuts and joins.
+`client` and `async_client` are the public interface. `io_thread` owns the socket, `inflight` decides when each request
+is sent, `chunks` splits a submission into requests and joins their replies.
 """
 
 from teacher.client.async_client import AsyncTeacherClient

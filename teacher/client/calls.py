@@ -1,4 +1,4 @@
-"""What one caller of the client waits for: a future, and the requests (one message each) that it takes to settle it."""
+"""Calls of a client: a future, and the requests (one message each) that resolve it."""
 
 from __future__ import annotations
 
@@ -16,78 +16,109 @@ R = TypeVar("R")
 
 
 class Call(ABC, Generic[R]):
-    """Settled once, by the I/O thread. Until then its future can be cancelled. Its requests have consecutive ids.
+    """One method call of a client, resolved once by the I/O thread.
+
+    The future can be cancelled until the call is resolved.
 
     Attributes:
-        what: for messages to people.
-        deadline: of all its requests, in time.monotonic().
-        takes_place: whether its requests wait in the service's queue, which may be full.
+        uses_queue: True if the requests wait in the service's queue, which can be full.
+        description: Subject of error messages, such as ``"scoring 8 sequences"``.
+        timeout_s: Time limit of the whole call, in seconds.
+        deadline: End of the time limit, in `time.monotonic` seconds. It applies to all requests of the call.
+        n_requests: Number of requests.
+        future: Result of the call.
+        request_ids: Ids of the requests. They are consecutive, and empty before the call is started.
+        is_resolved: True once the future has a result or an error, or its cancellation is confirmed.
     """
 
-    takes_place: bool
+    uses_queue: bool
 
-    def __init__(self, what: str, timeout_s: float, n_requests: int) -> None:
-        self.what, self.timeout_s, self.n_requests = what, timeout_s, n_requests
+    def __init__(self, description: str, timeout_s: float, n_requests: int) -> None:
+        """Create a call and start its time limit."""
+        self.description, self.timeout_s, self.n_requests = description, timeout_s, n_requests
         self.deadline = time.monotonic() + timeout_s
         self.future: Future[R] = Future()
         self.request_ids = range(0)
-        self.is_settled = False
+        self.is_resolved = False
 
     @abstractmethod
     def encode(self, request_id: int, timeout_s: float) -> list[Frame]:
-        """The message of one of its requests; may be called again, because a request may be sent again."""
+        """Return the message of one request. A request can be sent several times.
+
+        Args:
+            request_id: One of `request_ids`.
+            timeout_s: Time that the service gets, in seconds.
+        """
 
     @abstractmethod
     def accept(self, request_id: int, message: Message) -> None:
-        """Take what came for one of its requests; succeed if that was the last.
+        """Store the reply to one request, and resolve the call with the last one.
 
-        Raises: TeacherProtocolError if it is no answer to that request.
+        Raises:
+            TeacherProtocolError: The message is not a valid reply to that request.
         """
 
-    def explain(self, request_id: int, text: str) -> str:
-        """The service's words about one request, as words about the whole."""
+    def rewrite_error(self, request_id: int, text: str) -> str:
+        """Return the service's error text about one request as a text about the whole call."""
         return text
 
     def succeed(self, result: R) -> None:
-        if self._settle():
+        """Set the result. A call that is already resolved or cancelled is left unchanged."""
+        if self._resolve():
             self.future.set_result(result)
 
     def fail(self, error: TeacherError) -> None:
-        if self._settle():
+        """Set the error. A call that is already resolved or cancelled is left unchanged."""
+        if self._resolve():
             self.future.set_exception(error)
 
-    def end_canceled(self) -> None:
-        """Tell who waits for a cancelled future (`concurrent.futures.wait`) that it is."""
-        self._settle()
+    def confirm_cancellation(self) -> None:
+        """Wake up `concurrent.futures.wait`, which returns only after a cancelled future is marked as notified."""
+        self._resolve()
 
-    def _settle(self) -> bool:
-        """False if it is settled already, or was cancelled."""
-        if self.is_settled:
+    def _resolve(self) -> bool:
+        """Return False if the call is already resolved or was cancelled."""
+        if self.is_resolved:
             return False
-        self.is_settled = True
+        self.is_resolved = True
         return self.future.set_running_or_notify_cancel()
 
 
-class Question(Call[R]):
-    """A question to the proxy itself: one request, one answer of type `expected`."""
+class ProxyCall(Call[R]):
+    """A call that the proxy itself answers: one request, one reply of a fixed type."""
 
-    takes_place = False
+    uses_queue = False
 
     def __init__(
         self,
-        what: str,
+        description: str,
         timeout_s: float,
         encode: Callable[[int, float], list[Frame]],
         expected: type[Message],
         read: Callable[[Any], R],
     ) -> None:
-        super().__init__(what, timeout_s, n_requests=1)
+        """Create the call.
+
+        Args:
+            description: Subject of error messages.
+            timeout_s: Time limit, in seconds.
+            encode: Encoder of the request, from request id and timeout.
+            expected: Type of the reply.
+            read: Function from the reply to the result of the call.
+        """
+        super().__init__(description, timeout_s, n_requests=1)
         self._encode, self._expected, self._read = encode, expected, read
 
     def encode(self, request_id: int, timeout_s: float) -> list[Frame]:
+        """Return the message of the request."""
         return self._encode(request_id, timeout_s)
 
     def accept(self, request_id: int, message: Message) -> None:
+        """Resolve the call with the reply.
+
+        Raises:
+            TeacherProtocolError: The reply has another type.
+        """
         if not isinstance(message, self._expected):
             raise TeacherProtocolError(f"expected {self._expected.__name__}, got {type(message).__name__}")
         self.succeed(self._read(message))

@@ -1,7 +1,4 @@
-"""The trainer's side of the teacher service: many calls at once over one connection, each with its own deadline.
-
-`pieces` cuts a submit into requests, `inflight` decides when each is sent, and `exchange` is the thread that does it.
-"""
+"""Synchronous client of the teacher service: concurrent calls over one connection, each with its own deadline."""
 
 from __future__ import annotations
 
@@ -9,10 +6,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
+from typing import TypedDict
 
-from teacher.client.calls import Question
-from teacher.client.exchange import Exchange
-from teacher.client.pieces import Scoring
+from teacher.client.calls import ProxyCall
+from teacher.client.chunks import ScoreCall
+from teacher.client.io_thread import ClientIOThread
 from teacher.errors import TeacherRequestError
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
@@ -25,11 +23,30 @@ DEFAULT_TIMEOUT_S = 600.0
 STATUS_TIMEOUT_S = 10.0
 
 
-class TeacherClient:
-    """Asks one teacher service. Thread-safe; use it as a context manager or call `close`.
+class ClientOptions(TypedDict, total=False):
+    """Keyword arguments of `TeacherClient` and `AsyncTeacherClient`. See `TeacherClient.__init__`."""
 
-    The service may go away and come back, or be full for a while: requests wait for it until their deadline. Not usable
-    in a forked child (the thread stays with the parent): make a new client there.
+    timeout_s: float
+    auth_dir: str | Path | None
+    top_k: int | None
+    wire_dtype: WireDtype
+
+
+class TeacherClient:
+    """Thread-safe client of one teacher service.
+
+    If the service restarts, or is full for a while, requests wait for it until their deadline. The client cannot be
+    used in a forked child process, because its I/O thread stays in the parent. Create a new client there.
+
+    Example::
+
+        with TeacherClient("10.0.0.1", timeout_s=60) as client:
+            info = client.hello()               # optional: pin the model
+            future = client.submit(sequences)   # returns at once
+            scored = future.result()            # at most 60 s later
+
+    Attributes:
+        address: ZeroMQ address of the service, such as ``tcp://10.0.0.1:15555``.
     """
 
     def __init__(
@@ -42,26 +59,29 @@ class TeacherClient:
         top_k: int | None = None,
         wire_dtype: WireDtype = "float32",
     ) -> None:
-        """Connects in the background; a service that is not there yet shows in the first request.
+        """Start to connect in the background.
 
-        So does one that refuses this client's key: it may be restarted with the right ones, and so may what it
-        should know of this client be put in its folder. The log says it at once, the error at the deadline.
+        A missing service is reported by the first request, at its deadline. A rejected key is logged at once and
+        reported by the first request as well: the service may be restarted with other keys before the deadline.
 
         Args:
-            timeout_s: deadline of each call that names none.
-            auth_dir: folder with this client's keys, for a service that was started with some.
-            top_k: how many logprobs a position are wanted; None for all that the teacher returns.
-            wire_dtype: how they travel; float16 takes a quarter off the bytes (ids stay int32), with an error of at
-                most 2^-11 of a logprob.
+            server_ip: Host name or IP address of the service.
+            server_port: Frontend port of the service.
+            timeout_s: Default time limit of a call, in seconds.
+            auth_dir: Folder with the client's keys. Required if the service uses keys.
+            top_k: Number of log-probabilities per position, or None for all that the teacher returns.
+            wire_dtype: Type of the log-probabilities on the wire. ``float16`` saves a quarter of the bytes (ids stay
+                int32) and has a relative error of at most 2^-11.
 
-        Raises: TeacherError if the address is malformed, keys are missing, or an argument is out of range.
+        Raises:
+            TeacherError: The address is malformed, keys are missing, or an argument is out of range.
         """
-        self._timeout_s = _checked_timeout_s(timeout_s)
+        self._timeout_s = _check_timeout_s(timeout_s)
         check_top_k(top_k)
         self._top_k, self._wire_dtype = top_k, check_wire_dtype(wire_dtype)
-        self._met: TeacherInfo | None = None
-        self._exchange = Exchange(Connection(CLIENT, server_ip, server_port, auth_dir))
-        self.address = self._exchange.address
+        self._model: TeacherInfo | None = None
+        self._io_thread = ClientIOThread(Connection(CLIENT, server_ip, server_port, auth_dir))
+        self.address = self._io_thread.address
 
     def __enter__(self) -> TeacherClient:
         return self
@@ -72,84 +92,104 @@ class TeacherClient:
         self.close()
 
     def hello(self, timeout_s: float | None = None) -> TeacherInfo:
-        """What the service is; waits for its first worker if there is none yet.
+        """Return the model and limits of the service. Wait for its first worker if there is none.
 
-        From then on this client's requests are for that model: a service that was started again with another refuses
-        them with TeacherChanged.
+        From then on the client accepts only this model. If the service is restarted with another one, requests fail
+        with `TeacherChanged`.
 
-        Raises: TeacherUnavailable if nobody is there, or no worker registers, within `timeout_s`; TeacherTimeout if
-            something takes the connection but never answers.
+        Args:
+            timeout_s: Time limit in seconds, or None for the client's default.
+
+        Raises:
+            TeacherUnavailable: The service cannot be reached, or has no worker, within ``timeout_s``.
+            TeacherTimeout: The connection was accepted, but no reply came within ``timeout_s``.
         """
-        return self.submit_hello(timeout_s).result()  # bounded: each future is settled at its deadline
+        return self.submit_hello(timeout_s).result()  # bounded: the I/O thread resolves each future at its deadline
 
     def status(self, timeout_s: float = STATUS_TIMEOUT_S) -> ServiceStatus:
-        """Workers, queue, clients and totals of the service. Raises like `hello`, but waits for no worker."""
+        """Return workers, queue, clients and totals of the service, without waiting for a worker.
+
+        Raises:
+            TeacherUnavailable: The service cannot be reached within ``timeout_s``.
+            TeacherTimeout: The connection was accepted, but no reply came within ``timeout_s``.
+        """
         return self.submit_status(timeout_s).result()
 
     def submit(
         self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None, *, temperature: float = 1.0
     ) -> Future[list[ScoredSequence]]:
-        """Have `sequences` scored, with log_softmax(logits / temperature); the answers keep their order.
+        """Request the teacher's distributions, ``log_softmax(logits / temperature)``, of up to 4096 sequences.
 
-        They travel in pieces of `pieces.PIECE_TOKENS`, so they are dealt evenly to the workers; up to 4096 sequences.
-        The first piece that fails fails the whole. A worker scores one temperature at a time: requests of another
-        wait until it has finished those before them.
+        The sequences travel in chunks of `chunks.CHUNK_TOKENS` tokens, so that the service can balance them over its
+        workers. The first chunk that fails fails the call. A worker scores one temperature at a time: requests with
+        another temperature wait until it has finished those before them.
 
-        `cancel()` works until the answer is there, and the service then drops what it has not scored yet.
+        ``cancel()`` works until the result is there. The service then drops the sequences that are not scored yet.
 
-        Every failure of a request arrives through its future: TeacherRequestError (this request is at fault),
-        TeacherTimeout, TeacherUnavailable, TeacherChanged, TeacherProtocolError. Callbacks of the future run in the I/O
-        thread: keep them short.
+        Args:
+            sequences: Sequences to score.
+            timeout_s: Time limit in seconds, or None for the client's default.
+            temperature: Divisor of the logits.
 
-        Raises: TeacherError only if the client is closed or belongs to another process.
+        Returns:
+            Future of the scored sequences, in the order of ``sequences``. Its callbacks run in the I/O thread and must
+            be short. It fails with `TeacherRequestError` (this request is invalid), `TeacherTimeout`,
+            `TeacherUnavailable`, `TeacherChanged` or `TeacherProtocolError`.
+
+        Raises:
+            TeacherError: The client is closed or belongs to another process.
         """
         try:
-            call = Scoring(
+            call = ScoreCall(
                 sequences,
-                self._checked_timeout_s(timeout_s),
+                self._resolve_timeout_s(timeout_s),
                 temperature=temperature,
                 top_k=self._top_k,
                 wire_dtype=self._wire_dtype,
-                met=self._met,
+                model=self._model,
             )
         except TeacherRequestError as error:
-            refused: Future[list[ScoredSequence]] = Future()
-            refused.set_exception(error)
-            return refused
-        self._exchange.start(call)
+            failed: Future[list[ScoredSequence]] = Future()
+            failed.set_exception(error)
+            return failed
+        self._io_thread.start(call)
         return call.future
 
     def submit_hello(self, timeout_s: float | None = None) -> Future[TeacherInfo]:
-        """`hello` as a future. Raises: TeacherError if the timeout is out of range or the client is closed."""
-        call = Question("hello", self._checked_timeout_s(timeout_s), protocol.encode_hello, Info, self._meet)
-        self._exchange.start(call)
+        """Return the future of `hello`.
+
+        Raises:
+            TeacherError: The timeout is out of range, or the client is closed.
+        """
+        call = ProxyCall("hello", self._resolve_timeout_s(timeout_s), protocol.encode_hello, Info, self._set_model)
+        self._io_thread.start(call)
         return call.future
 
-    def _meet(self, answer: Info) -> TeacherInfo:
-        self._met = answer.info
-        return answer.info
-
     def submit_status(self, timeout_s: float = STATUS_TIMEOUT_S) -> Future[ServiceStatus]:
-        """`status` as a future. Raises: TeacherError if the timeout is out of range or the client is closed."""
-        call = Question(
-            "status",
-            _checked_timeout_s(timeout_s),
-            protocol.encode_status_request,
-            Status,
-            lambda answer: answer.status,
+        """Return the future of `status`.
+
+        Raises:
+            TeacherError: The timeout is out of range, or the client is closed.
+        """
+        call = ProxyCall(
+            "status", _check_timeout_s(timeout_s), protocol.encode_status_request, Status, lambda reply: reply.status
         )
-        self._exchange.start(call)
+        self._io_thread.start(call)
         return call.future
 
     def close(self) -> None:
-        """Fail what is in flight and tell the service so, end the thread, free the socket. May be called twice."""
-        self._exchange.close()
+        """Fail the open calls, cancel them at the service, and free the socket. Further calls have no effect."""
+        self._io_thread.close()
 
-    def _checked_timeout_s(self, timeout_s: float | None) -> float:
-        return self._timeout_s if timeout_s is None else _checked_timeout_s(timeout_s)
+    def _set_model(self, reply: Info) -> TeacherInfo:
+        self._model = reply.info
+        return reply.info
+
+    def _resolve_timeout_s(self, timeout_s: float | None) -> float:
+        return self._timeout_s if timeout_s is None else _check_timeout_s(timeout_s)
 
 
-def _checked_timeout_s(timeout_s: float) -> float:
+def _check_timeout_s(timeout_s: float) -> float:
     if not 0 < timeout_s <= LIMITS.timeout_s:
         raise TeacherRequestError(f"timeout_s must be above 0 and at most {LIMITS.timeout_s:.0f}, got {timeout_s!r}")
     return float(timeout_s)

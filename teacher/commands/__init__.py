@@ -1,1 +1,1 @@
-"""The commands of `python -m teacher`: each module adds its own to the parser."""
+"""Commands of `python -m teacher`. Each module adds its commands to the parser."""

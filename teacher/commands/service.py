@@ -1,4 +1,4 @@
-"""`proxy` and `worker`: the processes of a service."""
+"""Commands `proxy` and `worker`, which run the processes of a service."""
 
 from __future__ import annotations
 
@@ -27,40 +27,50 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands to the parser."""
+    _add_proxy(commands)
+    _add_worker(commands)
+
+
+def _add_proxy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     proxy = add_command(
-        commands, "proxy", _proxy, "the service's address: queues requests and hands them to workers", log_level="INFO"
+        commands, "proxy", _proxy, "run the proxy, which queues requests and sends them to workers", log_level="INFO"
     )
     proxy.add_argument("--bind", default="127.0.0.1", help="interface; any but loopback needs --auth-dir")
-    proxy.add_argument("--frontend-port", type=port, default=FRONTEND_PORT, help="for clients")
-    proxy.add_argument("--backend-port", type=port, default=BACKEND_PORT, help="for workers")
-    add_auth_dir(proxy, "keys of the server, and of those it lets in")
+    proxy.add_argument("--frontend-port", type=port, default=FRONTEND_PORT, help="port for clients")
+    proxy.add_argument("--backend-port", type=port, default=BACKEND_PORT, help="port for workers")
+    add_auth_dir(proxy, "keys of the server and of its clients")
     _add_stall_timeout(
-        proxy, "a worker that is silent for 1.5 times this, or its own if larger, hangs: its requests go to others"
+        proxy, "a worker without messages for 1.5 times this, or its own value if larger, loses its requests to others"
     )
-    proxy.add_argument("--max-queue-tokens", type=positive, default=MAX_QUEUE_TOKENS, help="that may wait here")
-    proxy.add_argument("--http-bind", default="127.0.0.1", help="interface of /healthz and /metrics; has no keys")
     proxy.add_argument(
-        "--http-port", type=_http_port, help="0: any, -1: none; default: 2 above the frontend port (15557)"
+        "--max-queue-tokens", type=positive, default=MAX_QUEUE_TOKENS, help="maximum tokens in the queue"
     )
-    _add_process(proxy, "written when all ports are bound")
+    proxy.add_argument("--http-bind", default="127.0.0.1", help="interface of /healthz and /metrics, which use no keys")
+    proxy.add_argument("--http-port", type=_http_port, help="0: any, -1: none; default: frontend port + 2 (15557)")
+    _add_process(proxy, "file written when all ports are bound")
 
-    worker = add_command(commands, "worker", _worker, "one engine that serves a proxy")
+
+def _add_worker(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    worker = add_command(commands, "worker", _worker, "run one engine that scores the requests of a proxy")
     worker.add_argument("--ckpt-path", required=True, help="local folder of the teacher model, Hugging Face format")
     worker.add_argument("--model-name", default="", help="name of the served model; default: name of the folder")
     worker.add_argument("--backend", default="vllm", help="engine: vllm")
     worker.add_argument("--tp-size", type=positive, default=1, help="tensor-parallel ranks")
     worker.add_argument("--n-logprobs", type=positive, default=256, help="top-k, up to the vocabulary size")
     worker.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    worker.add_argument("--max-model-len", type=int, default=0, help="longest sequence in tokens; 0: the model's")
+    worker.add_argument(
+        "--max-model-len", type=int, default=0, help="longest sequence in tokens; 0: the model's maximum"
+    )
     worker.add_argument("--logits-mib", type=positive, default=1024, help="memory for the logits of one engine step")
-    worker.add_argument("--max-answer-mib", type=positive, default=2048, help="memory for answers being made")
+    worker.add_argument("--max-answer-mib", type=positive, default=2048, help="host memory for results in progress")
     worker.add_argument("--kv-cache-mib", type=int, default=0, help="0: vLLM's choice on a GPU, 256 on a CPU")
     worker.add_argument("--gpu-memory-utilization", type=float, default=0.85, help="not used on a CPU")
-    worker.add_argument("--server-ip", default="127.0.0.1", help="where the proxy is")
+    worker.add_argument("--server-ip", default="127.0.0.1", help="address of the proxy")
     worker.add_argument("--backend-port", type=port, default=BACKEND_PORT, help="the proxy's port for workers")
-    add_auth_dir(worker, "keys of a client, for a proxy that has keys")
-    _add_stall_timeout(worker, "an engine step that takes longer ends the worker")
-    _add_process(worker, "written when the proxy has accepted this worker")
+    add_auth_dir(worker, "keys of a client, for a proxy with keys")
+    _add_stall_timeout(worker, "maximum duration of an engine step; a longer one ends the worker")
+    _add_process(worker, "file written when the proxy has accepted this worker")
 
 
 def _add_stall_timeout(parser: argparse.ArgumentParser, text: str) -> None:
@@ -73,7 +83,7 @@ def _add_process(parser: argparse.ArgumentParser, ready_text: str) -> None:
         "--end-with-parent",
         type=positive,
         metavar="PID",
-        help="be killed when the process PID, which started this one, ends (Linux)",
+        help="kill this process when its parent process PID ends (Linux)",
     )
 
 
@@ -82,7 +92,7 @@ def _http_port(text: str) -> int:
 
 
 def _proxy(args: argparse.Namespace) -> int:
-    from teacher.proxy.http import HttpServer  # needs prometheus_client, which clients and workers do without
+    from teacher.proxy.http import HttpServer  # needs prometheus_client, which clients and workers do not import
 
     stop = StopSignal()
     _end_with_parent(args.end_with_parent)
@@ -118,7 +128,7 @@ def _age_s(at: float) -> float:
 
 def _worker(args: argparse.Namespace) -> int:
     _end_with_parent(args.end_with_parent)
-    client_keys(args.auth_dir)  # what is wrong with them is said before the long wait for the engine
+    client_keys(args.auth_dir)  # fail before the long start of the engine
     names = EngineConfig.__dataclass_fields__
     engine = load_engine(args.backend, EngineConfig(**{name: getattr(args, name) for name in names}))
     try:
@@ -129,8 +139,8 @@ def _worker(args: argparse.Namespace) -> int:
             auth_dir=args.auth_dir,
             stall_timeout_s=args.stall_timeout_s,
         )
-        # After loading, and not before: until then the default action of SIGTERM ends the process at once.
-        stop = StopSignal()  # kept until the engine is closed, which a second signal may cut short
+        # Installed after loading: until then the default action of SIGTERM ends the process at once.
+        stop = StopSignal()  # kept until the engine is closed; a second signal interrupts that
         worker.run(stop, on_registered=lambda: _touch(args.ready_file))
     finally:
         engine.close()
@@ -141,14 +151,16 @@ def _end_with_parent(pid: int | None) -> None:
     if pid is None:
         return
     if sys.platform != "linux":
-        raise TeacherError(f"--end-with-parent is for Linux, this is {sys.platform}; leave it out")
+        raise TeacherError(f"--end-with-parent needs Linux, this is {sys.platform}; leave it out")
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != pid:
-        raise TeacherError(f"--end-with-parent {pid}: that process is not, or no longer, the one that started this")
+        raise TeacherError(
+            f"--end-with-parent {pid}: the parent process is {os.getppid()}; pass the pid of a running parent"
+        )
 
 
 def _touch(path: str) -> None:
-    """Write the pid to a file, not through a link that somebody put in its place."""
+    """Write the pid to a file. A symbolic link in its place is not followed."""
     if not path:
         return
     try:

@@ -1,4 +1,4 @@
-"""A service's status as a text for people."""
+"""Status of a service as a text table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from itertools import count
 from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
 
 
-def show(status: ServiceStatus, address: str) -> str:
+def format_status(status: ServiceStatus, address: str) -> str:
+    """Return the status as lines for a terminal.
+
+    Args:
+        status: Status of the service.
+        address: Address of the service.
+    """
     lines = [*_head(status, address), ""]
     if status.workers:
         lines += _table(_WORKER_HEAD, map(_worker, status.workers))
@@ -18,7 +24,7 @@ def show(status: ServiceStatus, address: str) -> str:
             f"no worker ({_plain(status.last_loss, 200)}): requests wait until their deadline; add one with "
             "teacher/join_server.sh"
         ]
-    # Whoever only looked, as this command does, is a client too.
+    # A client that only requested the status, like this command, is not shown.
     clients = [client for client in status.clients if client.oldest_s or client.answered_tokens]
     if clients:
         lines += ["", *_table(_CLIENT_HEAD, map(_client, clients))]
@@ -29,7 +35,7 @@ def show(status: ServiceStatus, address: str) -> str:
 
 def _head(status: ServiceStatus, address: str) -> list[str]:
     model = f"{status.model_name}, top {status.n_logprobs}" if status.model_name else "no model yet"
-    state = "; STOPPING: takes nothing new" if status.draining else ""
+    state = "; STOPPING: accepts no new requests" if status.draining else ""
     queue = f"{status.queue_requests:,} requests, {status.queue_tokens:,} of {status.max_queue_tokens:,} tokens"
     oldest = f", oldest {duration(status.queue_oldest_s)}" if status.queue_requests else ""
     return [
@@ -71,7 +77,7 @@ def _client(client: ClientStatus) -> tuple[str, ...]:
 
 
 def _totals(totals: Totals) -> list[str]:
-    """What is not zero; the sums of seconds as means of a request."""
+    """Return the totals that are not zero. Sums of seconds are shown as the mean per request."""
     shown = [
         f"{field.name.replace('_', ' ')} {value:,}"
         for field in fields(totals)
@@ -85,7 +91,7 @@ def _totals(totals: Totals) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Two units at most: 0.4s, 12s, 3m05s, 2h10m, 5d03h."""
+    """Return a duration with at most two units: 0.4s, 12s, 3m05s, 2h10m, 5d03h."""
     if seconds < 9.95:
         return f"{max(0.0, seconds):.1f}s"
     whole = round(seconds)
@@ -96,7 +102,7 @@ def duration(seconds: float) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The first column to the left, numbers to the right. A name from outside cannot break the line."""
+    """Return aligned rows. Unprintable characters in names of clients are replaced."""
     cells = [head, *([_plain(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     return ["  ".join(map(_pad, row, widths, count())).rstrip() for row in cells]

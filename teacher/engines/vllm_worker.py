@@ -1,9 +1,10 @@
-"""What the service adds to vLLM's worker class: it runs in the process of each tensor-parallel rank.
+"""Extension of vLLM's worker class. It runs in the process of each tensor-parallel rank.
 
-Temperature and padding are applied to what the model's `compute_logits` returns: both of vLLM's model runners take
-prompt logprobs from there, by a log_softmax in fp32. By then the model has applied its own soft cap and scale, gathered
-the ranks' parts, and cut off what vLLM itself adds to the output layer. (The `scale` of the model's `logits_processor`
-would divide in the model's dtype, and so round bf16 logits once more; nor has every model one.)
+Temperature and padding are applied to the output of the model's `compute_logits`. Both of vLLM's model runners compute
+prompt log-probabilities from it, by a float32 log_softmax. At that point the model has applied its soft cap and scale,
+gathered the parts of all ranks, and removed the rows that vLLM adds to the output layer. The `scale` of the model's
+`logits_processor` is not used: it divides in the model's dtype, which rounds bfloat16 logits again, and some models do
+not have it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,24 @@ from typing import Any
 
 
 class LogitsCalls:
-    """Methods for `worker_extension_cls`, called by `LLMEngine.collective_rpc`; vLLM makes it a base of its worker."""
+    """Methods for `worker_extension_cls`, called through `LLMEngine.collective_rpc`.
+
+    vLLM adds this class to the bases of its worker class.
+
+    Attributes:
+        model_runner: vLLM's model runner, from the worker class.
+    """
 
     model_runner: Any
 
     def set_logits(self, temperature: float, n_tokens: int | None) -> None:
-        """From now on all logits are divided by `temperature`, in fp32, and those from `n_tokens` on are -inf.
+        """Change all further logits of the model.
 
-        A temperature of 1 and no `n_tokens` give the model its own logits back, and cost nothing.
+        With a temperature of 1 and no padding the model's own method is restored, without any overhead.
+
+        Args:
+            temperature: Divisor of the logits, applied in float32.
+            n_tokens: Number of token ids. Logits from this index on become -inf. None if there is no padding.
         """
         model = self.model_runner.model
         of_model = getattr(model.compute_logits, "of_model", model.compute_logits)

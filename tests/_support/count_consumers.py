@@ -25,7 +25,7 @@ from recipe_gkd.errors import CheckpointError, WorkerDied
 from recipe_gkd.pipeline.interface import PipelineConfig
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.rewards.items import RewardItem
-from recipe_gkd.teacher_routing.failure_policy import Asked, FailurePolicy
+from recipe_gkd.teacher_routing.failure_policy import FailurePolicy, TeacherRequest
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.validation import ScoredResponse, table_of
 from teacher.client import TeacherClient
@@ -91,7 +91,7 @@ def check_count_limit(config: Config, name: str) -> None:
             policy = FailurePolicy(config.actor_rollout_ref.teacher)
             policy.n_skipped = limit
             with pytest.raises(TeacherTimeout, match=f"{name}={limit};"):
-                policy._skip(Asked(teacher="a", step=0, uids=[0]), TeacherTimeout("late"))
+                policy._skip(TeacherRequest(teacher="a", step=0, uids=[0]), TeacherTimeout("late"))
         case "max_actor_ckpt_to_keep":
             assert remove_old(Path("no checkpoints"), newest=1, keep=limit) == []
         case "log_val_generations":

@@ -1,4 +1,4 @@
-"""A signal to a script that runs a training beside a teacher reaches the training first, and the teacher afterwards."""
+"""Signals to launch scripts: they reach the training first, then the teacher is stopped."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests._support.repository import REPO
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
 TRAINING = """#!/bin/bash
-# A stand-in for Python. As a training it needs half a second to end after a signal, as one that saves does.
+# A stub for Python. As a training it ends half a second after a signal, like one that saves a checkpoint.
 [[ "$*" == *recipe_gkd.main_gkd* ]] || exit 0
 for name in TERM INT HUP; do trap "echo training got $name >>events; sleep 0.5; echo training ended >>events
   exit $((128 + $(kill -l $name)))" $name; done
@@ -37,7 +36,7 @@ def stub(text: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The launch scripts among stand-ins for the teacher's scripts and for Python; all write to ``events``."""
+    """Copy the launch scripts next to stubs of the teacher's scripts and of Python. All write to ``events``."""
     shutil.copytree(REPO / "launch", tmp_path / "launch")
     for path, text in {
         "launch/setup.sh": stub("exit 0"),
@@ -57,20 +56,13 @@ def events(checkout: Path) -> list[str]:
     return (checkout / "events").read_text().splitlines()
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true"
-        threading.Event().wait(0.02)
-
-
 SCRIPTS = ["run_qwen2.5_one_node.sh", "quickstart.sh"]
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
 def start(checkout: Path) -> Iterator[Start]:
-    """Start a script, and return once its stand-in training runs."""
+    """Yield a function that starts a script and returns once its stub training runs."""
     scripts: list[subprocess.Popen[bytes]] = []
 
     def start(script: str, *, until: str = "training ", **variables: str) -> subprocess.Popen[bytes]:
@@ -94,7 +86,7 @@ def start(checkout: Path) -> Iterator[Start]:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("name", ["TERM", "INT", "HUP"])
-def test_a_signal_ends_the_training_and_then_the_teacher(script: str, name: str, start: Start, checkout: Path) -> None:
+def test_signal_ends_training_then_teacher(script: str, name: str, start: Start, checkout: Path) -> None:
     running = start(script)
     number = signal.Signals[f"SIG{name}"]
     running.send_signal(number)
@@ -106,15 +98,15 @@ def test_a_signal_ends_the_training_and_then_the_teacher(script: str, name: str,
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_ctrl_c_in_a_terminal_reaches_the_training_once(script: str, start: Start, checkout: Path) -> None:
-    """A terminal signals the whole process group of the script."""
+def test_ctrl_c_reaches_training_once(script: str, start: Start, checkout: Path) -> None:
+    """A terminal sends the signal to the whole process group of the script."""
     running = start(script)
     os.killpg(running.pid, signal.SIGINT)
     assert running.wait(timeout=20) == 130
     assert events(checkout)[-3:] == ["training got INT", "training ended", "teacher stopped"]
 
 
-def test_a_second_signal_reaches_the_training_too(start: Start, checkout: Path) -> None:
+def test_second_signal_reaches_training(start: Start, checkout: Path) -> None:
     running = start("run_qwen2.5_one_node.sh", SECOND="1")
     running.terminate()
     wait_until(lambda: "training got TERM" in events(checkout))
@@ -124,14 +116,14 @@ def test_a_second_signal_reaches_the_training_too(start: Start, checkout: Path) 
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_teacher_that_did_not_start_is_not_stopped(script: str, start: Start, checkout: Path) -> None:
-    """The service in its folder then belongs to another script."""
+def test_failed_teacher_start_does_not_stop_teacher(script: str, start: Start, checkout: Path) -> None:
+    """The service in the folder then belongs to another script."""
     running = start(script, until="teacher started", START_STATUS="7")
     assert running.wait(timeout=20) == 7
     assert events(checkout)[-1] == "teacher started"
 
 
-def test_a_fresh_quickstart_removes_nothing_of_one_that_runs(start: Start, checkout: Path) -> None:
+def test_fresh_quickstart_does_not_affect_running_one(start: Start, checkout: Path) -> None:
     running = start("quickstart.sh")
     kept = checkout / "outputs" / "q" / "runs" / "default" / "checkpoint"
     kept.touch()
@@ -145,7 +137,9 @@ def test_a_fresh_quickstart_removes_nothing_of_one_that_runs(start: Start, check
 
     before = events(checkout)
     refused = fresh()
-    assert refused.returncode == 1 and f"another one (pid {running.pid} on {os.uname().nodename})" in refused.stderr
+    assert (
+        refused.returncode == 1 and f"another quickstart (pid {running.pid} on {os.uname().nodename})" in refused.stderr
+    )
     assert kept.exists() and events(checkout) == before and running.poll() is None
     running.terminate()
     running.wait(timeout=20)
@@ -156,7 +150,7 @@ def test_a_fresh_quickstart_removes_nothing_of_one_that_runs(start: Start, check
         assert not kept.exists() and (checkout / "outputs" / "q" / ".lock").exists()
 
 
-def test_fresh_removes_nothing_from_a_folder_that_no_quickstart_made(checkout: Path) -> None:
+def test_fresh_keeps_folder_without_lock_file(checkout: Path) -> None:
     home = checkout / "home"
     home.mkdir()
     (home / "thesis").touch()
@@ -169,12 +163,12 @@ def test_fresh_removes_nothing_from_a_folder_that_no_quickstart_made(checkout: P
         timeout=30,
         check=False,
     )
-    assert refused.returncode == 1 and "no quickstart made it; --fresh removes nothing" in refused.stderr
+    assert refused.returncode == 1 and "not created by a quickstart; --fresh removes nothing" in refused.stderr
     assert [path.name for path in home.iterdir()] == ["thesis"]
 
 
 @pytest.mark.parametrize("name", ["TERM", "INT", "HUP"])
-def test_a_signal_between_two_commands_runs_the_cleanup_too(name: str) -> None:
+def test_signal_between_commands_runs_cleanup(name: str) -> None:
     script = f"""
 set -euo pipefail
 source launch/foreground.bash
@@ -186,7 +180,7 @@ echo went on
     assert (done.returncode, done.stdout) == (128 + signal.Signals[f"SIG{name}"], "cleanup\n")
 
 
-def test_a_signal_to_the_wrapper_does_not_interrupt_the_cleanup_which_may_handle_its_own() -> None:
+def test_signal_does_not_interrupt_cleanup() -> None:
     script = """
 set -euo pipefail
 source launch/foreground.bash
@@ -199,8 +193,8 @@ run_foreground --cleanup cleanup true
     assert (done.returncode, done.stdout, done.stderr) == (0, "handled\ncleanup\n", "")
 
 
-def test_a_signal_right_after_the_start_of_a_command_is_forwarded_once() -> None:
-    """The signal comes between the two lines that start the command and look for a signal that came before."""
+def test_signal_right_after_start_is_forwarded_once() -> None:
+    """The signal arrives between the line that starts the command and the line that checks for earlier signals."""
     script = """
 set -euo pipefail
 source launch/foreground.bash

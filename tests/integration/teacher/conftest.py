@@ -1,4 +1,4 @@
-"""Tiny models, and a real service with vLLM."""
+"""Fixtures of the service's integration tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests._support.teacher_service import VOCAB_SIZE, Service, processes_of, ru
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
-    """Commands of the service, called in this process, set it up for themselves."""
+    """Restore the logging set-up, which commands of the service change in this process."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -31,7 +31,7 @@ def proxy() -> Iterator[Proxy]:
 
 @pytest.fixture(scope="session")
 def service(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A real service that scores whole distributions: K = vocabulary size."""
+    """Start a real service that returns whole distributions: K = vocabulary size."""
     run_dir, port, backend_port = tmp_path_factory.mktemp("teacher_service"), free_port(), free_port()
     temporary = tmp_path_factory.mktemp("temporary")
     started = run_script(

@@ -1,7 +1,7 @@
-"""Scores sequences with engines of several settings, in a process of its own: `engine_script.py MODEL OUT`.
+"""Score sequences with several engine settings, in a separate process: `engine_script.py MODEL OUT`.
 
-OUT, an .npz file, gets NAME/I/FIELD for each array of answer I under each setting, NAME/preemptions, and NAME/error for
-settings and sequences that are refused.
+The .npz file OUT contains NAME/I/FIELD for each array of result I under each setting, NAME/preemptions, and NAME/error
+for rejected settings and sequences.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from teacher.errors import TeacherError
 from teacher.records import TeacherSequence
 
 VOCAB_SIZE, N_TOKENS = 100, 83
-SMALLEST_KV_LEN = 895
-"""Tokens of the longest sequence of which a KV cache of 1 MiB holds one (test_engine's model: 1 KiB a token)."""
+SMALLEST_KV_LEN = 895  # longest sequence in a KV cache of 1 MiB, with 1 KiB per token
 SMALL: dict[str, Any] = dict(n_logprobs=8, dtype="float32", logits_mib=1, kv_cache_mib=1)
 
 
@@ -29,8 +28,7 @@ def sequences(lengths: list[int]) -> list[TeacherSequence]:
 
 SHORT = sequences([2, 3, 17, 40, 63])
 DISCARDED = 2
-REFUSED = 4
-"""Index in LONG: vLLM is made to refuse it when it is admitted, which is long after it was added."""
+REFUSED = 4  # index in LONG: vLLM rejects it at its admission, long after it was added
 LONG = sequences([895, 895, 2, 895, 500, 895, 30, 894, 895, 895, 3])
 TOO_LARGE = TeacherSequence(np.ones(1000, np.int32), 200)
 
@@ -46,7 +44,7 @@ def refuse(engine: VllmEngine, refused_key: int) -> None:
     engine._engine.add_request = add
 
 
-def score(engine: VllmEngine, asked: list[TeacherSequence]) -> dict[str, Any]:
+def score(engine: VllmEngine, added: list[TeacherSequence]) -> dict[str, Any]:
     scheduler = engine._engine.engine_core.engine_core.scheduler
     preempt, n_preempted = scheduler._preempt_request, 0
 
@@ -56,7 +54,7 @@ def score(engine: VllmEngine, asked: list[TeacherSequence]) -> dict[str, Any]:
         preempt(*args, **named)
 
     scheduler._preempt_request = count
-    for key, sequence in enumerate(asked):
+    for key, sequence in enumerate(added):
         engine.check(sequence, 1.0)
         engine.add(key, sequence)
     engine.discard([DISCARDED])
@@ -82,15 +80,15 @@ def refusal(make: Any) -> str:
 def main(model: str, out: str) -> None:
     found: dict[str, Any] = {}
 
-    def save(name: str, answers: dict[str, Any]) -> None:
-        found.update({f"{name}/{key}": value for key, value in answers.items()})
+    def save(name: str, results: dict[str, Any]) -> None:
+        found.update({f"{name}/{key}": value for key, value in results.items()})
 
     whole = VllmEngine(EngineConfig(model, N_TOKENS, dtype="float32", kv_cache_mib=4, max_answer_mib=1))
     save("at 1", score(whole, SHORT))
     whole.set_temperature(0.5)
     save("at 0.5", score(whole, SHORT))
     found["padding/error"] = refusal(lambda: whole.check(TeacherSequence(np.array([1, N_TOKENS], np.int32), 1), 1.0))
-    found["answer/error"] = refusal(lambda: whole.check(TOO_LARGE, 1.0))
+    found["result/error"] = refusal(lambda: whole.check(TOO_LARGE, 1.0))
     found["n_tokens"] = whole.info.n_tokens
     smallest = VllmEngine(EngineConfig(model, **SMALL, max_model_len=SMALLEST_KV_LEN))
     refuse(smallest, REFUSED)

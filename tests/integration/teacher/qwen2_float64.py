@@ -1,4 +1,4 @@
-"""Qwen2 in float64 with numpy: the reference for rounding errors. transformers computes parts of it in float32 always.
+"""Qwen2 in float64 with numpy, as a reference for rounding errors. transformers always computes parts in float32.
 
 Shape suffixes: N tokens, H heads, D dimensions of a head, E hidden size, V vocabulary.
 """

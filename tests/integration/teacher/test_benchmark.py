@@ -1,4 +1,4 @@
-"""The benchmark of the service measures what its aims are about, and leaves nothing running."""
+"""Benchmark of the teacher service: its figures and its processes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests._support.teacher_service import REPO, processes_of
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
-COMMAND = [sys.executable, str(REPO / "benchmarks" / "teacher.py"), "--quick"]
+COMMAND = [sys.executable, str(REPO / "benchmarks" / "teacher_service.py"), "--quick"]
 
 
-def test_it_writes_the_figures_and_ends_its_processes(tmp_path: Path) -> None:
+def test_benchmark_writes_figures_and_ends_its_processes(tmp_path: Path) -> None:
     path = tmp_path / "teacher.json"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
@@ -30,21 +30,21 @@ def test_it_writes_the_figures_and_ends_its_processes(tmp_path: Path) -> None:
     figures = json.loads(path.read_text())
     for name in ("service_over_engine", "tokens_per_second_1_workers", "tokens_per_second_2_workers"):
         assert figures[name] > 0
-    assert 0 < figures["codec_over_torch_save"] < 1  # arrays so small that more is in the headers than in them
+    assert 0 < figures["codec_over_torch_save"] < 1  # the arrays are smaller than their headers
     assert 0 < figures["kill_recovery_s"] < 30
     assert figures["bytes_per_position"] - figures["bytes_per_position_float16"] == pytest.approx(2 * 16)
     assert figures["bytes_per_position"] == pytest.approx(8 * 16 + 4, rel=0.01)
     assert processes_of(tmp_path) == []
 
 
-def test_one_that_is_interrupted_while_it_starts_ends_its_processes(tmp_path: Path) -> None:
+def test_benchmark_interrupted_at_start_ends_its_processes(tmp_path: Path) -> None:
     running = subprocess.Popen(COMMAND, env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True)
     try:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob("*/service/proxy.pid")):
             assert time.monotonic() < deadline and running.poll() is None
             threading.Event().wait(0.05)
-        os.killpg(running.pid, signal.SIGINT)  # as Ctrl-C does
+        os.killpg(running.pid, signal.SIGINT)  # like Ctrl-C
         assert running.wait(timeout=60) != 0
     finally:
         running.kill()

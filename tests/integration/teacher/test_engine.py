@@ -1,4 +1,4 @@
-"""The real engine, alone: padding of the output layer is no token, and no accepted load can break or slow it."""
+"""VllmEngine without the service: scores, padding, admission, sizes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teacher.engines.admission import Admission, Need
-from teacher.engines.sizes import answer_bytes, capacity_tokens, step_size
+from teacher.engines.admission import Admission, Demand
+from teacher.engines.sizes import capacity_tokens, result_bytes, step_size
 from teacher.errors import TeacherError
 from teacher.records import TeacherSequence
 from tests._support.teacher_service import REPO
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def padded_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen2 in float32 whose output layer has 17 rows that belong to no token; 1 KiB of KV cache a token."""
+    """Return a random float32 Qwen2 with 17 padding rows in the output layer. One token needs 1 KiB of KV cache."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -47,7 +47,7 @@ def padded_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     model = Qwen2ForCausalLM(config).float()
     with torch.no_grad():
-        model.lm_head.weight[N_TOKENS:] *= 3  # padding that would be among the top k, if it counted
+        model.lm_head.weight[N_TOKENS:] *= 3  # padding that would be among the top k if it were not excluded
     model.save_pretrained(folder)
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"t{i}": i for i in range(3, N_TOKENS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -59,8 +59,8 @@ def padded_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scored(padded_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `engine_script` found: vLLM changes the process in which it runs, so not in this one."""
-    out = tmp_path_factory.mktemp("scored") / "answers.npz"
+    """Return the results of `engine_script`. It runs in its own process, because vLLM changes its process."""
+    out = tmp_path_factory.mktemp("scored") / "scores.npz"
     command = [sys.executable, "-m", "tests.integration.teacher.engine_script", str(padded_qwen2), str(out)]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
@@ -73,7 +73,7 @@ Logits = Callable[[TeacherSequence], np.ndarray]
 
 @pytest.fixture(scope="module")
 def response_logits(padded_qwen2: Path) -> Logits:
-    """Transformers' logits [T, V], with padding."""
+    """Return a function that computes the logits [T, V] with transformers, padding included."""
     import torch
     from transformers import Qwen2ForCausalLM
 
@@ -88,11 +88,11 @@ def response_logits(padded_qwen2: Path) -> Logits:
 
 
 def log_mass(logits_TV: np.ndarray) -> np.ndarray:
-    """[T, 1]"""
+    """Return log(sum(exp(logits))), [T, 1]."""
     return np.log(np.exp(logits_TV).sum(axis=1, keepdims=True))
 
 
-def assert_answer(scored: dict[str, Any], name: str, sequence: TeacherSequence, logps_TV: np.ndarray) -> None:
+def assert_scores(scored: dict[str, Any], name: str, sequence: TeacherSequence, logps_TV: np.ndarray) -> None:
     topk_logps_TK, topk_ids_TK = scored[f"{name}/topk_logps_TK"], scored[f"{name}/topk_ids_TK"]
     k = topk_ids_TK.shape[1]
     assert np.abs(topk_logps_TK + np.sort(-logps_TV, axis=1)[:, :k]).max() < 1e-5
@@ -104,33 +104,33 @@ def assert_answer(scored: dict[str, Any], name: str, sequence: TeacherSequence, 
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_padding_of_the_output_layer_has_no_share_and_the_rest_agrees_with_transformers(
+def test_engine_padded_output_layer_agrees_with_transformers_without_padding(
     response_logits: Logits, scored: dict[str, Any], temperature: float
 ) -> None:
     for key in set(range(len(SHORT))) - {DISCARDED}:
         logits_TV = response_logits(SHORT[key]) / temperature
         tokens_TV, padding_TV = np.split(logits_TV, [N_TOKENS], axis=1)
-        assert (log_mass(padding_TV) > log_mass(tokens_TV) - 1).any(), "padding so small that it would not show"
-        assert_answer(scored, f"at {temperature:g}/{key}", SHORT[key], tokens_TV - log_mass(tokens_TV))
+        assert (log_mass(padding_TV) > log_mass(tokens_TV) - 1).any(), "the padding is too small to be noticed"
+        assert_scores(scored, f"at {temperature:g}/{key}", SHORT[key], tokens_TV - log_mass(tokens_TV))
         assert scored[f"at {temperature:g}/{key}/topk_ids_TK"].shape[1] == N_TOKENS
 
 
-def test_ids_of_the_padding_are_refused_wherever_they_come_from(scored: dict[str, Any]) -> None:
+def test_engine_padding_ids_are_rejected(scored: dict[str, Any]) -> None:
     assert scored["n_tokens"] == N_TOKENS
     assert "token id 83 is outside the teacher's vocabulary of 83" in str(scored["padding/error"])
     assert "N_LOGPROBS must be 1 to the model's vocabulary size 83" in str(scored["k/error"])
 
 
-def test_many_longest_sequences_in_a_kv_cache_for_one_are_scored_without_starting_any_of_them_again(
+def test_engine_kv_cache_for_one_scores_many_without_preemption(
     response_logits: Logits, scored: dict[str, Any]
 ) -> None:
     for key in set(range(len(LONG))) - {DISCARDED, REFUSED}:
         tokens_TV = response_logits(LONG[key])[:, :N_TOKENS]
-        assert_answer(scored, f"smallest/{key}", LONG[key], tokens_TV - log_mass(tokens_TV))
+        assert_scores(scored, f"smallest/{key}", LONG[key], tokens_TV - log_mass(tokens_TV))
     assert scored["smallest/preemptions"] == 0
 
 
-def test_the_sequence_that_vllm_refuses_gets_the_error_and_no_other(scored: dict[str, Any]) -> None:
+def test_engine_sequence_rejected_by_vllm_gets_its_error_alone(scored: dict[str, Any]) -> None:
     assert [name for name in scored if name.startswith("smallest/") and name.endswith("/error")] == [
         f"smallest/{REFUSED}/error"
     ]
@@ -138,20 +138,20 @@ def test_the_sequence_that_vllm_refuses_gets_the_error_and_no_other(scored: dict
     assert f"smallest/{REFUSED}/topk_ids_TK" not in scored and not scored["smallest/has work"]
 
 
-def test_nothing_comes_of_a_sequence_that_was_discarded(scored: dict[str, Any]) -> None:
+def test_engine_discarded_sequence_has_no_result(scored: dict[str, Any]) -> None:
     assert not [name for name in scored if f"/{DISCARDED}/" in name]
 
 
-def test_a_kv_cache_that_holds_no_longest_sequence_is_refused_at_start(scored: dict[str, Any]) -> None:
+def test_engine_too_small_kv_cache_raises_at_start(scored: dict[str, Any]) -> None:
     for named in ("KV_CACHE_MIB=1", "MAX_MODEL_LEN=896", "MAX_MODEL_LEN to 895 or less"):
         assert named in str(scored["kv cache/error"])
 
 
-def test_an_answer_that_is_too_large_for_the_host_is_refused_with_its_size(scored: dict[str, Any]) -> None:
-    size_mib = answer_bytes(TOO_LARGE, N_TOKENS) / 2**20
-    size = f"the answer to 1000 tokens, 800 of them to be scored, takes {size_mib:.1f} MiB"
-    assert size_mib > 1 and size in str(scored["answer/error"])
-    assert "MAX_ANSWER_MIB=1 are allowed" in str(scored["answer/error"])
+def test_engine_too_large_result_is_rejected_with_its_size(scored: dict[str, Any]) -> None:
+    size_mib = result_bytes(TOO_LARGE, N_TOKENS) / 2**20
+    size = f"the result of 1000 tokens, 800 of them scored, takes {size_mib:.1f} MiB"
+    assert size_mib > 1 and size in str(scored["result/error"])
+    assert "the limit is MAX_ANSWER_MIB=1;" in str(scored["result/error"])
 
 
 ANY = TeacherSequence(np.zeros(2, np.int32), 1)
@@ -161,32 +161,34 @@ def admitted(admission: Admission) -> list[int]:
     return [pair[0] for pair in iter(admission.admit, None)]
 
 
-def test_what_is_inside_always_fits_together_and_nobody_passes_who_waits_for_room() -> None:
-    admission = Admission(Need(10, 100))
-    for key, need in enumerate([Need(4, 1), Need(4, 90), Need(4, 1), Need(1, 1), Need(10, 100), Need(1, 1)]):
-        admission.queue(key, ANY, need)
+def test_admission_admits_in_order_and_within_capacity() -> None:
+    admission = Admission(Demand(10, 100))
+    for key, demand in enumerate(
+        [Demand(4, 1), Demand(4, 90), Demand(4, 1), Demand(1, 1), Demand(10, 100), Demand(1, 1)]
+    ):
+        admission.queue(key, ANY, demand)
     assert admitted(admission) == [0, 1]
-    admission.leave(0)
+    admission.release(0)
     assert admitted(admission) == [2, 3]
     assert admission.discard([1, 5, 7]) == [1] and admitted(admission) == []
-    admission.leave(2)
+    admission.release(2)
     assert admitted(admission) == []
-    admission.leave(3)
+    admission.release(3)
     assert admitted(admission) == [4]
 
 
-def test_one_sequence_alone_goes_in_even_if_the_estimate_of_its_blocks_exceeds_all_there_are() -> None:
-    admission = Admission(Need(10, 100))
-    admission.queue(0, ANY, Need(11, 1))
-    admission.queue(1, ANY, Need(1, 1))
+def test_admission_empty_engine_admits_any_sequence() -> None:
+    admission = Admission(Demand(10, 100))
+    admission.queue(0, ANY, Demand(11, 1))
+    admission.queue(1, ANY, Demand(1, 1))
     assert admitted(admission) == [0]
-    admission.leave(0)
+    admission.release(0)
     assert admitted(admission) == [1]
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize(("logits_mib", "vocab_size"), [(1, 96), (1024, 512), (1024, 152_064), (64, 256_000)])
-def test_all_rows_of_a_step_fit_into_the_memory_for_logits(on_cpu: bool, logits_mib: int, vocab_size: int) -> None:
+def test_step_size_rows_fit_into_memory(on_cpu: bool, logits_mib: int, vocab_size: int) -> None:
     for n_logprobs in (1, vocab_size // 2):
         step = step_size(logits_mib, vocab_size, n_logprobs, on_cpu=on_cpu)
         bytes_per_row = vocab_size * (17 if on_cpu else 8) + n_logprobs * 20
@@ -194,13 +196,13 @@ def test_all_rows_of_a_step_fit_into_the_memory_for_logits(on_cpu: bool, logits_
         assert 1 <= step.sequences <= step.tokens and 1 <= step.long_tokens <= step.tokens
 
 
-def test_memory_for_too_few_logits_is_refused_with_the_least_that_will_do() -> None:
+def test_step_size_too_little_memory_raises_with_minimum() -> None:
     with pytest.raises(TeacherError, match=r"LOGITS_MIB=1 holds 0 rows .*set LOGITS_MIB=20 or more"):
         step_size(1, 152_064, 256, on_cpu=True)
     step_size(20, 152_064, 256, on_cpu=True)
 
 
-def test_two_steps_of_work_may_be_with_the_engine_if_their_answers_fit() -> None:
+def test_capacity_tokens_is_two_steps_if_results_fit() -> None:
     step = step_size(1024, 512, 256, on_cpu=True)
     assert capacity_tokens(step, 256, 2**31) == 2 * step.tokens
     assert capacity_tokens(step, 150_000, 2**31) * 150_000 * 8 < 2**31

@@ -1,4 +1,4 @@
-"""Commands, scripts, logs, systemd units: what an operator has in hand. Workers here have no engine."""
+"""Commands, scripts, logs and systemd units. Workers use a fake engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +21,7 @@ from teacher.wire.auth import client_keys, server_keys
 from tests._support.fake_worker import running_worker
 from tests._support.ports import free_port
 from tests._support.teacher_service import REPO, processes_of, running_proxy
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,10 +30,10 @@ UNITS = REPO / "launch" / "systemd"
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """An interpreter for the scripts that starts `without_engine`."""
+    """Return an interpreter for the scripts that runs `fake_engine_main`."""
     wrapper = tmp_path / "python"
     paths = f"{REPO}:{REPO / 'tests' / 'teacher'}"
-    script = shlex.join([sys.executable, "-m", "tests.integration.teacher.without_engine"])
+    script = shlex.join([sys.executable, "-m", "tests.integration.teacher.fake_engine_main"])
     wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={paths} exec {script} "$@"\n')
     wrapper.chmod(0o700)
     return wrapper
@@ -56,7 +54,7 @@ def ports() -> dict[str, str]:
 # --- scripts ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_secured_service_is_started_joined_asked_and_stopped(python: Path, tmp_path: Path) -> None:
+def test_scripts_secured_service_starts_joins_and_stops(python: Path, tmp_path: Path) -> None:
     assert main(["keys", "--auth-dir", str(tmp_path / "keys")]) == 0
     copy = tmp_path / "another machine"
     shutil.copytree(tmp_path / "keys" / "clients" / "default", copy)
@@ -66,9 +64,9 @@ def test_a_secured_service_is_started_joined_asked_and_stopped(python: Path, tmp
         assert started.returncode == 0, started.stderr
         joined = run_script("join_server.sh", python, **setting, AUTH_DIR=str(copy), RUN_DIR=str(tmp_path / "run2"))
         assert joined.returncode == 0, joined.stderr
-        asked = ["status", "--json", "--port", setting["PROXY_FRONTEND_PORT"], "--auth-dir", str(copy)]
+        command = ["status", "--json", "--port", setting["PROXY_FRONTEND_PORT"], "--auth-dir", str(copy)]
         shown = subprocess.run(
-            [python, "-m", "teacher", *asked], capture_output=True, text=True, timeout=20, check=True
+            [python, "-m", "teacher", *command], capture_output=True, text=True, timeout=20, check=True
         )
         assert len(json.loads(shown.stdout)["workers"]) == 2
         log = [json.loads(line) for line in (tmp_path / "run" / "proxy.log").read_text().splitlines()]
@@ -82,9 +80,7 @@ def test_a_secured_service_is_started_joined_asked_and_stopped(python: Path, tmp
     assert processes_of(tmp_path) == []
 
 
-def test_a_public_address_without_keys_is_refused_at_once_with_the_commands_to_run(
-    python: Path, tmp_path: Path
-) -> None:
+def test_start_public_address_without_keys_is_refused(python: Path, tmp_path: Path) -> None:
     refused = run_script("start_server.sh", python, **ports(), BIND="0.0.0.0")
     assert refused.returncode == 1
     assert "python -m teacher keys --auth-dir DIR" in refused.stderr
@@ -96,7 +92,7 @@ def test_a_public_address_without_keys_is_refused_at_once_with_the_commands_to_r
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Path:
-    """An interpreter for the scripts that only notes what it is given, and is ready at once."""
+    """Return an interpreter for the scripts that records its arguments and is ready at once."""
     stub = tmp_path / "recorder"
     stub.write_text(
         f"""#!/bin/bash
@@ -118,7 +114,7 @@ while (($#)); do [[ $1 == --ready-file ]] && touch "$2" && exec sleep 60; shift;
         ("", 2, 1, ["", ""]),
     ],
 )
-def test_each_worker_gets_gpus_of_its_own(
+def test_start_assigns_distinct_gpus_to_workers(
     visible: str, n_workers: int, tp_size: int, expected: list[str], recorder: Path, tmp_path: Path
 ) -> None:
     setting = ports() | {"N_WORKERS": str(n_workers), "TP_SIZE": str(tp_size), "CUDA_VISIBLE_DEVICES": visible}
@@ -133,7 +129,7 @@ def test_each_worker_gets_gpus_of_its_own(
     assert processes_of(tmp_path) == []
 
 
-def test_too_few_gpus_are_refused_before_anything_is_started(python: Path, tmp_path: Path) -> None:
+def test_start_too_few_gpus_is_refused_before_any_process(python: Path, tmp_path: Path) -> None:
     setting = ports() | {"N_WORKERS": "2", "TP_SIZE": "2", "CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3"}
     refused = run_script("start_server.sh", python, **setting)
     assert refused.returncode == 1 and "need 4 GPUs, 3 are visible" in refused.stderr
@@ -143,37 +139,37 @@ def test_too_few_gpus_are_refused_before_anything_is_started(python: Path, tmp_p
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
-def test_status_is_a_table_or_json_and_its_exit_status_says_whether_there_is_a_worker(
+def test_status_prints_table_or_json_and_fails_without_worker(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with running_proxy() as proxy:
-        ask = ["status", "--port", str(proxy.frontend_port)]
-        assert main(ask) == 1
+        command = ["status", "--port", str(proxy.frontend_port)]
+        assert main(command) == 1
         assert "no worker" in capsys.readouterr().out
         with running_worker(proxy.backend_port):
             assert main(["check", "--port", str(proxy.frontend_port)]) == 0
             capsys.readouterr()
-            assert main(ask) == 0
+            assert main(command) == 0
             shown = capsys.readouterr().out
-            assert main([*ask, "--json"]) == 0
+            assert main([*command, "--json"]) == 0
             status = json.loads(capsys.readouterr().out)
     assert re.search(r"fake, top 4; up \d", shown) and "answered 1" in shown
     rows = [line for line in shown.splitlines() if "of 1,000" in line]
     assert len(rows) == 1 and status["workers"][0]["name"] in rows[0]
     assert status["model_name"] == "fake" and status["totals"]["answered"] == 1
-    assert main([*ask, "--timeout-s", "0.3"]) == 1
+    assert main([*command, "--timeout-s", "0.3"]) == 1
     assert "no teacher service at" in capsys.readouterr().err
 
 
-def test_durations_are_short() -> None:
+def test_duration_has_at_most_two_units() -> None:
     shown = [duration(seconds) for seconds in (0, 0.44, 9.97, 12.4, 185, 7800, 450_000)]
     assert shown == ["0.0s", "0.4s", "10s", "12s", "3m05s", "2h10m", "5d05h"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
-        (["proxy", "--frontend-port", "70000"], "a port is 0"),
+        (["proxy", "--frontend-port", "70000"], "expected a port from 0"),
         (["proxy", "--stall-timeout-s", "nan"], "seconds above 0"),
         (["proxy", "--max-queue-tokens", "0"], "1 or more"),
         (["worker"], "--ckpt-path"),
@@ -181,15 +177,15 @@ def test_durations_are_short() -> None:
         (["proxy", "--log-format", "xml"], "invalid choice"),
     ],
 )
-def test_a_wrong_argument_is_exit_status_2(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+def test_main_wrong_argument_exits_with_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
-    assert ended.value.code == 2 and complaint in capsys.readouterr().err
+    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_process_that_is_to_end_with_its_parent_does(tmp_path: Path) -> None:
+def test_end_with_parent_ends_process_with_its_parent(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     child = [sys.executable, "-m", "teacher", "proxy", "--frontend-port=0", "--backend-port=0", "--http-port=-1"]
     child += [f"--ready-file={ready}", "--end-with-parent"]
@@ -204,24 +200,17 @@ def test_a_process_that_is_to_end_with_its_parent_does(tmp_path: Path) -> None:
         parent.wait(timeout=10)
     wait_until(lambda: processes_of(ready) == [])
     orphan = subprocess.run([*child, "1"], capture_output=True, text=True, timeout=30, check=False)
-    assert orphan.returncode == 1 and "no longer, the one that started this" in orphan.stderr
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.02)
+    assert orphan.returncode == 1 and "--end-with-parent 1: the parent process is" in orphan.stderr
 
 
 @pytest.mark.parametrize("command", ["proxy", "worker", "check", "status", "keys"])
-def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_help_describes_each_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert ended.value.code == 0 and "--log-format" in capsys.readouterr().out
 
 
-def test_only_the_proxy_command_needs_what_makes_metrics() -> None:
+def test_import_without_proxy_command_does_not_import_prometheus() -> None:
     code = (
         "import sys, teacher, teacher.worker, teacher.proxy, teacher.__main__; "
         "sys.exit(any(name.startswith('prometheus') for name in sys.modules))"
@@ -232,7 +221,7 @@ def test_only_the_proxy_command_needs_what_makes_metrics() -> None:
 # --- logs ------------------------------------------------------------------------------------------------------------
 
 
-def test_json_logs_are_one_object_a_line_whatever_happens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_log_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging("INFO", "json")
     log = logging.getLogger("teacher.test")
     log.info("two\nlines of %s", "text", extra={"fields": {"worker": "host:1", "tokens": 3, "odd": {1}}})
@@ -271,13 +260,13 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("unit", sorted(UNITS.glob("*.service")), ids=lambda unit: unit.stem)
-def test_what_a_unit_starts_is_a_command_that_is_understood(unit: Path) -> None:
+def test_systemd_unit_starts_valid_command(unit: Path) -> None:
     found, variables = settings(unit), environment()
     (command,) = found["ExecStart"]
     words: list[str] = []
     for word in command.split():
         whole = re.fullmatch(r"\$(\w+)", word)
-        # As systemd does: $NAME is split at blanks, ${NAME} is one argument, even if it is empty.
+        # Like systemd: $NAME is split at blanks, ${NAME} is one argument, even if it is empty.
         words += variables[whole[1]].split() if whole else [re.sub(r"\$\{(\w+)\}", lambda m: variables[m[1]], word)]
     assert words[1:3] == ["-m", "teacher"] and "$" not in " ".join(words)
     args = make_parser().parse_args(words[3:])
@@ -288,7 +277,7 @@ def test_what_a_unit_starts_is_a_command_that_is_understood(unit: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze on this machine")
-def test_systemd_understands_the_units(tmp_path: Path) -> None:
+def test_systemd_units_are_valid(tmp_path: Path) -> None:
     for unit in UNITS.glob("*.service"):
         text = unit.read_text().replace("/opt/recipe_gkd/.venv/bin/python", "/bin/true").replace("User=teacher", "")
         (tmp_path / unit.name.replace("@.", "@0.")).write_text(text)
@@ -302,7 +291,7 @@ def test_systemd_understands_the_units(tmp_path: Path) -> None:
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-def test_the_ray_script_submits_a_secured_service(tmp_path: Path) -> None:
+def test_ray_script_submits_secured_service(tmp_path: Path) -> None:
     ray = tmp_path / "ray"
     ray.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     ray.chmod(0o700)
@@ -325,7 +314,7 @@ def test_the_ray_script_submits_a_secured_service(tmp_path: Path) -> None:
     assert make_parser().parse_args(["worker", *options[2:]]).n_logprobs == 64
 
 
-def test_keys_are_made_by_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_command_creates_keys_and_adds_clients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tmp_path / "keys")
     assert main(["keys", "--auth-dir", folder]) == 0
     assert f"copy {folder}/clients/default" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""launch/teacher_on_ray.py on a Ray of its own, with a real model."""
+"""launch/teacher_on_ray.py on a separate Ray instance, with a real model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests._support.teacher_service import REPO, processes_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
-def test_a_ray_job_serves_replaces_what_dies_and_leaves_nothing(tiny_qwen2: Path, tmp_path: Path) -> None:
+def test_ray_job_restarts_dead_processes_and_leaves_none(tiny_qwen2: Path, tmp_path: Path) -> None:
     auth_dir = tmp_path / "keys"
     make_keys(auth_dir)
     port = free_port()
@@ -41,18 +41,18 @@ def test_a_ray_job_serves_replaces_what_dies_and_leaves_nothing(tiny_qwen2: Path
     ]
     command += ["--n-logprobs=4", "--kv-cache-mib=16", "--dtype=float32"]
     environment = {**os.environ, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
-    asked = [TeacherSequence(np.arange(8, dtype=np.int32), 2)]
+    sequences = [TeacherSequence(np.arange(8, dtype=np.int32), 2)]
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen(command, cwd=REPO, env=environment, stdout=log, stderr=log)
     try:
         with TeacherClient(server_port=port, timeout_s=90, auth_dir=auth_dir) as client:
-            (before,) = client.submit(asked).result()
+            (before,) = client.submit(sequences).result()
             for kind in ("worker", "proxy"):
                 (pid,) = [pid for pid in processes_of(auth_dir) if is_teacher(pid, kind)]
                 os.kill(pid, signal.SIGKILL)
                 while Path(f"/proc/{pid}/cmdline").exists() and is_teacher(pid, kind):
                     threading.Event().wait(0.05)
-                (after,) = client.submit(asked).result()
+                (after,) = client.submit(sequences).result()
                 np.testing.assert_array_equal(before.topk_ids_TK, after.topk_ids_TK)
         job.terminate()
         assert job.wait(timeout=40) == 0
@@ -63,11 +63,11 @@ def test_a_ray_job_serves_replaces_what_dies_and_leaves_nothing(tiny_qwen2: Path
         while (left := processes_of(auth_dir)) and time.monotonic() < deadline:
             threading.Event().wait(0.1)
     assert left == [], (tmp_path / "log").read_text()
-    said = (tmp_path / "log").read_text()
-    assert f"actor_rollout_ref.teacher.server_port={port}" in said and "starting it again" in said
+    log_text = (tmp_path / "log").read_text()
+    assert f"actor_rollout_ref.teacher.server_port={port}" in log_text and "restarting it in" in log_text
 
 
-def test_a_ray_job_that_cannot_be_secured_ends_at_once(tiny_qwen2: Path) -> None:
+def test_ray_job_public_address_without_keys_ends_at_once(tiny_qwen2: Path) -> None:
     command = [sys.executable, "-m", "launch.teacher_on_ray", "--cpu", "--bind=0.0.0.0", f"--ckpt-path={tiny_qwen2}"]
     environment = {**os.environ, "RAY_ADDRESS": "local"}
     ended = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=60, check=False)

@@ -1,4 +1,4 @@
-"""Run folders of the scripts: whose processes they name, what is left alone, and what a failed start leaves."""
+"""Run folders of the scripts: pid files, foreign processes, failed starts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import resource
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from tests._support.ports import free_port
 from tests._support.teacher_service import REPO, processes_of
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,10 +25,10 @@ BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 @pytest.fixture
 def interpreter(tmp_path: Path) -> Path:
-    """A stand-in for Python: each process of the service is ready at once and sleeps; every other command succeeds.
+    """Return a stub interpreter. Processes of the service are ready at once and sleep. Other commands succeed.
 
-    ``$FILL_DISK`` names the process (``proxy`` or ``worker``) at whose start the script can no longer write files,
-    ``$HANG`` a command that sleeps too. All command lines contain the folder (see ``processes_of``).
+    ``$FILL_DISK`` names the process (``proxy`` or ``worker``) at whose start the script's writes begin to fail.
+    ``$HANG`` names a command that sleeps as well. All command lines contain the folder (see ``processes_of``).
     """
     stub = tmp_path / "interpreter"
     stub.write_text(
@@ -52,7 +52,7 @@ def run(
     script: str, interpreter: Path, run_dir: Path | str, *, disk_is_full: bool = False, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     def limit_files() -> None:
-        """A limit of 0 bytes, with its signal ignored, makes every write to a file fail, as a full disk does."""
+        """Make every write to a file fail like on a full disk: a limit of 0 bytes, with its signal ignored."""
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         if disk_is_full:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -70,7 +70,7 @@ def run(
 
 @pytest.fixture
 def bystander() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that no script may end."""
+    """Run a process that no script may end."""
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     yield process
     assert process.poll() is None, "it was ended"
@@ -83,7 +83,7 @@ def ticks(pid: int) -> str:
 
 
 def state_of(pid: int) -> str:
-    """Return the letter of the process's state, empty if it has gone."""
+    """Return the letter of the process's state, or an empty string if it does not exist."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
@@ -95,14 +95,7 @@ def signals(pid: int, mask: str) -> set[int]:
     return {number for number in signal.valid_signals() if int(lines[mask], 16) >> (number - 1) & 1}
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true"
-        threading.Event().wait(0.02)
-
-
-def test_a_pid_file_names_process_boot_and_host_and_stopping_removes_it(interpreter: Path, tmp_path: Path) -> None:
+def test_pid_file_names_process_boot_and_host(interpreter: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     started = run("start_server.sh", interpreter, run_dir, N_WORKERS="2")
     assert started.returncode == 0, started.stderr
@@ -115,7 +108,7 @@ def test_a_pid_file_names_process_boot_and_host_and_stopping_removes_it(interpre
     assert processes_of(tmp_path) == [] and not list(run_dir.glob("*.pid"))
 
 
-def test_the_default_folder_contains_the_host_name(interpreter: Path) -> None:
+def test_default_run_dir_contains_host_name(interpreter: Path) -> None:
     stopped = run("stop_server.sh", interpreter, "", PROXY_FRONTEND_PORT="15999")
     assert stopped.returncode == 0 and f"outputs/teacher-{HOST}-15999" in stopped.stdout
 
@@ -131,7 +124,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_a_pid_file_of_another_host_or_damaged_is_named_and_all_others_are_stopped(
+def test_stop_foreign_pid_file_is_left_alone(
     case: str, interpreter: Path, tmp_path: Path, bystander: subprocess.Popen[bytes]
 ) -> None:
     run_dir = tmp_path / "run"
@@ -150,10 +143,10 @@ def test_a_pid_file_of_another_host_or_damaged_is_named_and_all_others_are_stopp
 
 
 @pytest.mark.parametrize("boot", ["11111111-2222-3333-4444-555555555555", BOOT])
-def test_a_process_of_an_earlier_boot_or_with_a_reused_pid_is_taken_for_ended(
+def test_stop_reused_pid_counts_as_ended(
     boot: str, interpreter: Path, tmp_path: Path, bystander: subprocess.Popen[bytes]
 ) -> None:
-    """The bystander has the pid, and after a reboot even the start ticks."""
+    """The bystander has the pid of the file, and after a reboot also its start ticks."""
     started = ticks(bystander.pid) if boot != BOOT else "1"
     (tmp_path / "proxy.pid").write_text(f"{bystander.pid} {started} {boot} {HOST}\n")
     stopped = run("stop_server.sh", interpreter, tmp_path)
@@ -161,7 +154,7 @@ def test_a_process_of_an_earlier_boot_or_with_a_reused_pid_is_taken_for_ended(
     assert not (tmp_path / "proxy.pid").exists()
 
 
-def test_a_process_recorded_by_an_older_version_is_stopped(interpreter: Path, tmp_path: Path) -> None:
+def test_stop_old_pid_file_format_is_stopped(interpreter: Path, tmp_path: Path) -> None:
     old = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
         (tmp_path / "proxy.pid").write_text(f"{old.pid} {ticks(old.pid)}\n")
@@ -173,7 +166,7 @@ def test_a_process_recorded_by_an_older_version_is_stopped(interpreter: Path, tm
 
 
 @pytest.mark.parametrize("full_at", ["before", "proxy", "worker"])
-def test_a_full_disk_at_launch_leaves_no_process(full_at: str, interpreter: Path, tmp_path: Path) -> None:
+def test_start_full_disk_leaves_no_process(full_at: str, interpreter: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     failed = run(
         "start_server.sh", interpreter, run_dir, disk_is_full=full_at == "before", FILL_DISK=full_at, N_WORKERS="2"
@@ -183,7 +176,7 @@ def test_a_full_disk_at_launch_leaves_no_process(full_at: str, interpreter: Path
     assert processes_of(tmp_path) == [] and not list(run_dir.glob("*.pid")) and not list(run_dir.glob(".*"))
 
 
-def test_a_link_in_place_of_a_log_is_not_followed(interpreter: Path, tmp_path: Path) -> None:
+def test_start_symlink_in_place_of_log_is_not_followed(interpreter: Path, tmp_path: Path) -> None:
     run_dir, victim = tmp_path / "run", tmp_path / "victim"
     run_dir.mkdir()
     victim.write_text("precious")
@@ -197,7 +190,7 @@ def test_a_link_in_place_of_a_log_is_not_followed(interpreter: Path, tmp_path: P
     assert victim.read_text() == "precious" and processes_of(tmp_path) == []
 
 
-def test_a_folder_that_others_own_or_can_write_is_refused(interpreter: Path, tmp_path: Path) -> None:
+def test_start_unsafe_run_dir_is_refused(interpreter: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     run_dir.chmod(0o1777)
@@ -212,20 +205,18 @@ def test_a_folder_that_others_own_or_can_write_is_refused(interpreter: Path, tmp
 
 
 @pytest.mark.parametrize("run_dir", ["/proc/teacher", "{file}/run"])
-def test_a_folder_that_cannot_be_made_is_refused_with_what_to_set(
-    run_dir: str, interpreter: Path, tmp_path: Path
-) -> None:
+def test_start_run_dir_not_creatable_is_refused(run_dir: str, interpreter: Path, tmp_path: Path) -> None:
     refused = run("start_server.sh", interpreter, Path(run_dir.format(file=interpreter)))
-    assert refused.returncode == 1 and "start_server.sh: cannot make RUN_DIR=" in refused.stderr
+    assert refused.returncode == 1 and "start_server.sh: cannot create RUN_DIR=" in refused.stderr
     assert "set RUN_DIR to a folder that you can write" in refused.stderr
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
 @pytest.mark.parametrize("log_is_removed", [False, True])
-def test_of_a_group_without_a_leader_only_a_process_that_writes_to_our_log_is_killed(
+def test_stop_group_without_leader_kills_only_own_processes(
     is_ours: bool, log_is_removed: bool, interpreter: Path, tmp_path: Path
 ) -> None:
-    """The number of a process that ended long ago may be that of a later group, whose leader has ended as well."""
+    """The pid of an ended process may be the number of a later, unrelated group whose leader has ended as well."""
     run_dir, link = tmp_path / "run", tmp_path / "link"
     run_dir.mkdir()
     link.symlink_to(run_dir)
@@ -249,10 +240,8 @@ def test_of_a_group_without_a_leader_only_a_process_that_writes_to_our_log_is_ki
 
 
 @pytest.mark.parametrize("how", ["signal", "Ctrl-C while it waits", "Ctrl-C from the start"])
-def test_a_signal_to_a_script_that_waits_for_the_end_of_a_process_kills_the_process(
-    how: str, interpreter: Path, tmp_path: Path
-) -> None:
-    """Ctrl-C, which is pressed again and again, also reaches the helpers of the script: ``sleep`` and ``cat``."""
+def test_stop_signaled_while_waiting_kills_process(how: str, interpreter: Path, tmp_path: Path) -> None:
+    """Repeated Ctrl-C also reaches the helper processes of the script: ``sleep`` and ``cat``."""
     for name in ("cat", "sleep"):
         stub = tmp_path / name
         stub.write_text(f'#!/bin/bash\ntouch "{tmp_path}/in {name}"\n/bin/sleep 0.03\nexec /bin/{name} "$@"\n')
@@ -283,7 +272,7 @@ def test_a_signal_to_a_script_that_waits_for_the_end_of_a_process_kills_the_proc
         stubborn.wait(timeout=10)
 
 
-def test_a_signal_during_the_final_check_ends_the_check_and_the_service(interpreter: Path, tmp_path: Path) -> None:
+def test_start_signaled_during_final_check_ends_service(interpreter: Path, tmp_path: Path) -> None:
     environment = environment_of(interpreter, tmp_path / "run") | {"HANG": "check"}
     script = subprocess.Popen([str(REPO / "teacher" / "start_server.sh")], env=environment, start_new_session=True)
     try:

@@ -1,4 +1,4 @@
-"""The real service: scripts, proxy and vLLM workers on a tiny Qwen2."""
+"""A real service: scripts, proxy and vLLM workers on a tiny Qwen2."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
 from teacher import TeacherClient, TeacherRequestError, TeacherSequence, tokenizer_fingerprint
 from teacher.__main__ import main
 from tests._support.ports import free_port
@@ -35,7 +36,7 @@ def random_sequences(lengths: list[tuple[int, int]]) -> list[TeacherSequence]:
     return [TeacherSequence(rng.integers(0, VOCAB_SIZE, n, dtype=np.int32), prompt_len) for n, prompt_len in lengths]
 
 
-def test_hello_describes_the_model_that_was_started(service: Service, client: TeacherClient) -> None:
+def test_hello_describes_served_model(service: Service, client: TeacherClient) -> None:
     from transformers import AutoTokenizer
 
     info = client.hello()
@@ -50,7 +51,7 @@ ResponseLogits = Callable[[TeacherSequence], np.ndarray]
 
 @pytest.fixture(scope="module")
 def response_logits(service: Service) -> ResponseLogits:
-    """Transformers' float32 logits [T, V] of the service's model."""
+    """Return a function that computes the float32 logits [T, V] of the served model with transformers."""
     import torch
     from transformers import Qwen2ForCausalLM
 
@@ -69,61 +70,61 @@ def log_softmax(logits_TV: np.ndarray) -> np.ndarray:
     return shifted_TV - np.log(np.exp(shifted_TV).sum(axis=1, keepdims=True))
 
 
-def test_answers_agree_with_transformers(client: TeacherClient, response_logits: ResponseLogits) -> None:
-    """Whole distributions, from the shortest possible sequence to one of exactly the maximal length."""
+def test_scores_agree_with_transformers(client: TeacherClient, response_logits: ResponseLogits) -> None:
+    """Compare whole distributions, from the shortest possible sequence to one of exactly the maximum length."""
     sequences = random_sequences([(MAX_MODEL_LEN, 1), (MAX_MODEL_LEN, MAX_MODEL_LEN - 1), (2, 1), (10, 4), (33, 20)])
-    for sequence, answer in zip(sequences, client.submit(sequences).result(), strict=True):
+    for sequence, scored in zip(sequences, client.submit(sequences).result(), strict=True):
         logps_TV = log_softmax(response_logits(sequence))
         response_T1 = sequence.token_ids[sequence.prompt_len :, None]
 
         sorted_TV = -np.sort(-logps_TV, axis=1)
         assert sorted_TV[:, 0].mean() > -3.5, "the model is too uniform to tell rows apart"
-        assert np.abs(answer.topk_logps_TK - sorted_TV).max() < 1e-5
-        assert np.abs(answer.topk_logps_TK - np.take_along_axis(logps_TV, answer.topk_ids_TK, 1)).max() < 1e-5
-        assert np.abs(answer.sampled_logps_T - np.take_along_axis(logps_TV, response_T1, 1)[:, 0]).max() < 1e-5
+        assert np.abs(scored.topk_logps_TK - sorted_TV).max() < 1e-5
+        assert np.abs(scored.topk_logps_TK - np.take_along_axis(logps_TV, scored.topk_ids_TK, 1)).max() < 1e-5
+        assert np.abs(scored.sampled_logps_T - np.take_along_axis(logps_TV, response_T1, 1)[:, 0]).max() < 1e-5
         np.testing.assert_array_equal(
-            np.sort(answer.topk_ids_TK, axis=1), np.tile(np.arange(VOCAB_SIZE), (len(response_T1), 1))
+            np.sort(scored.topk_ids_TK, axis=1), np.tile(np.arange(VOCAB_SIZE), (len(response_T1), 1))
         )
-        assert np.abs(np.exp(answer.topk_logps_TK.astype(np.float64)).sum(axis=1) - 1).max() < 1e-5
+        assert np.abs(np.exp(scored.topk_logps_TK.astype(np.float64)).sum(axis=1) - 1).max() < 1e-5
 
 
-def test_the_error_of_an_answer_is_that_of_transformers_in_float32_at_most_fourfold(
+def test_score_error_is_at_most_four_times_that_transformers_error(
     service: Service, client: TeacherClient, response_logits: ResponseLogits
 ) -> None:
-    """Both against float64: float32 leaves either of them a rounding error, which grows with the logits."""
+    """Compare both with float64. Their float32 rounding errors grow with the logits."""
     sequences = random_sequences([(MAX_MODEL_LEN, 1)] * 8)
-    of_service = of_transformers = 0.0
-    for sequence, answer in zip(sequences, client.submit(sequences).result(), strict=True):
+    service_error = transformers_error = 0.0
+    for sequence, scored in zip(sequences, client.submit(sequences).result(), strict=True):
         exact_TV = log_softmax(qwen2_float64.logits_NV(service.ckpt_path, sequence.token_ids)[:-1])
-        exact_TK = np.take_along_axis(exact_TV, answer.topk_ids_TK, 1)
-        of_service = max(of_service, np.abs(answer.topk_logps_TK - exact_TK).max())
-        of_transformers = max(of_transformers, np.abs(log_softmax(response_logits(sequence)) - exact_TV).max())
-    assert 1e-7 < of_transformers < 1e-5, "the reference is another model, or as inexact as what is measured"
-    assert of_service < 4 * of_transformers
+        exact_TK = np.take_along_axis(exact_TV, scored.topk_ids_TK, 1)
+        service_error = max(service_error, np.abs(scored.topk_logps_TK - exact_TK).max())
+        transformers_error = max(transformers_error, np.abs(log_softmax(response_logits(sequence)) - exact_TV).max())
+    assert 1e-7 < transformers_error < 1e-5, "the reference is another model, or too inexact"
+    assert service_error < 4 * transformers_error
 
 
-def test_interleaved_clients_get_the_distributions_at_their_own_temperatures(
+def test_interleaved_clients_get_scores_at_their_own_temperature(
     service: Service, client: TeacherClient, response_logits: ResponseLogits
 ) -> None:
-    """Long sequences are cut across the engine's steps, so that the requests really meet in it."""
+    """Long sequences span several engine steps, so that requests of both clients are in the engine together."""
     sequences = random_sequences([(n, 1 + n // 3) for n in range(MAX_MODEL_LEN - 20, MAX_MODEL_LEN)])
     with TeacherClient(server_port=service.port, timeout_s=30) as other:
         futures = [
-            (temperature, sequence, who.submit([sequence], temperature=temperature))
+            (temperature, sequence, one_client.submit([sequence], temperature=temperature))
             for sequence in sequences
-            for who, temperature in ((client, 0.5), (other, 2.0), (other, 1.0))
+            for one_client, temperature in ((client, 0.5), (other, 2.0), (other, 1.0))
         ]
-        answers = [(temperature, sequence, future.result()[0]) for temperature, sequence, future in futures]
-    for temperature, sequence, answer in answers:
+        results = [(temperature, sequence, future.result()[0]) for temperature, sequence, future in futures]
+    for temperature, sequence, scored in results:
         logps_TV = log_softmax(response_logits(sequence) / temperature)
         response_T1 = sequence.token_ids[sequence.prompt_len :, None]
-        assert np.abs(answer.topk_logps_TK - np.take_along_axis(logps_TV, answer.topk_ids_TK, 1)).max() < 1e-5
-        assert np.abs(answer.sampled_logps_T - np.take_along_axis(logps_TV, response_T1, 1)[:, 0]).max() < 1e-5
-        assert np.abs(np.exp(answer.topk_logps_TK.astype(np.float64)).sum(axis=1) - 1).max() < 1e-5
+        assert np.abs(scored.topk_logps_TK - np.take_along_axis(logps_TV, scored.topk_ids_TK, 1)).max() < 1e-5
+        assert np.abs(scored.sampled_logps_T - np.take_along_axis(logps_TV, response_T1, 1)[:, 0]).max() < 1e-5
+        assert np.abs(np.exp(scored.topk_logps_TK.astype(np.float64)).sum(axis=1) - 1).max() < 1e-5
 
 
-def test_an_answer_does_not_depend_on_its_company(client: TeacherClient) -> None:
-    """Many requests at once share engine steps, and long ones are cut across steps."""
+def test_scores_do_not_depend_on_concurrent_requests(client: TeacherClient) -> None:
+    """Concurrent requests share engine steps, and long ones span several steps."""
     sequences = random_sequences([(n, 1 + n // 3) for n in range(4, MAX_MODEL_LEN + 1)] * 3)
     together = [client.submit([sequence]) for sequence in sequences]
     for sequence, future in list(zip(sequences, together, strict=True))[::20]:
@@ -131,42 +132,56 @@ def test_an_answer_does_not_depend_on_its_company(client: TeacherClient) -> None
         np.testing.assert_allclose(future.result()[0].topk_logps_TK, alone.topk_logps_TK, atol=1e-5)
 
 
+def test_hf_teacher_agrees_with_service(service: Service, client: TeacherClient) -> None:
+    sequences = random_sequences([(n, 1 + n // 3) for n in range(4, MAX_MODEL_LEN + 1, 7)])
+    in_process = HfTeacher(str(service.ckpt_path), top_k=VOCAB_SIZE, device="cpu")
+    try:
+        assert in_process.hello().tokenizer_fingerprint == client.hello().tokenizer_fingerprint
+        for temperature in (1.0, 0.5):
+            pairs = zip(
+                in_process.submit(sequences, 30.0, temperature=temperature).result(),
+                client.submit(sequences, temperature=temperature).result(),
+                strict=True,
+            )
+            for ours, theirs in pairs:
+                np.testing.assert_allclose(ours.topk_logps_TK, theirs.topk_logps_TK, atol=1e-5)
+                np.testing.assert_allclose(ours.sampled_logps_T, theirs.sampled_logps_T, atol=1e-5)
+    finally:
+        in_process.close()
+
+
 @pytest.mark.parametrize(
-    ("token_ids", "complaint"),
+    ("token_ids", "message"),
     [([1, VOCAB_SIZE], "outside the teacher's vocabulary"), ([-1, 1], "outside"), ([1] * 65, "takes at most 64")],
 )
-def test_a_request_that_the_model_cannot_score_fails_alone(
-    client: TeacherClient, token_ids: list[int], complaint: str
-) -> None:
+def test_invalid_request_fails_alone(client: TeacherClient, token_ids: list[int], message: str) -> None:
     good = random_sequences([(8, 2)])
     bad = [*good, TeacherSequence(np.array(token_ids, np.int32), 1)]
     futures = [client.submit(sequences) for sequences in (good, bad, good)]
-    with pytest.raises(TeacherRequestError, match=f"sequence 1: .*{complaint}"):
+    with pytest.raises(TeacherRequestError, match=f"sequence 1: .*{message}"):
         futures[1].result()
     assert len(futures[0].result()) == len(futures[2].result()) == 1
 
 
-def test_the_workers_log_is_quiet(service: Service) -> None:
+def test_worker_log_is_empty(service: Service) -> None:
     assert (service.run_dir / "worker-0.log").read_text() == ""
 
 
-def test_status_health_and_metrics_tell_what_runs(
+def test_status_health_and_metrics_describe_service(
     service: Service, client: TeacherClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client.submit(random_sequences([(8, 2)])).result()
     assert main(["status", "--port", str(service.port)]) == 0
     shown = capsys.readouterr().out
     assert f"{service.ckpt_path.name}, top {VOCAB_SIZE}" in shown and "since the start: answered" in shown
-    address = f"http://127.0.0.1:{service.port + 2}"  # where it is unless told otherwise
+    address = f"http://127.0.0.1:{service.port + 2}"  # the default address
     with urllib.request.urlopen(f"{address}/healthz", timeout=5) as health:
         assert health.status == 200
     with urllib.request.urlopen(f"{address}/metrics", timeout=5) as metrics:
         assert "teacher_worker_scored_tokens_total{" in metrics.read().decode()
 
 
-def test_a_second_service_on_the_port_is_refused_and_the_first_goes_on(
-    service: Service, client: TeacherClient, tmp_path: Path
-) -> None:
+def test_second_service_on_same_port_is_refused(service: Service, client: TeacherClient, tmp_path: Path) -> None:
     port_flags = ("--proxy-frontend-port", str(service.port), "--proxy-backend-port", str(free_port()))
     for run_dir in (tmp_path, service.run_dir):
         refused = run_script(
@@ -187,13 +202,11 @@ def test_a_second_service_on_the_port_is_refused_and_the_first_goes_on(
         "k too large",
     ],
 )
-def test_a_start_that_cannot_succeed_fails_fast_and_readably_and_leaves_no_process(
-    wrong: str, tiny_qwen2: Path, tmp_path: Path
-) -> None:
+def test_start_invalid_settings_fails_without_leaving_processes(wrong: str, tiny_qwen2: Path, tmp_path: Path) -> None:
     folder, run_dir, flags = tmp_path / "model", tmp_path / "run", []
     if wrong == "no model":
         folder.mkdir()
-        (folder / "notes.txt").write_text("nothing to see")
+        (folder / "notes.txt").write_text("no model")
     elif wrong == "damaged weights":
         folder.mkdir()
         for path in tiny_qwen2.iterdir():
@@ -206,12 +219,11 @@ def test_a_start_that_cannot_succeed_fails_fast_and_readably_and_leaves_no_proce
     flags += ["--n-logprobs=4"] if wrong != "k too large" else []
     ports = [f"--proxy-frontend-port={free_port()}", f"--proxy-backend-port={free_port()}"]
 
-    began = time.monotonic()
     failed = run_script("start_server.sh", *flags, *ports, "--run-dir", str(run_dir))
-    assert failed.returncode == 1 and time.monotonic() - began < 90
+    assert failed.returncode == 1
     expected = {
-        "missing": "model is no folder; expected a local model",
-        "no model": "is no model: it has no config.json",
+        "missing": "model is not a folder; expected a local model",
+        "no model": "has no config.json",
         "damaged weights": "model/model.safetensors is damaged: its",
         "unset": "CKPT_PATH is not set",
         "unknown backend": "BACKEND must be vllm, got 'sglang'",
@@ -221,7 +233,7 @@ def test_a_start_that_cannot_succeed_fails_fast_and_readably_and_leaves_no_proce
     assert processes_of(run_dir) == []
 
 
-def test_a_start_that_is_interrupted_leaves_no_process(tiny_qwen2: Path, tmp_path: Path) -> None:
+def test_start_interrupted_leaves_no_process(tiny_qwen2: Path, tmp_path: Path) -> None:
     ports = [f"--proxy-frontend-port={free_port()}", f"--proxy-backend-port={free_port()}"]
     command = [REPO / "teacher" / "start_server.sh", "--ckpt-path", tiny_qwen2, "--run-dir", tmp_path, *ports]
     starting = subprocess.Popen(command, env={**os.environ, "PYTHON": sys.executable})
@@ -238,10 +250,8 @@ def test_a_start_that_is_interrupted_leaves_no_process(tiny_qwen2: Path, tmp_pat
     assert processes_of(tmp_path) == []
 
 
-def test_a_joined_worker_serves_and_is_stopped_alone_even_if_it_does_not_react(
-    service: Service, client: TeacherClient, tmp_path: Path
-) -> None:
-    """The stopped pid file of a stranger is there too: it is left alone."""
+def test_stop_ends_only_own_hanging_worker(service: Service, client: TeacherClient, tmp_path: Path) -> None:
+    """A pid file of an unrelated process in the same folder must be left alone."""
     flags = ("--ckpt-path", str(service.ckpt_path), "--n-logprobs", str(VOCAB_SIZE), "--dtype", "float32")
     flags += ("--kv-cache-mib", "16", "--proxy-backend-port", str(service.backend_port), "--run-dir", str(tmp_path))
     try:
@@ -265,7 +275,7 @@ def test_a_joined_worker_serves_and_is_stopped_alone_even_if_it_does_not_react(
 
 
 @pytest.mark.parametrize("script", ["start_server.sh", "join_server.sh", "stop_server.sh"])
-def test_each_script_explains_itself(script: str) -> None:
+def test_script_help_describes_options(script: str) -> None:
     shown = run_script(script, "--help")
     assert shown.returncode == 0 and "RUN_DIR" in shown.stdout
     assert "unknown option --nonsense" in run_script(script, "--nonsense", "1").stderr

@@ -1,4 +1,4 @@
-"""Service whose messages are sent and received one by one by the test."""
+"""A service whose messages are written by the test, one by one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ M = TypeVar("M", bound=Message)
 
 
 class ScriptedService:
-    """A ROUTER socket in place of a proxy. Every wait has a deadline of 5 s.
+    """A ROUTER socket. Each receive has a time limit of 5 s by default.
 
     Attributes:
-        port: Port of the socket.
-        client: Identity of the last sender.
+        port: Frontend port.
+        client: Identity of the client that sent the last message.
     """
 
     def __init__(self, port: int = 0, keys: ServerKeys | None = None) -> None:
@@ -43,28 +43,25 @@ class ScriptedService:
     def close(self) -> None:
         self.context.destroy(linger=0)
 
-    def hear(self, kind: type[M], timeout_s: float = 5.0) -> M:
-        """Receive a message of a type, and fail the test at the deadline."""
-        message = self.hear_any(timeout_s)
+    def receive(self, kind: type[M], timeout_s: float = 5.0) -> M:
+        message = self.receive_any(timeout_s)
         assert isinstance(message, kind), message
         return message
 
-    def hear_any(self, timeout_s: float = 5.0) -> Message | None:
-        """Receive a message. Return None if there is none within the timeout."""
+    def receive_any(self, timeout_s: float = 5.0) -> Message | None:
+        """Return the next message, or None if none arrives in time."""
         if not self._socket.poll(int(1000 * timeout_s)):
             return None
         self.client, *frames = self._socket.recv_multipart()
         return protocol.decode(frames)
 
-    def say(self, frames: list[Frame]) -> None:
-        """Send a message to the last sender."""
+    def send(self, frames: list[Frame]) -> None:
         self._socket.send_multipart([self.client, *frames])
 
-    def answer(self, request: Score) -> None:
-        """Send the reply to a score request."""
-        answers = [true_answer(sequence) for sequence in request.sequences]
-        self.say(
-            protocol.encode_score_reply(request.request_id, answers, top_k=request.top_k, wire_dtype=request.wire_dtype)
+    def reply(self, request: Score) -> None:
+        scores = [expected_scores(sequence) for sequence in request.sequences]
+        self.send(
+            protocol.encode_score_reply(request.request_id, scores, top_k=request.top_k, wire_dtype=request.wire_dtype)
         )
 
 
@@ -72,16 +69,16 @@ def sequence(n_tokens: int, first: int = 0, prompt_len: int = 1) -> TeacherSeque
     return TeacherSequence(np.arange(first, first + n_tokens, dtype=np.int32), prompt_len)
 
 
-def true_answer(sequence: TeacherSequence, k: int = 6) -> ScoredSequence:
-    """Return scores that depend on every response token, so that a mix-up is detected."""
+def expected_scores(sequence: TeacherSequence, k: int = 6) -> ScoredSequence:
+    """Return scores that depend on every response token, so that exchanged results are noticed."""
     response_T = sequence.token_ids[sequence.prompt_len :]
     topk_ids_TK = response_T[:, None] + np.arange(k, dtype=np.int32)
     return ScoredSequence(-topk_ids_TK.astype(np.float32) / 7, topk_ids_TK, -response_T.astype(np.float32) / 3)
 
 
-def assert_answers(answers: list[ScoredSequence], sequences: list[TeacherSequence], k: int = 6) -> None:
-    for got, sequence in zip(answers, sequences, strict=True):
-        want = true_answer(sequence, k)
+def assert_scores(results: list[ScoredSequence], sequences: list[TeacherSequence], k: int = 6) -> None:
+    for got, sequence in zip(results, sequences, strict=True):
+        want = expected_scores(sequence, k)
         np.testing.assert_array_equal(got.topk_ids_TK, want.topk_ids_TK)
         np.testing.assert_array_equal(got.topk_logps_TK, want.topk_logps_TK)
         np.testing.assert_array_equal(got.sampled_logps_T, want.sampled_logps_T)

@@ -1,4 +1,4 @@
-"""The client's connection: lost and found again, or refused."""
+"""Connection of the client: lost and restored, or refused because of keys."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from teacher.wire.auth import server_keys
 from teacher.wire.make_keys import make_keys
 from teacher.wire.messages import Score
 from tests._support.ports import free_port
-from tests.unit.teacher.scripted_service import ScriptedService, assert_answers, sequence
+from tests.unit.teacher.scripted_service import ScriptedService, assert_scores, sequence
 
 pytestmark = pytest.mark.timeout(30)
 
 
-def test_after_a_lost_connection_the_same_client_asks_again() -> None:
+def test_lost_connection_resends_open_requests() -> None:
     port = free_port()
     with TeacherClient(server_port=port, timeout_s=20) as client:
         with ScriptedService(port) as service:
-            answered, pending = client.submit([sequence(3)]), client.submit([sequence(9000), sequence(7)])
-            first = [service.hear(Score) for _ in range(3)]
-            service.answer(first[0])
-            answered.result(timeout=5)
+            done, pending = client.submit([sequence(3)]), client.submit([sequence(9000), sequence(7)])
+            first = [service.receive(Score) for _ in range(3)]
+            service.reply(first[0])
+            done.result(timeout=5)
             name = service.client
             assert len(name) == 16 and name.startswith(b"c")
         with ScriptedService(port) as service:
-            again = [service.hear(Score) for _ in range(2)]
+            again = [service.receive(Score) for _ in range(2)]
             assert service.client == name
             assert [request.request_id for request in again] == [request.request_id for request in first[1:]]
             for request in again:
-                service.answer(request)
-            assert_answers(pending.result(timeout=5), [sequence(9000), sequence(7)])
-            assert service.hear_any(0.05) is None
+                service.reply(request)
+            assert_scores(pending.result(timeout=5), [sequence(9000), sequence(7)])
+            assert service.receive_any(0.05) is None
 
 
-def test_an_outage_longer_than_libzmq_is_trusted_to_try_again_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outage_beyond_reconnect_limit_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "RECONNECT_AFTER_LOSS_S", 0.05)
     port = free_port()
     with TeacherClient(server_port=port, timeout_s=20) as client:
         with ScriptedService(port) as service:
             waiting = client.submit([sequence(5)])
-            service.hear(Score)
+            service.receive(Score)
         with pytest.raises(TeacherUnavailable, match="no teacher service at"):
             client.hello(timeout_s=0.3)
         with ScriptedService(port) as service:
-            service.answer(service.hear(Score))
-            assert_answers(waiting.result(timeout=5), [sequence(5)])
-            assert service.hear_any(0.2) is None
+            service.reply(service.receive(Score))
+            assert_scores(waiting.result(timeout=5), [sequence(5)])
+            assert service.receive_any(0.2) is None
 
 
 # --- keys ---
@@ -61,7 +61,7 @@ def test_an_outage_longer_than_libzmq_is_trusted_to_try_again_is_survived(monkey
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Keys of this service, and of another one."""
+    """Return key folders of the tested service and of an unrelated one."""
     ours, others = (tmp_path_factory.mktemp(name) for name in ("ours", "others"))
     for folder in (ours, others):
         make_keys(folder)
@@ -69,22 +69,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(
-    ("client_has", "service_has_keys", "complaint"),
+    ("client_has", "service_has_keys", "message"),
     [
-        # Which of the two sides sees first that the other uses another mechanism is chance, and so is the first half.
+        # Either side can notice the mismatch first, so the beginning of the message varies.
         (None, True, r"got no auth_dir, expected a service without keys; .*copy its clients/NAME here"),
         ("ours", False, r"got auth_dir=.*/ours0', expected a key from the service's own.*leave auth_dir out"),
         ("others", True, r"ended the connection .* got auth_dir=.*/others0', expected .*copy clients/NAME of this one"),
     ],
     ids=["client_without", "service_without", "of_another_service"],
 )
-def test_keys_that_do_not_fit_are_named_in_the_log_at_once_and_in_the_error(
+def test_mismatched_keys_are_logged_and_reported(
     folders: tuple[Path, Path],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     client_has: str | None,
     service_has_keys: bool,
-    complaint: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr(connection, "RECONNECT_AFTER_REFUSAL_S", 0.05)
     ours = folders[0]
@@ -92,13 +92,13 @@ def test_keys_that_do_not_fit_are_named_in_the_log_at_once_and_in_the_error(
     with (
         ScriptedService(keys=server_keys(ours) if service_has_keys else None) as service,
         TeacherClient(server_port=service.port, auth_dir=auth_dir) as client,
-        pytest.raises(TeacherUnavailable, match=complaint),
+        pytest.raises(TeacherUnavailable, match=message),
     ):
         client.hello(timeout_s=0.4)
-    assert 1 <= len(caplog.records) <= 2 and re.search(complaint, caplog.records[-1].getMessage())
+    assert 1 <= len(caplog.records) <= 2 and re.search(message, caplog.records[-1].getMessage())
 
 
-def test_a_refused_key_is_named_and_used_once_the_service_is_started_with_it(
+def test_refused_key_works_after_service_accepts_it(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "RECONNECT_AFTER_REFUSAL_S", 0.05)
@@ -114,5 +114,5 @@ def test_a_refused_key_is_named_and_used_once_the_service_is_started_with_it(
         ):
             client.hello(timeout_s=0.4)
         with ScriptedService(port, keys=keys) as service, CurveAuthenticator(service.context, keys):
-            service.answer(service.hear(Score))
-            assert_answers(waiting.result(timeout=5), [sequence(5)])
+            service.reply(service.receive(Score))
+            assert_scores(waiting.result(timeout=5), [sequence(5)])

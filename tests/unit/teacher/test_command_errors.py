@@ -17,7 +17,7 @@ import zmq
 
 from teacher import TeacherClient, TeacherError, TeacherSequence, stop_signal
 from teacher.__main__ import main
-from teacher.commands import ask, service
+from teacher.commands import queries, service
 from teacher.proxy import proxy_sockets
 from teacher.wire.auth import client_keys, server_keys
 from teacher.wire.make_keys import make_keys
@@ -109,7 +109,7 @@ def test_system_error_is_last_line_with_traceback_of_servers(
         raise error
 
     monkeypatch.setattr(proxy_sockets, "make_socket", refuse)
-    monkeypatch.setattr(ask, "_client", refuse)
+    monkeypatch.setattr(queries, "_client", refuse)
     assert main([*PROXY, "--bind", "127.0.0.1"] if command == "proxy" else [command]) == 1
     *before, last = capsys.readouterr().err.splitlines()
     assert last.startswith(f"teacher {command}: the system refused: ") and "Too many open files; " in last

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say, and what is said of files that cannot be used."""
+"""Values read from the files of a checkpoint, and errors for unusable files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(folder: Path, **files: object) -> Path:
         ({"eos_token_id": None}, {"eos_token_id": None}, ()),
     ],
 )
-def test_a_turn_ends_where_the_generation_config_says_or_else_the_config(
+def test_read_checkpoint_eos_ids_come_from_generation_config_first(
     config: dict[str, object], generation_config: dict[str, object] | None, expected: tuple[int, ...], tmp_path: Path
 ) -> None:
     write(tmp_path, config={"vocab_size": 9, **config})
@@ -39,14 +39,14 @@ def test_a_turn_ends_where_the_generation_config_says_or_else_the_config(
 
 
 @pytest.mark.parametrize("eos_token_id", ["</s>", [1, "</s>"], True, -1, {"id": 1}])
-def test_an_end_that_is_no_token_id_is_refused(eos_token_id: object, tmp_path: Path) -> None:
+def test_read_checkpoint_invalid_eos_token_id_raises(eos_token_id: object, tmp_path: Path) -> None:
     write(tmp_path, config={"vocab_size": 9}, generation_config={"eos_token_id": eos_token_id})
     with pytest.raises(TeacherError, match=r"eos_token_id=.*expected a token id or a list"):
         read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config", "generation_config"])
-def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
+def test_read_checkpoint_damaged_file_raises_with_its_name(name: str, tmp_path: Path) -> None:
     write(tmp_path, config={"vocab_size": 9})
     (tmp_path / f"{name}.json").write_text('{"vocab_size"')
     with pytest.raises(TeacherError, match=rf"its {name}\.json cannot be read"):

@@ -1,10 +1,9 @@
-"""A service without workers, or out of reach, is reported while requests wait for it, once per outage."""
+"""OutageMonitor: one warning per outage, while requests wait."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
@@ -15,9 +14,11 @@ from teacher.client import TeacherClient
 from teacher.errors import TeacherTimeout, TeacherUnavailable
 from teacher.records import TeacherSequence
 from teacher.status import ServiceStatus
+from tests._support.fake_teachers import OffsetEngine, is_scored_by, pair, service, worker_of
 from tests._support.ports import free_port
-from tests.unit.teacher_routing.opinionated_services import Engine, proxy_without_workers, service, worker_of
-from tests.unit.teacher_routing.test_router import ROUTES, configured, is_scored_by, pair
+from tests._support.teacher_service import running_proxy
+from tests._support.waiting import wait_until_async
+from tests.unit.teacher_routing.test_router import ROUTES, configured
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,85 +26,77 @@ SEQUENCE = TeacherSequence(np.zeros(2, np.int32), 1)
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def short_intervals(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(outages, "FIRST_CHECK_S", 0.05)
     monkeypatch.setattr(outages, "CHECK_EVERY_S", 0.05)
     monkeypatch.setattr(outages, "STATUS_TIMEOUT_S", 2.0)  # long enough to connect on a loaded machine
     caplog.set_level(logging.WARNING, "recipe_gkd")
 
 
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not true():
-            await asyncio.sleep(0.01)
-
-
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "recipe_gkd.teacher_routing.outages"]
 
 
-def test_a_service_without_workers_is_reported_once_and_so_is_the_end_of_that(
+def test_outage_without_workers_is_reported_once_and_so_is_its_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def run() -> None:
         requests = [asyncio.create_task(teachers.score([pair(uid)], step=0)) for uid in (0, 1)]
-        await until(lambda: len(said(caplog)) > 0)
-        await asyncio.sleep(0.5)  # ten more looks
-        assert len(said(caplog)) == 1
+        await wait_until_async(lambda: len(warnings(caplog)) > 0)
+        await asyncio.sleep(0.5)  # ten more checks
+        assert len(warnings(caplog)) == 1
         with worker_of(proxy, 0):
             for request in requests:
                 assert is_scored_by(0, (await request)[0])
-        await until(lambda: len(said(caplog)) == 2)
+        await wait_until_async(lambda: len(warnings(caplog)) == 2)
         again = asyncio.create_task(teachers.score([pair(2)], step=1))
-        await until(lambda: len(said(caplog)) == 3)
+        await wait_until_async(lambda: len(warnings(caplog)) == 3)
         again.cancel()
 
-    with proxy_without_workers() as proxy:
+    with running_proxy() as proxy:
         config = configured(f"server_port={proxy.frontend_port}", "timeout_s=99")
         with open_teachers(config, ROUTES) as teachers:
             asyncio.run(run())
-    no_worker, again, gone = said(caplog)
+    no_worker, again, gone = warnings(caplog)
     assert no_worker.startswith(f"teacher default at tcp://127.0.0.1:{proxy.frontend_port} has no worker (none has")
     assert "add one with teacher/join_server.sh" in no_worker
-    assert "for actor_rollout_ref.teacher.timeout_s=99 seconds at most, then on_failure=fail decides" in no_worker
+    assert "at most actor_rollout_ref.teacher.timeout_s=99 seconds, then on_failure=fail applies" in no_worker
     assert " again, after " in again and "has no worker (the last one left: stopped)" in gone
 
 
-def test_a_service_out_of_reach_is_reported_and_so_is_its_return(caplog: pytest.LogCaptureFixture) -> None:
+def test_outage_unreachable_service_is_reported_and_so_is_its_return(caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
 
     async def run() -> None:
         request = asyncio.create_task(teachers.score([pair(0)], step=0))
-        await until(lambda: len(said(caplog)) > 0)
+        await wait_until_async(lambda: len(warnings(caplog)) > 0)
         with service(0, port):
             assert is_scored_by(0, (await request)[0])
 
     with open_teachers(configured(f"server_port={port}", "on_failure=wait"), ROUTES) as teachers:
         asyncio.run(run())
-    unreachable, back = said(caplog)
+    unreachable, back = warnings(caplog)
     assert f"cannot be reached: status: no teacher service at tcp://127.0.0.1:{port}; start it with" in unreachable
-    assert "max_wait_s=3600 seconds at most, then on_failure=wait" in unreachable and " again, after " in back
+    assert "max_wait_s=3600 seconds, then on_failure=wait" in unreachable and " again, after " in back
 
 
-def test_a_service_that_is_only_slow_is_not_reported(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outage_slow_service_is_not_reported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[float] = []
     submit_status = TeacherClient.submit_status
     monkeypatch.setattr(
         TeacherClient, "submit_status", lambda client, limit: checked.append(limit) or submit_status(client, limit)
     )
-    monkeypatch.setattr(Engine, "step", lambda engine: [])
+    monkeypatch.setattr(OffsetEngine, "step", lambda engine: [])
     with (
         service(0) as port,
         open_teachers(configured(f"server_port={port}", "timeout_s=1"), ROUTES) as teachers,
         pytest.raises(TeacherTimeout),
     ):
         asyncio.run(teachers.score([pair(0)], step=0))
-    assert len(checked) > 1 and said(caplog) == []
+    assert len(checked) > 1 and warnings(caplog) == []
 
 
-def test_a_cancelled_wait_cancels_the_request() -> None:
+def test_result_of_cancelled_wait_cancels_request() -> None:
     async def run() -> None:
         request = client.submit([SEQUENCE])
         wait = asyncio.create_task(outages.OutageMonitor({"a": client}, config).result_of("a", request))
@@ -119,7 +112,7 @@ def test_a_cancelled_wait_cancels_the_request() -> None:
         asyncio.run(run())
 
 
-def test_a_service_is_checked_once_for_all_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_is_shared_by_all_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     class Client:
         address = "tcp://none"
         n_checks = 0
@@ -131,7 +124,7 @@ def test_a_service_is_checked_once_for_all_requests_that_wait(monkeypatch: pytes
     async def run() -> None:
         monitor = outages.OutageMonitor({"a": client, "b": client}, configured().actor_rollout_ref.teacher)  # type: ignore[dict-item]
         waits = [asyncio.create_task(monitor.result_of("ab"[i % 2], Future())) for i in range(20)]
-        await until(lambda: client.n_checks > 0)
+        await wait_until_async(lambda: client.n_checks > 0)
         await asyncio.sleep(5 * outages.FIRST_CHECK_S)
         for wait in waits:
             wait.cancel()

@@ -1,4 +1,4 @@
-"""Each sample is scored by the teacher that its row names; what a failure does is configured, and never silent."""
+"""Routes, Teachers and FailurePolicy."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from teacher.errors import (
 )
 from teacher.records import TeacherSequence
 from teacher.wire.messages import LIMITS
+from tests._support.fake_teachers import REFUSED, fake_scores, is_scored_by, pair, service
 from tests._support.ports import free_port
-from tests.unit.teacher_routing.opinionated_services import REFUSED, opinion, service
+from tests._support.waiting import wait_until_async
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -44,26 +45,6 @@ def configured(*overrides: str) -> Config:
     return load_config("on_policy_distill_trainer", [*needed, *keys])
 
 
-def pair(uid: int, tokens: Sequence[int] = (), *, given: bool = False) -> tuple[Prompt, Response]:
-    """Two answers a row."""
-    ids = np.array(tokens or range(uid, uid + 1 + uid % 3), np.int32)
-    prompt = Prompt(uid=uid, ids=np.array([5, 6], np.int32), row=uid // 2, reference_ids=ids if given else None)
-    zeros = np.zeros(len(ids), np.float32)
-    return prompt, Response(
-        uid=uid, ids=ids, logprobs=zeros, finish_reason="stop", weights_version=0, versions_T=zeros.astype(np.int32)
-    )
-
-
-def is_scored_by(offset: int, sample: Sample) -> bool:
-    told = opinion(TeacherSequence(sample.token_ids, len(sample.prompt.ids)), offset)
-    return (
-        not sample.is_skipped
-        and np.array_equal(sample.teacher.ids_TK, told.topk_ids_TK)
-        and np.array_equal(sample.teacher.logps_TK, told.topk_logps_TK)
-        and np.array_equal(sample.teacher.sampled_logps_T, told.sampled_logps_T)
-    )
-
-
 def uids(samples: Sequence[Sample]) -> list[int]:
     return [sample.prompt.uid for sample in samples]
 
@@ -71,19 +52,19 @@ def uids(samples: Sequence[Sample]) -> list[int]:
 # ---- routes
 
 
-def table_of(named: list[Any]) -> pa.Table:
-    return pa.table({"prompt": ["x"] * len(named), "meta": [{"teacher": name} for name in named]})
+def table_of(names: list[Any]) -> pa.Table:
+    return pa.table({"prompt": ["x"] * len(names), "meta": [{"teacher": name} for name in names]})
 
 
 def two_teachers(**ports: int) -> list[str]:
     return [f"teachers.{name}=127.0.0.1:{port}" for name, port in ports.items()] + ["route_key=meta.teacher"]
 
 
-def test_a_column_of_the_data_names_each_samples_teacher() -> None:
-    named = ["math", "code", "code", "math", "code"]
+def test_teachers_route_key_selects_teacher_of_each_sample() -> None:
+    teacher_of_row = ["math", "code", "code", "math", "code"]
     with service(OFFSETS["math"]) as math, service(OFFSETS["code"]) as code:
         config = configured(*two_teachers(math=math, code=code))
-        routes = read_routes(table_of(named), config.actor_rollout_ref.teacher)
+        routes = read_routes(table_of(teacher_of_row), config.actor_rollout_ref.teacher)
         with open_teachers(config, routes) as teachers:
 
             async def two_groups() -> list[Sample]:
@@ -95,9 +76,11 @@ def test_a_column_of_the_data_names_each_samples_teacher() -> None:
             samples = asyncio.run(two_groups())
             metrics = teachers.report(samples, 0, before=0)
     for sample in samples:
-        name = named[sample.prompt.row]
+        name = teacher_of_row[sample.prompt.row]
         assert is_scored_by(OFFSETS[name], sample) and sample.teacher_number == ["math", "code"].index(name)
-    tokens = {name: sum(len(s.response.ids) for s in samples if named[s.prompt.row] == name) for name in OFFSETS}
+    tokens = {
+        name: sum(len(s.response.ids) for s in samples if teacher_of_row[s.prompt.row] == name) for name in OFFSETS
+    }
     for name, count in tokens.items():
         assert metrics[f"teacher/{name}/tokens"] == count
         assert metrics[f"teacher/{name}/token_share"] == pytest.approx(count / sum(tokens.values()))
@@ -105,7 +88,7 @@ def test_a_column_of_the_data_names_each_samples_teacher() -> None:
     assert metrics["teacher/skipped_samples"] == metrics["teacher/skipped_samples_total"] == 0
 
 
-def test_a_teacher_that_no_row_names_is_not_asked_and_said_and_one_address_is_one_client(
+def test_open_teachers_skips_unused_and_shares_clients_by_address(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = configured(*two_teachers(math=9, code=9, idle=1))
@@ -117,40 +100,43 @@ def test_a_teacher_that_no_row_names_is_not_asked_and_said_and_one_address_is_on
 
 
 @pytest.mark.parametrize("value", ["cod", None])
-def test_a_row_that_names_no_teacher_is_an_error_with_row_value_and_known_names(value: str | None) -> None:
+def test_read_routes_unknown_teacher_raises_with_row_and_names(value: str | None) -> None:
     teacher = configured(*two_teachers(math=1, code=2)).actor_rollout_ref.teacher
     with pytest.raises(DataError, match=rf"row 2 .* has {value!r} in .*route_key=meta.teacher; .* math, code"):
         read_routes(table_of(["math", "code", value]), teacher)
 
 
-def test_data_without_the_column_is_refused_with_the_columns_that_it_has() -> None:
+def test_read_routes_missing_column_raises_with_present_columns() -> None:
     teacher = configured(*two_teachers(math=1, code=2)).actor_rollout_ref.teacher
     with pytest.raises(DataError, match=r"teacher.route_key=meta.teacher: .* it has: prompt"):
         read_routes(pa.table({"prompt": ["x"]}), teacher)
 
 
-# ---- what is asked
+# ---- requests
 
 
 class Scripted:
-    """A client that is to fail so: each request takes the next of the list, and succeeds after its end."""
+    """A backend whose requests fail with the given errors, one after the other, and then succeed."""
 
     def __init__(self, *errors: Exception | None) -> None:
         self.errors = list(errors)
-        self.n_asked = 0
+        self.n_requests = 0
         self.timeouts: list[float | None] = []
 
     def hello(self, timeout_s: float) -> Any:
         raise NotImplementedError
 
+    def close(self) -> None:
+        pass
+
     def submit(self, sequences: Any, timeout_s: float | None = None, *, temperature: float = 1.0) -> Future[Any]:
-        self.n_asked += 1
+        self.n_requests += 1
         self.timeouts.append(timeout_s)
         future: Future[Any] = Future()
         if (error := self.errors.pop(0) if self.errors else None) is not None:
             future.set_exception(error)
         else:
-            future.set_result([opinion(sequence, 0) for sequence in sequences])
+            future.set_result([fake_scores(sequence, 0) for sequence in sequences])
         return future
 
 
@@ -159,13 +145,13 @@ def score(teachers: Teachers, group: Sequence[tuple[Prompt, Response]], step: in
 
 
 @pytest.mark.parametrize("target", ["data", "teacher"])
-def test_given_answers_and_answers_without_tokens_are_asked_about_only_if_that_teaches(target: str) -> None:
+def test_teachers_score_only_responses_that_need_a_teacher(target: str) -> None:
     teachers = Teachers(configured(f"gkd.sft_target={target}"), ROUTES, {"default": Scripted()})
     empty = pair(1)[0], Response(**vars(pair(1)[1]) | {"ids": np.zeros(0, np.int32), "logprobs": [], "versions_T": []})
-    plain, without, given = score(teachers, [pair(0), empty, pair(2, given=True)])
-    assert is_scored_by(0, plain) and is_scored_by(0, given) == (target == "teacher")
-    assert not (without.is_skipped or given.is_skipped)
-    assert teachers.report([plain, without, given], 0, before=0)["teacher/default/tokens"] == 1 + 3 * (
+    plain, empty_sample, reference = score(teachers, [pair(0), empty, pair(2, reference=True)])
+    assert is_scored_by(0, plain) and is_scored_by(0, reference) == (target == "teacher")
+    assert not (empty_sample.is_skipped or reference.is_skipped)
+    assert teachers.report([plain, empty_sample, reference], 0, before=0)["teacher/default/tokens"] == 1 + 3 * (
         target == "teacher"
     )
 
@@ -185,39 +171,39 @@ BAD_BYTES, CLOSED = TeacherProtocolError("bytes"), TeacherError("the client is c
         ("skip_samples", [BAD_BYTES, CLOSED]),
     ],
 )
-def test_what_ends_the_run_at_once(policy: str, ends_the_run: list[TeacherError]) -> None:
+def test_failure_policy_fatal_error_is_raised_at_once(policy: str, ends_the_run: list[TeacherError]) -> None:
     for error in ends_the_run:
         client = Scripted(error)
         with pytest.raises(type(error)) as raised:
             score(Teachers(configured(f"on_failure={policy}"), ROUTES, {"default": client}), [pair(0)])
-        assert raised.value is error and client.n_asked == 1
+        assert raised.value is error and client.n_requests == 1
 
 
-def test_waiting_asks_again_until_there_is_an_answer_and_says_so_at_once_and_not_too_often(
+def test_failure_policy_wait_retries_and_warns_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failure_policy, "AGAIN_AFTER_S", 0.0)
+    monkeypatch.setattr(failure_policy, "MIN_RETRY_INTERVAL_S", 0.0)
     client = Scripted(GONE, LATE, GONE)
     samples = score(Teachers(configured("on_failure=wait"), ROUTES, {"default": client}), [pair(0), pair(1)], step=7)
-    assert client.n_asked == 4 and all(is_scored_by(0, sample) for sample in samples)
+    assert client.n_requests == 4 and all(is_scored_by(0, sample) for sample in samples)
     waiting, back = [record.getMessage() for record in caplog.records]
-    assert waiting.startswith("step 7: teacher default, 2 samples (0, 1): asked again, for up to 3600 s more")
+    assert waiting.startswith("step 7: teacher default, 2 samples (0, 1): retrying for up to 3600 s more")
     assert waiting.endswith("TeacherUnavailable: gone")
-    assert back.startswith("step 7: teacher default, 2 samples (0, 1): answered, ")
+    assert back.startswith("step 7: teacher default, 2 samples (0, 1): scored, ")
 
 
-def test_a_teacher_that_is_slow_is_given_all_the_time_that_is_left_and_one_that_is_gone_is_asked_often(
+def test_failure_policy_wait_gives_slow_teacher_all_remaining_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(failure_policy, "AGAIN_AFTER_S", 0.0)
+    monkeypatch.setattr(failure_policy, "MIN_RETRY_INTERVAL_S", 0.0)
     client = Scripted(GONE, LATE)
     score(Teachers(configured("on_failure=wait", "timeout_s=9"), ROUTES, {"default": client}), [pair(0)])
     assert client.timeouts[:2] == [9, 9] and client.timeouts[2] == pytest.approx(3600, abs=5)
 
 
-def test_waiting_goes_on_beyond_the_longest_deadline_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client takes deadlines of up to 7 days, ``max_wait_s`` may be 30."""
-    monkeypatch.setattr(failure_policy, "AGAIN_AFTER_S", 0.0)
+def test_failure_policy_wait_exceeds_maximum_timeout_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client accepts time limits of up to 7 days, ``max_wait_s`` up to 30 days."""
+    monkeypatch.setattr(failure_policy, "MIN_RETRY_INTERVAL_S", 0.0)
     month, week = 30 * 24 * 3600, LIMITS.timeout_s
     client = Scripted(LATE, GONE, LATE, LATE)
     config = configured("on_failure=wait", f"max_wait_s={month}", "timeout_s=9")
@@ -227,43 +213,36 @@ def test_waiting_goes_on_beyond_the_longest_deadline_of_one_request(monkeypatch:
         real.submit([TeacherSequence(np.zeros(2, np.int32), 1)], client.timeouts[-1]).cancel()
 
 
-def test_waiting_survives_a_service_that_comes_late_goes_and_comes_back(
+def test_failure_policy_wait_survives_absent_and_restarted_service(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failure_policy, "SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(failure_policy, "WARN_INTERVAL_S", 0.0)
     port = free_port()
     config = configured(f"server_port={port}", "on_failure=wait", "timeout_s=0.3")
-
-    async def until(true: Any) -> None:
-        async with asyncio.timeout(20):
-            while not true():
-                await asyncio.sleep(0.01)
 
     async def run(teachers: Teachers) -> None:
         for step, offset in enumerate((10, 20)):
             caplog.clear()
-            under_way = asyncio.create_task(teachers.score([pair(0), pair(1)], step))
-            await until(lambda: "asked again" in caplog.text)
+            pending = asyncio.create_task(teachers.score([pair(0), pair(1)], step))
+            await wait_until_async(lambda: "retrying" in caplog.text)
             with service(offset, port):
-                samples = await under_way
+                samples = await pending
                 assert all(is_scored_by(offset, sample) for sample in samples) and uids(samples) == [0, 1]
 
     with open_teachers(config, ROUTES) as teachers:
         asyncio.run(run(teachers))
 
 
-def test_waiting_ends_after_its_budget_with_what_to_do() -> None:
+def test_failure_policy_wait_ends_after_its_budget() -> None:
     config = configured(f"server_port={free_port()}", "on_failure=wait", "timeout_s=0.1", "max_wait_s=0.3")
     with (
         open_teachers(config, ROUTES) as teachers,
-        pytest.raises(
-            TeacherUnavailable, match=r"step 3: teacher default, .*asked again for 0.3 s .*max_wait_s.*raise"
-        ),
+        pytest.raises(TeacherUnavailable, match=r"step 3: teacher default, .*retries for 0.3 s .*max_wait_s.*raise"),
     ):
         score(teachers, [pair(0)], step=3)
 
 
-def test_skipping_loses_the_samples_that_have_no_answer_and_no_other_and_says_which(
+def test_failure_policy_skip_loses_only_failed_samples(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with service(0) as math, service(50) as code:
@@ -283,28 +262,28 @@ def test_skipping_loses_the_samples_that_have_no_answer_and_no_other_and_says_wh
             assert len(sample.teacher.logps_TK) == len(sample.response.ids) and sample.teacher_number == 1
     assert is_scored_by(0, again[0]) and is_scored_by(50, again[1])
     [record] = caplog.records
-    said = r"step 4: teacher code, 1 samples \(2\): skipped, 1 of at most 256 .*TeacherRequestError: .*token 99 is not"
-    assert re.match(said, record.getMessage())
+    expected = r"step 4: teacher code, 1 samples \(2\): skipped, 1 of at most 256 .*TeacherRequestError: .*token 99"
+    assert re.match(expected, record.getMessage())
     assert metrics["teacher/skipped_samples"] == metrics["teacher/skipped_samples_total"] == 1
     assert 0 < metrics["teacher/code/tokens"] < metrics["teacher/math/tokens"]
     assert (later["teacher/skipped_samples"], later["teacher/skipped_samples_total"]) == (0, 2)
 
 
 @pytest.mark.parametrize("error", [GONE, LATE, REFUSAL])
-def test_skipping_ends_above_its_budget_which_a_resumed_run_goes_on_with(error: TeacherError) -> None:
+def test_failure_policy_skip_ends_above_budget_of_resumed_run(error: TeacherError) -> None:
     config = configured("on_failure=skip_samples", "max_skipped_samples=5")
     teachers = Teachers(config, ROUTES, {"default": Scripted(error, error, error, None, error)})
     teachers.resume(2)
     assert [sample.is_skipped for sample in score(teachers, [pair(0), pair(1), pair(2)])] == [True] * 3
     assert not score(teachers, [pair(3)])[0].is_skipped
-    told = (
-        rf"^6 samples .*max_skipped_samples=5; the last error: step 9: teacher default, 1 samples \(4\): {error}\. Look"
+    message = (
+        rf"^6 samples .*max_skipped_samples=5; the last error: step 9: teacher default, 1 samples \(4\): {error}\."
     )
-    with pytest.raises(type(error), match=told):
+    with pytest.raises(type(error), match=message):
         score(teachers, [pair(4)], step=9)
 
 
-def test_a_batch_without_any_answer_of_a_teacher_ends_the_run_if_something_is_to_be_distilled() -> None:
+def test_teachers_report_without_scores_raises_if_distilling() -> None:
     for coefficient in (1, 0):
         rewards = ["gkd.use_rl_loss=true"] if not coefficient else []
         config = load_config(
@@ -318,12 +297,12 @@ def test_a_batch_without_any_answer_of_a_teacher_ends_the_run_if_something_is_to
         teachers = Teachers(config, ROUTES, {"default": Scripted(LATE, LATE)})
         samples = [sample for uid in range(2) for sample in score(teachers, [pair(uid)])]
         if coefficient:
-            with pytest.raises(TeacherTimeout, match=r"step 0: none of the 2 samples .* last error: late\. Look after"):
+            with pytest.raises(TeacherTimeout, match=r"step 0: none of the 2 samples .* last error: late\. Check the"):
                 teachers.report(samples, 0, before=0)
         else:
             assert teachers.report(samples, 0, before=0)["teacher/skipped_samples"] == 2
 
 
-def test_seconds_with_a_teacher_are_those_that_at_least_one_request_covers() -> None:
+def test_length_of_union_counts_overlaps_once() -> None:
     assert length_of_union([]) == 0
     assert length_of_union([(5, 6), (0, 2), (1, 3), (1.5, 1.6)]) == 4

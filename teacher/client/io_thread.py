@@ -1,8 +1,7 @@
-"""The client's I/O thread: it owns the socket and settles every call, by its answers or at its deadline.
+"""I/O thread of the client: it owns the socket and resolves every call, by a reply or at its deadline.
 
-An answer that comes after its request has expired, or was cancelled, finds no entry in the table and is dropped: there
-is no state that a late or lost answer could spoil (the fate of a REQ socket), so the service may go away and come back
-while a client lives.
+A reply to a request that has expired or was cancelled finds no entry in the table and is dropped. No other state
+depends on it, so the service can restart while a client lives.
 """
 
 from __future__ import annotations
@@ -31,22 +30,27 @@ from teacher.wire.sockets import DIAGNOSIS_HINT
 
 logger = logging.getLogger(__name__)
 
-# For the service to be told that nobody waits any more.
-_FAREWELL_MS = 100
+_CLOSE_LINGER_MS = 100  # time to deliver the cancellations
+_MAX_REPLY_MARGIN_S = 1.0
 
 
-class Exchange:
-    """Calls go in from any thread; what comes of them arrives in their futures."""
+class ClientIOThread:
+    """Thread that exchanges messages with the service. Calls are started from any thread.
+
+    Attributes:
+        address: ZeroMQ address of the service.
+    """
 
     def __init__(self, connection: Connection) -> None:
+        """Start the thread, which takes over ``connection``."""
         self.address = connection.address
         self._connection = connection
         self._inflight = InFlight()
         self._pid = os.getpid()
         self._next_id = 1
-        self._inbox: queue.SimpleQueue[Call[Any] | range] = queue.SimpleQueue()  # a range: of cancelled requests
+        self._inbox: queue.SimpleQueue[Call[Any] | range] = queue.SimpleQueue()  # a range: ids of a cancelled call
         self._closing = False
-        self._lock = threading.Lock()  # of the ids, of `_closing` and the inbox: nothing enters after the last look
+        self._lock = threading.Lock()  # of ids, `_closing` and the inbox: no call enters after the last read
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -56,7 +60,11 @@ class Exchange:
     # --- callers' threads ---
 
     def start(self, call: Call[Any]) -> None:
-        """Raises: TeacherError if the client is closed or belongs to another process."""
+        """Assign request ids to a call and pass it to the thread.
+
+        Raises:
+            TeacherError: The client is closed or belongs to another process.
+        """
         if os.getpid() != self._pid:
             raise TeacherError(f"this client belongs to process {self._pid}; make a new one in process {os.getpid()}")
         with self._lock:
@@ -65,7 +73,7 @@ class Exchange:
             call.request_ids = range(self._next_id, self._next_id + call.n_requests)
             self._next_id += call.n_requests
             self._inbox.put(call)
-        # Only the ids: a future that led back to itself would keep its arrays until a garbage collection.
+        # Pass only the ids: a reference cycle through the future would keep its arrays until a garbage collection.
         call.future.add_done_callback(functools.partial(self._on_done, call.request_ids))
         self._wake()
 
@@ -75,6 +83,7 @@ class Exchange:
             self._wake()
 
     def close(self) -> None:
+        """Fail the open calls and end the thread. Without effect in a forked child."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -83,36 +92,36 @@ class Exchange:
         self._thread.join()
 
     def _wake(self) -> None:
-        with suppress(OSError):  # full: it is awake already; closed: it has ended
+        with suppress(OSError):  # full: the thread is awake already; closed: it has ended
             self._wake_sender.send(b"\0")
 
     # --- the I/O thread ---
 
     def _run(self) -> None:
-        why = "closed by its owner"
+        reason = "closed by its owner"
         try:
             self._serve()
-        except Exception as error:  # whatever it is, nobody may be left waiting
+        except Exception as error:  # an unexpected error must still resolve all futures
             logger.exception("the teacher client's I/O thread failed")
-            why = f"I/O thread failed: {error!r}"
+            reason = f"I/O thread failed: {error!r}"
         finally:
             with self._lock:
                 self._closing = True
-            self._abandon(why)
-            self._connection.close(_FAREWELL_MS if self._connection.is_up else 0)
+            self._fail_all(reason)
+            self._connection.close(_CLOSE_LINGER_MS if self._connection.is_up else 0)
             self._wake_receiver.close()
             self._wake_sender.close()
 
-    def _abandon(self, why: str) -> None:
+    def _fail_all(self, reason: str) -> None:
         requests = self._inflight.open_requests()
         calls = [request.call for request in requests]
         while not self._inbox.empty():
             if isinstance(item := self._inbox.get_nowait(), Call):
                 calls.append(item)
         for call in calls:
-            ended = f"{call.what}: the client of {self.address} ended before the answer ({why})"
-            call.fail(TeacherError(ended))
-        with suppress(zmq.ZMQError):  # a broken socket may be why we are here
+            message = f"{call.description}: the client of {self.address} ended before the reply arrived ({reason})"
+            call.fail(TeacherError(message))
+        with suppress(zmq.ZMQError):  # a broken socket may be the reason
             for request in requests:
                 if request.is_sent:
                     self._connection.send(protocol.encode_cancel(request.request_id))
@@ -122,12 +131,12 @@ class Exchange:
         for source in (self._connection.socket, self._connection.monitor, self._wake_receiver):
             poller.register(source, zmq.POLLIN)
         while not self._closing:
-            ready = dict(poller.poll(self._wait_ms()))
+            ready = dict(poller.poll(self._poll_timeout_ms()))
             if self._connection.monitor in ready:
-                self._on_event()
+                self._on_connection_event()
             if self._wake_receiver.fileno() in ready:
                 self._wake_receiver.recv(4096)
-                self._take_calls()
+                self._read_inbox()
             while (frames := self._connection.receive()) is not None:
                 self._on_message(frames)
             now = time.monotonic()
@@ -137,32 +146,33 @@ class Exchange:
             for request in self._inflight.to_send(now):
                 self._send(request, now)
 
-    def _wait_ms(self) -> int | None:
+    def _poll_timeout_ms(self) -> int | None:
         times = [t for t in (self._inflight.wake_at(), self._connection.reconnect_at) if t is not None]
         return int(1000 * max(0.0, min(times) - time.monotonic())) + 1 if times else None
 
-    def _on_event(self) -> None:
-        # Scoring has no side effect, so it is safe to ask again, and the proxy ignores a copy of a request that it has.
+    def _on_connection_event(self) -> None:
         if refusal := self._connection.read_event():
             logger.warning("%s", refusal)
         if self._connection.is_up:
-            self._inflight.connected()
+            # All open requests are sent again. That is safe: scoring has no side effect, and the proxy ignores copies.
+            self._inflight.on_connect()
         else:
-            self._inflight.disconnected()
+            self._inflight.on_disconnect()
 
-    def _take_calls(self) -> None:
+    def _read_inbox(self) -> None:
         while not self._inbox.empty():
             item = self._inbox.get_nowait()
             if isinstance(item, range):
-                self._forget(item)
+                self._drop(item)
             else:
                 self._inflight.add(item)
 
     def _send(self, request: Request, now: float) -> None:
-        # The proxy is given a little less: it knows why a request waits, so its own error should win the race.
-        told_s = request.call.deadline - now - min(1.0, 0.25 * request.call.timeout_s)
-        if told_s > 0:
-            self._connection.send(request.call.encode(request.request_id, told_s))
+        # The proxy gets a slightly shorter limit. Its own error names the reason and should arrive before ours.
+        margin_s = min(_MAX_REPLY_MARGIN_S, 0.25 * request.call.timeout_s)
+        service_timeout_s = request.call.deadline - now - margin_s
+        if service_timeout_s > 0:
+            self._connection.send(request.call.encode(request.request_id, service_timeout_s))
 
     def _on_message(self, frames: list[Frame]) -> None:
         try:
@@ -172,58 +182,55 @@ class Exchange:
             if request is None:
                 logger.warning("dropped a message from %s: %s", self.address, error)
             else:
-                self._fail_with(request, error)
+                self._fail_call(request, error)
             return
         if isinstance(message, ScoreReply | Info | Status):
             if (request := self._inflight.remove(message.request_id)) is not None:
                 try:
                     request.call.accept(request.request_id, message)
                 except TeacherProtocolError as error:
-                    self._fail_with(request, error)
+                    self._fail_call(request, error)
         elif isinstance(message, Failure):
             if (request := self._inflight.remove(message.request_id)) is not None:
-                self._fail_with(request, message.error)
+                self._fail_call(request, message.error)
         elif isinstance(message, RetryLater):
-            self._inflight.put_off(message.request_id, message.reason, time.monotonic())
+            self._inflight.defer(message.request_id, message.reason, time.monotonic())
         elif not isinstance(message, Probe):
             logger.warning("dropped a %s message from %s", type(message).__name__, self.address)
 
     def _expire(self, call: Call[Any]) -> None:
-        reasons = [request.put_off for request in self._forget(call.request_ids) if request.put_off]
-        what, waited = call.what, f"{call.timeout_s:g} s"
+        reasons = [request.defer_reason for request in self._drop(call.request_ids) if request.defer_reason]
+        subject, waited = call.description, f"{call.timeout_s:g} s"
         if not self._connection.is_up:
-            call.fail(TeacherUnavailable(f"{what}: {self._connection.why_down()} (waited {waited})"))
+            call.fail(TeacherUnavailable(f"{subject}: {self._connection.why_down()} (waited {waited})"))
         elif reasons:
             call.fail(
                 TeacherTimeout(
-                    f"{what}: the teacher at {self.address} put it off until its deadline, {waited}, because it was "
-                    f"full or going down; it said: {reasons[0]}"
+                    f"{subject}: the teacher at {self.address} deferred the request until its deadline of {waited}, "
+                    f"because it was full or stopping; its reason: {reasons[0]}"
                 )
             )
         else:
             call.fail(
                 TeacherTimeout(
-                    f"{what}: the teacher at {self.address} is connected but gave no answer within {waited}; it may "
+                    f"{subject}: the teacher at {self.address} is connected but gave no answer within {waited}; it may "
                     f"be slow (raise the timeout) or hang: {DIAGNOSIS_HINT}"
                 )
             )
 
-    def _fail_with(self, request: Request, error: TeacherError) -> None:
-        """`error` is what the service said about one request, or what is wrong with its answer."""
+    def _fail_call(self, request: Request, error: TeacherError) -> None:
+        """Fail the call of a request with the service's error, or with the defect of its reply."""
         call = request.call
-        text = call.explain(request.request_id, str(error))
-        self._fail(call, type(error)(f"{call.what} at {self.address}: {text}"))
+        text = call.rewrite_error(request.request_id, str(error))
+        self._drop(call.request_ids)
+        call.fail(type(error)(f"{call.description} at {self.address}: {text}"))
 
-    def _fail(self, call: Call[Any], error: TeacherError) -> None:
-        self._forget(call.request_ids)
-        call.fail(error)
-
-    def _forget(self, request_ids: range) -> list[Request]:
-        """Nobody waits for these any more: those that were open, of which the service is told."""
+    def _drop(self, request_ids: range) -> list[Request]:
+        """Remove the requests that are still open, cancel them at the service, and return them."""
         requests = [request for i in request_ids if (request := self._inflight.remove(i)) is not None]
         for request in requests:
             if request.call.future.cancelled():
-                request.call.end_canceled()
+                request.call.confirm_cancellation()
             if request.is_sent:
                 self._connection.send(protocol.encode_cancel(request.request_id))
         return requests

@@ -1,4 +1,4 @@
-"""`check` and `status`: questions to a service."""
+"""Commands `check` and `status`, which query a running service."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import numpy as np
 
 from teacher.client import TeacherClient
 from teacher.commands.arguments import add_command, add_service, seconds
-from teacher.commands.table import show
+from teacher.commands.table import format_status
 from teacher.errors import TeacherError
 from teacher.records import TeacherSequence
 from teacher.status import ServiceStatus
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands to the parser."""
     check = add_command(
-        commands, "check", _check, "send one real request; print what answered, or why nobody did", log_level="ERROR"
+        commands, "check", _check, "send one real request; print the served model, or the error", log_level="ERROR"
     )
     add_service(check, timeout_s=10.0)
-    text = "workers, queue, clients, speed and totals; exit status 1 if there is no worker"
+    text = "show workers, queue, clients, speed and totals; exit status 1 if there is no worker"
     status = add_command(commands, "status", _status, text, log_level="ERROR")
     add_service(status, timeout_s=5.0)
-    status.add_argument("--json", action="store_true", help="one object a line, instead of a table")
-    status.add_argument("--watch", type=seconds, metavar="SECONDS", help="again and again, until Ctrl-C")
+    status.add_argument("--json", action="store_true", help="print one object per line instead of a table")
+    status.add_argument("--watch", type=seconds, metavar="SECONDS", help="repeat at this interval, until Ctrl-C")
 
 
 def _client(args: argparse.Namespace) -> TeacherClient:
@@ -36,8 +37,8 @@ def _check(args: argparse.Namespace) -> int:
     with _client(args) as client:
         info = client.hello()
         sequence = TeacherSequence(np.zeros(2, np.int32), prompt_len=1)
-        (answer,) = client.submit([sequence]).result()
-        print(f"{client.address} answered with {answer.topk_logps_TK.shape[1]} logprobs a position")
+        (scored,) = client.submit([sequence]).result()
+        print(f"{client.address} answered with {scored.topk_logps_TK.shape[1]} logprobs per position")
         for name, value in vars(info).items():
             print(f"  {name}: {value}")
     return 0
@@ -48,7 +49,7 @@ def _status(args: argparse.Namespace) -> int:
         while args.watch:
             try:
                 _print(client.status(args.timeout_s), client.address, args)
-            except TeacherError as error:  # it may come back
+            except TeacherError as error:  # the service may return
                 print(json.dumps({"error": str(error)}) if args.json else f"{error}\n", flush=True)
             time.sleep(args.watch)
         status = client.status(args.timeout_s)
@@ -57,4 +58,4 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _print(status: ServiceStatus, address: str, args: argparse.Namespace) -> None:
-    print(json.dumps(status.to_dict()) if args.json else f"{show(status, address)}\n", flush=True)
+    print(json.dumps(status.to_dict()) if args.json else f"{format_status(status, address)}\n", flush=True)

@@ -1,4 +1,4 @@
-"""`python -m teacher ...` whose workers have an engine that computes nothing; for PYTHON of the service's scripts."""
+"""`python -m teacher` with a fake engine in the workers, for PYTHON of the scripts."""
 
 from __future__ import annotations
 

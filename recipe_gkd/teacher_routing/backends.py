@@ -1,0 +1,148 @@
+"""Teacher backends: ``actor_rollout_ref.teacher.backend`` selects the client of a teacher.
+
+======================  ==========================================================================
+``zmq``                 `TeacherClient` of a teacher service, local or on another machine
+``hf``                  `HfTeacher`, a transformers model in the driver process
+``FILE.py:Class``       a class of the user that implements `TeacherBackend`
+======================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import numpy as np
+
+from recipe_gkd.config.schema import Config, TeacherConfig
+from recipe_gkd.config.teachers import TEACHER, addresses
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.runtime.user_code import load_attribute, split_spec
+from teacher.client import TeacherClient
+from teacher.errors import TeacherError, TeacherProtocolError
+from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
+
+_METHODS = ("hello", "submit", "close")
+
+
+class TeacherBackend(Protocol):
+    """Client of one teacher.
+
+    A class named by ``actor_rollout_ref.teacher.backend=FILE.py:Class`` implements these three methods. It is created
+    in the driver process as ``Class(config.actor_rollout_ref.teacher)``, before any worker starts, and closed at the
+    end of the run. Methods are called from the thread of the event loop and must not block for long, except `hello`.
+
+    `teacher.client.TeacherClient` and `HfTeacher` are implementations.
+    """
+
+    def hello(self, timeout_s: float) -> TeacherInfo:
+        """Return the model and limits of the teacher.
+
+        Before the training starts, they are compared with the student: tokenizer fingerprint, vocabulary, maximum
+        length, number of log-probabilities.
+
+        Args:
+            timeout_s: Time limit, in seconds.
+
+        Raises:
+            TeacherError: The teacher is not available.
+        """
+        ...
+
+    def submit(
+        self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None, *, temperature: float = 1.0
+    ) -> Future[list[ScoredSequence]]:
+        """Start to score sequences and return at once.
+
+        Args:
+            sequences: Prompts with their responses.
+            timeout_s: Time limit in seconds. The future must be done by then. None selects the backend's default.
+            temperature: Divisor of the teacher's logits.
+
+        Returns:
+            Future of one result per sequence, in the same order. Errors of the teacher are set as `TeacherTimeout`,
+            `TeacherUnavailable` or `TeacherRequestError`, which ``teacher.on_failure`` handles. Any other error ends
+            the run. The future may be cancelled.
+        """
+        ...
+
+    def close(self) -> None:
+        """Fail the open requests and free all resources."""
+        ...
+
+
+def open_backend(config: Config, name: str) -> TeacherBackend:
+    """Create the backend of one teacher.
+
+    Args:
+        config: Valid configuration of the run.
+        name: Name of the teacher, see `recipe_gkd.config.teachers.names`.
+
+    Raises:
+        ConfigError: The user's class cannot be loaded or created, or lacks a method.
+        TeacherError: The teacher cannot be used as configured.
+    """
+    teacher = config.actor_rollout_ref.teacher
+    match teacher.backend:
+        case "zmq":
+            return TeacherClient(
+                *addresses(teacher)[name],
+                timeout_s=teacher.timeout_s,
+                auth_dir=teacher.auth_dir,
+                top_k=teacher.top_k,
+                wire_dtype=teacher.wire_dtype,
+            )
+        case "hf":
+            from recipe_gkd.teacher_routing.hf_teacher import HfTeacher  # imports torch and transformers
+
+            assert teacher.model_path is not None, "validated with the configuration"
+            return HfTeacher(
+                teacher.model_path, top_k=teacher.top_k, timeout_s=teacher.timeout_s, device=config.trainer.device
+            )
+        case spec:
+            return _create_custom(spec, teacher)
+
+
+def _create_custom(spec: str, teacher: TeacherConfig) -> TeacherBackend:
+    key = f"{TEACHER}.backend"
+    path, name = split_spec(spec, key=key)
+    backend_class = load_attribute(path, name, key=key)
+    if missing := [method for method in _METHODS if not callable(getattr(backend_class, method, None))]:
+        raise ConfigError(
+            f"{key}: {name} of {path} has no method {', '.join(missing)}; expected a class with {', '.join(_METHODS)}, "
+            "see recipe_gkd.teacher_routing.TeacherBackend"
+        )
+    try:
+        backend: TeacherBackend = backend_class(teacher)
+    except (ConfigError, TeacherError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{key}: {name}(TeacherConfig) of {path} failed: {type(error).__name__}: {error}; correct the class"
+        ) from error
+    return backend
+
+
+def check_scores(name: str, sequences: Sequence[TeacherSequence], scored: Sequence[ScoredSequence]) -> None:
+    """Check the number and the shapes of a teacher's results.
+
+    Args:
+        name: Name of the teacher, for the error message.
+        sequences: Sequences of the request.
+        scored: Results of the request.
+
+    Raises:
+        TeacherProtocolError: A result is missing or has a wrong shape.
+    """
+    if len(scored) != len(sequences):
+        raise TeacherProtocolError(f"teacher {name}: sent {len(sequences)} sequences, got scores of {len(scored)}")
+    for i, (sequence, result) in enumerate(zip(sequences, scored, strict=True)):
+        n_rows = len(sequence.token_ids) - sequence.prompt_len
+        shapes = [np.shape(array) for array in (result.topk_logps_TK, result.topk_ids_TK, result.sampled_logps_T)]
+        k = shapes[0][-1] if len(shapes[0]) == 2 else 0
+        if k < 1 or shapes != [(n_rows, k), (n_rows, k), (n_rows,)]:
+            raise TeacherProtocolError(
+                f"teacher {name}: sequence {i} has {n_rows} response tokens, got topk_logps_TK, topk_ids_TK and "
+                f"sampled_logps_T of shapes {', '.join(map(str, shapes))}; expected [T, K], [T, K] and [T]"
+            )

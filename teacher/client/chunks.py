@@ -1,0 +1,139 @@
+"""Split a submission into chunks, each a request of its own, and join the replies in the original order.
+
+Chunks let the service balance work by tokens. Several workers share one submission, short sequences do not wait for
+long ones of the same submission, and a worker that dies loses little work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from teacher.client.calls import Call
+from teacher.errors import TeacherProtocolError
+from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
+from teacher.wire import protocol
+from teacher.wire.frames import Frame
+from teacher.wire.messages import Message, ScoreReply, WireDtype, check_sequences
+
+CHUNK_TOKENS = 4096
+MAX_CHUNK_REPLY_BYTES = 256 << 20  # a worker keeps the results of a chunk in memory until the chunk is complete
+_BYTES_PER_LOGPROB = 8  # float32 log-probability and int32 token id
+
+
+def split_request(lengths: Sequence[int], chunk_tokens: int = CHUNK_TOKENS) -> list[range]:
+    """Return ranges of consecutive sequences with at most ``chunk_tokens`` tokens each.
+
+    A sequence that is longer than ``chunk_tokens`` becomes a chunk of its own.
+
+    Args:
+        lengths: Number of tokens of each sequence.
+        chunk_tokens: Maximum number of tokens of a chunk.
+    """
+    chunks: list[range] = []
+    start = n_tokens = 0
+    for i, length in enumerate(lengths):
+        if i > start and n_tokens + length > chunk_tokens:
+            chunks.append(range(start, i))
+            start, n_tokens = i, 0
+        n_tokens += length
+    chunks.append(range(start, len(lengths)))
+    return chunks
+
+
+class ScoreCall(Call[list[ScoredSequence]]):
+    """The call of `TeacherClient.submit`: one request per chunk."""
+
+    uses_queue = True
+
+    def __init__(
+        self,
+        sequences: Sequence[TeacherSequence],
+        timeout_s: float,
+        *,
+        temperature: float,
+        top_k: int | None,
+        wire_dtype: WireDtype,
+        model: ModelInfo | None,
+    ) -> None:
+        """Split and encode the sequences.
+
+        Args:
+            sequences: Sequences to score.
+            timeout_s: Time limit, in seconds.
+            temperature: Divisor of the logits.
+            top_k: Log-probabilities per position, or None for all that the service returns.
+            wire_dtype: Type of the log-probabilities on the wire.
+            model: Model that the service must serve, from `TeacherClient.hello`. None accepts any model.
+
+        Raises:
+            TeacherRequestError: The sequences cannot be sent. See `messages.check_sequences`.
+        """
+        check_sequences(sequences)
+        reply_bytes_per_token = _BYTES_PER_LOGPROB * model.n_logprobs if model is not None else 1
+        self._chunks = split_request(
+            [len(sequence.token_ids) for sequence in sequences],
+            min(CHUNK_TOKENS, MAX_CHUNK_REPLY_BYTES // reply_bytes_per_token),
+        )
+        super().__init__(f"scoring {len(sequences)} sequences", timeout_s, len(self._chunks))
+        self._messages = [
+            protocol.encode_score(
+                0,
+                timeout_s,
+                sequences[chunk.start : chunk.stop],
+                temperature,
+                top_k=top_k,
+                wire_dtype=wire_dtype,
+                model=model.identity if model is not None else "",
+            )
+            for chunk in self._chunks
+        ]
+        self._n_rows = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
+        self._n_columns = top_k  # None until the first reply
+        self._scored: dict[int, ScoredSequence] = {}
+
+    def encode(self, request_id: int, timeout_s: float) -> list[Frame]:
+        """Return the message of one chunk."""
+        return protocol.readdress(self._messages[self._index(request_id)], request_id, timeout_s)
+
+    def accept(self, request_id: int, message: Message) -> None:
+        """Store the scores of one chunk, and resolve the call with the last one.
+
+        Raises:
+            TeacherProtocolError: The reply has another type, or its number of sequences or shape is wrong.
+        """
+        chunk = self._chunks[self._index(request_id)]
+        if not isinstance(message, ScoreReply):
+            raise TeacherProtocolError(f"expected {ScoreReply.__name__}, got {type(message).__name__}")
+        if len(message.scored) != len(chunk):
+            raise TeacherProtocolError(f"sent {len(chunk)} sequences, got scores of {len(message.scored)}")
+        for i, scored in zip(chunk, message.scored, strict=True):
+            self._check_shape(i, scored)
+            self._scored[i] = _to_float32(scored)
+        self._messages[self._index(request_id)] = []  # free the memory: the other chunks can take long
+        if len(self._scored) == len(self._n_rows):
+            self.succeed([self._scored[i] for i in range(len(self._n_rows))])
+
+    def rewrite_error(self, request_id: int, text: str) -> str:
+        """Return ``text`` with the sequence index of the chunk replaced by the one of the whole call."""
+        start = self._chunks[self._index(request_id)].start
+        return re.sub(r"\bsequence (\d+):", lambda found: f"sequence {int(found[1]) + start}:", text, count=1)
+
+    def _index(self, request_id: int) -> int:
+        return request_id - self.request_ids.start
+
+    def _check_shape(self, i: int, scored: ScoredSequence) -> None:
+        n_rows, n_columns = scored.topk_logps_TK.shape
+        if self._n_columns is None:
+            self._n_columns = n_columns
+        if (n_rows, n_columns) != (self._n_rows[i], self._n_columns):
+            raise TeacherProtocolError(
+                f"sequence {i}: expected [T, K] = {[self._n_rows[i], self._n_columns]}, got {[n_rows, n_columns]}"
+            )
+
+
+def _to_float32(scored: ScoredSequence) -> ScoredSequence:
+    logps_TK = scored.topk_logps_TK.astype(np.float32, copy=False)
+    return ScoredSequence(logps_TK, scored.topk_ids_TK, scored.sampled_logps_T)

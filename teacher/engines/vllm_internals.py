@@ -1,0 +1,144 @@
+"""Creation of vLLM's engine, and its internals that the service depends on."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from teacher.engines.base import EngineConfig
+from teacher.engines.sizes import StepSize
+from teacher.engines.vllm_install import TESTED_VLLM, vllm_version
+from teacher.engines.vllm_worker import LogitsCalls
+from teacher.errors import TeacherError
+
+_CPU_KV_CACHE_MIB = 256
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """Size of vLLM's KV cache. All groups of layers take their blocks from one pool.
+
+    Attributes:
+        n_blocks: Blocks for sequences.
+        block_sizes: Tokens per block of each group of layers.
+    """
+
+    n_blocks: int
+    block_sizes: tuple[int, ...]
+
+    def blocks_for(self, n_tokens: int) -> int:
+        """Return the maximum number of blocks of a sequence. Layers with a sliding window need fewer."""
+        return sum(-(-n_tokens // block_size) for block_size in self.block_sizes)
+
+
+def read_kv_cache(engine: Any) -> KvCache:
+    """Return the size of the KV cache of an `LLMEngine`.
+
+    Raises:
+        TeacherError: The engine has no KV cache configuration where the tested version has it.
+    """
+    try:
+        config = engine.engine_core.engine_core.scheduler.kv_cache_config
+        block_sizes = tuple(int(group.kv_cache_spec.block_size) for group in config.kv_cache_groups)
+        return KvCache(int(config.num_blocks) - 1, block_sizes)  # vLLM never uses one of the blocks
+    except (AttributeError, TypeError) as error:
+        raise TeacherError(
+            f"the KV cache layout of vLLM {vllm_version()} cannot be read ({error}); this engine was tested with vLLM "
+            f"{TESTED_VLLM}"
+        ) from error
+
+
+def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> Any:
+    """Return vLLM's `EngineArgs`. They set ``max_model_len`` one token above the longest sequence to score.
+
+    Args:
+        config: Model and limits.
+        step: Maximum size of an engine step.
+        on_cpu: True for the CPU build of vLLM.
+    """
+    from vllm import EngineArgs
+
+    common: dict[str, Any] = {
+        "model": config.ckpt_path,
+        "dtype": config.dtype,
+        "skip_tokenizer_init": True,
+        "max_logprobs": config.n_logprobs,
+    }
+    # vLLM's own rule determines the model's maximum length, and rejects a larger requested one.
+    requested: dict[str, Any] = {"max_model_len": config.max_model_len} if config.max_model_len else {}
+    max_model_len = EngineArgs(**common, **requested).create_model_config().max_model_len
+    # vLLM also reserves a place for one generated token. It is never fed back, so its position may exceed the limit.
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+
+    kv_cache_mib = config.kv_cache_mib or (_CPU_KV_CACHE_MIB if on_cpu else 0)
+    return EngineArgs(
+        **common,
+        max_model_len=max_model_len + 1,
+        max_num_batched_tokens=step.tokens,
+        max_num_seqs=step.sequences,
+        long_prefill_token_threshold=min(step.long_tokens, max_model_len + 1),
+        long_prefill_token_threshold_adaptive=True,  # at least a fair share, so that steps are full
+        enable_chunked_prefill=True,
+        enable_prefix_caching=False,
+        enforce_eager=True,  # prefill only: there is no decode loop that a captured graph would speed up
+        tensor_parallel_size=config.tp_size,
+        distributed_executor_backend="uni" if config.tp_size == 1 else "mp",
+        worker_extension_cls=f"{LogitsCalls.__module__}.{LogitsCalls.__name__}",
+        kv_cache_memory_bytes=kv_cache_mib * 2**20 or None,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        seed=0,
+    )
+
+
+def make_llm_engine(args: Any) -> Any:
+    """Load the model and return vLLM's `LLMEngine`.
+
+    Raises:
+        TeacherError: The KV cache does not hold one sequence of the maximum length.
+    """
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    try:
+        return LLMEngine.from_engine_args(args)
+    except ValueError as error:
+        if "KV cache" not in str(error) and "cache blocks" not in str(error):
+            raise
+        raise _kv_cache_error(error, args) from None
+
+
+def _kv_cache_error(error: ValueError, args: Any) -> TeacherError:
+    """Return vLLM's error about a too small KV cache, in terms of the service's options."""
+    n_bytes = args.kv_cache_memory_bytes
+    size = f"KV_CACHE_MIB={n_bytes >> 20}" if n_bytes else f"GPU_MEMORY_UTILIZATION={args.gpu_memory_utilization:g}"
+    fits = re.search(r"estimated maximum model length is (\d+)", str(error))
+    shorter = f"MAX_MODEL_LEN to {int(fits[1]) - 1} or less" if fits else "a smaller MAX_MODEL_LEN"
+    return TeacherError(
+        f"the KV cache ({size}) does not hold one sequence of MAX_MODEL_LEN={args.max_model_len - 1}; set {shorter}, "
+        f"or KV_CACHE_MIB (on a GPU also GPU_MEMORY_UTILIZATION) larger; vLLM's error: {error}"
+    )
+
+
+def keep_prompt_logprobs_as_tensors() -> None:
+    """Return prompt log-probabilities as tensors instead of one Python object per entry (3 to 5 times faster).
+
+    In `vllm/v1/engine/logprobs.py`, LogprobsProcessor gets all rows of a request at once and converts them to dicts.
+    RequestOutput passes on the stored object unchanged. No public option skips the conversion.
+
+    Raises:
+        TeacherError: The replaced method does not exist in this version of vLLM.
+    """
+    from vllm.v1.engine import logprobs
+
+    if not hasattr(logprobs.LogprobsProcessor, "_update_prompt_logprobs"):
+        raise TeacherError(
+            f"vLLM {vllm_version()} has no LogprobsProcessor._update_prompt_logprobs; install vLLM {TESTED_VLLM}"
+        )
+
+    def keep(self: Any, prompt_logprobs_tensors: Any) -> None:
+        self.prompt_logprobs = prompt_logprobs_tensors
+
+    logprobs.LogprobsProcessor._update_prompt_logprobs = keep  # type: ignore[method-assign]

@@ -1,0 +1,81 @@
+"""Teacher services in this process, with a real proxy and worker and a fake engine, and samples for them.
+
+The engine of each service has an offset, so that its scores differ from those of other services.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from recipe_gkd.data.samples import Prompt, Response, Sample
+from teacher.errors import TeacherRequestError
+from teacher.proxy import Proxy
+from teacher.records import ScoredSequence, TeacherSequence
+from tests._support.fake_worker import INFO, FakeEngine, running_worker
+from tests._support.teacher_service import running_proxy
+
+N_TOKENS, K = INFO.n_tokens, INFO.n_logprobs
+REFUSED = 99  # a token that every engine rejects
+
+
+def fake_scores(sequence: TeacherSequence, offset: int) -> ScoredSequence:
+    """Return the scores of the engine with this offset. They depend on every response token."""
+    response_T = sequence.token_ids[sequence.prompt_len :]
+    topk_ids_TK = (response_T[:, None] + offset + np.arange(K, dtype=np.int32)) % N_TOKENS
+    topk_logps_TK = np.tile(np.log([0.4, 0.3, 0.2, 0.1]).astype(np.float32), (len(response_T), 1))
+    return ScoredSequence(topk_logps_TK, topk_ids_TK, -(response_T + offset).astype(np.float32))
+
+
+class OffsetEngine(FakeEngine):
+    """A fake engine that returns `fake_scores` and rejects the token `REFUSED`."""
+
+    def __init__(self, offset: int) -> None:
+        super().__init__(replace(INFO, max_model_len=64))
+        self._offset = offset
+
+    def check(self, sequence: TeacherSequence, temperature: float) -> None:
+        if REFUSED in sequence.token_ids:
+            raise TeacherRequestError(f"token {REFUSED} is rejected")
+
+    def step(self) -> list[tuple[int, ScoredSequence | TeacherRequestError]]:
+        key, sequence = self._waiting.popitem()  # not in the order of arrival
+        return [(key, fake_scores(sequence, self._offset))]
+
+
+@contextmanager
+def worker_of(proxy: Proxy, offset: int) -> Iterator[None]:
+    """Run a worker for a proxy."""
+    with running_worker(proxy.backend_port, OffsetEngine(offset)):
+        yield
+
+
+@contextmanager
+def service(offset: int, port: int = 0) -> Iterator[int]:
+    """Run a service with one worker and yield its port."""
+    with running_proxy(port) as proxy, worker_of(proxy, offset):
+        yield proxy.frontend_port
+
+
+def pair(uid: int, tokens: Sequence[int] = (), *, reference: bool = False) -> tuple[Prompt, Response]:
+    """Return a prompt and a response. Two consecutive uids share one row of the data."""
+    ids = np.array(tokens or range(uid, uid + 1 + uid % 3), np.int32)
+    prompt = Prompt(uid=uid, ids=np.array([5, 6], np.int32), row=uid // 2, reference_ids=ids if reference else None)
+    zeros = np.zeros(len(ids), np.float32)
+    return prompt, Response(
+        uid=uid, ids=ids, logprobs=zeros, finish_reason="stop", weights_version=0, versions_T=zeros.astype(np.int32)
+    )
+
+
+def is_scored_by(offset: int, sample: Sample) -> bool:
+    """Return True if the sample has the scores of the engine with this offset."""
+    expected = fake_scores(TeacherSequence(sample.token_ids, len(sample.prompt.ids)), offset)
+    return (
+        not sample.is_skipped
+        and np.array_equal(sample.teacher.ids_TK, expected.topk_ids_TK)
+        and np.array_equal(sample.teacher.logps_TK, expected.topk_logps_TK)
+        and np.array_equal(sample.teacher.sampled_logps_T, expected.sampled_logps_T)
+    )

@@ -1,0 +1,253 @@
+"""Teacher backends: configuration, the in-process Hugging Face teacher, and classes of the user."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2ForCausalLM
+
+from recipe_gkd.config import Config, load_config
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.preflight import Student, meet_teacher
+from recipe_gkd.teacher_routing import Routes, open_teachers
+from recipe_gkd.teacher_routing.backends import check_scores
+from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
+from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout
+from teacher.fingerprint import tokenizer_fingerprint
+from teacher.records import ScoredSequence, TeacherSequence
+from tests._support.fake_teachers import pair
+from tests._support.repository import REPO
+from tests._support.teacher_service import MAX_MODEL_LEN, VOCAB_SIZE
+
+pytestmark = pytest.mark.timeout(60)
+
+KEY = "actor_rollout_ref.teacher"
+ROUTES = Routes(("default",))
+EXAMPLE = REPO / "docs" / "examples" / "custom_teacher.py"
+
+
+def configured(*overrides: str, others: Sequence[str] = ()) -> Config:
+    needed = ["data.train_files=x", "actor_rollout_ref.model.path=x", *others]
+    return load_config("on_policy_distill_trainer", [*needed, *(f"{KEY}.{override}" for override in overrides)])
+
+
+def random_sequences(*sizes: tuple[int, int]) -> list[TeacherSequence]:
+    """Return sequences of these numbers of tokens and prompt tokens."""
+    rng = np.random.default_rng(0)
+    return [TeacherSequence(rng.integers(0, VOCAB_SIZE, n, dtype=np.int32), prompt_len) for n, prompt_len in sizes]
+
+
+def expected_logps(model: Any, sequence: TeacherSequence, temperature: float) -> np.ndarray:
+    """Return the log-probabilities at the response positions, computed in float64 from the model's logits, [T, V]."""
+    with torch.no_grad():
+        logits_NV = model(torch.from_numpy(sequence.token_ids).long()[None]).logits[0].double()
+    return (logits_NV[sequence.prompt_len - 1 : -1] / temperature).log_softmax(dim=-1).numpy()
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["model_path=x"], "model_path=x has no effect with .*backend=zmq"),
+            (["backend=hf"], "backend=hf needs .*model_path"),
+            (
+                ["backend=hf", "model_path=x", "server_ip=10.0.0.1"],
+                "server_ip=10.0.0.1 has no effect with .*backend=hf",
+            ),
+            (["backend=hf", "model_path=x", "auth_dir=keys"], "auth_dir=keys has no effect"),
+            (["backend=hf", "model_path=x", "wire_dtype=float16"], "wire_dtype=float16 has no effect"),
+            (["backend=hf", "model_path=x", "teachers.a=b:1"], "backend=hf is one teacher"),
+            (["backend=vllm"], "backend: got 'vllm', expected FILE.py:Name.*or zmq or hf"),
+        ],
+    )
+    def test_ineffective_or_invalid_settings_raise(self, overrides: list[str], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            configured(*overrides)
+
+    def test_hf_with_worker_count_is_accepted(self) -> None:
+        configured("backend=hf", "model_path=x", "n_server_workers=2", "top_k=4")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_qwen2: Path) -> Any:
+    return Qwen2ForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float32).eval()
+
+
+class TestHfTeacher:
+    @pytest.fixture
+    def hf_teacher(self, tiny_qwen2: Path) -> Iterator[HfTeacher]:
+        teacher = HfTeacher(str(tiny_qwen2), top_k=8, device="cpu")
+        yield teacher
+        teacher.close()
+
+    def test_hello_describes_model(self, hf_teacher: HfTeacher, tiny_qwen2: Path) -> None:
+        info = hf_teacher.hello()
+        assert info.tokenizer_fingerprint == tokenizer_fingerprint(AutoTokenizer.from_pretrained(tiny_qwen2))
+        assert (info.n_tokens, info.n_logprobs, info.max_model_len) == (VOCAB_SIZE, 8, MAX_MODEL_LEN)
+        assert info.eos_token_ids == (1,) and info.model_name == tiny_qwen2.name
+
+    @pytest.mark.parametrize("fits", [True, False])
+    def test_preflight_compares_tokenizer_fingerprint(
+        self, hf_teacher: HfTeacher, tiny_qwen2: Path, fits: bool
+    ) -> None:
+        fingerprint = hf_teacher.hello().tokenizer_fingerprint if fits else "sha256:0"
+        student = Student(tiny_qwen2, VOCAB_SIZE, None, fingerprint, VOCAB_SIZE)
+        limits = ["data.max_prompt_length=32", "data.max_response_length=32", "gkd.distill_temperature=2"]
+        config = configured("backend=hf", f"model_path={tiny_qwen2}", "top_k=8", others=limits)
+        if fits:
+            assert meet_teacher("default", hf_teacher, student, config) == hf_teacher.hello()
+            return
+        with pytest.raises(ConfigError, match="vocabulary does not fit"):
+            meet_teacher("default", hf_teacher, student, config)
+
+    @pytest.mark.parametrize("batch_tokens", [1, 100, 10_000])
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_scores_equal_float64_log_softmax(
+        self, hf_teacher: HfTeacher, model: Any, temperature: float, batch_tokens: int
+    ) -> None:
+        hf_teacher._batch_tokens = batch_tokens
+        sequences = random_sequences((5, 1), (64, 60), (2, 1), (40, 7), (17, 16))
+        scored = hf_teacher.submit(sequences, 30.0, temperature=temperature).result(timeout=30)
+        check_scores("hf", sequences, scored)
+        for sequence, result in zip(sequences, scored, strict=True):
+            want_TV = expected_logps(model, sequence, temperature)
+            assert np.abs(result.topk_logps_TK + np.sort(-want_TV, axis=1)[:, :8]).max() < 1e-5
+            np.testing.assert_allclose(
+                result.topk_logps_TK, np.take_along_axis(want_TV, result.topk_ids_TK, 1), atol=1e-5
+            )
+            response_T1 = sequence.token_ids[sequence.prompt_len :, None]
+            sampled_T = np.take_along_axis(want_TV, response_T1, 1)[:, 0]
+            np.testing.assert_allclose(result.sampled_logps_T, sampled_T, atol=1e-5)
+            assert result.topk_ids_TK.dtype == np.int32 and result.topk_logps_TK.dtype == np.float32
+
+    @pytest.mark.parametrize(
+        ("ids", "message"),
+        [([1, VOCAB_SIZE], "has ids 0 to 95"), ([1] * (MAX_MODEL_LEN + 1), "65 tokens, .* takes at most 64")],
+    )
+    def test_invalid_sequence_fails_its_request(self, hf_teacher: HfTeacher, ids: list[int], message: str) -> None:
+        future = hf_teacher.submit([TeacherSequence(np.array(ids, np.int32), 1)])
+        with pytest.raises(TeacherRequestError, match=message):
+            future.result(timeout=5)
+
+    def test_deadline_fails_request_while_model_runs(
+        self, hf_teacher: HfTeacher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        blocked = threading.Event()
+        score_batch = hf_teacher._score_batch
+        monkeypatch.setattr(hf_teacher, "_score_batch", lambda *batch: blocked.wait(30) and score_batch(*batch))
+        late = [hf_teacher.submit(random_sequences((5, 1)), 0.05) for _ in range(2)]
+        for future in late:
+            with pytest.raises(TeacherTimeout, match=r"did not finish within 0.05 s; raise .*timeout_s"):
+                future.result(timeout=20)
+        blocked.set()
+        assert len(hf_teacher.submit(random_sequences((5, 1))).result(timeout=20)) == 1
+
+    def test_cancelled_request_is_skipped(self, hf_teacher: HfTeacher, monkeypatch: pytest.MonkeyPatch) -> None:
+        scored: list[int] = []
+        started, blocked = threading.Event(), threading.Event()
+        score_batch = hf_teacher._score_batch
+
+        def score(sequences: list[TeacherSequence], temperature: float) -> list[ScoredSequence]:
+            started.set()
+            blocked.wait(30)
+            scored.append(len(sequences))
+            return score_batch(sequences, temperature)
+
+        monkeypatch.setattr(hf_teacher, "_score_batch", score)
+        first, second, third = (hf_teacher.submit(random_sequences(*[(5, 1)] * n)) for n in (1, 2, 3))
+        assert started.wait(20) and second.cancel()
+        blocked.set()
+        assert len(first.result(timeout=20)) == 1 and len(third.result(timeout=20)) == 3
+        assert scored == [1, 3]
+
+    def test_model_error_fails_request_and_keeps_teacher_usable(
+        self, hf_teacher: HfTeacher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(hf_teacher, "_score_batch", lambda *batch: 1 / 0)
+            with pytest.raises(TeacherError, match="in-process teacher failed: ZeroDivisionError"):
+                hf_teacher.submit(random_sequences((5, 1))).result(timeout=20)
+        assert len(hf_teacher.submit(random_sequences((5, 1))).result(timeout=20)) == 1
+
+    def test_close_fails_open_requests(self, tiny_qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        teacher = HfTeacher(str(tiny_qwen2), device="cpu")
+        started, blocked = threading.Event(), threading.Event()
+        monkeypatch.setattr(teacher, "_score_batch", lambda *batch: started.set() or blocked.wait(30))
+        future = teacher.submit(random_sequences((5, 1)))
+        assert started.wait(20)
+        closing = threading.Thread(target=teacher.close)
+        closing.start()
+        with pytest.raises(TeacherError, match="closed before the request was scored"):
+            future.result(timeout=20)
+        blocked.set()
+        closing.join(timeout=20)
+        assert not closing.is_alive()
+        with pytest.raises(TeacherError, match="is closed"):
+            teacher.submit(random_sequences((5, 1)))
+
+    def test_missing_folder_raises_with_key(self, tmp_path: Path) -> None:
+        with pytest.raises(TeacherError, match=rf"{KEY}.model_path={tmp_path}/none"):
+            HfTeacher(str(tmp_path / "none"))
+
+    def test_open_teachers_routes_samples_to_it(self, tiny_qwen2: Path) -> None:
+        config = configured("backend=hf", f"model_path={tiny_qwen2}", "top_k=4")
+        with open_teachers(config, ROUTES) as teachers:
+            samples = asyncio.run(teachers.score([pair(0), pair(5)], step=0))
+        assert [sample.teacher.logps_TK.shape for sample in samples] == [(1, 4), (3, 4)]
+
+
+class TestCustomBackend:
+    def test_example_scores_samples(self, tiny_qwen2: Path, tmp_path: Path) -> None:
+        AutoTokenizer.from_pretrained(tiny_qwen2).save_pretrained(tmp_path)
+        counts_V = np.arange(VOCAB_SIZE, dtype=np.float64)
+        np.save(tmp_path / "counts.npy", counts_V)
+        config = configured(f"backend={EXAMPLE}:UnigramTeacher", f"model_path={tmp_path}", "top_k=4")
+        with open_teachers(config, ROUTES) as teachers:
+            info = teachers.clients["default"].hello(timeout_s=1)
+            samples = asyncio.run(teachers.score([pair(0), pair(5)], step=0))
+        assert info.tokenizer_fingerprint == tokenizer_fingerprint(AutoTokenizer.from_pretrained(tiny_qwen2))
+        logps_V = np.log((counts_V + 1) / (counts_V + 1).sum())
+        for sample in samples:
+            assert (sample.teacher.ids_TK == [95, 94, 93, 92]).all()
+            np.testing.assert_allclose(sample.teacher.sampled_logps_T, logps_V[sample.response.ids], rtol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("code", "message"),
+        [
+            ("class Mine: pass", "Mine of .* has no method hello, submit, close"),
+            ("Mine = 3", "has no method hello"),
+            ("x = 1", "does not define Mine"),
+            (
+                "class Mine:\n  def __init__(self, config): raise KeyError('a')\n  hello = submit = close = print",
+                r"Mine\(TeacherConfig\) of .* failed: KeyError",
+            ),
+        ],
+    )
+    def test_unusable_class_raises(self, code: str, message: str, tmp_path: Path) -> None:
+        (tmp_path / "mine.py").write_text(code)
+        config = configured(f"backend={tmp_path}/mine.py:Mine")
+        with pytest.raises(ConfigError, match=message), open_teachers(config, ROUTES):
+            pass
+
+
+class TestCheckScores:
+    SEQUENCE = TeacherSequence(np.zeros(5, np.int32), 2)
+
+    @pytest.mark.parametrize(
+        "shapes", [[(2, 4), (3, 4), (3,)], [(3, 4), (3, 5), (3,)], [(3, 4), (3, 4), (2,)], [(3,)] * 3]
+    )
+    def test_wrong_shape_raises(self, shapes: list[tuple[int, ...]]) -> None:
+        scored = ScoredSequence(*(np.zeros(shape) for shape in shapes))
+        with pytest.raises(TeacherProtocolError, match=r"teacher a: sequence 0 has 3 response tokens, got .*expected"):
+            check_scores("a", [self.SEQUENCE], [scored])
+
+    def test_missing_result_raises(self) -> None:
+        with pytest.raises(TeacherProtocolError, match="sent 1 sequences, got scores of 0"):
+            check_scores("a", [self.SEQUENCE], [])
