@@ -12,7 +12,7 @@ import numpy as np
 
 from recipe_gkd.actor.model_dims import check_fits, read_model_dims
 from recipe_gkd.config import Config
-from recipe_gkd.config.objective import SAMPLED
+from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss
 from recipe_gkd.config.teachers import TEACHER
 from recipe_gkd.config.validate import validates
 from recipe_gkd.errors import ConfigError, ModelError
@@ -180,7 +180,8 @@ def meet_teacher(name: str, client: Client, student: Student, config: Config) ->
             f"{TEACHER}.top_k={teacher.top_k}, but {who} returns {info.n_logprobs} ids at most; lower it, set it to "
             "null, or start the teacher with a larger N_LOGPROBS"
         )
-    if (teacher.top_k or info.n_logprobs) == 1 and gkd.tail == "renormalize" and gkd.distill_loss_type not in SAMPLED:
+    uses_tail = not (uses_sampled_token_loss(gkd) or uses_custom_loss(gkd))
+    if (teacher.top_k or info.n_logprobs) == 1 and gkd.tail == "renormalize" and uses_tail:
         raise ConfigError(
             f"gkd.tail=renormalize with a top 1 of {who}: one id, renormalized, has probability 1 on both sides, and "
             f"the gradient is zero; set gkd.tail=bucket, or raise {TEACHER}.top_k or the teacher's N_LOGPROBS"

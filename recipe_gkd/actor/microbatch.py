@@ -95,6 +95,8 @@ class PackedBatch:
     """int64: which teacher."""
     is_reference_T: np.ndarray
     """bool: it is of the data, not sampled."""
+    rewards_T: np.ndarray
+    """Reward of the response, float32; nan if it has none."""
     advantages_T: np.ndarray
     """float32, of the answer; see :class:`Sample`."""
     baselines_T: np.ndarray
@@ -159,6 +161,7 @@ def pack(samples: Sequence[Sample], *, multiple_of: int = 1) -> PackedBatch:
         is_skipped_T=of_samples((sample.is_skipped for sample in samples), np.bool_),
         teacher_numbers_T=of_samples((sample.teacher_number for sample in samples), np.int64),
         is_reference_T=of_samples((sample.is_reference for sample in samples), np.bool_),
+        rewards_T=of_samples((np.nan if sample.reward is None else sample.reward for sample in samples), np.float32),
         advantages_T=of_samples((sample.advantage for sample in samples), np.float32),
         baselines_T=of_samples((sample.baseline for sample in samples), np.float32),
         scales_T=of_samples((sample.scale for sample in samples), np.float32),

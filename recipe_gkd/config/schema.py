@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from recipe_gkd.config.choices import OneOf, absolute_path, importance_modes, kernel_backends, loss_names, tail_modes
 from recipe_gkd.config.limits import (
     MAX_BATCH,
     MAX_COEFFICIENT,
@@ -52,10 +53,15 @@ Files = Annotated[list[str], BeforeValidator(_as_list)]
 """A list of paths; one string stands for a list of one."""
 
 
-LossType = Literal[
-    "forward_kl", "reverse_kl", "jsd", "kl_rkl", "skewed_forward_kl", "skewed_reverse_kl", "tvd", "k1", "k2", "k3"
-]
-Tail = Literal["bucket", "renormalize", "none"]
+def _current_tail_mode(value: Any) -> Any:
+    return "renormalize" if value == "renormalise" else value  # former spelling
+
+
+LossType = Annotated[str, AfterValidator(OneOf(loss_names))]
+TailMode = Annotated[str, BeforeValidator(_current_tail_mode), AfterValidator(OneOf(tail_modes))]
+ImportanceMode = Annotated[str, AfterValidator(OneOf(importance_modes))]
+KernelBackend = Annotated[str, AfterValidator(OneOf(kernel_backends))]
+AggregationMode = Literal["token-mean", "seq-mean-token-mean"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -237,18 +243,26 @@ class ActorRolloutRefConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class CustomLossConfig:
+    path: Annotated[str | None, AfterValidator(absolute_path)] = key(
+        "Python file of a loss function that replaces `gkd.distill_loss_type`; null: there is none."
+    )
+    name: str | None = key("Name of the function in that file: `LossInputs` -> `LossOutputs` of `recipe_gkd.losses`.")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class GkdConfig:
     """The objective: distillation, a reward, and given answers, each with its coefficient."""
 
     distill_loss_type: LossType = key(
-        "Divergence of teacher P and student Q at each position, from the teacher's top-k; or `k1`, `k2`, `k3`, from "
-        "the sampled token alone: `k1` is reverse KL by policy gradient."
+        "Distillation loss at each position: a divergence between teacher P and student Q on the teacher's top-k, or "
+        "an estimate of reverse KL from the sampled token alone (`k1`: policy gradient, `k2`, `k3`)."
     )
     distill_loss_coef: float = key("Weight of the distillation loss; 0: it is only measured.", ge=0, le=MAX_COEFFICIENT)
     distill_temperature: float = key("Both distributions are those of logits / this.", ge=1e-3, le=1e3)
-    tail: Tail = key(
-        "All ids outside the teacher's top-k: `bucket`: one outcome; `renormalize`: left out, and both sides divided "
-        "by what is left (biased); `none`: left out of the sum (biased)."
+    tail: TailMode = key(
+        "Ids outside the teacher's top-k. `bucket` merges them into one outcome; `renormalize` omits them and divides "
+        "both distributions by their remaining mass (biased); `none` omits them from the sum (biased)."
     )
     beta: float = key(
         "Of `jsd`: the teacher's share of the mixture; near 0 forward KL, near 1 reverse KL.", ge=1e-6, le=1 - 1e-6
@@ -267,7 +281,7 @@ class GkdConfig:
     norm_adv_by_std: bool = key(
         "Divide advantages by the standard deviation of the rewards of the same prompt, plus 1e-6."
     )
-    importance: Literal["none", "truncate", "mask"] = key(
+    importance: ImportanceMode = key(
         "Of `k1`, `k2`, `k3`: correct for the weights that sampled being older, by the probability ratio: at most "
         "`importance_cap`, or tokens above it left out."
     )
@@ -282,7 +296,7 @@ class GkdConfig:
         "Given answers teach by cross-entropy with their own tokens, or by the teacher's distributions along them."
     )
     sft_loss_coef: float = key("Weight of the cross-entropy with given answers.", ge=0, le=MAX_COEFFICIENT)
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = key(
+    loss_agg_mode: AggregationMode = key(
         "Every token of the global batch counts the same, or every answer that has tokens."
     )
     chunk_tokens: int | None = key(
@@ -291,6 +305,10 @@ class GkdConfig:
     fuse_lm_head: bool = key(
         "Compute the output layer inside the loss, chunk by chunk: the logits are never whole, and computed twice."
     )
+    kernel_backend: KernelBackend = key(
+        "Kernels of the loss: `torch`; `triton`, on a GPU; `auto`: Triton on a GPU where it is installed and compiles."
+    )
+    custom_loss: CustomLossConfig
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -104,8 +104,8 @@ def test_an_unknown_key_in_a_file_of_ones_own_is_refused_too(tmp_path: Path) -> 
         ("actor_rollout_ref.rollout.val_kwargs.n=2", "greedy answers to the same prompt are all the same"),
         ("trainer.best_metric=val/x/y", "needs validation in the loop"),
         ("gkd.distill_loss_coef=0", "the gradient is zero"),
-        ("gkd.use_rl_loss=true", "needs a reward: set custom_reward_function.path"),
-        ("gkd.use_rl_loss=true", "compares the answers to the same prompt, and actor_rollout_ref.rollout.n=1"),
+        ("gkd.use_rl_loss=true", "needs a reward; set custom_reward_function.path"),
+        ("gkd.use_rl_loss=true", "compares the responses to the same prompt, but actor_rollout_ref.rollout.n=1"),
         ("gkd.beta=1", "gkd.beta: got 1"),
         ("no_equals_sign", "not of the form key=value"),
     ],
@@ -117,10 +117,10 @@ def test_a_bad_value_or_combination_says_what_to_change(override: str, says: str
 @pytest.mark.parametrize(
     ("others", "says"),
     [
-        (["gkd.distill_temperature=2"], "belongs to no other"),
-        (["gkd.sft_share=0.5", "gkd.sft_target=teacher"], "their tokens estimate nothing"),
-        (["actor_rollout_ref.rollout.temperature=0.7"], "its gradient is right for answers drawn from the student"),
-        (["actor_rollout_ref.rollout.top_p=0.9"], "its gradient is right for answers drawn from the student"),
+        (["gkd.distill_temperature=2"], "do not estimate the divergence at another temperature"),
+        (["gkd.sft_share=0.5", "gkd.sft_target=teacher"], "their tokens do not estimate its divergence"),
+        (["actor_rollout_ref.rollout.temperature=0.7"], "its gradient is correct for responses sampled from the student"),
+        (["actor_rollout_ref.rollout.top_p=0.9"], "its gradient is correct for responses sampled from the student"),
     ],
 )
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
@@ -134,12 +134,12 @@ def test_estimates_from_sampled_tokens_need_tokens_sampled_from_the_student(
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["gkd.sft_share=1", "gkd.sft_loss_coef=0"], "would be trained on nothing"),
+        (["gkd.sft_share=1", "gkd.sft_loss_coef=0"], "the reference responses have no loss"),
         (["gkd.sft_share=1", "gkd.sft_target=teacher", "gkd.distill_loss_coef=0"], "the gradient is zero"),
-        (["gkd.sft_share=0.5", "gkd.sft_target=teacher", "gkd.distill_loss_coef=0"], "would be trained on nothing"),
-        (["gkd.sft_share=0.5", "gkd.sft_loss_coef=0"], "would be trained on nothing"),
-        (["gkd.sft_share=1", "gkd.use_rl_loss=true"], "needs sampled answers"),
-        (["gkd.use_rl_loss=true", "gkd.rl_loss_coef=0"], "adds nothing"),
+        (["gkd.sft_share=0.5", "gkd.sft_target=teacher", "gkd.distill_loss_coef=0"], "the reference responses have no loss"),
+        (["gkd.sft_share=0.5", "gkd.sft_loss_coef=0"], "the reference responses have no loss"),
+        (["gkd.sft_share=1", "gkd.use_rl_loss=true"], "needs sampled responses"),
+        (["gkd.use_rl_loss=true", "gkd.rl_loss_coef=0"], "has no effect; raise the coefficient"),
         (["gkd.baseline=group"], "has no effect on gkd.distill_loss_type=forward_kl"),
     ],
 )
@@ -191,7 +191,7 @@ def test_teachers_that_cannot_be_asked_are_refused(overrides: list[str], says: s
 
 
 def test_a_baseline_of_the_group_needs_a_group() -> None:
-    assert "compares the answers to the same prompt" in refusal("gkd.distill_loss_type=k1", "gkd.baseline=group")
+    assert "compares the responses to the same prompt" in refusal("gkd.distill_loss_type=k1", "gkd.baseline=group")
 
 
 @pytest.mark.parametrize("zero", [["sync", "null"], ["n_step_off", "0"]])
