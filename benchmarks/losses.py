@@ -45,7 +45,7 @@ from recipe_gkd.losses.registry import divergence_names
 TIMEOUT_S = 600
 FROM_LOGITS = ("log_softmax", "autograd", "analytic", "in_place")
 FROM_HIDDEN = ("head", "fused_head")
-LONG = ("autograd", *FROM_HIDDEN)
+SLOW_METHODS = ("autograd", *FROM_HIDDEN)
 # Number of different rows. Random numbers for all rows would take longer than the measurement.
 TILE_ROWS = 64
 
@@ -200,7 +200,7 @@ def times(case: Case, methods: tuple[str, ...], repeats: int) -> dict[str, list[
     seconds: dict[str, list[float]] = {method: [] for method in methods}
     for repetition in range(repeats):
         for method in methods:
-            if repetition and method in LONG and case.device == "cpu":
+            if repetition and method in SLOW_METHODS and case.device == "cpu":
                 continue
             used = given
             if method == "in_place":

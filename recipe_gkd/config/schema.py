@@ -244,6 +244,8 @@ class ActorRolloutRefConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CustomLossConfig:
+    """Distillation loss from a user's file."""
+
     path: Annotated[str | None, AfterValidator(absolute_path)] = key(
         "Python file of a loss function that replaces `gkd.distill_loss_type`; null: there is none."
     )

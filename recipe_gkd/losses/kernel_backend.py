@@ -27,11 +27,11 @@ CUDA_CHUNK_ELEMENTS = 1 << 26  # small beside the memory of a GPU
 class KernelBackend(Protocol):
     """The two operations that touch every logit. :mod:`~recipe_gkd.losses.torch_kernels` documents them."""
 
-    def tail_sums(self, logits_CW: Tensor, softmaxes: Sequence[SoftmaxSpec], dtype: torch.dtype) -> Tensor:
-        """Return the sums over the ids outside each softmax's support, [C, H, 3]."""
+    def tail_sums(self, logits_RW: Tensor, softmaxes: Sequence[SoftmaxSpec], dtype: torch.dtype) -> Tensor:
+        """Return the sums over the ids outside each softmax's support, [R, H, 3]."""
 
-    def write_gradient(self, out_CW: Tensor, logits_CW: Tensor, gradient: GradientSpec) -> None:
-        """Write the gradient in the logits to ``out_CW``."""
+    def write_gradient(self, out_RW: Tensor, logits_RW: Tensor, gradient: GradientSpec) -> None:
+        """Write the gradient in the logits to ``out_RW``."""
 
 
 def select_backend(tensor: Tensor, choice: str = "auto") -> KernelBackend:

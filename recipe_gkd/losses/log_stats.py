@@ -12,7 +12,7 @@ For the entropy H of a tail with shares ``r_i = exp(x_i) / sum(exp(x))``:
 
 The backward pass needs no collective and no memory of the size of the logits other than the gradient.
 
-Shape suffixes: T positions, C positions of a chunk, W vocabulary columns of this rank, K support ids, B = K + 1
+Shape suffixes: T positions, R positions of a chunk, W vocabulary columns of this rank, K support ids, B = K + 1
 buckets (tail last), H softmaxes, X columns of a concatenation.
 """
 
@@ -107,14 +107,14 @@ class ShardQuery:
             kernel_backend=kernel_backend,
         )
 
-    def local_sums(self, logits_CW: Tensor, part: slice) -> Tensor:
-        """Return this rank's support logits, sampled logit and tail sums of one chunk, [C, K + 1 + 3 H]."""
-        dtype = torch.promote_types(logits_CW.dtype, torch.float32)
+    def local_sums(self, logits_RW: Tensor, part: slice) -> Tensor:
+        """Return this rank's support logits, sampled logit and tail sums of one chunk, [R, K + 1 + 3 H]."""
+        dtype = torch.promote_types(logits_RW.dtype, torch.float32)
         softmaxes = [softmax.rows(part) for softmax in self.softmaxes]
-        support_CK = logits_CW.gather(1, softmaxes[0].columns_TK).to(dtype).where(softmaxes[0].is_local_TK, 0)
-        sampled_C1 = logits_CW.gather(1, self.sampled_columns_T1[part]).to(dtype)
-        sums_CH3 = select_backend(logits_CW, self.kernel_backend).tail_sums(logits_CW, softmaxes, dtype)
-        return torch.cat([support_CK, sampled_C1.where(self.sampled_is_local_T1[part], 0), sums_CH3.flatten(1)], dim=1)
+        support_RK = logits_RW.gather(1, softmaxes[0].columns_TK).to(dtype).where(softmaxes[0].is_local_TK, 0)
+        sampled_R1 = logits_RW.gather(1, self.sampled_columns_T1[part]).to(dtype)
+        sums_RH3 = select_backend(logits_RW, self.kernel_backend).tail_sums(logits_RW, softmaxes, dtype)
+        return torch.cat([support_RK, sampled_R1.where(self.sampled_is_local_T1[part], 0), sums_RH3.flatten(1)], dim=1)
 
     def gather(self, parts: list[Tensor]) -> GatheredStats:
         """Combine the sums of all chunks and all ranks. Collective.

@@ -1,6 +1,6 @@
 """Kernels of :mod:`~recipe_gkd.losses.triton_backend`.
 
-Shape suffixes: R groups of L neighboring columns, which one thread loads at once; W columns of a block; K support ids;
+Shape suffixes: G groups of L neighboring columns, which one thread loads at once; W columns of a block; K support ids;
 S splits of a row; X any shape. Row numbers are 64-bit, because a micro-batch can hold more than 2^31 logits. Matrices
 other than the logits and the gradient are contiguous.
 """
@@ -54,38 +54,38 @@ def sum_tails(
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    group_R = tl.arange(0, BLOCK // LANES)
+    group_G = tl.arange(0, BLOCK // LANES)
     lane_L = tl.arange(0, LANES)
-    m_R = tl.full([BLOCK // LANES], float("-inf"), tl.float32)
-    sum_R = tl.zeros([BLOCK // LANES], tl.float32)
-    weighted_R = tl.zeros([BLOCK // LANES], tl.float32)
-    second_m_R, second_sum_R, second_weighted_R = m_R, sum_R, weighted_R
+    m_G = tl.full([BLOCK // LANES], float("-inf"), tl.float32)
+    sum_G = tl.zeros([BLOCK // LANES], tl.float32)
+    weighted_G = tl.zeros([BLOCK // LANES], tl.float32)
+    second_m_G, second_sum_G, second_weighted_G = m_G, sum_G, weighted_G
     rate = inverse_temperature * LOG2_E
     second_rate = second_inverse_temperature * LOG2_E
 
     first = split * columns_per_split
     for start in range(first, tl.minimum(first + columns_per_split, real_columns), BLOCK):
-        column_R = start + group_R * LANES
-        column_RL = column_R[:, None] + lane_L[None, :]
-        logit_RL = tl.load(logits + row * row_stride + column_RL, mask=column_RL < width, other=float("-inf"))
-        logit_RL = logit_RL.to(tl.float32)
+        column_G = start + group_G * LANES
+        column_GL = column_G[:, None] + lane_L[None, :]
+        logit_GL = tl.load(logits + row * row_stride + column_GL, mask=column_GL < width, other=float("-inf"))
+        logit_GL = logit_GL.to(tl.float32)
         if start + BLOCK > real_columns:  # outside the mask of the load, which is faster in whole vectors
-            logit_RL = tl.where(column_RL < real_columns, logit_RL, float("-inf"))
-        tail_RL = logit_RL
+            logit_GL = tl.where(column_GL < real_columns, logit_GL, float("-inf"))
+        tail_GL = logit_GL
         if HAS_SUPPORT:
-            word_R = tl.load(words + row * n_words + column_R // WORD_BITS, mask=column_R < width, other=0)
-            bit_RL = (word_R >> (column_R % WORD_BITS))[:, None] >> lane_L[None, :]
-            tail_RL = tl.where((bit_RL & 1) != 0, float("-inf"), logit_RL)
-        m_R, sum_R, weighted_R = _add_columns(m_R, sum_R, weighted_R, tail_RL, rate)
+            word_G = tl.load(words + row * n_words + column_G // WORD_BITS, mask=column_G < width, other=0)
+            bit_GL = (word_G >> (column_G % WORD_BITS))[:, None] >> lane_L[None, :]
+            tail_GL = tl.where((bit_GL & 1) != 0, float("-inf"), logit_GL)
+        m_G, sum_G, weighted_G = _add_columns(m_G, sum_G, weighted_G, tail_GL, rate)
         if N_SOFTMAXES == 2:
-            second_m_R, second_sum_R, second_weighted_R = _add_columns(
-                second_m_R, second_sum_R, second_weighted_R, logit_RL, second_rate
+            second_m_G, second_sum_G, second_weighted_G = _add_columns(
+                second_m_G, second_sum_G, second_weighted_G, logit_GL, second_rate
             )
 
     partial = partials + (row * tl.num_programs(1) + split) * (N_SOFTMAXES * 3)
-    _store_sums(partial, m_R, sum_R, weighted_R, rate, 1.0)
+    _store_sums(partial, m_G, sum_G, weighted_G, rate, 1.0)
     if N_SOFTMAXES == 2:
-        _store_sums(partial + 3, second_m_R, second_sum_R, second_weighted_R, second_rate, 1.0)
+        _store_sums(partial + 3, second_m_G, second_sum_G, second_weighted_G, second_rate, 1.0)
 
 
 @triton.jit
@@ -117,17 +117,17 @@ def merge_splits(
 
 
 @triton.jit
-def _add_columns(m_R, sum_R, weighted_R, logit_RL, rate):
-    new_m_R = tl.maximum(m_R, tl.max(logit_RL, axis=1))
-    base_R = tl.where(new_m_R > float("-inf"), new_m_R, 0.0)
-    distance_RL = logit_RL - base_R[:, None]
-    e_RL = tl.exp2(distance_RL * rate)
-    shift_R = tl.maximum(m_R - base_R, MIN_LOG)
-    scale_R = tl.exp2(shift_R * rate)
-    weighted_R = (weighted_R + sum_R * shift_R) * scale_R
-    weighted_R += tl.sum(e_RL * tl.maximum(distance_RL, MIN_LOG), axis=1)
-    sum_R = sum_R * scale_R + tl.sum(e_RL, axis=1)
-    return new_m_R, sum_R, weighted_R
+def _add_columns(m_G, sum_G, weighted_G, logit_GL, rate):
+    new_m_G = tl.maximum(m_G, tl.max(logit_GL, axis=1))
+    base_G = tl.where(new_m_G > float("-inf"), new_m_G, 0.0)
+    distance_GL = logit_GL - base_G[:, None]
+    e_GL = tl.exp2(distance_GL * rate)
+    shift_G = tl.maximum(m_G - base_G, MIN_LOG)
+    scale_G = tl.exp2(shift_G * rate)
+    weighted_G = (weighted_G + sum_G * shift_G) * scale_G
+    weighted_G += tl.sum(e_GL * tl.maximum(distance_GL, MIN_LOG), axis=1)
+    sum_G = sum_G * scale_G + tl.sum(e_GL, axis=1)
+    return new_m_G, sum_G, weighted_G
 
 
 @triton.jit

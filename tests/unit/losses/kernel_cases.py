@@ -40,14 +40,14 @@ class Chunk:
     The first row samples an id of the support if there is one; the second row samples an id of another rank.
 
     Attributes:
-        logits_CW: Logits.
+        logits_RW: Logits.
         gradient: Coefficients of the gradient.
-        sums_CH3: Expected sums, float64.
+        sums_RH3: Expected sums, float64.
     """
 
-    logits_CW: Tensor
+    logits_RW: Tensor
     gradient: GradientSpec
-    sums_CH3: Tensor = field(repr=False)
+    sums_RH3: Tensor = field(repr=False)
 
     @property
     def softmaxes(self) -> list[SoftmaxSpec]:
@@ -62,122 +62,122 @@ def make_chunk(case: Case, device: str = "cpu") -> Chunk:
         return torch.randn(*shape, generator=generator, device=device)
 
     real_columns, whole = max(case.real_columns, 0), case.k == case.real_columns
-    order_CW = normal(case.rows, max(real_columns, case.k)).argsort(1)
-    is_local_CK = order_CW[:, : case.k] < real_columns
+    order_RW = normal(case.rows, max(real_columns, case.k)).argsort(1)
+    is_local_RK = order_RW[:, : case.k] < real_columns
     if not whole:
-        is_local_CK[:, 2::3] = False
-    columns_CK = order_CW[:, : case.k].where(is_local_CK, 0)
-    logits_CW = make_logits(case, normal(case.rows, case.width + 16), columns_CK, is_local_CK)
+        is_local_RK[:, 2::3] = False
+    columns_RK = order_RW[:, : case.k].where(is_local_RK, 0)
+    logits_RW = make_logits(case, normal(case.rows, case.width + 16), columns_RK, is_local_RK)
     softmaxes = [
         SoftmaxSpec(
-            columns_TK=columns_CK,
-            is_local_TK=is_local_CK,
+            columns_TK=columns_RK,
+            is_local_TK=is_local_RK,
             real_columns=case.real_columns,
             inverse_temperature=1 / case.temperature,
         )
     ]
     if case.temperature != 1:
-        no_ids = {"columns_TK": columns_CK[:, :0], "is_local_TK": is_local_CK[:, :0]}
+        no_ids = {"columns_TK": columns_RK[:, :0], "is_local_TK": is_local_RK[:, :0]}
         softmaxes.append(replace(softmaxes[0], **no_ids, inverse_temperature=1.0))
-    sums_CH3 = torch.stack([dense_sums(logits_CW, softmax) for softmax in softmaxes], dim=1)
-    max_CH = sums_CH3[..., 0]
-    sampled_C1 = (normal(case.rows, 1).abs() * 100).long() % max(real_columns, 1)
-    grad_sampled_C1 = normal(case.rows, 1)
+    sums_RH3 = torch.stack([dense_sums(logits_RW, softmax) for softmax in softmaxes], dim=1)
+    max_RH = sums_RH3[..., 0]
+    sampled_R1 = (normal(case.rows, 1).abs() * 100).long() % max(real_columns, 1)
+    grad_sampled_R1 = normal(case.rows, 1)
     if case.k and case.rows:
-        sampled_C1[0] = columns_CK[0, 0]
-    sampled_C1[1:2], grad_sampled_C1[1:2] = 0, 0
+        sampled_R1[0] = columns_RK[0, 0]
+    sampled_R1[1:2], grad_sampled_R1[1:2] = 0, 0
     if not real_columns:
-        sampled_C1.zero_()
-        grad_sampled_C1.zero_()
-    grad_slope_CH = normal(case.rows, len(softmaxes)) if case.has_slope else None
+        sampled_R1.zero_()
+        grad_sampled_R1.zero_()
+    grad_slope_RH = normal(case.rows, len(softmaxes)) if case.has_slope else None
     gradient = GradientSpec(
         softmaxes=softmaxes,
-        max_TH=max_CH.where(max_CH > float("-inf"), 0).float(),
+        max_TH=max_RH.where(max_RH > float("-inf"), 0).float(),
         grad_tail_TH=normal(case.rows, len(softmaxes)),
-        grad_slope_TH=grad_slope_CH,
-        grad_support_TK=normal(case.rows, case.k).where(is_local_CK, 0),
-        sampled_columns_T1=sampled_C1,
-        grad_sampled_T1=grad_sampled_C1,
+        grad_slope_TH=grad_slope_RH,
+        grad_support_TK=normal(case.rows, case.k).where(is_local_RK, 0),
+        sampled_columns_T1=sampled_R1,
+        grad_sampled_T1=grad_sampled_R1,
     )
-    return Chunk(logits_CW=logits_CW, gradient=gradient, sums_CH3=sums_CH3)
+    return Chunk(logits_RW=logits_RW, gradient=gradient, sums_RH3=sums_RH3)
 
 
-def make_logits(case: Case, noise_CX: Tensor, columns_CK: Tensor, is_local_CK: Tensor) -> Tensor:
+def make_logits(case: Case, noise_RX: Tensor, columns_RK: Tensor, is_local_RK: Tensor) -> Tensor:
     """Return logits of the case's kind. Their row stride is larger than their width, as in a slice of a vocabulary."""
-    logits_CW = (noise_CX * 3)[:, : case.width]
+    logits_RW = (noise_RX * 3)[:, : case.width]
     if case.kind == "all mass on the support":
-        logits_CW.scatter_add_(1, columns_CK, is_local_CK * 1000.0)
+        logits_RW.scatter_add_(1, columns_RK, is_local_RK * 1000.0)
     elif case.kind == "+-1e4":
-        logits_CW.copy_(torch.where(logits_CW > 4, 1e4, torch.where(logits_CW < -2, -1e4, logits_CW)))
+        logits_RW.copy_(torch.where(logits_RW > 4, 1e4, torch.where(logits_RW < -2, -1e4, logits_RW)))
     elif case.kind == "-inf among them":
-        logits_CW.masked_fill_(logits_CW < 0, float("-inf"))
+        logits_RW.masked_fill_(logits_RW < 0, float("-inf"))
     elif case.kind == "all equal":
-        logits_CW.fill_(7.25)
+        logits_RW.fill_(7.25)
     elif case.kind == "around 3e4":
-        logits_CW += 3e4
-    strided_CW = torch.empty(noise_CX.shape, dtype=case.dtype, device=noise_CX.device)[:, : case.width]
-    return strided_CW.copy_(logits_CW)
+        logits_RW += 3e4
+    strided_RW = torch.empty(noise_RX.shape, dtype=case.dtype, device=noise_RX.device)[:, : case.width]
+    return strided_RW.copy_(logits_RW)
 
 
 def in_tail(width: int, softmax: SoftmaxSpec) -> Tensor:
-    """Return the columns outside the support and the padding, bool [C, W]."""
+    """Return the columns outside the support and the padding, bool [R, W]."""
     columns_W = torch.arange(width, device=softmax.is_local_TK.device)
-    real_CW = columns_W.expand(len(softmax.is_local_TK), -1) < softmax.real_columns
-    hits_CW = torch.zeros(real_CW.shape, dtype=torch.int64, device=real_CW.device)
-    return real_CW & (hits_CW.scatter_add_(1, softmax.columns_TK, softmax.is_local_TK.long()) == 0)
+    real_RW = columns_W.expand(len(softmax.is_local_TK), -1) < softmax.real_columns
+    hits_RW = torch.zeros(real_RW.shape, dtype=torch.int64, device=real_RW.device)
+    return real_RW & (hits_RW.scatter_add_(1, softmax.columns_TK, softmax.is_local_TK.long()) == 0)
 
 
-def dense_sums(logits_CW: Tensor, softmax: SoftmaxSpec) -> Tensor:
-    """Return maximum, sum(exp(x)) and sum(exp(x) x) of the tail, float64 [C, 3]."""
-    tail_CW = logits_CW.double().where(in_tail(logits_CW.shape[1], softmax), float("-inf"))
-    m_C = tail_CW.amax(1)
-    x_CW = (tail_CW - m_C.where(m_C > float("-inf"), 0)[:, None]) * softmax.inverse_temperature
-    e_CW = x_CW.exp()
-    return torch.stack([m_C, e_CW.sum(1), (e_CW * x_CW.where(e_CW > 0, 0)).sum(1)], dim=1)
+def dense_sums(logits_RW: Tensor, softmax: SoftmaxSpec) -> Tensor:
+    """Return maximum, sum(exp(x)) and sum(exp(x) x) of the tail, float64 [R, 3]."""
+    tail_RW = logits_RW.double().where(in_tail(logits_RW.shape[1], softmax), float("-inf"))
+    m_R = tail_RW.amax(1)
+    x_RW = (tail_RW - m_R.where(m_R > float("-inf"), 0)[:, None]) * softmax.inverse_temperature
+    e_RW = x_RW.exp()
+    return torch.stack([m_R, e_RW.sum(1), (e_RW * x_RW.where(e_RW > 0, 0)).sum(1)], dim=1)
 
 
 def dense_gradient(chunk: Chunk) -> Tensor:
-    """Return the gradient, float64 [C, W]."""
+    """Return the gradient, float64 [R, W]."""
     gradient = chunk.gradient
-    grad_CW = torch.zeros(chunk.logits_CW.shape, dtype=torch.float64, device=chunk.logits_CW.device)
+    grad_RW = torch.zeros(chunk.logits_RW.shape, dtype=torch.float64, device=chunk.logits_RW.device)
     for number, softmax in enumerate(gradient.softmaxes):
-        x_CW = (chunk.logits_CW.double() - gradient.max_TH[:, number, None].double()) * softmax.inverse_temperature
-        e_CW = x_CW.exp()
-        factor_CW = gradient.grad_tail_TH[:, number, None].double().expand_as(x_CW)
+        x_RW = (chunk.logits_RW.double() - gradient.max_TH[:, number, None].double()) * softmax.inverse_temperature
+        e_RW = x_RW.exp()
+        factor_RW = gradient.grad_tail_TH[:, number, None].double().expand_as(x_RW)
         if gradient.grad_slope_TH is not None:
-            factor_CW = factor_CW + gradient.grad_slope_TH[:, number, None].double() * x_CW.where(e_CW > 0, 0)
-        tail_CW = in_tail(grad_CW.shape[1], softmax)
-        grad_CW += (e_CW * factor_CW * softmax.inverse_temperature).where(tail_CW, 0)
-    grad_CW.scatter_add_(1, gradient.softmaxes[0].columns_TK, gradient.grad_support_TK.double())
-    return grad_CW.scatter_add_(1, gradient.sampled_columns_T1, gradient.grad_sampled_T1.double())
+            factor_RW = factor_RW + gradient.grad_slope_TH[:, number, None].double() * x_RW.where(e_RW > 0, 0)
+        tail_RW = in_tail(grad_RW.shape[1], softmax)
+        grad_RW += (e_RW * factor_RW * softmax.inverse_temperature).where(tail_RW, 0)
+    grad_RW.scatter_add_(1, gradient.softmaxes[0].columns_TK, gradient.grad_support_TK.double())
+    return grad_RW.scatter_add_(1, gradient.sampled_columns_T1, gradient.grad_sampled_T1.double())
 
 
 def check_sums(backend: KernelBackend, chunk: Chunk) -> None:
-    before = chunk.logits_CW.clone()
-    sums_CH3 = backend.tail_sums(chunk.logits_CW, chunk.softmaxes, torch.float32)
-    torch.testing.assert_close(sums_CH3.double(), chunk.sums_CH3, rtol=5e-6, atol=1e-6)
-    assert torch.equal(chunk.logits_CW, before)
+    before = chunk.logits_RW.clone()
+    sums_RH3 = backend.tail_sums(chunk.logits_RW, chunk.softmaxes, torch.float32)
+    torch.testing.assert_close(sums_RH3.double(), chunk.sums_RH3, rtol=5e-6, atol=1e-6)
+    assert torch.equal(chunk.logits_RW, before)
 
 
 def check_gradient(backend: KernelBackend, chunk: Chunk) -> Tensor:
     """Check the gradient in float32, from logits of any dtype, and return it."""
-    out_CW = torch.full(chunk.logits_CW.shape, float("nan"), device=chunk.logits_CW.device)
-    backend.write_gradient(out_CW, chunk.logits_CW, chunk.gradient)
+    out_RW = torch.full(chunk.logits_RW.shape, float("nan"), device=chunk.logits_RW.device)
+    backend.write_gradient(out_RW, chunk.logits_RW, chunk.gradient)
     atol = 1e-8 if chunk.gradient.grad_slope_TH is None else 1e-6  # the sum of two terms can cancel
-    torch.testing.assert_close(out_CW.double(), dense_gradient(chunk), rtol=1e-5, atol=atol)
-    return out_CW
+    torch.testing.assert_close(out_RW.double(), dense_gradient(chunk), rtol=1e-5, atol=atol)
+    return out_RW
 
 
-def check_rounded_once(backend: KernelBackend, chunk: Chunk, grad_CW: Tensor, *, truncates: bool) -> None:
+def check_rounded_once(backend: KernelBackend, chunk: Chunk, grad_RW: Tensor, *, truncates: bool) -> None:
     """Check the in-place gradient: the float32 gradient rounded once, and memory between the rows unchanged."""
-    base = chunk.logits_CW._base
+    base = chunk.logits_RW._base
     assert base is not None
     base = base.clone()
-    logits_CW = base[:, : chunk.logits_CW.shape[1]]
-    gap = base[:, logits_CW.shape[1] :].clone()
-    backend.write_gradient(logits_CW, logits_CW, chunk.gradient)
-    expected = grad_CW.to(logits_CW.dtype)
-    if truncates and logits_CW.dtype == torch.bfloat16:
-        expected = (grad_CW.view(torch.int32) & -(1 << 16)).view(torch.float32).to(logits_CW.dtype)
-    assert torch.equal(logits_CW, expected)
-    assert torch.equal(base[:, logits_CW.shape[1] :].view(torch.uint8), gap.view(torch.uint8))
+    logits_RW = base[:, : chunk.logits_RW.shape[1]]
+    gap = base[:, logits_RW.shape[1] :].clone()
+    backend.write_gradient(logits_RW, logits_RW, chunk.gradient)
+    expected = grad_RW.to(logits_RW.dtype)
+    if truncates and logits_RW.dtype == torch.bfloat16:
+        expected = (grad_RW.view(torch.int32) & -(1 << 16)).view(torch.float32).to(logits_RW.dtype)
+    assert torch.equal(logits_RW, expected)
+    assert torch.equal(base[:, logits_RW.shape[1] :].view(torch.uint8), gap.view(torch.uint8))

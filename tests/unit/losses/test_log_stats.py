@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 from recipe_gkd.losses.distributions import valid_entries
 from recipe_gkd.losses.log_stats import compute_log_stats
 from recipe_gkd.losses.logits_query import LogitsQuery, StudentLogStats
+from tests._support.dense_losses import dense_sampled_and_entropy
 from tests._support.worker_pool import WorkerPool
 from tests.unit.losses.cases import COLUMNS, ROWS, TEMPERATURES, VOCABULARY, Case, make_case, row_weights
-from tests.unit.losses.dense import dense_sampled_and_entropy
 from tests.unit.losses.runs import process_group
 
 # Support size, temperature, and whether the loss differentiates the entropy.

@@ -50,19 +50,19 @@ def use_small_blocks() -> None:
 
 def check(case: Case, device: str = "cpu") -> None:
     chunk = make_chunk(case, device)
-    backend = select_backend(chunk.logits_CW, "triton")
+    backend = select_backend(chunk.logits_RW, "triton")
     check_sums(backend, chunk)
-    grad_CW = check_gradient(backend, chunk)
-    check_rounded_once(backend, chunk, grad_CW, truncates=device == "cpu")  # the interpreter truncates bfloat16
+    grad_RW = check_gradient(backend, chunk)
+    check_rounded_once(backend, chunk, grad_RW, truncates=device == "cpu")  # the interpreter truncates bfloat16
 
 
 def check_nan() -> None:
     chunk = make_chunk(Case(temperature=2.0, k=0))
-    chunk.logits_CW[1, 100] = float("nan")
-    chunk.logits_CW[2] = float("nan")
-    sums_CH3 = select_backend(chunk.logits_CW, "triton").tail_sums(chunk.logits_CW, chunk.softmaxes, torch.float32)
-    assert sums_CH3[0].isfinite().all()
-    assert sums_CH3[1:].isnan().all()
+    chunk.logits_RW[1, 100] = float("nan")
+    chunk.logits_RW[2] = float("nan")
+    sums_RH3 = select_backend(chunk.logits_RW, "triton").tail_sums(chunk.logits_RW, chunk.softmaxes, torch.float32)
+    assert sums_RH3[0].isfinite().all()
+    assert sums_RH3[1:].isnan().all()
 
 
 def check_float64() -> None:
@@ -70,7 +70,7 @@ def check_float64() -> None:
 
     chunk = make_chunk(Case())
     with pytest.raises(TypeError, match=r"got torch\.float64 logits.*expected one of"):
-        triton_backend.tail_sums(chunk.logits_CW.double(), chunk.softmaxes, torch.float64)
+        triton_backend.tail_sums(chunk.logits_RW.double(), chunk.softmaxes, torch.float64)
 
 
 class TestInterpreted:
@@ -216,7 +216,7 @@ class TestOnGpu:
         """The last positions of a large in-place bfloat16 batch get the same results as in a batch of their own."""
         alone = make_chunk(Case(rows=16, k=64, dtype=BRAIN, temperature=2.0, **QWEN), "cuda")
         repeats = 900
-        logits_CW = alone.logits_CW.repeat(repeats, 1)
+        logits_RW = alone.logits_RW.repeat(repeats, 1)
         softmaxes = [
             replace(
                 softmax,
@@ -225,13 +225,13 @@ class TestOnGpu:
             )
             for softmax in alone.softmaxes
         ]
-        backend = select_backend(logits_CW)
-        sums_CH3 = backend.tail_sums(logits_CW, softmaxes, torch.float32)
-        torch.testing.assert_close(sums_CH3[-16:].double(), alone.sums_CH3, rtol=5e-6, atol=1e-6)
+        backend = select_backend(logits_RW)
+        sums_RH3 = backend.tail_sums(logits_RW, softmaxes, torch.float32)
+        torch.testing.assert_close(sums_RH3[-16:].double(), alone.sums_RH3, rtol=5e-6, atol=1e-6)
         tensors = {each.name: getattr(alone.gradient, each.name) for each in fields(GradientSpec)}
         repeated = {name: t.repeat(repeats, 1) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
-        backend.write_gradient(logits_CW, logits_CW, replace(alone.gradient, softmaxes=softmaxes, **repeated))
-        expected = torch.empty_like(alone.logits_CW)
-        backend.write_gradient(expected, alone.logits_CW, alone.gradient)
-        for start in range(0, len(logits_CW), 16):
-            assert torch.equal(logits_CW[start : start + 16], expected)
+        backend.write_gradient(logits_RW, logits_RW, replace(alone.gradient, softmaxes=softmaxes, **repeated))
+        expected = torch.empty_like(alone.logits_RW)
+        backend.write_gradient(expected, alone.logits_RW, alone.gradient)
+        for start in range(0, len(logits_RW), 16):
+            assert torch.equal(logits_RW[start : start + 16], expected)
