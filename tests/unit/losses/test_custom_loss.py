@@ -180,6 +180,12 @@ def dense_inputs(logits_TV: Tensor, batch: DeviceBatch, temperature: float) -> L
     )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_objective_passes_kernel_backend_to_kernels(layout: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"gkd.kernel_backend=triton, but the logits are torch\.float64"):
+        loss_and_gradients(gkd_config(*layout, "gkd.kernel_backend=triton"))
+
+
 class TestInputs:
     def test_flags_positions_and_sequences_follow_the_samples(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[LossInputs] = []
