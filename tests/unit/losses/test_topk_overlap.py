@@ -26,13 +26,13 @@ def overlap_case(k: int) -> Case:
 
 
 def overlap_of_sets(case: Case) -> list[float]:
-    shares = []
+    fractions = []
     for logits_V, logps_K, ids_K in zip(case.logits_TW[:, :VOCABULARY], case.logps_TK, case.ids_TK, strict=True):
         entries = zip(ids_K.tolist(), logps_K.tolist(), strict=True)
         teacher = {id for id, logp in entries if 0 <= id < VOCABULARY and logp > -math.inf}
         student = set(sorted(range(VOCABULARY), key=lambda id: -logits_V[id].item())[: len(teacher)])
-        shares.append(len(teacher & student) / len(teacher) if teacher else math.nan)
-    return shares
+        fractions.append(len(teacher & student) / len(teacher) if teacher else math.nan)
+    return fractions
 
 
 def overlaps_on_rank(rank: int, world_size: int, port: int) -> list[list[float]]:
