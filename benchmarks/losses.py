@@ -1,23 +1,23 @@
-"""What a divergence costs: time of forward and backward, and peak memory, against what everybody has.
+"""Measure the cost of a divergence: time of forward and backward, and peak memory, against common alternatives.
 
     python benchmarks/losses.py [--quick] [--json FILE] [--kind reverse_kl] [--tail renormalize] [-k 64]
 
-From logits [T, V] (no product of matrices is measured):
+From logits [T, V], without a matrix product:
 
-    log_softmax   a log-softmax of the logits in their own dtype and its gradient, and nothing else
-    autograd      the same divergence in plain PyTorch, float32: log-softmax, gather, a masked logsumexp for the tail
+    log_softmax   log-softmax of the logits in their own dtype and its gradient
+    autograd      the same divergence in plain PyTorch, float32: log-softmax, gather, masked logsumexp of the tail
     analytic      recipe_gkd.losses.topk_divergence
-    in_place      the same, its gradient written over the logits
+    in_place      the same, with the gradient written over the logits
 
 From hidden states and the output layer, to the gradients of both:
 
     head          their product, then ``in_place``
     fused_head    recipe_gkd.losses.fused_head.compute_log_stats_from_hidden
 
-Times are measured in one process, one way after the other, repetition by repetition, and a ratio is the median of the
-repetitions' ratios, so that a noisy machine troubles all of them alike. (On a CPU autograd and the heads, which take
-long, are in the first repetition only.) Memory is measured in a fresh process for each way: the high-water mark beyond
-the inputs, which are there before (on a GPU that of the allocator).
+Times are measured in one process that alternates between the methods. A ratio is the median of the ratios of the
+repetitions, so that noise of the machine affects all methods alike. On a CPU the slow methods (autograd, head,
+fused_head) run in the first repetition only. Memory is measured in a fresh process for each method: the peak above the
+inputs (on a GPU the peak of the allocator).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from recipe_gkd.losses import Divergence, topk_divergence
-from recipe_gkd.losses.distributions import BucketedDistributions, Tail, distributions, valid_entries
-from recipe_gkd.losses.divergences import Kind
+from recipe_gkd.losses.distributions import TAIL_MODES, BucketedDistributions, bucketed_distributions, valid_entries
 from recipe_gkd.losses.fused_head import compute_log_stats_from_hidden
 from recipe_gkd.losses.logits_query import LogitsQuery
+from recipe_gkd.losses.registry import divergence_names
 
 TIMEOUT_S = 600
 FROM_LOGITS = ("log_softmax", "autograd", "analytic", "in_place")
 FROM_HIDDEN = ("head", "fused_head")
-LONG = ("autograd", *FROM_HIDDEN)
-TILE = 64
-"""Rows that differ: random numbers for all of them would take longer than what is measured."""
+SLOW_METHODS = ("autograd", *FROM_HIDDEN)
+# Number of different rows. Random numbers for all rows would take longer than the measurement.
+TILE_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +78,10 @@ class Inputs:
     ids_TK: Tensor
 
 
-def inputs_for(case: Case, ways: tuple[str, ...]) -> Inputs:
-    """Empty logits, or an empty head, for ways that do not read them."""
+def inputs_for(case: Case, methods: tuple[str, ...]) -> Inputs:
+    """Return the inputs; logits or factors of the output layer that no method reads are empty."""
     torch.manual_seed(0)
-    rows, device = min(TILE, case.positions), case.device
+    rows, device = min(TILE_ROWS, case.positions), case.device
 
     def tiled(tile: Tensor) -> Tensor:
         return tile.repeat(-(-case.positions // rows), 1)[: case.positions]
@@ -90,7 +90,7 @@ def inputs_for(case: Case, ways: tuple[str, ...]) -> Inputs:
         tensor = torch.randn(n if wanted else 0, columns, device=device)
         return tensor.to(case.dtype)
 
-    from_logits, from_hidden = bool({*ways} & {*FROM_LOGITS}), bool({*ways} & {*FROM_HIDDEN})
+    from_logits, from_hidden = bool({*methods} & {*FROM_LOGITS}), bool({*methods} & {*FROM_HIDDEN})
     teacher = (2 * torch.randn(rows, case.vocabulary, device=device)).log_softmax(1).topk(case.k, dim=1)
     return Inputs(
         logits_TV=tiled(random(rows, case.vocabulary, from_logits)),
@@ -101,19 +101,19 @@ def inputs_for(case: Case, ways: tuple[str, ...]) -> Inputs:
     )
 
 
-# ---- the ways; each takes tensors that need a gradient, and returns the gradients
+# ---- methods: each takes tensors with requires_grad, and returns their gradients
 
 
 def log_softmax(case: Case, given: Inputs, logits_TV: Tensor) -> tuple[Tensor, ...]:
     log_q_TV = logits_TV.log_softmax(1)
-    return torch.autograd.grad(log_q_TV, logits_TV, log_q_TV.detach())  # a gradient that costs no memory of its own
+    return torch.autograd.grad(log_q_TV, logits_TV, log_q_TV.detach())  # an incoming gradient without memory of its own
 
 
 def autograd(case: Case, given: Inputs, logits_TV: Tensor) -> tuple[Tensor, ...]:
     log_q_TV = (logits_TV.float() / case.divergence.temperature).log_softmax(1)
     tail_T1 = log_q_TV.scatter(1, given.ids_TK, float("-inf")).logsumexp(1, keepdim=True)
     log_mass_TB = torch.cat([log_q_TV.gather(1, given.ids_TK), tail_T1], dim=1)
-    loss = case.divergence.of(buckets(case, given, log_mass_TB)).sum()
+    loss = case.divergence(buckets(case, given, log_mass_TB)).sum()
     return torch.autograd.grad(loss, logits_TV)
 
 
@@ -149,16 +149,16 @@ def fused_head(case: Case, given: Inputs, hidden_TD: Tensor, weight_VD: Tensor) 
         temperature=case.divergence.temperature,
     )
     stats = compute_log_stats_from_hidden(hidden_TD, weight_VD, query)
-    loss = case.divergence.of(buckets(case, given, stats.log_mass_TB)).sum()
+    loss = case.divergence(buckets(case, given, stats.log_mass_TB)).sum()
     return torch.autograd.grad(loss, (hidden_TD, weight_VD))
 
 
 def buckets(case: Case, given: Inputs, log_mass_TB: Tensor) -> BucketedDistributions:
     valid_TK = valid_entries(given.logps_TK, given.ids_TK, case.vocabulary)
-    return distributions(log_mass_TB, given.logps_TK, valid_TK, case.divergence.tail)
+    return bucketed_distributions(log_mass_TB, given.logps_TK, valid_TK, case.divergence.tail)
 
 
-WAYS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+METHODS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "log_softmax": log_softmax,
     "autograd": autograd,
     "analytic": analytic,
@@ -168,12 +168,12 @@ WAYS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
-def tensors_of(way: str, given: Inputs) -> list[Tensor]:
-    return [given.hidden_TD, given.weight_VD] if way in FROM_HIDDEN else [given.logits_TV]
+def tensors_of(method: str, given: Inputs) -> list[Tensor]:
+    return [given.hidden_TD, given.weight_VD] if method in FROM_HIDDEN else [given.logits_TV]
 
 
-def few(case: Case, given: Inputs) -> tuple[Case, Inputs]:
-    """Some positions of a case, to load and to compile what is measured then."""
+def warm_up_case(case: Case, given: Inputs) -> tuple[Case, Inputs]:
+    """Return two positions of a case, for a warm-up that imports and compiles all code."""
     small = replace(
         given,
         logits_TV=given.logits_TV[:2].clone(),
@@ -184,33 +184,33 @@ def few(case: Case, given: Inputs) -> tuple[Case, Inputs]:
     return replace(case, positions=2), small
 
 
-def go(way: str, case: Case, given: Inputs) -> None:
-    WAYS[way](case, given, *(tensor.detach().requires_grad_() for tensor in tensors_of(way, given)))
+def run(method: str, case: Case, given: Inputs) -> None:
+    METHODS[method](case, given, *(tensor.detach().requires_grad_() for tensor in tensors_of(method, given)))
 
 
 # ---- time
 
 
-def times(case: Case, ways: tuple[str, ...], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repetition."""
-    given = inputs_for(case, ways)
+def times(case: Case, methods: tuple[str, ...], repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each repetition, by method."""
+    given = inputs_for(case, methods)
     spare = replace(given, logits_TV=torch.empty_like(given.logits_TV))
-    for way in ways:
-        go(way, *few(case, given))
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for method in methods:
+        run(method, *warm_up_case(case, given))
+    seconds: dict[str, list[float]] = {method: [] for method in methods}
     for repetition in range(repeats):
-        for way in ways:
-            if repetition and way in LONG and case.device == "cpu":
+        for method in methods:
+            if repetition and method in SLOW_METHODS and case.device == "cpu":
                 continue
             used = given
-            if way == "in_place":
+            if method == "in_place":
                 spare.logits_TV.copy_(given.logits_TV)
                 used = spare
             synchronize(case.device)
             started = time.perf_counter()
-            go(way, case, used)
+            run(method, case, used)
             synchronize(case.device)
-            seconds[way].append(time.perf_counter() - started)
+            seconds[method].append(time.perf_counter() - started)
     return seconds
 
 
@@ -222,57 +222,57 @@ def synchronize(device: str) -> None:
 # ---- memory
 
 
-def peak_in_fresh_process(way: str, case: Case, threads: int) -> int:
-    """Bytes beyond the inputs."""
+def peak_in_fresh_process(method: str, case: Case, threads: int) -> int:
+    """Return the peak memory above the inputs, in bytes."""
     context = multiprocessing.get_context("spawn" if case.device == "cuda" else "forkserver")
     if case.device != "cuda":
         context.set_forkserver_preload(["torch"])
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
-        return process.submit(peak, way, case, threads).result(timeout=TIMEOUT_S)
+        return process.submit(peak, method, case, threads).result(timeout=TIMEOUT_S)
 
 
-def peak(way: str, case: Case, threads: int) -> int:
+def peak(method: str, case: Case, threads: int) -> int:
     torch.set_num_threads(threads)
-    given = inputs_for(case, (way,))
-    go(way, *few(case, given))
+    given = inputs_for(case, (method,))
+    run(method, *warm_up_case(case, given))
     synchronize(case.device)
     if case.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        go(way, case, given)
+        run(method, case, given)
         synchronize(case.device)
         return torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now what there is
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
     before = status_bytes("VmRSS")
-    go(way, case, given)
+    run(method, case, given)
     return status_bytes("VmHWM") - before
 
 
 def status_bytes(name: str) -> int:
-    """Of this process, as Linux counts them."""
+    """Return a size from /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-# ---- the whole
+# ---- report
 
 
 def measure(case: Case, *, repeats: int, threads: int) -> list[dict[str, Any]]:
-    """A row for each way."""
+    """Measure all methods and return a row for each."""
     rows = []
-    for ways, reference in ((FROM_LOGITS, "log_softmax"), (FROM_HIDDEN, "head")):
-        seconds = times(case, ways, repeats)
-        for way in ways:
-            extra = peak_in_fresh_process(way, case, threads)
-            if way in FROM_HIDDEN:
+    for methods, reference in ((FROM_LOGITS, "log_softmax"), (FROM_HIDDEN, "head")):
+        seconds = times(case, methods, repeats)
+        for method in methods:
+            extra = peak_in_fresh_process(method, case, threads)
+            if method in FROM_HIDDEN:
                 extra -= case.gradients_of_head_bytes
-            ratios = (a / b for a, b in zip(seconds[way], seconds[reference], strict=False))
+            ratios = (a / b for a, b in zip(seconds[method], seconds[reference], strict=False))
             rows.append(
                 {
                     "device": case.device,
                     "dtype": str(case.dtype).removeprefix("torch."),
-                    "way": way,
-                    "median_s": statistics.median(seconds[way]),
+                    "way": method,
+                    "median_s": statistics.median(seconds[method]),
                     f"time_over_{reference}": statistics.median(ratios),
                     "extra_bytes": extra,
                     "extra_over_logits": extra / case.logits_bytes,
@@ -299,11 +299,11 @@ def line(row: dict[str, Any]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The worst of all dtypes and devices that were measured."""
-    of = {way: [row for row in rows if row["way"] == way] for way in WAYS}
+    """Return the largest ratios over all measured dtypes and devices."""
+    of = {method: [row for row in rows if row["way"] == method] for method in METHODS}
 
-    def over_autograd(way: str) -> float:
-        return max(a["extra_bytes"] / b["extra_bytes"] for a, b in zip(of[way], of["autograd"], strict=True))
+    def over_autograd(method: str) -> float:
+        return max(a["extra_bytes"] / b["extra_bytes"] for a, b in zip(of[method], of["autograd"], strict=True))
 
     return {
         "time_over_log_softmax": max(row["time_over_log_softmax"] for row in of["analytic"]),
@@ -320,19 +320,19 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=get_args(Kind), default="forward_kl")
-    parser.add_argument("--tail", choices=get_args(Tail), default="bucket")
+    parser.add_argument("--kind", choices=divergence_names(), default="forward_kl")
+    parser.add_argument("--tail", choices=TAIL_MODES, default="bucket")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("-k", type=int, default=64, help="ids of the teacher at each position (default: 64)")
+    parser.add_argument("-k", type=int, default=64, help="teacher ids at each position (default: 64)")
     parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=152064)
     parser.add_argument("--hidden", type=int, help="width of the hidden states (default: 128, on a GPU 2048)")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    parser.add_argument("--devices", nargs="+", choices=["cpu", "cuda"], help="(default: those that are there)")
-    parser.add_argument("--repeats", type=int, help="(default: 3, on a GPU 20)")
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU (default: 1)")
-    parser.add_argument("--quick", action="store_true", help="a small size, float32 on the CPU, to see that it works")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--devices", nargs="+", choices=["cpu", "cuda"], help="(default: all available)")
+    parser.add_argument("--repeats", type=int, help="repetitions (default: 3, on a GPU 20)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--quick", action="store_true", help="small sizes, float32 on the CPU, as a smoke test")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     given = parser.parse_args()
     if given.quick:
         given.positions, given.vocabulary, given.hidden, given.k = 64, 4096, 32, 16

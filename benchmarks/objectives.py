@@ -1,9 +1,9 @@
-"""Every objective on the quickstart's task, one run after the other: what each of them reaches, as a table.
+"""Train with every objective on the quickstart task, one run after the other, and print the results as a table.
 
     python benchmarks/objectives.py [--only NAME ...] [--json FILE] [key=value ...]
 
-Each row is ``bash launch/quickstart.sh`` with the overrides below (and those given), on the same data, teacher and
-student; what is done already is not done again. About two minutes a row on two cores.
+Each row is one run of ``bash launch/quickstart.sh`` with the overrides of ``OBJECTIVES`` and of the command line, on
+the same data, teacher and student. Completed stages are not repeated. A row takes about two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ OBJECTIVES: dict[str, list[str]] = {
     "forward_kl, temperature 2": ["gkd.distill_temperature=2"],
     "forward_kl, fused head": ["gkd.fuse_lm_head=true"],
     "forward_kl + reward": REWARD,
-    "forward_kl + given answers": ["gkd.sft_share=0.25"],
+    "forward_kl + reference responses": ["gkd.sft_share=0.25"],
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(OBJECTIVES), metavar="NAME", help=", ".join(OBJECTIVES))
-    parser.add_argument("--json", type=Path, help="write the rows there")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of every run")
     args = parser.parse_args()
     folder = Path(os.environ.get("QUICKSTART_DIR", "outputs/quickstart"))
     rows = []
     for name in args.only or OBJECTIVES:
         overrides = OBJECTIVES[name] + args.overrides
         print(f"{name}: {' '.join(overrides)}", file=sys.stderr, flush=True)
-        ended = subprocess.run(
+        process = subprocess.run(
             ["bash", "launch/quickstart.sh", *overrides], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=sys.stderr
         )
-        if ended.returncode:
-            print(ended.stdout[-3000:], file=sys.stderr)
-            return ended.returncode
+        if process.returncode:
+            print(process.stdout[-3000:], file=sys.stderr)
+            return process.returncode
         rows.append({"objective": name, "overrides": overrides} | figures(ROOT / folder / "runs" / run_name(overrides)))
     print(table(rows))
     if args.json:
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def run_name(overrides: list[str]) -> str:
-    """As launch/quickstart.sh names the folder."""
+    """Return the name that launch/quickstart.sh gives the run's folder."""
     if not overrides:
         return "default"
     name = re.sub(r"[^A-Za-z0-9=._,-]", "_", ",".join(overrides))
@@ -76,12 +76,12 @@ def run_name(overrides: list[str]) -> str:
 
 
 def figures(run: Path) -> dict[str, Any]:
-    """Of a run that has ended; means over its last ten steps."""
+    """Return the results of a completed run, as means over its last ten steps."""
     report = json.loads((run / "report.json").read_text())
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
-    def mean(name: str, of: list[dict[str, float]]) -> float | None:
-        found = [step[name] for step in of if name in step]
+    def mean(name: str, steps: list[dict[str, float]]) -> float | None:
+        found = [step[name] for step in steps if name in step]
         return sum(found) / len(found) if found else None
 
     return {
@@ -105,12 +105,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         lines.append(
             f"| {row['objective']} | {row['before']:.1%} → {row['after']:.1%} | {row['loss_first']:.3f}, "
-            f"{row['loss_last']:.4f} | {row['entropy']:.3f} | {shown(row['reward'])} |"
+            f"{row['loss_last']:.4f} | {row['entropy']:.3f} | {formatted(row['reward'])} |"
         )
     return "\n".join(lines)
 
 
-def shown(value: float | None) -> str:
+def formatted(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from recipe_gkd.actor.model_dims import check_fits, read_model_dims
 from recipe_gkd.config import Config
-from recipe_gkd.config.objective import SAMPLED
+from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss
 from recipe_gkd.config.teachers import TEACHER
 from recipe_gkd.config.validate import validates
 from recipe_gkd.errors import ConfigError, ModelError
@@ -232,7 +232,8 @@ def _check_limits(label: str, info: TeacherInfo, config: Config) -> None:
             f"{TEACHER}.top_k={teacher.top_k}, but {label} returns at most {info.n_logprobs} ids; lower it, set it to "
             "null, or start the teacher with a larger N_LOGPROBS"
         )
-    if (teacher.top_k or info.n_logprobs) == 1 and gkd.tail == "renormalize" and gkd.distill_loss_type not in SAMPLED:
+    uses_tail = not (uses_sampled_token_loss(gkd) or uses_custom_loss(gkd))
+    if (teacher.top_k or info.n_logprobs) == 1 and gkd.tail == "renormalize" and uses_tail:
         raise ConfigError(
             f"gkd.tail=renormalize with a top 1 of {label}: one renormalized id has probability 1 for both models, and "
             f"the gradient is zero; set gkd.tail=bucket, or raise {TEACHER}.top_k or the teacher's N_LOGPROBS"

@@ -1,46 +1,79 @@
-"""Metrics of an update: each is a quotient of two sums over the global batch, which the ranks add up."""
+"""Metrics of an update. Each is the quotient of two sums over the global batch, which the ranks add up."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from recipe_gkd.config.schema import GkdConfig
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.losses.custom import load_custom_loss
 
+# ``actor/kl_loss_at/N`` is the mean over response positions from N to the next of these numbers.
 POSITION_BUCKETS = (0, 32, 128, 512, 2048)
-"""``actor/kl_loss_at/N``: the mean over response positions from N to the next of these."""
+
+# Metrics of an update that are not quotients.
+OTHER_METRICS = ("actor/n_tokens", "actor/distill_coef", "actor/grad_norm", "actor/lr", "actor/micro_batches")
 
 
 def quotients(gkd: GkdConfig, teachers: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Metric -> numerator and denominator, names of what the objective sums. docs/objectives.md says what each is.
+    """Return the numerator and the denominator of each metric, as names of the objective's sums.
 
-    ``teachers``: their names, by number.
+    ``docs/objectives.md`` explains the metrics.
+
+    Args:
+        gkd: Configuration of the objective.
+        teachers: Names of the teachers, by number.
+
+    Raises:
+        ConfigError: A metric of the custom loss has the name of another metric.
     """
     found = {
         "actor/loss": ("loss", "n_tokens"),
-        "actor/kl_loss": ("kl", "n_asked"),
+        "actor/kl_loss": ("kl", "n_scored"),
         "actor/distill_loss": ("distill", "n_tokens"),
         "actor/entropy": ("entropy", "n_sampled"),
         "actor/topk_overlap": ("overlap", "n_overlap"),
         "actor/above_importance_cap": ("above_cap", "n_sampled"),
     }
-    for whose in ("teacher", "student"):
-        for what in ("topk_mass", "tail_mass", "topk_entropy"):
-            found[f"actor/{whose}_{what}"] = (f"{whose}_{what}", "n_asked")
+    for model in ("teacher", "student"):
+        for measure in ("topk_mass", "tail_mass", "topk_entropy"):
+            found[f"actor/{model}_{measure}"] = (f"{model}_{measure}", "n_scored")
     if gkd.use_rl_loss:
         found |= {"actor/pg_loss": ("pg", "n_tokens"), "actor/pg_clipfrac": ("clipped", "n_sampled")}
     if gkd.sft_share:
         found["actor/sft_loss"] = ("sft", "n_tokens")
     for number, name in enumerate(teachers):
         found[f"teacher/{name}/kl_loss"] = (f"kl_of_{number}", f"n_of_{number}")
-    return found | {f"actor/kl_loss_at/{start}": (f"kl_at_{start}", f"n_at_{start}") for start in POSITION_BUCKETS}
+    found |= {f"actor/kl_loss_at/{start}": (f"kl_at_{start}", f"n_at_{start}") for start in POSITION_BUCKETS}
+    return found | _custom_quotients(gkd, reserved={*found, *OTHER_METRICS})
+
+
+def _custom_quotients(gkd: GkdConfig, reserved: set[str]) -> dict[str, tuple[str, str]]:
+    if gkd.custom_loss.path is None or gkd.custom_loss.name is None:
+        return {}
+    loss = load_custom_loss(gkd.custom_loss.path, gkd.custom_loss.name)
+    found = {f"actor/{name}": (f"custom/{name}", "n_scored") for name in loss.metric_names}
+    if taken := sorted(reserved & found.keys()):
+        raise ConfigError(f"{loss.label} returned metrics whose names are in use: {', '.join(taken)}; rename them")
+    return found
 
 
 def names_of_sums(gkd: GkdConfig, teachers: Sequence[str]) -> list[str]:
-    """In an order that every rank knows, also those that have no loss to compute."""
-    return sorted({name for both in quotients(gkd, teachers).values() for name in both})
+    """Return the names of the objective's sums, in the same order on every rank."""
+    return sorted({name for quotient in quotients(gkd, teachers).values() for name in quotient})
 
 
 def metrics(gkd: GkdConfig, teachers: Sequence[str], sums: dict[str, float]) -> dict[str, float]:
-    """A mean over nothing is left out."""
-    found = {name: sums[over] / sums[under] for name, (over, under) in quotients(gkd, teachers).items() if sums[under]}
+    """Return the metrics of an update. A mean over no tokens is omitted.
+
+    Args:
+        gkd: Configuration of the objective.
+        teachers: Names of the teachers, by number.
+        sums: Sums over the global batch, by name.
+    """
+    found = {
+        name: sums[numerator] / sums[denominator]
+        for name, (numerator, denominator) in quotients(gkd, teachers).items()
+        if sums[denominator]
+    }
     return found | {"actor/n_tokens": sums["n_tokens"], "actor/distill_coef": gkd.distill_loss_coef}

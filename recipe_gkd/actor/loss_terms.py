@@ -1,22 +1,26 @@
-"""Which tokens each part of the objective is a mean of, over the global batch, and what a token weighs in it."""
+"""Terms of the objective: the tokens that each term averages over, and the weight of a token in it.
+
+Shape suffix: T response tokens of a micro-batch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from recipe_gkd.actor.microbatch import PackedBatch
+from recipe_gkd.config.schema import AggregationMode
 
-AggMode = Literal["token-mean", "seq-mean-token-mean"]
-
-COMPONENTS = ("distill", "pg", "sft")
-"""Tokens with a teacher's opinion; sampled tokens; given tokens that no teacher was asked about."""
+LOSS_TERMS = ("distill", "pg", "sft")
 
 
 def members(batch: PackedBatch) -> dict[str, np.ndarray]:
-    """Bool [T], by component."""
+    """Return the tokens of each loss term, bool [T] by name.
+
+    ``distill`` has the tokens that a teacher scored, ``pg`` the sampled tokens, and ``sft`` the reference tokens that
+    no teacher was to score.
+    """
     return {
         "distill": batch.has_teacher_T,
         "pg": ~batch.is_reference_T,
@@ -26,7 +30,13 @@ def members(batch: PackedBatch) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class GlobalDenominators:
-    """Over the global batch: number of response tokens, and of each component's tokens and answers."""
+    """Counts over the global batch, by which the loss terms are divided.
+
+    Attributes:
+        n_tokens: Response tokens.
+        n_tokens_of: Tokens of each loss term.
+        n_responses_of: Responses of each loss term that have tokens.
+    """
 
     n_tokens: float
     n_tokens_of: dict[str, float]
@@ -34,32 +44,38 @@ class GlobalDenominators:
 
     @staticmethod
     def counts(batches: list[PackedBatch]) -> list[float]:
-        """Of some micro-batches: numbers to be added up over ranks."""
-        tokens = sum(len(batch.uids_T) for batch in batches)
-        found = [(members(batch), batch) for batch in batches]
-        n_tokens_of = [sum(float(own[name].sum()) for own, _ in found) for name in COMPONENTS]
+        """Return the counts of this rank's micro-batches, to be summed over the data-parallel ranks."""
+        n_tokens = sum(len(batch.uids_T) for batch in batches)
+        masks = [(members(batch), batch) for batch in batches]
+        n_tokens_of = [sum(float(mask[name].sum()) for mask, _ in masks) for name in LOSS_TERMS]
         n_responses_of = [
-            sum(float((own[name] / batch.response_lengths_T).sum()) for own, batch in found) for name in COMPONENTS
+            sum(float((mask[name] / batch.response_lengths_T).sum()) for mask, batch in masks) for name in LOSS_TERMS
         ]
-        return [float(tokens), *n_tokens_of, *map(round, n_responses_of)]
+        return [float(n_tokens), *n_tokens_of, *map(round, n_responses_of)]
 
     @classmethod
     def of(cls, counts: list[float]) -> GlobalDenominators:
-        tokens, *rest = counts
-        n = len(COMPONENTS)
-        return cls(tokens, dict(zip(COMPONENTS, rest[:n], strict=True)), dict(zip(COMPONENTS, rest[n:], strict=True)))
+        """Return the denominators from the sum of :meth:`counts` over all data-parallel ranks."""
+        n_tokens, *others = counts
+        n_terms = len(LOSS_TERMS)
+        return cls(
+            n_tokens,
+            dict(zip(LOSS_TERMS, others[:n_terms], strict=True)),
+            dict(zip(LOSS_TERMS, others[n_terms:], strict=True)),
+        )
 
-    def weights(self, batch: PackedBatch, mode: AggMode) -> dict[str, np.ndarray]:
-        """float32 [T], by component; 0 for tokens that do not belong to it.
+    def weights(self, batch: PackedBatch, mode: AggregationMode) -> dict[str, np.ndarray]:
+        """Return the weight of each token in each loss term, float32 [T] by name; 0 outside the term.
 
-        The sum of weight x loss over the global batch, divided by ``n_tokens``, is the mean over the component's
-        tokens, or over its answers of the mean over their tokens. Megatron divides (``calculate_per_token_loss``).
+        The sum of weight x loss over the global batch, divided by ``n_tokens``, is the term's mean over its tokens
+        (``token-mean``), or over its responses of the mean over their tokens (``seq-mean-token-mean``). Megatron
+        divides by ``n_tokens`` (``calculate_per_token_loss``).
         """
         weights = {}
-        for name, own_T in members(batch).items():
+        for name, mask_T in members(batch).items():
             if mode == "token-mean":
-                each_T = self.n_tokens / max(self.n_tokens_of[name], 1) * np.ones(len(own_T))
+                weight_T = np.full(len(mask_T), self.n_tokens / max(self.n_tokens_of[name], 1))
             else:
-                each_T = self.n_tokens / max(self.n_responses_of[name], 1) / batch.response_lengths_T
-            weights[name] = np.where(own_T, each_T, 0).astype(np.float32)
+                weight_T = self.n_tokens / max(self.n_responses_of[name], 1) / batch.response_lengths_T
+            weights[name] = np.where(mask_T, weight_T, 0).astype(np.float32)
         return weights

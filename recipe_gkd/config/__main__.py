@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from omegaconf import OmegaConf
 
+from recipe_gkd.config.choices import OneOf
 from recipe_gkd.config.load import compose_config, description, known_keys, type_of
 from recipe_gkd.config.ranges import numeric_range
 
@@ -37,6 +38,9 @@ def _range(name: str) -> str:
 
 
 def _choices(hint: Any) -> str:
+    for check in getattr(hint, "__metadata__", ()):
+        if isinstance(getattr(check, "func", None), OneOf):
+            return " One of " + ", ".join(f"`{choice}`" for choice in check.func.names()) + "."
     if get_origin(hint) is Literal:
         return " One of " + ", ".join(f"`{choice}`" for choice in get_args(hint)) + "."
     if get_origin(hint) is list and get_origin(get_args(hint)[0]) is Literal:

@@ -1,45 +1,87 @@
-"""Objectives that cannot teach: no gradient, one that knows nothing of the teacher, or one of another function."""
+"""Checks of the objective: combinations of keys that have no gradient, or whose gradient has another meaning."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipe_gkd.config.schema import Config
-
-SAMPLED = ("k1", "k2", "k3")
-"""Losses that see the sampled token alone."""
+from recipe_gkd.config.schema import Config, GkdConfig
+from recipe_gkd.errors import ConfigError
 
 
 def objective_complaints(config: Config) -> Iterator[str]:
-    """Each says what is wrong with it, and what to change."""
-    yield from _nothing_to_learn(config)
+    """Yield a message for each combination that cannot work, with the change that repairs it."""
+    yield from _without_gradient(config)
     yield from _reward(config)
     yield from _sampled_tokens(config)
+    yield from _custom_loss(config)
 
 
-def _nothing_to_learn(config: Config) -> Iterator[str]:
-    """Each part of the objective needs a coefficient, and answers to learn from."""
+def uses_custom_loss(gkd: GkdConfig) -> bool:
+    """Return True if a user's function replaces ``gkd.distill_loss_type``."""
+    return gkd.custom_loss.path is not None
+
+
+def uses_sampled_token_loss(gkd: GkdConfig) -> bool:
+    """Return True if the distillation loss depends on the sampled token alone."""
+    from recipe_gkd.losses.registry import sampled_token_loss_names
+
+    return not uses_custom_loss(gkd) and gkd.distill_loss_type in sampled_token_loss_names()
+
+
+def uses_group_baseline(gkd: GkdConfig) -> bool:
+    """Return True if the distillation loss subtracts the mean over the other responses to the same prompt."""
+    return not uses_custom_loss(gkd) and gkd.distill_loss_type == "k1" and gkd.baseline == "group"
+
+
+def check_custom_loss(config: Config) -> None:
+    """Import the user's loss function and call it on example inputs, if the configuration has one.
+
+    Raises:
+        ConfigError: Only one of path and name is set, the file or the function does not exist, or its outputs are
+            invalid.
+    """
+    path, name = config.gkd.custom_loss.path, config.gkd.custom_loss.name
+    if path is None and name is None:
+        return
+    if path is None or name is None:
+        raise ConfigError(
+            f"gkd.custom_loss.path={path} with gkd.custom_loss.name={name}: a custom loss needs both; set the other "
+            "key, or set both to null"
+        )
+    from recipe_gkd.losses.custom import load_custom_loss
+
+    load_custom_loss(path, name)
+
+
+def _without_gradient(config: Config) -> Iterator[str]:
     gkd = config.gkd
-    sampled, of_data = gkd.sft_share < 1, gkd.sft_share > 0 and gkd.sft_target == "data"
-    has_distillation = sampled or not of_data
-    if gkd.use_rl_loss and not sampled:
-        yield "gkd.use_rl_loss=true needs sampled answers, and with gkd.sft_share=1 there are none; lower the share"
-    if gkd.use_rl_loss and not gkd.rl_loss_coef:
-        yield "gkd.use_rl_loss=true with gkd.rl_loss_coef=0 adds nothing; raise it, or set gkd.use_rl_loss=false"
-    if of_data and not gkd.sft_loss_coef:
+    has_sampled, has_sft = gkd.sft_share < 1, gkd.sft_share > 0 and gkd.sft_target == "data"
+    has_distillation = has_sampled or not has_sft
+    if gkd.use_rl_loss and not has_sampled:
         yield (
-            f"gkd.sft_share={gkd.sft_share:g} with gkd.sft_loss_coef=0: these prompts would be trained on nothing; "
-            "raise the coefficient, or set gkd.sft_share=0"
+            "gkd.use_rl_loss=true needs sampled responses, but gkd.sft_share=1 replaces all of them; lower "
+            "gkd.sft_share"
         )
-    if gkd.sft_share and not of_data and not gkd.distill_loss_coef:
+    if gkd.use_rl_loss and not gkd.rl_loss_coef and not uses_custom_loss(gkd):  # a custom loss can use the advantages
         yield (
-            f"gkd.sft_share={gkd.sft_share:g} gkd.sft_target=teacher with gkd.distill_loss_coef=0: these prompts would "
-            "be trained on nothing; raise the coefficient, or set gkd.sft_share=0"
+            "gkd.use_rl_loss=true with gkd.rl_loss_coef=0 has no effect; raise the coefficient, or set "
+            "gkd.use_rl_loss=false"
         )
-    if not ((gkd.distill_loss_coef and has_distillation) or gkd.use_rl_loss or of_data):
+    if has_sft and not gkd.sft_loss_coef:
         yield (
-            f"the gradient is zero: gkd.distill_loss_coef={gkd.distill_loss_coef:g}, and neither a reward "
-            "(gkd.use_rl_loss) nor given answers (gkd.sft_share); raise the coefficient, or add one of these"
+            f"gkd.sft_share={gkd.sft_share:g} with gkd.sft_loss_coef=0: the reference responses have no loss; raise "
+            "the coefficient, or set gkd.sft_share=0"
+        )
+    if gkd.sft_share and not has_sft and not gkd.distill_loss_coef:
+        yield (
+            f"gkd.sft_share={gkd.sft_share:g} gkd.sft_target=teacher with gkd.distill_loss_coef=0: "
+            "the reference responses have no loss; raise the coefficient, or set gkd.sft_share=0"
+        )
+    if not ((gkd.distill_loss_coef and has_distillation) or (gkd.use_rl_loss and gkd.rl_loss_coef) or has_sft):
+        yield (
+            f"the gradient is zero: gkd.distill_loss_coef={gkd.distill_loss_coef:g}, without a policy loss "
+            "(gkd.use_rl_loss) and without reference responses (gkd.sft_share); raise the coefficient, or add one of "
+            "these"
         )
 
 
@@ -47,38 +89,45 @@ def _reward(config: Config) -> Iterator[str]:
     gkd, n = config.gkd, config.actor_rollout_ref.rollout.n
     if gkd.use_rl_loss and config.custom_reward_function.path is None:
         yield (
-            "gkd.use_rl_loss=true needs a reward: set custom_reward_function.path (and name) to a Python function "
-            "(prompt, answer, ground_truth, extra) -> float, or gkd.use_rl_loss=false"
+            "gkd.use_rl_loss=true needs a reward; set custom_reward_function.path and custom_reward_function.name to a "
+            "Python function of (prompt, answer, ground_truth, extra), or set gkd.use_rl_loss=false"
         )
-    by_group = gkd.distill_loss_type == "k1" and gkd.baseline == "group"
-    for wanted, what in ((gkd.use_rl_loss, "gkd.use_rl_loss=true"), (by_group, "gkd.baseline=group")):
-        if wanted and n == 1:
+    grouped = {"gkd.use_rl_loss=true": gkd.use_rl_loss, "gkd.baseline=group": uses_group_baseline(gkd)}
+    for setting, is_used in grouped.items():
+        if is_used and n == 1:
             yield (
-                f"{what} compares the answers to the same prompt, and actor_rollout_ref.rollout.n=1 asks for one; set "
-                "actor_rollout_ref.rollout.n to 4 or more"
+                f"{setting} compares the responses to the same prompt, but actor_rollout_ref.rollout.n=1 samples one; "
+                "set actor_rollout_ref.rollout.n to 4 or more"
             )
 
 
 def _sampled_tokens(config: Config) -> Iterator[str]:
     gkd, rollout = config.gkd, config.actor_rollout_ref.rollout
-    kind = gkd.distill_loss_type
-    if kind in SAMPLED and gkd.distill_temperature != 1:
+    kind, is_sampled = f"gkd.distill_loss_type={gkd.distill_loss_type}", uses_sampled_token_loss(gkd)
+    if is_sampled and gkd.distill_temperature != 1:
         yield (
-            f"gkd.distill_loss_type={kind} with gkd.distill_temperature={gkd.distill_temperature:g}: an estimate from "
-            "tokens sampled at temperature 1 belongs to no other; set it to 1, or choose a divergence of the top-k"
+            f"{kind} with gkd.distill_temperature={gkd.distill_temperature:g}: tokens sampled at temperature 1 do not "
+            "estimate the divergence at another temperature; set it to 1, or choose a divergence of the top-k"
         )
-    if gkd.baseline == "group" and kind != "k1":
-        yield f"gkd.baseline=group has no effect on gkd.distill_loss_type={kind}, only on k1; set it to expected"
-    if kind in SAMPLED and gkd.sft_share and gkd.sft_target == "teacher":
+    if gkd.baseline == "group" and not uses_group_baseline(gkd):
+        kind_in_use = "a custom loss" if uses_custom_loss(gkd) else kind
+        yield f"gkd.baseline=group has no effect on {kind_in_use}, only on k1; set it to expected"
+    if is_sampled and gkd.sft_share and gkd.sft_target == "teacher":
         yield (
-            f"gkd.distill_loss_type={kind} with gkd.sft_target=teacher: given answers are not sampled from the "
-            "student, so their tokens estimate nothing; set gkd.sft_target=data, or choose a divergence of the top-k"
+            f"{kind} with gkd.sft_target=teacher: reference responses are not sampled from the student, so their "
+            "tokens do not estimate its divergence; set gkd.sft_target=data, or choose a divergence of the top-k"
         )
-    drawn_otherwise = rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k > 0
-    if drawn_otherwise and (kind in SAMPLED or gkd.use_rl_loss):
-        what = f"gkd.distill_loss_type={kind}" if kind in SAMPLED else "gkd.use_rl_loss=true"
+    is_other_distribution = rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k > 0
+    if is_other_distribution and (is_sampled or gkd.use_rl_loss):
         yield (
-            f"{what} with actor_rollout_ref.rollout.temperature={rollout.temperature:g}, top_p={rollout.top_p:g}, "
-            f"top_k={rollout.top_k}: its gradient is right for answers drawn from the student itself; set them to 1, 1 "
-            "and -1"
+            f"{kind if is_sampled else 'gkd.use_rl_loss=true'} with actor_rollout_ref.rollout.temperature="
+            f"{rollout.temperature:g}, top_p={rollout.top_p:g}, top_k={rollout.top_k}: its gradient is correct for "
+            "responses sampled from the student's own distribution; set them to 1, 1 and -1"
         )
+
+
+def _custom_loss(config: Config) -> Iterator[str]:
+    try:
+        check_custom_loss(config)
+    except ConfigError as error:
+        yield str(error)

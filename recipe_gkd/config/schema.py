@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from recipe_gkd.config.choices import OneOf, absolute_path, importance_modes, kernel_backends, loss_names, tail_modes
 from recipe_gkd.config.limits import (
     MAX_BATCH,
     MAX_COEFFICIENT,
@@ -69,7 +70,6 @@ AggregationMode = Literal["token-mean", "seq-mean-token-mean"]
 CheckpointPart = Literal["model", "optimizer", "extra"]
 DecayStyle = Literal["constant", "linear", "cosine"]
 Device = Literal["auto", "cuda", "cpu"]
-ImportanceMode = Literal["none", "truncate", "mask"]
 ResumeMode = Literal["disable", "auto", "resume_path"]
 RolloutDtype = Literal["auto", "bfloat16", "float16", "float32"]
 SavedPart = Literal[CheckpointPart, "hf_model"]
@@ -85,10 +85,15 @@ BuiltInLogger = Literal["console", "jsonl", "tensorboard"]
 BUILT_IN_LOGGERS: tuple[str, ...] = get_args(BuiltInLogger)
 LoggerSpec = Annotated[str, AfterValidator(_check_logger)]
 
-LossType = Literal[
-    "forward_kl", "reverse_kl", "jsd", "kl_rkl", "skewed_forward_kl", "skewed_reverse_kl", "tvd", "k1", "k2", "k3"
-]
-Tail = Literal["bucket", "renormalize", "none"]
+
+def _current_tail_mode(value: Any) -> Any:
+    return "renormalize" if value == "renormalise" else value  # former spelling
+
+
+LossType = Annotated[str, AfterValidator(OneOf(loss_names))]
+TailMode = Annotated[str, BeforeValidator(_current_tail_mode), AfterValidator(OneOf(tail_modes))]
+ImportanceMode = Annotated[str, AfterValidator(OneOf(importance_modes))]
+KernelBackend = Annotated[str, AfterValidator(OneOf(kernel_backends))]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -337,12 +342,22 @@ class ActorRolloutRefConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class CustomLossConfig:
+    """Distillation loss from a user's file."""
+
+    path: Annotated[str | None, AfterValidator(absolute_path)] = key(
+        "Python file of a loss function that replaces `gkd.distill_loss_type`; null: there is none."
+    )
+    name: str | None = key("Name of the function in that file: `LossInputs` -> `LossOutputs` of `recipe_gkd.losses`.")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class GkdConfig:
     """Objective, section ``gkd``: distillation, policy loss and cross-entropy, each with a coefficient."""
 
     distill_loss_type: LossType = key(
-        "Divergence of teacher P and student Q at each position, from the teacher's top-k; or `k1`, `k2`, `k3`, from "
-        "the sampled token alone: `k1` is reverse KL by policy gradient."
+        "Distillation loss at each position: a divergence between teacher P and student Q on the teacher's top-k, or "
+        "an estimate of reverse KL from the sampled token alone (`k1`: policy gradient, `k2`, `k3`)."
     )
     distill_loss_coef: float = key(
         "Coefficient of the distillation loss. 0: the loss is measured but not trained on.", ge=0, le=MAX_COEFFICIENT
@@ -350,9 +365,9 @@ class GkdConfig:
     distill_temperature: float = key(
         "Temperature of both distributions: logits are divided by it before the softmax.", ge=1e-3, le=1e3
     )
-    tail: Tail = key(
-        "All ids outside the teacher's top-k: `bucket`: one outcome; `renormalize`: left out, and both sides divided "
-        "by what is left (biased); `none`: left out of the sum (biased)."
+    tail: TailMode = key(
+        "Ids outside the teacher's top-k. `bucket` merges them into one outcome; `renormalize` omits them and divides "
+        "both distributions by their remaining mass (biased); `none` omits them from the sum (biased)."
     )
     beta: float = key(
         "Weight of the teacher in the mixture of `jsd`. Near 0 the loss behaves like forward KL, near 1 like reverse "
@@ -419,6 +434,10 @@ class GkdConfig:
         "Compute the output layer inside the loss, chunk by chunk. The full logits are never stored; they are computed "
         "twice. Set it if the logits do not fit into memory."
     )
+    kernel_backend: KernelBackend = key(
+        "Kernels of the loss: `torch`; `triton`, on a GPU; `auto`: Triton on a GPU where it is installed and compiles."
+    )
+    custom_loss: CustomLossConfig
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

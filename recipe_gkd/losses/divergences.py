@@ -1,99 +1,127 @@
-"""Divergences of teacher P and student Q at each position, nats, ``[T]``: functions of their :class:`Outcomes`.
+"""Divergences between teacher P and student Q at each position, in nats.
 
-Their gradients come from autograd on ``[T, C]`` tensors; tensors of the vocabulary's width are in ``reading.py`` only.
+Each is a registered function of :class:`~recipe_gkd.losses.distributions.BucketedDistributions` that returns [T]. Its
+gradient is autograd's, on tensors [T, C]. Tensors of the vocabulary's width occur in
+:mod:`~recipe_gkd.losses.log_stats` only.
+
+Shape suffixes: T positions, C outcomes.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
-from recipe_gkd.losses.distributions import BucketedDistributions, Tail
-
-Kind = Literal["forward_kl", "reverse_kl", "jsd", "kl_rkl", "skewed_forward_kl", "skewed_reverse_kl", "tvd"]
+from recipe_gkd.losses.distributions import BucketedDistributions
+from recipe_gkd.losses.registry import get_divergence, register_divergence
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """A choice among the functions below, with their parameters, of outcomes that were read with this tail and this
-    temperature.
+    """A registered divergence with its parameters.
+
+    Attributes:
+        kind: Name of the divergence; one of :func:`~recipe_gkd.losses.registry.divergence_names`.
+        tail: Treatment of ids outside the teacher's top-k; see :mod:`~recipe_gkd.losses.distributions`.
+        temperature: Temperature of both distributions. The loss is not multiplied by its square.
+        beta: Weight of the teacher in the mixture of ``jsd``, in (0, 1).
+        rkl_ratio: Weight of reverse KL in ``kl_rkl``, in [0, 1].
+        skew_alpha: Skew of ``skewed_forward_kl`` and ``skewed_reverse_kl``, in (0, 1).
     """
 
-    kind: Kind = "forward_kl"
-    tail: Tail = "bucket"
-    """See :mod:`~recipe_gkd.losses.distributions`."""
+    kind: str = "forward_kl"
+    tail: str = "bucket"
     temperature: float = 1.0
-    """Both distributions are those of logits / temperature. The value is not multiplied by its square."""
     beta: float = 0.5
     rkl_ratio: float = 0.5
     skew_alpha: float = 0.1
 
-    def of(self, distributions: BucketedDistributions) -> Tensor:
-        match self.kind:
-            case "forward_kl":
-                return forward_kl(distributions)
-            case "reverse_kl":
-                return reverse_kl(distributions)
-            case "jsd":
-                return jsd(distributions, beta=self.beta)
-            case "kl_rkl":
-                return kl_rkl(distributions, rkl_ratio=self.rkl_ratio)
-            case "skewed_forward_kl":
-                return skewed_forward_kl(distributions, skew_alpha=self.skew_alpha)
-            case "skewed_reverse_kl":
-                return skewed_reverse_kl(distributions, skew_alpha=self.skew_alpha)
-            case "tvd":
-                return tvd(distributions)
+    def __call__(self, distributions: BucketedDistributions) -> Tensor:
+        """Return the divergence at each position, in nats, [T]."""
+        loss_T: Tensor = get_divergence(self.kind)(distributions, values=vars(self))
+        return loss_T
 
 
+@register_divergence("forward_kl")
 def forward_kl(distributions: BucketedDistributions) -> Tensor:
-    """KL(P || Q) = sum p (log p - log q): mass-covering (Hinton et al. 2015, arXiv 1503.02531).
+    """Return KL(P || Q) = sum(p (log p - log q)), mass-covering (Hinton et al. 2015, arXiv:1503.02531).
 
-    With a tail bucket, dL/dl_i = q_i - p_i on the support and (1 - p_tail / q_tail) q_i off it.
+    With a tail bucket, dL/dl_i = q_i - p_i on the support and (1 - p_tail / q_tail) q_i outside it.
     """
     return (distributions.p_TC * (distributions.log_p_TC - distributions.log_q_TC)).sum(1)
 
 
+@register_divergence("reverse_kl")
 def reverse_kl(distributions: BucketedDistributions) -> Tensor:
-    """KL(Q || P) = sum q (log q - log p): mode-seeking (Gu et al. 2024, MiniLLM, arXiv 2306.08543)."""
+    """Return KL(Q || P) = sum(q (log q - log p)), mode-seeking (Gu et al. 2024, MiniLLM, arXiv:2306.08543)."""
     return (distributions.q_TC * (distributions.log_q_TC - distributions.log_p_TC)).sum(1)
 
 
+@register_divergence("jsd")
+def jsd(distributions: BucketedDistributions, *, beta: float) -> Tensor:
+    """Return the generalized Jensen-Shannon divergence.
+
+    ``beta * KL(P || M) + (1 - beta) * KL(Q || M)`` with ``M = beta * P + (1 - beta) * Q`` (Agarwal et al. 2024, GKD,
+    arXiv:2306.13649, eq. 1). Divided by beta it tends to forward KL for beta -> 0; divided by 1 - beta it tends to
+    reverse KL for beta -> 1.
+
+    Args:
+        distributions: Teacher and student on the same outcomes.
+        beta: Weight of the teacher in the mixture, in (0, 1). For 0 and 1 use ``forward_kl`` and ``reverse_kl``.
+    """
+    log_m_TC = _log_mixture(distributions, beta)
+    p_to_m_T = (distributions.p_TC * (distributions.log_p_TC - log_m_TC)).sum(1)
+    q_to_m_T = (distributions.q_TC * (distributions.log_q_TC - log_m_TC)).sum(1)
+    return beta * p_to_m_T + (1 - beta) * q_to_m_T
+
+
+@register_divergence("kl_rkl")
 def kl_rkl(distributions: BucketedDistributions, *, rkl_ratio: float) -> Tensor:
-    """(1 - r) KL(P || Q) + r KL(Q || P)."""
+    """Return (1 - r) KL(P || Q) + r KL(Q || P).
+
+    Args:
+        distributions: Teacher and student on the same outcomes.
+        rkl_ratio: Weight r of reverse KL, in [0, 1].
+    """
     return (1 - rkl_ratio) * forward_kl(distributions) + rkl_ratio * reverse_kl(distributions)
 
 
-def jsd(distributions: BucketedDistributions, *, beta: float) -> Tensor:
-    """Generalized Jensen-Shannon: b KL(P || M) + (1 - b) KL(Q || M), M = b P + (1 - b) Q (Agarwal et al. 2024, GKD,
-    arXiv 2306.13649, eq. 1). Divided by b it tends to forward KL for b -> 0, by 1 - b to reverse KL for b -> 1.
-    """
-    log_m_TC = _log_mixture(distributions, beta)
-    to_p_T = (distributions.p_TC * (distributions.log_p_TC - log_m_TC)).sum(1)
-    to_q_T = (distributions.q_TC * (distributions.log_q_TC - log_m_TC)).sum(1)
-    return beta * to_p_T + (1 - beta) * to_q_T
-
-
+@register_divergence("skewed_forward_kl")
 def skewed_forward_kl(distributions: BucketedDistributions, *, skew_alpha: float) -> Tensor:
-    """KL(P || a P + (1 - a) Q): at most -log a, bounded gradient (Ko et al. 2024, DistiLLM, arXiv 2402.03898)."""
+    """Return KL(P || a P + (1 - a) Q) (Ko et al. 2024, DistiLLM, arXiv:2402.03898).
+
+    It is at most -log(a), and its gradient is bounded.
+
+    Args:
+        distributions: Teacher and student on the same outcomes.
+        skew_alpha: Weight a of the teacher in the mixture, in (0, 1).
+    """
     return (distributions.p_TC * (distributions.log_p_TC - _log_mixture(distributions, skew_alpha))).sum(1)
 
 
+@register_divergence("skewed_reverse_kl")
 def skewed_reverse_kl(distributions: BucketedDistributions, *, skew_alpha: float) -> Tensor:
-    """KL(Q || (1 - a) P + a Q): finite also where P has no mass (DistiLLM, as above)."""
+    """Return KL(Q || (1 - a) P + a Q) (Ko et al. 2024, DistiLLM, arXiv:2402.03898).
+
+    It is finite also where P has no mass.
+
+    Args:
+        distributions: Teacher and student on the same outcomes.
+        skew_alpha: Weight a of the student in the mixture, in (0, 1).
+    """
     return (distributions.q_TC * (distributions.log_q_TC - _log_mixture(distributions, 1 - skew_alpha))).sum(1)
 
 
+@register_divergence("tvd")
 def tvd(distributions: BucketedDistributions) -> Tensor:
-    """Total variation, half of sum |p - q|: between 0 and 1 (Wen et al. 2023, f-distill, arXiv 2307.15190)."""
+    """Return the total variation distance, sum(|p - q|) / 2 (Wen et al. 2023, f-distill, arXiv:2307.15190)."""
     return 0.5 * (distributions.p_TC - distributions.q_TC).abs().sum(1)
 
 
-def _log_mixture(distributions: BucketedDistributions, teacher_share: float) -> Tensor:
-    """log(a P + (1 - a) Q), and 0 for an outcome that is not there."""
-    log_p_TC = distributions.log_p_TC + math.log(teacher_share)
-    log_q_TC = distributions.log_q_TC + math.log1p(-teacher_share)
+def _log_mixture(distributions: BucketedDistributions, teacher_weight: float) -> Tensor:
+    """Return log(a P + (1 - a) Q) with a = ``teacher_weight``; 0 for an invalid outcome."""
+    log_p_TC = distributions.log_p_TC + math.log(teacher_weight)
+    log_q_TC = distributions.log_q_TC + math.log1p(-teacher_weight)
     return log_p_TC.logaddexp(log_q_TC).where(distributions.valid_TC, 0)

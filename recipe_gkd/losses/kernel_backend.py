@@ -1,4 +1,4 @@
-"""Which arithmetic reads the logits: PyTorch's, or on a GPU the kernels in Triton, which is never required."""
+"""Selection of the kernel backend: PyTorch, or Triton on a GPU."""
 
 from __future__ import annotations
 
@@ -13,73 +13,92 @@ from torch import Tensor
 
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses import torch_kernels
-from recipe_gkd.losses.logits_query import Backward, SoftmaxSpec
+from recipe_gkd.losses.logits_query import GradientSpec, SoftmaxSpec
 
 log = logging.getLogger(__name__)
 
-CHOICE = "RECIPE_GKD_ARITHMETIC"
-"""Environment variable: ``torch`` or ``triton`` for all tensors, for tests and benchmarks; ``auto`` if it is unset."""
+KERNEL_BACKENDS = ("auto", "torch", "triton")
+KEY = "gkd.kernel_backend"
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CPU_CHUNK_ELEMENTS = 1 << 20  # stays in the cache of one core
+CUDA_CHUNK_ELEMENTS = 1 << 26  # small beside the memory of a GPU
 
 
 class KernelBackend(Protocol):
-    """What :mod:`~recipe_gkd.losses.torch_kernels` documents."""
+    """The two operations that touch every logit. :mod:`~recipe_gkd.losses.torch_kernels` documents them."""
 
-    def tail_sums(self, logits_CW: Tensor, softmaxes: Sequence[SoftmaxSpec], dtype: torch.dtype) -> Tensor: ...
+    def tail_sums(self, logits_RW: Tensor, softmaxes: Sequence[SoftmaxSpec], dtype: torch.dtype) -> Tensor:
+        """Return the sums over the ids outside each softmax's support, [R, H, 3]."""
 
-    def write_gradient(self, out_CW: Tensor, logits_CW: Tensor, wanted: Backward) -> None: ...
+    def write_gradient(self, out_RW: Tensor, logits_RW: Tensor, gradient: GradientSpec) -> None:
+        """Write the gradient in the logits to ``out_RW``."""
 
 
-def select_backend(tensor: Tensor, choice: str | None = None) -> KernelBackend:
-    """``choice``: ``auto`` (Triton on a GPU, if it is installed), ``torch`` or ``triton``; None: what the environment
-    says. Raises ConfigError for others, and for ``triton`` where that cannot work.
+def select_backend(tensor: Tensor, choice: str = "auto") -> KernelBackend:
+    """Return the kernel backend for the logits of one model.
+
+    Args:
+        tensor: Logits, or any tensor of their device and dtype.
+        choice: ``gkd.kernel_backend``. ``auto`` is Triton on a GPU where it is installed and compiles, else PyTorch.
+
+    Raises:
+        ConfigError: ``choice`` is unknown, or ``triton`` cannot run on this tensor.
     """
-    choice = choice or os.environ.get(CHOICE) or "auto"
-    if choice not in ("auto", "torch", "triton"):
-        raise ConfigError(f"{CHOICE}: got {choice!r}, expected 'auto', 'torch' or 'triton'")
+    if choice not in KERNEL_BACKENDS:
+        raise ConfigError(f"{KEY}: got {choice!r}, expected one of {', '.join(KERNEL_BACKENDS)}")
     if choice == "torch" or (choice == "auto" and not (tensor.is_cuda and tensor.dtype in TRITON_DTYPES)):
         return torch_kernels
-    found = _triton()
+    backend = _load_triton()
     if choice == "auto":
-        return found or torch_kernels
-    if found is None:
-        raise ConfigError(f"{CHOICE}=triton, but the package triton cannot be imported: install it, or unset {CHOICE}")
-    if tensor.dtype not in TRITON_DTYPES:
+        return backend or torch_kernels
+    if backend is None:
         raise ConfigError(
-            f"{CHOICE}=triton, but the logits are {tensor.dtype}, expected {TRITON_DTYPES}: unset {CHOICE}"
+            f"{KEY}=triton, but Triton cannot be imported or cannot compile here; repair the installation, or set "
+            f"{KEY}=auto"
         )
+    if tensor.dtype not in TRITON_DTYPES:
+        raise ConfigError(f"{KEY}=triton, but the logits are {tensor.dtype}, expected {TRITON_DTYPES}; set {KEY}=auto")
     if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
-            f"{CHOICE}=triton, but the logits are on {tensor.device}, expected a GPU: unset {CHOICE}, or set "
-            "TRITON_INTERPRET=1 for a test"
+            f"{KEY}=triton, but the logits are on {tensor.device}, expected a GPU; set {KEY}=auto, or set the "
+            "environment variable TRITON_INTERPRET=1 for a test"
         )
-    return found
+    return backend
 
 
-def chunk_positions(logits_TW: Tensor) -> int:
-    """Positions to take at a time: what stays in a core's cache, what is little of a GPU's memory, or all."""
-    if select_backend(logits_TW) is not torch_kernels:
-        return max(1, len(logits_TW))  # the kernels allocate nothing of the logits' size
-    return max(1, (1 << 26 if logits_TW.is_cuda else 1 << 20) // max(logits_TW.shape[1], 1))
+def chunk_positions(logits_TW: Tensor, choice: str = "auto") -> int:
+    """Return the number of positions that one call of the backend takes.
+
+    Triton takes all positions, because its kernels allocate nothing of the size of the logits.
+    """
+    if select_backend(logits_TW, choice) is not torch_kernels:
+        return max(1, len(logits_TW))
+    elements = CUDA_CHUNK_ELEMENTS if logits_TW.is_cuda else CPU_CHUNK_ELEMENTS
+    return max(1, elements // max(logits_TW.shape[1], 1))
 
 
 @functools.cache
-def _triton() -> KernelBackend | None:
-    """None if it is not installed, or cannot compile here (there is no C compiler, say): it is never required."""
+def _load_triton() -> KernelBackend | None:
+    """Return the Triton backend; None if it is not installed or cannot compile on this machine."""
     try:
         from recipe_gkd.losses import triton_backend
     except ImportError:
         return None
     if torch.cuda.is_available():
-        head = SoftmaxSpec(
+        softmax = SoftmaxSpec(
             columns_TK=torch.zeros(1, 0, dtype=torch.int64, device="cuda"),
-            own_TK=torch.zeros(1, 0, dtype=torch.bool, device="cuda"),
+            is_local_TK=torch.zeros(1, 0, dtype=torch.bool, device="cuda"),
             real_columns=1,
             inverse_temperature=1.0,
         )
         try:
-            triton_backend.tail_sums(torch.zeros(1, 1, device="cuda"), [head], torch.float32)
-        except Exception as error:  # noqa: BLE001  # whatever a compiler raises
-            log.warning("Triton cannot be used (%s); PyTorch computes the losses, with more passes", error)
+            triton_backend.tail_sums(torch.zeros(1, 1, device="cuda"), [softmax], torch.float32)
+        except Exception as error:  # noqa: BLE001  # a compiler can raise any exception
+            log.warning(
+                "Triton cannot compile a kernel (%s). The losses use the slower PyTorch kernels; install a C compiler, "
+                "or set %s=torch to silence this warning",
+                error,
+                KEY,
+            )
             return None
     return triton_backend

@@ -1,14 +1,19 @@
-"""Read the student: what is asked, from logits that are divided over ranks by vocabulary.
+"""Student statistics from vocab-parallel logits, with an analytic gradient.
 
-One pass over the logits forward, one backward.
+The logits are read once forward and once backward. For the buckets of a softmax, with ``m`` the largest logit outside
+the support, ``x = (logit - m) / temperature`` and ``log_mass_tail = log(sum(exp(x)))``, all up to one constant per row:
 
-With top the largest logit off the support, x = (logit - top) / temperature, and u_tail = log(sum exp(x_i), i off the
-support), all up to a constant of the row:
+    d log_mass_k    / d logit_i = [i = id_k] / temperature
+    d log_mass_tail / d logit_i = exp(x_i - log_mass_tail) / temperature                    outside the support
 
-    d u_k / d l_i = [i = id_k] / temperature,    d u_tail / d l_i = exp(x_i - u_tail) / temperature   off the support
+For the entropy H of a tail with shares ``r_i = exp(x_i) / sum(exp(x))``:
 
-Logits are subtracted from each other before anything else, which loses no digit however large they are.
-The backward pass needs no collective, and nothing of the logits' size but their gradient.
+    d H / d logit_i = r_i * (sum(r * x) - x_i) / temperature
+
+The backward pass needs no collective and no memory of the size of the logits other than the gradient.
+
+Shape suffixes: T positions, R positions of a chunk, W vocabulary columns of this rank, K support ids, B = K + 1
+buckets (tail last), H softmaxes, X columns of a concatenation.
 """
 
 from __future__ import annotations
@@ -24,7 +29,17 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from recipe_gkd.losses.kernel_backend import chunk_positions, select_backend
-from recipe_gkd.losses.logits_query import Backward, LogitsQuery, SoftmaxSpec, StudentLogStats, heads_of, local_columns
+from recipe_gkd.losses.logits_query import (
+    GradientSpec,
+    LogitsQuery,
+    SoftmaxSpec,
+    StudentLogStats,
+    local_columns,
+    softmax_specs,
+)
+
+# Finite stand-in for -inf: the product of -inf and 0 would be nan.
+MIN_LOG = -1e30
 
 
 def compute_log_stats(
@@ -34,175 +49,230 @@ def compute_log_stats(
     tp_group: ProcessGroup | None = None,
     chunk_tokens: int | None = None,
     in_place: bool = False,
+    kernel_backend: str = "auto",
 ) -> StudentLogStats:
-    """``logits_TW``: this rank's columns, any float dtype; rank r of ``tp_group`` has the columns [r W, (r + 1) W).
+    """Return the student's statistics, differentiable in the logits. Collective.
 
-    ``chunk_tokens``: positions at a time; None: as many as suit the device.
-    ``in_place``: the gradient is written over the logits, which nobody else may need after the forward pass; a second
-    backward pass then ends with PyTorch's error about a tensor that was modified.
+    Args:
+        logits_TW: This rank's columns of the logits, any float dtype. Rank r has the ids [r W, (r + 1) W).
+        query: Requested statistics, identical on every rank.
+        tp_group: Group over which the vocabulary is sharded; None if it is whole.
+        chunk_tokens: Positions of one chunk; None selects a size that suits the device.
+        in_place: Write the gradient over the logits. No other operation may need them after the forward pass; a second
+            backward pass raises PyTorch's error about a modified tensor.
+        kernel_backend: ``gkd.kernel_backend``.
     """
-    plan = Plan.make(query, logits_TW.shape[1], tp_group)
-    parts = chunks(len(logits_TW), chunk_tokens or chunk_positions(logits_TW))
-    return reading_of(query, *_LogStatsOfLogits.apply(logits_TW, plan, parts, in_place))
+    shard = ShardQuery.make(query, logits_TW.shape[1], tp_group, kernel_backend)
+    parts = chunks(len(logits_TW), chunk_tokens or chunk_positions(logits_TW, kernel_backend))
+    return to_student_stats(query, *_LogStatsOfLogits.apply(logits_TW, shard, parts, in_place))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A question as one rank works on it."""
+class ShardQuery:
+    """A :class:`LogitsQuery` in the vocabulary columns of one rank.
+
+    Attributes:
+        softmaxes: Softmaxes of the query, on this rank's columns.
+        sampled_columns_T1: Column of the sampled token; 0 for an id of another rank.
+        sampled_is_local_T1: True if the sampled token is in this rank's shard.
+        valid_TK: Valid support ids, on any rank.
+        entropy_has_gradient: See :class:`LogitsQuery`.
+        tp_group: Group over which the vocabulary is sharded.
+        kernel_backend: ``gkd.kernel_backend``.
+    """
 
     softmaxes: list[SoftmaxSpec]
-    picked_columns_T1: Tensor
-    picked_own_T1: Tensor
+    sampled_columns_T1: Tensor
+    sampled_is_local_T1: Tensor
     valid_TK: Tensor
+    entropy_has_gradient: bool
     tp_group: ProcessGroup | None
+    kernel_backend: str
 
     @classmethod
-    def make(cls, query: LogitsQuery, width: int, tp_group: ProcessGroup | None) -> Plan:
+    def make(cls, query: LogitsQuery, width: int, tp_group: ProcessGroup | None, kernel_backend: str) -> ShardQuery:
+        """Return the query in a shard of ``width`` columns."""
         first_column = 0 if tp_group is None else tp_group.rank() * width
-        picked_T1 = query.sampled_T[:, None]
-        columns_T1, own_T1 = local_columns(picked_T1, torch.ones_like(picked_T1, dtype=torch.bool), first_column, width)
+        sampled_T1 = query.sampled_T[:, None]
+        columns_T1, is_local_T1 = local_columns(
+            sampled_T1, torch.ones_like(sampled_T1, dtype=torch.bool), first_column, width
+        )
         return cls(
-            softmaxes=heads_of(query, first_column, width),
-            picked_columns_T1=columns_T1,
-            picked_own_T1=own_T1,
+            softmaxes=softmax_specs(query, first_column, width),
+            sampled_columns_T1=columns_T1,
+            sampled_is_local_T1=is_local_T1,
             valid_TK=query.valid_TK,
+            entropy_has_gradient=query.entropy_has_gradient,
             tp_group=tp_group,
+            kernel_backend=kernel_backend,
         )
 
-    def read(self, logits_CW: Tensor, part: slice) -> Tensor:
-        """Return this rank's share of the support's logits, the picked logit and each head's tail: [C, K + 1 + 3 H]."""
-        dtype = torch.promote_types(logits_CW.dtype, torch.float32)
-        support, picked_own_C1 = self.softmaxes[0].rows(part), self.picked_own_T1[part]
-        support_CK = logits_CW.gather(1, support.columns_TK).to(dtype)
-        picked_C1 = logits_CW.gather(1, self.picked_columns_T1[part]).to(dtype)
-        softmaxes = [support, *(head.rows(part) for head in self.softmaxes[1:])]
-        tails_CH3 = select_backend(logits_CW).tail_sums(logits_CW, softmaxes, dtype)
-        return torch.cat(
-            [support_CK.where(support.own_TK, 0), picked_C1.where(picked_own_C1, 0), tails_CH3.flatten(1)], dim=1
-        )
+    def local_sums(self, logits_RW: Tensor, part: slice) -> Tensor:
+        """Return this rank's support logits, sampled logit and tail sums of one chunk, [R, K + 1 + 3 H]."""
+        dtype = torch.promote_types(logits_RW.dtype, torch.float32)
+        softmaxes = [softmax.rows(part) for softmax in self.softmaxes]
+        support_RK = logits_RW.gather(1, softmaxes[0].columns_TK).to(dtype).where(softmaxes[0].is_local_TK, 0)
+        sampled_R1 = logits_RW.gather(1, self.sampled_columns_T1[part]).to(dtype)
+        sums_RH3 = select_backend(logits_RW, self.kernel_backend).tail_sums(logits_RW, softmaxes, dtype)
+        return torch.cat([support_RK, sampled_R1.where(self.sampled_is_local_T1[part], 0), sums_RH3.flatten(1)], dim=1)
 
-    def gather(self, shares: list[Tensor]) -> Gathered:
-        """The shares of all chunks and all ranks together. Collective."""
-        share_TX = torch.cat(shares)
-        n_sums = self.valid_TK.shape[1] + 1
-        tails_TH3 = share_TX[:, n_sums:].unflatten(1, (-1, 3))
-        own_top_TH = tails_TH3[..., 0]
-        top_TH = own_top_TH
-        if self.tp_group is not None and len(share_TX):
-            top_TH = own_top_TH.clone()
-            dist.all_reduce(top_TH, op=dist.ReduceOp.MAX, group=self.tp_group)
-        exists_TH = top_TH != float("-inf")
-        top_TH = top_TH.where(exists_TH, 0)
-        # exp(l - top) = exp(l - own) exp(own - top), and likewise for the sum that has (l - top) as a factor.
-        rate_H = top_TH.new_tensor([head.inverse_temperature for head in self.softmaxes])
-        lower_TH = ((own_top_TH - top_TH) * rate_H).clamp(min=-1e30)
-        sum_TH = tails_TH3[..., 1] * lower_TH.exp()
-        weighted_TH = tails_TH3[..., 2] * lower_TH.exp() + sum_TH * lower_TH
-        sums_TX = torch.cat([share_TX[:, :n_sums], sum_TH, weighted_TH], dim=1)
-        if self.tp_group is not None and len(share_TX):
-            dist.all_reduce(sums_TX, group=self.tp_group)  # one rank has each id, the others have added 0
-        support_TK, picked_T1, sum_TH, weighted_TH = sums_TX.split(
-            [n_sums - 1, 1, len(self.softmaxes), len(self.softmaxes)], dim=1
-        )
+    def gather(self, parts: list[Tensor]) -> GatheredStats:
+        """Combine the sums of all chunks and all ranks. Collective.
 
-        scale_TH = sum_TH.where(exists_TH, 1).reciprocal()
-        log_sum_TH = sum_TH.where(exists_TH, 1).log()
+        Args:
+            parts: Results of :meth:`local_sums`, in the order of the positions.
+        """
+        local_TX = torch.cat(parts)
+        n_ids, n_softmaxes = self.valid_TK.shape[1] + 1, len(self.softmaxes)
+        local_TH3 = local_TX[:, n_ids:].unflatten(1, (-1, 3))
+        local_max_TH = local_TH3[..., 0]
+        max_TH = local_max_TH
+        if self.tp_group is not None and len(local_TX):
+            max_TH = local_max_TH.clone()
+            dist.all_reduce(max_TH, op=dist.ReduceOp.MAX, group=self.tp_group)
+        has_tail_TH = max_TH != float("-inf")
+        max_TH = max_TH.where(has_tail_TH, 0)
+        # exp(l - max) = exp(l - local max) * exp(local max - max), and likewise for the sum with the factor (l - max).
+        rate_H = max_TH.new_tensor([softmax.inverse_temperature for softmax in self.softmaxes])
+        shift_TH = ((local_max_TH - max_TH) * rate_H).clamp(min=MIN_LOG)
+        sum_TH = local_TH3[..., 1] * shift_TH.exp()
+        weighted_TH = local_TH3[..., 2] * shift_TH.exp() + sum_TH * shift_TH
+        sums_TX = torch.cat([local_TX[:, :n_ids], sum_TH, weighted_TH], dim=1)
+        if self.tp_group is not None and len(local_TX):
+            dist.all_reduce(sums_TX, group=self.tp_group)  # an id is on one rank; the other ranks add 0
+        support_TK, sampled_T1, sum_TH, weighted_TH = sums_TX.split([n_ids - 1, 1, n_softmaxes, n_softmaxes], dim=1)
+
+        log_sum_TH = sum_TH.where(has_tail_TH, 1).log()
         support_TK = support_TK.where(self.valid_TK, float("-inf"))
-        tail_top_T = top_TH[:, 0].where(exists_TH[:, 0], float("-inf"))
-        largest_TB = torch.cat([support_TK, tail_top_T[:, None]], dim=1)
+        tail_max_T = max_TH[:, 0].where(has_tail_TH[:, 0], float("-inf"))
+        largest_TB = torch.cat([support_TK, tail_max_T[:, None]], dim=1)
         origin_T = largest_TB.amax(1)
         log_mass_TB = (largest_TB - origin_T[:, None]) * rate_H[0]
         log_mass_TB[:, -1] += log_sum_TH[:, 0]
-        return Gathered(
+        return GatheredStats(
             log_mass_TB=log_mass_TB,
-            sampled_T=picked_T1[:, 0] - (origin_T if len(self.softmaxes) == 1 else top_TH[:, -1]),
-            full_T=log_sum_TH[:, -1].clone(),
-            entropy_T=(log_sum_TH - weighted_TH / sum_TH).where(exists_TH, 0)[:, -1],
-            top_TH=top_TH,
-            scale_TH=scale_TH,
+            sampled_T=sampled_T1[:, 0] - (origin_T if n_softmaxes == 1 else max_TH[:, -1]),
+            log_sum_T=log_sum_TH[:, -1].clone(),
+            tail_entropy_T=(log_sum_TH - weighted_TH / sum_TH).where(has_tail_TH, 0)[:, -1],
+            max_TH=max_TH,
+            scale_TH=sum_TH.where(has_tail_TH, 1).reciprocal(),
+            mean_x_T=(weighted_TH / sum_TH).where(has_tail_TH, 0)[:, -1],
         )
 
-    def backward(self, top_TH: Tensor, scale_TH: Tensor, grads: Sequence[Tensor | None]) -> Backward:
-        """``grads``: of the outputs of :class:`Gathered`; None where nothing depends on one."""
-        grad_u_TB, grad_picked_T, grad_full_T, _ = grads
-        rows, dtype = len(top_TH), top_TH.dtype
-        if grad_u_TB is None:
-            grad_u_TB = top_TH.new_zeros(rows, self.valid_TK.shape[1] + 1)
-        grad_picked_T = top_TH.new_zeros(rows) if grad_picked_T is None else grad_picked_T
-        softmaxes, tails = self.softmaxes[:1], [grad_u_TB[:, -1]]
-        if len(self.softmaxes) > 1 and grad_full_T is not None:  # else it is derived from the buckets, or not needed
-            softmaxes, tails = self.softmaxes, [*tails, grad_full_T]
-        grad_support_TK = grad_u_TB[:, :-1] * softmaxes[0].inverse_temperature
-        return Backward(
+    def gradient_spec(self, saved: Sequence[Tensor], grads: Sequence[Tensor | None]) -> GradientSpec:
+        """Return the coefficients of the gradient in this rank's logits.
+
+        Args:
+            saved: :meth:`GatheredStats.saved`.
+            grads: Gradients of :meth:`GatheredStats.outputs`; None for an output that the loss does not use.
+        """
+        max_TH, scale_TH, mean_x_T = saved
+        grad_log_mass_TB, grad_sampled_T, grad_log_sum_T, grad_entropy_T = grads
+        n_rows, dtype = len(max_TH), max_TH.dtype
+        if grad_log_mass_TB is None:
+            grad_log_mass_TB = max_TH.new_zeros(n_rows, self.valid_TK.shape[1] + 1)
+        if grad_sampled_T is None:
+            grad_sampled_T = max_TH.new_zeros(n_rows)
+        softmaxes, grad_tails = self.softmaxes[:1], [grad_log_mass_TB[:, -1]]
+        if len(self.softmaxes) > 1 and not (grad_log_sum_T is None and grad_entropy_T is None):
+            softmaxes = self.softmaxes
+            grad_tails.append(max_TH.new_zeros(n_rows) if grad_log_sum_T is None else grad_log_sum_T)
+        scale_TH = scale_TH[:, : len(softmaxes)]
+        grad_tail_TH = torch.stack(grad_tails, dim=1).to(dtype) * scale_TH
+        grad_slope_TH = None
+        if grad_entropy_T is not None:  # d H / d x = share * (mean of x - x)
+            grad_slope_TH = torch.zeros_like(grad_tail_TH)
+            grad_slope_TH[:, -1] = -grad_entropy_T * scale_TH[:, -1]
+            grad_tail_TH[:, -1] -= grad_slope_TH[:, -1] * mean_x_T
+        grad_support_TK = grad_log_mass_TB[:, :-1] * softmaxes[0].inverse_temperature
+        return GradientSpec(
             softmaxes=softmaxes,
-            top_TH=top_TH[:, : len(softmaxes)],
-            grad_tail_TH=torch.stack(tails, dim=1).to(dtype) * scale_TH[:, : len(softmaxes)],
-            grad_support_TK=grad_support_TK.where(softmaxes[0].own_TK, 0),
-            picked_columns_T1=self.picked_columns_T1,
-            grad_picked_T1=grad_picked_T[:, None].where(self.picked_own_T1, 0),
+            max_TH=max_TH[:, : len(softmaxes)],
+            grad_tail_TH=grad_tail_TH,
+            grad_slope_TH=grad_slope_TH,
+            grad_support_TK=grad_support_TK.where(softmaxes[0].is_local_TK, 0),
+            sampled_columns_T1=self.sampled_columns_T1,
+            grad_sampled_T1=grad_sampled_T[:, None].where(self.sampled_is_local_T1, 0),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered:
-    """The same on every rank. Less a constant of the row, numbers keep their digits however large the logits are;
-    functions of them that do not depend on that constant have the gradients of the logits.
+class GatheredStats:
+    """Statistics over all ranks, each less a constant of the row, so that large logits lose no digits.
+
+    A function of the outputs that does not depend on these constants has the gradient of the same function of the
+    logits.
+
+    Attributes:
+        log_mass_TB: Log masses of the buckets, less the row's largest support logit or tail maximum.
+        sampled_T: Sampled logit, less the same constant; with two softmaxes less the largest logit.
+        log_sum_T: Logsumexp of the last softmax's tail, less its maximum.
+        tail_entropy_T: Entropy inside the last softmax's tail; 0 for an empty tail.
+        max_TH: Largest logit of each tail; 0 for an empty tail.
+        scale_TH: 1 / sum(exp(x)) of each tail; 1 for an empty tail.
+        mean_x_T: Mean of x over the last softmax's tail; 0 for an empty tail.
     """
 
     log_mass_TB: Tensor
-    """Minus the constant c of the row, its largest entry but for the tail's log of a sum."""
     sampled_T: Tensor
-    """The logit minus c; with two heads minus the largest logit."""
-    full_T: Tensor
-    """logsumexp of the last head's tail, minus its largest entry."""
-    entropy_T: Tensor
-    """Inside the tail of the last head."""
-    top_TH: Tensor
-    """Largest logit of each head's tail, as it is; any finite number where there is no tail."""
+    log_sum_T: Tensor
+    tail_entropy_T: Tensor
+    max_TH: Tensor
     scale_TH: Tensor
-    """1 / sum exp((logit - top) / temperature) over the tail; 1 where there is no tail."""
+    mean_x_T: Tensor
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.log_mass_TB, self.sampled_T, self.full_T, self.entropy_T
+        """Return the outputs of the autograd functions."""
+        return self.log_mass_TB, self.sampled_T, self.log_sum_T, self.tail_entropy_T
+
+    def saved(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tensors that :meth:`ShardQuery.gradient_spec` needs."""
+        return self.max_TH, self.scale_TH, self.mean_x_T
 
 
-def reading_of(query: LogitsQuery, log_mass_TB: Tensor, sampled_T: Tensor, full_T: Tensor, entropy_T: Tensor) -> StudentLogStats:
-    """See :class:`Gathered`."""
+def to_student_stats(
+    query: LogitsQuery, log_mass_TB: Tensor, sampled_T: Tensor, log_sum_T: Tensor, tail_entropy_T: Tensor
+) -> StudentLogStats:
+    """Return the statistics of a query from :meth:`GatheredStats.outputs`."""
+    entropy_T = tail_entropy_T
     if query.temperature == 1:
-        full_T = log_mass_TB.logsumexp(1)
-        log_q_TB = log_mass_TB.detach().log_softmax(1)
+        log_sum_T = log_mass_TB.logsumexp(1)
+        # Chain rule of the entropy: entropy of the buckets, plus the entropy inside the tail times the tail's mass.
+        log_q_TB = (log_mass_TB if query.entropy_has_gradient else log_mass_TB.detach()).log_softmax(1)
         q_TB = log_q_TB.exp()
-        # The chain rule of entropy: which bucket, then which id of the tail.
-        entropy_T = q_TB[:, -1] * entropy_T - (q_TB * log_q_TB.where(q_TB > 0, 0)).sum(1)
+        entropy_T = q_TB[:, -1] * tail_entropy_T - (q_TB * log_q_TB.where(q_TB > 0, 0)).sum(1)
     is_id_T = (query.sampled_T >= 0) & (query.sampled_T < query.vocab_size)
-    return StudentLogStats(log_mass_TB=log_mass_TB, sampled_logp_T=(sampled_T - full_T).where(is_id_T, float("-inf")), entropy_T=entropy_T)
+    sampled_logp_T = (sampled_T - log_sum_T).where(is_id_T, float("-inf"))
+    return StudentLogStats(log_mass_TB=log_mass_TB, sampled_logp_T=sampled_logp_T, entropy_T=entropy_T)
 
 
-def chunks(rows: int, step: int) -> list[slice]:
-    """At least one, so that no positions are a chunk, too."""
-    return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
+def chunks(n_rows: int, step: int) -> list[slice]:
+    """Return slices of at most ``step`` rows; one empty slice for no rows."""
+    return [slice(start, min(start + step, n_rows)) for start in range(0, max(n_rows, 1), step)]
 
 
 class _LogStatsOfLogits(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TW: Tensor, plan: Plan, parts: list[slice], in_place: bool
+        ctx: Any, logits_TW: Tensor, shard: ShardQuery, parts: list[slice], in_place: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        gathered = plan.gather([plan.read(logits_TW[part], part) for part in parts])
-        ctx.save_for_backward(logits_TW, gathered.top_TH, gathered.scale_TH)
-        ctx.plan, ctx.parts, ctx.in_place = plan, parts, in_place
-        ctx.mark_non_differentiable(gathered.entropy_T)
+        gathered = shard.gather([shard.local_sums(logits_TW[part], part) for part in parts])
+        ctx.save_for_backward(logits_TW, *gathered.saved())
+        ctx.shard, ctx.parts, ctx.in_place = shard, parts, in_place
+        if not shard.entropy_has_gradient:
+            ctx.mark_non_differentiable(gathered.tail_entropy_T)
         ctx.set_materialize_grads(False)
         return gathered.outputs()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
-        logits_TW, top_TH, scale_TH = ctx.saved_tensors
+        logits_TW, *saved = ctx.saved_tensors
         grad_TW = logits_TW if ctx.in_place else torch.empty_like(logits_TW)
-        wanted, backend = ctx.plan.backward(top_TH, scale_TH, grads), select_backend(logits_TW)
+        gradient = ctx.shard.gradient_spec(saved, grads)
+        backend = select_backend(logits_TW, ctx.shard.kernel_backend)
         for part in ctx.parts:
-            backend.write_gradient(grad_TW[part], logits_TW[part], wanted.rows(part))
-        if ctx.in_place:  # a kernel of our own does not say so, and who needs the logits later must know
+            backend.write_gradient(grad_TW[part], logits_TW[part], gradient.rows(part))
+        if ctx.in_place:  # Triton kernels do not update the version counter that autograd checks
             torch.autograd.graph.increment_version(logits_TW)
         return grad_TW, None, None, None

@@ -1,56 +1,85 @@
-"""What the sampled tokens alone say about reverse KL: estimators with one sample at each position, ``[T]``, nats.
+"""Losses on the sampled token alone: one-sample estimators of reverse KL at each position, in nats.
 
-With r = log p(y) - log q(y) for a token y that was sampled from q (Schulman 2020, "Approximating KL divergence"):
+With r = log p(y) - log q(y) for a token y sampled from q (Schulman 2020, "Approximating KL divergence"):
 
-    k1 = -r                   unbiased; its own gradient, -d log q, has nothing of the teacher in it
-    k2 = r^2 / 2              its expected gradient is that of reverse KL
-    k3 = exp(r) - 1 - r       unbiased, never negative; its expected gradient is that of *forward* KL
+    k1 = -r                   unbiased; its own gradient, -d log q, does not depend on the teacher
+    k2 = r^2 / 2              its expected gradient is the gradient of reverse KL
+    k3 = exp(r) - 1 - r       unbiased and never negative; its expected gradient is the gradient of *forward* KL
 
-As a loss k1 is therefore a policy gradient: the reward of a token is r, and  -(r - b) / s  d log q  has, for b = 0 and
-s = 1, the expected gradient of reverse KL at every position. Only the position itself is credited, as with the others.
-No b that does not depend on the token changes the expectation; the mean of r, which is minus the reverse KL, makes it
-less noisy.
+Therefore ``k1`` is used as a policy gradient. The reward of a token is r, and -(r - b) / s d log q has, for b = 0 and
+s = 1, the expected gradient of reverse KL at the position. A baseline b that does not depend on the token leaves the
+expectation unchanged. The mean of r, which is minus the reverse KL, reduces the variance. Like the other losses it
+credits a token for its own position only.
+
+Shape suffix: T response tokens.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Importance = Literal["none", "truncate", "mask"]
+from recipe_gkd.losses.registry import register_sampled_token_loss
 
-FARTHEST = 20.0
-"""Log-ratios beyond are as good as infinite: exp(20) is 5e8."""
+IMPORTANCE_MODES = ("none", "truncate", "mask")
+
+# Log-ratios beyond this bound are treated as equal to it: exp(20) is 5e8.
+MAX_LOG_RATIO = 20.0
 
 
+@register_sampled_token_loss("k1")
 def k1(
     logp_T: Tensor, teacher_logp_T: Tensor, baseline_T: Tensor | float = 0.0, scale_T: Tensor | float = 1.0
 ) -> Tensor:
-    """The value is k1, the gradient is the policy gradient's with the advantage (r - baseline) / scale."""
+    """Return k1 with the policy gradient of the advantage (r - baseline) / scale.
+
+    Args:
+        logp_T: Log-probability of the sampled token under the student. Differentiable.
+        teacher_logp_T: Log-probability of the sampled token under the teacher.
+        baseline_T: Baseline b, in nats.
+        scale_T: Scale s.
+    """
     r_T = (teacher_logp_T - logp_T).detach()
     return with_gradient(-r_T, -(r_T - baseline_T) / scale_T * logp_T)
 
 
+@register_sampled_token_loss("k2")
 def k2(logp_T: Tensor, teacher_logp_T: Tensor) -> Tensor:
+    """Return k2 = r^2 / 2; the arguments are those of :func:`k1`."""
     return 0.5 * (teacher_logp_T - logp_T).square()
 
 
+@register_sampled_token_loss("k3")
 def k3(logp_T: Tensor, teacher_logp_T: Tensor) -> Tensor:
-    """Beyond r = 20 exp(r) goes on as its tangent there, so that the gradient stays finite, and stays."""
-    r_T = teacher_logp_T - logp_T
-    near_T, beyond_T = r_T.clamp(max=FARTHEST), (r_T - FARTHEST).clamp(min=0)
-    return near_T.expm1() + beyond_T * math.exp(FARTHEST) - r_T
+    """Return k3 = exp(r) - 1 - r; the arguments are those of :func:`k1`.
 
-
-def importance_weights(logp_T: Tensor, sampling_logp_T: Tensor, importance: Importance, cap: float) -> Tensor:
-    """q(y) / q_sampling(y), detached: what makes a sample of older weights one of these. 1 with ``none``.
-
-    ``truncate``: at most ``cap`` (Ionides 2008); ``mask``: 0 above it. Both bound the variance at the price of a bias,
-    ``mask`` of ignoring, ``truncate`` of underweighting what the student has since made likelier.
+    Above r = 20 the exponential continues as its tangent, so that the gradient stays finite and does not vanish.
     """
+    r_T = teacher_logp_T - logp_T
+    bounded_T, excess_T = r_T.clamp(max=MAX_LOG_RATIO), (r_T - MAX_LOG_RATIO).clamp(min=0)
+    return bounded_T.expm1() + excess_T * math.exp(MAX_LOG_RATIO) - r_T
+
+
+def importance_weights(logp_T: Tensor, sampling_logp_T: Tensor, importance: str, cap: float) -> Tensor:
+    """Return the importance weights q(y) / q_sampling(y), detached.
+
+    They correct for tokens that older weights sampled. Both caps bound the variance and introduce a bias: tokens that
+    the student has made much more likely are underweighted by ``truncate`` and ignored by ``mask``.
+
+    Args:
+        logp_T: Log-probability of the sampled token under the student.
+        sampling_logp_T: Log-probability of the sampled token under the weights that sampled it.
+        importance: One of ``IMPORTANCE_MODES``. ``none`` returns 1; ``truncate`` limits weights to ``cap`` (Ionides
+            2008); ``mask`` sets weights above ``cap`` to 0.
+        cap: Largest weight.
+
+    Raises:
+        ValueError: ``importance`` is unknown.
+    """
+    if importance not in IMPORTANCE_MODES:
+        raise ValueError(f"got importance mode {importance!r}, expected one of {', '.join(IMPORTANCE_MODES)}")
     if importance == "none":
         return torch.ones_like(logp_T)
     ratio_T = probability_ratio(logp_T.detach(), sampling_logp_T)
@@ -58,9 +87,10 @@ def importance_weights(logp_T: Tensor, sampling_logp_T: Tensor, importance: Impo
 
 
 def probability_ratio(logp_T: Tensor, sampling_logp_T: Tensor) -> Tensor:
-    return (logp_T - sampling_logp_T).clamp(-FARTHEST, FARTHEST).exp()
+    """Return q(y) / q_sampling(y), limited to [exp(-20), exp(20)]."""
+    return (logp_T - sampling_logp_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def with_gradient(value_T: Tensor, surrogate_T: Tensor) -> Tensor:
-    """The one's value, the other's gradient."""
+    """Return ``value_T`` with the gradient of ``surrogate_T``."""
     return value_T.detach() + (surrogate_T - surrogate_T.detach())

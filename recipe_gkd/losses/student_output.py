@@ -1,4 +1,4 @@
-"""What the student's last layer leaves for the losses: whole logits, or hidden states that become logits on the way."""
+"""Output of the student's forward pass: whole logits, or hidden states that the loss multiplies by the output layer."""
 
 from __future__ import annotations
 
@@ -15,46 +15,76 @@ from recipe_gkd.losses.logits_query import LogitsQuery, StudentLogStats
 
 
 class Student(Protocol):
-    """T positions. All ranks of a tensor-parallel group call the same methods in the same order."""
+    """The student's output at T positions.
 
-    def read(self, query: LogitsQuery) -> StudentLogStats:
-        """Once: differentiable."""
+    All ranks of a tensor-parallel group call the same methods in the same order.
+    """
+
+    def compute_log_stats(self, query: LogitsQuery, *, kernel_backend: str) -> StudentLogStats:
+        """Return the requested statistics, differentiable. Call it once, after :meth:`logits`. Collective."""
 
     def logits(self, rows_R: Tensor) -> Tensor:
-        """This rank's columns ``[R, W]`` of the logits at some positions, detached."""
+        """Return this rank's columns of the logits at the given positions, detached, [R, W]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Logits:
-    """Their gradient is written over them; see :func:`~recipe_gkd.losses.log_stats.compute_log_stats`."""
+    """Whole logits. The backward pass writes their gradient over them.
+
+    Attributes:
+        logits_TW: This rank's columns of the logits.
+        tp_group: Group over which the vocabulary is sharded; None if it is whole.
+        chunk_tokens: ``gkd.chunk_tokens``.
+    """
 
     logits_TW: Tensor
     tp_group: ProcessGroup | None
     chunk_tokens: int | None
 
-    def read(self, query: LogitsQuery) -> StudentLogStats:
+    def compute_log_stats(self, query: LogitsQuery, *, kernel_backend: str) -> StudentLogStats:
+        """Return the requested statistics; see :func:`~recipe_gkd.losses.log_stats.compute_log_stats`."""
         return compute_log_stats(
-            self.logits_TW, query, tp_group=self.tp_group, chunk_tokens=self.chunk_tokens, in_place=True
+            self.logits_TW,
+            query,
+            tp_group=self.tp_group,
+            chunk_tokens=self.chunk_tokens,
+            in_place=True,
+            kernel_backend=kernel_backend,
         )
 
     def logits(self, rows_R: Tensor) -> Tensor:
+        """Return this rank's columns of the logits at the given positions, detached, [R, W]."""
         return self.logits_TW.detach()[rows_R]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenStates:
-    """See :func:`~recipe_gkd.losses.fused_head.compute_log_stats_from_hidden`."""
+    """Hidden states before the output layer, and its weights.
+
+    Attributes:
+        hidden_TD: Hidden states, whole on every tensor-parallel rank.
+        weight_WD: This rank's rows of the output layer.
+        tp_group: Group over which the vocabulary is sharded; None if it is whole.
+        chunk_tokens: ``gkd.chunk_tokens``.
+    """
 
     hidden_TD: Tensor
     weight_WD: Tensor
     tp_group: ProcessGroup | None
     chunk_tokens: int | None
 
-    def read(self, query: LogitsQuery) -> StudentLogStats:
+    def compute_log_stats(self, query: LogitsQuery, *, kernel_backend: str) -> StudentLogStats:
+        """Return the requested statistics; see :func:`~recipe_gkd.losses.fused_head.compute_log_stats_from_hidden`."""
         return compute_log_stats_from_hidden(
-            self.hidden_TD, self.weight_WD, query, tp_group=self.tp_group, chunk_tokens=self.chunk_tokens
+            self.hidden_TD,
+            self.weight_WD,
+            query,
+            tp_group=self.tp_group,
+            chunk_tokens=self.chunk_tokens,
+            kernel_backend=kernel_backend,
         )
 
     @torch.no_grad()
     def logits(self, rows_R: Tensor) -> Tensor:
+        """Return this rank's columns of the logits at the given positions, detached, [R, W]."""
         return self.hidden_TD[rows_R] @ self.weight_WD.T

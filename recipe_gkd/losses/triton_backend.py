@@ -1,11 +1,11 @@
-"""The arithmetic that touches every logit, as Triton kernels: the same two functions as
-:mod:`~recipe_gkd.losses.torch_kernels`, for bfloat16, float16 and float32 on a GPU, with float32 inside.
+"""The operations that touch every logit, as Triton kernels for bfloat16, float16 and float32 logits on a GPU.
 
-The forward pass reads the logits once, the backward pass reads and writes them once. Beside them there are numbers by
-row and, in the forward pass, a bitmask of the support, which is 1/16 of the size of bfloat16 logits: all positions can
-be one chunk.
+The module has the two functions of :mod:`~recipe_gkd.losses.torch_kernels`. Sums are float32. The forward pass reads
+the logits once; the backward pass reads and writes them once. The forward pass also needs a bitmask of the support,
+which is 1/16 of the size of bfloat16 logits. All positions can therefore be one chunk.
 
-Axis names: C positions of a chunk, W columns of this rank, K support ids, H heads.
+Shape suffixes: R positions of a chunk, W vocabulary columns of this rank, K support ids, H softmaxes, S splits of a
+row, X = K + 1 ids of a query.
 """
 
 from __future__ import annotations
@@ -17,152 +17,162 @@ from torch import Tensor
 from triton import cdiv
 
 from recipe_gkd.losses import triton_kernels as kernels
-from recipe_gkd.losses.logits_query import Backward, SoftmaxSpec
+from recipe_gkd.losses.logits_query import GradientSpec, SoftmaxSpec
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-COLUMNS = 4096
-"""In one step of a program: 32 bytes of bfloat16 logits for each of its threads."""
-ENTRIES = 512
-"""Support ids in one step of a program."""
-WARPS = 8
-PROGRAMS_PER_PROCESSOR = 16
-"""Of a GPU. The forward pass divides rows until it has as many, so that a few positions keep the memory busy, too."""
-MOST_SPLITS = 64
-"""Of one row."""
-LANES_BYTES = 16
-"""What a thread reads at once."""
+LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BLOCK_COLUMNS = 4096  # 32 bytes of bfloat16 logits for each thread of a program
+BLOCK_IDS = 512
+NUM_WARPS = 8
+LOAD_BYTES = 16  # one load instruction of a thread
+# The forward pass splits rows until the GPU has this many programs on each multiprocessor, so that a small number of
+# positions also uses the full memory bandwidth.
+PROGRAMS_PER_MULTIPROCESSOR = 16
+MAX_SPLITS = 64
 
 
-def tail_sums(logits_CW: Tensor, softmaxes: Sequence[SoftmaxSpec], dtype: torch.dtype) -> Tensor:
-    """[C, H, 3] over the ids off each head's support: m = max logit, sum exp(x), and sum exp(x) x, with
-    x = (logit - m) / temperature. They are -inf, 0, 0 where there are no such ids.
+def tail_sums(logits_RW: Tensor, softmaxes: Sequence[SoftmaxSpec], dtype: torch.dtype) -> Tensor:
+    """Return the sums over the ids outside each softmax's support.
+
+    Args:
+        logits_RW: This rank's columns of the logits, one of ``LOGIT_DTYPES``.
+        softmaxes: Supports and temperatures. Only the first may have a support.
+        dtype: Dtype of the sums, float32.
+
+    Returns:
+        ``m = max(logit)``, ``sum(exp(x))`` and ``sum(exp(x) * x)`` with ``x = (logit - m) / temperature``, [R, H, 3].
+        They are -inf, 0 and 0 for an empty tail.
+
+    Raises:
+        TypeError: The logits or the sums have a dtype that the kernels do not support.
+        ValueError: The logits are not contiguous along the vocabulary, or a second softmax has a support.
     """
-    _check(logits_CW, softmaxes, dtype)
-    (rows, width), n_heads, device = logits_CW.shape, len(softmaxes), logits_CW.device
-    sums_CH3 = torch.empty(rows, n_heads, 3, dtype=dtype, device=device)
-    if not rows:
-        return sums_CH3
-    blocks = cdiv(width, COLUMNS)
-    blocks_per_split = cdiv(blocks, _splits(rows, blocks, device))
-    splits = max(1, cdiv(blocks, max(blocks_per_split, 1)))
-    parts_CSH3 = torch.empty(rows, splits, n_heads, 3, dtype=dtype, device=device)
+    _check(logits_RW, softmaxes, dtype)
+    (n_rows, width), n_softmaxes, device = logits_RW.shape, len(softmaxes), logits_RW.device
+    sums_RH3 = torch.empty(n_rows, n_softmaxes, 3, dtype=dtype, device=device)
+    if not n_rows:
+        return sums_RH3
+    n_blocks = cdiv(width, BLOCK_COLUMNS)
+    blocks_per_split = cdiv(n_blocks, _max_splits(n_rows, n_blocks, device))
+    n_splits = max(1, cdiv(n_blocks, max(blocks_per_split, 1)))
+    partial_RSH3 = torch.empty(n_rows, n_splits, n_softmaxes, 3, dtype=dtype, device=device)
     temperatures = _inverse_temperatures(softmaxes)
-    with torch.cuda.device_of(logits_CW):
-        words_CW = _support_words(softmaxes[0], rows, width)
-        kernels.sum_tails[rows, splits](
-            parts_CSH3,
-            logits_CW,
-            words_CW,
-            logits_CW.stride(0),
-            words_CW.shape[1],
+    with torch.cuda.device_of(logits_RW):
+        mask_words = _support_bitmask(softmaxes[0], n_rows, width)
+        kernels.sum_tails[n_rows, n_splits](
+            partial_RSH3,
+            logits_RW,
+            mask_words,
+            logits_RW.stride(0),
+            mask_words.shape[1],
             width,
             min(softmaxes[0].real_columns, width),
-            blocks_per_split * COLUMNS,
+            blocks_per_split * BLOCK_COLUMNS,
             *temperatures,
-            HEADS=n_heads,
-            SUPPORT=softmaxes[0].columns_TK.shape[1] > 0,
-            BLOCK=COLUMNS,
-            LANES=LANES_BYTES // logits_CW.element_size(),
-            num_warps=WARPS,
+            N_SOFTMAXES=n_softmaxes,
+            HAS_SUPPORT=softmaxes[0].columns_TK.shape[1] > 0,
+            BLOCK=BLOCK_COLUMNS,
+            LANES=LOAD_BYTES // logits_RW.element_size(),
+            num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )
-        kernels.merge_splits[rows, n_heads](
-            sums_CH3,
-            parts_CSH3,
-            splits,
+        kernels.merge_splits[n_rows, n_softmaxes](
+            sums_RH3,
+            partial_RSH3,
+            n_splits,
             *temperatures,
-            HEADS=n_heads,
-            SPLITS=MOST_SPLITS,
+            N_SOFTMAXES=n_softmaxes,
+            MAX_SPLITS=MAX_SPLITS,
             num_warps=1,
             enable_fp_fusion=True,
         )
-    return sums_CH3
+    return sums_RH3
 
 
-def write_gradient(out_CW: Tensor, logits_CW: Tensor, wanted: Backward) -> None:
-    """Into ``out_CW``, which may be ``logits_CW`` itself; rounded once, to its dtype."""
-    softmaxes, top_CH, grad_tail_CH = wanted.softmaxes, wanted.top_TH, wanted.grad_tail_TH
-    _check(logits_CW, softmaxes, top_CH.dtype)
-    _check(out_CW, softmaxes, top_CH.dtype)
-    (rows, width), n_heads, device = logits_CW.shape, len(softmaxes), logits_CW.device
-    if not rows or not width:
+def write_gradient(out_RW: Tensor, logits_RW: Tensor, gradient: GradientSpec) -> None:
+    """Write the gradient in the logits, rounded once, to the dtype of ``out_RW``.
+
+    Args:
+        out_RW: Output. It may be ``logits_RW`` itself.
+        logits_RW: This rank's columns of the logits, one of ``LOGIT_DTYPES``.
+        gradient: Coefficients at these positions.
+
+    Raises:
+        TypeError: A tensor has a dtype that the kernels do not support.
+        ValueError: A matrix is not contiguous along the vocabulary, or a second softmax has a support.
+    """
+    softmaxes = gradient.softmaxes
+    _check(logits_RW, softmaxes, gradient.max_TH.dtype)
+    _check(out_RW, softmaxes, gradient.max_TH.dtype)
+    n_rows, width = logits_RW.shape
+    if not n_rows or not width:
         return
-    temperatures = _inverse_temperatures(softmaxes)
-    n_support, real_columns = softmaxes[0].columns_TK.shape[1], min(softmaxes[0].real_columns, width)
-    columns_CK, own_CK = _entries(softmaxes[0])
-    picked_columns_C1, (top_CH, grad_tail_CH) = wanted.picked_columns_T1.contiguous(), _rows(top_CH, grad_tail_CH)
-    values_CX = torch.empty(rows, n_support + 1, dtype=torch.float32, device=device)
-    # Without fused multiply-add, so that both kernels round the sum of two heads alike.
-    options = {"enable_fp_fusion": False}
-    with torch.cuda.device_of(logits_CW):
-        kernels.find_special[rows,](
-            values_CX,
-            logits_CW,
-            columns_CK,
-            own_CK,
-            *_rows(wanted.grad_support_TK),
-            picked_columns_C1,
-            *_rows(wanted.grad_picked_T1),
-            top_CH,
-            grad_tail_CH,
-            logits_CW.stride(0),
-            n_support,
+    n_ids, real_columns = softmaxes[0].columns_TK.shape[1] + 1, min(softmaxes[0].real_columns, width)
+    columns_RK, is_local_RK = _support(softmaxes[0])
+    sampled_columns_R1 = gradient.sampled_columns_T1.contiguous()
+    # A kernel needs a pointer for the slope, also where it does not read it.
+    slope_RH = gradient.grad_tail_TH if gradient.grad_slope_TH is None else gradient.grad_slope_TH
+    tails = _float32_rows(gradient.max_TH, gradient.grad_tail_TH, slope_RH)
+    values_RX = torch.empty(n_rows, n_ids, dtype=torch.float32, device=logits_RW.device)
+    ids = (columns_RK, is_local_RK, sampled_columns_R1)
+    # Without fused multiply-add both kernels round the sum of two softmaxes in the same way.
+    has_slope = gradient.grad_slope_TH is not None
+    options = {"N_SOFTMAXES": len(softmaxes), "HAS_SLOPE": has_slope, "enable_fp_fusion": False}
+    with torch.cuda.device_of(logits_RW):
+        kernels.compute_id_gradients[n_rows,](  # before the logits may be overwritten
+            values_RX,
+            logits_RW,
+            *ids,
+            *_float32_rows(gradient.grad_support_TK, gradient.grad_sampled_T1),
+            *tails,
+            logits_RW.stride(0),
+            n_ids - 1,
             real_columns,
-            *temperatures,
-            HEADS=n_heads,
-            BLOCK=ENTRIES,
+            *_inverse_temperatures(softmaxes),
+            BLOCK=BLOCK_IDS,
             **options,
         )
-        kernels.write_tails[rows, cdiv(width, COLUMNS)](
-            out_CW,
-            logits_CW,
-            top_CH,
-            grad_tail_CH,
-            out_CW.stride(0),
-            logits_CW.stride(0),
+        kernels.write_tails[n_rows, cdiv(width, BLOCK_COLUMNS)](
+            out_RW,
+            logits_RW,
+            *tails,
+            out_RW.stride(0),
+            logits_RW.stride(0),
             width,
             real_columns,
-            *temperatures,
-            HEADS=n_heads,
-            BLOCK=COLUMNS,
-            num_warps=WARPS,
+            *_inverse_temperatures(softmaxes),
+            BLOCK=BLOCK_COLUMNS,
+            num_warps=NUM_WARPS,
             **options,
         )
-        kernels.write_special[rows, cdiv(n_support + 1, ENTRIES)](
-            out_CW,
-            values_CX,
-            columns_CK,
-            own_CK,
-            picked_columns_C1,
-            out_CW.stride(0),
-            n_support,
-            BLOCK=ENTRIES,
-            **options,
+        kernels.write_id_gradients[n_rows, cdiv(n_ids, BLOCK_IDS)](
+            out_RW, values_RX, *ids, out_RW.stride(0), n_ids - 1, BLOCK=BLOCK_IDS, enable_fp_fusion=False
         )
 
 
-def _splits(rows: int, blocks: int, device: torch.device) -> int:
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return max(1, min(cdiv(PROGRAMS_PER_PROCESSOR * processors, rows), blocks, MOST_SPLITS))
+def _max_splits(n_rows: int, n_blocks: int, device: torch.device) -> int:
+    is_cuda = device.type == "cuda"
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1
+    return max(1, min(cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, n_rows), n_blocks, MAX_SPLITS))
 
 
-def _support_words(head: SoftmaxSpec, rows: int, width: int) -> Tensor:
-    """[C, ceil(W / 32)] int32: bit i % 32 of word i // 32 says that id i of this rank is in the support."""
-    columns_CK, own_CK = _entries(head)
-    n_support = columns_CK.shape[1]
-    words_CW = torch.zeros(rows, cdiv(width, 32) if n_support else 1, dtype=torch.int32, device=columns_CK.device)
+def _support_bitmask(softmax: SoftmaxSpec, n_rows: int, width: int) -> Tensor:
+    """Return the support as bits, int32 [R, ceil(W / 32)]: bit i % 32 of word i // 32 is column i of this rank."""
+    columns_RK, is_local_RK = _support(softmax)
+    n_support = columns_RK.shape[1]
+    n_words = cdiv(width, 32) if n_support else 1
+    words = torch.zeros(n_rows, n_words, dtype=torch.int32, device=columns_RK.device)
     if n_support:
-        kernels.mark_support[rows, cdiv(n_support, ENTRIES)](
-            words_CW, columns_CK, own_CK, words_CW.shape[1], n_support, BLOCK=ENTRIES, enable_fp_fusion=True
+        kernels.mark_support[n_rows, cdiv(n_support, BLOCK_IDS)](
+            words, columns_RK, is_local_RK, n_words, n_support, BLOCK=BLOCK_IDS, enable_fp_fusion=True
         )
-    return words_CW
+    return words
 
 
-def _entries(head: SoftmaxSpec) -> tuple[Tensor, Tensor]:
-    return head.columns_TK.contiguous(), head.own_TK.contiguous().view(torch.uint8)
+def _support(softmax: SoftmaxSpec) -> tuple[Tensor, Tensor]:
+    return softmax.columns_TK.contiguous(), softmax.is_local_TK.contiguous().view(torch.uint8)
 
 
-def _rows(*tensors: Tensor) -> list[Tensor]:
+def _float32_rows(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(torch.float32).contiguous() for tensor in tensors]
 
 
@@ -170,15 +180,15 @@ def _inverse_temperatures(softmaxes: Sequence[SoftmaxSpec]) -> tuple[float, floa
     return softmaxes[0].inverse_temperature, softmaxes[-1].inverse_temperature
 
 
-def _check(matrix_CW: Tensor, softmaxes: Sequence[SoftmaxSpec], dtype: torch.dtype) -> None:
-    if matrix_CW.dtype not in DTYPES or dtype != torch.float32:
+def _check(matrix_RW: Tensor, softmaxes: Sequence[SoftmaxSpec], dtype: torch.dtype) -> None:
+    if matrix_RW.dtype not in LOGIT_DTYPES or dtype != torch.float32:
         raise TypeError(
-            f"got {matrix_CW.dtype} logits and sums in {dtype}, expected one of {DTYPES} and sums in torch.float32: "
-            "recipe_gkd.losses.torch_kernels computes in float64"
+            f"got {matrix_RW.dtype} logits and sums in {dtype}, expected one of {LOGIT_DTYPES} and sums in "
+            "torch.float32; use recipe_gkd.losses.torch_kernels for float64"
         )
-    if matrix_CW.stride(1) != 1 and matrix_CW.shape[1] > 1:
+    if matrix_RW.stride(1) != 1 and matrix_RW.shape[1] > 1:
         raise ValueError(
-            f"got logits of strides {matrix_CW.stride()}, expected 1 along the vocabulary: call contiguous()"
+            f"got logits with strides {matrix_RW.stride()}, expected stride 1 along the vocabulary; call contiguous()"
         )
-    if len(softmaxes) > 2 or any(head.columns_TK.shape[1] for head in softmaxes[1:]):
-        raise ValueError(f"got {len(softmaxes)} heads, expected the buckets, and at most a second head without support")
+    if len(softmaxes) > 2 or any(softmax.columns_TK.shape[1] for softmax in softmaxes[1:]):
+        raise ValueError(f"got {len(softmaxes)} softmaxes, expected one, or two of which the second has no support")

@@ -1,4 +1,4 @@
-"""Each objective trains as a plain float64 program does, however the batch is divided; a perfect student stays."""
+"""Training with each objective and layout, compared with a plain float64 program."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipe_gkd.data.samples import Sample, TeacherTopK
+from tests._support import custom_losses
 from tests._support.tiny_models import ACTOR, MEGATRON, VOCAB, make_config, make_samples
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs
@@ -28,10 +29,11 @@ FUSED = "gkd.fuse_lm_head=true"
 RL = ["gkd.use_rl_loss=true", "gkd.rl_loss_coef=0.7", "custom_reward_function.path=reward.py",
       "actor_rollout_ref.rollout.n=3"]  # fmt: skip
 SFT = ["gkd.sft_share=0.3", "gkd.sft_loss_coef=0.5"]
+CUSTOM = [f"gkd.custom_loss.path={custom_losses.__file__}", "gkd.custom_loss.name=forward_kl"]
 OBJECTIVES: dict[str, list[str]] = {
     "reverse KL": ["gkd.distill_loss_type=reverse_kl"],
-    "reverse KL, renormalized, mean of answers": ["gkd.distill_loss_type=reverse_kl", "gkd.tail=renormalize",
-                                                  SEQUENCE_MEAN],
+    "reverse KL, renormalized, mean of responses": ["gkd.distill_loss_type=reverse_kl", "gkd.tail=renormalize",
+                                                    SEQUENCE_MEAN],
     "forward KL without the tail, chunks of 2": ["gkd.tail=none", "gkd.chunk_tokens=2"],
     "JSD at temperature 2, fused": ["gkd.distill_loss_type=jsd", "gkd.beta=0.3", "gkd.distill_temperature=2", FUSED],
     "mixture of KLs at temperature 0.7": ["gkd.distill_loss_type=kl_rkl", "gkd.distill_temperature=0.7"],
@@ -42,10 +44,12 @@ OBJECTIVES: dict[str, list[str]] = {
     "k1, baseline of the group": ["gkd.distill_loss_type=k1", "gkd.baseline=group", RL[-1]],
     "k2, masked, fused": ["gkd.distill_loss_type=k2", "gkd.importance=mask", "gkd.importance_cap=1.5", FUSED],
     "k3": ["gkd.distill_loss_type=k3", "gkd.importance=none"],
-    "reward and given answers": [*RL, *SFT],
-    "reward, given answers, mean of answers, fused": [*RL, *SFT, SEQUENCE_MEAN, FUSED],
-    "toward the teacher along given answers": ["gkd.sft_share=0.3", "gkd.sft_target=teacher", *RL],
+    "reward and reference responses": [*RL, *SFT],
+    "reward, reference responses, mean of responses, fused": [*RL, *SFT, SEQUENCE_MEAN, FUSED],
+    "teacher on reference responses": ["gkd.sft_share=0.3", "gkd.sft_target=teacher", *RL],
     "reward alone": [*RL, "gkd.distill_loss_coef=0"],
+    "custom forward KL": CUSTOM,
+    "custom forward KL at temperature 2, fused": [*CUSTOM, "gkd.distill_temperature=2", FUSED],
 }  # fmt: skip
 TP2 = f"{MEGATRON}.tensor_model_parallel_size=2"
 BY_SAMPLES = f"{ACTOR}.use_dynamic_bsz=false"
@@ -68,11 +72,13 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }  # fmt: skip
 
 
-def batch(seed: int, *, given: str = "", skipped: tuple[int, ...] = ()) -> list[Sample]:
-    """Sampled by something near the student, some with better rewards than others; some answers are of the data.
+def make_batch(seed: int, *, reference: str = "", skipped: tuple[int, ...] = ()) -> list[Sample]:
+    """Return samples with advantages, whose sampling weights are close to the student.
 
-    ``given``: none of them, or what teaches along them: `data` or `teacher`. ``skipped``: samples that the teacher gave
-    no answer on.
+    Args:
+        seed: Seed of the random numbers.
+        reference: ``gkd.sft_target`` of every third sample, which gets a reference response; "" for no such sample.
+        skipped: Samples that the teacher failed to score.
     """
     rng = np.random.default_rng(seed)
     samples = []
@@ -81,9 +87,9 @@ def batch(seed: int, *, given: str = "", skipped: tuple[int, ...] = ()) -> list[
         response = replace(sample.response, logprobs=rng.normal(-4.5, 0.4, length).astype(np.float32))
         teacher = replace(sample.teacher, sampled_logps_T=rng.normal(-4.5, 0.4, length).astype(np.float32))
         sample = replace(sample, response=response, teacher=teacher, advantage=rng.normal(), baseline=0.1, scale=1.3)
-        if given and number % 3 == 2:
+        if reference and number % 3 == 2:
             prompt = replace(sample.prompt, reference_ids=sample.response.ids)
-            teacher = teacher if given == "teacher" else TeacherTopK.absent(length)
+            teacher = teacher if reference == "teacher" else TeacherTopK.absent(length)
             sample = replace(sample, prompt=prompt, teacher=teacher, advantage=0.0)
         if number in skipped:
             sample = replace(sample, teacher=TeacherTopK.absent(length), is_skipped=True)
@@ -92,52 +98,52 @@ def batch(seed: int, *, given: str = "", skipped: tuple[int, ...] = ()) -> list[
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_objective_trains_as_a_plain_program_does(name: str, pool: WorkerPool, folders: dict[str, Path]) -> None:
+def test_training_in_each_layout_equals_plain_program(name: str, pool: WorkerPool, folders: dict[str, Path]) -> None:
     overrides = OBJECTIVES[name]
     gkd = make_config(folders["qwen2"], *overrides).gkd
-    batches = [batch(seed, given=gkd.sft_target if gkd.sft_share else "") for seed in (0, 1)]
-    want = reference_training(folders["qwen2"], batches, partial(plain_objective, gkd))
-    layouts = LAYOUTS if "given" in name else {key: LAYOUTS[key] for key in ("3", "tensor 2, sequence parallel")}
+    batches = [make_batch(seed, reference=gkd.sft_target if gkd.sft_share else "") for seed in (0, 1)]
+    expected = reference_training(folders["qwen2"], batches, partial(plain_objective, gkd))
+    in_all_layouts = "reference" in name or "custom" in name
+    layouts = LAYOUTS if in_all_layouts else {key: LAYOUTS[key] for key in ("3", "tensor 2, sequence parallel")}
     for ranks, layout in layouts.values():
         config = make_config(folders["qwen2"], *overrides, *layout, ranks=ranks)
         results = pool.run(ranks, jobs.train, config, batches)
         for _, metrics, _, _ in results:
-            assert_metrics(metrics, want[0])
-        assert_weights(results[0][2], want[1])
+            assert_metrics(metrics, expected[0])
+            if "custom" in name:
+                assert all(one["actor/custom_kl"] == pytest.approx(one["actor/kl_loss"]) for one in metrics)
+        assert_weights(results[0][2], expected[1])
 
 
-SKIPPED = (1, 4, 8)
-"""Two sampled answers and a given one; all have tokens."""
+SKIPPED = (1, 4, 8)  # two sampled responses and a reference response, all with tokens
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "toward the teacher along given answers",
-        "reward, given answers, mean of answers, fused",
-        "reverse KL, renormalized, mean of answers",
+        "teacher on reference responses",
+        "reward, reference responses, mean of responses, fused",
+        "reverse KL, renormalized, mean of responses",
         "k3",
     ],
 )
-def test_nothing_is_learnt_from_the_teacher_on_skipped_samples_and_all_else_stays(
-    name: str, pool: WorkerPool, folders: dict[str, Path]
-) -> None:
+def test_skipped_samples_have_no_distillation_loss(name: str, pool: WorkerPool, folders: dict[str, Path]) -> None:
     overrides = OBJECTIVES[name]
     gkd = make_config(folders["qwen2"], *overrides).gkd
-    given = gkd.sft_target if gkd.sft_share else ""
-    batches = [batch(seed, given=given, skipped=SKIPPED) for seed in (0, 1)]
+    reference = gkd.sft_target if gkd.sft_share else ""
+    batches = [make_batch(seed, reference=reference, skipped=SKIPPED) for seed in (0, 1)]
     assert all(len(samples[number].response.ids) for samples in batches for number in SKIPPED)
-    want = reference_training(folders["qwen2"], batches, partial(plain_objective, gkd))
+    expected = reference_training(folders["qwen2"], batches, partial(plain_objective, gkd))
     ranks, layout = LAYOUTS["dynamic, data 2"]
     results = pool.run(ranks, jobs.train, make_config(folders["qwen2"], *overrides, *layout, ranks=ranks), batches)
-    assert_metrics(results[0][1], want[0])
-    assert_weights(results[0][2], want[1])
+    assert_metrics(results[0][1], expected[0])
+    assert_weights(results[0][2], expected[1])
 
 
-def test_each_teacher_has_its_own_kl(pool: WorkerPool, folders: dict[str, Path]) -> None:
+def test_kl_of_each_teacher_is_over_its_own_tokens(pool: WorkerPool, folders: dict[str, Path]) -> None:
     teachers = [f"actor_rollout_ref.teacher.teachers.{name}=host:1" for name in ("math", "code", "idle")]
     config = make_config(folders["qwen2"], *teachers, "actor_rollout_ref.teacher.route_key=teacher")
-    samples = [replace(sample, teacher_number=sample.prompt.uid % 2) for sample in batch(0)]
+    samples = [replace(sample, teacher_number=sample.prompt.uid % 2) for sample in make_batch(0)]
     [metrics] = pool.run(1, jobs.train, config, [samples])[0][1]
     for number, name in enumerate(("math", "code")):
         own = [replace(sample, teacher_number=0) for sample in samples if sample.teacher_number == number]
@@ -152,43 +158,47 @@ PADDED_TO = 112
 
 @pytest.fixture(scope="module")
 def padded(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The untied student with a larger output layer, whose further rows are by far the likeliest, and alike tokens."""
+    """Untied student with padding rows in the output layer that are much likelier than all tokens."""
     folder = tmp_path_factory.mktemp("padded") / "qwen2_untied"
     shutil.copytree(folders["qwen2_untied"], folder)
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | {"vocab_size": PADDED_TO}))
     weights = load_file(folder / "model.safetensors")
-    more = PADDED_TO - VOCAB
-    weights["lm_head.weight"] = torch.cat([weights["lm_head.weight"], 50 * weights["lm_head.weight"][:more]])
+    n_padding = PADDED_TO - VOCAB
+    weights["lm_head.weight"] = torch.cat([weights["lm_head.weight"], 50 * weights["lm_head.weight"][:n_padding]])
     table = weights["model.embed_tokens.weight"]
-    weights["model.embed_tokens.weight"] = torch.cat([table, table[:more]])
+    weights["model.embed_tokens.weight"] = torch.cat([table, table[:n_padding]])
     save_file(weights, folder / "model.safetensors")
     return folder
 
 
 @pytest.mark.parametrize("layout", ["1", "tensor 2, sequence parallel"])
-@pytest.mark.parametrize("others", [["gkd.distill_temperature=2"], [*RL, *SFT, FUSED]], ids=["temperature", "all"])
-def test_padding_of_the_output_layer_has_no_loss_and_no_gradient(
-    others: list[str], layout: str, padded: Path, pool: WorkerPool, folders: dict[str, Path]
+@pytest.mark.parametrize(
+    "objective", [["gkd.distill_temperature=2"], [*RL, *SFT, FUSED]], ids=["temperature", "all terms"]
+)
+def test_padding_of_output_layer_has_no_loss_and_no_gradient(
+    objective: list[str], layout: str, padded: Path, pool: WorkerPool, folders: dict[str, Path]
 ) -> None:
     ranks, overrides = LAYOUTS[layout]
-    samples = batch(0, given="data" if "gkd.sft_share=0.3" in others else "")
+    samples = make_batch(0, reference="data" if "gkd.sft_share=0.3" in objective else "")
     student = folders["qwen2_untied"]
-    plain = pool.run(1, jobs.train, make_config(student, *others, *LAYOUTS["1"][1]), [samples])[0]
+    plain = pool.run(1, jobs.train, make_config(student, *objective, *LAYOUTS["1"][1]), [samples])[0]
     got = pool.run(
-        ranks, jobs.train_a_padded_student, make_config(padded, *others, *overrides, ranks=ranks), samples, VOCAB
+        ranks, jobs.train_a_padded_student, make_config(padded, *objective, *overrides, ranks=ranks), samples, VOCAB
     )
     for metrics, gradient, _ in got:
         assert gradient == 0.0
-        of_same_micro_batches = ["actor/topk_overlap"] if ranks == 1 else []
-        for name in ("actor/loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", *of_same_micro_batches):
+        names = ["actor/loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm"]
+        if ranks == 1:  # the overlap depends on the division into micro-batches
+            names.append("actor/topk_overlap")
+        for name in names:
             assert metrics[name] == pytest.approx(plain[1][0][name], rel=1e-5), name
-    of_tokens = {name: tensor[: len(plain[2][name])] for name, tensor in got[0][2].items()}
-    assert_weights(of_tokens, {name: tensor.double() for name, tensor in plain[2].items()})
+    token_rows = {name: tensor[: len(plain[2][name])] for name, tensor in got[0][2].items()}
+    assert_weights(token_rows, {name: tensor.double() for name, tensor in plain[2].items()})
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "k1", "k2"])
-def test_student_that_is_its_own_teacher_has_no_loss_and_no_gradient(
+def test_student_as_its_own_teacher_has_no_loss_and_no_gradient(
     kind: str, pool: WorkerPool, folders: dict[str, Path]
 ) -> None:
     config = make_config(folders["qwen2_untied"], f"gkd.distill_loss_type={kind}")
@@ -197,17 +207,18 @@ def test_student_that_is_its_own_teacher_has_no_loss_and_no_gradient(
         assert abs(metrics["actor/kl_loss"]) < 1e-6 and metrics["actor/grad_norm"] < 1e-5
 
 
-def test_fused_output_layer_needs_no_whole_logits(pool: WorkerPool, folders: dict[str, Path]) -> None:
+def test_fused_output_layer_passes_hidden_states_to_loss(pool: WorkerPool, folders: dict[str, Path]) -> None:
     config = make_config(folders["qwen2"], FUSED)
     names = pool.run(1, jobs.student_of_a_loss, config, make_samples(6))[0]
     assert names == {"HiddenStates"}
 
 
-def test_metrics_say_where_student_and_teacher_differ(pool: WorkerPool, folders: dict[str, Path]) -> None:
-    [metrics] = pool.run(1, jobs.train, make_config(folders["qwen2"]), [batch(0, given="data")])[0][1]
-    for whose in ("teacher", "student"):
-        whole = metrics[f"actor/{whose}_topk_mass"] + metrics[f"actor/{whose}_tail_mass"]
+def test_difference_metrics_are_consistent(pool: WorkerPool, folders: dict[str, Path]) -> None:
+    [metrics] = pool.run(1, jobs.train, make_config(folders["qwen2"]), [make_batch(0, reference="data")])[0][1]
+    for model in ("teacher", "student"):
+        whole = metrics[f"actor/{model}_topk_mass"] + metrics[f"actor/{model}_tail_mass"]
         assert whole == pytest.approx(1, abs=1e-5)
     assert 0 <= metrics["actor/topk_overlap"] <= 1 and metrics["actor/teacher_topk_entropy"] > 0
-    assert metrics["actor/kl_loss_at/0"] == pytest.approx(metrics["actor/kl_loss"], rel=1e-5)  # 20 tokens at most
+    # Responses have at most 20 tokens, so all of them are in the first bucket of positions.
+    assert metrics["actor/kl_loss_at/0"] == pytest.approx(metrics["actor/kl_loss"], rel=1e-5)
     assert metrics["actor/distill_coef"] == 1 and metrics["actor/loss"] == pytest.approx(metrics["actor/kl_loss"])

@@ -1,3 +1,5 @@
+"""Fixtures of the loss tests."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from tests._support.worker_pool import WorkerPool
 
 @pytest.fixture(scope="package")
 def pool() -> Iterator[WorkerPool]:
+    """Processes of tensor-parallel groups."""
     pool = WorkerPool()
     yield pool
     pool.close()

@@ -1,4 +1,4 @@
-"""The overlap of the teacher's and the student's likeliest ids, against python sets."""
+"""Overlap of the teacher's and the student's top-k against Python sets; entropy of buckets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from recipe_gkd.losses.diagnostics import entropy, topk_overlap
 from recipe_gkd.losses.distributions import valid_entries
 from tests._support.worker_pool import WorkerPool
 from tests.unit.losses.cases import VOCABULARY, Case, make_case
-from tests.unit.losses.runs import group
+from tests.unit.losses.runs import process_group
 
 SIZES = (1, 2, 17, 50, VOCABULARY)
 
 
-def case_of(k: int) -> Case:
-    """Teacher and student related, so that some ids coincide; the padding has the largest logits of all."""
+def overlap_case(k: int) -> Case:
+    """Return a teacher and a student with ids in common. The padding has the largest logits."""
     case, generator = make_case(k, 1.0), torch.Generator().manual_seed(5)
     logits = torch.randn(case.logits_TW.shape, generator=generator)  # without ties
     logits.scatter_add_(1, case.ids_TK.clamp(0, VOCABULARY - 1), torch.rand(case.ids_TK.shape, generator=generator) * 2)
@@ -25,48 +25,48 @@ def case_of(k: int) -> Case:
     return Case(logits_TW=logits, logps_TK=case.logps_TK, ids_TK=case.ids_TK)
 
 
-def by_sets(case: Case) -> list[float]:
-    shares = []
+def overlap_of_sets(case: Case) -> list[float]:
+    fractions = []
     for logits_V, logps_K, ids_K in zip(case.logits_TW[:, :VOCABULARY], case.logps_TK, case.ids_TK, strict=True):
         entries = zip(ids_K.tolist(), logps_K.tolist(), strict=True)
         teacher = {id for id, logp in entries if 0 <= id < VOCABULARY and logp > -math.inf}
         student = set(sorted(range(VOCABULARY), key=lambda id: -logits_V[id].item())[: len(teacher)])
-        shares.append(len(teacher & student) / len(teacher) if teacher else math.nan)
-    return shares
+        fractions.append(len(teacher & student) / len(teacher) if teacher else math.nan)
+    return fractions
 
 
-def overlaps(rank: int, world_size: int, port: int) -> list[list[float]]:
-    with group(rank, world_size, port) as tp_group:
+def overlaps_on_rank(rank: int, world_size: int, port: int) -> list[list[float]]:
+    with process_group(rank, world_size, port) as tp_group:
         found = []
-        for case in map(case_of, SIZES):
-            present = valid_entries(case.logps_TK, case.ids_TK, VOCABULARY)
+        for case in map(overlap_case, SIZES):
+            valid = valid_entries(case.logps_TK, case.ids_TK, VOCABULARY)
             shard = case.logits_TW.chunk(world_size, dim=1)[rank]
-            found.append(topk_overlap(shard, case.ids_TK, present, vocab_size=VOCABULARY, tp_group=tp_group).tolist())
+            found.append(topk_overlap(shard, case.ids_TK, valid, vocab_size=VOCABULARY, tp_group=tp_group).tolist())
         return found
 
 
-def test_overlap_equals_that_of_sets() -> None:
+def test_topk_overlap_equals_sets() -> None:
     for k in SIZES:
-        case = case_of(k)
-        present = valid_entries(case.logps_TK, case.ids_TK, VOCABULARY)
-        got = topk_overlap(case.logits_TW, case.ids_TK, present, vocab_size=VOCABULARY)
-        assert got.tolist() == pytest.approx(by_sets(case), nan_ok=True), k
-        assert k == 1 or ((got > 0) & (got < 1)).any(), "the case shows nothing"
+        case = overlap_case(k)
+        valid = valid_entries(case.logps_TK, case.ids_TK, VOCABULARY)
+        got = topk_overlap(case.logits_TW, case.ids_TK, valid, vocab_size=VOCABULARY)
+        assert got.tolist() == pytest.approx(overlap_of_sets(case), nan_ok=True), k
+        assert k == 1 or ((got > 0) & (got < 1)).any(), "every overlap is 0 or 1"
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_overlap_is_the_same_for_any_tensor_parallel_size(pool: WorkerPool, world_size: int) -> None:
-    for found in pool.run(world_size, overlaps):
+def test_topk_overlap_with_tensor_parallel_equals_sets(pool: WorkerPool, world_size: int) -> None:
+    for found in pool.run(world_size, overlaps_on_rank):
         for k, got in zip(SIZES, found, strict=True):
-            assert got == pytest.approx(by_sets(case_of(k)), nan_ok=True), k
+            assert got == pytest.approx(overlap_of_sets(overlap_case(k)), nan_ok=True), k
 
 
-def test_no_positions_have_no_overlap() -> None:
-    none = torch.zeros(0, 3, dtype=torch.int64)
-    assert topk_overlap(torch.zeros(0, 8), none, none.bool(), vocab_size=7).shape == (0,)
+def test_topk_overlap_of_no_positions_is_empty() -> None:
+    empty = torch.zeros(0, 3, dtype=torch.int64)
+    assert topk_overlap(torch.zeros(0, 8), empty, empty.bool(), vocab_size=7).shape == (0,)
 
 
-def test_entropy_of_buckets_is_at_most_that_of_the_whole_distribution() -> None:
+def test_entropy_of_buckets_is_at_most_whole_entropy() -> None:
     p = (2 * torch.randn(20, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).softmax(1)
     whole = torch.distributions.Categorical(probs=p).entropy()
     torch.testing.assert_close(entropy(p), whole)

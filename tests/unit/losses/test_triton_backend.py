@@ -1,13 +1,12 @@
-"""The Triton kernels compute what float64 does: in Triton's interpreter, and on a GPU where there is one."""
+"""The Triton kernels against dense float64, in Triton's interpreter and on a GPU if there is one."""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,154 +14,159 @@ import pytest
 import torch
 
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.losses import torch_kernels as torch_chunk
-from recipe_gkd.losses.kernel_backend import CHOICE, select_backend
-from recipe_gkd.losses.logits_query import Backward
-from tests.unit.losses.dense_tail import KINDS, Case, check_gradient, check_rounded_once, check_sums, make
+from recipe_gkd.losses import torch_kernels
+from recipe_gkd.losses.kernel_backend import select_backend
+from recipe_gkd.losses.logits_query import GradientSpec
+from tests.unit.losses.kernel_cases import KINDS, Case, check_gradient, check_rounded_once, check_sums, make_chunk
 
 pytest.importorskip("triton", reason="needs triton")
 Run = Callable[..., Any]
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 QWEN: dict[str, Any] = {"width": 152064, "real_columns": 151936}
+JOB_TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Run]:
-    """Runs a function in a process of its own: Triton decides at its import whether it interprets."""
+    """Function that runs a job in a process with Triton's interpreter, which Triton enables when it is imported."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TRITON_INTERPRET", "1")
         pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        pool.submit(small_blocks).result(timeout=120)
-    yield lambda job, *arguments: pool.submit(job, *arguments).result(timeout=120)
+        pool.submit(use_small_blocks).result(timeout=JOB_TIMEOUT_S)
+    yield lambda job, *arguments: pool.submit(job, *arguments).result(timeout=JOB_TIMEOUT_S)
     for process in pool._processes.values():
         process.kill()
     pool.shutdown()
 
 
-def small_blocks() -> None:
-    """Several blocks, groups and splits in rows of a few hundred columns."""
+def use_small_blocks() -> None:
+    """Make rows of 200 columns have multiple blocks, groups and splits."""
     from recipe_gkd.losses import triton_backend
 
-    os.environ[CHOICE] = "triton"
     torch.set_num_threads(1)
-    triton_backend.COLUMNS, triton_backend.ENTRIES = 64, 64
+    triton_backend.BLOCK_COLUMNS, triton_backend.BLOCK_IDS = 64, 64
 
 
 def check(case: Case, device: str = "cpu") -> None:
-    chunk = make(case, device)
-    backend = select_backend(chunk.logits_CW)
-    assert backend is not torch_chunk
+    chunk = make_chunk(case, device)
+    backend = select_backend(chunk.logits_RW, "triton")
     check_sums(backend, chunk)
-    grad_CW = check_gradient(backend, chunk)
-    check_rounded_once(backend, chunk, grad_CW, truncates=device == "cpu")  # as the interpreter does with bfloat16
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("k", [0, 1, 17])
-@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
-def test_sums_and_gradient_are_those_of_float64(
-    interpreted: Run, dtype: torch.dtype, k: int, temperature: float
-) -> None:
-    interpreted(check, Case(dtype=dtype, k=k, temperature=temperature))
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_unusual_logits_make_no_nan(interpreted: Run, kind: str, temperature: float) -> None:
-    for dtype in (BRAIN, SINGLE):
-        interpreted(check, Case(kind=kind, dtype=dtype, temperature=temperature))
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param({"k": 193}, id="a support that leaves no tail"),
-        pytest.param({"k": 193, "temperature": 1.0}, id="a support that leaves no tail, one head"),
-        pytest.param({"k": 192, "real_columns": 192, "width": 192}, id="the same, without padding"),
-        pytest.param({"real_columns": 0}, id="a rank that has padding only"),
-        pytest.param({"real_columns": -40}, id="a rank beyond one that has padding only"),
-        pytest.param({"real_columns": 200}, id="no padding"),
-        pytest.param({"real_columns": 64, "width": 128}, id="padding from a block's end on"),
-        pytest.param({"real_columns": 33, "width": 33, "k": 33}, id="one id more than a word of the mask"),
-        pytest.param({"width": 1, "real_columns": 1, "k": 1}, id="one column"),
-        pytest.param({"rows": 1}, id="one position"),
-        pytest.param({"rows": 17, "width": 130, "real_columns": 129}, id="more positions than programs"),
-        pytest.param({"rows": 0}, id="no positions"),
-    ],
-)
-def test_shapes(interpreted: Run, shape: dict[str, Any]) -> None:
-    interpreted(check, Case(**{"temperature": 2.0, **shape}))
+    grad_RW = check_gradient(backend, chunk)
+    check_rounded_once(backend, chunk, grad_RW, truncates=device == "cpu")  # the interpreter truncates bfloat16
 
 
 def check_nan() -> None:
-    chunk = make(Case(temperature=2.0, k=0))
-    chunk.logits_CW[1, 100] = float("nan")
-    chunk.logits_CW[2] = float("nan")
-    sums_CH3 = select_backend(chunk.logits_CW).tail_sums(chunk.logits_CW, chunk.softmaxes, torch.float32)
-    assert sums_CH3[0].isfinite().all()
-    assert sums_CH3[1:].isnan().all()
-
-
-def test_a_nan_among_the_logits_is_not_hidden(interpreted: Run) -> None:
-    interpreted(check_nan)
+    chunk = make_chunk(Case(temperature=2.0, k=0))
+    chunk.logits_RW[1, 100] = float("nan")
+    chunk.logits_RW[2] = float("nan")
+    sums_RH3 = select_backend(chunk.logits_RW, "triton").tail_sums(chunk.logits_RW, chunk.softmaxes, torch.float32)
+    assert sums_RH3[0].isfinite().all()
+    assert sums_RH3[1:].isnan().all()
 
 
 def check_float64() -> None:
     from recipe_gkd.losses import triton_backend
 
-    chunk = make(Case())
+    chunk = make_chunk(Case())
     with pytest.raises(TypeError, match=r"got torch\.float64 logits.*expected one of"):
-        triton_backend.tail_sums(chunk.logits_CW.double(), chunk.softmaxes, torch.float64)
+        triton_backend.tail_sums(chunk.logits_RW.double(), chunk.softmaxes, torch.float64)
 
 
-def test_float64_is_refused(interpreted: Run) -> None:
-    interpreted(check_float64)
+class TestInterpreted:
+    @pytest.mark.parametrize("has_slope", [False, True])
+    @pytest.mark.parametrize("temperature", [1.0, 2.5])
+    @pytest.mark.parametrize("k", [0, 1, 17])
+    @pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
+    def test_sums_and_gradient_equal_dense_float64(
+        self, interpreted: Run, dtype: torch.dtype, k: int, temperature: float, has_slope: bool
+    ) -> None:
+        interpreted(check, Case(dtype=dtype, k=k, temperature=temperature, has_slope=has_slope))
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    @pytest.mark.parametrize("kind", KINDS[1:])
+    def test_unusual_logits_equal_dense_float64(self, interpreted: Run, kind: str, temperature: float) -> None:
+        for dtype in (BRAIN, SINGLE):
+            for has_slope in (False, True):
+                interpreted(check, Case(kind=kind, dtype=dtype, temperature=temperature, has_slope=has_slope))
+
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            pytest.param({"k": 193}, id="empty tail"),
+            pytest.param({"k": 193, "temperature": 1.0}, id="empty tail, one softmax"),
+            pytest.param({"k": 192, "real_columns": 192, "width": 192}, id="empty tail, no padding"),
+            pytest.param({"real_columns": 0}, id="rank with padding only"),
+            pytest.param({"real_columns": -40}, id="rank after one with padding only"),
+            pytest.param({"real_columns": 200}, id="no padding"),
+            pytest.param({"real_columns": 64, "width": 128}, id="padding from the end of a block"),
+            pytest.param({"real_columns": 33, "width": 33, "k": 33}, id="one id more than a word of the mask"),
+            pytest.param({"width": 1, "real_columns": 1, "k": 1}, id="one column"),
+            pytest.param({"rows": 1}, id="one position"),
+            pytest.param({"rows": 17, "width": 130, "real_columns": 129}, id="more positions than programs"),
+            pytest.param({"rows": 0}, id="no positions"),
+        ],
+    )
+    def test_shape_equals_dense_float64(self, interpreted: Run, shape: dict[str, Any]) -> None:
+        interpreted(check, Case(**{"temperature": 2.0, **shape}))
+
+    def test_nan_logit_makes_sums_nan(self, interpreted: Run) -> None:
+        interpreted(check_nan)
+
+    def test_float64_is_refused(self, interpreted: Run) -> None:
+        interpreted(check_float64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pytorch_on_a_cpu_computes_the_same(kind: str) -> None:
+def test_torch_kernels_equal_dense_float64(kind: str) -> None:
     for temperature in (1.0, 2.5):
         for k in (0, 17, 193):
-            chunk = make(Case(kind=kind, k=k, temperature=temperature))
-            check_sums(torch_chunk, chunk)
-            check_gradient(torch_chunk, chunk)
+            for has_slope in (False, True):
+                chunk = make_chunk(Case(kind=kind, k=k, temperature=temperature, has_slope=has_slope))
+                check_sums(torch_kernels, chunk)
+                check_gradient(torch_kernels, chunk)
 
 
-def test_the_arithmetic_is_chosen_by_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(CHOICE, raising=False)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    logits = torch.zeros(1, 4)
-    assert select_backend(logits) is torch_chunk
-    with pytest.raises(ConfigError, match="the logits are on cpu, expected a GPU"):
-        select_backend(logits, "triton")
-    with pytest.raises(ConfigError, match=r"the logits are torch\.float64"):
-        select_backend(logits.double(), "triton")
-    monkeypatch.setenv(CHOICE, "cuda")
-    with pytest.raises(ConfigError, match="got 'cuda', expected 'auto', 'torch' or 'triton'"):
-        select_backend(logits)
+class TestSelectBackend:
+    def test_auto_selects_torch_on_cpu(self) -> None:
+        assert select_backend(torch.zeros(1, 4)) is torch_kernels
+
+    def test_triton_on_cpu_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        with pytest.raises(ConfigError, match="the logits are on cpu, expected a GPU"):
+            select_backend(torch.zeros(1, 4), "triton")
+
+    def test_triton_with_float64_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"the logits are torch\.float64"):
+            select_backend(torch.zeros(1, 4).double(), "triton")
+
+    def test_unknown_choice_lists_choices(self) -> None:
+        with pytest.raises(ConfigError, match="got 'cuda', expected one of auto, torch, triton"):
+            select_backend(torch.zeros(1, 4), "cuda")
 
 
-TYPES = {"columns": "*i64", "own": "*u8", "picked_columns": "*i64", "words": "*i32", "logits": "*bf16", "out": "*bf16"}
-POINTERS = ("parts", "sums", "values", "top", "grad_tail", "grad_support", "grad_picked")
+TYPES = {"columns": "*i64", "is_local": "*u8", "sampled_columns": "*i64", "words": "*i32", "logits": "*bf16"}
+TYPES["out"] = "*bf16"
+POINTERS = ("partials", "sums", "values", "max_logit", "grad_tail", "grad_slope", "grad_support", "grad_sampled")
 ALIGNED = ("row_stride", "out_stride", "width", "columns_per_split")
 
 
 @pytest.mark.parametrize(
-    ("name", "constants", "warps"),
+    ("name", "constants", "num_warps"),
     [
         ("mark_support", {"BLOCK": 512}, 4),
-        ("sum_tails", {"HEADS": 2, "SUPPORT": True, "BLOCK": 4096, "LANES": 8}, 8),
-        ("merge_splits", {"HEADS": 2, "SPLITS": 64}, 1),
-        ("find_special", {"HEADS": 2, "BLOCK": 512}, 4),
-        ("write_tails", {"HEADS": 2, "BLOCK": 4096}, 8),
-        ("write_special", {"BLOCK": 512}, 4),
+        ("sum_tails", {"N_SOFTMAXES": 2, "HAS_SUPPORT": True, "BLOCK": 4096, "LANES": 8}, 8),
+        ("merge_splits", {"N_SOFTMAXES": 2, "MAX_SPLITS": 64}, 1),
+        ("compute_id_gradients", {"N_SOFTMAXES": 2, "HAS_SLOPE": True, "BLOCK": 512}, 4),
+        ("write_tails", {"N_SOFTMAXES": 2, "HAS_SLOPE": False, "BLOCK": 4096}, 8),
+        ("write_tails", {"N_SOFTMAXES": 2, "HAS_SLOPE": True, "BLOCK": 4096}, 8),
+        ("write_id_gradients", {"BLOCK": 512}, 4),
     ],
 )
-def test_the_compiler_accepts_what_the_interpreter_does(
-    name: str, constants: dict[str, int], warps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_kernel_compiles_for_hopper_with_16_byte_accesses(
+    name: str, constants: dict[str, int], num_warps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For Hopper GPUs, without one: logits and gradient move 16 bytes at a time."""
+    """The compiler needs no GPU. It refuses programs that the interpreter accepts."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -183,7 +187,7 @@ def test_the_compiler_accepts_what_the_interpreter_does(
         constexprs={(kernel.arg_names.index(constant),): value for constant, value in constants.items()},
         attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
     )
-    options = {"num_warps": warps, "enable_fp_fusion": name not in ("find_special", "write_tails")}
+    options = {"num_warps": num_warps, "enable_fp_fusion": name not in ("compute_id_gradients", "write_tails")}
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     if name in ("sum_tails", "write_tails"):
         assert re.search(r"ld\.global\S*\.v4\.b32", code)
@@ -193,34 +197,41 @@ def test_the_compiler_accepts_what_the_interpreter_does(
         assert "fma." not in code
 
 
-@no_gpu
+@needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
-def test_real_sizes_on_a_gpu(dtype: torch.dtype, kind: str, temperature: float) -> None:
-    for shape in ({"rows": 300, "k": 64}, {"rows": 2, "k": 1024}, {"rows": 2, "k": QWEN["real_columns"]}):
-        check(Case(**QWEN, **shape, dtype=dtype, kind=kind, temperature=temperature), "cuda")
-    check(Case(rows=40, width=50257, real_columns=50257, dtype=dtype, kind=kind, temperature=temperature), "cuda")
+class TestOnGpu:
+    @pytest.mark.parametrize("has_slope", [False, True])
+    @pytest.mark.parametrize("temperature", [1.0, 2.5])
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
+    def test_real_sizes_equal_dense_float64(
+        self, dtype: torch.dtype, kind: str, temperature: float, has_slope: bool
+    ) -> None:
+        case = Case(**QWEN, dtype=dtype, kind=kind, temperature=temperature, has_slope=has_slope)
+        for rows, k in ((300, 64), (2, 1024), (2, QWEN["real_columns"])):
+            check(replace(case, rows=rows, k=k), "cuda")
+        check(replace(case, rows=40, width=50257, real_columns=50257), "cuda")
 
-
-@no_gpu
-@pytest.mark.gpu
-def test_more_than_two_to_the_31_logits_on_a_gpu() -> None:
-    """In place, in bfloat16: the last positions are computed as if they were alone."""
-    whole = make(Case(rows=16, k=64, dtype=BRAIN, temperature=2.0, **QWEN), "cuda")
-    repeats = 900
-    logits_CW = whole.logits_CW.repeat(repeats, 1)
-    softmaxes = [
-        replace(head, columns_TK=head.columns_TK.repeat(repeats, 1), own_TK=head.own_TK.repeat(repeats, 1))
-        for head in whole.softmaxes
-    ]
-    backend = select_backend(logits_CW)
-    sums_CH3 = backend.tail_sums(logits_CW, softmaxes, torch.float32)
-    torch.testing.assert_close(sums_CH3[-16:].double(), whole.sums_CH3, rtol=5e-6, atol=1e-6)
-    tensors = {name: value.repeat(repeats, 1) for name, value in vars(whole.wanted).items() if name != "heads"}
-    backend.write_gradient(logits_CW, logits_CW, Backward(softmaxes=softmaxes, **tensors))
-    expected = torch.empty_like(whole.logits_CW)
-    backend.write_gradient(expected, whole.logits_CW, whole.wanted)
-    for start in range(0, len(logits_CW), 16):
-        assert torch.equal(logits_CW[start : start + 16], expected)
+    def test_more_than_two_to_the_31_logits_equal_those_alone(self) -> None:
+        """The last positions of a large in-place bfloat16 batch get the same results as in a batch of their own."""
+        alone = make_chunk(Case(rows=16, k=64, dtype=BRAIN, temperature=2.0, **QWEN), "cuda")
+        repeats = 900
+        logits_RW = alone.logits_RW.repeat(repeats, 1)
+        softmaxes = [
+            replace(
+                softmax,
+                columns_TK=softmax.columns_TK.repeat(repeats, 1),
+                is_local_TK=softmax.is_local_TK.repeat(repeats, 1),
+            )
+            for softmax in alone.softmaxes
+        ]
+        backend = select_backend(logits_RW)
+        sums_RH3 = backend.tail_sums(logits_RW, softmaxes, torch.float32)
+        torch.testing.assert_close(sums_RH3[-16:].double(), alone.sums_RH3, rtol=5e-6, atol=1e-6)
+        tensors = {each.name: getattr(alone.gradient, each.name) for each in fields(GradientSpec)}
+        repeated = {name: t.repeat(repeats, 1) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+        backend.write_gradient(logits_RW, logits_RW, replace(alone.gradient, softmaxes=softmaxes, **repeated))
+        expected = torch.empty_like(alone.logits_RW)
+        backend.write_gradient(expected, alone.logits_RW, alone.gradient)
+        for start in range(0, len(logits_RW), 16):
+            assert torch.equal(logits_RW[start : start + 16], expected)

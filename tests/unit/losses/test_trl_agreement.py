@@ -1,9 +1,8 @@
-"""Agreement with the generalized JSD of GKD (Agarwal et al. 2024, arXiv:2306.13649, eq. 1) as TRL computes it.
+"""Agreement with TRL's generalized JSD of GKD (Agarwal et al. 2024, arXiv:2306.13649, eq. 1).
 
 With P the teacher and Q the student, both ``softmax(logits / temperature)`` of the whole vocabulary, TRL's GKD trainer
-sums ``beta * KL(P || M) + (1 - beta) * KL(Q || M)`` with ``M = beta * P + (1 - beta) * Q`` over the vocabulary. For
-``beta`` 0 and 1, where this is zero, it has ``KL(P || Q)`` and ``KL(Q || P)`` instead. The result is not multiplied by
-the square of the temperature.
+computes ``beta * KL(P || M) + (1 - beta) * KL(Q || M)`` with ``M = beta * P + (1 - beta) * Q``. For ``beta`` 0 and 1,
+where this is zero, it computes ``KL(P || Q)`` and ``KL(Q || P)``. It does not multiply by the squared temperature.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ TEMPERATURES = (0.5, 1.0, 2.0)
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 TRL_STUDENT, TRL_TEACHER = [2.0, -1.0, 0.5, 0.0], [0.5, 1.5, -2.0, 0.25]
+# (beta, temperature) -> value of TRL's formula for these logits, in float64.
 TRL_VALUES = {
     (0.0, 0.5): 4.671388037734,
     (0.0, 1.0): 1.475014222938,
@@ -40,11 +40,10 @@ TRL_VALUES = {
     (1.0, 1.0): 1.028019435758,
     (1.0, 2.0): 0.357494531163,
 }
-"""(beta, temperature) -> what TRL's formula gave for these logits, in float64."""
 
 
 def formula(student_TV: Tensor, teacher_TV: Tensor, beta: float, temperature: float) -> Tensor:
-    """The definition above on probabilities, [T]."""
+    """Return the definition above on probabilities, [T]."""
     q_TV, p_TV = (student_TV / temperature).softmax(1), (teacher_TV / temperature).softmax(1)
 
     def kl(a_TV: Tensor, b_TV: Tensor) -> Tensor:
@@ -81,7 +80,7 @@ def ours(student_TV: Tensor, teacher_TV: Tensor, beta: float, temperature: float
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("reference", REFERENCES)
-def test_jsd_of_the_whole_vocabulary_equals_reference_in_value_and_gradient(
+def test_jsd_of_whole_vocabulary_equals_reference(
     reference: Callable[..., Tensor], beta: float, temperature: float
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -91,13 +90,13 @@ def test_jsd_of_the_whole_vocabulary_equals_reference_in_value_and_gradient(
         leaf_TV = student_TV.clone().requires_grad_()
         loss_T = loss_of(leaf_TV, teacher_TV, beta, temperature)
         results.append((loss_T.detach(), torch.autograd.grad(loss_T.sum(), leaf_TV)[0]))
-    # TRL rounds beta to the dtype of the logits, and each sums in another order.
+    # TRL rounds beta to the dtype of the logits, and the two sum in different orders.
     torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("beta", BETAS)
-def test_jsd_has_the_values_of_trl(beta: float, temperature: float) -> None:
+def test_jsd_equals_values_of_trl(beta: float, temperature: float) -> None:
     student_TV, teacher_TV = torch.tensor([[TRL_STUDENT], [TRL_TEACHER]], dtype=torch.float64)
     found = ours(student_TV, teacher_TV, beta, temperature).item()
     assert found == pytest.approx(TRL_VALUES[beta, temperature], rel=1e-9)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.preflight import Student, meet_teacher
+from recipe_gkd.preflight import Student, check_teacher
 from recipe_gkd.teacher_routing import Routes, open_teachers
 from recipe_gkd.teacher_routing.backends import check_scores
 from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
@@ -102,10 +102,10 @@ class TestHfTeacher:
         limits = ["data.max_prompt_length=32", "data.max_response_length=32", "gkd.distill_temperature=2"]
         config = configured("backend=hf", f"model_path={tiny_qwen2}", "top_k=8", others=limits)
         if fits:
-            assert meet_teacher("default", hf_teacher, student, config) == hf_teacher.hello()
+            assert check_teacher("default", hf_teacher, student, config) == hf_teacher.hello()
             return
         with pytest.raises(ConfigError, match="vocabulary does not fit"):
-            meet_teacher("default", hf_teacher, student, config)
+            check_teacher("default", hf_teacher, student, config)
 
     @pytest.mark.parametrize("batch_tokens", [1, 100, 10_000])
     @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -1,0 +1,226 @@
+"""A distillation loss from a user's file: ``gkd.custom_loss.path`` and ``gkd.custom_loss.name``.
+
+The function has the form ``def my_loss(inputs: LossInputs) -> LossOutputs``. It replaces the loss of
+``gkd.distill_loss_type``, with the weight ``gkd.distill_loss_coef``.
+
+Shape suffixes: T response tokens of a micro-batch, K teacher top-k, B = K + 1 buckets (tail last).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.runtime.user_code import load_attribute
+
+KEY = "gkd.custom_loss"
+METRIC_NAME = re.compile(r"[A-Za-z0-9_./-]+")
+EXAMPLE_LENGTHS = (5, 3)
+EXAMPLE_TOP_K = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """Inputs of a custom loss: the response tokens of one micro-batch, one response after the other.
+
+    All tensors are identical on every tensor-parallel rank. Values are finite at every token. Tensors named
+    ``student_*`` carry the gradient; all others are constants. An invalid bucket has teacher probability 0 and both
+    log-probabilities 0, so a sum over buckets needs no mask if its terms have such a factor.
+
+    Attributes:
+        student_logps_TB: Student's log-probability of each bucket at ``gkd.distill_temperature``: the teacher's ids,
+            and last all other ids together. With gradient.
+        student_sampled_logps_T: Student's log-probability of the response token at temperature 1. With gradient.
+        student_entropy_T: Entropy of the student's whole distribution at temperature 1, in nats. With gradient.
+        teacher_logps_TB: Teacher's log-probability of each bucket at ``gkd.distill_temperature``.
+        teacher_probs_TB: Teacher's probability of each bucket.
+        teacher_ids_TK: Token ids of the teacher's top-k, int64; -1 for a missing entry.
+        valid_TB: True for the buckets that exist, bool.
+        teacher_sampled_logps_T: Teacher's log-probability of the response token at temperature 1.
+        sampling_logps_T: Log-probability of the response token under the weights that sampled it.
+        advantages_T: GRPO advantage of the response; 0 with ``gkd.use_rl_loss=false``.
+        rewards_T: Reward of the response; 0 if it has none.
+        has_reward_T: True if the response has a reward, bool.
+        has_teacher_T: True for the tokens that a teacher scored, bool. Only these tokens are in the loss.
+        is_reference_T: True if the response is a reference response of the data set, bool.
+        positions_T: Position in the response, int64, from 0.
+        sequence_T: Index of the response in the micro-batch, int64, ascending from 0.
+    """
+
+    student_logps_TB: Tensor
+    student_sampled_logps_T: Tensor
+    student_entropy_T: Tensor
+    teacher_logps_TB: Tensor
+    teacher_probs_TB: Tensor
+    teacher_ids_TK: Tensor
+    valid_TB: Tensor
+    teacher_sampled_logps_T: Tensor
+    sampling_logps_T: Tensor
+    advantages_T: Tensor
+    rewards_T: Tensor
+    has_reward_T: Tensor
+    has_teacher_T: Tensor
+    is_reference_T: Tensor
+    positions_T: Tensor
+    sequence_T: Tensor
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of response tokens T."""
+        return len(self.positions_T)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOutputs:
+    """Result of a custom loss.
+
+    Attributes:
+        loss_T: Loss of each token, [T], with gradient. Values at tokens without a teacher are ignored.
+        metrics: Value of each token, [T], by name. The mean over the tokens that a teacher scored is reported as
+            ``actor/<name>``. The names must be the same in every call.
+    """
+
+    loss_T: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomLoss:
+    """A user's loss function whose outputs are checked at each call.
+
+    Attributes:
+        function: The user's function.
+        label: Name and file of the function, for error messages.
+        metric_names: Names of the metrics that it returns, sorted.
+    """
+
+    function: Callable[[LossInputs], Any]
+    label: str
+    metric_names: tuple[str, ...]
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        """Return the checked outputs. Loss and metrics are 0 at tokens without a teacher.
+
+        Raises:
+            ConfigError: The function failed, or an output is invalid. The message names the function and the output.
+        """
+        outputs = _checked_call(self.function, self.label, inputs)
+        if (names := tuple(sorted(outputs.metrics))) != self.metric_names:
+            raise ConfigError(
+                f"{self.label} returned the metrics {list(names)}, expected {list(self.metric_names)} as in its first "
+                "call; return the same metrics in every call"
+            )
+        valid_T = inputs.has_teacher_T
+        metrics = {name: value_T.detach().double().where(valid_T, 0) for name, value_T in outputs.metrics.items()}
+        return LossOutputs(loss_T=outputs.loss_T.where(valid_T, 0), metrics=metrics)
+
+
+@functools.cache
+def load_custom_loss(path: str, name: str) -> CustomLoss:
+    """Import a user's loss function and call it once on random example inputs.
+
+    The call finds mistakes before any worker starts, and returns the names of the metrics. The result is cached.
+
+    Args:
+        path: ``gkd.custom_loss.path``, a Python file.
+        name: ``gkd.custom_loss.name``, a function in it.
+
+    Raises:
+        ConfigError: The file or the function does not exist, or its outputs are invalid.
+    """
+    function, label = load_attribute(path, name, key=KEY), f"{KEY}: {name} of {path}"
+    if not callable(function):
+        raise ConfigError(f"{label} is of type {_describe(function)}, expected a function of LossInputs")
+    with torch.enable_grad():
+        outputs = _checked_call(function, label, example_inputs())
+    return CustomLoss(function=function, label=label, metric_names=tuple(sorted(outputs.metrics)))
+
+
+def _checked_call(function: Callable[[LossInputs], Any], label: str, inputs: LossInputs) -> LossOutputs:
+    try:
+        outputs = function(inputs)
+    except Exception as error:  # a user's function can raise any exception
+        raise ConfigError(f"{label} raised {type(error).__name__}: {error}") from error
+    if not isinstance(outputs, LossOutputs):
+        raise ConfigError(f"{label} returned {_describe(outputs)}, expected recipe_gkd.losses.LossOutputs")
+    _check_tensor(outputs.loss_T, "loss_T", label, inputs)
+    if not outputs.loss_T.is_floating_point():
+        raise ConfigError(f"{label} returned loss_T of dtype {outputs.loss_T.dtype}, expected a floating-point dtype")
+    if torch.is_grad_enabled() and inputs.student_logps_TB.requires_grad and not outputs.loss_T.requires_grad:
+        raise ConfigError(
+            f"{label} returned loss_T without a gradient: it does not depend on the student; compute it from "
+            "inputs.student_*, without detach(), item() or torch.no_grad()"
+        )
+    if not isinstance(outputs.metrics, Mapping):
+        raise ConfigError(f"{label} returned metrics of type {_describe(outputs.metrics)}, expected a dict of tensors")
+    for name, value_T in outputs.metrics.items():
+        if not (isinstance(name, str) and METRIC_NAME.fullmatch(name)):
+            raise ConfigError(f"{label} returned a metric named {name!r}, expected letters, digits and _ . / - only")
+        _check_tensor(value_T, f"metrics[{name!r}]", label, inputs)
+    return outputs
+
+
+def _check_tensor(value_T: Any, output: str, label: str, inputs: LossInputs) -> None:
+    if not isinstance(value_T, Tensor):
+        raise ConfigError(f"{label} returned {output} of type {_describe(value_T)}, expected a tensor [T]")
+    if value_T.shape != (inputs.n_tokens,):
+        raise ConfigError(
+            f"{label} returned {output} of shape {tuple(value_T.shape)}, expected [T] = ({inputs.n_tokens},): one "
+            "value for each response token"
+        )
+    if value_T.is_complex():
+        raise ConfigError(f"{label} returned {output} of dtype {value_T.dtype}, expected real numbers")
+    invalid_T = ~value_T.detach().isfinite() & inputs.has_teacher_T
+    if invalid_T.any():
+        token = int(invalid_T.nonzero()[0])
+        raise ConfigError(
+            f"{label} returned {output} with {value_T[token].item()} at token {token} of {inputs.n_tokens} (position "
+            f"{int(inputs.positions_T[token])} of response {int(inputs.sequence_T[token])} in the micro-batch), "
+            f"expected finite numbers; {int(invalid_T.sum())} tokens are affected"
+        )
+
+
+def _describe(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
+
+
+def example_inputs(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> LossInputs:
+    """Return random inputs of two responses, for a test of a custom loss.
+
+    Args:
+        dtype: Dtype of the floating-point tensors.
+        seed: Seed of the random numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    n_tokens = sum(EXAMPLE_LENGTHS)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    teacher_logps_TB = normal(n_tokens, EXAMPLE_TOP_K + 1).log_softmax(1)
+    positions_T = torch.cat([torch.arange(length) for length in EXAMPLE_LENGTHS])
+    return LossInputs(
+        student_logps_TB=normal(n_tokens, EXAMPLE_TOP_K + 1).log_softmax(1).requires_grad_(),
+        student_sampled_logps_T=(-normal(n_tokens).abs()).requires_grad_(),
+        student_entropy_T=normal(n_tokens).abs().requires_grad_(),
+        teacher_logps_TB=teacher_logps_TB,
+        teacher_probs_TB=teacher_logps_TB.exp(),
+        teacher_ids_TK=torch.arange(EXAMPLE_TOP_K).repeat(n_tokens, 1),
+        valid_TB=torch.ones(n_tokens, EXAMPLE_TOP_K + 1, dtype=torch.bool),
+        teacher_sampled_logps_T=-normal(n_tokens).abs(),
+        sampling_logps_T=-normal(n_tokens).abs(),
+        advantages_T=normal(n_tokens),
+        rewards_T=normal(n_tokens),
+        has_reward_T=torch.ones(n_tokens, dtype=torch.bool),
+        has_teacher_T=torch.ones(n_tokens, dtype=torch.bool),
+        is_reference_T=torch.zeros(n_tokens, dtype=torch.bool),
+        positions_T=positions_T,
+        sequence_T=(positions_T == 0).cumsum(0) - 1,
+    )

@@ -1,0 +1,126 @@
+"""Registry of the distillation losses. ``gkd.distill_loss_type`` selects one by name.
+
+A new loss is one decorated function: a divergence in :mod:`~recipe_gkd.losses.divergences`, or a loss on the sampled
+token in :mod:`~recipe_gkd.losses.sampled_token`. The configuration, the tests and the documentation check read their
+names from here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+N_DIVERGENCE_INPUTS = 1  # distributions
+N_SAMPLED_TOKEN_INPUTS = 2  # log-probabilities under the student and the teacher
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredLoss:
+    """A distillation loss and the names of its parameters.
+
+    Attributes:
+        name: Value of ``gkd.distill_loss_type``.
+        function: Function that returns the loss of each position, [T].
+        parameters: Names of the function's parameters after its inputs, such as ``beta``.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    parameters: tuple[str, ...]
+
+    def __call__(self, *inputs: Any, values: Mapping[str, Any]) -> Any:
+        """Return the loss of each position.
+
+        Args:
+            inputs: Inputs of the function.
+            values: Values by parameter name. Names that the function does not have are ignored.
+        """
+        return self.function(*inputs, **{name: values[name] for name in self.parameters})
+
+
+_divergences: dict[str, RegisteredLoss] = {}
+_sampled_token_losses: dict[str, RegisteredLoss] = {}
+
+
+def register_divergence(name: str) -> Callable[[Function], Function]:
+    """Register a divergence of the teacher from the student.
+
+    The decorated function takes :class:`~recipe_gkd.losses.distributions.BucketedDistributions` and keyword-only
+    parameters, each named like a field of :class:`~recipe_gkd.losses.divergences.Divergence`. It returns [T].
+
+    Args:
+        name: Value of ``gkd.distill_loss_type``.
+
+    Raises:
+        ValueError: The name is registered already.
+    """
+    return _register(_divergences, name, N_DIVERGENCE_INPUTS)
+
+
+def register_sampled_token_loss(name: str) -> Callable[[Function], Function]:
+    """Register a loss on the log-probabilities of the sampled token under the student and the teacher.
+
+    The decorated function takes ``logp_T`` and ``teacher_logp_T``, and may take ``baseline_T`` and ``scale_T``. It
+    returns [T].
+
+    Args:
+        name: Value of ``gkd.distill_loss_type``.
+
+    Raises:
+        ValueError: The name is registered already.
+    """
+    return _register(_sampled_token_losses, name, N_SAMPLED_TOKEN_INPUTS)
+
+
+def _register(losses: dict[str, RegisteredLoss], name: str, n_inputs: int) -> Callable[[Function], Function]:
+    def decorate(function: Function) -> Function:
+        if name in loss_names():
+            raise ValueError(f"a distillation loss named {name!r} is registered already; choose another name")
+        parameters = tuple(inspect.signature(function).parameters)[n_inputs:]
+        losses[name] = RegisteredLoss(name=name, function=function, parameters=parameters)
+        return function
+
+    return decorate
+
+
+def get_divergence(name: str) -> RegisteredLoss:
+    """Return the divergence with this name.
+
+    Raises:
+        ValueError: No divergence has this name.
+    """
+    return _get(_divergences, name, "divergence")
+
+
+def get_sampled_token_loss(name: str) -> RegisteredLoss:
+    """Return the loss on the sampled token with this name.
+
+    Raises:
+        ValueError: No loss on the sampled token has this name.
+    """
+    return _get(_sampled_token_losses, name, "loss on the sampled token")
+
+
+def _get(losses: dict[str, RegisteredLoss], name: str, kind: str) -> RegisteredLoss:
+    if name not in losses:
+        raise ValueError(f"got {kind} {name!r}, expected one of {', '.join(losses)}")
+    return losses[name]
+
+
+def divergence_names() -> tuple[str, ...]:
+    """Return the names of the divergences, in the order of registration."""
+    return tuple(_divergences)
+
+
+def sampled_token_loss_names() -> tuple[str, ...]:
+    """Return the names of the losses on the sampled token, in the order of registration."""
+    return tuple(_sampled_token_losses)
+
+
+def loss_names() -> tuple[str, ...]:
+    """Return all values of ``gkd.distill_loss_type``."""
+    return divergence_names() + sampled_token_loss_names()

@@ -1,0 +1,87 @@
+"""User files of ``gkd.custom_loss`` for tests: correct functions, and functions with one mistake each."""
+
+from __future__ import annotations
+
+import torch
+
+from recipe_gkd.losses import LossInputs, LossOutputs
+
+
+def forward_kl(inputs: LossInputs) -> LossOutputs:
+    terms_TB = inputs.teacher_probs_TB * (inputs.teacher_logps_TB - inputs.student_logps_TB)
+    return LossOutputs(loss_T=terms_TB.sum(1), metrics={"custom_kl": terms_TB.sum(1)})
+
+
+def all_statistics(inputs: LossInputs) -> LossOutputs:
+    """Return a loss that depends on every student statistic and on every constant."""
+    ratio_T = (inputs.student_sampled_logps_T - inputs.sampling_logps_T).clamp(-2, 2).exp()
+    loss_T = forward_kl(inputs).loss_T * (1 + inputs.positions_T) / (2 + inputs.sequence_T)
+    loss_T = loss_T - 0.3 * inputs.student_entropy_T - ratio_T * (inputs.advantages_T + inputs.rewards_T)
+    loss_T = loss_T + 0.1 * (inputs.teacher_sampled_logps_T - inputs.student_sampled_logps_T).square()
+    return LossOutputs(loss_T=loss_T, metrics={"ratio": ratio_T, "reference_fraction": inputs.is_reference_T})
+
+
+def no_outputs(inputs: LossInputs) -> torch.Tensor:
+    return forward_kl(inputs).loss_T
+
+
+def scalar_loss(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss_T=forward_kl(inputs).loss_T.mean())
+
+
+def integer_loss(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss_T=inputs.positions_T)
+
+
+def float_loss(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss_T=1.0)  # type: ignore[arg-type]
+
+
+def detached_loss(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss_T=forward_kl(inputs).loss_T.detach())
+
+
+def nan_loss(inputs: LossInputs) -> LossOutputs:
+    loss_T = forward_kl(inputs).loss_T
+    return LossOutputs(loss_T=torch.where(inputs.positions_T == 2, torch.nan, loss_T))
+
+
+def list_metrics(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss_T=forward_kl(inputs).loss_T, metrics=["ratio"])  # type: ignore[arg-type]
+
+
+def float_metric(inputs: LossInputs) -> LossOutputs:
+    loss_T = forward_kl(inputs).loss_T
+    return LossOutputs(loss_T=loss_T, metrics={"mean_kl": loss_T.mean().item()})  # type: ignore[dict-item]
+
+
+def scalar_metric(inputs: LossInputs) -> LossOutputs:
+    loss_T = forward_kl(inputs).loss_T
+    return LossOutputs(loss_T=loss_T, metrics={"mean_kl": loss_T.mean()})
+
+
+def infinite_metric(inputs: LossInputs) -> LossOutputs:
+    loss_T = forward_kl(inputs).loss_T
+    return LossOutputs(loss_T=loss_T, metrics={"inverse": 1 / inputs.positions_T})
+
+
+def unnamed_metric(inputs: LossInputs) -> LossOutputs:
+    loss_T = forward_kl(inputs).loss_T
+    return LossOutputs(loss_T=loss_T, metrics={"my kl": loss_T})
+
+
+def reserved_metric(inputs: LossInputs) -> LossOutputs:
+    loss_T = forward_kl(inputs).loss_T
+    return LossOutputs(loss_T=loss_T, metrics={"grad_norm": loss_T})
+
+
+def raises(inputs: LossInputs) -> LossOutputs:
+    raise KeyError("student_logits")
+
+
+def metrics_of_long_batches_only(inputs: LossInputs) -> LossOutputs:
+    loss_T = forward_kl(inputs).loss_T
+    return LossOutputs(loss_T=loss_T, metrics={"kl": loss_T} if inputs.n_tokens > 4 else {})
+
+
+NOT_A_FUNCTION = 3

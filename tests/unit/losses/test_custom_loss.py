@@ -1,0 +1,286 @@
+"""Custom losses from a user's file: checks of their outputs, and equality with built-in losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from recipe_gkd.actor.device_batch import DeviceBatch, to_device
+from recipe_gkd.actor.loss_metrics import metrics, names_of_sums
+from recipe_gkd.actor.loss_terms import GlobalDenominators
+from recipe_gkd.actor.microbatch import pack
+from recipe_gkd.actor.objective import Losses, Objective
+from recipe_gkd.config.schema import CustomLossConfig, GkdConfig
+from recipe_gkd.data.samples import Sample, TeacherTopK
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.losses import LossInputs, LossOutputs
+from recipe_gkd.losses.custom import example_inputs, load_custom_loss
+from recipe_gkd.losses.distributions import bucketed_distributions
+from recipe_gkd.losses.divergences import forward_kl, reverse_kl
+from recipe_gkd.losses.student_output import HiddenStates, Logits
+from tests._support import custom_losses
+from tests._support.repository import REPO
+from tests._support.tiny_models import VOCAB, make_config, make_samples
+from tests._support.worker_pool import WorkerPool
+from tests.unit.losses.runs import process_group
+
+PATH = str(Path(custom_losses.__file__).resolve())
+HIDDEN = 12
+COLUMNS = 112  # a multiple of 2, with padding
+
+
+# Loss, metrics, and the gradients in the hidden states and in the output layer, float64.
+Result = tuple[Tensor, dict[str, float], list[Tensor]]
+
+
+def gkd_config(*overrides: str, custom: str | None = None) -> GkdConfig:
+    gkd = make_config(Path("unused"), *overrides).gkd
+    return replace(gkd, custom_loss=CustomLossConfig(path=PATH, name=custom)) if custom else gkd
+
+
+def make_batch(samples: list[Sample]) -> DeviceBatch:
+    packed = pack(samples)
+    denominators = GlobalDenominators.of(GlobalDenominators.counts([packed]))
+    return to_device(packed, denominators.weights(packed, "token-mean"), torch.device("cpu"))
+
+
+def scored_samples() -> list[Sample]:
+    """Return packed responses with and without a teacher, a reward and a reference."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for number, sample in enumerate(make_samples(7)):
+        n_tokens = len(sample.response.ids)
+        teacher = replace(sample.teacher, sampled_logps_T=rng.normal(-4, 0.5, n_tokens).astype(np.float32))
+        response = replace(sample.response, logprobs=rng.normal(-4, 0.5, n_tokens).astype(np.float32))
+        if number == 3:
+            teacher = TeacherTopK.absent(n_tokens)
+        reward = float(number) if number != 4 else None
+        samples.append(replace(sample, teacher=teacher, response=response, advantage=rng.normal(), reward=reward))
+    samples[5] = replace(samples[5], prompt=replace(samples[5].prompt, reference_ids=samples[5].response.ids))
+    return samples
+
+
+def loss_and_gradients(gkd: GkdConfig, tp_group: ProcessGroup | None = None) -> Result:
+    batch = make_batch(scored_samples())
+    generator = torch.Generator().manual_seed(0)
+    n_tokens, rank, size = len(batch.ids_TK), 0, 1
+    if tp_group is not None:
+        rank, size = tp_group.rank(), tp_group.size()
+    hidden_TD = torch.randn(n_tokens, HIDDEN, generator=generator, dtype=torch.float64).requires_grad_()
+    whole_VD = torch.randn(COLUMNS, HIDDEN, generator=generator, dtype=torch.float64)
+    weight_WD = whole_VD.chunk(size)[rank].clone().requires_grad_()
+    if gkd.fuse_lm_head:
+        student: Logits | HiddenStates = HiddenStates(
+            hidden_TD=hidden_TD, weight_WD=weight_WD, tp_group=tp_group, chunk_tokens=gkd.chunk_tokens
+        )
+    else:
+        student = Logits(logits_TW=hidden_TD @ weight_WD.T, tp_group=tp_group, chunk_tokens=gkd.chunk_tokens)
+    losses: Losses = Objective(gkd=gkd, vocab_size=VOCAB, tp_group=tp_group)(student, batch)
+    grad_TD, grad_WD = torch.autograd.grad(losses.loss_T.sum(), (hidden_TD, weight_WD))
+    if tp_group is not None and not gkd.fuse_lm_head:  # Megatron's output layer sums this gradient over the ranks
+        dist.all_reduce(grad_TD, group=tp_group)
+    sums = {name: value.item() for name, value in losses.sums.items()}
+    assert sums.keys() >= set(names_of_sums(gkd, ["default"]))
+    return losses.loss_T.detach(), metrics(gkd, ["default"], sums), [grad_TD, grad_WD]
+
+
+def job(rank: int, world_size: int, port: int, gkds: list[GkdConfig]) -> list[Result]:
+    with process_group(rank, world_size, port) as tp_group:
+        return [loss_and_gradients(gkd, tp_group) for gkd in gkds]
+
+
+LAYOUTS = [[], ["gkd.chunk_tokens=3"], ["gkd.fuse_lm_head=true", "gkd.chunk_tokens=5"]]
+
+
+class TestEqualsBuiltIn:
+    """A custom loss that computes forward KL gives the loss and the gradients of the built-in forward KL."""
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("temperature", ["1", "2"])
+    def test_single_process(self, layout: list[str], temperature: str) -> None:
+        overrides = [*layout, f"gkd.distill_temperature={temperature}"]
+        loss_T, found, grads = loss_and_gradients(gkd_config(*overrides, custom="forward_kl"))
+        expected_T, expected, expected_grads = loss_and_gradients(gkd_config(*overrides))
+        torch.testing.assert_close(loss_T, expected_T, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-12)
+        assert found.pop("actor/custom_kl") == pytest.approx(expected["actor/kl_loss"], rel=1e-12)
+        assert found == pytest.approx(expected, rel=1e-12)
+
+    @pytest.mark.parametrize("custom", ["forward_kl", "all_statistics"])
+    def test_tensor_parallel(self, custom: str, pool: WorkerPool) -> None:
+        built_in = None if custom == "forward_kl" else custom
+        ranks = pool.run(2, job, [gkd_config(*layout, custom=custom) for layout in LAYOUTS])
+        for number, layout in enumerate(LAYOUTS):
+            expected_T, _, (expected_TD, expected_VD) = loss_and_gradients(gkd_config(*layout, custom=built_in))
+            for results in ranks:
+                loss_T, _, (grad_TD, _) = results[number]
+                torch.testing.assert_close(loss_T, expected_T, rtol=1e-11, atol=1e-11)
+                torch.testing.assert_close(grad_TD, expected_TD, rtol=1e-10, atol=1e-10)
+            grad_VD = torch.cat([results[number][2][1] for results in ranks])
+            torch.testing.assert_close(grad_VD, expected_VD, rtol=1e-10, atol=1e-10)
+            assert (grad_VD[VOCAB:] == 0).all()
+
+
+class TestGradient:
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("temperature", ["1", "2"])
+    def test_all_statistics_equal_dense_autograd(self, layout: list[str], temperature: str) -> None:
+        gkd = gkd_config(*layout, f"gkd.distill_temperature={temperature}", custom="all_statistics")
+        loss_T, _, (grad_TD, _) = loss_and_gradients(gkd)
+        batch = make_batch(scored_samples())
+        generator = torch.Generator().manual_seed(0)
+        hidden_TD = torch.randn(len(loss_T), HIDDEN, generator=generator, dtype=torch.float64).requires_grad_()
+        weight_VD = torch.randn(COLUMNS, HIDDEN, generator=generator, dtype=torch.float64)
+        logits_TV = (hidden_TD @ weight_VD.T)[:, :VOCAB]
+        inputs = dense_inputs(logits_TV, batch, gkd.distill_temperature)
+        expected_T = custom_losses.all_statistics(inputs).loss_T * batch.weights["distill"]
+        torch.testing.assert_close(loss_T, expected_T.detach(), rtol=1e-10, atol=1e-10)
+        expected_TD = torch.autograd.grad(expected_T.sum(), hidden_TD)[0]
+        torch.testing.assert_close(grad_TD, expected_TD, rtol=1e-9, atol=1e-10)
+
+
+def dense_inputs(logits_TV: Tensor, batch: DeviceBatch, temperature: float) -> LossInputs:
+    """Return the inputs of a custom loss, computed on whole distributions."""
+    scored_T, whole_TV = batch.has_teacher_T, (logits_TV / temperature).log_softmax(1)
+    ids_TK = batch.ids_TK.clamp(min=0)
+    in_support_TV = torch.zeros_like(whole_TV, dtype=torch.bool).scatter(1, ids_TK, True) & scored_T[:, None]
+    tail_T = whole_TV.masked_fill(in_support_TV, -torch.inf).logsumexp(1)
+    student_TB = torch.cat([whole_TV.gather(1, ids_TK).where(scored_T[:, None], 0), tail_T[:, None]], 1)
+    teacher_TK = batch.logps_TK.double()
+    teacher_tail_T = (1 - teacher_TK.exp().sum(1)).log()
+    teacher_TB = torch.cat([teacher_TK.where(scored_T[:, None], 0), teacher_tail_T[:, None]], 1)
+    valid_TB = torch.cat([scored_T[:, None].expand_as(ids_TK), torch.ones(len(ids_TK), 1, dtype=torch.bool)], 1)
+    log_q_TV = logits_TV.log_softmax(1)
+    has_reward_T = ~batch.rewards_T.isnan()
+    return LossInputs(
+        student_logps_TB=student_TB,
+        student_sampled_logps_T=log_q_TV.gather(1, batch.response_ids_T[:, None])[:, 0],
+        student_entropy_T=-(log_q_TV.exp() * log_q_TV).sum(1),
+        teacher_logps_TB=teacher_TB,
+        teacher_probs_TB=teacher_TB.exp() * valid_TB,
+        teacher_ids_TK=batch.ids_TK,
+        valid_TB=valid_TB,
+        teacher_sampled_logps_T=batch.teacher_logps_T,
+        sampling_logps_T=batch.sampling_logps_T,
+        advantages_T=batch.advantages_T,
+        rewards_T=batch.rewards_T.where(has_reward_T, 0),
+        has_reward_T=has_reward_T,
+        has_teacher_T=scored_T,
+        is_reference_T=batch.is_reference_T,
+        positions_T=batch.positions_T,
+        sequence_T=batch.sequence_T,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_objective_passes_kernel_backend_to_kernels(layout: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"gkd.kernel_backend=triton, but the logits are torch\.float64"):
+        loss_and_gradients(gkd_config(*layout, "gkd.kernel_backend=triton"))
+
+
+class TestInputs:
+    def test_flags_positions_and_sequences_follow_the_samples(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[LossInputs] = []
+
+        def record(inputs: LossInputs) -> LossOutputs:
+            seen.append(inputs)
+            return custom_losses.forward_kl(inputs)
+
+        loss = load_custom_loss(PATH, "forward_kl")
+        monkeypatch.setattr("recipe_gkd.actor.distillation.load_custom_loss", lambda *_: replace(loss, function=record))
+        loss_and_gradients(gkd_config(custom="forward_kl"))
+        [inputs] = seen
+        samples = [sample for sample in scored_samples() if len(sample.response.ids)]
+        lengths = [len(sample.response.ids) for sample in samples]
+        assert inputs.sequence_T.tolist() == np.repeat(np.arange(len(samples)), lengths).tolist()
+        assert inputs.positions_T.tolist() == [n for length in lengths for n in range(length)]
+        for tensor, per_sample in (
+            (inputs.has_teacher_T, [bool((sample.teacher.ids_TK >= 0).any()) for sample in samples]),
+            (inputs.is_reference_T, [sample.is_reference for sample in samples]),
+            (inputs.has_reward_T, [sample.reward is not None for sample in samples]),
+            (inputs.rewards_T, [sample.reward or 0.0 for sample in samples]),
+        ):
+            assert tensor.tolist() == np.repeat(per_sample, lengths).tolist()
+        for each in fields(inputs):
+            assert getattr(inputs, each.name).isfinite().all(), each.name
+
+    def test_empty_micro_batch_has_no_loss_and_zero_gradient(self) -> None:
+        gkd = gkd_config(custom="forward_kl")
+        batch = make_batch([])
+        logits_TW = torch.zeros(0, COLUMNS).requires_grad_()
+        student = Logits(logits_TW=logits_TW.clone(), tp_group=None, chunk_tokens=None)
+        losses = Objective(gkd=gkd, vocab_size=VOCAB, tp_group=None)(student, batch)
+        losses.loss_T.sum().backward()
+        assert losses.sums["custom/custom_kl"].item() == 0 and logits_TW.grad is not None
+
+
+class TestChecks:
+    @pytest.mark.parametrize(
+        ("function", "message"),
+        [
+            (custom_losses.no_outputs, "returned torch.Tensor, expected recipe_gkd.losses.LossOutputs"),
+            (custom_losses.scalar_loss, r"returned loss_T of shape \(\), expected \[T\] = \(8,\)"),
+            (custom_losses.integer_loss, "returned loss_T of dtype torch.int64"),
+            (custom_losses.float_loss, "returned loss_T of type float, expected a tensor"),
+            (custom_losses.detached_loss, "returned loss_T without a gradient: it does not depend on the student"),
+            (custom_losses.nan_loss, r"returned loss_T with nan at token 2 of 8 \(position 2 of response 0 .*2 tokens"),
+            (custom_losses.list_metrics, "returned metrics of type list, expected a dict"),
+            (custom_losses.float_metric, r"returned metrics\['mean_kl'\] of type float, expected a tensor"),
+            (custom_losses.scalar_metric, r"returned metrics\['mean_kl'\] of shape \(\)"),
+            (custom_losses.infinite_metric, r"returned metrics\['inverse'\] with inf at token 0 of 8"),
+            (custom_losses.unnamed_metric, "returned a metric named 'my kl'"),
+            (custom_losses.raises, "raised KeyError: 'student_logits'"),
+        ],
+    )
+    def test_invalid_output_is_refused_by_name(self, function: Callable[..., LossOutputs], message: str) -> None:
+        with pytest.raises(ConfigError, match=rf"gkd.custom_loss: {function.__name__} of .*custom_losses.py {message}"):
+            load_custom_loss(PATH, function.__name__)
+
+    def test_name_of_other_object_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"NOT_A_FUNCTION of .* is of type int, expected a function"):
+            load_custom_loss(PATH, "NOT_A_FUNCTION")
+
+    def test_metric_name_in_use_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="names are in use: actor/grad_norm"):
+            names_of_sums(gkd_config(custom="reserved_metric"), ["default"])
+
+    def test_metrics_that_differ_between_calls_are_refused(self) -> None:
+        loss, inputs = load_custom_loss(PATH, "metrics_of_long_batches_only"), example_inputs()
+        short = replace(inputs, **{each.name: getattr(inputs, each.name)[:3] for each in fields(inputs)})
+        with pytest.raises(ConfigError, match=r"returned the metrics \[\], expected \['kl'\] as in its first call"):
+            loss(short)
+
+    def test_values_at_tokens_without_teacher_are_ignored(self) -> None:
+        loss, inputs = load_custom_loss(PATH, "forward_kl"), example_inputs()
+        has_teacher_T = inputs.positions_T != 2
+
+        def nan_without_teacher(inputs: LossInputs) -> LossOutputs:
+            outputs = custom_losses.nan_loss(inputs)
+            return replace(outputs, metrics={"custom_kl": outputs.loss_T})
+
+        outputs = replace(loss, function=nan_without_teacher)(replace(inputs, has_teacher_T=has_teacher_T))
+        assert ((outputs.loss_T == 0) == ~has_teacher_T).all() and outputs.metrics["custom_kl"].isfinite().all()
+
+
+def test_docs_example_returns_documented_loss() -> None:
+    loss = load_custom_loss(str(REPO / "docs" / "examples" / "custom_loss.py"), "entropy_gated_kl")
+    inputs = example_inputs(dtype=torch.float64)
+    outputs = loss(inputs)
+    buckets = bucketed_distributions(
+        inputs.student_logps_TB, inputs.teacher_logps_TB[:, :-1], inputs.valid_TB[:, :-1], "bucket"
+    )
+    is_uncertain_T = -(inputs.teacher_probs_TB * inputs.teacher_logps_TB).sum(1) > 1.0
+    assert is_uncertain_T.any() and not is_uncertain_T.all()
+    expected_T = torch.where(is_uncertain_T, forward_kl(buckets), reverse_kl(buckets)) - 0.01 * inputs.student_entropy_T
+    torch.testing.assert_close(outputs.loss_T, expected_T)
+    assert loss.metric_names == ("forward_kl", "uncertain_fraction")
+    outputs.loss_T.sum().backward()
+    assert inputs.student_entropy_T.grad is not None

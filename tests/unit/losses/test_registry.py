@@ -1,0 +1,88 @@
+"""The registry of distillation losses, and its use by the configuration and the documentation."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipe_gkd.config.schema import GkdConfig
+from recipe_gkd.losses import Divergence, registry
+from recipe_gkd.losses.distributions import BucketedDistributions, bucketed_distributions
+from recipe_gkd.losses.registry import (
+    divergence_names,
+    get_divergence,
+    get_sampled_token_loss,
+    loss_names,
+    register_divergence,
+    register_sampled_token_loss,
+    sampled_token_loss_names,
+)
+from tests._support.repository import REPO
+
+
+@pytest.fixture
+def temporary_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_divergences", dict(registry._divergences))
+    monkeypatch.setattr(registry, "_sampled_token_losses", dict(registry._sampled_token_losses))
+
+
+@pytest.mark.usefixtures("temporary_losses")
+class TestRegister:
+    def test_new_divergence_is_selected_by_name(self) -> None:
+        @register_divergence("chi_squared")
+        def chi_squared(distributions: BucketedDistributions, *, beta: float) -> Tensor:
+            return beta * (distributions.q_TC - distributions.p_TC).square().sum(1)
+
+        log_q_TB = torch.tensor([[0.25, 0.75]]).log()
+        distributions = bucketed_distributions(
+            log_q_TB, torch.tensor([[0.5]]).log(), torch.ones(1, 1, dtype=torch.bool), "bucket"
+        )
+        loss_T = Divergence(kind="chi_squared", beta=2.0)(distributions)
+        torch.testing.assert_close(loss_T, torch.tensor([0.25]))
+        assert divergence_names()[-1] == "chi_squared" and "chi_squared" in loss_names()
+
+    def test_new_sampled_token_loss_is_selected_by_name(self) -> None:
+        @register_sampled_token_loss("absolute")
+        def absolute(logp_T: Tensor, teacher_logp_T: Tensor) -> Tensor:
+            return (logp_T - teacher_logp_T).abs()
+
+        loss = get_sampled_token_loss("absolute")
+        assert loss(torch.tensor([1.0]), torch.tensor([3.0]), values={"baseline_T": 0.0}).item() == 2
+
+    @pytest.mark.parametrize("register", [register_divergence, register_sampled_token_loss])
+    @pytest.mark.parametrize("name", ["jsd", "k1"])
+    def test_name_in_use_is_refused(self, register: type, name: str) -> None:
+        with pytest.raises(ValueError, match=f"'{name}' is registered already"):
+            register(name)(lambda distributions: distributions)
+
+
+def test_get_divergence_with_unknown_name_lists_names() -> None:
+    with pytest.raises(ValueError, match="got divergence 'kl', expected one of forward_kl, reverse_kl"):
+        get_divergence("kl")
+
+
+def test_unknown_tail_mode_lists_modes() -> None:
+    with pytest.raises(ValueError, match="got tail mode 'drop', expected one of bucket, renormalize, none"):
+        bucketed_distributions(torch.zeros(1, 2), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), "drop")
+
+
+@pytest.mark.parametrize("name", divergence_names())
+def test_parameters_of_divergence_are_fields_and_config_keys(name: str) -> None:
+    fields = {field.name for field in dataclasses.fields(Divergence)} - {"kind", "tail", "temperature"}
+    keys = {field.name for field in dataclasses.fields(GkdConfig)}
+    assert set(get_divergence(name).parameters) <= fields & keys
+
+
+def test_parameters_of_sampled_token_losses_are_those_the_objective_passes() -> None:
+    for name in sampled_token_loss_names():
+        assert set(get_sampled_token_loss(name).parameters) <= {"baseline_T", "scale_T"}
+
+
+def test_docs_table_lists_exactly_the_registered_losses() -> None:
+    text = (REPO / "docs" / "objectives.md").read_text()
+    section = text.split("## Distillation")[1].split("\n## ")[0]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == loss_names()
