@@ -23,7 +23,7 @@ from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.metrics.measured_stages import NEEDED, mean, stage_seconds, usual
 from recipe_gkd.metrics.resource_layout import ResourceLayout
 from recipe_gkd.metrics.what_if import splits_of
-from recipe_gkd.pipeline.interface import PipelineConfig
+from recipe_gkd.pipeline.config import PipelineConfig
 
 RESPONSES_PER_REPLICA = 16
 REQUESTS_PER_TEACHER_WORKER = 8

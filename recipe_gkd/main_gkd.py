@@ -34,7 +34,7 @@ from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import DataError, UnexpectedError
 from recipe_gkd.preflight import Student, check_stop_ids, check_teachers, read_student, with_model_path
-from recipe_gkd.ray_cluster.connection import choose_device, ray_cluster
+from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.runtime.signals import Terminated, hangup_ignored, raise_on_signals, run_until_terminated
 from recipe_gkd.runtime.threads import run_until
@@ -138,7 +138,7 @@ def run(config: Config, composed: str, folder: RunFolder) -> None:
         (folder.path / CONFIG).write_text(composed, encoding="utf-8")
         with _open_rewards(config, items, validation) as reward_context, ExitStack() as opened:
             with hangup_ignored():
-                opened.enter_context(ray_cluster(config))
+                opened.enter_context(connected_cluster(config))
             raise_on_signals()  # again, because Ray sets a handler of its own
             training = _train(config, plan, teachers, reward_context, folder)
             try:
@@ -150,7 +150,7 @@ def run(config: Config, composed: str, folder: RunFolder) -> None:
 def _read_data(config: Config, table: pa.Table, student: Student, stop_token_ids: Sequence[int]) -> PromptData:
     ends = check_stop_ids(config, student, stop_token_ids)
     with_references = config.gkd.sft_share > 0
-    return PromptData(table, config.data, student.tokenizer, given_answers=with_references, stop_token_ids=ends)
+    return PromptData(table, config.data, student.tokenizer, with_references=with_references, stop_token_ids=ends)
 
 
 def _plan_training(config: Config, data: PromptData, student: Student, stop_token_ids: Sequence[int]) -> TrainingPlan:

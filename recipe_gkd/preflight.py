@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe_gkd.actor.model_dims import check_fits, read_model_dims
+from recipe_gkd.actor.model_dims import ensure_layout_fits, read_model_dims
 from recipe_gkd.config import Config
 from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss
 from recipe_gkd.config.teachers import TEACHER
@@ -19,7 +19,7 @@ from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.model_files import check_tokenizer_files, check_weight_files
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
-from recipe_gkd.teacher_routing.router import Client
+from recipe_gkd.teacher_routing.backends import TeacherBackend
 from teacher.fingerprint import count_ids, tokenizer_fingerprint
 from teacher.records import TeacherInfo, TeacherSequence
 
@@ -60,7 +60,7 @@ def read_student(config: Config) -> Student:
     model = config.actor_rollout_ref.model
     path = find_model(model.path)
     dims = read_model_dims(path, trust_remote_code=model.trust_remote_code)
-    check_fits(dims, config.actor_rollout_ref.actor.megatron)
+    ensure_layout_fits(dims, config.actor_rollout_ref.actor.megatron)
     longest = config.data.max_prompt_length + config.data.max_response_length
     if dims.max_positions < longest:
         raise ConfigError(
@@ -117,7 +117,7 @@ def find_model(name: str) -> Path:
     return path
 
 
-def check_teachers(clients: Mapping[str, Client], student: Student, config: Config) -> tuple[int, ...]:
+def check_teachers(clients: Mapping[str, TeacherBackend], student: Student, config: Config) -> tuple[int, ...]:
     """Check that every teacher can teach this student.
 
     Args:
@@ -186,7 +186,7 @@ def check_stop_ids(config: Config, student: Student, teacher_ids: Collection[int
     return usable
 
 
-def check_teacher(name: str, client: Client, student: Student, config: Config) -> TeacherInfo:
+def check_teacher(name: str, client: TeacherBackend, student: Student, config: Config) -> TeacherInfo:
     """Check that one teacher can teach this student, and return its properties.
 
     Raises:

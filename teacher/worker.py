@@ -130,7 +130,7 @@ class Worker:
                 was_registered = True
                 on_registered()
             if not was_registered and time.monotonic() > register_until:
-                raise TeacherUnavailable(f"no proxy answered at {self.address}: {self._connection.why_down()}")
+                raise TeacherUnavailable(f"no proxy answered at {self.address}: {self._connection.explain_outage()}")
 
     def _on_connection_event(self, was_registered: bool) -> None:
         if refusal := self._connection.read_event():

@@ -63,8 +63,8 @@ def _holders(model: MegatronModel, weight: Weight, stage: int) -> range:
     first = stage * (layout.world_size // layout.pp_size)
     if weight.expert is None:
         return range(first, first + (1 if weight.shard_spec is ShardSpec.NONE else layout.tp_size))
-    assert model.dims.mixture is not None
-    first += weight.expert // (model.dims.mixture.experts // layout.ep_size) * layout.etp_size
+    assert model.dims.moe is not None
+    first += weight.expert // (model.dims.moe.experts // layout.ep_size) * layout.etp_size
     return range(first, first + layout.etp_size)
 
 

@@ -38,8 +38,8 @@ def local_weights(chunks: Sequence[GPTModel], dims: ModelDims, layout: Layout) -
             in_layers |= {(layer.layer_number - 1, name): p for name, p in layer.named_parameters()}
 
     experts = range(0)
-    if dims.mixture is not None:
-        count = dims.mixture.experts // layout.ep_size
+    if dims.moe is not None:
+        count = dims.moe.experts // layout.ep_size
         experts = range(layout.ep_rank * count, (layout.ep_rank + 1) * count)
 
     def find(weight: Weight) -> Tensor | None:

@@ -95,8 +95,8 @@ def _layer_weights(dims: ModelDims, layer: int) -> Iterator[Weight]:
         ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
         {"post_attention_layernorm.weight": (hidden,)},
     )
-    if dims.mixture is not None and dims.mixture.layers[layer]:
-        yield from _moe_weights(dims, dims.mixture, layer)
+    if dims.moe is not None and dims.moe.layers[layer]:
+        yield from _moe_weights(dims, dims.moe, layer)
     else:
         yield from _mlp_weights(layer, "mlp", MLP_NAMES, ("mlp.{}.weight",), (hidden, dims.ffn))
 

@@ -58,7 +58,7 @@ def _custom_quotients(gkd: GkdConfig, reserved: set[str]) -> dict[str, tuple[str
     return found
 
 
-def names_of_sums(gkd: GkdConfig, teachers: Sequence[str]) -> list[str]:
+def sum_names(gkd: GkdConfig, teachers: Sequence[str]) -> list[str]:
     """Return the names of the objective's sums, in the same order on every rank."""
     return sorted({name for quotient in quotients(gkd, teachers).values() for name in quotient})
 

@@ -15,7 +15,7 @@ from recipe_gkd.actor.checkpoint_save import CheckpointWriter
 from recipe_gkd.actor.export import export_weights, weights_meta
 from recipe_gkd.actor.hf_save import save_hf_folder
 from recipe_gkd.actor.megatron_model import build_megatron_model
-from recipe_gkd.actor.parallel import Layout, RankSpec, check_world_size, leave_parallel
+from recipe_gkd.actor.parallel import Layout, RankSpec, check_world_size, destroy_parallel
 from recipe_gkd.actor.update import Updater
 from recipe_gkd.config.schema import Config
 from recipe_gkd.data.samples import Sample
@@ -100,7 +100,7 @@ class MegatronActor:
         try:
             self.finish_saves()
         finally:
-            leave_parallel()
+            destroy_parallel()
 
     def set_total_steps(self, total_steps: int) -> None:
         """Set the step at which the decay of the learning rate ends."""

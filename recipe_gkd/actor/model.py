@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipe_gkd.actor.layer_spec import decoder_spec, has_transformer_engine
-from recipe_gkd.actor.model_dims import ModelDims, MoEConfig, check_fits
+from recipe_gkd.actor.model_dims import ModelDims, MoEConfig, ensure_layout_fits
 from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError
 
@@ -29,7 +29,7 @@ def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.de
     Raises:
         ConfigError: The layout does not divide the model, or an override is unknown or not allowed.
     """
-    check_fits(dims, config)
+    ensure_layout_fits(dims, config)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     values: dict[str, Any] = dict(
         num_layers=dims.layers,
@@ -55,7 +55,7 @@ def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.de
         calculate_per_token_loss=True,  # the gradient is divided once, by the global number of tokens
         variable_seq_lengths=True,  # packed micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths requires it, also in a dense model
-        **_moe_fields(dims.mixture, config),
+        **_moe_fields(dims.moe, config),
         use_cpu_initialization=device.type == "cpu",
         # Every parameter is loaded from the Hugging Face folder, so none is initialized. perform_initialization=False
         # does not serve here: it would also skip the attributes that mark divided parameters for the gradient norm.

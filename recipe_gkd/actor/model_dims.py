@@ -71,7 +71,7 @@ class ModelDims:
         max_positions: Maximum sequence length (``max_position_embeddings``).
         rope_base: Base of the rotary embedding.
         rope_llama3_factor: Factor of llama3 rotary scaling; None without scaling.
-        mixture: Mixture-of-experts part; None if all layers are dense.
+        moe: Mixture-of-experts part; None if all layers are dense.
     """
 
     family: str
@@ -89,7 +89,7 @@ class ModelDims:
     max_positions: int
     rope_base: float
     rope_llama3_factor: float | None
-    mixture: MoEConfig | None = None
+    moe: MoEConfig | None = None
 
     def padded_vocab(self, tp_size: int) -> int:
         """Return the rows of Megatron's embedding: ``vocab_size`` rounded up so that ``tp_size`` divides it."""
@@ -143,7 +143,7 @@ def read_model_dims(path: str | Path, *, trust_remote_code: bool = False) -> Mod
         max_positions=hf.max_position_embeddings,
         rope_base=float(rope["rope_theta"]),
         rope_llama3_factor=float(rope["factor"]) if rope["rope_type"] == "llama3" else None,
-        mixture=_read_moe(hf),
+        moe=_read_moe(hf),
     )
 
 
@@ -205,7 +205,7 @@ def _rope(hf: PretrainedConfig, path: str | Path) -> dict[str, Any]:
     return rope
 
 
-def check_fits(dims: ModelDims, config: MegatronConfig) -> None:
+def ensure_layout_fits(dims: ModelDims, config: MegatronConfig) -> None:
     """Check that the parallel layout divides the heads, the feed-forward columns, the experts and the layers.
 
     Raises:
@@ -218,23 +218,23 @@ def check_fits(dims: ModelDims, config: MegatronConfig) -> None:
             f"{MEGATRON}.tensor_model_parallel_size is {tp}; it must divide the model's {dims.heads} heads, "
             f"{dims.kv_heads} key/value heads and {' and '.join(map(str, ffn)) or 'no'} feed-forward columns"
         )
-    _check_experts(dims.mixture, config)
+    _check_experts(dims.moe, config)
     stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
     if dims.layers % stages and not config.override_transformer_config:  # an override may divide them unequally
         raise ConfigError(
             f"{dims.layers} layers cannot be divided equally into {stages} pipeline stages "
             "(pipeline_model_parallel_size x virtual_pipeline_model_parallel_size)"
         )
-    if dims.mixture is not None and not config.override_transformer_config:
-        _check_stages_have_experts(dims.mixture.layers, config.pipeline_model_parallel_size, stages)
+    if dims.moe is not None and not config.override_transformer_config:
+        _check_stages_have_experts(dims.moe.layers, config.pipeline_model_parallel_size, stages)
 
 
 def _tensor_parallel_ffn(dims: ModelDims) -> list[int]:
     """Return the feed-forward columns of dense layers and of the shared expert."""
-    if dims.mixture is None:
+    if dims.moe is None:
         return [dims.ffn]
-    dense = [] if all(dims.mixture.layers) else [dims.ffn]
-    return dense if dims.mixture.shared_ffn is None else [*dense, dims.mixture.shared_ffn]
+    dense = [] if all(dims.moe.layers) else [dims.ffn]
+    return dense if dims.moe.shared_ffn is None else [*dense, dims.moe.shared_ffn]
 
 
 def _check_experts(moe: MoEConfig | None, config: MegatronConfig) -> None:

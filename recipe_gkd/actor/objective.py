@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from recipe_gkd.actor.device_batch import DeviceBatch
 from recipe_gkd.actor.distillation import DistillationInputs, DistillationTerm
-from recipe_gkd.actor.loss_metrics import POSITION_BUCKETS, names_of_sums
+from recipe_gkd.actor.loss_metrics import POSITION_BUCKETS, sum_names
 from recipe_gkd.config.objective import uses_custom_loss
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.diagnostics import entropy, topk_overlap
@@ -58,7 +58,7 @@ class Objective:
     n_teachers: int = 1
 
     def __post_init__(self) -> None:
-        names_of_sums(self.gkd, ())  # imports the custom loss, so that a file missing on this node fails at set-up
+        sum_names(self.gkd, ())  # imports the custom loss, so that a file missing on this node fails at set-up
 
     def __call__(self, student: Student, batch: DeviceBatch) -> Losses:
         """Return the loss of one micro-batch. Collective over ``tp_group``.

@@ -238,7 +238,7 @@ def tensor_group(layout: Layout) -> ProcessGroup | None:
     return mpu.get_tensor_model_parallel_group() if layout.tp_size > 1 else None
 
 
-def leave_parallel() -> None:
+def destroy_parallel() -> None:
     """Destroy all process groups. The process can then call :func:`init_parallel` with another layout."""
     mpu.destroy_model_parallel()
     if dist.is_initialized():

@@ -100,7 +100,7 @@ class ActorWorker:
         """Open the store for the weight transport and return its host and port. Called on rank 0 only."""
         return self.weights.open_store(ray.util.get_node_ip_address())
 
-    def connect_weight_channel(self, labels: list[str], transport: str) -> None:
+    def connect_weight_transport(self, labels: list[str], transport: str) -> None:
         """Wait for the receivers ``labels`` and open the weight transport. Called on rank 0 only."""
         self.weights.connect(labels, transport)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipe_gkd.actor.forward_backward import LossFunction, run_micro_batches
-from recipe_gkd.actor.loss_metrics import metrics, names_of_sums
+from recipe_gkd.actor.loss_metrics import metrics, sum_names
 from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.megatron_model import MegatronModel
 from recipe_gkd.actor.microbatch import PackedBatch, micro_batches, pack
@@ -90,7 +90,7 @@ class Updater:
     def _sum_over_ranks(self, reports: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
         """Return the sums over the global batch and the largest peak memory of a rank in bytes, equal on all ranks."""
         layout, device = self._model.layout, self._model.device
-        names = names_of_sums(self._gkd, self._teachers)
+        names = sum_names(self._gkd, self._teachers)
         sums = torch.zeros(len(names), dtype=torch.float64, device=device)
         if layout.counts_tokens:
             for report in reports:

@@ -20,7 +20,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.load import compose_config, to_config
 from recipe_gkd.config.validate import validate
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.ray_cluster.connection import choose_device, ray_cluster
+from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.ray_cluster.placement import (
     Reports,
     check_devices,
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             OmegaConf.update(composed, key, "none")
         config = to_config(composed)
         validate(config)
-        with ray_cluster(config):
+        with connected_cluster(config):
             device = choose_device(config.trainer.device)
             reports = asyncio.run(probe_placement(config, device))
         print(placement_table(reports))

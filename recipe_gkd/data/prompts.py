@@ -24,15 +24,10 @@ import pyarrow as pa
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.batches import PromptBatch
 from recipe_gkd.data.samples import Prompt, Response
-from recipe_gkd.data.tables import column_at, column_path, read_table
 from recipe_gkd.data.tokenization import tokenize_prompt, tokenize_references, truncate_prompt
 from recipe_gkd.errors import DataError
 
-__all__ = ["PromptData", "PromptLoader", "column_at", "column_path", "read_table"]
-
 log = logging.getLogger(__name__)
-
-_truncate = truncate_prompt  # former name
 
 
 class PromptData:
@@ -43,9 +38,9 @@ class PromptData:
         name: Name of the data set, for messages.
         ids: Token ids of each prompt, int32 [P]. Overlong prompts were dropped or cut.
         rows: Row of each prompt in ``table``.
-        reference_ids: Token ids of each reference response, int32 [T]. Empty without ``given_answers``.
+        reference_ids: Token ids of each reference response, int32 [T]. Empty without ``with_references``.
         fingerprint: Hash of the prompts.
-        answers_fingerprint: Hash of the reference responses. Empty without ``given_answers``.
+        answers_fingerprint: Hash of the reference responses. Empty without ``with_references``.
     """
 
     def __init__(
@@ -54,17 +49,17 @@ class PromptData:
         config: DataConfig,
         tokenizer: Any,
         *,
-        given_answers: bool = False,
+        with_references: bool = False,
         stop_token_ids: Collection[int] = (),
         name: str = "the training data",
     ) -> None:
-        """Tokenize the prompts, and with ``given_answers`` the reference responses.
+        """Tokenize the prompts, and with ``with_references`` the reference responses.
 
         Args:
             table: Data set with the column ``data.prompt_key``.
             config: Settings of the data.
             tokenizer: Tokenizer of the student.
-            given_answers: True to tokenize the reference responses of the column ``data.response_key``.
+            with_references: True to tokenize the reference responses of the column ``data.response_key``.
             stop_token_ids: Ids at which a sampled response ends, besides ``tokenizer.eos_token_id``. A reference
                 response that ends with one of them is complete; to others ``tokenizer.eos_token_id`` is appended.
             name: Name of the data set, for messages.
@@ -78,10 +73,10 @@ class PromptData:
         self.rows: list[int] = []
         self._tokenize(prompts, config, tokenizer)
         self.fingerprint = _fingerprint(prompts, self.rows)
-        self._end_ids = frozenset({*stop_token_ids, tokenizer.eos_token_id}) if given_answers else frozenset()
+        self._end_ids = frozenset({*stop_token_ids, tokenizer.eos_token_id}) if with_references else frozenset()
         self.reference_ids: list[np.ndarray] = []
         self.answers_fingerprint = ""
-        if given_answers:
+        if with_references:
             self.reference_ids = tokenize_references(table, self.rows, config, tokenizer, self._end_ids)
             self.answers_fingerprint = _fingerprint(table.column(config.response_key).to_pylist(), self.rows)
 

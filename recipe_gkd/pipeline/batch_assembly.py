@@ -106,7 +106,7 @@ class _ScoringRequests:
             return await self._stages.score(group, self.step)
 
     async def _compute_rewards(self, compute_rewards: ComputeRewards, group: Group) -> dict[int, float]:
-        with self._timeline.span("reward", "judge", step=self.step, samples=len(group)):
+        with self._timeline.span("reward", "compute rewards", step=self.step, samples=len(group)):
             return await compute_rewards(group)
 
 

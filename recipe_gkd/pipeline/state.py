@@ -88,7 +88,7 @@ class PipelineState:
     def add_in_flight(self, n_prompts: int) -> None:
         """Add ``n_prompts``, which may be negative, to the prompts in flight."""
         self.n_in_flight += n_prompts
-        self.timeline.count("rollout", "answers under way", self.n_in_flight)
+        self.timeline.count("rollout", "responses in flight", self.n_in_flight)
         self.notify()
 
     def notify(self) -> None:

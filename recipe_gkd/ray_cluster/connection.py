@@ -17,7 +17,7 @@ from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.runtime.after_exit import kill_after_this_process
 from recipe_gkd.runtime.process_id import ProcessId
-from recipe_gkd.runtime.process_trees import end_trees, tree
+from recipe_gkd.runtime.process_trees import kill_trees, tree
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def start_local_cluster(**settings: Any) -> None:
         except Exception as error:
             if _START_TIMED_OUT not in str(error):
                 raise
-            end_trees([process for process in _descendants() if process not in before], _KILL_TIMEOUT_S)
+            kill_trees([process for process in _descendants() if process not in before], _KILL_TIMEOUT_S)
             logs = Path(get_default_ray_temp_dir()) / "session_latest" / "logs"
             if attempt == START_ATTEMPTS:
                 raise ResourceError(
@@ -130,7 +130,3 @@ def _write_timeline(path: str) -> None:
         ray.timeline(filename=path)
     except (OSError, RayError) as error:
         log.warning("ray_init.timeline_json_file=%s could not be written: %s", path, error)
-
-
-ray_cluster = connected_cluster
-"""Former name of :func:`connected_cluster`."""

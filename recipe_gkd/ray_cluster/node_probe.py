@@ -86,7 +86,7 @@ async def run_on_node(node_id: str, function: Callable[..., T], *args: Any) -> T
     return result
 
 
-async def end_workers(handles: Sequence[Any], *, timeout_s: float) -> None:
+async def kill_workers(handles: Sequence[Any], *, timeout_s: float) -> None:
     """Kill actors with all processes that they have started, and wait until these have ended.
 
     Never raises. After ``timeout_s`` it logs a warning and returns.

@@ -77,7 +77,7 @@ class RolloutRestarts:
         """
         recorded = [self._processes.pop(rank) for rank in ranks if rank in self._processes]
         kills = (
-            _result_or_none(run_on_node(node, process_trees.end_trees, processes, NODE_PROBE_TIMEOUT_S / 2))
+            _result_or_none(run_on_node(node, process_trees.kill_trees, processes, NODE_PROBE_TIMEOUT_S / 2))
             for node, processes in recorded
         )
         if survivors := [pid for pids in await asyncio.gather(*kills) for pid in pids or ()]:

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from recipe_gkd.errors import DeadlineError, GkdError, WorkerDied
 from recipe_gkd.ray_cluster import worker_errors
-from recipe_gkd.ray_cluster.node_probe import end_workers, locate
+from recipe_gkd.ray_cluster.node_probe import kill_workers, locate
 from recipe_gkd.runtime.tasks import run_to_end
 
 _MORE_FAILURES_S = 1.0
@@ -138,7 +138,7 @@ class WorkerGroup:
                 )
                 await self.call("shutdown", timeout_s=shutdown_s, phase="shutdown")
         finally:
-            await run_to_end(end_workers(self.handles, timeout_s=_KILL_TIMEOUT_S))
+            await run_to_end(kill_workers(self.handles, timeout_s=_KILL_TIMEOUT_S))
 
     async def _gather(self, calls: dict[int, Awaitable[Any]], *, timeout_s: float, phase: str) -> list[Any]:
         """Await ``calls``, rank -> call. Return the results in the order of ``calls``."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_gkd.config.schema import DataConfig
-from recipe_gkd.data.prompts import PromptData, column_at, column_path
+from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.data.tables import column_at, column_path
 from recipe_gkd.errors import DataError
 
 

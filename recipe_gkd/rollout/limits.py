@@ -51,12 +51,12 @@ def _check_parallelism(dims: ModelDims, tp: int) -> None:
     """
     kv_fits = dims.kv_heads % tp == 0 or tp % dims.kv_heads == 0
     padded = -(-dims.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
-    mixture = dims.mixture
+    moe = dims.moe
     widths = [
         (dims.heads, "heads"),
-        (dims.ffn if mixture is None or not all(mixture.layers) else 0, "feed-forward columns"),
-        (mixture.ffn if mixture else 0, "feed-forward columns of an expert"),
-        (mixture.shared_ffn or 0 if mixture else 0, "feed-forward columns of the shared expert"),
+        (dims.ffn if moe is None or not all(moe.layers) else 0, "feed-forward columns"),
+        (moe.ffn if moe else 0, "feed-forward columns of an expert"),
+        (moe.shared_ffn or 0 if moe else 0, "feed-forward columns of the shared expert"),
         (padded, f"ids (padded to a multiple of {VLLM_VOCAB_MULTIPLE})"),
     ]
     indivisible = [f"{width} {what}" for width, what in widths if width % tp]

@@ -28,7 +28,7 @@ def tree(pids: Sequence[int]) -> list[ProcessId]:
     return list(found.values())
 
 
-def end_trees(processes: Sequence[ProcessId], timeout_s: float) -> list[int]:
+def kill_trees(processes: Sequence[ProcessId], timeout_s: float) -> list[int]:
     """Kill ``processes`` and all descendants of the live ones.
 
     Returns:

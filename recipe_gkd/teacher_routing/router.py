@@ -22,7 +22,6 @@ from teacher.client import TeacherClient
 from teacher.records import ScoredSequence, TeacherSequence
 
 Pair = tuple[Prompt, Response]
-Client = TeacherBackend  # the name that preflight imports
 
 
 @contextmanager

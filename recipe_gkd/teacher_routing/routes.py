@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from recipe_gkd.config.schema import TeacherConfig
 from recipe_gkd.config.teachers import TEACHER, names
-from recipe_gkd.data.prompts import column_at, column_path
+from recipe_gkd.data.tables import column_at, column_path
 from recipe_gkd.errors import DataError
 
 log = logging.getLogger(__name__)

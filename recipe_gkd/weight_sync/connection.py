@@ -46,7 +46,7 @@ class WeightConnection:
         joins = [(host, port, 1 + rank * size, labels, transport) for rank in range(len(self._rollouts))]
         await self.call_both(
             phase,
-            self._actors.call_one(0, "connect_weight_channel", labels, transport, timeout_s=timeout_s, phase=phase),
+            self._actors.call_one(0, "connect_weight_transport", labels, transport, timeout_s=timeout_s, phase=phase),
             self._rollouts.call_each("open_weight_transport", joins, timeout_s=timeout_s, phase=phase),
         )
         metas = await self._actors.call("weights_meta", timeout_s=timeout_s, phase="weight sync, list the weights")

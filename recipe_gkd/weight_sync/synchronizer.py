@@ -46,7 +46,7 @@ class WeightSynchronizer:
     complete sync.
 
     Args:
-        actors: Actor pool, with the methods ``open_weight_store``, ``connect_weight_channel``, ``weights_meta`` and
+        actors: Actor pool, with the methods ``open_weight_store``, ``connect_weight_transport``, ``weights_meta`` and
             ``send_weights``; see :class:`recipe_gkd.weight_sync.sender_api.WeightSenderApi`.
         rollouts: Rollout pool, with the methods of :class:`recipe_gkd.rollout.ray_worker.RolloutWorker`.
         spec: Settings.

@@ -202,7 +202,7 @@ class ClientIOThread:
         reasons = [request.defer_reason for request in self._drop(call.request_ids) if request.defer_reason]
         subject, waited = call.description, f"{call.timeout_s:g} s"
         if not self._connection.is_up:
-            call.fail(TeacherUnavailable(f"{subject}: {self._connection.why_down()} (waited {waited})"))
+            call.fail(TeacherUnavailable(f"{subject}: {self._connection.explain_outage()} (waited {waited})"))
         elif reasons:
             call.fail(
                 TeacherTimeout(

@@ -1,6 +1,7 @@
 """vLLM as a scorer: prompt log-probabilities, kept as tensors, of sequences that are never continued.
 
-Only this module, `vllm_internals` and `vllm_setup` import vLLM; `vllm_queue` uses its engine. They depend on these internals of vLLM:
+Only this module, `vllm_internals` and `vllm_setup` import vLLM; `vllm_queue` uses its engine. They depend on these
+internals of vLLM:
 
 - one replaced method (`vllm_internals.keep_prompt_logprobs_as_tensors`);
 - one replaced function (`vllm_setup.keep_file_store_in`);
@@ -85,7 +86,7 @@ class VllmEngine:
         self._store = _keep_store_in_own_folder()
         self._k, self._tp_size = config.n_logprobs, config.tp_size
         self._temperature = 1.0
-        self._why_only_temperature_1 = ""
+        self._temperature_error = ""
         args = make_engine_args(config, step, on_cpu=on_cpu)
         self._engine = make_llm_engine(args)
         params = SamplingParams(
@@ -95,8 +96,8 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._max_answer_bytes = config.max_answer_mib * 2**20
-        self._queue = SequenceQueue(self._engine, params, n_logprobs=self._k, max_result_bytes=self._max_answer_bytes)
+        self._max_result_bytes = config.max_answer_mib * 2**20
+        self._queue = SequenceQueue(self._engine, params, n_logprobs=self._k, max_result_bytes=self._max_result_bytes)
         self._info = ModelInfo(
             model_name=config.model_name or Path(config.ckpt_path).resolve().name,
             vocab_size=vocab_size,
@@ -107,7 +108,7 @@ class VllmEngine:
             engine=f"vllm {__version__} {str(self._engine.model_config.dtype).removeprefix('torch.')}",
             eos_token_ids=checkpoint.eos_token_ids,
         )
-        self.capacity_tokens = capacity_tokens(step, self._k, self._max_answer_bytes)
+        self.capacity_tokens = capacity_tokens(step, self._k, self._max_result_bytes)
         if __version__.partition("+")[0] != TESTED_VLLM:
             logger.warning("vLLM %s is installed, this engine was tested with %s", __version__, TESTED_VLLM)
         self._self_check()
@@ -137,12 +138,12 @@ class VllmEngine:
         Raises:
             TeacherRequestError: This model cannot score the sequence, or not at this temperature.
         """
-        if temperature != 1.0 and self._why_only_temperature_1:
+        if temperature != 1.0 and self._temperature_error:
             raise TeacherRequestError(
-                f"this teacher scores at temperature 1 only, got {temperature:g}: {self._why_only_temperature_1}; "
+                f"this teacher scores at temperature 1 only, got {temperature:g}: {self._temperature_error}; "
                 f"set gkd.distill_temperature=1, or serve it with vLLM {TESTED_VLLM}"
             )
-        check_sequence(sequence, self._info, self._max_answer_bytes)
+        check_sequence(sequence, self._info, self._max_result_bytes)
 
     def add(self, key: int, sequence: TeacherSequence) -> None:
         """Queue a sequence that `check` accepted."""
@@ -193,8 +194,8 @@ class VllmEngine:
         try:
             check_temperature(scored_at_1, self._score_probe_at(PROBE_TEMPERATURE))
         except _CHECK_ERRORS as error:
-            self._why_only_temperature_1 = f"vLLM {vllm_version()} failed the temperature check ({error})"
-            logger.warning("requests at other temperatures than 1 will be rejected: %s", self._why_only_temperature_1)
+            self._temperature_error = f"vLLM {vllm_version()} failed the temperature check ({error})"
+            logger.warning("requests at other temperatures than 1 will be rejected: %s", self._temperature_error)
 
     def _score_probe_at(self, temperature: float) -> ScoredSequence:
         try:

@@ -25,9 +25,10 @@ _ENVIRONMENT = {
 
 
 def prepare_process(*, on_cpu: bool) -> None:
+    """Set the environment variables of vLLM and the level of its logs. Call this before vLLM or torch is imported."""
     for name, value in (vllm_environment(on_cpu=on_cpu) | _ENVIRONMENT).items():
         os.environ.setdefault(name, value)
-    # vLLM applies its level only when an engine is made; its import speaks before.
+    # vLLM applies its level only when an engine is made; its import logs before that.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 

@@ -187,7 +187,7 @@ class Connection:
             self.socket.disconnect(self.address)
         self.socket.connect(self.address)
 
-    def why_down(self) -> str:
+    def explain_outage(self) -> str:
         """Return a sentence that explains why there is no connection."""
         # A present service repeats its refusal, so an old refusal means that there is no service any more.
         if self._refusal and time.monotonic() - self._refused_at < 2 * HANDSHAKE_TIMEOUT_S:

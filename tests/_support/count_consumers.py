@@ -22,7 +22,7 @@ from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.config.teachers import addresses
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import CheckpointError, WorkerDied
-from recipe_gkd.pipeline.interface import PipelineConfig
+from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.rewards.items import RewardItem
 from recipe_gkd.teacher_routing.failure_policy import FailurePolicy, TeacherRequest

@@ -35,7 +35,7 @@ INFO = ModelInfo(
 TOO_COLD = 0.125
 
 
-def expected_answer(sequence: TeacherSequence, temperature: float = 1.0) -> ScoredSequence:
+def expected_scores(sequence: TeacherSequence, temperature: float = 1.0) -> ScoredSequence:
     """Return scores that depend on every token, its position and the temperature, so that a mix-up is detected."""
     response_T = sequence.token_ids[sequence.prompt_len :]
     topk_ids_TK = (response_T[:, None] + np.arange(4, dtype=np.int32)) % 100
@@ -101,7 +101,7 @@ class FakeEngine:
         if 98 in sequence.token_ids:
             return [(key, TeacherRequestError("the engine refused the request: 98"))]
         self.n_scored += 1
-        return [(key, expected_answer(sequence, self.temperature))]
+        return [(key, expected_scores(sequence, self.temperature))]
 
     def close(self) -> None:
         self._waiting.clear()

@@ -126,7 +126,7 @@ class TinyActor:
     def open_weight_store(self) -> tuple[str, int]:
         return self._weights.open_store("127.0.0.1")
 
-    def connect_weight_channel(self, labels: list[str], transport: str) -> None:
+    def connect_weight_transport(self, labels: list[str], transport: str) -> None:
         self._weights.connect(labels, transport)
 
     def send_weights(self, version: int, bucket_bytes: int) -> TransferStats | None:

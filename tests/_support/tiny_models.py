@@ -141,7 +141,7 @@ def started(
     The actor has an additional attribute ``coordinates``, the result of its ``setup``.
     """
     from recipe_gkd.actor.megatron_actor import MegatronActor
-    from recipe_gkd.actor.parallel import RankSpec, leave_parallel
+    from recipe_gkd.actor.parallel import RankSpec, destroy_parallel
 
     rank_spec = RankSpec(
         rank=rank, world_size=world_size, local_rank=rank, device="cpu", rendezvous=("127.0.0.1", port)
@@ -151,7 +151,7 @@ def started(
     try:
         yield actor
     finally:
-        leave_parallel()
+        destroy_parallel()
 
 
 def update(actor: Any, samples: Sequence[Sample], step: int = 0) -> dict[str, float]:

@@ -17,6 +17,7 @@ def test_wheel_contains_every_module_config_file_and_script(tmp_path: Path) -> N
     packed = {Path(name) for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = [file for top in ("recipe_gkd", "teacher") for file in (REPO / top).rglob("*.py")]
     scripts = list((REPO / "teacher").rglob("*.sh"))
-    configs = {Path("recipe_gkd/config_files") / file.relative_to(REPO / "config") for file in REPO.glob("config/**/*.yaml")}
+    yaml_files = REPO.glob("config/**/*.yaml")
+    configs = {Path("recipe_gkd/config_files") / file.relative_to(REPO / "config") for file in yaml_files}
     assert packed >= {file.relative_to(REPO) for file in [*modules, *scripts]} | configs
     assert not [name for name in packed if name.parts[0] not in ("recipe_gkd", "teacher")]

@@ -18,12 +18,13 @@ import pytest
 
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.config import Config, load_config
-from recipe_gkd.data.prompts import PromptData, PromptLoader, read_table
+from recipe_gkd.data.batches import ReadyBatch
+from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.samples import Prompt, Response, Sample
+from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import GkdError, RewardError, WorkerDied
 from recipe_gkd.metrics.steps import describe
 from recipe_gkd.metrics.timeline import Timeline
-from recipe_gkd.pipeline.interface import ReadyBatch
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.runtime.clock import now
@@ -130,7 +131,7 @@ def build_trainer(
     config: Config, workers: FakeWorkers, scorer: RewardScorer | None = None, teacher: Any = None
 ) -> Trainer:
     table = read_table(config.data.train_files, config.data.prompt_key)
-    data = PromptData(table, config.data, TOKENIZER, given_answers=True)
+    data = PromptData(table, config.data, TOKENIZER, with_references=True)
     loader = PromptLoader(data, config.data, n=N, epochs=1, max_steps=None, sft_share=config.gkd.sft_share)
     reward_context = RewardContext(scorer, RewardItems(data, config.data, TOKENIZER)) if scorer else None
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)

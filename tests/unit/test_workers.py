@@ -38,7 +38,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kinds of the workers that were ended. Replaces all calls of Ray."""
     names: list[str] = []
 
-    async def end_workers(handles: list[Handle], *, timeout_s: float) -> None:
+    async def kill_workers(handles: list[Handle], *, timeout_s: float) -> None:
         names.extend(handle._kind for handle in handles)
 
     async def locate(handles: list[Handle]) -> list[ActorLocation]:
@@ -47,7 +47,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     async def run_on_node(*_: Any) -> list[Any]:
         return []
 
-    monkeypatch.setattr(worker_group, "end_workers", end_workers)
+    monkeypatch.setattr(worker_group, "kill_workers", kill_workers)
     monkeypatch.setattr(worker_group, "locate", locate)
     monkeypatch.setattr(rollout_restarts, "locate", locate)
     monkeypatch.setattr(rollout_restarts, "run_on_node", run_on_node)
@@ -144,7 +144,7 @@ class TestStartWorkers:
 
         trained: list[bool] = []
         monkeypatch.setattr(workers, "cluster_capacity", no_capacity)
-        monkeypatch.setattr(worker_group, "end_workers", refuse)
+        monkeypatch.setattr(worker_group, "kill_workers", refuse)
         asyncio.run(train(tmp_path, monkeypatch, reply, body))
         assert trained == [True]
         assert "no advice" in caplog.text and caplog.text.count("workers could not be stopped") == 2
@@ -162,7 +162,7 @@ class TestStartWorkers:
 
         async def run_on_node(_: str, function: Any, *args: Any) -> list[Any]:
             await asyncio.sleep(0.1)  # a wait that is canceled would end here
-            if function is process_trees.end_trees:
+            if function is process_trees.kill_trees:
                 n_ended.append(args[0])
             return []
 

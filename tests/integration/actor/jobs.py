@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.actor.padding_rows import padding_rows
-from recipe_gkd.actor.parallel import leave_parallel
+from recipe_gkd.actor.parallel import destroy_parallel
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.errors import GkdError
@@ -57,7 +57,7 @@ def _train(actor: Any, batches: list[list[Sample]]) -> Training:
     return Training(logits, metrics, exported(actor), actor.weights_meta())
 
 
-def train_a_padded_student(
+def train_padded_model(
     rank: int, world_size: int, port: int, config: Config, batch: list[Sample], n_tokens: int
 ) -> tuple[dict[str, float], float, dict[str, Tensor]]:
     """Run an update; return its metrics, the L1 norm of the gradient in this rank's padding rows, and the weights."""
@@ -115,7 +115,7 @@ def record_loss_input(
         return sum(map(len, logits)), logits[0].size(1), logits[0].dtype
 
 
-def student_of_a_loss(rank: int, world_size: int, port: int, config: Config, batch: list[Sample]) -> set[str]:
+def record_student_types(rank: int, world_size: int, port: int, config: Config, batch: list[Sample]) -> set[str]:
     """Return the type names of the student outputs that the loss gets in one update."""
     with started(rank, world_size, port, config) as actor:
         students = _record_students(actor)
@@ -179,10 +179,10 @@ def start_with_error(rank: int, world_size: int, port: int, config: Config, acto
     except GkdError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        leave_parallel()
+        destroy_parallel()
 
 
-def teach_itself(
+def train_on_own_top_k(
     rank: int, world_size: int, port: int, config: Config, batch: list[Sample], k: int
 ) -> dict[str, float]:
     """Run an update toward the student's own top-k; return its metrics."""

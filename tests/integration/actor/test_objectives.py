@@ -184,7 +184,7 @@ def test_padding_of_output_layer_has_no_loss_and_no_gradient(
     student = folders["qwen2_untied"]
     plain = pool.run(1, jobs.train, make_config(student, *objective, *LAYOUTS["1"][1]), [samples])[0]
     got = pool.run(
-        ranks, jobs.train_a_padded_student, make_config(padded, *objective, *overrides, ranks=ranks), samples, VOCAB
+        ranks, jobs.train_padded_model, make_config(padded, *objective, *overrides, ranks=ranks), samples, VOCAB
     )
     for metrics, gradient, _ in got:
         assert gradient == 0.0
@@ -203,13 +203,13 @@ def test_student_as_its_own_teacher_has_no_loss_and_no_gradient(
 ) -> None:
     config = make_config(folders["qwen2_untied"], f"gkd.distill_loss_type={kind}")
     for k in (7, VOCAB):
-        [metrics] = pool.run(1, jobs.teach_itself, config, make_samples(6), k)
+        [metrics] = pool.run(1, jobs.train_on_own_top_k, config, make_samples(6), k)
         assert abs(metrics["actor/kl_loss"]) < 1e-6 and metrics["actor/grad_norm"] < 1e-5
 
 
 def test_fused_output_layer_passes_hidden_states_to_loss(pool: WorkerPool, folders: dict[str, Path]) -> None:
     config = make_config(folders["qwen2"], FUSED)
-    names = pool.run(1, jobs.student_of_a_loss, config, make_samples(6))[0]
+    names = pool.run(1, jobs.record_student_types, config, make_samples(6))[0]
     assert names == {"HiddenStates"}
 
 

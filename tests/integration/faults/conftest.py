@@ -13,7 +13,8 @@ import ray.cloudpickle
 
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.config import load_config
-from recipe_gkd.data.prompts import PromptData, PromptLoader, read_table
+from recipe_gkd.data.prompts import PromptData, PromptLoader
+from recipe_gkd.data.tables import read_table
 from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.workers import start_workers

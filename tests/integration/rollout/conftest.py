@@ -115,7 +115,7 @@ class Pool:
         (host, port), worker = self.call_actor("open_weight_store"), self.group(rank)
         labels = ["actor worker 0", worker.label(0)]
         await asyncio.gather(
-            self.actor.call("connect_weight_channel", labels, "collective", timeout_s=10, phase="connect"),
+            self.actor.call("connect_weight_transport", labels, "collective", timeout_s=10, phase="connect"),
             worker.call("open_weight_transport", host, port, 1, labels, "collective", timeout_s=10, phase="connect"),
         )
         meta: list[TensorMeta] = self.call_actor("weights_meta")

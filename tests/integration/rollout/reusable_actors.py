@@ -23,10 +23,10 @@ class ReusableActorWorker(ActorWorker):
         super().__init__(config, total_steps=10, rank=rank, world_size=world_size, device="cpu")
 
     def leave(self) -> None:
-        from recipe_gkd.actor.parallel import leave_parallel
+        from recipe_gkd.actor.parallel import destroy_parallel
 
         self.weights.close()
-        leave_parallel()
+        destroy_parallel()
 
 
 def samples(n: int) -> list[Sample]:

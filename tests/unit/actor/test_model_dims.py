@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.actor.model_dims import check_fits, read_model_dims
+from recipe_gkd.actor.model_dims import ensure_layout_fits, read_model_dims
 from recipe_gkd.errors import ConfigError, ModelError
 from tests._support.layouts import EP2, ETP1, PP2, TP2, VPP2
 from tests._support.tiny_models import make_config, make_folder
@@ -69,7 +69,7 @@ class TestCheckFits:
     def test_check_fits_with_indivisible_layout_raises(self, folders: dict[str, Path]) -> None:
         def check(*overrides: str, ranks: int) -> None:
             config = make_config(folders["llama"], *overrides, ranks=ranks)
-            check_fits(read_model_dims(folders["llama"]), config.actor_rollout_ref.actor.megatron)
+            ensure_layout_fits(read_model_dims(folders["llama"]), config.actor_rollout_ref.actor.megatron)
 
         check(TP2, PP2, VPP2, ranks=4)
         with pytest.raises(ConfigError, match="must divide the model's 4 heads, 2 key/value heads"):
@@ -97,4 +97,4 @@ class TestCheckFits:
     ) -> None:
         config: Any = make_config(folders[kind], *overrides, ranks=ranks)
         with pytest.raises(ConfigError, match=message):
-            check_fits(read_model_dims(folders[kind]), config.actor_rollout_ref.actor.megatron)
+            ensure_layout_fits(read_model_dims(folders[kind]), config.actor_rollout_ref.actor.megatron)

@@ -34,8 +34,9 @@ from recipe_gkd.config import Config, limits, ranges
 from recipe_gkd.config.load import compose_config, known_keys, to_config
 from recipe_gkd.config.ranges import numeric_range
 from recipe_gkd.config.validate import validate
-from recipe_gkd.data.prompts import PromptData, PromptLoader, _truncate, read_table
+from recipe_gkd.data.prompts import PromptData, PromptLoader, _truncate
 from recipe_gkd.data.samples import Sample, TeacherTopK
+from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses import Divergence, topk_divergence
 from recipe_gkd.losses.policy import grpo_loss
@@ -244,11 +245,11 @@ def place_pools(config: Config, name: str) -> None:
     from recipe_gkd.actor.model import transformer_config
 
     wide = 2 * limits.MAX_DEVICES  # dimensions that every parallel size divides
-    mixture = MoEConfig(layers=(True,) * wide, experts=wide, top_k=2, ffn=wide, normalized=True, shared_ffn=None)
+    moe = MoEConfig(layers=(True,) * wide, experts=wide, top_k=2, ffn=wide, normalized=True, shared_ffn=None)
     shape = ModelDims(
         family="qwen3_moe", layers=wide, hidden=64 * wide, ffn=wide, heads=wide, kv_heads=wide, head_dim=64,
         vocab_size=wide, tied=False, qkv_bias=False, qk_norm=True, norm_eps=1e-6, max_positions=64, rope_base=1e4,
-        rope_llama3_factor=None, mixture=mixture if "expert" in name else None,
+        rope_llama3_factor=None, moe=moe if "expert" in name else None,
     )  # fmt: skip
     megatron = config.actor_rollout_ref.actor.megatron
     created = transformer_config(shape, megatron, torch.device("cpu"))

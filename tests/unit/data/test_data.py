@@ -54,9 +54,9 @@ def parquet(folder: Path, rows: dict[str, list[Any]], name: str = "data.parquet"
     return [str(folder / name)]
 
 
-def load(files: list[str], given_answers: bool = False, **values: Any) -> PromptData:
+def load(files: list[str], with_references: bool = False, **values: Any) -> PromptData:
     config = settings(**values)
-    return PromptData(read_table(files, config.prompt_key), config, Bytes(), given_answers=given_answers)
+    return PromptData(read_table(files, config.prompt_key), config, Bytes(), with_references=with_references)
 
 
 CHAT = pa.array([[{"role": "user", "content": "b"}]])
@@ -71,7 +71,7 @@ def loader(
 
 def reference_loader(tmp_path: Path, rows: int, share: float, *, n: int = 2, **values: Any) -> PromptLoader:
     columns = {"prompt": [f"{i:03}" for i in range(rows)], "response": [f"response {i}" for i in range(rows)]}
-    data = load(parquet(tmp_path, columns), given_answers=True, **values)
+    data = load(parquet(tmp_path, columns), with_references=True, **values)
     return PromptLoader(data, settings(**values), n=n, epochs=2, max_steps=None, sft_share=share)
 
 
@@ -218,14 +218,14 @@ class TestPromptData:
         assert of("ab", "much too long", "c", filter_overlong_prompts="true") == of("ab", "c")
 
     def test_references_have_their_own_fingerprint(self, tmp_path: Path) -> None:
-        def of(*texts: str, given_answers: bool = True) -> tuple[str, str]:
+        def of(*texts: str, with_references: bool = True) -> tuple[str, str]:
             files = parquet(tmp_path, {"prompt": ["a", "much too long", "b"], "response": list(texts)})
-            data = load(files, given_answers=given_answers, filter_overlong_prompts="true")
+            data = load(files, with_references=with_references, filter_overlong_prompts="true")
             return data.fingerprint, data.answers_fingerprint
 
         assert of("x", "y", "z") == of("x", "unused row", "z") != of("x", "y", "other")
-        assert of("x", "y", "z")[0] == of("x", "y", "other")[0] == of("x", "y", "z", given_answers=False)[0]
-        assert of("x", "y", "z", given_answers=False)[1] == "" and len(of("x", "y", "z")[1]) == 32
+        assert of("x", "y", "z")[0] == of("x", "y", "other")[0] == of("x", "y", "z", with_references=False)[0]
+        assert of("x", "y", "z", with_references=False)[1] == "" and len(of("x", "y", "z")[1]) == 32
 
 
 class TestPromptLoader:
@@ -298,7 +298,7 @@ class TestReferences:
 
     def test_eos_is_appended_unless_truncated(self, tmp_path: Path) -> None:
         rows = {"prompt": ["a"] * 3, "solution": ["12345", "1234", "123456789"]}
-        data = load(parquet(tmp_path, rows), given_answers=True, response_key="solution", max_response_length=5)
+        data = load(parquet(tmp_path, rows), with_references=True, response_key="solution", max_response_length=5)
         responses = [data.reference_response(data.prompt(i, uid=7, with_reference=True), version=4) for i in range(3)]
         assert [bytes(response.ids.tolist()) for response in responses] == [b"12345", b"1234\x03", b"12345"]
         assert [response.finish_reason for response in responses] == ["length", "stop", "length"]
@@ -318,7 +318,7 @@ class TestReferences:
     def test_unusable_reference_named(self, tmp_path: Path, rows: dict[str, Any], message: str) -> None:
         files = parquet(tmp_path, {"prompt": ["a"], **rows})
         with pytest.raises(DataError, match=message):
-            load(files, given_answers=True)
+            load(files, with_references=True)
         load(files)  # accepted if reference responses are not needed
 
     def test_existing_end_is_kept(self, tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ class TestReferences:
         rows = {"prompt": ["a"] * 4, "response": ["ab\x03", "ab\x04", "ab", "abcdefgh\x03"]}
         config = settings(max_response_length=6)
         table = read_table(parquet(tmp_path, rows), "prompt")
-        data = PromptData(table, config, Bytes(), given_answers=True, stop_token_ids=(4,))
+        data = PromptData(table, config, Bytes(), with_references=True, stop_token_ids=(4,))
         assert [ids.tolist() for ids in data.reference_ids] == [[97, 98, 3], [97, 98, 4], [97, 98, 3], list(b"abcdef")]
         responses = [data.reference_response(data.prompt(i, uid=i, with_reference=True), version=0) for i in range(4)]
         assert [response.finish_reason for response in responses] == ["stop", "stop", "stop", "length"]
@@ -334,4 +334,4 @@ class TestReferences:
     def test_tokenizer_without_eos_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Bytes, "eos_token_id", None)
         with pytest.raises(DataError, match="no end-of-sequence token"):
-            load(parquet(tmp_path, {"prompt": ["a"], "response": ["b"]}), given_answers=True)
+            load(parquet(tmp_path, {"prompt": ["a"], "response": ["b"]}), with_references=True)

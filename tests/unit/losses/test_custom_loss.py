@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from recipe_gkd.actor.device_batch import DeviceBatch, to_device
-from recipe_gkd.actor.loss_metrics import metrics, names_of_sums
+from recipe_gkd.actor.loss_metrics import metrics, sum_names
 from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.microbatch import pack
 from recipe_gkd.actor.objective import Losses, Objective
@@ -88,7 +88,7 @@ def loss_and_gradients(gkd: GkdConfig, tp_group: ProcessGroup | None = None) -> 
     if tp_group is not None and not gkd.fuse_lm_head:  # Megatron's output layer sums this gradient over the ranks
         dist.all_reduce(grad_TD, group=tp_group)
     sums = {name: value.item() for name, value in losses.sums.items()}
-    assert sums.keys() >= set(names_of_sums(gkd, ["default"]))
+    assert sums.keys() >= set(sum_names(gkd, ["default"]))
     return losses.loss_T.detach(), metrics(gkd, ["default"], sums), [grad_TD, grad_WD]
 
 
@@ -250,7 +250,7 @@ class TestChecks:
 
     def test_metric_name_in_use_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="names are in use: actor/grad_norm"):
-            names_of_sums(gkd_config(custom="reserved_metric"), ["default"])
+            sum_names(gkd_config(custom="reserved_metric"), ["default"])
 
     def test_metrics_that_differ_between_calls_are_refused(self) -> None:
         loss, inputs = load_custom_loss(PATH, "metrics_of_long_batches_only"), example_inputs()

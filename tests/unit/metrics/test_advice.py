@@ -13,7 +13,7 @@ from recipe_gkd.metrics.advice import STEPS_BEFORE_ADVICE, STEPS_BEFORE_REPEAT, 
 from recipe_gkd.metrics.measured_stages import stage_seconds
 from recipe_gkd.metrics.resource_layout import ResourceLayout
 from recipe_gkd.metrics.what_if import more_devices, no_cost_changes, splits_of
-from recipe_gkd.pipeline.interface import PipelineConfig
+from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.ray_cluster.capacity import ClusterCapacity
 from recipe_gkd.ray_cluster.pools import PoolSpec
 from tests._support.base_config import base_config

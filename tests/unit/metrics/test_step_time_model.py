@@ -9,7 +9,7 @@ from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
 from recipe_gkd.metrics.step_time_model import StageSeconds, limits, step_bound, step_seconds
-from recipe_gkd.pipeline.interface import PipelineConfig
+from recipe_gkd.pipeline.config import PipelineConfig
 
 seconds = st.sampled_from([0.1, 0.5, 1.0, 2.0])
 

@@ -11,7 +11,7 @@ from virtual_time import run
 
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.steps import StepMetrics, span
-from recipe_gkd.pipeline.interface import PipelineConfig
+from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline
 from tests._support.base_config import base_config
 

@@ -17,7 +17,7 @@ from virtual_time import run
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
-from recipe_gkd.pipeline.interface import PipelineConfig
+from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline
 from recipe_gkd.runtime.clock import now
 

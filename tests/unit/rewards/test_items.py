@@ -10,8 +10,9 @@ import pytest
 
 from recipe_gkd.config import load_config
 from recipe_gkd.config.schema import DataConfig
-from recipe_gkd.data.prompts import PromptData, read_table
+from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Response
+from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.reward import compute_score
 from recipe_gkd.quickstart.task import Problem, write_parquet

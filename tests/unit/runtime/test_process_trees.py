@@ -16,7 +16,7 @@ def test_end_trees_identifies_processes_after_a_clock_step_and_pid_reuse(monkeyp
     monkeypatch.setattr(psutil.Process, "create_time", lambda *_, **__: 0.0)  # psutil's value after a clock step
     earlier = replace(known[1], start_ticks=known[1].start_ticks - 1)  # a process that had the pid before
     try:
-        assert process_trees.end_trees([known[0], earlier], 5.0) == []
+        assert process_trees.kill_trees([known[0], earlier], 5.0) == []
         assert not is_alive(known[0]) and is_alive(known[1])
     finally:
         for child in children:

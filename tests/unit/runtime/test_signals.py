@@ -68,12 +68,12 @@ class TestSecondSignal:
         """Calls of the stuck workers, then the end of their processes. Every signal counts as a separate request."""
         calls: list[str] = []
 
-        async def end_workers(handles: Any, *, timeout_s: float) -> None:
+        async def kill_workers(handles: Any, *, timeout_s: float) -> None:
             await asyncio.sleep(0.1)
             calls.append("killed")
 
         monkeypatch.setattr(signals, "SAME_REQUEST_S", 0.0)
-        monkeypatch.setattr(worker_group, "end_workers", end_workers)
+        monkeypatch.setattr(worker_group, "kill_workers", kill_workers)
         return calls
 
     @pytest.mark.parametrize(

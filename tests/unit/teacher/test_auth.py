@@ -26,7 +26,7 @@ from teacher.wire.auth import ClientKeys, ServerKeys, check_bind, client_keys, s
 from teacher.wire.make_keys import add_client, make_keys
 from teacher.wire.sockets import WORKER_HEARTBEAT, make_socket
 from teacher.worker import Worker
-from tests._support.fake_worker import FakeEngine, expected_answer, running_worker
+from tests._support.fake_worker import FakeEngine, expected_scores, running_worker
 from tests._support.teacher_service import StopFlag, running_proxy
 
 pytestmark = pytest.mark.timeout(60)
@@ -69,7 +69,7 @@ def worker_with(auth_dir: Path | None, backend_port: int) -> Iterator[None]:
 def assert_served(proxy: Proxy, folder: Path | None) -> None:
     with TeacherClient(server_port=proxy.frontend_port, timeout_s=10, auth_dir=folder) as client:
         (answer,) = client.submit([SEQUENCE]).result()
-        np.testing.assert_array_equal(answer.topk_ids_TK, expected_answer(SEQUENCE).topk_ids_TK)
+        np.testing.assert_array_equal(answer.topk_ids_TK, expected_scores(SEQUENCE).topk_ids_TK)
         assert len(client.status().workers) == 1
 
 

@@ -157,7 +157,8 @@ def test_reply_float16_on_wire_is_returned_as_float32(service: ScriptedService) 
 def test_reply_fewer_columns_than_top_k_fails_call(service: ScriptedService) -> None:
     with TeacherClient(server_port=service.port, timeout_s=5, top_k=3) as client:
         future = client.submit([sequence(5)])
-        service.send(protocol.encode_score_reply(service.receive(Score).request_id, [expected_scores(sequence(5), k=2)]))
+        request_id = service.receive(Score).request_id
+        service.send(protocol.encode_score_reply(request_id, [expected_scores(sequence(5), k=2)]))
         with pytest.raises(TeacherProtocolError, match=r"expected \[T, K\] = \[4, 3\], got \[4, 2\]"):
             future.result(timeout=5)
 

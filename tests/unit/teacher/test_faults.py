@@ -17,7 +17,7 @@ from teacher.proxy import Proxy
 from teacher.records import ScoredSequence
 from teacher.wire import protocol
 from teacher.wire.messages import LIMITS, Ready, RetryLater, ScoreReply
-from tests._support.fake_worker import INFO, FakeEngine, expected_answer, running_worker
+from tests._support.fake_worker import INFO, FakeEngine, expected_scores, running_worker
 from tests._support.ports import free_port
 from tests._support.teacher_requests import make_sequence, raw_peer, wait_until
 from tests._support.teacher_service import running_proxy
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def is_scored(sequence: TeacherSequence, results: list[object]) -> bool:
-    return np.array_equal(results[0].topk_ids_TK, expected_answer(sequence).topk_ids_TK)  # type: ignore[attr-defined]
+    return np.array_equal(results[0].topk_ids_TK, expected_scores(sequence).topk_ids_TK)  # type: ignore[attr-defined]
 
 
 class HangingEngine(FakeEngine):
@@ -233,7 +233,7 @@ def test_reconnected_client_requests_are_not_duplicated(proxy: Proxy) -> None:
 
 def test_reply_has_requested_top_k_and_dtype(proxy: Proxy) -> None:
     requested = [make_sequence(1, 2, 3)]
-    want = expected_answer(requested[0])
+    want = expected_scores(requested[0])
     with running_worker(proxy.backend_port), raw_peer(proxy.frontend_port) as client:
         for top_k, wire_dtype in ((None, "float32"), (2, "float32"), (2, "float16"), (4, "float16")):
             client.socket.send_multipart(
@@ -285,7 +285,7 @@ def test_invalid_reply_fails_its_request_only(proxy: Proxy) -> None:
         futures = [client.submit([make_sequence(1, i)], 20) for i in (2, 3)]
         for cut in (1, 4):
             requested = worker.receive()
-            answer = protocol.encode_score_reply(requested.request_id, [expected_answer(requested.sequences[0])])  # type: ignore[attr-defined]
+            answer = protocol.encode_score_reply(requested.request_id, [expected_scores(requested.sequences[0])])  # type: ignore[attr-defined]
             worker.socket.send_multipart(answer[:cut])
         with pytest.raises(TeacherProtocolError, match="announces 3 arrays, 0 array frames"):
             futures[0].result(timeout=5)

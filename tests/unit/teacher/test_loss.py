@@ -20,7 +20,7 @@ from teacher.wire import protocol
 from teacher.wire.messages import ScoreReply
 from teacher.wire.sockets import WORKER_HEARTBEAT
 from teacher.worker import Worker
-from tests._support.fake_worker import FakeEngine, expected_answer, running_worker
+from tests._support.fake_worker import FakeEngine, expected_scores, running_worker
 from tests._support.ports import free_port
 from tests._support.teacher_requests import RawPeer, make_sequence, raw_peer
 from tests._support.teacher_service import StopFlag, running_proxy
@@ -76,7 +76,7 @@ def assert_each_is_answered_once(peer: RawPeer, timeout_s: float) -> None:
         message = peer.receive_or_none(deadline - time.monotonic())
         assert isinstance(message, ScoreReply), f"{pending} without a reply after {timeout_s} s"
         np.testing.assert_array_equal(
-            message.scored[0].topk_ids_TK, expected_answer(sequence_of(message.request_id)).topk_ids_TK
+            message.scored[0].topk_ids_TK, expected_scores(sequence_of(message.request_id)).topk_ids_TK
         )
         pending.remove(message.request_id)
 

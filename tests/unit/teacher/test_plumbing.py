@@ -28,7 +28,7 @@ from teacher.proxy import Proxy
 from teacher.wire import protocol
 from teacher.wire.messages import LIMITS, PROTOCOL_VERSION, Failure
 from teacher.worker import Worker
-from tests._support.fake_worker import OTHER_INFO, FakeEngine, expected_answer, running_worker
+from tests._support.fake_worker import OTHER_INFO, FakeEngine, expected_scores, running_worker
 from tests._support.ports import free_port
 from tests._support.teacher_requests import make_sequence
 from tests._support.teacher_service import StopFlag, running_proxy
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(60)
 
 def assert_scored(answers: list[ScoredSequence], sequences: list[TeacherSequence]) -> None:
     for got, sequence in zip(answers, sequences, strict=True):
-        want = expected_answer(sequence)
+        want = expected_scores(sequence)
         np.testing.assert_array_equal(got.topk_ids_TK, want.topk_ids_TK)
         np.testing.assert_array_equal(got.topk_logps_TK, want.topk_logps_TK)
         np.testing.assert_array_equal(got.sampled_logps_T, want.sampled_logps_T)
@@ -290,7 +290,7 @@ def test_garbage_on_both_ports_is_ignored(proxy: Proxy, client: TeacherClient) -
                 garbage.send_multipart([b"", b""])
                 garbage.send_multipart([rng.bytes(50) for _ in range(5)])
                 garbage.send_multipart(protocol.encode_welcome())
-                garbage.send_multipart(protocol.encode_score_reply(1, [expected_answer(make_sequence(1, 2))]))
+                garbage.send_multipart(protocol.encode_score_reply(1, [expected_scores(make_sequence(1, 2))]))
                 garbage.send_multipart([b"x"] * (LIMITS.frames + 100))
                 # Only the last message carries a request id and gets a reply.
                 garbage.send_multipart([protocol.encode_hello(77, 1.0)[0], b"an unannounced array"])

@@ -15,7 +15,7 @@ from teacher import ScoredSequence, TeacherClient, TeacherRequestError, TeacherS
 from teacher.engines.vllm_engine import VllmEngine
 from teacher.engines.vllm_worker import LogitsCalls
 from teacher.proxy import Proxy
-from tests._support.fake_worker import INFO, TOO_COLD, FakeEngine, expected_answer, running_worker
+from tests._support.fake_worker import INFO, TOO_COLD, FakeEngine, expected_scores, running_worker
 from tests._support.teacher_requests import make_sequence
 
 pytestmark = pytest.mark.timeout(60)
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 
 def assert_scored(answers: list[ScoredSequence], sequence: TeacherSequence, temperature: float) -> None:
     (actual,) = answers
-    expected = expected_answer(sequence, temperature)
+    expected = expected_scores(sequence, temperature)
     np.testing.assert_array_equal(actual.topk_logps_TK, expected.topk_logps_TK)
     np.testing.assert_array_equal(actual.sampled_logps_T, expected.sampled_logps_T)
 
@@ -152,8 +152,8 @@ def test_engine_without_temperature_scores_at_1_only(fault: str, monkeypatch: py
     monkeypatch.setattr(VllmEngine, "set_temperature", set_temperature)
     monkeypatch.setattr(VllmEngine, "_score_probe", score_probe)
     engine = VllmEngine.__new__(VllmEngine)
-    engine._info, engine._temperature, engine._why_only_temperature_1 = INFO, 1.0, ""
-    engine._k, engine._max_answer_bytes = INFO.n_logprobs, 2**20
+    engine._info, engine._temperature, engine._temperature_error = INFO, 1.0, ""
+    engine._k, engine._max_result_bytes = INFO.n_logprobs, 2**20
     engine._self_check()
     engine.check(make_sequence(1, 2), 1.0)
     assert engine.temperature == 1.0

@@ -55,7 +55,7 @@ class Actor(FreezableWorker):
         self.stores.add(port)
         return host, port
 
-    def connect_weight_channel(self, labels: list[str], transport: str) -> None:
+    def connect_weight_transport(self, labels: list[str], transport: str) -> None:
         self.transports.add(transport)
         self._weights.connect(labels, transport)
 
