@@ -1,0 +1,76 @@
+"""README and docs agree with the code: keys, links, generated pages, examples."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipe_gkd.config.load import compose_config
+from tests._support.repository import REPO
+
+PAGES = sorted(REPO.glob("docs/*.md")) + [REPO / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+SECTIONS = "data|actor_rollout_ref|gkd|trainer|custom_reward_function|ray_init"
+KEY = re.compile(rf"(?<![\w/.])((?:{SECTIONS})(?:\.(?!py\b)[a-z_]+)+)(?![\w(.*/{{-])")
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(REPO))
+
+
+def known_keys() -> set[str]:
+    """Return every key of the configuration, groups included."""
+    from omegaconf import DictConfig
+
+    found: set[str] = set()
+
+    def visit(node: DictConfig, prefix: str) -> None:
+        for name in node:
+            found.add(prefix + str(name))
+            child = node._get_node(name)
+            if isinstance(child, DictConfig) and not child._is_none():
+                visit(child, f"{prefix}{name}.")
+
+    visit(compose_config("on_policy_distill_trainer"), "")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+class TestPage:
+    def test_keys_exist(self, page: Path) -> None:
+        known, text = known_keys(), page.read_text(encoding="utf-8")
+        theirs = "docs/migration.md" in str(page)  # its left columns are keys of other projects
+        lines = [line.split("|", 2)[-1] if theirs and line.startswith("|") else line for line in text.splitlines()]
+        keys = {key for line in lines for key in KEY.findall(line)}
+        free = ("actor_rollout_ref.teacher.teachers.", "actor_rollout_ref.actor.megatron.override_transformer_config.")
+        assert not {key for key in keys if key not in known and not key.startswith(free)}
+
+    def test_links_lead_to_files_and_headings(self, page: Path) -> None:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            if target.startswith(("http://", "https://")):
+                continue
+            path, _, heading = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            assert file.exists(), f"{page.name} links to {target}"
+            if heading and file.suffix == ".md":
+                titles = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+                assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, target
+
+
+def test_readme_is_short() -> None:
+    assert len((REPO / "README.md").read_text().splitlines()) <= 150
+
+
+def test_config_page_is_what_the_command_prints() -> None:
+    printed = subprocess.run([sys.executable, "-m", "recipe_gkd.config"], capture_output=True, text=True, check=True)
+    assert (REPO / "docs/config.md").read_text().endswith(printed.stdout)
+
+
+def test_customization_page_contains_the_examples_that_are_tested() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (REPO / "docs/customization.md").read_text(), flags=re.DOTALL)
+    examples = sorted((REPO / "docs/examples").glob("*.py"))
+    assert len(examples) == 4
+    assert {example.read_text() for example in examples} <= set(blocks)

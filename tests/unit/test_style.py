@@ -1,0 +1,193 @@
+"""Rules of CONTRIBUTING.md that ruff does not check: vocabulary, sizes, layout and allowed imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests._support.repository import REPO
+
+MAX_LINES, MAX_PARAMETERS, MAX_ROOT_MODULES = 60, 7, 11
+FRAGMENT = re.compile(r"^(Of|What|Which|Whether|Those|That|How|As|Who|Where|Whom|Nobody|It is|They|Such|These|Else)\b")
+VOCABULARY = re.compile(
+    r"who may know|the house\b|\bunsay\b|\b[Gg]atekeeper|\b[Jj]udg(e|es|ed|ing|ment|ements?)\b|\blanes?\b|answers_now"
+    r"|\bpicked\b|end_remains|EchoError|similar_lengths|\bunder way\b|\bhanded out\b|\bset aside\b|\bgiven answers?\b"
+    r"|\bgiven_ids\b|\bnobody\b|\bwhoever\b"
+    r"|\b\w*(optimis|serialis|synchronis|normalis|tokenis|initialis|generalis|recognis|organis|summaris|minimis)(e|es|ed|er|ing|ation)\b"
+    r"|\b(behaviour|colour|favour|honour|neighbour|artefact|learnt|signalled|modelled|travelled|labelled|whilst)\w*"
+)
+EXCEPTIONS = {
+    "renormalise": ("recipe_gkd/config/", "tests/unit/config/", "docs/", "CHANGELOG.md"),
+    "lanes": ("recipe_gkd/losses/triton", "tests/unit/losses/test_triton"),
+    "lane": ("recipe_gkd/losses/triton", "tests/unit/losses/test_triton"),
+}
+"""Words that are accepted in some files: an old public value, and the lanes of a GPU."""
+
+TEXT_FILES = (".py", ".md", ".sh", ".bash", ".yaml", ".toml", ".cfg")
+BELOW = {
+    "errors": set(),
+    "runtime": {"errors"},
+    "losses": {"errors", "runtime"},
+    "config": {"errors", "losses", "runtime"},
+    "data": {"errors", "config"},
+    "pipeline": {"errors", "config", "data", "runtime", "metrics"},
+    "weight_sync": {"errors", "runtime"},
+}
+"""Packages of ``recipe_gkd`` that a package may import, for those at the bottom."""
+RAY_FREE = ("errors", "runtime", "losses", "config", "data", "pipeline", "actor", "rollout", "weight_sync", "metrics")
+
+
+def tracked_files() -> list[str]:
+    listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
+    return [name for name in listed if name.endswith(TEXT_FILES) and (REPO / name).is_file()]
+
+
+FILES = tracked_files()
+PYTHON_FILES = [name for name in FILES if name.endswith(".py")]
+
+
+def parse(name: str) -> ast.Module:
+    return ast.parse((REPO / name).read_text(encoding="utf-8"))
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and text of the docstrings of modules, classes, functions and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for before, part in zip([None, *node.body], node.body, strict=False):
+                is_text = isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+                if is_text and (before is None or isinstance(before, ast.Assign | ast.AnnAssign)):
+                    yield part.lineno, str(part.value.value).strip()  # type: ignore[attr-defined]
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def imports_of(name: str) -> Iterator[str]:
+    """Yield the dotted modules that a file imports."""
+    for node in ast.walk(parse(name)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def package_of(name: str) -> str:
+    """Return the package below ``recipe_gkd``, or the module directly in it."""
+    return Path(name).parts[1].removesuffix(".py")
+
+
+class TestLanguage:
+    def test_docstrings_open_with_a_verb_or_a_noun_phrase(self) -> None:
+        found = [
+            f"{name}:{line}: {text.splitlines()[0]}"
+            for name in PYTHON_FILES
+            for line, text in docstrings(parse(name))
+            if FRAGMENT.match(text)
+        ]
+        assert not found, "\n".join(found)
+
+    def test_vocabulary_and_spelling_are_those_of_the_glossary(self) -> None:
+        found = []
+        for name in FILES:
+            if name == "tests/unit/test_style.py":
+                continue
+            for number, line in enumerate((REPO / name).read_text(encoding="utf-8").splitlines(), 1):
+                for match in VOCABULARY.finditer(line):
+                    if not name.startswith(EXCEPTIONS.get(match[0].lower(), ("\0",))):
+                        found.append(f"{name}:{number}: {match[0]!r} in: {line.strip()[:90]}")
+        assert not found, "\n".join(found)
+
+
+class TestShape:
+    def test_functions_are_short(self) -> None:
+        found = [
+            f"{name}:{function.lineno}: {function.name}"
+            for name in PYTHON_FILES
+            for function in functions(parse(name))
+            if (function.end_lineno or 0) - function.lineno + 1 > MAX_LINES
+        ]
+        assert not found, f"more than {MAX_LINES} lines:\n" + "\n".join(found)
+
+    def test_functions_of_the_packages_have_few_parameters(self) -> None:
+        found = []
+        for name in PYTHON_FILES:
+            if name.startswith("tests/") or name.endswith("triton_kernels.py"):  # fixtures; a kernel's arguments
+                continue
+            for function in functions(parse(name)):
+                given = function.args
+                names = {each.arg for each in [*given.posonlyargs, *given.args, *given.kwonlyargs]}
+                if len(names - {"self", "cls", "ctx"}) > MAX_PARAMETERS:
+                    found.append(f"{name}:{function.lineno}: {function.name}")
+        assert not found, f"more than {MAX_PARAMETERS} parameters:\n" + "\n".join(found)
+
+    def test_classes_of_the_pipeline_are_small(self) -> None:
+        classes = [
+            (f"{name}: {node.name}", (node.end_lineno or 0) - node.lineno + 1)
+            for name in PYTHON_FILES
+            if name.startswith("recipe_gkd/pipeline/")
+            for node in ast.walk(parse(name))
+            if isinstance(node, ast.ClassDef)
+        ]
+        assert classes and not [label for label, lines in classes if lines > 150]
+
+    def test_root_of_the_package_has_few_modules(self) -> None:
+        assert len(list((REPO / "recipe_gkd").glob("*.py"))) <= MAX_ROOT_MODULES
+
+
+class TestImports:
+    def test_teacher_imports_nothing_of_recipe_gkd(self) -> None:
+        found = [
+            name
+            for name in PYTHON_FILES
+            if name.startswith("teacher/")
+            if any(module.split(".")[0] == "recipe_gkd" for module in imports_of(name))
+        ]
+        assert not found
+
+    @pytest.mark.parametrize("package", BELOW)
+    def test_package_imports_only_what_is_below_it(self, package: str) -> None:
+        allowed = BELOW[package] | {package}
+        found = [
+            f"{name} imports {module}"
+            for name in PYTHON_FILES
+            if name.startswith("recipe_gkd/") and package_of(name) == package
+            for module in imports_of(name)
+            if module.startswith("recipe_gkd.") and module.split(".")[1] not in allowed
+        ]
+        assert not found, "\n".join(found)
+
+    def test_ray_is_imported_only_where_workers_meet_it(self) -> None:
+        found = [
+            name
+            for name in PYTHON_FILES
+            if name.startswith("recipe_gkd/") and package_of(name) in RAY_FREE and not name.endswith("ray_worker.py")
+            if any(module.split(".")[0] == "ray" for module in imports_of(name))
+        ]
+        assert not found
+
+    def test_packages_have_no_import_cycle(self) -> None:
+        imported: dict[str, set[str]] = defaultdict(set)
+        for name in PYTHON_FILES:
+            if name.startswith("recipe_gkd/"):
+                targets = {module.split(".")[1] for module in imports_of(name) if module.startswith("recipe_gkd.")}
+                imported[package_of(name)] |= targets - {package_of(name)}
+        reached = {package: reachable(package, imported) for package in list(imported)}
+        assert not [package for package, others in reached.items() if package in others]
+
+
+def reachable(start: str, imported: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = imported.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
