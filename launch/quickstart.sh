@@ -59,7 +59,7 @@ evaluate() { # evaluate FOLDER JSON [FOLDER JSON]: greedy responses to the held-
   exec "$python" -m recipe_gkd.quickstart.evaluate --data "$QUICKSTART_DIR/data/held_out.parquet" "${arguments[@]}"
 }
 
-newer() { # newer FILE: is it newer than both models?
+newer() { # newer FILE: return 0 if FILE is newer than both models
   [ "$1" -nt "$QUICKSTART_DIR/teacher/made.json" ] && [ "$1" -nt "$QUICKSTART_DIR/student/made.json" ]
 }
 

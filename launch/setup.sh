@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv with everything that quickstart.sh and test.sh need on a machine without a GPU. Done once; then it returns at once.
+# Make .venv with everything that quickstart.sh and test.sh need on a machine without a GPU.
 #   bash launch/setup.sh            set up, or do nothing if it is done
 #   bash launch/setup.sh --fresh    delete .venv first
 # PYTHON=python3.11 chooses the interpreter.
@@ -30,7 +30,7 @@ apt_install() { # apt_install PACKAGE: as root on Debian; fails elsewhere
   (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$1") >/dev/null
 }
 
-# The two things that a bare Debian lacks and pip cannot bring.
+# A minimal Debian lacks these two packages, and pip cannot install them.
 if ! "$PYTHON" -m venv .venv >/dev/null 2>&1; then
   rm -rf .venv
   if ! apt_install python3-venv || ! "$PYTHON" -m venv .venv; then
@@ -44,8 +44,8 @@ if ! "$PYTHON" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null && ! 
 fi
 
 pip=(.venv/bin/python -m pip --disable-pip-version-check -q)
-# torch first, so that nothing after it pulls the CUDA build: by the name of the CPU build, where an index at hand has it,
-# else from PyTorch's own index of CPU builds.
+# Install torch first, so that no later package installs its CUDA build. The configured package index may have the CPU
+# build by its version name; otherwise use PyTorch's index of CPU builds.
 "${pip[@]}" install "torch==2.13.0+cpu" numpy -c constraints/cpu.txt 2>/dev/null \
   || "${pip[@]}" install "torch==2.13.0" --index-url https://download.pytorch.org/whl/cpu
 "${pip[@]}" install -e ".[cpu,dev]" -c constraints/cpu.txt

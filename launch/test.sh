@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up, then run what must pass: ruff, mypy and the tests.
+# Set up, then run ruff, mypy and the tests.
 #   bash launch/test.sh [--fast | --all] [pytest arguments]
 #     --fast  unit tests only: no Ray, vLLM or Megatron process, below 2 minutes
 #     --all   the slow tests too

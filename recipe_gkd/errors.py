@@ -1,6 +1,6 @@
 """Errors that this project raises deliberately.
 
-A message contains what was received, what was expected and what to do. Each class also derives from the nearest
+A message states the received value, the expected value and a remedy. Each class also derives from the nearest
 standard exception. It takes one string, so that it can be pickled between Ray processes. ``teacher.errors`` has the
 errors of the teacher service, which does not import this package.
 """
@@ -21,7 +21,7 @@ class DataError(GkdError, ValueError):
 
 
 class RewardError(GkdError, RuntimeError):
-    """Failure of the reward function: an exception, a timeout, or a result that is no number. Names the sample."""
+    """Failure of the reward function: an exception, a timeout, or a result that is not a number. Names the sample."""
 
 
 class ModelError(GkdError, ValueError):

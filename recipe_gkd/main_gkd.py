@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _start_logging(folder.path)
             raise_on_signals()
             run(config, composed, folder)
-    except Exception as error:  # noqa: BLE001 - the one place that reports errors to the user
+    except Exception as error:  # noqa: BLE001 - the only handler that reports errors to the user
         return _report_error(error)
     except KeyboardInterrupt:
         return _report_stop("interrupted", signal.SIGINT)
@@ -209,7 +209,7 @@ def _reward_items(config: Config, data: PromptData, student: Student) -> RewardI
     if function.path is None or not (function.on_training or config.gkd.use_rl_loss):
         return None
     try:
-        return RewardItems(data, config.data, student.tokenizer, must_have_truth=config.gkd.use_rl_loss)
+        return RewardItems(data, config.data, student.tokenizer, require_truth=config.gkd.use_rl_loss)
     except DataError as error:
         if config.gkd.use_rl_loss:
             raise
@@ -275,22 +275,22 @@ async def _resume(config: Config, workers: Workers, points: Sequence[ResumePoint
 def _report_error(error: Exception) -> int:
     """Print an error without a traceback. The traceback of an unexpected one goes to ``run.log`` if that is open."""
     known = as_known_error(error, "outside the training")
-    where = ""
+    details = ""
     if isinstance(known, UnexpectedError):
         files = [handler.baseFilename for handler in logging.getLogger().handlers if hasattr(handler, "baseFilename")]
         if files:
             log.error("the run ends with an unexpected error", exc_info=known, extra={_FILE_ONLY: True})
-            where = f"\nthe traceback is in {files[0]}"
+            details = f"\nthe traceback is in {files[0]}"
         else:
-            where = "\n" + "".join(traceback.format_exception(known)).rstrip()
+            details = "\n" + "".join(traceback.format_exception(known)).rstrip()
     with suppress(OSError):  # the terminal may be gone
-        print(f"\nerror: {known}{where}", file=sys.stderr)
+        print(f"\nerror: {known}{details}", file=sys.stderr)
     return 1
 
 
-def _report_stop(how: str, number: int) -> int:
+def _report_stop(event: str, number: int) -> int:
     with suppress(OSError):  # the terminal may be gone
-        print(f"\n{how}; complete checkpoints are kept", file=sys.stderr)
+        print(f"\n{event}; complete checkpoints are kept", file=sys.stderr)
     return 128 + number
 
 

@@ -19,7 +19,8 @@ from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.model_files import check_tokenizer_files, check_weight_files
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
-from recipe_gkd.teacher_routing.backends import TeacherBackend
+from recipe_gkd.teacher_routing.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
+from teacher.errors import TeacherError
 from teacher.fingerprint import count_ids, tokenizer_fingerprint
 from teacher.records import TeacherInfo, TeacherSequence
 
@@ -153,8 +154,9 @@ def check_stop_ids(config: Config, student: Student, teacher_ids: Collection[int
         Ids of the student's model folder and of the teachers that the student's tokenizer has.
 
     Raises:
-        ConfigError: There is none, so that each response would run to its limit. Or reference responses end with an id
-            that does not end a sampled one, so that training on them would teach the student never to stop.
+        ConfigError: There is no such id, and each response would run to its limit. The same error is raised if
+            reference responses end with an id that does not end a sampled one: training on them would teach the student
+            never to stop.
     """
     stop_ids = frozenset({*stop_token_ids(str(student.path)), *teacher_ids})
     usable = frozenset(token for token in stop_ids if 0 <= token < student.n_tokens)
@@ -200,7 +202,13 @@ def check_teacher(name: str, client: TeacherBackend, student: Student, config: C
     if config.gkd.distill_temperature != 1:  # some engines score at temperature 1 only, and refuse this request
         timeout_s = config.actor_rollout_ref.teacher.timeout_s
         two_tokens = TeacherSequence(np.zeros(2, np.int32), prompt_len=1)
-        client.submit([two_tokens], timeout_s, temperature=config.gkd.distill_temperature).result()
+        request = client.submit([two_tokens], timeout_s, temperature=config.gkd.distill_temperature)
+        try:
+            request.result(timeout_s + RESULT_MARGIN_S)
+        except TimeoutError as error:
+            if isinstance(error, TeacherError):
+                raise
+            raise timeout_error(name, timeout_s) from error
     return info
 
 

@@ -94,7 +94,7 @@ def progress_after(progress: Progress, batch: ReadyBatch, responses_per_prompt: 
 class Trainer:
     """Distillation of a teacher into the student.
 
-    The student generates responses, the teacher scores them, and the student is trained towards the teacher's
+    The student generates responses, the teacher scores them, and the student is trained toward the teacher's
     distribution at every position.
 
     Attributes:
@@ -212,10 +212,10 @@ class Trainer:
         """Count ``batch`` as trained on."""
         self.progress = progress_after(self.progress, batch, self.config.actor_rollout_ref.rollout.n)
 
-    def _is_due(self, every: int) -> bool:
-        """Return True after every ``every`` steps and after the last step; never if ``every`` is not positive."""
+    def _is_due(self, interval: int) -> bool:
+        """Return True at multiples of ``interval`` and at the last step. An ``interval`` below 1 disables it."""
         step = self.progress.step
-        return every > 0 and (step == self.last_step or step % every == 0)
+        return interval > 0 and (step == self.last_step or step % interval == 0)
 
     def generate(self, rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Response]]:
         """Return an iterator over the responses of one rollout worker; see :func:`generate_responses`."""

@@ -73,7 +73,7 @@ class Validation:
         try:
             table = read_table(config.data.val_files, config.data.prompt_key)
             data = PromptData(table, config.data, tokenizer, name="the validation data")
-            self._items = RewardItems(data, config.data, tokenizer, must_have_truth=True)
+            self._items = RewardItems(data, config.data, tokenizer, require_truth=True)
         except DataError as error:
             raise DataError(f"data.val_files: {error}") from error
         self.prompts = [data.prompt(index, index * self.n + k) for index in range(len(data)) for k in range(self.n)]

@@ -213,9 +213,11 @@ async def _check_shared_folder(config: Config, actors: WorkerGroup) -> None:
         return
     folder = folder_of(config.trainer).absolute()
     with tempfile.NamedTemporaryFile(dir=folder, prefix=PROBE) as probe:
-        seen = await actors.call("sees", probe.name, timeout_s=SHUTDOWN_S, phase="look for the checkpoint folder")
-    if without := [actors.label(rank) for rank, sees in enumerate(seen) if not sees]:
+        found = await actors.call(
+            "path_exists", probe.name, timeout_s=SHUTDOWN_S, phase="look for the checkpoint folder"
+        )
+    if unable := [actors.label(rank) for rank, exists in enumerate(found) if not exists]:
         raise ResourceError(
-            f"{', '.join(without)} cannot see trainer.default_local_dir={folder} of the driver; set it to a folder on "
+            f"{', '.join(unable)} cannot see trainer.default_local_dir={folder} of the driver; set it to a folder on "
             "a disk that all nodes share, or set trainer.save_freq=-1 trainer.best_metric=null to write no checkpoints"
         )

@@ -85,7 +85,7 @@ ${1%.pid}.ready in its command line (ps axww), remove the file"
     :
   elif [[ -z $boot ]]; then
     [[ $(start_time_of "$pid") == "$started" ]] || not_ours="it names no host (an older version wrote it) and pid $pid \
-is no process of it here; end it where it runs, if it does, and remove the file"
+on this host is not that process; end that process if it still runs on another host, and remove the file"
   elif [[ $host != "$this_host" ]]; then
     not_ours="pid $pid is of host $host, this is $this_host; run teacher/stop_server.sh --run-dir $RUN_DIR there, or \
 remove the file if that machine is gone"
@@ -296,7 +296,7 @@ prepare_run_dir() {
 RUN_DIR to a folder that you can write"
   RUN_DIR=$(cd -- "$RUN_DIR" && pwd) || die "cannot enter RUN_DIR=$RUN_DIR; set RUN_DIR to a folder of your own"
   probe=$(mktemp -- "$RUN_DIR/.probe.XXXXXX" 2>&1) || die "RUN_DIR=$RUN_DIR cannot be written: ${probe#mktemp: }; set \
-RUN_DIR to a folder that can"
+RUN_DIR to a writable folder"
   # Compare with a new file, because file servers can map users.
   if [[ $(stat -c %u -- "$probe") != $(stat -c %u -- "$RUN_DIR") ]]; then
     rm -f -- "$probe"

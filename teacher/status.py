@@ -73,10 +73,10 @@ class Totals:
         refused: Requests that a worker refused because they cannot be scored.
         expired: Requests whose deadline passed.
         given_up: Requests that were lost with several workers.
-        cancelled: Requests that their client cancelled, or whose client disconnected.
+        cancelled: Requests that their client canceled, or whose client disconnected.
         put_off: Requests that were sent back to the client because the queue was full.
         repeated: Requests that were requeued because their worker was lost.
-        workers_lost: Workers that died, hung or were silent. Workers that left in order are not counted.
+        workers_lost: Workers that died, hung or were silent. Workers that signed off are not counted.
         invalid_messages: Messages that violate the protocol.
         waited_seconds: Time of answered requests in the queue, in seconds.
         scored_seconds: Time of answered requests at a worker, in seconds.

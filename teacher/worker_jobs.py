@@ -11,7 +11,7 @@ request state   event                                         next state      me
 waiting         engine is idle, or has the same temperature   in the engine
 in the engine   all sequences scored                          (none)          score reply
 in the engine   a sequence refused by the engine              (none)          error
-any             cancelled, or connection lost                 (none)
+any             canceled, or connection lost                  (none)
 ==============  ============================================  ==============  ======================================
 """
 
@@ -82,7 +82,7 @@ class WorkerJobs:
         info = self._engine.info
         if request.model not in ("", info.identity):
             raise TeacherChanged(
-                f"this service serves {info.identity}, but the request is for the model that its client met before: "
+                f"this service serves {info.identity}, but the request is for the previous model of its client: "
                 f"{request.model}; start the service with that model again, or begin a new run with this one"
             )
         if request.top_k > info.n_logprobs:

@@ -1,4 +1,4 @@
-"""Fixtures that several rooms share."""
+"""Shared fixtures, and the distribution of tests over the processes of ``pytest -n``."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ import pytest
 from tests._support.repository import REPO
 from tests._support.teacher_service import make_tiny_qwen2
 
-# Processes that tests start, Ray workers among them, import helpers and worker classes of ``tests``.
+# Ray workers and other processes of tests import helpers and worker classes from ``tests``.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 LONGEST_FIRST = ("training", "faults", "actor", "rollout", "ray_cluster", "teacher")
-"""Folders of ``tests/integration`` that take longest. They start first, so that all processes end at the same time."""
+"""Folders of ``tests/integration`` by decreasing duration. They start in this order to balance the processes."""
 
 
 def group_of(nodeid: str) -> str:
-    """Return the part of the suite that one process runs: a file of unit tests, or a folder of integration tests."""
+    """Return the file of a unit test, or the folder of an integration test. One process runs all tests of a group."""
     file = nodeid.partition("::")[0]
     return str(Path(file).parent) if "integration" in Path(file).parts else file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the longest folders first in the processes of ``pytest -n``."""
+    """Sort the tests for ``pytest -n``: the longest folders first."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        order = {folder: place for place, folder in enumerate(LONGEST_FIRST)}
+        order = {folder: index for index, folder in enumerate(LONGEST_FIRST)}
         items.sort(key=lambda item: order.get(Path(group_of(item.nodeid)).name, len(order)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run each group of tests in one process of ``pytest -n``: the tests of a folder share engines and services.
+    """Return a scheduler that runs each group in one process, because the tests of a folder share engines and services.
 
-    Not by ``--dist loadgroup``: xdist 3.8 passes groups in an attribute that pytest 9.2 no longer has.
+    ``--dist loadgroup`` does not work: xdist 3.8 passes groups in an attribute that pytest 9.2 no longer has.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -53,27 +53,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def default_sigint() -> None:
-    """Deliver SIGINT to the programs that tests start, even if this process is a background job that ignores it."""
+    """Enable SIGINT in this process. A background job ignores it, and the programs that it starts would, too."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the model that teacher tests serve."""
+    """Folder of a tiny teacher model with 96 tokens."""
     return make_tiny_qwen2(tmp_path_factory.mktemp("tiny_qwen2"))
 
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """One local Ray cluster for all tests of this process, with more CPU slots than the machine has cores."""
+    """Local Ray cluster for all tests of this process. It has 8 CPU slots on any machine."""
     import ray
 
     from recipe_gkd.ray_cluster.connection import start_local_cluster
 
-    start_local_cluster(
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
+    start_local_cluster(num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()

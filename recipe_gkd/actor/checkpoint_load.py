@@ -119,19 +119,21 @@ def _read_common(path: Path) -> dict[str, Any]:
 
 
 def _check_matches(path: Path, about: dict[str, Any], model: MegatronModel, contents: Sequence[str]) -> None:
-    own = dataclasses.asdict(model.dims)
-    saved = {name if name in own else RENAMED_DIMS[name]: value for name, value in about["model"].items()}
-    if differing := [f"{name}: {value} there, {own[name]} here" for name, value in saved.items() if own[name] != value]:
+    dims = dataclasses.asdict(model.dims)
+    saved = {name if name in dims else RENAMED_DIMS[name]: value for name, value in about["model"].items()}
+    if differing := [
+        f"{name}: {value} there, {dims[name]} here" for name, value in saved.items() if dims[name] != value
+    ]:
         raise CheckpointMismatch(f"{path} is a checkpoint of another model ({'; '.join(differing)})")
     if missing := [part for part in contents if part not in about["contents"]]:
         raise CheckpointMismatch(
             f"{path} has no {', '.join(missing)}, only {', '.join(about['contents'])}; change "
             "actor_rollout_ref.actor.checkpoint.load_contents"
         )
-    own_kind = optimizer_kind(model)
-    if "optimizer" in contents and about["optimizer_kind"] != own_kind:
+    kind = optimizer_kind(model)
+    if "optimizer" in contents and about["optimizer_kind"] != kind:
         raise CheckpointMismatch(
-            f"{path}: its optimizer state was saved with {about['optimizer_kind']}, this run has {own_kind}; use the "
+            f"{path}: its optimizer state was saved with {about['optimizer_kind']}, this run has {kind}; use the "
             "same settings, or remove optimizer from actor_rollout_ref.actor.checkpoint.load_contents"
         )
 

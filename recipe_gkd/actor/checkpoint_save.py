@@ -119,8 +119,8 @@ class _Save:
         if "extra" in contents:
             state |= {"step": step, "rng": rng_state(model.layout)}
         state |= {"about": describe(model, contents), "content_metadata": OPTIMIZER_SHARDING}
-        own, common = save_preprocess(state)
-        self._writer, self._metadata = _Planner("torch_dist", 1).async_save(own, path)
+        local_state, common = save_preprocess(state)
+        self._writer, self._metadata = _Planner("torch_dist", 1).async_save(local_state, path)
         functions: list[Callable[[], Any]] = []
         failure = None
         try:
@@ -183,9 +183,9 @@ class _Save:
     def _metadata_functions(self) -> list[Callable[[], Any]]:
         """Collect the write results of all ranks, and return the function of rank 0 that writes them. Collective."""
         is_first_rank = self._layout.rank == 0
-        own = [item for results in self.write.results() for item in results]
+        local_results = [item for results in self.write.results() for item in results]
         all_results: list[Any] | None = [None] * self._layout.world_size if is_first_rank else None
-        dist.gather_object(own, all_results)
+        dist.gather_object(local_results, all_results)
         if not is_first_rank:
             return []
         return [partial(_write_metadata, self._writer, self._metadata, all_results, self._path)]

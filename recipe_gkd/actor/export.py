@@ -41,20 +41,20 @@ def export_weights(model: MegatronModel, first: int = 0, last: int | None = None
     layout = model.layout
     for (weight, parameter), stage in zip(model.weights[first:last], model.stages[first:last], strict=True):
         holders = _holders(model, weight, stage)
-        own = None if parameter is None else parameter.detach()
+        local = None if parameter is None else parameter.detach()
         if layout.rank == 0:
             size = shard_size(weight, model.dims, len(holders))
             shards = {
-                rank: own
-                if rank == 0 and own is not None
+                rank: local
+                if rank == 0 and local is not None
                 else torch.empty(size, dtype=model.dtype, device=model.device)
                 for rank in holders
             }
             _exchange([dist.P2POp(dist.irecv, shard, rank) for rank, shard in shards.items() if rank != 0])
             names = (name for name, _ in weight.hf)
             yield from zip(names, join_shards(weight, model.dims, list(shards.values())), strict=True)
-        elif layout.rank in holders and own is not None:
-            _exchange([dist.P2POp(dist.isend, own.contiguous(), 0)])
+        elif layout.rank in holders and local is not None:
+            _exchange([dist.P2POp(dist.isend, local.contiguous(), 0)])
 
 
 def _holders(model: MegatronModel, weight: Weight, stage: int) -> range:

@@ -31,9 +31,9 @@ def local_weights(chunks: Sequence[GPTModel], dims: ModelDims, layout: Layout) -
         layout: Coordinates of this rank.
     """
     in_layers: dict[tuple[int, str], Tensor] = {}
-    outside: dict[str, Tensor] = {}
+    outside_layers: dict[str, Tensor] = {}
     for chunk in chunks:
-        outside |= {name: p for name, p in chunk.named_parameters() if not name.startswith("decoder.layers.")}
+        outside_layers |= {name: p for name, p in chunk.named_parameters() if not name.startswith("decoder.layers.")}
         for layer in chunk.decoder.layers:
             in_layers |= {(layer.layer_number - 1, name): p for name, p in layer.named_parameters()}
 
@@ -48,7 +48,7 @@ def local_weights(chunks: Sequence[GPTModel], dims: ModelDims, layout: Layout) -
         for name in weight.mcore:
             if weight.expert is not None:
                 name = name.format(experts.index(weight.expert))
-            found = outside.get(name) if weight.layer is None else in_layers.get((weight.layer, name))
+            found = outside_layers.get(name) if weight.layer is None else in_layers.get((weight.layer, name))
             if found is not None:
                 return found
         return None
@@ -116,12 +116,14 @@ class _FolderReader:
     def expect(self, name: str, size: tuple[int, ...]) -> None:
         if name not in self._file_of:
             raise ModelError(f"{self._folder}: there is no tensor {name}, expected according to config.json")
-        got = tuple(self._handle(self._file_of[name]).get_slice(name).get_shape())
-        if got != size:
-            raise ModelError(f"{self._folder}: tensor {name} has shape {got}, expected {size} according to config.json")
+        shape = tuple(self._handle(self._file_of[name]).get_slice(name).get_shape())
+        if shape != size:
+            raise ModelError(
+                f"{self._folder}: tensor {name} has shape {shape}, expected {size} according to config.json"
+            )
 
-    def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        return self._handle(self._file_of[name]).get_slice(name)[where or ...]
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        return self._handle(self._file_of[name]).get_slice(name)[index or ...]
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:

@@ -3,7 +3,7 @@
 Megatron's "local" spec is not sufficient: its norm rejects sequence parallelism and ignores ``params_dtype``, and its
 attention allocates an S x S score matrix and does not support packed sequences.
 
-Shape suffixes: N tokens of a packed row, H query heads, G key/value heads, D head width, B sequences of a block, S
+Shape suffixes: N tokens of a packed row, H query heads, G key/value heads, D head width, R sequences of a block, S
 length of a block.
 """
 
@@ -71,11 +71,11 @@ def _device(config: TransformerConfig) -> torch.device | int:
 class PackedSequences(PackedSeqParams):
     """Positions of the sequences in a packed row.
 
-    The inherited fields are read by Transformer Engine and by Megatron's rotary embedding, the own fields by
+    The inherited fields are read by Transformer Engine and by Megatron's rotary embedding, the new fields by
     :class:`PackedAttention`.
 
     Attributes:
-        blocks: Row indices of B sequences of similar length, int64 [B, S] each. Padding on the right has any index.
+        blocks: Row indices of R sequences of similar length, int64 [R, S] each. Padding on the right has any index.
         unpack_index_N: Index of each row in the concatenation of the flattened blocks, int64 [N].
     """
 
@@ -110,8 +110,8 @@ class PackedAttention(MegatronModule):
             packed_seq_params: Positions of the sequences.
         """
         outputs = []
-        for rows_BS in packed_seq_params.blocks:
-            q, k, v = (x[rows_BS].transpose(1, 2) for x in (query, key, value))  # [B, heads, S, D]
+        for rows_RS in packed_seq_params.blocks:
+            q, k, v = (x[rows_RS].transpose(1, 2) for x in (query, key, value))  # [R, heads, S, D]
             # Attention is causal and padding is on the right, so padding does not affect real positions.
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1)

@@ -19,7 +19,7 @@ def members(batch: PackedBatch) -> dict[str, np.ndarray]:
     """Return the tokens of each loss term, bool [T] by name.
 
     ``distill`` has the tokens that a teacher scored, ``pg`` the sampled tokens, and ``sft`` the reference tokens that
-    no teacher was to score.
+    are not sent to a teacher.
     """
     return {
         "distill": batch.has_teacher_T,

@@ -145,7 +145,7 @@ class MegatronActor:
         return export_weights(self._model)
 
     def save_hf(self, path: str | Path) -> None:
-        """Write a Hugging Face folder. It is complete at the return.
+        """Write a Hugging Face folder, which is complete when this method returns.
 
         Args:
             path: Folder to create or replace.

@@ -186,7 +186,7 @@ def _patch_cuda_functions() -> None:
     def seed_host(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
-    # About 40 places use `device=torch.cuda.current_device()` (rotary embedding, DDP buffers, point-to-point, ...).
+    # About 40 calls use `device=torch.cuda.current_device()` (rotary embedding, DDP buffers, point-to-point, ...).
     torch.cuda.current_device = lambda: HOST  # type: ignore[assignment,return-value]
     # pipeline_parallel/p2p_communication.py and dist_checkpointing/strategies/async_utils.py synchronize the device.
     torch.cuda.synchronize = lambda device=None: None
@@ -240,10 +240,10 @@ def _patch_uneven_collectives() -> None:
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(whole, group, input_split_sizes, use_global_buffer)
-        own = input_split_sizes[group.rank()]
-        addends = whole.new_empty(group.size() * own, *whole.shape[1:])
-        dist.all_to_all_single(addends, whole.contiguous(), [own] * group.size(), input_split_sizes, group=group)
-        return addends.unflatten(0, (group.size(), own)).sum(0)
+        n_rows = input_split_sizes[group.rank()]
+        addends = whole.new_empty(group.size() * n_rows, *whole.shape[1:])
+        dist.all_to_all_single(addends, whole.contiguous(), [n_rows] * group.size(), input_split_sizes, group=group)
+        return addends.unflatten(0, (group.size(), n_rows)).sum(0)
 
     mappings._gather_along_first_dim = _patched(gather_parts)
     mappings._reduce_scatter_along_first_dim = reduce_parts

@@ -226,7 +226,7 @@ def bucket_by_length(lengths: Sequence[int], least_fill: float = 0.75) -> list[n
         least_fill: Minimum fraction of real positions per sequence of a block.
 
     Returns:
-        Blocks, int64 [B, S] each: indices of rows, -1 for padding. Every row of the input is in one block.
+        Blocks, int64 [R, S] each: indices of rows, -1 for padding. Every row of the input is in one block.
     """
     starts = np.cumsum([0, *lengths])
     groups: list[list[int]] = []
@@ -238,7 +238,7 @@ def bucket_by_length(lengths: Sequence[int], least_fill: float = 0.75) -> list[n
     blocks = []
     for group in groups:
         block = np.full((len(group), lengths[group[0]]), -1, dtype=np.int64)
-        for line, index in enumerate(group):
-            block[line, : lengths[index]] = np.arange(starts[index], starts[index + 1])
+        for row, index in enumerate(group):
+            block[row, : lengths[index]] = np.arange(starts[index], starts[index + 1])
         blocks.append(block)
     return blocks

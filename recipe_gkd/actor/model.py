@@ -58,7 +58,7 @@ def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.de
         **_moe_fields(dims.moe, config),
         use_cpu_initialization=device.type == "cpu",
         # Every parameter is loaded from the Hugging Face folder, so none is initialized. perform_initialization=False
-        # does not serve here: it would also skip the attributes that mark divided parameters for the gradient norm.
+        # is not sufficient: it would also skip the attributes that mark divided parameters for the gradient norm.
         init_method=_skip_init,
         output_layer_init_method=_skip_init,
         embedding_init_method=_skip_init,
@@ -127,8 +127,8 @@ def _checked_overrides(overrides: dict[str, Any]) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
     for name in overrides:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else "see megatron.core.transformer.TransformerConfig"
+            closest = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {closest[0]}?" if closest else "see megatron.core.transformer.TransformerConfig"
             raise ConfigError(f"{prefix}.{name} is unknown: {hint}")
     return overrides
 

@@ -49,7 +49,7 @@ def wrap_and_optimize(
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
     """Wrap each chunk with gradient buffers, and create the optimizer of all chunks.
 
-    Load the weights before: the optimizer copies them.
+    Load the weights before this call, because the optimizer copies them.
 
     Args:
         chunks: Model chunks of this rank, with loaded weights.
@@ -124,7 +124,7 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
 
 @torch.no_grad()
 def clip_and_step(optimizer: MegatronOptimizer, norm: float, clip_grad: float) -> None:
-    """Clip the gradients and update the weights. Call :func:`gradient_norm` before.
+    """Clip the gradients and update the weights. Call :func:`gradient_norm` first.
 
     Args:
         optimizer: Optimizer with prepared gradients.

@@ -154,16 +154,16 @@ def wait_for_all_ranks(store: dist.Store, rank: int, world_size: int, timeout_s:
     """Wait until all ranks have reached this call.
 
     Raises:
-        DeadlineError: A rank did not within ``timeout_s``; the message names it.
+        DeadlineError: A rank did not reach the call within ``timeout_s``; the message names it.
     """
-    keys = [f"here/{other}" for other in range(world_size)]
+    keys = [f"here/{peer}" for peer in range(world_size)]
     try:
         store.set(keys[rank], "")
         store.wait(keys, timedelta(seconds=timeout_s))
     except dist.DistError as error:
         missing: list[str] = []
         with contextlib.suppress(dist.DistError):  # rank 0, whose process holds the store, may have ended
-            missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+            missing = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
         raise DeadlineError(
             f"actor rank {rank} of {world_size}: rank {', '.join(missing) or '0'} did not reach the rendezvous within "
             f"{timeout_s:g} s ({error}); find out why it failed to start, or raise actor_rollout_ref.nccl_timeout"

@@ -15,7 +15,7 @@ from recipe_gkd.ray_cluster.placement import device_report
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.sender_api import WeightSenderApi
 from recipe_gkd.weight_sync.stats import TransferStats
-from recipe_gkd.weight_sync.transport import open_store
+from recipe_gkd.weight_sync.store import open_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -55,7 +55,7 @@ class ActorWorker:
         """Return the node and the devices of this worker."""
         return device_report(self._device)
 
-    def sees(self, path: str) -> bool:
+    def path_exists(self, path: str) -> bool:
         """Return True if a path exists on this worker's node."""
         return Path(path).exists()
 

@@ -97,9 +97,9 @@ class Updater:
                 sums += torch.stack([report["sums"][name] for name in names])
         peaks = torch.zeros(layout.world_size, dtype=torch.float64, device=device)
         peaks[layout.rank] = _peak_memory_bytes(device)
-        both = torch.cat([sums, peaks])  # one entry per rank, so that a single all-reduce also yields the maximum
-        dist.all_reduce(both)
-        return dict(zip(names, both.tolist(), strict=False)), both[len(names) :].max().item()
+        reduced = torch.cat([sums, peaks])  # one entry per rank, so that a single all-reduce also yields the maximum
+        dist.all_reduce(reduced)
+        return dict(zip(names, reduced.tolist(), strict=False)), reduced[len(names) :].max().item()
 
 
 def plan_micro_batches(
@@ -150,18 +150,18 @@ def plan_micro_batches(
     return batches + [empty] * (n_batches - len(batches)), GlobalDenominators.of(sums.tolist())
 
 
-def _not_finite_error(model: MegatronModel, what: str, uids: Sequence[int]) -> WorkerError:
+def _not_finite_error(model: MegatronModel, problem: str, uids: Sequence[int]) -> WorkerError:
     """Return the same error on every rank, with the uids of all ranks. Collective."""
-    own = torch.full((MAX_UIDS_IN_MESSAGE,), -1, device=model.device)
+    padded_uids = torch.full((MAX_UIDS_IN_MESSAGE,), -1, device=model.device)
     own_uids = sorted(set(map(int, uids)))[:MAX_UIDS_IN_MESSAGE]
-    own[: len(own_uids)] = torch.tensor(own_uids, dtype=own.dtype, device=model.device)
-    gathered = [torch.empty_like(own) for _ in range(model.layout.world_size)]
-    dist.all_gather(gathered, own)
-    named = sorted({uid for uids_U in gathered for uid in uids_U.tolist() if uid >= 0})
-    ellipsis = ", ..." if len(named) > MAX_UIDS_IN_MESSAGE else ""
+    padded_uids[: len(own_uids)] = torch.tensor(own_uids, dtype=padded_uids.dtype, device=model.device)
+    gathered = [torch.empty_like(padded_uids) for _ in range(model.layout.world_size)]
+    dist.all_gather(gathered, padded_uids)
+    all_uids = sorted({uid for uids_R in gathered for uid in uids_R.tolist() if uid >= 0})
+    ellipsis = ", ..." if len(all_uids) > MAX_UIDS_IN_MESSAGE else ""
     return WorkerError(
-        f"{what} {', '.join(map(str, named[:MAX_UIDS_IN_MESSAGE]))}{ellipsis}; the weights are unchanged. Check the "
-        "teacher's log-probabilities of these samples, or lower actor_rollout_ref.actor.optim.lr"
+        f"{problem} {', '.join(map(str, all_uids[:MAX_UIDS_IN_MESSAGE]))}{ellipsis}; the weights are unchanged. Check "
+        "the teacher's log-probabilities of these samples, or lower actor_rollout_ref.actor.optim.lr"
     )
 
 

@@ -128,12 +128,12 @@ def kill_all(writers: Sequence[WriterProcess]) -> bool:
                 os.kill(writer.pid, signal.SIGKILL)
     deadline = time.monotonic() + KILL_DEADLINE_S
     while running := [writer for writer in writers if not writer.has_ended()]:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
             pids = ", ".join(str(writer.pid) for writer in running)
             log.warning("writer processes were killed but have not ended, because they wait for a disk: %s", pids)
             return False
-        wait_for_any(running, min(left, 0.1))
+        wait_for_any(running, min(remaining_s, 0.1))
     return True
 
 
@@ -185,16 +185,16 @@ def _exit_with(actor: int) -> None:
     if os.getppid() != actor:
         os._exit(1)
 
-    def watch() -> None:
+    def exit_with_actor() -> None:
         if watched is not None:
             _wait_for([watched], None)
         else:
-            never = threading.Event()
+            timer = threading.Event()
             while os.getppid() == actor:
-                never.wait(PARENT_POLL_S)
+                timer.wait(PARENT_POLL_S)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=exit_with_actor, daemon=True).start()
 
 
 def _release_connections(keep: int) -> None:

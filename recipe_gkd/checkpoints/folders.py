@@ -109,12 +109,12 @@ def remove_folder(folder: Path) -> None:
     try:
         if not folder.exists():
             return
-        doomed = next(path for path in candidates if not path.exists())
-        folder.rename(doomed)
+        renamed = next(path for path in candidates if not path.exists())
+        folder.rename(renamed)
     except OSError as error:
         log.warning("%s cannot be removed: %s; remove it yourself", folder, error)
         return
-    shutil.rmtree(doomed, ignore_errors=True)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def recover(root: Path) -> None:
@@ -130,8 +130,8 @@ def recover(root: Path) -> None:
         if damage(writing_folder(root, step)) is None and damage(final_folder(root, step)) is not None:
             _finish(root, step)
         else:
-            why = damage(writing_folder(root, step)) or "there is an older complete checkpoint of this step"
-            log.warning("removing the unfinished checkpoint %s: %s", writing_folder(root, step), why)
+            reason = damage(writing_folder(root, step)) or "there is an older complete checkpoint of this step"
+            log.warning("removing the unfinished checkpoint %s: %s", writing_folder(root, step), reason)
             remove_folder(writing_folder(root, step))
     for step in _steps_with(root, _REPLACED):
         final, replaced = final_folder(root, step), _replaced_folder(root, step)

@@ -110,19 +110,19 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{folder / TRAINER} cannot be read: {error}") from error
     for name in ("n_prompts", "data_seed", "shuffle"):
-        if (was := getattr(found, name)) != (now := getattr(expected, name)):
+        if (saved := getattr(found, name)) != (current := getattr(expected, name)):
             raise CheckpointMismatch(
-                f"{folder} was made with {name}={was}, this run has {name}={now}: its position in the data is not "
-                "valid for this run. Restore the setting, or use trainer.resume_mode=disable"
+                f"{folder} was made with {name}={saved}, this run has {name}={current}: its position in the data is "
+                "not valid for this run. Restore the setting, or use trainer.resume_mode=disable"
             )
     for name, content in (("data_fingerprint", "prompts"), ("answers_fingerprint", "reference responses")):
-        was, now = getattr(found, name), getattr(expected, name)
-        if was and now and was != now:
+        saved, current = getattr(found, name), getattr(expected, name)
+        if saved and current and saved != current:
             raise CheckpointMismatch(
-                f"{folder} was made with other {content}: their number is the same, but their fingerprint is {was}, "
-                f"and that of this run is {now}. Restore data.train_files and the keys that select rows, or train the "
-                "model in the checkpoint's huggingface folder on the new data: set actor_rollout_ref.model.path to it, "
-                "trainer.resume_mode=disable, and another trainer.default_local_dir"
+                f"{folder} was made with other {content}: their number is the same, but their fingerprint is {saved}, "
+                f"and that of this run is {current}. Restore data.train_files and the keys that select rows, or train "
+                "the model in the checkpoint's huggingface folder on the new data: set actor_rollout_ref.model.path to "
+                "it, trainer.resume_mode=disable, and another trainer.default_local_dir"
             )
     return replace(found, answers_fingerprint=expected.answers_fingerprint or found.answers_fingerprint)
 

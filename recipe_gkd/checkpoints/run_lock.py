@@ -20,7 +20,7 @@ from recipe_gkd.runtime.process_id import ProcessId, is_alive, process_id
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
-_TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+_HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EACCES)
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 _held: set[int] = set()  # descriptors of the locks that this process holds
@@ -90,7 +90,7 @@ def _lock(descriptor: int, path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         owner = _read_owner(path)
-        if error.errno in _TAKEN:
+        if error.errno in _HELD_ERRNOS:
             raise _in_use_error(path, owner) from error
         if error.errno not in _NOT_SUPPORTED:
             raise ConfigError(
@@ -116,9 +116,9 @@ def _in_use_error(path: Path, owner: Owner | None) -> ConfigError:
 
 
 def _write_owner(descriptor: int) -> None:
-    own = process_id(os.getpid())
-    assert own is not None
-    owner = Owner(socket.gethostname(), own, datetime.now().astimezone().isoformat(timespec="seconds"))
+    process = process_id(os.getpid())
+    assert process is not None
+    owner = Owner(socket.gethostname(), process, datetime.now().astimezone().isoformat(timespec="seconds"))
     text = json.dumps(asdict(owner)) + "\n"
     try:
         os.ftruncate(descriptor, 0)

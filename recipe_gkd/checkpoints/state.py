@@ -73,5 +73,5 @@ class ResumeState:
 
     def belongs_to_run(self, root: Path) -> bool:
         """Return True if the weights come from a checkpoint in the run folder ``root``."""
-        own = final_folder(root, self.progress.step)
-        return self.checkpoint is not None and self.checkpoint.resolve() == own.resolve()
+        folder = final_folder(root, self.progress.step)
+        return self.checkpoint is not None and self.checkpoint.resolve() == folder.resolve()

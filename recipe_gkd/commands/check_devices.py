@@ -36,7 +36,7 @@ STOP_TIMEOUT_S = 5
 
 
 class ProbeActor:
-    """Process that takes the place of a worker and reports its devices."""
+    """Process that replaces a worker and reports its devices."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def probe_placement(config: Config, device: str) -> Reports:
-    """Return the device report of a process in the place of each worker.
+    """Return the device report of a probe process for each worker.
 
     Args:
         config: Configuration with the sizes of both pools.

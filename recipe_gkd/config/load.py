@@ -69,7 +69,7 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             search_path = [] if folder == config_dir() else [f"hydra.searchpath=[file://{config_dir()}]"]
-            free = tuple(key + then for key in FREE_FORM_SECTIONS for then in ".=")
+            free = tuple(key + separator for key in FREE_FORM_SECTIONS for separator in ".=")
             # Hydra adds a key that is not in the YAML files only with a ++ prefix.
             added = [f"++{override}" if override.startswith(free) else override for override in overrides]
             return compose(name, overrides=search_path + added)
@@ -85,8 +85,8 @@ def to_config(composed: DictConfig) -> Config:
             all of them.
     """
     if missing := OmegaConf.missing_keys(composed):
-        wanted = "\n".join(f"  {key}=..." for key in sorted(missing))
-        raise ConfigError(f"these keys have no default and must be set; add to the command:\n{wanted}")
+        assignments = "\n".join(f"  {key}=..." for key in sorted(missing))
+        raise ConfigError(f"these keys have no default and must be set; add to the command:\n{assignments}")
     try:
         values = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
@@ -155,10 +155,10 @@ def _check_override_keys(overrides: Sequence[str], folder: Path) -> None:
 
 def _unknown_key_message(key: str) -> str:
     known = list(known_keys())
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not near:  # the section may be wrong or missing
-        near = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    hint = f"did you mean {near[0]}?" if near else "`python -m recipe_gkd.config` lists the keys"
+    closest = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if not closest:  # the section may be wrong or missing
+        closest = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    hint = f"did you mean {closest[0]}?" if closest else "`python -m recipe_gkd.config` lists the keys"
     return f"unknown key {key}: {hint}"
 
 

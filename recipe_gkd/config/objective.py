@@ -90,7 +90,7 @@ def _reward(config: Config) -> Iterator[str]:
     if gkd.use_rl_loss and config.custom_reward_function.path is None:
         yield (
             "gkd.use_rl_loss=true needs a reward; set custom_reward_function.path and custom_reward_function.name to a "
-            "Python function of (prompt, answer, ground_truth, extra), or set gkd.use_rl_loss=false"
+            "Python function of (prompt, response, ground_truth, extra), or set gkd.use_rl_loss=false"
         )
     grouped = {"gkd.use_rl_loss=true": gkd.use_rl_loss, "gkd.baseline=group": uses_group_baseline(gkd)}
     for setting, is_used in grouped.items():

@@ -346,7 +346,7 @@ class CustomLossConfig:
     """Distillation loss from a user's file."""
 
     path: Annotated[str | None, AfterValidator(absolute_path)] = key(
-        "Python file of a loss function that replaces `gkd.distill_loss_type`; null: there is none."
+        "Python file of a loss function that replaces `gkd.distill_loss_type`. null: no custom loss."
     )
     name: str | None = key("Name of the function in that file: `LossInputs` -> `LossOutputs` of `recipe_gkd.losses`.")
 
@@ -432,7 +432,7 @@ class GkdConfig:
     )
     fuse_lm_head: bool = key(
         "Compute the output layer inside the loss, chunk by chunk. The full logits are never stored; they are computed "
-        "twice. Set it if the logits do not fit into memory."
+        "twice. Set it to true if the logits do not fit into memory."
     )
     kernel_backend: KernelBackend = key(
         "Kernels of the loss: `torch`; `triton`, on a GPU; `auto`: Triton on a GPU where it is installed and compiles."
@@ -446,8 +446,8 @@ class RewardFunctionConfig:
 
     path: str | None = key("Python file that defines the reward function. null: no reward function.")
     name: str = key(
-        "Name of the function in the file. Its parameters are (prompt, answer, ground_truth, extra), or verl's "
-        "(data_source, solution_str, ground_truth, extra_info). It returns a number, or a dict with `score`."
+        "Name of the function in the file. Its parameters are (prompt, response, ground_truth, extra), or "
+        "verl's (data_source, solution_str, ground_truth, extra_info). It returns a number, or a dict with `score`."
     )
     on_training: bool = key("Score training responses even if no loss uses the reward, to report `reward/*` metrics.")
     timeout_s: float = timeout("one call of the reward function.")
@@ -507,8 +507,8 @@ class TrainerConfig:
         le=MAX_STEPS,
     )
     save_failures_allowed: int = key(
-        "Number of failed saves (full disk, killed writer, timeout) after which training continues. One more ends the "
-        "run with an error. A resumed run starts at 0.",
+        "Maximum number of failed saves (full disk, killed writer, timeout). One more ends the run with an error. A "
+        "resumed run starts at 0.",
         ge=0,
         le=MAX_STEPS,
     )
@@ -537,7 +537,7 @@ class TrainerConfig:
     )
     startup_timeout_s: float = timeout("start of all workers together.")
     max_worker_restarts: int = key(
-        "Number of dead rollout workers that are replaced during a run. One more ends the run. 0: none.",
+        "Maximum number of dead rollout workers that are replaced during a run. The next death ends the run.",
         ge=0,
         le=MAX_STEPS,
     )

@@ -57,14 +57,14 @@ def _read_file(path: Path, prompt_key: str) -> pa.Table:
     return table
 
 
-def column_path(table: pa.Table, key: str, *, setting: str, is_for: str) -> list[str]:
+def column_path(table: pa.Table, key: str, *, setting: str, purpose: str) -> list[str]:
     """Return the path to a column, or to a field of a structure column.
 
     Args:
         table: Table with the column.
         key: Name of the column, or names of a structure column and its nested fields, joined by dots.
         setting: Configuration key that has the value ``key``, for the error message.
-        is_for: Purpose of the column, which completes "Set ... to the column", for the error message.
+        purpose: Purpose of the column, which completes "Set ... to the column", for the error message.
 
     Returns:
         Name of the column, followed by the names of the nested fields.
@@ -79,11 +79,11 @@ def column_path(table: pa.Table, key: str, *, setting: str, is_for: str) -> list
     for depth, name in enumerate(path):
         names = [field.name for field in fields] if isinstance(fields, pa.Schema | pa.StructType) else []
         if name not in names:
-            inside = f"column {'.'.join(path[:depth])} has {', '.join(names) or 'no fields'}" if depth else ""
+            field_hint = f"column {'.'.join(path[:depth])} has {', '.join(names) or 'no fields'}" if depth else ""
             raise DataError(
                 f"{setting}={key}: the data has no such column; "
-                + (inside or f"it has: {', '.join(names)}")
-                + f". Set {setting} to the column {is_for}"
+                + (field_hint or f"it has: {', '.join(names)}")
+                + f". Set {setting} to the column {purpose}"
             )
         field = fields.field(name)
         fields = field.type if isinstance(field, pa.Field) else field

@@ -77,7 +77,7 @@ def tokenize_references(
         end_ids: Ids that end a response. The EOS token is appended to responses that end with another id.
 
     Raises:
-        DataError: The column is missing, a response is empty or no text, or the tokenizer has no EOS token.
+        DataError: The column is missing, a response is empty or not text, or the tokenizer has no EOS token.
     """
     key, limit = config.response_key, config.max_response_length
     remedy = "Set data.response_key to the column of the reference responses, or gkd.sft_share=0 to train without them"

@@ -49,7 +49,7 @@ class ProcessReport:
     Attributes:
         pid: Process id.
         name: Start of the command line. Empty if the process is gone.
-        state: Description of the state, for people.
+        state: Readable description of the state.
         memory_bytes: Resident memory.
         stacks: Python stacks of all threads, as text.
     """

@@ -42,6 +42,6 @@ def _code_location(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "an unknown location"
-    own = [frame for frame in frames if frame.filename.startswith(_PACKAGES)]
-    shown = [*own[-1:], *(frames[-1:] if frames[-1] not in own else [])]
+    project_frames = [frame for frame in frames if frame.filename.startswith(_PACKAGES)]
+    shown = [*project_frames[-1:], *(frames[-1:] if frames[-1] not in project_frames else [])]
     return ", called from ".join(f"{frame.filename}:{frame.lineno} ({frame.name})" for frame in reversed(shown))

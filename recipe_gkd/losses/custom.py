@@ -146,7 +146,7 @@ def load_custom_loss(path: str, name: str) -> CustomLoss:
 def _checked_call(function: Callable[[LossInputs], Any], label: str, inputs: LossInputs) -> LossOutputs:
     try:
         outputs = function(inputs)
-    except Exception as error:  # a user's function can raise any exception
+    except (Exception, SystemExit) as error:  # a user's function can raise any exception
         raise ConfigError(f"{label} raised {type(error).__name__}: {error}") from error
     if not isinstance(outputs, LossOutputs):
         raise ConfigError(f"{label} returned {_describe(outputs)}, expected recipe_gkd.losses.LossOutputs")

@@ -21,7 +21,7 @@ def topk_overlap(
 ) -> Tensor:
     """Return the fraction of the teacher's top-k ids that are among the student's own k likeliest. Collective.
 
-    It computes the student's top-k, so it is meant for a small number of positions.
+    It computes the student's top-k, so call it for a small number of positions only.
 
     Args:
         logits_RW: This rank's columns of the student's logits.

@@ -53,7 +53,7 @@ class BucketedDistributions:
 
 
 def valid_entries(logps_TK: Tensor, ids_TK: Tensor, vocab_size: int) -> Tensor:
-    """Return which entries of a teacher's top-k are buckets of their own.
+    """Return a mask of the entries of a teacher's top-k that have their own bucket.
 
     An id outside the student's vocabulary (of a teacher whose output layer has another size) and an entry with
     probability 0 (padding of a shorter top-k) are not. Their mass belongs to the tail.
@@ -105,7 +105,7 @@ def teacher_log_buckets(logps_TK: Tensor, valid_TK: Tensor, has_tail_T: Tensor) 
 
     Args:
         logps_TK: Log-probabilities under the teacher's whole distribution.
-        valid_TK: Entries that are buckets of their own, bool.
+        valid_TK: Entries that have their own bucket, bool.
         has_tail_T: True if an id is outside the support, bool.
 
     Returns:

@@ -67,9 +67,9 @@ def select_backend(tensor: Tensor, choice: str = "auto") -> KernelBackend:
 
 
 def chunk_positions(logits_TW: Tensor, choice: str = "auto") -> int:
-    """Return the number of positions that one call of the backend takes.
+    """Return the number of positions per call of the backend.
 
-    Triton takes all positions, because its kernels allocate nothing of the size of the logits.
+    Triton processes all positions in one call, because its kernels allocate nothing of the size of the logits.
     """
     if select_backend(logits_TW, choice) is not torch_kernels:
         return max(1, len(logits_TW))

@@ -16,7 +16,7 @@ class LogitsQuery:
     """Statistics that a loss requests at each position. Identical on every rank of a tensor-parallel group.
 
     Attributes:
-        ids_TK: Support, global token ids, int64. Each id is a bucket of its own. Valid ids of one row are distinct.
+        ids_TK: Support, global token ids, int64. Each id has its own bucket. Valid ids of one row are distinct.
         valid_TK: True for the entries of ``ids_TK`` that exist, bool. A valid id is in [0, vocab_size). All other ids
             of the vocabulary form the tail.
         sampled_T: Sampled token, int64, inside or outside the support.

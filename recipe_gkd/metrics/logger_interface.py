@@ -36,9 +36,9 @@ class Logger(Protocol):
         logger.log(step, metrics)          # after each step
         logger.close()                     # once, when the run ends, also after an error
 
-    All calls come from the driver's main thread, between two steps. A call that takes long delays the next step. An
-    exception of ``log`` or ``close`` does not end the run: it is reported once in the run's log with the name of the
-    class, and the logger is not called again.
+    ``log`` and ``close`` are called from one thread, in this order, so that a slow call does not delay the training. An
+    exception, 1000 steps that wait, or a ``close`` that takes more than 30 s do not end the run: they are reported once
+    in the run's log with the name of the class, and the logger is not called again.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

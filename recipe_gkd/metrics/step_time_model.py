@@ -91,13 +91,13 @@ def limits(stages: StageSeconds, staleness: int, *, inflight: bool = False) -> d
     - ``teacher``: its work.
     - ``staleness``: a batch passes all stages within ``s + 1`` steps.
     """
-    stragglers = 0.0 if inflight else max(0.0, stages.latency - stages.generate) / max(1, staleness)
-    passage = stages.sync + stages.latency + stages.tail + stages.update
+    straggler_wait = 0.0 if inflight else max(0.0, stages.latency - stages.generate) / max(1, staleness)
+    batch_time = stages.sync + stages.latency + stages.tail + stages.update
     return {
-        "rollout": stages.generate + stragglers + stages.sync,
+        "rollout": stages.generate + straggler_wait + stages.sync,
         "actor": stages.update + stages.sync,
         "teacher": stages.teacher,
-        "staleness": passage / (staleness + 1),
+        "staleness": batch_time / (staleness + 1),
     }
 
 

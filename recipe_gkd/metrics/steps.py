@@ -172,7 +172,9 @@ def describe(batch: ReadyBatch, responses_per_prompt: int = 1) -> dict[str, floa
         "response_seq_len/truncated_fraction": float(truncated.mean()),
         "training/staleness_mean": float(staleness.mean()),
         "training/staleness_max": float(staleness.max()),
-        "training/mixed_version_fraction": float(np.mean([len(own) > 0 and own[0] != own[-1] for own in versions])),
+        "training/mixed_version_fraction": float(
+            np.mean([len(versions_T) > 0 and versions_T[0] != versions_T[-1] for versions_T in versions])
+        ),
     }
     return metrics | _reward_statistics(sampled, responses_per_prompt)
 

@@ -13,7 +13,7 @@ from recipe_gkd.metrics.step_time_model import StageSeconds
 
 SYNC, TRANSFER = "timing/sync_rollout_weights", "timing/sync_rollout_weights_transfer"
 MEGABYTES = "weights/megabytes"
-MAX_TEACHER_FACTOR = 4  # proposals have at most this many times the present teacher workers
+MAX_TEACHER_FACTOR = 4  # proposals have at most this many times the current teacher workers
 NEARLY_BEST = 1.1  # the smallest change within this factor of the best step time is proposed
 
 
@@ -41,8 +41,8 @@ def no_cost_changes(layout: ResourceLayout, stages: StageSeconds) -> Iterator[Wh
     n, most = layout.n_teachers, MAX_TEACHER_FACTOR * layout.n_teachers
     if layout.cores is not None and layout.teacher_shares_cores:
         most = min(most, int(layout.cores) - layout.n_slots)
-    if more := [change(_more_teachers(k, n), stages.scaled(teacher=k / n)) for k in range(n + 1, most + 1)]:
-        yield _smallest(more)
+    if changes := [change(_more_teachers(k, n), stages.scaled(teacher=k / n)) for k in range(n + 1, most + 1)]:
+        yield _smallest(changes)
     if splits := [change(text, stages.scaled(rollout=r, actor=a)) for text, r, a in splits_of(layout)]:
         yield min(splits, key=lambda split: split.seconds)
     lag = layout.staleness + 1
@@ -94,8 +94,8 @@ def more_devices(layout: ResourceLayout, stages: StageSeconds) -> Iterator[WhatI
 def splits_of(layout: ResourceLayout) -> Iterator[tuple[str, float, float]]:
     """Yield other ways to divide the same devices between the pools.
 
-    Devices move between pools of one node each; whole nodes move between pools with equal nodes. Other layouts have no
-    other split.
+    Devices move between pools of one node each; whole nodes move between pools with equal nodes. No other layout can be
+    divided in another way.
 
     Yields:
         The keys to set, and the factors by which the rollout pool and the actor pool grow.
@@ -104,15 +104,15 @@ def splits_of(layout: ResourceLayout) -> Iterator[tuple[str, float, float]]:
     if layout.shared:
         return
     if actor_nodes == rollout_nodes == 1:
-        actor, rollout, each, key = actor_each, rollout_each, 1, "n_gpus_per_node"
+        actor, rollout, per_node, key = actor_each, rollout_each, 1, "n_gpus_per_node"
     elif actor_each == rollout_each:
-        actor, rollout, each, key = actor_nodes, rollout_nodes, actor_each, "nnodes"
+        actor, rollout, per_node, key = actor_nodes, rollout_nodes, actor_each, "nnodes"
     else:
         return
     for new_actor in range(1, actor + rollout):
         new_rollout = actor + rollout - new_actor
-        fits = not (new_actor * each % layout.actor_divisor or new_rollout * each % layout.rollout_divisor)
-        sizes = [(1, n) if key == "n_gpus_per_node" else (n, each) for n in (new_actor, new_rollout)]
+        fits = not (new_actor * per_node % layout.actor_divisor or new_rollout * per_node % layout.rollout_divisor)
+        sizes = [(1, n) if key == "n_gpus_per_node" else (n, per_node) for n in (new_actor, new_rollout)]
         if fits and new_actor != actor and layout.grants_pools(*sizes):
             yield (f"trainer.{key}={new_actor} rollout.{key}={new_rollout}", new_rollout / rollout, new_actor / actor)
 

@@ -12,8 +12,9 @@ from recipe_gkd.runtime.clock import now
 
 
 class ActorLock:
-    """Lock on the actor. Updates and checkpoints hold it; a weight sync takes it when :attr:`sync_is_possible`.
+    """Lock on the actor. Updates and checkpoints hold it.
 
+    A weight sync takes it when :attr:`~recipe_gkd.pipeline.state.PipelineState.sync_is_possible` is true.
     After an error the lock stays held, because the error ends the run and nothing else may start.
     """
 

@@ -54,7 +54,7 @@ class PipelineState:
         actor_busy: True while the actor is held or syncing.
         syncing: True during a weight sync.
         reserved: True while validation reserves the rollout replicas.
-        n_in_flight: Number of prompts that replicas are answering.
+        n_in_flight: Number of prompts whose responses are being generated.
         n_parked: Number of unfinished prompts that wait for the replacement of a worker.
         needed_versions: Lowest acceptable versions of the tasks that cannot generate before a sync.
         deaths: Error of each dead replica, also after its replacement until it has weights.

@@ -123,21 +123,21 @@ def encode(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> tuple
     """Tokenize whole conversations.
 
     Returns:
-        Token ids, int64 [B, S], and the length of the prompt, which is the same in every row.
+        Token ids, int64 [R, S], and the length of the prompt, which is the same in every row.
     """
     chats = [[*p.messages(), {"role": "assistant", "content": p.answer}] for p in problems]
     texts = tokenizer.apply_chat_template(chats, tokenize=False)
-    ids_BS = torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    ids_RS = torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
     prompt = tokenizer.apply_chat_template(problems[0].messages(), tokenize=False, add_generation_prompt=True)
-    return ids_BS, len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    return ids_RS, len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
 
 @torch.no_grad()
 def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> float:
     """Return the fraction of exact answers under greedy decoding. All problems are decoded in one batch."""
-    ids_BS, prompt_length = encode(tokenizer, problems)
-    step_ids, cache, columns = ids_BS[:, :prompt_length], None, []
-    for _ in range(ids_BS.shape[1] - prompt_length):
+    ids_RS, prompt_length = encode(tokenizer, problems)
+    step_ids, cache, columns = ids_RS[:, :prompt_length], None, []
+    for _ in range(ids_RS.shape[1] - prompt_length):
         out = model(input_ids=step_ids, past_key_values=cache, use_cache=True)
         cache, step_ids = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
         columns.append(step_ids)
@@ -175,7 +175,7 @@ def train_into_band(
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     lr, interval = recipe.lr, recipe.steps_between_evaluations
     lowest, highest = recipe.band
-    accuracy, steps, steps_taken_back = 0.0, 0, 0
+    accuracy, steps, n_reverted_steps = 0.0, 0, 0
     snapshot = _snapshot(model, optimizer)
     while steps < recipe.max_steps:
         for _ in range(interval):
@@ -186,10 +186,10 @@ def train_into_band(
             report(f"step {steps:4d}  loss {loss:.3f}  exact answers {accuracy:6.1%}  lr {lr:.1e}")
         if lowest <= accuracy <= highest:
             parameters = sum(p.numel() for p in model.parameters())
-            return TrainingResult(accuracy=accuracy, steps=steps - steps_taken_back, parameters=parameters)
+            return TrainingResult(accuracy=accuracy, steps=steps - n_reverted_steps, parameters=parameters)
         if accuracy > highest:
             _restore(model, optimizer, snapshot)
-            steps_taken_back += interval
+            n_reverted_steps += interval
             report(f"above {highest:.0%}: back by {interval} steps, continue with half the learning rate")
             lr, interval = lr / 2, max(1, interval // 2)
             continue
@@ -251,10 +251,10 @@ def _train_step(
     return loss.item()
 
 
-def _answer_loss(model: Qwen2ForCausalLM, ids_BS: torch.Tensor, prompt_length: int) -> torch.Tensor:
+def _answer_loss(model: Qwen2ForCausalLM, ids_RS: torch.Tensor, prompt_length: int) -> torch.Tensor:
     """Return the mean cross-entropy of the answer tokens. The question is random and cannot be learned."""
-    logits_BTV = model(input_ids=ids_BS[:, :-1], use_cache=False).logits[:, prompt_length - 1 :]
-    return F.cross_entropy(logits_BTV.flatten(0, 1), ids_BS[:, prompt_length:].flatten())
+    logits_RTV = model(input_ids=ids_RS[:, :-1], use_cache=False).logits[:, prompt_length - 1 :]
+    return F.cross_entropy(logits_RTV.flatten(0, 1), ids_RS[:, prompt_length:].flatten())
 
 
 Snapshot = tuple[dict[str, torch.Tensor], dict[str, Any]]

@@ -40,7 +40,7 @@ TIMEOUT_S = 1800.0
 
 
 class Job(NamedTuple):
-    """Training of one model, in a process of its own.
+    """Training of one model in a separate process.
 
     Attributes:
         role: Teacher or student.

@@ -141,8 +141,8 @@ def render(report: Mapping[str, Any]) -> str:
     if report["seconds"]:
         rows.append(("seconds of the training", "total    a step"))
         rows += [
-            (f"  {name}", f"{spent['total']:.1f}  {spent['mean']:8.3f}")
-            for name, spent in sorted(report["seconds"].items(), key=lambda item: -item[1]["total"])
+            (f"  {name}", f"{timing['total']:.1f}  {timing['mean']:8.3f}")
+            for name, timing in sorted(report["seconds"].items(), key=lambda item: -item[1]["total"])
         ]
     if report["stages"]:
         rows.append(("seconds of this start", ""))

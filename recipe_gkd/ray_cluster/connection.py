@@ -99,7 +99,7 @@ def start_local_cluster(**settings: Any) -> None:
 
 
 def choose_device(requested: str) -> str:
-    """Return the device kind of all workers. No other place decides it.
+    """Return the device kind of all workers. No other code selects it.
 
     Args:
         requested: ``trainer.device``: ``"auto"``, ``"cuda"`` or ``"cpu"``.

@@ -145,7 +145,10 @@ async def create_pools(specs: tuple[PoolSpec, ...], *, timeout_s: float) -> tupl
         # The reservation names its nodes, so Ray cannot choose others. Prefer nodes that are free now.
         free = available_resources_per_node()
         chosen = choose_nodes(specs, [free.get(node, {}) for node in nodes]) or chosen
-    groups = [_reserve(spec, [list(nodes)[i] for i in own]) for spec, own in zip(_distinct(specs), chosen, strict=True)]
+    groups = [
+        _reserve(spec, [list(nodes)[i] for i in indices])
+        for spec, indices in zip(_distinct(specs), chosen, strict=True)
+    ]
     try:
         async with asyncio.timeout(timeout_s):
             for group in groups:

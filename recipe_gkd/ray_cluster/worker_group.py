@@ -39,7 +39,7 @@ class WorkerGroup:
 
     Raises:
         GkdError: The worker's own error, if the project raised it on purpose. The message names the worker.
-        WorkerDied: A worker's process has ended, or its engine has failed. :meth:`replace` puts another in its place.
+        WorkerDied: A worker's process has ended, or its engine has failed. Call :meth:`replace` to continue.
         WorkerError: A worker failed in another way.
         DeadlineError: ``timeout_s`` has passed. The message names the workers that did not answer.
 
@@ -80,7 +80,9 @@ class WorkerGroup:
 
     async def call_each(self, method: str, args: Sequence[Sequence[Any]], *, timeout_s: float, phase: str) -> list[Any]:
         """Call a method on every worker, with arguments for each rank. Return the results in rank order."""
-        calls = [getattr(handle, method).remote(*own) for handle, own in zip(self.handles, args, strict=True)]
+        calls = [
+            getattr(handle, method).remote(*rank_args) for handle, rank_args in zip(self.handles, args, strict=True)
+        ]
         return await self._gather(dict(enumerate(calls)), timeout_s=timeout_s, phase=phase)
 
     async def call_one(self, rank: int, method: str, *args: Any, timeout_s: float, phase: str) -> Any:
@@ -116,7 +118,7 @@ class WorkerGroup:
         return [rank for rank, at in enumerate(locations) if at.dead or self._actor_id(rank) in self._died]
 
     def replace(self, rank: int, handle: Any) -> None:
-        """Put a new worker in the place of a dead one."""
+        """Replace a dead worker by a new one."""
         ray.kill(self.handles[rank], no_restart=True)
         self.handles[rank] = handle
         self._unanswered.discard(rank)

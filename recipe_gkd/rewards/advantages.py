@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from recipe_gkd.config.objective import uses_group_baseline
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.data.samples import Sample
 
@@ -38,7 +39,7 @@ def with_group_statistics(samples: Sequence[Sample], gkd: GkdConfig, responses_p
     samples = list(samples)
     if gkd.use_rl_loss:
         samples = with_advantages(samples, responses_per_prompt, by_std=gkd.norm_adv_by_std)
-    if gkd.distill_loss_type == "k1" and gkd.baseline == "group":
+    if uses_group_baseline(gkd):
         samples = with_baselines(samples, responses_per_prompt)
     return samples
 

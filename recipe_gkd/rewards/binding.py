@@ -69,7 +69,7 @@ def bind(function: Callable[..., Any], name: str) -> dict[str, str] | str:
         return f"the parameters of its {name} cannot be read; wrap it in a Python function with {ACCEPTED}"
     shown = f"its {name}{signature!s:.300}"
     parameters = list(signature.parameters.values())
-    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    has_kwargs = any(p.kind == p.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     known = [p.name for p in named if p.name in NAMES]
     families = {family: [n for n in known if NAMES[n][0] == family] for family in (OURS, VERL)}
@@ -77,15 +77,15 @@ def bind(function: Callable[..., Any], name: str) -> dict[str, str] | str:
         mixture = " and ".join(f"{', '.join(names)} (of {family} names)" for family, names in families.items())
         return f"{shown} mixes {mixture}; expected {ACCEPTED}"
     unknown = [p.name for p in named if p.name not in NAMES and p.default is p.empty]
-    if not takes_any:
+    if not has_kwargs:
         unknown += [f"*{p.name}" for p in parameters if p.kind == p.VAR_POSITIONAL]
     unknown += [f"{p.name} (positional-only)" for p in named if p.kind == p.POSITIONAL_ONLY and p.name in NAMES]
     if unknown:
         return f"{shown} has parameters that receive no value: {', '.join(unknown)}; expected {ACCEPTED}"
-    if not known and not takes_any:
+    if not known and not has_kwargs:
         return f"{shown} receives no value of the response that it must score; expected {ACCEPTED}"
     binding = {n: NAMES[n][1] for n in known}
-    if takes_any:
+    if has_kwargs:
         family = VERL if families[VERL] else OURS
         binding |= {n: NAMES[n][1] for n in KEYWORDS[family] if NAMES[n][1] not in binding.values()}
     return binding

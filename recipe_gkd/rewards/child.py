@@ -129,8 +129,8 @@ def to_float(reward: Any) -> float:
 def user_trace(error: BaseException) -> str:
     """Return the traceback without the leading frames of this file and of the importer. Shorten a long one."""
     frames = traceback.TracebackException.from_exception(error)
-    own = (__file__, "<frozen importlib")
-    while frames.stack and frames.stack[0].filename.startswith(own):
+    internal_files = (__file__, "<frozen importlib")
+    while frames.stack and frames.stack[0].filename.startswith(internal_files):
         del frames.stack[0]
     text = "".join(frames.format()).rstrip()
     half = MAX_TRACE_CHARS // 2
@@ -139,13 +139,13 @@ def user_trace(error: BaseException) -> str:
 
 def restore_stderr(stderr: int, stacks: int) -> None:
     """Forward the output of the interpreter's start to the driver's stderr, and empty the stacks file."""
-    early = os.pread(stacks, 1 << 16, 0)
+    startup_output = os.pread(stacks, 1 << 16, 0)
     os.ftruncate(stacks, 0)
     os.lseek(stacks, 0, os.SEEK_SET)
     os.dup2(stderr, 2)
     os.close(stderr)
     with suppress(OSError):  # The driver's stderr may have no reader.
-        os.write(2, early)
+        os.write(2, startup_output)
 
 
 def end_with_driver(connection: int) -> None:

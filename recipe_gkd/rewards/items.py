@@ -48,22 +48,22 @@ class RewardItems:
         data: The data set.
         config: Names of its columns.
         tokenizer: Tokenizer of the student.
-        must_have_truth: True to require a ground truth in every row in use.
+        require_truth: True to require a ground truth in every row in use.
 
     Raises:
-        DataError: The data has no ``data.ground_truth_key``, or with ``must_have_truth`` a row has no value there.
+        DataError: The data has no ``data.ground_truth_key``, or with ``require_truth`` a row has no value there.
     """
 
-    def __init__(self, data: PromptData, config: DataConfig, tokenizer: Any, *, must_have_truth: bool = False) -> None:
+    def __init__(self, data: PromptData, config: DataConfig, tokenizer: Any, *, require_truth: bool = False) -> None:
         self._table, self._config, self._tokenizer = data.table, config, tokenizer
         self._name = data.name
         self._truth_path = column_path(
             data.table,
             config.ground_truth_key,
             setting="data.ground_truth_key",
-            is_for="that the reward function compares responses with",
+            purpose="that the reward function compares responses with",
         )
-        if must_have_truth:
+        if require_truth:
             self._refuse_nulls(data.rows)
 
     def of(self, prompt: Prompt, response: Response) -> RewardItem:
@@ -89,10 +89,10 @@ class RewardItems:
 
     def _refuse_nulls(self, rows: list[int]) -> None:
         is_null = column_at(self._table, self._truth_path).is_null().to_numpy()
-        without = [row for row in rows if is_null[row]]
-        if without:
+        null_rows = [row for row in rows if is_null[row]]
+        if null_rows:
             raise DataError(
-                f"data.ground_truth_key={self._config.ground_truth_key}: row {without[0]} of {self._name} has no value "
-                f"there, like {len(without)} of {len(rows)} rows in use; expected a ground truth in each row. Fill the "
-                "column in all files, or remove these rows"
+                f"data.ground_truth_key={self._config.ground_truth_key}: row {null_rows[0]} of {self._name} has no "
+                f"value there, like {len(null_rows)} of {len(rows)} rows in use; expected a ground truth in each row. "
+                "Fill the column in all files, or remove these rows"
             )

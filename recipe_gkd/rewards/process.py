@@ -63,13 +63,15 @@ class RewardProcess:
     def __init__(self, config: RewardFunctionConfig, path: Path) -> None:
         self._config, self._path = config, path
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(config.timeout_s) + 1, 0))
-            self._connection = Connection(ours.detach())
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            parent_end.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(config.timeout_s) + 1, 0)
+            )
+            self._connection = Connection(parent_end.detach())
             stderr = os.dup(2)
             try:
-                descriptors = theirs.fileno(), self._stacks.fileno(), stderr
+                descriptors = child_end.fileno(), self._stacks.fileno(), stderr
                 self._process = subprocess.Popen(
                     # -u: the process is killed in the end, which would lose buffered output.
                     [sys.executable, "-P", "-u", str(Path(__file__).with_name("child.py")), *map(str, descriptors)],
@@ -187,8 +189,8 @@ class RewardProcess:
             return "closed the connection to the driver, and was ended"
         if status == -signal.SIGKILL:
             return "was killed (SIGKILL): the kernel's log shows if it was killed for lack of memory"
-        how = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
-        return f"ended its process ({how}){stack}"
+        exit_description = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+        return f"ended its process ({exit_description}){stack}"
 
     def _error(self, item: RewardItem, reason: str) -> RewardError:
         return RewardError(

@@ -99,8 +99,8 @@ class RolloutEngine:
 
         def add(engine: LLMEngine) -> None:
             try:
-                for request_id, prompt, own in zip(ids, prompts, params, strict=True):
-                    add_request(engine, request_id, prompt, own, self.options.max_model_len)
+                for request_id, prompt, prompt_params in zip(ids, prompts, params, strict=True):
+                    add_request(engine, request_id, prompt, prompt_params, self.options.max_model_len)
                     self._requests.add(request_id, prompt.uid, deliver)
             except BaseException:
                 self._abort(engine, ids)

@@ -26,10 +26,8 @@ def build_engine(options: EngineOptions) -> LLMEngine:
         ResourceError: The installed vLLM does not support the device.
         WorkerError: vLLM could not start.
     """
-    folder = Path(options.model_path)
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; actor_rollout_ref.model.path must be a Hugging Face folder")
     try:
+        _check_model_folder(Path(options.model_path))
         return _build(options)
     except GkdError:
         raise
@@ -38,6 +36,11 @@ def build_engine(options: EngineOptions) -> LLMEngine:
             f"vLLM could not be started on {options.model_path}: {type(error).__name__}: {error}; its options are the "
             "keys of actor_rollout_ref.rollout"
         ) from error
+
+
+def _check_model_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json; actor_rollout_ref.model.path must be a Hugging Face folder")
 
 
 def _build(options: EngineOptions) -> LLMEngine:

@@ -59,7 +59,7 @@ def _check_parallelism(dims: ModelDims, tp: int) -> None:
         (moe.shared_ffn or 0 if moe else 0, "feed-forward columns of the shared expert"),
         (padded, f"ids (padded to a multiple of {VLLM_VOCAB_MULTIPLE})"),
     ]
-    indivisible = [f"{width} {what}" for width, what in widths if width % tp]
+    indivisible = [f"{width} {unit}" for width, unit in widths if width % tp]
     if indivisible or not kv_fits:
         kv = f"{dims.kv_heads} key/value heads (or be a multiple of them)"
         raise ConfigError(

@@ -141,11 +141,11 @@ class RolloutWorker:
         with self._gate.generation():
             request_ids, accepted = self._engine.submit(prompts, params, deliver)
             try:
-                late = "the engine did not accept the prompts, because it was busy with a step or a weight update"
-                await self._wait(asyncio.wrap_future(accepted), started, timeout_s, late)
+                problem = "the engine did not accept the prompts, because it was busy with a step or a weight update"
+                await self._wait(asyncio.wrap_future(accepted), started, timeout_s, problem)
                 while n_left:
-                    late = f"{n_left} of {len(prompts)} responses of step {step} are unfinished"
-                    responses = self._merge(await self._wait(finished.get(), started, timeout_s, late), finished)
+                    problem = f"{n_left} of {len(prompts)} responses of step {step} are unfinished"
+                    responses = self._merge(await self._wait(finished.get(), started, timeout_s, problem), finished)
                     n_left -= len(responses)
                     yield responses
             finally:
@@ -230,13 +230,13 @@ class RolloutWorker:
         """Run a command on the engine's thread."""
         return await asyncio.wrap_future(self._engine.run(command))
 
-    async def _wait(self, awaitable: Awaitable[T], started: float, timeout_s: float, late: str) -> T:
-        """Await with a deadline ``timeout_s`` after ``started``; ``late`` is the reason in the error."""
+    async def _wait(self, awaitable: Awaitable[T], started: float, timeout_s: float, problem: str) -> T:
+        """Await with a deadline ``timeout_s`` after ``started``; ``problem`` is the reason in the error."""
         try:
             async with asyncio.timeout(max(0.0, started + timeout_s - time.monotonic())):
                 return await awaitable
         except TimeoutError as error:
             raise DeadlineError(
-                f"{self._name}: {late} after {timeout_s:g} s; raise actor_rollout_ref.rollout.timeout_s (generation) "
-                "or nccl_timeout (weights), or look at the worker's log"
+                f"{self._name}: {problem} after {timeout_s:g} s; raise actor_rollout_ref.rollout.timeout_s "
+                "(generation) or nccl_timeout (weights), or look at the worker's log"
             ) from error

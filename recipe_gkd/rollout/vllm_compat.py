@@ -63,7 +63,7 @@ __all__ = [
     "model_parameter_names", "refresh_tied_head", "restore_expert_kernels", "set_current_vllm_config", "watch_ranks",
 ]  # fmt: skip
 
-_USED: dict[Any, tuple[str, ...]] = {
+_REQUIRED_ATTRIBUTES: dict[Any, tuple[str, ...]] = {
     LLMEngine: (
         "from_engine_args", "add_request", "abort_request", "step", "has_unfinished_requests", "collective_rpc",
         "set_weight_version", "get_weight_version", "reset_prefix_cache",
@@ -84,7 +84,7 @@ _USED: dict[Any, tuple[str, ...]] = {
 def _self_check() -> None:
     missing = [
         f"{owner.__name__}.{name}"
-        for owner, names in _USED.items()
+        for owner, names in _REQUIRED_ATTRIBUTES.items()
         for name in names
         if not hasattr(owner, name) and not (callable(owner) and name in inspect.signature(owner).parameters)
     ]

@@ -64,7 +64,7 @@ class ReceiveUpdate(WeightTransferUpdateInfo):
         version: Version of the weights.
         meta: Tensors of the update, in order.
         bucket_bytes: Maximum size of a bucket.
-        double_buffered: True or False to choose the way; None chooses by free memory.
+        double_buffered: True or False to choose the method; None chooses by free memory.
         n_sharing_host: Processes that receive the same update into the memory of this host.
     """
 
@@ -164,8 +164,8 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
 
     def _load(self, tensors: NamedTensors) -> None:
         if self._reload is None:
-            self.has_mixed_weights = True
             self._reload = ModelReload(self.model, self.vllm_config, self.model_config)
+            self.has_mixed_weights = True
             self._reload.start()
         self._reload.load(tensors)
 

@@ -69,8 +69,8 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 def _cause(body: BaseException | None, group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first error. The body's error is first, except for a cancellation caused by a failed task."""
     task = asyncio.current_task()
-    cancelled_from_outside = task is not None and task.cancelling() > 0
-    if body is not None and (cancelled_from_outside or not isinstance(body, asyncio.CancelledError)):
+    canceled_from_outside = task is not None and task.cancelling() > 0
+    if body is not None and (canceled_from_outside or not isinstance(body, asyncio.CancelledError)):
         return body
     return first_failure(group)
 

@@ -55,7 +55,7 @@ def load_attribute(path: str, name: str, *, key: str) -> Any:
             sys.path.append(str(file.parent))
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script without a main guard may call sys.exit
             del sys.modules[module_name]
             raise ConfigError(f"{key}: {file} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):

@@ -9,9 +9,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -20,10 +21,14 @@ from recipe_gkd.config.teachers import TEACHER, addresses
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import load_attribute, split_spec
 from teacher.client import TeacherClient
-from teacher.errors import TeacherError, TeacherProtocolError
+from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 
+R = TypeVar("R")
+
 _METHODS = ("hello", "submit", "close")
+RESULT_MARGIN_S = 5.0
+"""Time after a request's deadline in which a backend must complete its future."""
 
 
 class TeacherBackend(Protocol):
@@ -63,13 +68,40 @@ class TeacherBackend(Protocol):
         Returns:
             Future of one result per sequence, in the same order. Errors of the teacher are set as `TeacherTimeout`,
             `TeacherUnavailable` or `TeacherRequestError`, which ``teacher.on_failure`` handles. Any other error ends
-            the run. The future may be cancelled.
+            the run. The future may be canceled.
         """
         ...
 
     def close(self) -> None:
         """Fail the open requests and free all resources."""
         ...
+
+
+async def result_within(result: Awaitable[R], timeout_s: float, name: str) -> R:
+    """Return the result of a request to a backend that may not keep its own deadline.
+
+    Args:
+        result: Awaitable of the backend's future.
+        timeout_s: Deadline that the backend received, in seconds.
+        name: Name of the teacher.
+
+    Raises:
+        TeacherTimeout: The future was not done :data:`RESULT_MARGIN_S` after the deadline.
+    """
+    try:
+        return await asyncio.wait_for(result, timeout_s + RESULT_MARGIN_S)
+    except TimeoutError as error:
+        if isinstance(error, TeacherTimeout):
+            raise
+        raise timeout_error(name, timeout_s) from error
+
+
+def timeout_error(name: str, timeout_s: float) -> TeacherTimeout:
+    """Return the error of a backend that did not complete a future in time."""
+    return TeacherTimeout(
+        f"teacher {name}: the backend did not complete a request {RESULT_MARGIN_S:g} s after its deadline of "
+        f"{timeout_s:g} s; complete the future of submit() within timeout_s, with a result or a TeacherTimeout"
+    )
 
 
 def open_backend(config: Config, name: str) -> TeacherBackend:

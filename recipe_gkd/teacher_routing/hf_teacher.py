@@ -4,8 +4,8 @@ States of a request::
 
     state    | transition
     ---------|---------------------------------------------------------------------------
-    queued   | scored, in order of arrival; or failed at its deadline; or cancelled
-    scoring  | done; or failed at its deadline; or cancelled: its remaining batches are skipped
+    queued   | scored, in order of arrival; or failed at its deadline; or canceled
+    scoring  | done; or failed at its deadline; or canceled: its remaining batches are skipped
     done     | final: the future has a result or an error
 """
 
@@ -242,20 +242,20 @@ class HfTeacher:
     @torch.inference_mode()
     def _score_batch(self, sequences: Sequence[TeacherSequence], temperature: float) -> list[ScoredSequence]:
         n_columns = max(len(sequence.token_ids) for sequence in sequences)
-        ids_BN = torch.zeros((len(sequences), n_columns), dtype=torch.long)
-        mask_BN = torch.zeros_like(ids_BN)
+        ids_RS = torch.zeros((len(sequences), n_columns), dtype=torch.long)
+        mask_RS = torch.zeros_like(ids_RS)
         for row, sequence in enumerate(sequences):  # padding on the right does not change causal attention
-            ids_BN[row, : len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids)
-            mask_BN[row, : len(sequence.token_ids)] = 1
-        ids_BN, mask_BN = ids_BN.to(self._device), mask_BN.to(self._device)
-        logits_BNV = self._model(input_ids=ids_BN, attention_mask=mask_BN, use_cache=False).logits
+            ids_RS[row, : len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids)
+            mask_RS[row, : len(sequence.token_ids)] = 1
+        ids_RS, mask_RS = ids_RS.to(self._device), mask_RS.to(self._device)
+        logits_RSV = self._model(input_ids=ids_RS, attention_mask=mask_RS, use_cache=False).logits
         results = []
         for row, sequence in enumerate(sequences):
             positions = slice(sequence.prompt_len - 1, len(sequence.token_ids) - 1)
-            logits_TV = logits_BNV[row, positions, : self._info.n_tokens].float()
+            logits_TV = logits_RSV[row, positions, : self._info.n_tokens].float()
             logps_TV = (logits_TV / temperature).log_softmax(dim=-1)
             topk = logps_TV.topk(self._info.n_logprobs, dim=-1)
-            response_T1 = ids_BN[row, sequence.prompt_len : len(sequence.token_ids), None]
+            response_T1 = ids_RS[row, sequence.prompt_len : len(sequence.token_ids), None]
             results.append(
                 ScoredSequence(
                     topk_logps_TK=topk.values.cpu().numpy(),

@@ -52,7 +52,7 @@ class OutageMonitor:
     async def result_of(self, teacher: str, request: Future[R]) -> R:
         """Return the result of a request, and check the service while there is none.
 
-        Cancelling the awaiting task cancels the request.
+        Canceling the awaiting task cancels the request.
 
         Args:
             teacher: Name of the teacher.

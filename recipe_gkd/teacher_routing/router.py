@@ -14,7 +14,7 @@ from recipe_gkd.config.teachers import TEACHER, addresses
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.runtime.clock import now
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
-from recipe_gkd.teacher_routing.backends import TeacherBackend, check_scores, open_backend
+from recipe_gkd.teacher_routing.backends import TeacherBackend, check_scores, open_backend, result_within
 from recipe_gkd.teacher_routing.failure_policy import FailurePolicy, TeacherRequest
 from recipe_gkd.teacher_routing.outages import OutageMonitor
 from recipe_gkd.teacher_routing.routes import Routes
@@ -135,7 +135,7 @@ class Teachers:
         async def send_request(timeout_s: float) -> list[ScoredSequence]:
             request = client.submit(sequences, timeout_s, temperature=temperature)
             if self._outages is None:
-                scored = await asyncio.wrap_future(request)
+                scored = await result_within(asyncio.wrap_future(request), timeout_s, name)
             else:
                 scored = await self._outages.result_of(name, request)
             check_scores(name, sequences, scored)
@@ -200,8 +200,8 @@ def _unscored(prompt: Prompt, response: Response) -> Sample:
 
 def length_of_union(intervals: Sequence[tuple[float, float]]) -> float:
     """Return the total time covered by at least one of the intervals, in seconds."""
-    total, covered_to = 0.0, -np.inf
-    for since, until in sorted(intervals):
-        total += max(0.0, until - max(since, covered_to))
-        covered_to = max(covered_to, until)
+    total, covered_until = 0.0, -np.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
     return float(total)

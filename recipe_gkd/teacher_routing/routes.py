@@ -53,7 +53,7 @@ def read_routes(table: pa.Table, teacher: TeacherConfig) -> Routes:
     if teacher.route_key is None:
         return Routes(known)
     setting = f"{TEACHER}.route_key"
-    path = column_path(table, teacher.route_key, setting=setting, is_for="that names each prompt's teacher")
+    path = column_path(table, teacher.route_key, setting=setting, purpose="that names each prompt's teacher")
     numbers = {name: number for number, name in enumerate(known)}
     values = column_at(table, path).to_pylist()
     for row, value in enumerate(values):

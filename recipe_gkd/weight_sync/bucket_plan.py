@@ -21,7 +21,7 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """The place of one tensor in a bucket.
+    """Position of one tensor in a bucket.
 
     Attributes:
         name: Hugging Face name of the tensor.
@@ -43,7 +43,7 @@ class Bucket:
     """Tensors that are transferred together.
 
     Attributes:
-        slots: Places of the tensors, in the order of the export.
+        slots: Positions of the tensors, in the order of the export.
         n_bytes: Size of the slots with padding, a multiple of ``ALIGNMENT_BYTES``. Only these bytes are transferred.
     """
 
@@ -129,7 +129,7 @@ class BucketPlan:
 
 @torch.no_grad()
 def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer_U: torch.Tensor) -> None:
-    """Copy the next tensors of an export, bit by bit, to their places in a buffer.
+    """Copy the next tensors of an export, bit by bit, to their slots in a buffer.
 
     Args:
         bucket: Bucket to fill; as many tensors are taken as it has slots.
@@ -143,8 +143,8 @@ def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer_U: 
     for slot in bucket.slots:
         tensor = _take(slot, tensors)
         # One call instead of a slice and a view: with small tensors, the number of calls dominates the time.
-        place = torch.as_strided(typed[slot.dtype], slot.shape, tensor.stride(), slot.offset // slot.dtype.itemsize)
-        place.copy_(tensor, non_blocking=True)
+        view = torch.as_strided(typed[slot.dtype], slot.shape, tensor.stride(), slot.offset // slot.dtype.itemsize)
+        view.copy_(tensor, non_blocking=True)
         if padding := -slot.n_bytes % ALIGNMENT_BYTES:
             buffer_U.narrow(0, slot.offset + slot.n_bytes, padding).zero_()
 

@@ -167,7 +167,7 @@ def _map_host_memory(path: str) -> torch.Tensor:
 
 
 def _export_cuda(memory_U: torch.Tensor) -> str:
-    """Return the CUDA IPC handle of a storage, and its place in the allocation, as ``torch.multiprocessing`` does."""
+    """Return the CUDA IPC handle of a storage, and its offset in the allocation, as ``torch.multiprocessing`` does."""
     _, *shared = memory_U.untyped_storage()._share_cuda_()
     return json.dumps([base64.b64encode(item).decode() if isinstance(item, bytes) else item for item in shared])
 

@@ -52,10 +52,10 @@ def receive_weights(
     name = f"weights v{version}"
     try:
         plan = transport.plan(meta, bucket_bytes)
-        own = plan.fingerprint(version)
-        expected = peers.rendezvous(f"{name}, begin", own)[0]
-        if expected != own:
-            raise WeightSyncError(f"{name}, begin: the sender has plan {expected}, this receiver {own}")
+        fingerprint = plan.fingerprint(version)
+        expected = peers.rendezvous(f"{name}, begin", fingerprint)[0]
+        if expected != fingerprint:
+            raise WeightSyncError(f"{name}, begin: the sender has plan {expected}, this receiver {fingerprint}")
         started = time.monotonic()
         checksum = Checksum(transport.device)
         with _BucketReceiverThread(transport, plan.buckets, name) as received:

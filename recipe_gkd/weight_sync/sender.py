@@ -57,27 +57,27 @@ def send_weights(
     return TransferStats(seconds=time.monotonic() - started, n_bytes=plan.n_bytes, checksum=checksum)
 
 
-def _confirm_plan(transport: Transport, own: str, name: str) -> None:
-    """Compare the bucket plans of all receivers with the own plan, before the first byte is sent."""
-    if different := _differing(transport, f"{name}, begin", own):
+def _confirm_plan(transport: Transport, fingerprint: str, name: str) -> None:
+    """Compare the bucket plans of all receivers with the plan of the sender, before the first byte is sent."""
+    if different := _differing(transport, f"{name}, begin", fingerprint):
         raise WeightSyncError(
-            f"{name}, begin: the sender has plan {own}, but {different}; all ranks must receive the same version, "
-            "weights_meta and bucket size"
+            f"{name}, begin: the sender has plan {fingerprint}, but {different}; all ranks must receive the same "
+            "version, weights_meta and bucket size"
         )
 
 
-def _confirm_checksum(transport: Transport, own: str, name: str) -> None:
-    if different := _differing(transport, f"{name}, confirm", own):
+def _confirm_checksum(transport: Transport, checksum: str, name: str) -> None:
+    if different := _differing(transport, f"{name}, confirm", checksum):
         raise WeightSyncError(
-            f"{name}, confirm: checksum {own} was sent, but {different}; the update is discarded, sync again"
+            f"{name}, confirm: checksum {checksum} was sent, but {different}; the update is discarded, sync again"
         )
 
 
-def _differing(transport: Transport, phase: str, own: str) -> str:
-    """Return the receivers whose message differs from ``own``, with the message; empty if there are none."""
-    collected = transport.peers.rendezvous(phase, own)
+def _differing(transport: Transport, phase: str, expected: str) -> str:
+    """Return the receivers whose message differs from ``expected``, with the message; empty if there are none."""
+    collected = transport.peers.rendezvous(phase, expected)
     labels = transport.peers.labels
-    return ", ".join(f"{labels[rank]} has {text}" for rank, text in collected.items() if text != own)
+    return ", ".join(f"{labels[rank]} has {text}" for rank, text in collected.items() if text != expected)
 
 
 def _send_buckets(

@@ -23,9 +23,6 @@ from recipe_gkd.weight_sync.bucket_plan import BucketPlan, TensorMeta
 from recipe_gkd.weight_sync.host_memory import BufferPool, allocate_host_buffer
 from recipe_gkd.weight_sync.mailbox import Topic
 from recipe_gkd.weight_sync.peers import PeerGroup
-from recipe_gkd.weight_sync.store import interrupt, join_store, open_store
-
-__all__ = ["Transport", "interrupt", "join_store", "open_store"]
 
 
 class Transport:

@@ -17,7 +17,7 @@ class AsyncTeacherClient:
     """Awaitable interface to a `TeacherClient`.
 
     Each method awaits the future of the method of the same name. One client can be used from several event loops.
-    Cancelling the awaiting task cancels the request at the service.
+    Canceling the awaiting task cancels the request at the service.
 
     Example::
 

@@ -18,7 +18,7 @@ R = TypeVar("R")
 class Call(ABC, Generic[R]):
     """One method call of a client, resolved once by the I/O thread.
 
-    The future can be cancelled until the call is resolved.
+    The future can be canceled until the call is resolved.
 
     Attributes:
         uses_queue: True if the requests wait in the service's queue, which can be full.
@@ -63,21 +63,21 @@ class Call(ABC, Generic[R]):
         return text
 
     def succeed(self, result: R) -> None:
-        """Set the result. A call that is already resolved or cancelled is left unchanged."""
+        """Set the result. A call that is already resolved or canceled is left unchanged."""
         if self._resolve():
             self.future.set_result(result)
 
     def fail(self, error: TeacherError) -> None:
-        """Set the error. A call that is already resolved or cancelled is left unchanged."""
+        """Set the error. A call that is already resolved or canceled is left unchanged."""
         if self._resolve():
             self.future.set_exception(error)
 
     def confirm_cancellation(self) -> None:
-        """Wake up `concurrent.futures.wait`, which returns only after a cancelled future is marked as notified."""
+        """Wake up `concurrent.futures.wait`, which returns only after a canceled future is marked as notified."""
         self._resolve()
 
     def _resolve(self) -> bool:
-        """Return False if the call is already resolved or was cancelled."""
+        """Return False if the call is already resolved or was canceled."""
         if self.is_resolved:
             return False
         self.is_resolved = True

@@ -11,8 +11,8 @@ States of a request (in ``InFlight``) and their transitions::
     removed    | nowhere               | never: a reply, an error, a cancellation or the deadline ended it
 
 A service that is full, or stops, defers requests. Deferred requests keep their order of age, and new requests queue
-behind them. Two events retry deferred requests. Each request that ends frees a place, which the oldest deferred one
-gets. Apart from that the oldest few are retried after a delay, which doubles while no request ends. The client
+behind them. Two events retry deferred requests. Each request that ends frees a slot for the oldest deferred one.
+Apart from that the oldest few are retried after a delay, which doubles while no request ends. The client
 therefore fills a service that becomes less busy, and sends little to a full one.
 
 A new connection may lead to a new service without state, so all open requests are sent again.

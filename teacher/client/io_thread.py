@@ -1,6 +1,6 @@
 """I/O thread of the client: it owns the socket and resolves every call, by a reply or at its deadline.
 
-A reply to a request that has expired or was cancelled finds no entry in the table and is dropped. No other state
+A reply to a request that has expired or was canceled finds no entry in the table and is dropped. No other state
 depends on it, so the service can restart while a client lives.
 """
 
@@ -48,7 +48,7 @@ class ClientIOThread:
         self._inflight = InFlight()
         self._pid = os.getpid()
         self._next_id = 1
-        self._inbox: queue.SimpleQueue[Call[Any] | range] = queue.SimpleQueue()  # a range: ids of a cancelled call
+        self._inbox: queue.SimpleQueue[Call[Any] | range] = queue.SimpleQueue()  # a range: ids of a canceled call
         self._closing = False
         self._lock = threading.Lock()  # of ids, `_closing` and the inbox: no call enters after the last read
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -213,7 +213,7 @@ class ClientIOThread:
         else:
             call.fail(
                 TeacherTimeout(
-                    f"{subject}: the teacher at {self.address} is connected but gave no answer within {waited}; it may "
+                    f"{subject}: the teacher at {self.address} is connected but did not reply within {waited}; it may "
                     f"be slow (raise the timeout) or hang: {DIAGNOSIS_HINT}"
                 )
             )

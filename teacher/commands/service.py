@@ -13,7 +13,7 @@ import time
 from teacher.commands.arguments import add_auth_dir, add_command, port, positive, seconds
 from teacher.engines import EngineConfig, load_engine
 from teacher.errors import TeacherError
-from teacher.proxy.dispatch import MAX_QUEUE_TOKENS
+from teacher.proxy.admission import MAX_QUEUE_TOKENS
 from teacher.proxy.proxy import STALL_TIMEOUT_S, Proxy
 from teacher.stop_signal import StopSignal
 from teacher.wire.auth import client_keys, server_keys

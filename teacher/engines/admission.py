@@ -69,9 +69,9 @@ class Admission:
 
     def discard(self, keys: Iterable[int]) -> list[int]:
         """Remove sequences, and return the keys of those that were admitted."""
-        gone = set(keys)
-        self._waiting = deque(item for item in self._waiting if item[0] not in gone)
-        admitted = [key for key in gone if key in self._admitted]
+        removed = set(keys)
+        self._waiting = deque(item for item in self._waiting if item[0] not in removed)
+        admitted = [key for key in removed if key in self._admitted]
         for key in admitted:
             self.release(key)
         return admitted

@@ -94,7 +94,7 @@ class ScoringEngine(Protocol):
         ...
 
     def discard(self, keys: list[int]) -> None:
-        """Remove sequences whose requests were cancelled or expired."""
+        """Remove sequences whose requests were canceled or expired."""
         ...
 
     def has_work(self) -> bool:

@@ -75,7 +75,7 @@ def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
-    """None if there is no such file."""
+    """Return the content of a JSON file; None if there is no such file."""
     try:
         return dict(json.loads((folder / name).read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def declared_eos_ids(generation_config: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[list[int]]:
-    """Yield the EOS ids of a model, one list for each place that declares any, by precedence.
+    """Yield the EOS ids of a model, one list for each file section that declares any, by precedence.
 
     An instruct model often declares its end of turn in ``generation_config.json`` only, and the base model's id in
     ``config.json``. A composite model has the ids of its language model in ``text_config``.
@@ -17,7 +17,7 @@ def declared_eos_ids(generation_config: Mapping[str, Any], config: Mapping[str, 
         config: Contents of ``config.json``; empty if there is no such file.
 
     Yields:
-        Token ids, in the order of the file, duplicates included. A place without ``eos_token_id`` yields nothing.
+        Token ids, in the order of the file, duplicates included. A section without ``eos_token_id`` yields nothing.
 
     Raises:
         ValueError: The value is neither a token id nor a list of token ids.

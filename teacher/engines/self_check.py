@@ -37,17 +37,17 @@ def check_padding(scored: ScoredSequence, k: int) -> None:
         )
 
 
-def check_temperature(scored_at_1: ScoredSequence, scored: ScoredSequence) -> None:
+def check_temperature(unscaled: ScoredSequence, scored: ScoredSequence) -> None:
     """Check that differences between log-probabilities at temperature T are those at 1, divided by T.
 
     Args:
-        scored_at_1: Scores at temperature 1.
+        unscaled: Scores at temperature 1.
         scored: Scores of the same sequence at `PROBE_TEMPERATURE`.
 
     Raises:
         RuntimeError: They are not.
     """
-    expected, got = _spread(scored_at_1) / PROBE_TEMPERATURE, _spread(scored)
+    expected, got = _spread(unscaled) / PROBE_TEMPERATURE, _spread(scored)
     # A wide tolerance, because bfloat16 results vary on a GPU. An ignored temperature is wrong by a factor of 16.
     if not abs(got - expected) <= 0.5 * expected + 1e-3:
         raise RuntimeError(

@@ -32,8 +32,8 @@ from teacher.engines.sizes import capacity_tokens, step_size
 from teacher.engines.tokenizer import count_tokens, load_tokenizer
 from teacher.engines.vllm_install import (
     TESTED_VLLM,
+    exempt_imports_from_gc,
     is_cpu_build,
-    no_garbage_in_imports,
     prepare_process,
     vllm_version,
 )
@@ -68,7 +68,7 @@ class VllmEngine:
         vocab_size = checkpoint.vocab_size
         on_cpu = is_cpu_build()
         prepare_process(on_cpu=on_cpu)
-        with no_garbage_in_imports():
+        with exempt_imports_from_gc():
             tokenizer = load_tokenizer(config.ckpt_path)
         n_tokens = count_tokens(tokenizer, vocab_size)
         if not 1 <= config.n_logprobs <= n_tokens:
@@ -78,7 +78,7 @@ class VllmEngine:
             )
         step = step_size(config.logits_mib, vocab_size, config.n_logprobs, on_cpu=on_cpu)
 
-        with no_garbage_in_imports():
+        with exempt_imports_from_gc():
             from vllm import SamplingParams, __version__
             from vllm.sampling_params import RequestOutputKind
 
@@ -150,7 +150,7 @@ class VllmEngine:
         self._queue.add(key, sequence)
 
     def discard(self, keys: list[int]) -> None:
-        """Remove sequences whose requests were cancelled or expired."""
+        """Remove sequences whose requests were canceled or expired."""
         self._queue.discard(keys)
 
     def has_work(self) -> bool:
@@ -184,15 +184,15 @@ class VllmEngine:
                 self._set_logits(1.0, self._k)
                 check_padding(self._score_probe(), self._k)
                 self._set_logits(1.0, self._info.n_tokens)
-            scored_at_1 = self._score_probe()
-            check_top_k(scored_at_1)
+            unscaled = self._score_probe()
+            check_top_k(unscaled)
         except _CHECK_ERRORS as error:
             raise TeacherError(
                 f"vLLM {vllm_version()} failed the start-up check ({type(error).__name__}: {error}); this engine was "
                 f"tested with vLLM {TESTED_VLLM}"
             ) from error
         try:
-            check_temperature(scored_at_1, self._score_probe_at(PROBE_TEMPERATURE))
+            check_temperature(unscaled, self._score_probe_at(PROBE_TEMPERATURE))
         except _CHECK_ERRORS as error:
             self._temperature_error = f"vLLM {vllm_version()} failed the temperature check ({error})"
             logger.warning("requests at other temperatures than 1 will be rejected: %s", self._temperature_error)

@@ -34,7 +34,7 @@ def prepare_process(*, on_cpu: bool) -> None:
 
 
 @contextmanager
-def no_garbage_in_imports() -> Iterator[None]:
+def exempt_imports_from_gc() -> Iterator[None]:
     """Exclude the objects created by imports from garbage collection.
 
     They are never freed. Collections during the imports, and those that vLLM requests at start-up, would take a third

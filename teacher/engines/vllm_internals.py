@@ -69,7 +69,7 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
     # vLLM's own rule determines the model's maximum length, and rejects a larger requested one.
     requested: dict[str, Any] = {"max_model_len": config.max_model_len} if config.max_model_len else {}
     max_model_len = EngineArgs(**common, **requested).create_model_config().max_model_len
-    # vLLM also reserves a place for one generated token. It is never fed back, so its position may exceed the limit.
+    # vLLM also reserves a slot for one generated token. It is never fed back, so its position may exceed the limit.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
 
     kv_cache_mib = config.kv_cache_mib or (_CPU_KV_CACHE_MIB if on_cpu else 0)

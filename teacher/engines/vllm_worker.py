@@ -35,8 +35,8 @@ class LogitsCalls:
         """
         model = self.model_runner.model
         of_model = getattr(model.compute_logits, "of_model", model.compute_logits)
-        own = temperature == 1.0 and n_tokens is None
-        model.compute_logits = of_model if own else _changed(of_model, temperature, n_tokens)
+        is_unchanged = temperature == 1.0 and n_tokens is None
+        model.compute_logits = of_model if is_unchanged else _changed(of_model, temperature, n_tokens)
 
 
 def _changed(compute_logits: Callable[..., Any], temperature: float, n_tokens: int | None) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ def _changed(compute_logits: Callable[..., Any], temperature: float, n_tokens: i
         logits = compute_logits(*args, **kwargs)
         if logits is None:  # another rank has them
             return None
-        # In place, as vLLM's sampler does it: nobody else has these logits.
+        # In place, as in vLLM's sampler: these logits have no other user.
         if temperature != 1.0:
             logits = logits.float().div_(temperature)
         if n_tokens is not None:

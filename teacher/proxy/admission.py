@@ -39,9 +39,9 @@ class QueueLimits:
         """
         if queue.jobs_of(client) == 0:
             return
-        for total, own, limit in (
+        for total, used, limit in (
             (queue.n_tokens + n_tokens, queue.tokens_of(client) + n_tokens, self.max_tokens),
             (queue.n_jobs + 1, queue.jobs_of(client) + 1, self.max_requests),
         ):
-            if total > OVERFILL_FACTOR * limit or (total > limit and own > limit // queue.n_clients):
+            if total > OVERFILL_FACTOR * limit or (total > limit and used > limit // queue.n_clients):
                 raise QueueFull(f"{queue.n_jobs} requests with {queue.n_tokens} tokens wait already")

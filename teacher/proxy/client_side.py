@@ -103,7 +103,7 @@ class ClientSide:
     # --- replies to clients ---
 
     def reply(self, client: bytes, frames: list[Frame]) -> None:
-        """Send a message to a client. A disconnected client's requests are cancelled."""
+        """Send a message to a client. A disconnected client's requests are canceled."""
         if not self._outbox.send(client, frames):
             self._on_client_lost(client, "its connection ended")
 
@@ -168,7 +168,7 @@ class ClientSide:
         keys = [job.key for job in self._dispatcher.open_jobs if job.key.client == client]
         if keys:
             name = self._tracker.name_of(client)
-            logger.warning("cancelled %d requests of the lost client %s: %s", len(keys), name, reason)
+            logger.warning("canceled %d requests of the lost client %s: %s", len(keys), name, reason)
         for key in keys:
             self._cancel(key)
 

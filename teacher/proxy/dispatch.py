@@ -11,11 +11,11 @@ request state   event                                            next state
 waiting         a worker has room                                in flight
 quarantined     a worker is idle                                 in flight, alone on its worker
 in flight       result or error from its worker                  closed
-in flight       worker left in order                             waiting, at the front
+in flight       worker signed off                                waiting, at the front
 in flight       worker lost, loss 1 to MAX_LOSSES - 2            waiting, at the front
 in flight       worker lost, loss MAX_LOSSES - 1                 quarantined
 in flight       worker lost, loss MAX_LOSSES                     closed with an error
-any             cancelled, or deadline passed                    closed
+any             canceled, or deadline passed                     closed
 ==============  ===============================================  =================================================
 """
 
@@ -27,14 +27,12 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from teacher.errors import TeacherRequestError
-from teacher.proxy.admission import MAX_QUEUE_TOKENS, QueueLimits
+from teacher.proxy.admission import QueueLimits
 from teacher.proxy.fair_queue import FairQueue
 from teacher.proxy.jobs import MAX_LOSSES, Job, RegisteredWorker, RequestKey
 from teacher.proxy.open_jobs import OpenJobs
 from teacher.records import ModelInfo
 from teacher.wire.frames import Frame
-
-__all__ = ["MAX_QUEUE_TOKENS", "Dispatcher", "RemovedJobs"]
 
 
 class RemovedJobs(NamedTuple):
@@ -93,13 +91,13 @@ class Dispatcher:
             )
         self.workers[worker.identity] = worker
 
-    def remove_worker(self, identity: bytes, reason: str, *, left: bool = False) -> RemovedJobs:
+    def remove_worker(self, identity: bytes, reason: str, *, signed_off: bool = False) -> RemovedJobs:
         """Remove a worker and requeue its jobs.
 
         Args:
             identity: Identity of the worker. An unknown one is ignored.
             reason: Cause, for error messages and the status.
-            left: True if the worker ended in order, so that none of its jobs can be the cause.
+            signed_off: True if the worker ended in order, so that none of its jobs can be the cause.
         """
         removed = RemovedJobs([], [])
         worker = self.workers.pop(identity, None)
@@ -107,7 +105,7 @@ class Dispatcher:
             return removed
         self.last_loss = reason
         for job in reversed(worker.in_flight.values()):
-            job.n_losses += not left
+            job.n_losses += not signed_off
             if job.n_losses >= MAX_LOSSES:
                 self._open.close(job)
                 error = TeacherRequestError(f"{job.n_losses} workers were lost with this request; last: {reason}")

@@ -208,6 +208,15 @@ class _BoundedServer(ThreadingMixIn, WSGIServer):
         logger.debug("an HTTP connection of %s failed", client_address, exc_info=True)
 
 
+class _DebugLog(io.StringIO):
+    """Text stream that writes to the log at the level DEBUG."""
+
+    def write(self, text: str) -> int:
+        """Log ``text``, which may be a traceback."""
+        logger.debug("%s", text.rstrip())
+        return len(text)
+
+
 class _RequestHandler(WSGIRequestHandler):
     """Handler of one request per connection."""
 
@@ -229,8 +238,8 @@ class _RequestHandler(WSGIRequestHandler):
         return request
 
     def get_stderr(self) -> Any:
-        """Return a stream for wsgiref's error messages, which must not reach the log of the proxy."""
-        return io.StringIO()
+        """Return a stream that logs wsgiref's error messages at the level DEBUG."""
+        return _DebugLog()
 
     def log_message(self, format: str, *args: object) -> None:
         """Log a request at the level DEBUG."""

@@ -28,8 +28,8 @@ class Job:
     """A request of a client. Times are those of ``time.monotonic()`` in the proxy.
 
     Attributes:
-        job_id: Request id towards the workers.
-        key: Request id towards the client.
+        job_id: Request id between proxy and worker.
+        key: Request id between client and proxy.
         frames: Message as received.
         n_tokens: Tokens of its sequences.
         deadline: Time at which it expires.

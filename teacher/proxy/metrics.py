@@ -52,7 +52,7 @@ _TOTALS = {
     "answered_bytes": ("answered_bytes", "Bytes of replies."),
     "put_off": ("put_off", "Requests sent back to the client because the queue was full."),
     "repeated": ("repeated", "Requests that were requeued because their worker was lost."),
-    "workers_lost": ("workers_lost", "Workers that died, hung or were silent. Workers that left are not counted."),
+    "workers_lost": ("workers_lost", "Workers that died, hung or were silent, without those that signed off."),
     "invalid_messages": ("invalid_messages", "Messages that violate the protocol."),
     "waited_seconds": ("waited_seconds", "Time of answered requests in the queue."),
     "scored_seconds": ("scored_seconds", "Time of answered requests at a worker."),

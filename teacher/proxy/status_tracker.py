@@ -122,10 +122,10 @@ class StatusTracker:
         """Return the time since the last message of a registered worker, in seconds."""
         return now - self._workers[identity].heard_at
 
-    def record_loss(self, identity: bytes, *, left: bool, n_requeued: int, n_given_up: int) -> None:
-        """Record the removal of a worker, ``left`` if it ended in order."""
+    def record_loss(self, identity: bytes, *, signed_off: bool, n_requeued: int, n_given_up: int) -> None:
+        """Record the removal of a worker, ``signed_off`` if it ended in order."""
         del self._workers[identity]
-        self.count(workers_lost=int(not left), repeated=n_requeued, given_up=n_given_up)
+        self.count(workers_lost=int(not signed_off), repeated=n_requeued, given_up=n_given_up)
 
     # --- status ---
 

@@ -66,7 +66,7 @@ class WorkerSide:
         if isinstance(message, Ready):
             self._register(identity, message, now)
         elif isinstance(message, Goodbye):
-            self.remove(identity, f"the last one left: {message.reason}", left=not message.broken)
+            self.remove(identity, f"the last one left: {message.reason}", signed_off=not message.broken)
         elif not isinstance(message, ScoreReply | Failure | Heartbeat):
             raise TeacherProtocolError(
                 f"a worker cannot send {type(message).__name__}; if it is a client, set it to the proxy's client port"
@@ -102,7 +102,7 @@ class WorkerSide:
 
     def _register(self, identity: bytes, ready: Ready, now: float) -> None:
         if identity in self._dispatcher.workers:  # a worker that sends Ready has dropped all its requests
-            self.remove(identity, "the last one registered again", left=True)
+            self.remove(identity, "the last one registered again", signed_off=True)
         self._next_reregister_at.pop(identity, None)
         worker = RegisteredWorker(identity, ready.name, ready.info, ready.capacity_tokens, ready.stall_timeout_s)
         try:
@@ -140,28 +140,30 @@ class WorkerSide:
             if not send_to_peer(self._backend, worker.identity, frames):
                 self.remove(worker.identity, CONNECTION_LOST)
 
-    def remove(self, identity: bytes, reason: str, *, left: bool = False) -> None:
+    def remove(self, identity: bytes, reason: str, *, signed_off: bool = False) -> None:
         """Remove a worker and requeue its requests. An unknown worker is ignored.
 
         Args:
             identity: ZeroMQ identity of the worker.
             reason: Cause, for the log and the status.
-            left: True if it ended in order, so that none of its requests can be the cause.
+            signed_off: True if it ended in order, so that none of its requests can be the cause.
         """
         worker = self._dispatcher.workers.get(identity)
         if worker is None:
             return
-        removed = self._dispatcher.remove_worker(identity, reason, left=left)
+        removed = self._dispatcher.remove_worker(identity, reason, signed_off=signed_off)
         n_requeued, n_workers = len(removed.requeued), len(self._dispatcher.workers)
         logger.log(
-            logging.INFO if left else logging.WARNING,
+            logging.INFO if signed_off else logging.WARNING,
             "worker %s was removed, %d of its requests wait again: %s",
             worker.name,
             n_requeued,
             reason,
             extra={"fields": {"worker": worker.name, "repeated": n_requeued, "workers": n_workers}},
         )
-        self._tracker.record_loss(identity, left=left, n_requeued=n_requeued, n_given_up=len(removed.given_up))
+        self._tracker.record_loss(
+            identity, signed_off=signed_off, n_requeued=n_requeued, n_given_up=len(removed.given_up)
+        )
         for job, error in removed.given_up:
             self._clients.reply_error(job.key, error)
         if self._drain.is_active:

@@ -209,7 +209,7 @@ def _explain_refusal(kind: int, value: int, address: str, auth_dir: str | Path |
         problem = "refused this client's key"
         remedy = "make one there with `python -m teacher keys --client NAME` and copy its clients/NAME here"
     elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-        problem = "speaks another security mechanism"
+        problem = "uses another security mechanism"
         remedy = "start it with --auth-dir, or leave auth_dir out" if auth_dir else "copy its clients/NAME here"
     else:  # A mechanism mismatch also arrives here if the other side detects it first and disconnects.
         problem = "ended the connection during the handshake"

@@ -130,7 +130,7 @@ class Score:
         temperature: Divisor of the logits.
         top_k: Log-probabilities per position, 0 for all that the model returns.
         wire_dtype: Dtype of the returned log-probabilities.
-        model: ``ModelInfo.identity`` that the request is meant for, empty for any model.
+        model: ``ModelInfo.identity`` that must serve the request, empty for any model.
     """
 
     request_id: int

@@ -113,7 +113,7 @@ def encode_score(
         temperature: Divisor of the logits.
         top_k: Log-probabilities per position, None for all that the model returns.
         wire_dtype: Dtype of the returned log-probabilities on the wire.
-        model: ``ModelInfo.identity`` that the request is meant for, empty for any model.
+        model: ``ModelInfo.identity`` that must serve the request, empty for any model.
 
     Raises:
         TeacherRequestError: An argument is invalid; see the ``check_*`` functions of ``messages``.
@@ -229,7 +229,7 @@ def decode(frames: Sequence[Frame]) -> Message:
         return _decode_error(header)
     if header.get("v") != PROTOCOL_VERSION:
         raise TeacherProtocolError(
-            f"message of protocol version {short(header.get('v'))}, this side speaks {PROTOCOL_VERSION}; "
+            f"message of protocol version {short(header.get('v'))}, this side uses {PROTOCOL_VERSION}; "
             "install the same teacher package on the trainer, proxy and worker machines"
         )
     layout = _LAYOUTS.get(kind) if isinstance(kind, str) else None
@@ -261,11 +261,11 @@ def _decode_info(header: Header, arrays: list[np.ndarray]) -> Info:
 
 
 def _decode_status(header: Header, arrays: list[np.ndarray]) -> Status:
-    (text_B,) = arrays
-    if text_B.dtype != np.uint8 or text_B.nbytes > LIMITS.status_bytes:
-        raise TeacherProtocolError(f"expected a text of at most {LIMITS.status_bytes} bytes, got {text_B.nbytes}")
+    (text_U,) = arrays
+    if text_U.dtype != np.uint8 or text_U.nbytes > LIMITS.status_bytes:
+        raise TeacherProtocolError(f"expected a text of at most {LIMITS.status_bytes} bytes, got {text_U.nbytes}")
     try:
-        values = json.loads(text_B.tobytes())
+        values = json.loads(text_U.tobytes())
     except (ValueError, RecursionError) as error:
         raise TeacherProtocolError(f"the status is no JSON: {short(error)}") from None
     return Status(checked.request_id(header), ServiceStatus.from_dict(values))

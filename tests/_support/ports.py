@@ -8,21 +8,23 @@ from contextlib import suppress
 from pathlib import Path
 
 _RANDOM = random.SystemRandom()
-_FIRST = 20_000
-"""Above the ports of Ray's workers (10,002 to 19,999)."""
-_MIN_PORTS = 1000
-"""Ports below the ephemeral range from which a random one is chosen."""
+_FIRST_PORT = 20_000  # Ray's workers use 10,002 to 19,999.
+_MIN_CANDIDATES = 1000  # With fewer ports below the ephemeral range, two tests would often choose the same one.
 
 
 def free_port() -> int:
-    """Return a free port that the kernel gives to nobody else between this call and the use of the port.
+    """Return a free TCP port that the kernel does not assign to another process before the test uses it.
 
-    Such ports are outside the range for outgoing connections and for servers that leave the choice to the kernel. If
-    that range leaves too few (``ip_local_port_range`` of 1024 65535), the kernel chooses the port, and another process
-    can be given it in the meantime.
+    The port is below the kernel's ephemeral range, which serves outgoing connections and servers that bind port 0. If
+    the range leaves too few ports (such as ``ip_local_port_range`` of 1024 to 65535), the kernel chooses the port, and
+    another process may receive the same one.
+
+    Raises:
+        OSError: No port is free.
     """
     end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    candidates = [_RANDOM.randrange(_FIRST, end) for _ in range(100)] if end > _FIRST + _MIN_PORTS else []
+    has_enough = end > _FIRST_PORT + _MIN_CANDIDATES
+    candidates = [_RANDOM.randrange(_FIRST_PORT, end) for _ in range(100)] if has_enough else []
     for port in [*candidates, 0]:
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""Location of the checkout that is tested."""
+"""Root folder of the repository under test."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Proxies in this process, and real teacher services started by their scripts."""
+"""Proxies in threads of the test process, teacher services started by their scripts, and a tiny model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_MODEL_LEN = 64
 
 
 class StopFlag:
-    """Stop signal that a test sets."""
+    """Stop signal of a proxy: a file descriptor that becomes readable on `set`."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
@@ -39,7 +39,7 @@ class StopFlag:
 
 @contextmanager
 def running_proxy(frontend_port: int = 0, backend_port: int = 0, **settings: Any) -> Iterator[Proxy]:
-    """Yield a proxy that runs in a thread, and stop it. Ports are free ones by default."""
+    """Yield a proxy that runs in a thread, and stop it on exit. Port 0 selects a free port."""
     proxy, stop = Proxy(frontend_port=frontend_port, backend_port=backend_port, **settings), StopFlag()
     thread = threading.Thread(target=proxy.run, args=(stop,), daemon=True)
     thread.start()
@@ -53,7 +53,14 @@ def running_proxy(frontend_port: int = 0, backend_port: int = 0, **settings: Any
 
 
 def run_script(name: str, *flags: str, timeout_s: float = 120.0, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run one of the service's scripts with this interpreter and these environment variables."""
+    """Run a script of the teacher service and return its exit status and output.
+
+    Args:
+        name: File name in ``teacher/``.
+        flags: Command-line arguments.
+        timeout_s: Time limit.
+        variables: Additional environment variables. ``PYTHON`` is the interpreter of the tests.
+    """
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
     command = [str(REPO / "teacher" / name), *flags]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -67,13 +74,20 @@ def processes_of(run_dir: Path) -> list[int]:
             if str(run_dir).encode() in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
         except OSError:
-            continue  # ended in the meantime
+            continue  # The process has ended.
     return found
 
 
 @dataclass(frozen=True)
 class Service:
-    """A running service with one real worker."""
+    """A running teacher service with one real worker.
+
+    Attributes:
+        port: Port for clients.
+        backend_port: Port for workers.
+        run_dir: Run folder of the service.
+        ckpt_path: Folder of the model.
+    """
 
     port: int
     backend_port: int
@@ -96,7 +110,7 @@ def make_tiny_qwen2(folder: Path) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=MAX_MODEL_LEN,
-        initializer_range=0.1,  # distributions far from uniform, logits small enough for 1e-5 in float32
+        initializer_range=0.1,  # Distributions are not uniform, and float32 logits are exact to 1e-5.
         tie_word_embeddings=False,
         eos_token_id=1,
         pad_token_id=0,

@@ -1,4 +1,4 @@
-"""The command as a user gives it, a real teacher service, tiny models, and a census of processes."""
+"""Training runs started by their command line, teacher services, tiny models, and a list of a run's processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,24 +16,28 @@ from typing import Any
 import pytest
 
 from tests._support.ports import free_port
-from tests._support.repository import REPO
+from tests._support.teacher_service import run_script
 
-MARK = "RECIPE_GKD_TEST_RUN"
-OBJECTIVE = (
+RUN_ID_VARIABLE = "RECIPE_GKD_TEST_RUN"
+"""Environment variable of all processes of a run. Its value identifies the run."""
+
+FULL_OBJECTIVE = (
     "gkd.use_rl_loss=true",
     "gkd.sft_share=0.25",
     "data.response_key=answer",
     "actor_rollout_ref.rollout.n=2",
 )
-"""All parts of the objective: distillation, a policy loss on a reward, and cross-entropy with given answers."""
+"""Overrides for all loss terms: distillation, a policy loss on rewards, and cross-entropy on reference responses."""
+
+SCRIPT_TIMEOUT_S = 150.0
 
 
-def processes_marked(mark: str) -> list[str]:
-    """`pid command` of every live process whose environment carries the mark of one run."""
+def processes_of_run(run_id: str) -> list[str]:
+    """Return ``pid command`` of each live process of a run. Zombies are excluded: their environment is empty."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+            if f"{RUN_ID_VARIABLE}={run_id}".encode() in (folder / "environ").read_bytes():
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 found.append(f"{folder.name} {command[:100]}")
     return found
@@ -42,25 +45,34 @@ def processes_marked(mark: str) -> list[str]:
 
 @dataclass
 class Run:
-    """One start of the command."""
+    """A training run in a process of its own.
+
+    Attributes:
+        process: Process of the driver.
+        folder: Run folder.
+        run_id: Value of `RUN_ID_VARIABLE`.
+        temporary: Folder for temporary files. Ray has another one, which keeps the logs of a session.
+        output: Text that the driver printed, after `finish`.
+        status: Exit status, after `finish`.
+        started: Start time, of the monotonic clock.
+    """
 
     process: subprocess.Popen[str]
     folder: Path
-    mark: str
+    run_id: str
     temporary: Path
-    """Its temporary folder, but for Ray's own, which keeps the logs of a session."""
     output: str = ""
     status: int | None = None
     started: float = field(default_factory=time.monotonic)
 
     def finish(self, timeout_s: float = 240) -> Run:
-        """Wait for the end; the status and all it printed are kept. On a deadline everything of the run is killed."""
+        """Wait for the end of the run, and return this object. After ``timeout_s`` kill all processes of the run."""
         try:
             self.output, _ = self.process.communicate(timeout=timeout_s)
             self.status = self.process.returncode
         finally:
             if self.status is None:
-                for line in processes_marked(self.mark):
+                for line in processes_of_run(self.run_id):
                     with suppress(ProcessLookupError):
                         os.kill(int(line.split()[0]), signal.SIGKILL)
                 self.output, _ = self.process.communicate()
@@ -68,57 +80,55 @@ class Run:
 
     @property
     def seconds(self) -> float:
+        """Time since the start."""
         return time.monotonic() - self.started
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
+        """Lines of ``metrics.jsonl``. Empty before the first step."""
         path = self.folder / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def await_step(self, step: int, timeout_s: float = 200) -> None:
+        """Wait until ``step`` lines of metrics exist. Fail the test if the run ends before or exceeds ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while len(self.metrics) < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 pytest.fail(f"the run did not reach step {step}:\n{self.finish(1).output}")
             time.sleep(0.2)
 
-    def leftovers(self, patience_s: float = 10) -> list[str]:
-        """Return what is left of the run after a moment: processes, and files in its temporary folder."""
-        deadline = time.monotonic() + patience_s
-        while (left := self._left()) and time.monotonic() < deadline:
+    def leftovers(self, timeout_s: float = 10) -> list[str]:
+        """Return processes and temporary files of the run that still exist after at most ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while (remaining := self._remaining()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return left
+        return remaining
 
-    def _left(self) -> list[str]:
-        return processes_marked(self.mark) + [str(path) for path in self.temporary.rglob("*")]
+    def _remaining(self) -> list[str]:
+        return processes_of_run(self.run_id) + [str(path) for path in self.temporary.rglob("*")]
 
 
-Start = Callable[..., Run]
-"""``start(*overrides, folder=...)`` of conftest.py."""
+StartRun = Callable[..., Run]
+"""Signature of the fixture ``start_run``: ``start_run(*overrides, folder=...)``."""
 
 
 @dataclass(frozen=True)
 class Teacher:
+    """A running teacher service.
+
+    Attributes:
+        port: Port for clients.
+        run_dir: Run folder of the service.
+        settings: Environment variables of its workers.
+    """
+
     port: int
     run_dir: Path
-    settings: dict[str, object]
-    """Of its workers, as environment variables."""
-
-
-def script(name: str, **settings: object) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHON": sys.executable} | {key: str(value) for key, value in settings.items()}
-    return subprocess.run(
-        ["bash", str(REPO / "teacher" / name)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    settings: dict[str, str]
 
 
 def make_model(folder: Path, *, seed: int) -> Path:
-    """A random model of the quickstart's kind: two layers, 32 characters."""
+    """Save a random Qwen2 with two layers and the quickstart's tokenizer of 32 characters; return ``folder``."""
     import torch
     import transformers
 
@@ -146,20 +156,37 @@ def make_model(folder: Path, *, seed: int) -> Path:
 
 
 def running_teacher(model: Path, run_dir: Path, n_workers: int = 1, **more: object) -> Iterator[Teacher]:
+    """Start a teacher service, yield it, and stop it.
+
+    Args:
+        model: Folder of the model.
+        run_dir: Run folder of the service.
+        n_workers: Number of workers.
+        **more: Further environment variables of the start script.
+    """
     port = free_port()
     settings = {
-        "CKPT_PATH": model,
-        "N_LOGPROBS": 8,
+        "CKPT_PATH": str(model),
+        "N_LOGPROBS": "8",
         "DTYPE": "float32",
-        "MAX_MODEL_LEN": 64,
-        "PROXY_BACKEND_PORT": free_port(),
-        **more,
+        "MAX_MODEL_LEN": "64",
+        "PROXY_BACKEND_PORT": str(free_port()),
+        **{name: str(value) for name, value in more.items()},
     }
-    started = script(
-        "start_server.sh", RUN_DIR=run_dir, N_WORKERS=n_workers, PROXY_FRONTEND_PORT=port, HTTP_PORT=-1, **settings
-    )
+    service = {
+        "RUN_DIR": str(run_dir),
+        "N_WORKERS": str(n_workers),
+        "PROXY_FRONTEND_PORT": str(port),
+        "HTTP_PORT": "-1",
+    }
+    started = run_script("start_server.sh", timeout_s=SCRIPT_TIMEOUT_S, **service, **settings)
     try:
         assert started.returncode == 0, started.stdout + started.stderr
         yield Teacher(port, run_dir, settings)
     finally:
-        script("stop_server.sh", RUN_DIR=run_dir)
+        stop_service(run_dir)
+
+
+def stop_service(run_dir: Path) -> None:
+    """Stop the teacher processes of a run folder."""
+    run_script("stop_server.sh", timeout_s=SCRIPT_TIMEOUT_S, RUN_DIR=str(run_dir))

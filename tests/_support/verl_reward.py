@@ -1,4 +1,4 @@
-"""A reward function with verl's signature and a dict result; random models get different rewards from it."""
+"""A reward function with verl's signature and a dict result. The rewards of a random model's responses differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, float]:
-    """Return the share of an answer's characters that are digits."""
+    """Return the fraction of digits among the characters of a response."""
     if data_source != "quickstart/addition" or "=" not in ground_truth:
         raise ValueError(f"got data_source={data_source!r}, ground_truth={ground_truth!r}")
     n_digits = sum(character.isdigit() for character in solution_str)

@@ -1,4 +1,4 @@
-"""Processes that stay alive between tests: importing Megatron takes longer than any single check."""
+"""A pool of processes that stay alive between tests, because the import of Megatron takes longer than a test."""
 
 from __future__ import annotations
 
@@ -15,19 +15,39 @@ from tests._support.ports import free_port
 
 Job = Callable[..., Any]
 
-MOST_THREADS = 600
-"""Gloo leaves a polling thread for each group that a job made; thousands of them slow the whole machine down."""
+MAX_THREADS = 600
+"""Threads of a process at which the pool is restarted. Gloo leaves a polling thread for each group of a job."""
 
 
 class WorkerPool:
-    """Runs ``job(rank, world_size, port, *args)`` on the first ``world_size`` processes, started when needed."""
+    """Processes that run ``job(rank, world_size, port, *args)``, one rank each. They start at the first job.
+
+    Lifecycle::
+
+        pool = WorkerPool()
+        results = pool.run(2, job, *args)  # by rank
+        pool.close()
+    """
 
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
     def run(self, world_size: int, job: Job, *args: Any, timeout_s: float = 90) -> list[Any]:
-        """Results by rank. A failure or a missed deadline ends all processes: others may be waiting for that one."""
-        if any(len(os.listdir(f"/proc/{process.pid}/task")) > MOST_THREADS for process, _ in self._workers):
+        """Run a job on ``world_size`` ranks and return the results by rank.
+
+        A failure or a timeout kills all processes of the pool, because other ranks may wait for the failed one.
+
+        Args:
+            world_size: Number of ranks.
+            job: Function of a module. ``port`` is a free port for its rendezvous.
+            args: Further arguments of the job. They and the result are pickled.
+            timeout_s: Time limit of the job.
+
+        Raises:
+            AssertionError: The job raised an exception, or a process died. The message contains the traceback.
+            TimeoutError: A rank did not respond within ``timeout_s``.
+        """
+        if any(len(os.listdir(f"/proc/{process.pid}/task")) > MAX_THREADS for process, _ in self._workers):
             self.close()
         self._start(world_size)
         port = free_port()
@@ -39,13 +59,14 @@ class WorkerPool:
             ready = wait([self._workers[rank][1] for rank in missing], timeout=max(0, deadline - time.monotonic()))
             if not ready:
                 self.close()
-                raise TimeoutError(f"{job.__name__}: ranks {missing} did not answer within {timeout_s} s")
+                raise TimeoutError(f"{job.__name__}: ranks {missing} did not respond within {timeout_s} s")
             for rank in missing:
                 if self._workers and self._workers[rank][1] in ready:
                     results[rank] = self._receive(job, rank)
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
+        """Kill all processes. A later `run` starts new ones."""
         for process, pipe in self._workers:
             pipe.close()
             process.kill()
@@ -57,21 +78,21 @@ class WorkerPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["recipe_gkd.actor.megatron_actor"])
         while len(self._workers) < world_size:
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,))
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_serve, args=(child_end,))
             process.start()
-            there.close()
-            self._workers.append((process, here))
+            child_end.close()
+            self._workers.append((process, parent_end))
 
     def _receive(self, job: Job, rank: int) -> Any:
         try:
-            ok, response = self._workers[rank][1].recv()
+            succeeded, result = self._workers[rank][1].recv()
         except EOFError:
-            ok, response = False, "the process died"
-        if not ok:
+            succeeded, result = False, "the process died"
+        if not succeeded:
             self.close()
-            raise AssertionError(f"{job.__name__}, rank {rank}:\n{response}")
-        return response
+            raise AssertionError(f"{job.__name__}, rank {rank}:\n{result}")
+        return result
 
 
 def _serve(pipe: Connection) -> None:
@@ -86,5 +107,5 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             pipe.send((True, job(rank, world_size, port, *args)))
-        except Exception:  # noqa: BLE001  # whatever a job raises is the test's to see
+        except Exception:  # noqa: BLE001  # The caller raises it in the test.
             pipe.send((False, traceback.format_exc()))

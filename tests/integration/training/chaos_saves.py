@@ -1,7 +1,7 @@
 """Random faults during saves: a process is killed or the disk is full, and the run resumes from a complete checkpoint.
 
-The actors (two Megatron ranks on gloo), their writers, ``Trainer.fit`` with its saver, the run's lock, recovery and
-resume are real. The training loop only updates and saves, and calls to the actors go through pipes.
+The actors (two Megatron ranks on gloo), their writer processes, ``Trainer.fit`` with its saver, the run lock, recovery
+and resume are real. The training loop only updates and saves. Calls to the actors use pipes instead of Ray.
 
     python -m tests.integration.training.chaos_saves [COUNT [SEED]]
 
@@ -40,16 +40,16 @@ import pytest
 from tests._support.ports import free_port
 from tests._support.repository import REPO
 
-COUNT, SEED = int(os.environ.get("CHAOS_SAVES", "100")), int(os.environ.get("CHAOS_SEED", "0"))
-RANKS, STEPS_OF_A_TRIAL, LAST_STEP = 2, 2, 15
-TRIAL_TIMEOUT_S = 90.0  # far above the usual time and below the actors' own timeout, so a hang fails the test
-KINDS = ("driver", "rank", "writer", "disk")
+N_TRIALS, SEED = int(os.environ.get("CHAOS_SAVES", "100")), int(os.environ.get("CHAOS_SEED", "0"))
+N_RANKS, STEPS_PER_TRIAL, LAST_STEP = 2, 2, 15
+TRIAL_TIMEOUT_S = 90.0  # Far above the usual duration and below the actors' own timeout, so that a hang fails the test.
+FAULTS = ("driver", "rank", "writer", "disk")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60 + 12 * COUNT)
-def test_run_resumes_after_fault_at_any_moment_of_save(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.integration.training.chaos_saves", str(COUNT), str(SEED)]
+@pytest.mark.timeout(60 + 12 * N_TRIALS)
+def test_run_resumes_after_fault_during_save(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.integration.training.chaos_saves", str(N_TRIALS), str(SEED)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
     print(done.stdout)
@@ -60,10 +60,11 @@ def test_run_resumes_after_fault_at_any_moment_of_save(tmp_path: Path) -> None:
 
 
 def serve_rank(rank: int, port: int, config: Any, pipe: Connection) -> None:
+    """Start an actor and serve calls from the pipe until it is closed."""
     from recipe_gkd.errors import GkdError, WorkerError
     from tests._support.tiny_models import exported, make_samples, started, update
 
-    with started(rank, RANKS, port, config, total_steps=LAST_STEP) as actor:
+    with started(rank, N_RANKS, port, config, total_steps=LAST_STEP) as actor:
 
         def train(step: int) -> None:
             update(actor, make_samples(4, seed=step), step)
@@ -72,28 +73,29 @@ def serve_rank(rank: int, port: int, config: Any, pipe: Connection) -> None:
             weights = sorted(exported(actor).items())
             return hashlib.sha256(b"".join(tensor.numpy().tobytes() for _, tensor in weights)).hexdigest()
 
-        own = {"train": train, "digest": digest}
+        additional = {"train": train, "digest": digest}
         while True:
             try:
                 number, method, args = pipe.recv()
             except EOFError:
                 os._exit(0)
             try:
-                reply = True, own.get(method, getattr(actor, method, None))(*args)  # type: ignore[misc]
+                reply = True, additional.get(method, getattr(actor, method, None))(*args)  # type: ignore[misc]
             except GkdError as error:
                 reply = False, error
-            except Exception as error:  # noqa: BLE001  # as WorkerGroup does
+            except Exception as error:  # noqa: BLE001  # WorkerGroup does the same.
                 reply = False, WorkerError(f"{method}: rank {rank}: {type(error).__name__}: {error}")
             pipe.send((number, *reply))
 
 
 class Group:
-    """Substitute for ``WorkerGroup`` that calls through pipes. A broken pipe means a dead rank."""
+    """Substitute for ``WorkerGroup`` that uses pipes. A broken pipe is a dead rank."""
 
     def __init__(self, pipes: list[Connection]) -> None:
         self.pipes, self.number = pipes, 0
 
     async def call(self, method: str, *args: Any, timeout_s: float, phase: str) -> list[Any]:
+        """Call a method on all ranks and return the results by rank. Raise the first error."""
         from recipe_gkd.errors import DeadlineError, WorkerDied
 
         self.number += 1
@@ -115,12 +117,12 @@ class Group:
             for pipe in ready:
                 rank = self.pipes.index(pipe)  # type: ignore[arg-type]
                 try:
-                    number, fine, value = pipe.recv()  # type: ignore[union-attr]
+                    number, succeeded, value = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     raise WorkerDied(f"{phase}: rank {rank} died") from None
                 if number != self.number:
-                    continue  # reply to a call that timed out
-                if fine:
+                    continue  # The reply belongs to a call that timed out.
+                if succeeded:
                     replies[rank] = value
                 else:
                     errors.append(value)
@@ -146,12 +148,14 @@ class LiftLimits(logging.Handler):
                     limit_files(pid, None)
 
 
-def limit_files(pid: int, size: int | None) -> None:
+def limit_files(pid: int, n_bytes: int | None) -> None:
+    """Set the file size limit of a process. None removes the limit."""
     hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if n_bytes is None else n_bytes, hard))
 
 
 def drive(config: Any, pipes: list[Connection], events: Connection, pids: list[int]) -> None:
+    """Run the driver process and send the events of the run. The last event is its end, with an error or none."""
     from recipe_gkd.errors import GkdError
 
     logging.basicConfig(filename=Path(config.trainer.default_local_dir) / "run.log", level=logging.INFO, force=True)
@@ -165,6 +169,7 @@ def drive(config: Any, pipes: list[Connection], events: Connection, pids: list[i
 
 
 async def train(config: Any, group: Group, events: Connection) -> int:
+    """Resume, train up to `STEPS_PER_TRIAL` steps with a save after each, and return the number of failed saves."""
     from types import SimpleNamespace
 
     from recipe_gkd.checkpoints.folders import recover
@@ -202,7 +207,7 @@ async def train(config: Any, group: Group, events: Connection) -> int:
             start = ResumeState(point.progress, point.folder)
         digest = (await group.call("digest", timeout_s=timeout_s, phase="digest"))[0]
         events.send(("resumed", start.progress.step, digest))
-        last = min(start.progress.step + STEPS_OF_A_TRIAL, LAST_STEP)
+        last = min(start.progress.step + STEPS_PER_TRIAL, LAST_STEP)
         loader: Any = SimpleNamespace(last_step=lambda position, step: last)
         teachers: Any = SimpleNamespace(resume=lambda _: None)
         workers: Any = SimpleNamespace(actors=group, rollouts=[])
@@ -216,32 +221,33 @@ async def train(config: Any, group: Group, events: Connection) -> int:
 
 @dataclasses.dataclass
 class Trial:
-    """Processes of one run, and the events that it has reported.
+    """Processes of one run, and the events that its driver has sent.
 
     Attributes:
         ranks: Processes of the actor ranks.
         driver: Process of the driver.
         events: Pipe from the driver.
-        seen: Events so far.
+        received: Events so far: kind, step or error, and a value.
     """
 
     ranks: list[Any]
     driver: Any
     events: Connection
-    seen: list[tuple[str, Any, Any]] = dataclasses.field(default_factory=list)
+    received: list[tuple[str, Any, Any]] = dataclasses.field(default_factory=list)
 
     def next(self, timeout_s: float) -> tuple[str, Any, Any] | None:
-        """Return the next event, or None if the driver is dead or reported nothing in time."""
+        """Return the next event, or None if the driver is dead or sent no event within ``timeout_s``."""
         try:
             if not self.events.poll(max(0.0, timeout_s)):
                 return None
-            self.seen.append(self.events.recv())
+            self.received.append(self.events.recv())
         except (EOFError, OSError):
             return None
-        return self.seen[-1]
+        return self.received[-1]
 
-    def of(self, kind: str) -> list[tuple[Any, Any]]:
-        return [event[1:] for event in self.seen if event[0] == kind]
+    def events_of_kind(self, kind: str) -> list[tuple[Any, Any]]:
+        """Return the events of one kind, without the kind."""
+        return [event[1:] for event in self.received if event[0] == kind]
 
     def descendants(self) -> dict[int, list[psutil.Process]]:
         """Return the child processes of each rank."""
@@ -254,34 +260,34 @@ class Trial:
 
 @contextmanager
 def run(config: Any) -> Iterator[Trial]:
-
+    """Start the ranks and the driver of a run. On exit kill them, and check that their child processes end."""
     context = multiprocessing.get_context("fork")
-    pairs, (here, there), port = [context.Pipe() for _ in range(RANKS)], context.Pipe(duplex=False), free_port()
-    every = [end for pair in pairs for end in pair] + [here, there]
+    pairs, (here, there), port = [context.Pipe() for _ in range(N_RANKS)], context.Pipe(duplex=False), free_port()
+    all_ends = [end for pair in pairs for end in pair] + [here, there]
 
-    def only(kept: list[Connection], work: Any, *args: Any) -> None:
-        for end in every:
+    def run_child(kept: list[Connection], work: Any, *args: Any) -> None:
+        for end in all_ends:
             if end not in kept:
                 end.close()
-        with open(os.devnull, "w") as nowhere:  # hides messages about killed writers
-            os.dup2(nowhere.fileno(), 1)
-            os.dup2(nowhere.fileno(), 2)
+        with open(os.devnull, "w") as null:  # Hide messages about killed writers.
+            os.dup2(null.fileno(), 1)
+            os.dup2(null.fileno(), 2)
         try:
             work(*args)
         finally:
             os._exit(0)
 
     ranks = [
-        context.Process(target=only, args=([pairs[rank][1]], serve_rank, rank, port, config, pairs[rank][1]))
-        for rank in range(RANKS)
+        context.Process(target=run_child, args=([pairs[rank][1]], serve_rank, rank, port, config, pairs[rank][1]))
+        for rank in range(N_RANKS)
     ]
     for process in ranks:
         process.start()
     pipes = [pair[0] for pair in pairs]
     pids = [process.pid for process in ranks]
-    driver = context.Process(target=only, args=([*pipes, there], drive, config, pipes, there, pids))
+    driver = context.Process(target=run_child, args=([*pipes, there], drive, config, pipes, there, pids))
     driver.start()
-    for end in every:
+    for end in all_ends:
         if end is not here:
             end.close()
     trial = Trial(ranks, driver, here)
@@ -290,7 +296,7 @@ def run(config: Any) -> Iterator[Trial]:
         yield trial
         children = [child for found in trial.descendants().values() for child in found]
     finally:
-        for process in (driver, *ranks):  # as Ray ends the workers of a dead driver
+        for process in (driver, *ranks):  # Ray also ends the workers of a dead driver.
             process.kill()
             process.join()
         here.close()
@@ -298,34 +304,34 @@ def run(config: Any) -> Iterator[Trial]:
         for child in alive:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
-    assert not alive, f"outlived their actor: {alive}"
+    assert not alive, f"alive after their actor's end: {alive}"
 
 
-def strike(kind: str, trial: Trial, dice: random.Random, save_s: float) -> str:
-    """Inject a fault at a random moment of the save that has just begun, and return a description of it."""
+def inject_fault(kind: str, trial: Trial, rng: random.Random, save_s: float) -> str:
+    """Inject a fault at a random time of the save that has just started, and return a description of it."""
     before = {child.pid for found in trial.descendants().values() for child in found}
     if kind == "disk":
-        victim = dice.choice([trial.driver, *trial.ranks])
-        time.sleep(dice.choice([0.0, dice.uniform(0, save_s)]))
-        limit_files(victim.pid, dice.choice([0, dice.randrange(200), dice.randrange(100_000)]))
+        victim = rng.choice([trial.driver, *trial.ranks])
+        time.sleep(rng.choice([0.0, rng.uniform(0, save_s)]))
+        limit_files(victim.pid, rng.choice([0, rng.randrange(200), rng.randrange(100_000)]))
         return "disk"
-    until = time.monotonic() + dice.uniform(0, 1.2 * save_s)
+    until = time.monotonic() + rng.uniform(0, 1.2 * save_s)
     if kind in ("driver", "rank"):
         time.sleep(max(0.0, until - time.monotonic()))
-        os.kill(trial.driver.pid if kind == "driver" else dice.choice(trial.ranks).pid, signal.SIGKILL)
+        os.kill(trial.driver.pid if kind == "driver" else rng.choice(trial.ranks).pid, signal.SIGKILL)
         return kind
     while time.monotonic() < until + 2 * save_s:
         writers = [child for found in trial.descendants().values() for child in found if child.pid not in before]
         with suppress(psutil.NoSuchProcess):
-            if writers and (time.monotonic() > until or dice.random() < 0.3):
-                dice.choice(writers).kill()
+            if writers and (time.monotonic() > until or rng.random() < 0.3):
+                rng.choice(writers).kill()
                 return kind
         time.sleep(0.002)
     return f"{kind} (had already ended)"
 
 
 def check_folder(root: Path) -> None:
-    """Check that every folder with a final name is complete, and that the latest checkpoint is one of them."""
+    """Check that each folder with a final name is complete, and that the latest checkpoint is one of them."""
     from recipe_gkd.checkpoints.folders import LATEST, damage, final_folder, read_latest, steps_of
 
     broken = {step: damage(final_folder(root, step)) for step in steps_of(root)}
@@ -336,52 +342,54 @@ def check_folder(root: Path) -> None:
 
 
 def one_trial(
-    config: Any, kind: str, dice: random.Random, expected: dict[int, str], save_s: float, resumes_at: int
+    config: Any, kind: str, rng: random.Random, expected: dict[int, str], save_s: float, resumes_at: int
 ) -> str:
     """Resume, train, inject a fault into one of the saves, and return a description of the outcome."""
     deadline = time.monotonic() + TRIAL_TIMEOUT_S
-    faulty_save = dice.randrange(STEPS_OF_A_TRIAL)
-    did, n_saves = "", 0
+    faulty_save = rng.randrange(STEPS_PER_TRIAL)
+    fault, n_saves = "", 0
     with run(config) as trial:
         while (event := trial.next(deadline - time.monotonic())) and event[0] != "end":
             if event[0] in ("resumed", "trained"):
-                assert event[2] == expected[event[1]], f"after step {event[1]}: other weights"
+                assert event[2] == expected[event[1]], f"the weights after step {event[1]} differ"
                 assert event[0] == "trained" or resumes_at in (-1, event[1]), (
                     f"resumed from {event[1]}, not {resumes_at}"
                 )
             if event[0] == "saving":
                 n_saves += 1
                 if n_saves == faulty_save + 1:
-                    did = strike(kind, trial, dice, save_s)
-        assert time.monotonic() < deadline, f"hangs after {did}: {trial.seen[-3:]}"
+                    fault = inject_fault(kind, trial, rng, save_s)
+        assert time.monotonic() < deadline, f"no end after {fault}: {trial.received[-3:]}"
         log = Path(config.trainer.default_local_dir) / "run.log"
-        assert trial.of("resumed"), f"did not start:\n{log.read_text()[-2000:]}"
-        error, failed = trial.of("end")[0] if trial.of("end") else ("killed", None)
-        if did == "driver":
+        assert trial.events_of_kind("resumed"), f"did not start:\n{log.read_text()[-2000:]}"
+        ends = trial.events_of_kind("end")
+        error, failed = ends[0] if ends else ("killed", None)
+        if fault == "driver":
             assert error in ("killed", ""), error
-        elif did == "rank":
+        elif fault == "rank":
             assert error == "" or error.startswith("WorkerDied"), error
-        else:  # the run continued to its end
-            assert error == "" and failed in (0, 1), f"{did}: {error}"
-    return f"{did or 'nothing'}{' failed save' if failed else ''}"
+        else:  # The run continued to its end.
+            assert error == "" and failed in (0, 1), f"{fault}: {error}"
+    return f"{fault or 'no fault'}{' failed save' if failed else ''}"
 
 
-def configuration(model: Path, root: Path, *overrides: str) -> Any:
+def make_run_config(model: Path, root: Path, *overrides: str) -> Any:
+    """Return the configuration of a run in ``root`` that saves after each step."""
     from tests._support.tiny_models import ACTOR, make_config
 
     return make_config(
         model, f"{ACTOR}.timeout_s=120", "actor_rollout_ref.nccl_timeout=120", "trainer.save_freq=1",
-        f"trainer.default_local_dir={root}", *overrides, ranks=RANKS,
+        f"trainer.default_local_dir={root}", *overrides, ranks=N_RANKS,
     )  # fmt: skip
 
 
-def damage_checkpoint(folder: Path, dice: random.Random) -> None:
+def damage_checkpoint(folder: Path, rng: random.Random) -> None:
     """Truncate or remove a file of a checkpoint, or all of it."""
-    shard = dice.choice(sorted((folder / "actor").glob("*.distcp")))
-    file = dice.choice([shard, folder / "trainer.json", folder / "actor" / "metadata.json", folder / "actor/.metadata"])
-    damage = dice.choice(["truncate", "remove", "remove all"])
+    shard = rng.choice(sorted((folder / "actor").glob("*.distcp")))
+    file = rng.choice([shard, folder / "trainer.json", folder / "actor" / "metadata.json", folder / "actor/.metadata"])
+    damage = rng.choice(["truncate", "remove", "remove all"])
     if damage == "truncate":
-        os.truncate(file, dice.randrange(file.stat().st_size))
+        os.truncate(file, rng.randrange(file.stat().st_size))
     elif damage == "remove":
         file.unlink()
     else:
@@ -389,7 +397,7 @@ def damage_checkpoint(folder: Path, dice: random.Random) -> None:
 
 
 def clear_damage(root: Path, damaged: Path | None, inode: int | None) -> None:
-    """Remove the damaged folder, if the trial has not replaced it, and the pointer to it, as a user would."""
+    """Remove the damaged folder, if the trial has not replaced it, and correct the name of the latest checkpoint."""
     from recipe_gkd.checkpoints.folders import read_latest, steps_of, write_latest
 
     if damaged and damaged.exists() and damaged.stat().st_ino == inode:
@@ -398,35 +406,35 @@ def clear_damage(root: Path, damaged: Path | None, inode: int | None) -> None:
         write_latest(root, max(step for step in steps_of(root) if step < int(damaged.name[12:])))
 
 
-def overrides_of(root: Path, dice: random.Random) -> tuple[list[str], int, Path | None]:
-    """Choose the settings of a trial.
+def choose_overrides(root: Path, rng: random.Random) -> tuple[list[str], int, Path | None]:
+    """Choose the settings of a trial, and damage the latest checkpoint in up to 15 % of the trials.
+
+    Up to a quarter of the trials resume from an earlier step, and replace the checkpoints after it.
 
     Returns:
-        Overrides, the step that the trial must resume from (-1: any), and the folder that was damaged, if any.
-
-    Some trials resume from a step before the latest, and replace the checkpoints after it.
+        Overrides, the step from which the trial must resume (-1: any), and the damaged folder, if any.
     """
     from recipe_gkd.checkpoints.folders import read_latest, recover, steps_of
     from tests._support.tiny_models import ACTOR
 
-    contents = "[model,optimizer,extra" + dice.choice([",hf_model]", "]"])
+    contents = "[model,optimizer,extra" + rng.choice([",hf_model]", "]"])
     settings = [
         f"{ACTOR}.checkpoint.save_contents={contents}",
-        f"{ACTOR}.checkpoint.async_save={dice.choice(['true', 'true', 'false'])}",
-        f"trainer.max_actor_ckpt_to_keep={dice.choice(['null', '2'])}",
+        f"{ACTOR}.checkpoint.async_save={rng.choice(['true', 'true', 'false'])}",
+        f"trainer.max_actor_ckpt_to_keep={rng.choice(['null', '2'])}",
     ]
-    choice = dice.random()
+    choice = rng.random()
     if choice < 0.5:
-        recover(root)  # otherwise the resuming run recovers
+        recover(root)  # Else the resuming run recovers.
     check_folder(root)
     if choice > 0.5 or (latest := read_latest(root)) is None:
         return settings, -1, None
     earlier = [step for step in steps_of(root) if step < latest]
     if earlier and choice < 0.15:
-        damage_checkpoint(root / f"global_step_{latest}", dice)
+        damage_checkpoint(root / f"global_step_{latest}", rng)
         return settings, earlier[-1], root / f"global_step_{latest}"
     if earlier and choice < 0.4:
-        step = dice.choice(earlier)
+        step = rng.choice(earlier)
         chosen = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={root}/global_step_{step}"]
         return settings + chosen, step, None
     return settings, latest, None
@@ -436,24 +444,25 @@ def reference(model: Path, root: Path) -> tuple[dict[int, str], float]:
     """Return the hash of the weights after each step, and the median duration of a save in seconds."""
     expected: dict[int, str] = {}
     seconds: list[float] = []
-    began = 0.0
+    started = 0.0
     while LAST_STEP not in expected:
-        with run(configuration(model, root)) as trial:
+        with run(make_run_config(model, root)) as trial:
             while (event := trial.next(TRIAL_TIMEOUT_S)) and event[0] != "end":
                 if event[0] in ("resumed", "trained"):
                     assert expected.setdefault(event[1], event[2]) == event[2]
                 if event[0] == "saving":
-                    began = time.monotonic()
+                    started = time.monotonic()
                 if event[0] == "saved":
-                    seconds.append(time.monotonic() - began)
+                    seconds.append(time.monotonic() - started)
         assert event == ("end", "", 0), (event, (root / "run.log").read_text()[-2000:])
     return expected, sorted(seconds)[len(seconds) // 2]
 
 
-def main(count: int, seed: int) -> None:
+def main(n_trials: int, seed: int) -> None:
+    """Run the reference and ``n_trials`` trials, and print their outcomes."""
     import torch
 
-    import recipe_gkd.actor.megatron_actor  # imported once, before the forks
+    import recipe_gkd.actor.megatron_actor  # Imported once, before the forks.
     import recipe_gkd.trainer  # noqa: F401
     from tests._support.tiny_models import make_folder
 
@@ -464,18 +473,18 @@ def main(count: int, seed: int) -> None:
         root.mkdir()
         expected, save_s = reference(model, root)
         print(f"reference: {len(expected)} steps, {save_s:.2f} s a save", flush=True)
-        began = time.monotonic()
-        for number in range(count):
-            dice = random.Random(f"{seed} {number}")
+        started = time.monotonic()
+        for number in range(n_trials):
+            rng = random.Random(f"{seed} {number}")
             if max((int(path.name[12:]) for path in root.glob("global_step_*")), default=0) > LAST_STEP - 2:
                 shutil.rmtree(root)
                 root.mkdir()
-            kind = KINDS[number % len(KINDS)]
-            settings, resumes_at, damaged = overrides_of(root, dice)
+            kind = FAULTS[number % len(FAULTS)]
+            settings, resumes_at, damaged = choose_overrides(root, rng)
             before = damaged.stat().st_ino if damaged and damaged.exists() else None
             try:
-                config = configuration(model, root, *settings)
-                outcome = one_trial(config, kind, dice, expected, save_s, resumes_at)
+                config = make_run_config(model, root, *settings)
+                outcome = one_trial(config, kind, rng, expected, save_s, resumes_at)
                 clear_damage(root, damaged, before)
             except BaseException:
                 print(f"trial {number} of seed {seed}: {kind}, {settings}", flush=True)
@@ -483,10 +492,10 @@ def main(count: int, seed: int) -> None:
                 raise
             outcomes[outcome] += 1
             note = f", {damaged.name} was damaged" if damaged else ""
-            print(f"{time.monotonic() - began:6.1f} s  trial {number}: {outcome}{note}", flush=True)
+            print(f"{time.monotonic() - started:6.1f} s  trial {number}: {outcome}{note}", flush=True)
     print(dict(outcomes))
 
 
 if __name__ == "__main__":
-    given = [int(argument) for argument in sys.argv[1:]]
-    main(*(given + [COUNT, SEED][len(given) :]))
+    arguments = [int(argument) for argument in sys.argv[1:]]
+    main(*(arguments + [N_TRIALS, SEED][len(arguments) :]))

@@ -1,4 +1,4 @@
-"""Tiny models, a teacher service for all tests, and the command in the background."""
+"""Fixtures: tiny models, data, a teacher service for all tests, and training runs in the background."""
 
 from __future__ import annotations
 
@@ -9,28 +9,39 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from tests._support.base_config import CONFIG_NAME
 from tests._support.repository import REPO
-from tests._support.training_command import MARK, OBJECTIVE, Run, Start, Teacher, make_model, running_teacher
+from tests._support.training_command import (
+    FULL_OBJECTIVE,
+    RUN_ID_VARIABLE,
+    Run,
+    StartRun,
+    Teacher,
+    make_model,
+    running_teacher,
+)
 
 
 @pytest.fixture(scope="session")
 def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the student model."""
     return make_model(tmp_path_factory.mktemp("models") / "student", seed=1)
 
 
 @pytest.fixture(scope="session")
 def teacher_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the teacher model."""
     return make_model(tmp_path_factory.mktemp("models") / "teacher", seed=2)
 
 
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """24 problems."""
+    """Training data of 24 rows: 3 batches per epoch."""
     from recipe_gkd.quickstart.task import make_splits, write_parquet
 
     path = tmp_path_factory.mktemp("data") / "train.parquet"
@@ -39,8 +50,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def validated(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides with which a run validates after every other step, on 6 problems, by a reward with verl's signature."""
+def validation(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides for validation after every second step, on 6 rows, with a reward function of verl's signature."""
     from recipe_gkd.quickstart.task import make_splits, write_parquet
 
     path = tmp_path_factory.mktemp("data") / "val.parquet"
@@ -56,12 +67,13 @@ def validated(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def teacher(teacher_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teacher]:
-    """A service of two workers."""
+    """Teacher service with two workers."""
     yield from running_teacher(teacher_model, tmp_path_factory.mktemp("teacher"), n_workers=2)
 
 
 @pytest.fixture(scope="session")
 def settings(student: Path, prompts: Path, teacher: Teacher) -> list[str]:
+    """Overrides of every run: float32 on the CPU, short sequences, short deadlines."""
     return [
         f"data.train_files={prompts}",
         "data.max_prompt_length=16",
@@ -83,43 +95,45 @@ def settings(student: Path, prompts: Path, teacher: Teacher) -> list[str]:
 
 
 @contextmanager
-def starter(settings: list[str], tmp_path: Path) -> Iterator[Start]:
+def run_starter(settings: list[str], tmp_path: Path) -> Iterator[StartRun]:
+    """Yield a function that starts runs in the background. On exit, kill the runs that have not ended."""
     runs: list[Run] = []
 
-    def begin(*overrides: str, folder: Path = tmp_path / "run") -> Run:
-        mark = uuid.uuid4().hex
-        temporary = Path(tempfile.mkdtemp(prefix="gkd", dir="/tmp"))  # short: sockets have their paths in it
-        command = [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-name", "on_policy_distill_trainer"]
+    def start(*overrides: str, folder: Path = tmp_path / "run") -> Run:
+        run_id = uuid.uuid4().hex
+        temporary = Path(tempfile.mkdtemp(prefix="gkd", dir="/tmp"))  # The path of a Unix socket must be short.
+        command = [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-name", CONFIG_NAME]
         process = subprocess.Popen(
             [*command, *settings, f"trainer.default_local_dir={folder}", *overrides],
-            env=os.environ | {MARK: mark, "TMPDIR": str(temporary), "RAY_TMPDIR": "/tmp"},
+            env=os.environ | {RUN_ID_VARIABLE: run_id, "TMPDIR": str(temporary), "RAY_TMPDIR": "/tmp"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=tmp_path,
             start_new_session=True,
         )
-        runs.append(run := Run(process, folder, mark, temporary))
+        runs.append(run := Run(process, folder, run_id, temporary))
         return run
 
-    yield begin
+    yield start
     for run in runs:
         if run.status is None:
-            run.finish(timeout_s=0.1) if run.process.poll() is None else run.finish()
+            with suppress(subprocess.TimeoutExpired):
+                run.finish(timeout_s=0.1)
         shutil.rmtree(run.temporary, ignore_errors=True)
 
 
 @pytest.fixture
-def start(settings: list[str], tmp_path: Path) -> Iterator[Start]:
-    """``start(*overrides)`` runs the command in the background; whatever is left of it at the end is killed."""
-    with starter(settings, tmp_path) as begin:
-        yield begin
+def start_run(settings: list[str], tmp_path: Path) -> Iterator[StartRun]:
+    """Return a function that starts a run in the background. Remaining processes are killed after the test."""
+    with run_starter(settings, tmp_path) as start:
+        yield start
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
-def whole(settings: list[str], validated: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run from the first step to the last, with nothing between: what others are compared with."""
-    overrides = ("trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.save_freq=2", *validated, *OBJECTIVE)
-    with starter(settings, tmp_path_factory.mktemp("whole")) as begin:
-        return begin(*overrides).finish()
+def reference_run(settings: list[str], validation: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run of 6 steps without interruption or fault, with which other runs are compared."""
+    overrides = ("trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.save_freq=2", *validation)
+    with run_starter(settings, tmp_path_factory.mktemp("reference")) as start:
+        return start(*overrides, *FULL_OBJECTIVE).finish()

@@ -1,31 +1,34 @@
-"""However a run ends, it says why, keeps its checkpoints, and leaves no process."""
+"""Ends of a run by a signal or the death of a process: exit status, error message, checkpoints, remaining processes."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from recipe_gkd.checkpoints.run_lock import locked
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.process_id import is_alive
 from recipe_gkd.runtime.process_trees import tree
-from tests._support.training_command import Run, Start, Teacher, processes_marked, running_teacher, script
+from tests._support.training_command import Run, StartRun, Teacher, processes_of_run, running_teacher, stop_service
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
-LONG = ("trainer.total_epochs=1000", "trainer.save_freq=2", "trainer.scheduler=one_step_off")
+LONG_RUN = ("trainer.total_epochs=1000", "trainer.save_freq=2", "trainer.scheduler=one_step_off")
+DEFAULT_PORT = 15555  # With ``backend=hf`` any other value is refused.
 
 
-def assert_ended(run: Run, status: int, says: str, timeout_s: float) -> None:
+def assert_ended(run: Run, status: int, message: str, timeout_s: float) -> None:
+    """Check status and output of the run, that its latest checkpoint is complete, and that nothing else remains."""
     run.finish(timeout_s=timeout_s)
     assert run.status == status, run.output
-    assert says in run.output and "Traceback" not in run.output, run.output
+    assert message in run.output and "Traceback" not in run.output, run.output
     assert run.leftovers() == []
     latest = (run.folder / "latest_checkpointed_iteration.txt").read_text().strip()
     assert json.loads((run.folder / f"global_step_{latest}" / "trainer.json").read_text())["step"] == int(latest)
@@ -34,75 +37,85 @@ def assert_ended(run: Run, status: int, says: str, timeout_s: float) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("number", "status", "says"),
-    [
-        (signal.SIGINT, 130, "interrupted"),
-        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
-    ],
-)
-def test_a_signal_ends_the_run_in_order(start: Start, number: signal.Signals, status: int, says: str) -> None:
-    run = start(*LONG)
-    run.await_step(3)
-    with pytest.raises(ConfigError, match=f"in use by another run, on host .* with pid {run.process.pid}"):
-        locked(run.folder).__enter__()
-    os.killpg(run.process.pid, number) if number == signal.SIGINT else run.process.send_signal(number)
-    assert_ended(run, status, says, timeout_s=60)
+def kill_worker(run: Run, kind: str) -> None:
+    """Kill the only worker of a kind. Its checkpoint writers have the same command line; it is the oldest process."""
+    pids = {int(line.split()[0]) for line in processes_of_run(run.run_id) if f"ray::{kind}" in line}
+    found = [process for process in psutil.process_iter(["create_time"]) if process.pid in pids]
+    min(found, key=lambda process: process.info["create_time"]).kill()
 
 
-def test_nothing_is_left_of_a_run_whose_driver_is_killed(start: Start, validated: list[str]) -> None:
-    """Driver, Ray, actors, engines with two tensor ranks, and reward processes; and their temporary files."""
-    run = start(
-        *LONG,
-        *validated,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "rollout.n_gpus_per_node=2",
-        "ray_init.num_cpus=4",
-    )
-    run.await_step(1, timeout_s=200)
-    names = " ".join(processes_marked(run.mark))
-    assert all(kind in names for kind in ("raylet", "ray::ActorWorker", "VLLM::Worker_TP1", "rewards/child.py")), names
-    assert list(run.temporary.rglob("vllm_dist_*"))
-    # Ray's agents overwrite the environment by which the others are found.
-    descendants = tree([run.process.pid])
-    run.process.kill()
-    run.process.wait()
-    deadline = time.monotonic() + 15
-    assert run.leftovers(patience_s=15) == []
-    while (alive := [process for process in descendants if is_alive(process)]) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert alive == []
+class TestSignal:
+    def test_sigint_with_hf_teacher_ends_run_in_order(self, start_run: StartRun, student: Path) -> None:
+        """The student is its own teacher, in the driver process: in the first step there is nothing to learn."""
+        teacher = "actor_rollout_ref.teacher"
+        run = start_run(
+            *LONG_RUN,
+            f"{teacher}.backend=hf",
+            f"{teacher}.model_path={student}",
+            f"{teacher}.top_k=8",
+            f"{teacher}.server_port={DEFAULT_PORT}",
+        )
+        run.await_step(3)
+        with pytest.raises(ConfigError, match=f"in use by another run, on host .* with pid {run.process.pid}"):
+            locked(run.folder).__enter__()
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert_ended(run, 130, "interrupted", timeout_s=60)
+        assert abs(run.metrics[0]["actor/kl_loss"]) < 1e-5
+        assert "teacher default: student, top 8 of 32 ids" in (run.folder / "run.log").read_text()
+
+    @pytest.mark.slow
+    def test_sigterm_ends_run_in_order(self, start_run: StartRun) -> None:
+        run = start_run(*LONG_RUN)
+        run.await_step(3)
+        run.process.send_signal(signal.SIGTERM)
+        assert_ended(run, 143, "terminated", timeout_s=60)
 
 
-def kill(run: Run, kind: str) -> None:
-    [victim] = [line for line in processes_marked(run.mark) if f"ray::{kind}" in line]
-    os.kill(int(victim.split()[0]), signal.SIGKILL)
+class TestKilledProcess:
+    def test_killed_driver_leaves_no_process_and_no_file(self, start_run: StartRun, validation: list[str]) -> None:
+        """The run has Ray, an actor, an engine with two tensor-parallel ranks, reward processes and temporary files."""
+        run = start_run(
+            *LONG_RUN,
+            *validation,
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "rollout.n_gpus_per_node=2",
+            "ray_init.num_cpus=4",
+        )
+        run.await_step(1, timeout_s=200)
+        names = " ".join(processes_of_run(run.run_id))
+        kinds = ("raylet", "ray::ActorWorker", "VLLM::Worker_TP1", "rewards/child.py")
+        assert all(kind in names for kind in kinds), names
+        assert list(run.temporary.rglob("vllm_dist_*"))
+        # Ray's agents overwrite their environment, so processes_of_run does not find them.
+        descendants = tree([run.process.pid])
+        run.process.kill()
+        run.process.wait()
+        assert run.leftovers(timeout_s=15) == []
+        wait_until(lambda: not any(is_alive(process) for process in descendants), timeout_s=15)
+
+    def test_killed_rollout_worker_is_replaced_and_killed_actor_ends_run(self, start_run: StartRun) -> None:
+        run = start_run(*LONG_RUN, "trainer.scheduler=two_step_off")
+        run.await_step(3)
+        kill_worker(run, "RolloutWorker")
+        run.await_step(len(run.metrics) + 6)
+        kill_worker(run, "ActorWorker")
+        assert_ended(run, 1, "actor worker 0 of 1 died", timeout_s=60)
+        assert "rollout worker 0 of 1 died; starting another" in run.output
+        assert max(line["training/staleness_max"] for line in run.metrics) <= 2
+        [report] = run.folder.glob("diagnosis/*/report.md")
+        assert "actor worker 0 of 1" in report.read_text() and str(report.parent) in run.output
 
 
-def test_a_killed_rollout_worker_is_replaced_and_a_killed_actor_is_named(start: Start) -> None:
-    run = start(*LONG, "trainer.scheduler=two_step_off")
-    run.await_step(3)
-    kill(run, "RolloutWorker")
-    at = len(run.metrics)
-    run.await_step(at + 6)
-    kill(run, "ActorWorker")
-    assert_ended(run, 1, "actor worker 0 of 1 died", timeout_s=60)
-    assert "rollout worker 0 of 1 died; starting another" in run.output
-    assert max(line["training/staleness_max"] for line in run.metrics) <= 2
-    [report] = run.folder.glob("diagnosis/*/report.md")
-    assert "actor worker 0 of 1" in report.read_text() and str(report.parent) in run.output
+class TestStoppedTeacher:
+    @pytest.fixture
+    def own_teacher(self, teacher_model: Path, tmp_path: Path) -> Iterator[Teacher]:
+        """Teacher service that the test may stop."""
+        yield from running_teacher(teacher_model, tmp_path / "teacher")
 
-
-@pytest.fixture
-def mortal_teacher(teacher_model: Path, tmp_path: Path) -> Iterator[Teacher]:
-    yield from running_teacher(teacher_model, tmp_path / "teacher")
-
-
-@pytest.mark.slow
-def test_a_teacher_that_goes_away_is_named_after_its_deadline(start: Start, mortal_teacher: Teacher) -> None:
-    run = start(
-        *LONG, f"actor_rollout_ref.teacher.server_port={mortal_teacher.port}", "actor_rollout_ref.teacher.timeout_s=5"
-    )
-    run.await_step(3)
-    script("stop_server.sh", RUN_DIR=mortal_teacher.run_dir)
-    assert_ended(run, 1, f"127.0.0.1:{mortal_teacher.port}", timeout_s=40)
+    @pytest.mark.slow
+    def test_stopped_teacher_ends_run_after_its_timeout(self, start_run: StartRun, own_teacher: Teacher) -> None:
+        teacher = "actor_rollout_ref.teacher"
+        run = start_run(*LONG_RUN, f"{teacher}.server_port={own_teacher.port}", f"{teacher}.timeout_s=5")
+        run.await_step(3)
+        stop_service(own_teacher.run_dir)
+        assert_ended(run, 1, f"127.0.0.1:{own_teacher.port}", timeout_s=40)

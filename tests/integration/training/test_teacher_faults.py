@@ -1,4 +1,4 @@
-"""A training run and a teacher service whose processes are killed."""
+"""Training run with a teacher service whose workers are killed."""
 
 from __future__ import annotations
 
@@ -9,53 +9,59 @@ from pathlib import Path
 
 import pytest
 
-from tests._support.training_command import OBJECTIVE, Run, Start, Teacher, running_teacher, script
+from tests._support.teacher_service import run_script
+from tests._support.training_command import FULL_OBJECTIVE, Run, StartRun, Teacher, running_teacher, stop_service
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
-def two_workers(teacher_model: Path, tmp_path: Path) -> Iterator[Teacher]:
+def two_worker_teacher(teacher_model: Path, tmp_path: Path) -> Iterator[Teacher]:
+    """Teacher service with two workers that the test may kill."""
     yield from running_teacher(teacher_model, tmp_path / "teacher", n_workers=2)
 
 
-def kill(teacher: Teacher, worker: int) -> None:
+def kill_worker(teacher: Teacher, worker: int) -> None:
     os.kill(int((teacher.run_dir / f"worker-{worker}.pid").read_text().split()[0]), signal.SIGKILL)
 
 
-def test_a_run_whose_teacher_workers_are_killed_one_after_the_other_is_the_undisturbed_one(
-    start: Start, two_workers: Teacher, validated: list[str], whole: Run, tmp_path: Path
+def assert_same_training(run: Run, expected: Run) -> None:
+    """Check that both runs trained on the same responses, with the same losses up to rounding."""
+    for line, expected_line in zip(run.metrics, expected.metrics, strict=True):
+        for metric in ("training/epoch", "perf/total_num_tokens", "response_seq_len/average", "teacher/default/tokens"):
+            assert line[metric] == expected_line[metric]
+        for metric in ("actor/kl_loss", "actor/sft_loss", "reward/mean", "actor/grad_norm"):
+            assert line[metric] == pytest.approx(expected_line[metric], rel=1e-3)
+        assert line["teacher/skipped_samples"] == 0
+
+
+def test_run_after_loss_of_all_teacher_workers_equals_undisturbed_run(
+    start_run: StartRun, two_worker_teacher: Teacher, validation: list[str], reference_run: Run
 ) -> None:
-    """Of two workers none is left, then one joins: the run waits, and each prompt is trained on once."""
-    run = start(
+    """The run waits from the death of the second worker until a new one joins. It trains on each prompt once."""
+    run = start_run(
         "trainer.scheduler=sync",
         "trainer.total_epochs=2",
-        *validated,
-        *OBJECTIVE,
-        f"actor_rollout_ref.teacher.server_port={two_workers.port}",
+        *validation,
+        *FULL_OBJECTIVE,
+        f"actor_rollout_ref.teacher.server_port={two_worker_teacher.port}",
         "actor_rollout_ref.teacher.timeout_s=90",
     )
     run.await_step(1)
-    kill(two_workers, 0)
+    kill_worker(two_worker_teacher, 0)
     run.await_step(3)
-    kill(two_workers, 1)
-    joining = two_workers.run_dir / "joining"
+    kill_worker(two_worker_teacher, 1)
+    new_worker_dir = two_worker_teacher.run_dir / "joining"
     try:
-        joined = script("join_server.sh", RUN_DIR=joining, **two_workers.settings)
+        joined = run_script("join_server.sh", RUN_DIR=str(new_worker_dir), **two_worker_teacher.settings)
         assert joined.returncode == 0, joined.stderr
         run.finish()
     finally:
-        script("stop_server.sh", RUN_DIR=joining)
+        stop_service(new_worker_dir)
     assert run.status == 0, run.output
-    said = [line for line in run.output.splitlines() if "teacher default at tcp://" in line]
-    assert len(said) == 2 and "has no worker (the last one died or hung" in said[0] and " again, after " in said[1], (
-        said
-    )
+    messages = [line for line in run.output.splitlines() if "teacher default at tcp://" in line]
+    assert len(messages) == 2, messages
+    assert "has no worker (the last one died or hung" in messages[0] and " again, after " in messages[1], messages
     assert [line["training/global_step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
-    for disturbed, undisturbed in zip(run.metrics, whole.metrics, strict=True):
-        for metric in ("training/epoch", "perf/total_num_tokens", "response_seq_len/average", "teacher/default/tokens"):
-            assert disturbed[metric] == undisturbed[metric]
-        for metric in ("actor/kl_loss", "actor/sft_loss", "reward/mean", "actor/grad_norm"):
-            assert disturbed[metric] == pytest.approx(undisturbed[metric], rel=1e-3)
-        assert disturbed["teacher/skipped_samples"] == 0
+    assert_same_training(run, reference_run)
     assert run.leftovers() == []

@@ -1,7 +1,8 @@
-"""Real Ray, Megatron-core, vLLM and teacher service, from the command: what a run promises."""
+"""Training runs from the command line, with real Ray, Megatron-core, vLLM and teacher service."""
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests._support.training_command import OBJECTIVE, Run, Start, Teacher, running_teacher
+from tests._support.repository import REPO
+from tests._support.training_command import FULL_OBJECTIVE, Run, StartRun, Teacher, running_teacher
 
 pytestmark = pytest.mark.timeout(600)
 
+TEACHER = "actor_rollout_ref.teacher"
 WAITS = {"one_step_off": "wait_prev_teacher", "two_step_off": "wait_prev_prev_teacher"}
-DONE = ("wait_sync", "wait_prev_gen", "update_actor", "log", "other")
+TRAINER_TIMINGS = ("wait_sync", "wait_prev_gen", "update_actor", "log", "other")
+OPTIONAL_TIMINGS = ("wait_reward", "validate", "save_checkpoint")
 TIMINGS = (
     "step",
     "generate_sequences",
@@ -25,10 +29,9 @@ TIMINGS = (
     "generate_sequences_mean",
     "get_teacher_knowledge",
     "sync_rollout_weights",
-    *DONE,
+    *TRAINER_TIMINGS,
 )
-REWARD = "val/quickstart/addition/compute_score"
-EXACT = ("actor/", "response_seq_len/", "training/")
+SCORE = "val/quickstart/addition/compute_score"
 METRICS = (
     "actor/kl_loss",
     "actor/grad_norm",
@@ -49,211 +52,231 @@ METRICS = (
     "perf/idle_teacher",
     *(f"timing/{name}" for name in TIMINGS),
 )
+REPRODUCIBLE = ("actor/", "response_seq_len/", "training/")
+"""Prefixes of the metrics that do not depend on the time."""
 
 
 @pytest.fixture(scope="module")
-def own_teacher(student: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teacher]:
-    """The student as its own teacher."""
-    yield from running_teacher(student, tmp_path_factory.mktemp("own_teacher"))
+def student_service(student: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teacher]:
+    """Teacher service with the student's weights."""
+    yield from running_teacher(student, tmp_path_factory.mktemp("student_service"))
 
 
-@pytest.mark.slow
-def test_a_student_that_is_its_own_teacher_has_nothing_to_learn(start: Start, own_teacher: Teacher) -> None:
-    run = start(
-        "trainer.scheduler=sync",
-        "trainer.total_training_steps=2",
-        f"actor_rollout_ref.teacher.server_port={own_teacher.port}",
-    ).finish()
-    assert run.status == 0, run.output
-    assert abs(run.metrics[0]["actor/kl_loss"]) < 1e-5
-    assert run.metrics[0]["actor/grad_norm"] < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "bound"),
-    [("one_step_off", 1), pytest.param("two_step_off", 2, marks=pytest.mark.slow)],
-)  # sync and n_step_off: below; the bound of two_step_off: test_ends.py
-def test_a_schedule_trains_within_its_bound(
-    start: Start, tmp_path: Path, validated: list[str], scheduler: str, bound: int
-) -> None:
-    run = start(
-        *validated,
-        f"trainer.scheduler={scheduler}",
-        "trainer.total_epochs=2",
-        "trainer.save_freq=2",
-        "trainer.logger=[console,jsonl,tensorboard]",
-        f"trainer.trace_file={tmp_path}/trace.json",
-    ).finish()
-    assert run.status == 0, run.output
-    for metric in ("timing/save_checkpoint", "timing/validate", REWARD, "val/quickstart/addition/response_len"):
-        assert [metric in line for line in run.metrics] == [False, True] * 3
-    assert [line["training/global_step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
-    assert all(0 <= line["training/staleness_max"] <= bound for line in run.metrics)
-    assert run.metrics[-1]["training/epoch"] == 2.0
-    assert run.metrics[-1]["actor/kl_loss"] < run.metrics[0]["actor/kl_loss"]
-    assert not [name for name in METRICS if name not in run.metrics[-1]]
-    for line in run.metrics:  # a step is the sum of what the trainer waited for and did
-        parts = [line[f"timing/{name}"] for name in (*DONE, WAITS[scheduler])]
-        parts += [line.get(f"timing/{name}", 0) for name in ("wait_reward", "validate", "save_checkpoint")]
+def assert_timings_add_up(run: Run, scheduler: str) -> None:
+    """Check that the parts of a step add up to its duration, and that almost all of it has a name."""
+    for line in run.metrics:
+        parts = [line[f"timing/{name}"] for name in (*TRAINER_TIMINGS, WAITS[scheduler])]
+        parts += [line.get(f"timing/{name}", 0) for name in OPTIONAL_TIMINGS]
         assert sum(parts) == pytest.approx(line["timing/step"])
         assert all(0 <= line[f"perf/idle_{pool}"] <= 1 for pool in ("actor", "rollout", "teacher"))
-    for steps in (run.metrics[0::2], run.metrics[1::2]):  # the latter save
-        unnamed = [line["timing/other"] / line["timing/step"] for line in steps]
-        assert min(unnamed) > -1e-6 and median(unnamed) < 0.05  # the machine may interrupt one step
-    events = json.loads((tmp_path / "trace.json").read_text())
-    spans = [event["name"].split()[0] for event in events if event["ph"] == "B"]
-    assert spans.count("update") == 6 and {"generate", "score", "sync", "validate"} <= set(spans)
-    assert "step 6/6" in run.output and "val  6/6  quickstart/addition/" in run.output
-    assert "validation after step 6: 3 of 6 responses, all in " in (run.folder / "run.log").read_text()
-    assert list((run.folder / "tensorboard").rglob("events.*"))
-    assert run.leftovers() == []
+    for lines in (run.metrics[0::2], run.metrics[1::2]):  # steps without and with a checkpoint
+        unnamed = [line["timing/other"] / line["timing/step"] for line in lines]
+        assert min(unnamed) > -1e-6 and median(unnamed) < 0.05  # A median: the machine may delay one step.
 
 
-def test_tensor_parallel_two_rollout_and_two_teacher_workers(
-    start: Start, tmp_path: Path, validated: list[str]
-) -> None:
-    run = start(
-        *validated,
-        "actor_rollout_ref.rollout.val_kwargs.n=3",
-        "actor_rollout_ref.rollout.val_kwargs.temperature=1",
-        f"trainer.best_metric={REWARD}/best@3",
-        f"ray_init.timeline_json_file={tmp_path}/timeline.json",
-        "trainer.save_freq=2",
-        "trainer.scheduler=n_step_off",
-        "trainer.max_staleness=3",
-        "trainer.inflight_update=true",
-        "trainer.n_gpus_per_node=2",
-        "rollout.n_gpus_per_node=2",
-        "ray_init.num_cpus=4",
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
-        "actor_rollout_ref.actor.megatron.sequence_parallel=true",
-        "actor_rollout_ref.teacher.n_server_workers=2",
-        "actor_rollout_ref.rollout.n=2",
-        "trainer.total_training_steps=4",  # an epoch has 3
-        "actor_rollout_ref.actor.checkpoint.async_save=true",
-    ).finish()
-    assert run.status == 0, run.output
-    assert run.metrics[-1]["actor/kl_loss"] < run.metrics[0]["actor/kl_loss"]
-    assert all((run.folder / f"global_step_{step}" / "trainer.json").exists() for step in (2, 4))
-    best = max(run.metrics, key=lambda line: line.get(f"{REWARD}/best@3", -1))["training/global_step"]
-    assert (run.folder / "best").readlink() == Path(f"global_step_{best}")
-    answers = (run.folder / "validation" / f"step_{best}.jsonl").read_text().splitlines()
-    assert [json.loads(line)["row"] for line in answers] == [row for row in range(6) for _ in range(3)]
-    assert (tmp_path / "timeline.json").stat().st_size > 100
-    assert run.leftovers() == []
+def assert_csv_has_metrics(path: Path, metrics: list[dict[str, float]]) -> None:
+    """Check the file of ``docs/examples/custom_logger.py``."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [line["training/global_step"] for line in metrics]
+    for name in ("actor/kl_loss", "response_seq_len/average", "timing/step"):
+        assert [float(row[name]) for row in rows] == pytest.approx([line[name] for line in metrics])
 
 
-@pytest.mark.slow
-def test_two_runs_of_the_sync_schedule_give_the_same_metrics_bit_by_bit(start: Start, tmp_path: Path) -> None:
-    runs = [
-        start(
-            "trainer.scheduler=sync", "trainer.total_training_steps=3", "trainer.save_freq=-1", folder=tmp_path / name
+class TestSchedule:
+    @pytest.mark.parametrize(
+        ("scheduler", "max_staleness"),
+        [("one_step_off", 1), pytest.param("two_step_off", 2, marks=pytest.mark.slow)],
+    )  # Other tests run sync and n_step_off. test_ends.py checks the staleness of two_step_off.
+    def test_run_trains_within_staleness_limit(
+        self, start_run: StartRun, tmp_path: Path, validation: list[str], scheduler: str, max_staleness: int
+    ) -> None:
+        run = start_run(
+            *validation,
+            f"trainer.scheduler={scheduler}",
+            "trainer.total_epochs=2",
+            "trainer.save_freq=2",
+            f"trainer.logger=[console,jsonl,tensorboard,{REPO}/docs/examples/custom_logger.py:CsvLogger]",
+            f"trainer.trace_file={tmp_path}/trace.json",
         ).finish()
-        for name in ("first", "second")
-    ]
-    assert [run.status for run in runs] == [0, 0]
-    first, second = (
-        [{name: value for name, value in line.items() if name.startswith(EXACT)} for line in run.metrics]
-        for run in runs
-    )
-    assert first == second and len(first) == 3 and "actor/kl_loss" in first[0]
+        assert run.status == 0, run.output
+        for metric in ("timing/save_checkpoint", "timing/validate", SCORE, "val/quickstart/addition/response_len"):
+            assert [metric in line for line in run.metrics] == [False, True] * 3
+        assert [line["training/global_step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
+        assert all(0 <= line["training/staleness_max"] <= max_staleness for line in run.metrics)
+        assert run.metrics[-1]["training/epoch"] == 2.0
+        assert run.metrics[-1]["actor/kl_loss"] < run.metrics[0]["actor/kl_loss"]
+        assert not [name for name in METRICS if name not in run.metrics[-1]]
+        assert_timings_add_up(run, scheduler)
+        events = json.loads((tmp_path / "trace.json").read_text())
+        spans = [event["name"].split()[0] for event in events if event["ph"] == "B"]
+        assert spans.count("update") == 6 and {"generate", "score", "sync", "validate"} <= set(spans)
+        assert "step 6/6" in run.output and "val  6/6  quickstart/addition/" in run.output
+        assert "validation after step 6: 3 of 6 responses, all in " in (run.folder / "run.log").read_text()
+        assert list((run.folder / "tensorboard").rglob("events.*"))
+        assert_csv_has_metrics(run.folder / "metrics.csv", run.metrics)
+        assert run.leftovers() == []
 
-
-def assert_all_parts_of_the_objective_train(run: Run) -> None:
-    """A quarter of the prompts have given answers, the others two sampled ones each, with rewards that differ."""
-    for line in run.metrics:
-        assert line["training/sft_share"] == pytest.approx(2 / (2 + 2 * 6))
-        assert 0 <= line["reward/min"] < line["reward/max"] <= 1 and line["reward/zero_std_group_fraction"] < 1
-        assert line["actor/pg_loss"] != 0
-        parts = line["actor/distill_loss"] + line["actor/pg_loss"] + line["actor/sft_loss"]
-        assert line["actor/loss"] == pytest.approx(parts, rel=1e-5)
-    first, last = run.metrics[0], run.metrics[-1]
-    assert last["actor/sft_loss"] < first["actor/sft_loss"] and last["actor/kl_loss"] < first["actor/kl_loss"]
-
-
-def test_a_run_that_was_cut_resumes_where_it_was_and_writes_a_model_that_loads(
-    start: Start, validated: list[str], whole: Run
-) -> None:
-    assert whole.status == 0, whole.output
-    assert all(line["training/staleness_max"] == 0 for line in whole.metrics)
-    assert_all_parts_of_the_objective_train(whole)
-    part = start(
-        "trainer.scheduler=sync",
-        "trainer.total_epochs=2",
-        "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={whole.folder}/global_step_4",
-        *validated,
-        *OBJECTIVE,
-        "trainer.val_before_train=true",
-        folder=whole.folder / "again",
-    ).finish()
-    assert part.status == 0, part.output
-    before, *steps = part.metrics
-    assert before.pop("training/global_step") == 4 and before.pop("timing/validate") > 0
-    assert before == {name: value for name, value in whole.metrics[3].items() if name.startswith("val/")}
-    answers = [(run.folder / "validation" / "step_4.jsonl").read_text() for run in (whole, part)]
-    assert answers[0] == answers[1]  # greedy, by the same weights
-    assert [line["training/global_step"] for line in steps] == [5, 6]
-    for resumed, first in zip(steps, whole.metrics[4:], strict=True):
-        for metric in ("actor/kl_loss", "actor/pg_loss", "actor/sft_loss", "reward/mean"):
-            assert resumed[metric] == pytest.approx(first[metric], rel=1e-5, abs=1e-7)
-        assert resumed["actor/lr"] == first["actor/lr"]
-
-    import transformers
-
-    folder = part.folder / "global_step_6" / "huggingface"
-    transformers.AutoModelForCausalLM.from_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(folder)
-
-    done = start(
-        "trainer.scheduler=sync", "trainer.total_epochs=2", *validated, *OBJECTIVE, folder=whole.folder
-    ).finish()
-    assert done.status == 0 and "nothing left to train" in done.output
-
-
-@pytest.mark.slow
-def test_each_prompt_is_scored_by_the_teacher_that_its_row_names(
-    start: Start, own_teacher: Teacher, teacher: Teacher, prompts: Path, tmp_path: Path
-) -> None:
-    """Two rows of three are for the student itself, toward which there is nothing to learn."""
-    table = pq.read_table(prompts)
-    names = pa.array(["other" if row % 3 == 0 else "self" for row in range(len(table))])
-    pq.write_table(table.append_column("judge", names), tmp_path / "routed.parquet")
-    settings = "actor_rollout_ref.teacher"
-    run = start(
-        f"data.train_files={tmp_path}/routed.parquet",
-        "trainer.scheduler=sync",
-        "trainer.total_epochs=1",
-        f"{settings}.route_key=judge",
-        f"{settings}.teachers.self=127.0.0.1:{own_teacher.port}",
-        f"{settings}.teachers.other=127.0.0.1:{teacher.port}",
-    ).finish()
-    assert run.status == 0, run.output
-    first = run.metrics[0]
-    assert abs(first["teacher/self/kl_loss"]) < 1e-5 and first["teacher/other/kl_loss"] > 0.05
-    of_both = sum(first[f"teacher/{name}/token_share"] * first[f"teacher/{name}/kl_loss"] for name in ("self", "other"))
-    assert first["actor/kl_loss"] == pytest.approx(of_both, abs=1e-6)
-    asked = {name: sum(line[f"teacher/{name}/tokens"] for line in run.metrics) for name in ("self", "other")}
-    assert 0 < asked["other"] < asked["self"]
-
-
-@pytest.mark.slow
-def test_a_teacher_with_keys_and_fewer_bytes_teaches_as_well(start: Start, teacher_model: Path, tmp_path: Path) -> None:
-    from teacher.wire.make_keys import make_keys
-
-    make_keys(tmp_path / "keys")
-    settings = "actor_rollout_ref.teacher"
-    secured = running_teacher(teacher_model, tmp_path / "teacher", AUTH_DIR=tmp_path / "keys")
-    for service in secured:
-        run = start(
-            "trainer.scheduler=one_step_off",
-            f"{settings}.server_port={service.port}",
-            f"{settings}.auth_dir={tmp_path}/keys/clients/default",
-            f"{settings}.wire_dtype=float16",
-            f"{settings}.top_k=4",
-            f"{settings}.on_failure=skip_samples",
+    def test_n_step_off_with_two_ranks_per_worker_trains(
+        self, start_run: StartRun, tmp_path: Path, validation: list[str]
+    ) -> None:
+        run = start_run(
+            *validation,
+            "actor_rollout_ref.rollout.val_kwargs.n=3",
+            "actor_rollout_ref.rollout.val_kwargs.temperature=1",
+            f"trainer.best_metric={SCORE}/best@3",
+            f"ray_init.timeline_json_file={tmp_path}/timeline.json",
+            "trainer.save_freq=2",
+            "trainer.scheduler=n_step_off",
+            "trainer.max_staleness=3",
+            "trainer.inflight_update=true",
+            "trainer.n_gpus_per_node=2",
+            "rollout.n_gpus_per_node=2",
+            "ray_init.num_cpus=4",
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+            "actor_rollout_ref.actor.megatron.sequence_parallel=true",
+            f"{TEACHER}.n_server_workers=2",
+            "actor_rollout_ref.rollout.n=2",
+            "trainer.total_training_steps=4",  # An epoch has 3.
+            "actor_rollout_ref.actor.checkpoint.async_save=true",
         ).finish()
-    assert run.status == 0, run.output
-    assert "top 4 of 32 ids" in (run.folder / "run.log").read_text()
-    assert run.metrics[-1]["actor/kl_loss"] < run.metrics[0]["actor/kl_loss"]
-    assert run.metrics[-1]["teacher/skipped_samples_total"] == 0
+        assert run.status == 0, run.output
+        assert run.metrics[-1]["actor/kl_loss"] < run.metrics[0]["actor/kl_loss"]
+        assert all((run.folder / f"global_step_{step}" / "trainer.json").exists() for step in (2, 4))
+        best = max(run.metrics, key=lambda line: line.get(f"{SCORE}/best@3", -1))["training/global_step"]
+        assert (run.folder / "best").readlink() == Path(f"global_step_{best}")
+        responses = (run.folder / "validation" / f"step_{best}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["row"] for line in responses] == [row for row in range(6) for _ in range(3)]
+        assert (tmp_path / "timeline.json").stat().st_size > 100
+        assert run.leftovers() == []
+
+    @pytest.mark.slow
+    def test_two_sync_runs_have_bitwise_equal_metrics(self, start_run: StartRun, tmp_path: Path) -> None:
+        settings = ("trainer.scheduler=sync", "trainer.total_training_steps=3", "trainer.save_freq=-1")
+        runs = [start_run(*settings, folder=tmp_path / name).finish() for name in ("first", "second")]
+        assert [run.status for run in runs] == [0, 0]
+        first, second = (
+            [{name: value for name, value in line.items() if name.startswith(REPRODUCIBLE)} for line in run.metrics]
+            for run in runs
+        )
+        assert first == second and len(first) == 3 and "actor/kl_loss" in first[0]
+
+
+class TestResume:
+    def test_reference_run_trains_all_loss_terms(self, reference_run: Run) -> None:
+        """A quarter of the prompts have a reference response; the others have two sampled ones with rewards."""
+        assert reference_run.status == 0, reference_run.output
+        for line in reference_run.metrics:
+            assert line["training/staleness_max"] == 0
+            assert line["training/sft_share"] == pytest.approx(2 / (2 + 2 * 6))
+            assert 0 <= line["reward/min"] < line["reward/max"] <= 1 and line["reward/zero_std_group_fraction"] < 1
+            assert line["actor/pg_loss"] != 0
+            terms = line["actor/distill_loss"] + line["actor/pg_loss"] + line["actor/sft_loss"]
+            assert line["actor/loss"] == pytest.approx(terms, rel=1e-5)
+        first, last = reference_run.metrics[0], reference_run.metrics[-1]
+        assert last["actor/sft_loss"] < first["actor/sft_loss"] and last["actor/kl_loss"] < first["actor/kl_loss"]
+
+    def test_resumed_run_equals_uninterrupted_run_and_saves_loadable_model(
+        self, start_run: StartRun, validation: list[str], reference_run: Run
+    ) -> None:
+        assert reference_run.status == 0, reference_run.output
+        resumed = start_run(
+            "trainer.scheduler=sync",
+            "trainer.total_epochs=2",
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={reference_run.folder}/global_step_4",
+            *validation,
+            *FULL_OBJECTIVE,
+            "trainer.val_before_train=true",
+            folder=reference_run.folder / "again",
+        ).finish()
+        assert resumed.status == 0, resumed.output
+        before, *lines = resumed.metrics
+        assert before.pop("training/global_step") == 4 and before.pop("timing/validate") > 0
+        expected = {name: value for name, value in reference_run.metrics[3].items() if name.startswith("val/")}
+        assert before == expected
+        runs = (reference_run, resumed)
+        responses = [(run.folder / "validation" / "step_4.jsonl").read_text() for run in runs]
+        assert responses[0] == responses[1]  # Both are greedy, with the weights of step 4.
+        assert [line["training/global_step"] for line in lines] == [5, 6]
+        for line, expected_line in zip(lines, reference_run.metrics[4:], strict=True):
+            for metric in ("actor/kl_loss", "actor/pg_loss", "actor/sft_loss", "reward/mean"):
+                assert line[metric] == pytest.approx(expected_line[metric], rel=1e-5, abs=1e-7)
+            assert line["actor/lr"] == expected_line["actor/lr"]
+
+        import transformers
+
+        folder = resumed.folder / "global_step_6" / "huggingface"
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(folder)
+
+    def test_finished_run_has_nothing_left_to_train(
+        self, start_run: StartRun, validation: list[str], reference_run: Run
+    ) -> None:
+        run = start_run(
+            "trainer.scheduler=sync",
+            "trainer.total_epochs=2",
+            *validation,
+            *FULL_OBJECTIVE,
+            folder=reference_run.folder,
+        ).finish()
+        assert run.status == 0 and "nothing left to train" in run.output, run.output
+
+
+@pytest.mark.slow
+class TestTeacher:
+    def test_student_as_its_own_teacher_has_no_loss(self, start_run: StartRun, student_service: Teacher) -> None:
+        run = start_run(
+            "trainer.scheduler=sync",
+            "trainer.total_training_steps=2",
+            f"{TEACHER}.server_port={student_service.port}",
+        ).finish()
+        assert run.status == 0, run.output
+        assert abs(run.metrics[0]["actor/kl_loss"]) < 1e-5
+        assert run.metrics[0]["actor/grad_norm"] < 1e-5
+
+    def test_two_teachers_score_prompts_by_route_column(
+        self, start_run: StartRun, student_service: Teacher, teacher: Teacher, prompts: Path, tmp_path: Path
+    ) -> None:
+        """Two of three rows name the student as their teacher. Their loss is 0."""
+        table = pq.read_table(prompts)
+        names = pa.array(["other" if row % 3 == 0 else "self" for row in range(len(table))])
+        pq.write_table(table.append_column("teacher", names), tmp_path / "routed.parquet")
+        run = start_run(
+            f"data.train_files={tmp_path}/routed.parquet",
+            "trainer.scheduler=sync",
+            "trainer.total_epochs=1",
+            f"{TEACHER}.route_key=teacher",
+            f"{TEACHER}.teachers.self=127.0.0.1:{student_service.port}",
+            f"{TEACHER}.teachers.other=127.0.0.1:{teacher.port}",
+        ).finish()
+        assert run.status == 0, run.output
+        names_of_teachers = ("self", "other")
+        first = run.metrics[0]
+        assert abs(first["teacher/self/kl_loss"]) < 1e-5 and first["teacher/other/kl_loss"] > 0.05
+        weighted = [
+            first[f"teacher/{name}/token_share"] * first[f"teacher/{name}/kl_loss"] for name in names_of_teachers
+        ]
+        assert first["actor/kl_loss"] == pytest.approx(sum(weighted), abs=1e-6)
+        n_tokens = {name: sum(line[f"teacher/{name}/tokens"] for line in run.metrics) for name in names_of_teachers}
+        assert 0 < n_tokens["other"] < n_tokens["self"]
+
+    def test_service_with_keys_and_float16_scores_trains(
+        self, start_run: StartRun, teacher_model: Path, tmp_path: Path
+    ) -> None:
+        from teacher.wire.make_keys import make_keys
+
+        make_keys(tmp_path / "keys")
+        for service in running_teacher(teacher_model, tmp_path / "teacher", AUTH_DIR=tmp_path / "keys"):
+            run = start_run(
+                "trainer.scheduler=one_step_off",
+                f"{TEACHER}.server_port={service.port}",
+                f"{TEACHER}.auth_dir={tmp_path}/keys/clients/default",
+                f"{TEACHER}.wire_dtype=float16",
+                f"{TEACHER}.top_k=4",
+                f"{TEACHER}.on_failure=skip_samples",
+            ).finish()
+        assert run.status == 0, run.output
+        assert "top 4 of 32 ids" in (run.folder / "run.log").read_text()
+        assert run.metrics[-1]["actor/kl_loss"] < run.metrics[0]["actor/kl_loss"]
+        assert run.metrics[-1]["teacher/skipped_samples_total"] == 0

@@ -34,9 +34,10 @@ from recipe_gkd.config import Config, limits, ranges
 from recipe_gkd.config.load import compose_config, known_keys, to_config
 from recipe_gkd.config.ranges import numeric_range
 from recipe_gkd.config.validate import validate
-from recipe_gkd.data.prompts import PromptData, PromptLoader, _truncate
+from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.data.tables import read_table
+from recipe_gkd.data.tokenization import truncate_prompt
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses import Divergence, topk_divergence
 from recipe_gkd.losses.policy import grpo_loss
@@ -44,7 +45,7 @@ from recipe_gkd.losses.sampled_token import importance_weights, k1, k2, k3
 from recipe_gkd.metrics.resource_layout import ResourceLayout
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.ray_cluster.pools import choose_nodes, pool_specs
-from recipe_gkd.rollout.engine import EngineOptions
+from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.sampling import request_seed, sampling_from
 from recipe_gkd.weight_sync.bucket_plan import plan_buckets
 from teacher.records import TeacherSequence
@@ -265,7 +266,7 @@ def build_sampling(config: Config, name: str) -> None:
         np.array([parameters.get("top_k", 0), parameters["max_tokens"], options.max_model_len], np.int32)
     for truncation in ("left", "right", "middle"):
         data: Any = dataclasses.replace(config.data, truncation=truncation)
-        assert len(_truncate(np.arange(data.max_prompt_length + 1), data, 0)) == data.max_prompt_length
+        assert len(truncate_prompt(np.arange(data.max_prompt_length + 1), data, 0)) == data.max_prompt_length
 
 
 def plan_weight_buckets(config: Config, name: str) -> None:

@@ -1,17 +1,3 @@
-"""Fixtures of the loss tests."""
+from tests._support.fixtures import pool
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-import pytest
-
-from tests._support.worker_pool import WorkerPool
-
-
-@pytest.fixture(scope="package")
-def pool() -> Iterator[WorkerPool]:
-    """Processes of tensor-parallel groups."""
-    pool = WorkerPool()
-    yield pool
-    pool.close()
+__all__ = ["pool"]

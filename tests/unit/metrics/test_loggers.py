@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipe_gkd.errors import ConfigError
+from recipe_gkd.metrics import user_logger
 from recipe_gkd.metrics.console_logger import ConsoleLogger
 from recipe_gkd.metrics.jsonl_logger import JsonlLogger
 from recipe_gkd.metrics.loggers import Loggers
@@ -106,6 +107,20 @@ class FailsToLog:
         self.file.open("a").write("close")
 """
 
+HANGING = """
+import threading
+
+class Hangs:
+    def __init__(self, run):
+        pass
+
+    def log(self, step, metrics):
+        threading.Event().wait()
+
+    def close(self):
+        pass
+"""
+
 
 class TestUserLogger:
     def test_example_of_docs_writes_csv(self, tmp_path: Path) -> None:
@@ -134,6 +149,22 @@ class TestUserLogger:
         assert f"{file}:FailsToLog is disabled" in record.message and "RuntimeError: no connection" in record.message
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["actor/kl_loss"] for line in lines] == [0.25, 0.25]
+
+    def test_hanging_logger_delays_neither_steps_nor_the_end(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(user_logger, "CLOSE_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(user_logger, "MAX_QUEUED_STEPS", 2)
+        file = tmp_path / "mine.py"
+        file.write_text(HANGING)
+        with open_loggers(tmp_path, f"{file}:Hangs") as loggers:
+            for step in range(1, 6):
+                loggers.log(step, METRICS)
+        (record,) = caplog.records
+        assert f"{file}:Hangs is disabled" in record.message and "log() is 2 steps behind" in record.message
+        with open_loggers(tmp_path, f"{file}:Hangs") as loggers:
+            loggers.log(1, METRICS)
+        assert "did not return within 0.1 s" in caplog.records[-1].message
 
     def test_failing_constructor_is_config_error(self, tmp_path: Path) -> None:
         file = tmp_path / "mine.py"

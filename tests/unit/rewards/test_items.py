@@ -101,14 +101,14 @@ def test_missing_truth_raises_if_each_row_must_have_one(tmp_path: Path, key: str
     files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
     data, config, tokenizer = loaded(files, ground_truth_key=key, max_prompt_length=20, filter_overlong_prompts="true")
     with pytest.raises(DataError, match=message):
-        RewardItems(data, config, tokenizer, must_have_truth=True)
+        RewardItems(data, config, tokenizer, require_truth=True)
     RewardItems(data, config, tokenizer)  # A validation only measures rewards.
 
 
 def test_truth_in_every_row_is_accepted(tmp_path: Path) -> None:
     files = table(tmp_path, truth=["2", "4"], model=[{"truth": 2}, {"truth": 4}])
     for key in ("truth", "model.truth"):
-        RewardItems(*loaded(files, ground_truth_key=key), must_have_truth=True)
+        RewardItems(*loaded(files, ground_truth_key=key), require_truth=True)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from recipe_gkd.errors import GkdError, ModelError, WeightSyncError, WorkerDied,
 from recipe_gkd.rollout import engine as module
 from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.engine import RolloutEngine
+from recipe_gkd.rollout.engine_factory import build_engine
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.weight_updates import WeightUpdates
 from tests._support.rollout_models import prompts
@@ -223,3 +225,12 @@ def test_abort_removes_only_given_requests(failing: tuple[RolloutEngine, Failing
 def test_start_folder_without_model_is_named() -> None:
     with pytest.raises(ModelError, match=r"/no/such/folder has no config.json; actor_rollout_ref.model.path must be"):
         RolloutEngine(OPTIONS).start().result(5)
+
+
+def test_start_unreadable_folder_is_worker_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> bool:
+        raise PermissionError("no access")
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(WorkerError, match=r"vLLM could not be started .*PermissionError"):
+        build_engine(replace(OPTIONS, model_path="/secret"))

@@ -33,6 +33,9 @@ class TestLoadAttribute:
         (tmp_path / "broken.py").write_text("1 / 0\n")
         with pytest.raises(ConfigError, match=r"broken\.py cannot be imported: ZeroDivisionError"):
             load_attribute(str(tmp_path / "broken.py"), "f", key="k")
+        (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
+        with pytest.raises(ConfigError, match=r"exits\.py cannot be imported: SystemExit: 0"):
+            load_attribute(str(tmp_path / "exits.py"), "f", key="k")
         (tmp_path / "other.py").write_text("def g(): pass\n")
         with pytest.raises(ConfigError, match="does not define f; it defines g"):
             load_attribute(str(tmp_path / "other.py"), "f", key="k")

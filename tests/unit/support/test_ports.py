@@ -1,4 +1,4 @@
-"""Ports for the servers of tests, on hosts with any range of ephemeral ports."""
+"""Free ports on hosts with a normal and with a maximal ephemeral range."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests._support.ports import free_port
 @pytest.mark.parametrize(
     ("ephemeral", "lowest", "highest"), [("32768\t60999", 20000, 32767), ("1024\t65535", 1024, 65535)]
 )
-def test_a_port_is_outside_the_ephemeral_range_if_that_leaves_some(
+def test_free_port_is_below_ephemeral_range_if_possible(
     monkeypatch: pytest.MonkeyPatch, ephemeral: str, lowest: int, highest: int
 ) -> None:
     monkeypatch.setattr(Path, "read_text", lambda _: ephemeral)

@@ -308,7 +308,7 @@ def test_async_status_and_hello_return_replies(service: ScriptedService) -> None
 
 
 def test_status_without_reply_times_out(client: TeacherClient) -> None:
-    with pytest.raises(TeacherTimeout, match=r"status: .* connected but gave no answer within 0.2 s"):
+    with pytest.raises(TeacherTimeout, match=r"status: .* connected but did not reply within 0.2 s"):
         client.status(timeout_s=0.2)
 
 

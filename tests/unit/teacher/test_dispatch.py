@@ -128,7 +128,7 @@ class TestLostWorkers:
             else:
                 answered |= {job.key.request_id for job in at.in_flight.values()}
                 finish_all(dispatcher)
-                dispatcher.remove_worker(at.identity, "left", left=True)
+                dispatcher.remove_worker(at.identity, "left", signed_off=True)
         assert answered == {0, 1, 2, 4, 5, 6, 7, 8, 9}
         assert [job.key.request_id for job, _ in given_up] == [3] and lost == MAX_LOSSES
         assert f"{MAX_LOSSES} workers were lost with this request; last: died" in str(given_up[0][1])
@@ -167,7 +167,7 @@ class TestLostWorkers:
         for number in range(3 * MAX_LOSSES):
             dispatcher.add_worker(make_worker(number))
             assert len(assign_all(dispatcher)) == 1
-            assert dispatcher.remove_worker(b"worker %d" % number, "stopped", left=True)[1] == []
+            assert dispatcher.remove_worker(b"worker %d" % number, "stopped", signed_off=True)[1] == []
 
 
 class TestAdmission:
@@ -286,7 +286,12 @@ class TestOpenJobs:
                     n_workers += 1
                 case 5 if dispatcher.workers and rng.random() < 0.3:
                     identity = list(dispatcher.workers)[rng.integers(len(dispatcher.workers))]
-                    end(*(job.key for job, _ in dispatcher.remove_worker(identity, "x", left=bool(rng.integers(2)))[1]))
+                    end(
+                        *(
+                            job.key
+                            for job, _ in dispatcher.remove_worker(identity, "x", signed_off=bool(rng.integers(2)))[1]
+                        )
+                    )
                 case 6 if dispatcher.open_jobs:
                     key = list(dispatcher.open_jobs)[rng.integers(len(dispatcher.open_jobs))].key
                     end(*[key] * (dispatcher.cancel(key) is not None))

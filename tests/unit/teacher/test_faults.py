@@ -257,7 +257,7 @@ def test_restart_with_other_model_refuses_known_client() -> None:
             assert client.hello(10).model_name == "fake"
             client.submit([make_sequence(1, 2)], 20).result(timeout=10)
         with running_proxy(port) as proxy, running_worker(proxy.backend_port, FakeEngine(other)):
-            with pytest.raises(TeacherChanged, match=r"serves other, .* met before: fake, .*start the service with"):
+            with pytest.raises(TeacherChanged, match=r"serves other, .* client: fake, .*start the service with"):
                 client.submit([make_sequence(1, 2)], 20).result(timeout=15)
             assert is_scored(make_sequence(1, 2), newcomer.submit([make_sequence(1, 2)], 20).result(timeout=15))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.preflight import Student, check_teacher
-from recipe_gkd.teacher_routing import Routes, open_teachers
+from recipe_gkd.teacher_routing import Routes, backends, open_teachers
 from recipe_gkd.teacher_routing.backends import check_scores
 from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout
@@ -251,3 +252,14 @@ class TestCheckScores:
     def test_missing_result_raises(self) -> None:
         with pytest.raises(TeacherProtocolError, match="sent 1 sequences, got scores of 0"):
             check_scores("a", [self.SEQUENCE], [])
+
+
+class TestResultWithin:
+    def test_future_that_is_never_done_times_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(backends, "RESULT_MARGIN_S", 0.01)
+
+        async def wait() -> None:
+            await backends.result_within(asyncio.wrap_future(Future[None]()), 0.02, "math")
+
+        with pytest.raises(TeacherTimeout, match=r"teacher math: the backend did not complete a request .* 0\.02 s"):
+            asyncio.run(wait())

@@ -55,11 +55,11 @@ def test_chat_template_is_saved_and_loaded(tokenizer: Any, tmp_path: Path) -> No
 
 
 def test_conversations_are_prompt_answer_end_of_one_length(tokenizer: Any) -> None:
-    ids_BS, prompt_length = encode(tokenizer, PROBLEMS)
-    assert ids_BS.shape == (len(PROBLEMS), 42)
-    assert ids_BS.shape[1] <= MAX_LENGTH
-    assert set(ids_BS[:, -1].tolist()) == {tokenizer.eos_token_id}
-    assert set(ids_BS[:, prompt_length - 1].tolist()) == {tokenizer.convert_tokens_to_ids("<|assistant|>")}
+    ids_RS, prompt_length = encode(tokenizer, PROBLEMS)
+    assert ids_RS.shape == (len(PROBLEMS), 42)
+    assert ids_RS.shape[1] <= MAX_LENGTH
+    assert set(ids_RS[:, -1].tolist()) == {tokenizer.eos_token_id}
+    assert set(ids_RS[:, prompt_length - 1].tolist()) == {tokenizer.convert_tokens_to_ids("<|assistant|>")}
 
 
 @pytest.mark.parametrize("role", ["teacher", "student"])
@@ -115,8 +115,8 @@ def test_greedy_accuracy_agrees_with_generate(tokenizer: Any) -> None:
     model: Any = build_model(recipe, tokenizer, seed=0)
     train_into_band(model, tokenizer, recipe, iter(lambda: known, None), known, report=lambda _: None)
     problems = known + unknown
-    ids_BS, prompt_length = encode(tokenizer, problems)
-    out = model.generate(ids_BS[:, :prompt_length], max_new_tokens=32, do_sample=False)
+    ids_RS, prompt_length = encode(tokenizer, problems)
+    out = model.generate(ids_RS[:, :prompt_length], max_new_tokens=32, do_sample=False)
     texts = tokenizer.batch_decode(out[:, prompt_length:], skip_special_tokens=True)
     exact = [text[-4:] == p.answer[-4:] and len(text) == 31 for text, p in zip(texts, problems, strict=True)]
     assert exact[:4] == [True] * 4

@@ -26,8 +26,9 @@ from recipe_gkd.weight_sync.ipc import IpcTransport
 from recipe_gkd.weight_sync.receiver import NamedTensors, receive_weights
 from recipe_gkd.weight_sync.sender import send_weights
 from recipe_gkd.weight_sync.sender_api import WeightSenderApi
-from recipe_gkd.weight_sync.transport import Transport, interrupt, join_store, open_store
-from tests.unit.weight_sync.transport_pairs import (
+from recipe_gkd.weight_sync.store import interrupt, join_store, open_store
+from recipe_gkd.weight_sync.transport import Transport
+from tests.integration.weight_sync.transport_pairs import (
     CPU,
     KINDS,
     LABELS,

@@ -13,7 +13,8 @@ import torch
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.collective import CollectiveTransport
 from recipe_gkd.weight_sync.ipc import IpcTransport
-from recipe_gkd.weight_sync.transport import Transport, join_store, open_store
+from recipe_gkd.weight_sync.store import join_store, open_store
+from recipe_gkd.weight_sync.transport import Transport
 
 CPU = torch.device("cpu")
 LABELS = ["actor worker 0", *(f"rollout worker {rank}" for rank in range(3))]

@@ -25,7 +25,7 @@ from recipe_gkd.weight_sync.store import join_store
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 from recipe_gkd.weight_sync.transport import Transport
 from recipe_gkd.weight_sync.transport_factory import open_transport
-from tests.unit.weight_sync.transport_pairs import CPU, META, Timer, make_weights, spawn
+from tests.integration.weight_sync.transport_pairs import CPU, META, Timer, make_weights, spawn
 
 pytestmark = pytest.mark.timeout(60)
 TIMEOUT_S = 10.0

@@ -1,0 +1,3 @@
+from tests._support.fixtures import pool
+
+__all__ = ["pool"]
