@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from recipe_gkd.config import load_config
 from recipe_gkd.ray_cluster.pools import PoolSpec, pool_specs
+from tests._support.base_config import base_config
 
 SIZE_KEYS = dict(
     actor_nodes="trainer.nnodes",
@@ -16,5 +16,4 @@ SIZE_KEYS = dict(
 def configured_specs(device: str = "cuda", *overrides: str, **sizes: int) -> tuple[PoolSpec, ...]:
     """Return the specs of both pools. ``sizes``: a key of :data:`SIZE_KEYS` -> its value."""
     size_overrides = [f"{SIZE_KEYS[name]}={n}" for name, n in sizes.items()]
-    needed = ["data.train_files=x", "actor_rollout_ref.model.path=x"]
-    return pool_specs(load_config("on_policy_distill_trainer", [*needed, *size_overrides, *overrides]), device)
+    return pool_specs(base_config(*size_overrides, *overrides), device)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from recipe_gkd.config import Config, load_config
+from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.collective import CollectiveTransport
@@ -20,6 +20,7 @@ from recipe_gkd.weight_sync.receiver import receive_weights
 from recipe_gkd.weight_sync.sender_api import WeightSenderApi
 from recipe_gkd.weight_sync.stats import TransferStats
 from recipe_gkd.weight_sync.store import join_store
+from tests._support.base_config import base_config
 
 VOCABULARY = 300
 PADDED_VOCABULARY = 320
@@ -56,15 +57,10 @@ def make_padded_model(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
 
 def config_for(folder: Path, *overrides: str) -> Config:
     """Return a configuration of a CPU rollout with short prompts and responses."""
-    return load_config(
-        "on_policy_distill_trainer",
-        [
-            f"actor_rollout_ref.model.path={folder}",
-            "data.train_files=none.parquet", "data.max_prompt_length=32", "data.max_response_length=48",
-            "actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.rollout.kv_cache_memory_megabytes=64",
-            "actor_rollout_ref.nccl_timeout=10", "trainer.device=cpu",
-            *overrides,
-        ],
+    return base_config(
+        f"actor_rollout_ref.model.path={folder}", "data.max_prompt_length=32", "data.max_response_length=48",
+        "actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.rollout.kv_cache_memory_megabytes=64",
+        "actor_rollout_ref.nccl_timeout=10", "trainer.device=cpu", *overrides,
     )  # fmt: skip
 
 

@@ -1,10 +1,8 @@
-"""Requests to a teacher service, a raw peer that speaks the protocol, and a bounded wait."""
+"""Requests to a teacher service, and a raw peer that speaks the protocol."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,14 +16,6 @@ from teacher.wire.messages import Message, Probe
 def make_sequence(*token_ids: int, prompt_len: int = 1) -> TeacherSequence:
     """Return a sequence of these tokens."""
     return TeacherSequence(np.array(token_ids, np.int32), prompt_len)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Wait until a condition is true, and fail the test at the deadline."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"the condition was not true within {timeout_s} s"
-        threading.Event().wait(0.02)
 
 
 class RawPeer:

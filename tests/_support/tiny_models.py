@@ -19,8 +19,9 @@ from torch import Tensor
 from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.microbatch import pack, shard_batch
 from recipe_gkd.actor.model_dims import LLAMA3_ROPE
-from recipe_gkd.config import Config, load_config
+from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
+from tests._support.base_config import base_config
 
 VOCAB = 96
 TOP_K = 8
@@ -121,14 +122,11 @@ def make_sample(uid: int, prompt: Any, response: Any, logps_TK: Any, ids_TK: Any
 
 def make_config(folder: Path, *overrides: str, ranks: int = 1) -> Config:
     """Return the configuration of a float32 actor on CPU for the model in ``folder``."""
-    return load_config(
-        "on_policy_distill_trainer",
-        [
-            "data.train_files=none.parquet", f"{MODEL}={folder}", "trainer.device=cpu",
-            f"trainer.n_gpus_per_node={ranks}", "actor_rollout_ref.nccl_timeout=60", f"{MEGATRON}.dtype=float32",
-            f"{ACTOR}.optim.lr=0.01", f"{ACTOR}.optim.betas=[0.9,0.95]", f"{ACTOR}.optim.weight_decay=0.05",
-            f"{ACTOR}.optim.clip_grad=0.5", f"{ACTOR}.max_token_len=64", f"{ACTOR}.timeout_s=60", *overrides,
-        ],
+    return base_config(
+        f"{MODEL}={folder}", "trainer.device=cpu",
+        f"trainer.n_gpus_per_node={ranks}", "actor_rollout_ref.nccl_timeout=60", f"{MEGATRON}.dtype=float32",
+        f"{ACTOR}.optim.lr=0.01", f"{ACTOR}.optim.betas=[0.9,0.95]", f"{ACTOR}.optim.weight_decay=0.05",
+        f"{ACTOR}.optim.clip_grad=0.5", f"{ACTOR}.max_token_len=64", f"{ACTOR}.timeout_s=60", *overrides,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import zmq
 
 from recipe_gkd import main_gkd
 from recipe_gkd.checkpoints.run_folder import check_outputs
-from recipe_gkd.config import Config, load_config
+from recipe_gkd.config import Config
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
@@ -23,16 +23,15 @@ from recipe_gkd.errors import ConfigError, UnexpectedError
 from recipe_gkd.main_gkd import _reward_items
 from recipe_gkd.preflight import Student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from tests._support.base_config import base_config
 
 STUDENT = Student(Path("x"), 64, build_tokenizer(), "the same", n_tokens=60)
 
 
 def make_config(folder: Path, *overrides: str) -> Config:
     pq.write_table(pa.table({"prompt": ["1+1="], "ground_truth": ["2"]}), folder / "train.parquet")
-    needed = [f"data.train_files={folder}/train.parquet", "actor_rollout_ref.model.path=x"]
-    return load_config(
-        "on_policy_distill_trainer", [*needed, f"trainer.default_local_dir={folder}", "data.val_files=x", *overrides]
-    )
+    paths = [f"data.train_files={folder}/train.parquet", f"trainer.default_local_dir={folder}", "data.val_files=x"]
+    return base_config(*paths, *overrides)
 
 
 class TestOutputs:

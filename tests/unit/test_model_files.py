@@ -5,30 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
-from recipe_gkd.config import load_config
 from recipe_gkd.errors import ModelError
 from recipe_gkd.preflight import read_student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from tests._support.base_config import base_config
+from tests._support.tiny_models import make_folder
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, max_position_embeddings=64,
-    )  # fmt: skip
-    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    make_folder(tmp_path, "qwen2")
     build_tokenizer().save_pretrained(tmp_path)
     return tmp_path
 
 
 def read(folder: Path) -> None:
-    overrides = ["data.train_files=x", "data.max_prompt_length=16", "data.max_response_length=16"]
-    read_student(load_config("on_policy_distill_trainer", [*overrides, f"actor_rollout_ref.model.path={folder}"]))
+    lengths = ["data.max_prompt_length=16", "data.max_response_length=16"]
+    read_student(base_config(f"actor_rollout_ref.model.path={folder}", *lengths))
 
 
 class TestReadStudent:

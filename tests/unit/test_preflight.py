@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.config import Config, load_config
+from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.preflight import Student, check_stop_ids, check_teachers
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from teacher.errors import TeacherRequestError
 from teacher.records import TeacherInfo
+from tests._support.base_config import base_config
 
 STUDENT = Student(Path("x"), 64, build_tokenizer(), "the same", n_tokens=60)
 MATCHING = TeacherInfo(
@@ -33,8 +34,7 @@ MATCHING = TeacherInfo(
 
 
 def make_config(*overrides: str) -> Config:
-    needed = ["data.train_files=x", "actor_rollout_ref.model.path=x", "data.val_files=x"]
-    return load_config("on_policy_distill_trainer", [*needed, *overrides])
+    return base_config("data.val_files=x", *overrides)
 
 
 class Teacher:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe_gkd.checkpoints.state import Progress, ResumeState
-from recipe_gkd.config import Config, load_config
+from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.samples import Prompt, Response, Sample
@@ -32,6 +32,7 @@ from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.trainer import RewardContext, Trainer
 from teacher.errors import TeacherError, TeacherTimeout
 from teacher.records import ScoredSequence, TeacherSequence
+from tests._support.base_config import base_config
 from tests._support.reward_files import reward_file, settings
 
 N, BATCH, ROWS = 2, 4, 24
@@ -42,16 +43,12 @@ SAMPLED = "12"
 def configured(folder: Path, *overrides: str) -> Config:
     rows = {"prompt": [f"{i}+0=" for i in range(ROWS)], "response": [str(i) for i in range(ROWS)]}
     pq.write_table(pa.table(rows | {"ground_truth": rows["response"]}), folder / "data.parquet")
-    return load_config(
-        "on_policy_distill_trainer",
-        [
-            f"data.train_files={folder / 'data.parquet'}",
-            f"data.train_batch_size={BATCH}",
-            "actor_rollout_ref.model.path=x",
-            f"actor_rollout_ref.rollout.n={N}",
-            "trainer.scheduler=two_step_off",
-            *overrides,
-        ],
+    return base_config(
+        f"data.train_files={folder / 'data.parquet'}",
+        f"data.train_batch_size={BATCH}",
+        f"actor_rollout_ref.rollout.n={N}",
+        "trainer.scheduler=two_step_off",
+        *overrides,
     )
 
 

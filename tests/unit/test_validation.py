@@ -18,7 +18,7 @@ import pytest
 from recipe_gkd.checkpoints.resume import resume_points
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.checkpoints.store import forget_best, read_best
-from recipe_gkd.config import Config, load_config
+from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
@@ -29,6 +29,7 @@ from recipe_gkd.rewards import RewardItem
 from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.trainer import RewardContext, Trainer
 from recipe_gkd.validation import Validation, read_validation
+from tests._support.base_config import base_config
 
 TOKENIZER: Any = build_tokenizer()
 ROWS: dict[str, list[Any]] = {
@@ -41,20 +42,16 @@ ROWS: dict[str, list[Any]] = {
 def make_config(folder: Path, *overrides: str, rows: dict[str, list[Any]] = ROWS) -> Config:
     path = folder / "val.parquet"
     pq.write_table(pa.table(rows), path)
-    return load_config(
-        "on_policy_distill_trainer",
-        [
-            f"data.train_files={path}",
-            f"data.val_files={path}",
-            "data.train_batch_size=2",
-            "actor_rollout_ref.model.path=x",
-            "custom_reward_function.path=x",
-            "custom_reward_function.name=score",
-            f"trainer.default_local_dir={folder}",
-            "trainer.test_freq=2",
-            "trainer.save_freq=-1",
-            *overrides,
-        ],
+    return base_config(
+        f"data.train_files={path}",
+        f"data.val_files={path}",
+        "data.train_batch_size=2",
+        "custom_reward_function.path=x",
+        "custom_reward_function.name=score",
+        f"trainer.default_local_dir={folder}",
+        "trainer.test_freq=2",
+        "trainer.save_freq=-1",
+        *overrides,
     )
 
 

@@ -12,12 +12,13 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from recipe_gkd import workers
-from recipe_gkd.config import Config, load_config
+from recipe_gkd.config import Config
 from recipe_gkd.errors import GkdError, UnexpectedError, WorkerError
 from recipe_gkd.ray_cluster import rollout_restarts, worker_group
 from recipe_gkd.ray_cluster.node_probe import ActorLocation
 from recipe_gkd.runtime import process_trees
 from recipe_gkd.workers import start_workers
+from tests._support.base_config import base_config
 
 DEADLINE_S = 20.0
 
@@ -59,8 +60,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def make_config(folder: Path) -> Config:
-    needed = [f"data.train_files={folder}/x", "actor_rollout_ref.model.path=x", "trainer.save_freq=-1"]
-    return load_config("on_policy_distill_trainer", [*needed, f"trainer.default_local_dir={folder}"])
+    return base_config(f"data.train_files={folder}/x", "trainer.save_freq=-1", f"trainer.default_local_dir={folder}")
 
 
 async def train(

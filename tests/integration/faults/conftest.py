@@ -12,13 +12,13 @@ import pytest
 import ray.cloudpickle
 
 from recipe_gkd.checkpoints.state import Progress, ResumeState
-from recipe_gkd.config import load_config
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.workers import start_workers
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
+from tests._support.base_config import base_config
 from tests.integration.faults import faulty
 from tests.integration.faults.faulty import DEADLINE_S, Census, TrainerFactory
 
@@ -79,28 +79,25 @@ def start_trainer(
 
     @asynccontextmanager
     async def start(*overrides: str) -> AsyncIterator[Trainer]:
-        config = load_config(
-            "on_policy_distill_trainer",
-            [
-                f"data.train_files={tmp_path}/train.parquet",
-                "data.max_prompt_length=16",
-                "data.max_response_length=12",
-                "data.train_batch_size=4",
-                f"actor_rollout_ref.model.path={tiny_student}",
-                f"actor_rollout_ref.nccl_timeout={DEADLINE_S}",
-                "actor_rollout_ref.actor.megatron.dtype=float32",
-                f"actor_rollout_ref.actor.timeout_s={DEADLINE_S}",
-                "actor_rollout_ref.rollout.dtype=float32",
-                f"actor_rollout_ref.rollout.timeout_s={DEADLINE_S}",
-                "actor_rollout_ref.rollout.kv_cache_memory_megabytes=32",
-                "actor_rollout_ref.rollout.update_weights_bucket_megabytes=0.05",
-                "rollout.n_gpus_per_node=2",
-                "trainer.save_freq=-1",
-                f"trainer.default_local_dir={tmp_path}/run",
-                "trainer.startup_timeout_s=90",
-                "trainer.logger=[jsonl]",
-                *overrides,
-            ],
+        config = base_config(
+            f"data.train_files={tmp_path}/train.parquet",
+            "data.max_prompt_length=16",
+            "data.max_response_length=12",
+            "data.train_batch_size=4",
+            f"actor_rollout_ref.model.path={tiny_student}",
+            f"actor_rollout_ref.nccl_timeout={DEADLINE_S}",
+            "actor_rollout_ref.actor.megatron.dtype=float32",
+            f"actor_rollout_ref.actor.timeout_s={DEADLINE_S}",
+            "actor_rollout_ref.rollout.dtype=float32",
+            f"actor_rollout_ref.rollout.timeout_s={DEADLINE_S}",
+            "actor_rollout_ref.rollout.kv_cache_memory_megabytes=32",
+            "actor_rollout_ref.rollout.update_weights_bucket_megabytes=0.05",
+            "rollout.n_gpus_per_node=2",
+            "trainer.save_freq=-1",
+            f"trainer.default_local_dir={tmp_path}/run",
+            "trainer.startup_timeout_s=90",
+            "trainer.logger=[jsonl]",
+            *overrides,
         )
         data = PromptData(read_table(config.data.train_files, "prompt"), config.data, tokenizer)
         loader = PromptLoader(data, config.data, n=1, epochs=1, max_steps=None)

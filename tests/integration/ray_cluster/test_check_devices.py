@@ -7,8 +7,8 @@ import pytest
 
 from recipe_gkd import workers
 from recipe_gkd.commands import check_devices as command
-from recipe_gkd.config import load_config
 from recipe_gkd.errors import ResourceError
+from tests._support.base_config import base_config
 from tests._support.device_reports import worker_report
 
 
@@ -37,7 +37,7 @@ def test_start_workers_on_one_gpu_names_them_before_engines_start(
 ) -> None:
     monkeypatch.setattr(workers, "ActorWorker", WorkerOnGpu0)
     monkeypatch.setattr(workers, "RolloutWorker", WorkerOnGpu0)
-    config = load_config("on_policy_distill_trainer", ["data.train_files=x", "actor_rollout_ref.model.path=x"])
+    config = base_config()
 
     async def start() -> None:
         async with workers.start_workers(config, "cpu", total_steps=1, stop_token_ids=(), n_tokens=None):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from recipe_gkd.ray_cluster import capacity
 from recipe_gkd.ray_cluster.node_probe import own_node
 from recipe_gkd.ray_cluster.pools import Pool, create_pools
 from tests._support.pool_specs import configured_specs
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -87,9 +87,8 @@ def test_cluster_capacity_excludes_other_jobs_and_is_limited_by_cores(monkeypatc
     others = create(actor=3, rollout=1)
     own = create(actor=2, rollout=1)
     try:
-        deadline = time.monotonic() + 20
-        while available_resources_per_node()[own_node()].get("CPU", 0) != 1 and time.monotonic() < deadline:
-            time.sleep(0.1)  # Ray publishes the free resources with a delay.
+        # Ray publishes the free resources with a delay.
+        wait_until(lambda: available_resources_per_node()[own_node()].get("CPU", 0) == 1)
         monkeypatch.setattr(capacity, "physical_cores", lambda: 8)
         found = capacity.cluster_capacity(own)
         assert found.cores == 4

@@ -18,11 +18,11 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from recipe_gkd.commands import check_devices
-from recipe_gkd.config import load_config
 from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.errors import DeadlineError, ResourceError, WorkerDied
 from recipe_gkd.ray_cluster.pools import Pool, create_pools, pool_specs
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from tests._support.base_config import base_config
 from tests._support.processes import is_running
 
 JSON_PREFIX = "facts "
@@ -52,9 +52,7 @@ def overrides(actors: str, rollouts: str, *more: str) -> list[str]:
 
 
 async def reserve(device: str, *arguments: str) -> tuple[Pool, ...]:
-    config = load_config(
-        "on_policy_distill_trainer", [*overrides(*arguments), "data.train_files=x", "actor_rollout_ref.model.path=x"]
-    )
+    config = base_config(*overrides(*arguments))
     return await create_pools(pool_specs(config, device), timeout_s=30)
 
 

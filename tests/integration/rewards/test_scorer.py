@@ -16,6 +16,7 @@ import pytest
 from recipe_gkd.errors import ConfigError, RewardError
 from recipe_gkd.rewards import RewardItem, RewardScorer, process
 from tests._support.reward_files import item, reward_file, settings
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -306,10 +307,12 @@ class TestEnd:
             f"    asyncio.run(busy.score([item(extra={{'busy': 1}})]))\n"
         )
         started = subprocess.Popen([sys.executable, str(driver)], stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 30
-        while not (pids.exists() and pids.read_text().count("\n") == 2):
-            assert started.poll() is None and time.monotonic() < deadline, started.stderr
-            time.sleep(0.02)
+
+        def both_wrote_pids() -> bool:
+            assert started.poll() is None, started.stderr
+            return pids.exists() and pids.read_text().count("\n") == 2
+
+        wait_until(both_wrote_pids, timeout_s=30)
         started.send_signal(number)
         started.communicate(timeout=20)
         assert all(has_ended(int(pid)) for pid in pids.read_text().split())

@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from tests._support.teacher_service import REPO, processes_of
+from tests._support.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -40,10 +39,12 @@ def test_benchmark_writes_figures_and_ends_its_processes(tmp_path: Path) -> None
 def test_benchmark_interrupted_at_start_ends_its_processes(tmp_path: Path) -> None:
     running = subprocess.Popen(COMMAND, env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True)
     try:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("*/service/proxy.pid")):
-            assert time.monotonic() < deadline and running.poll() is None
-            threading.Event().wait(0.05)
+
+        def proxy_started() -> bool:
+            assert running.poll() is None
+            return bool(list(tmp_path.glob("*/service/proxy.pid")))
+
+        wait_until(proxy_started, timeout_s=60)
         os.killpg(running.pid, signal.SIGINT)  # like Ctrl-C
         assert running.wait(timeout=60) != 0
     finally:

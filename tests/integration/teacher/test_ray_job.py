@@ -17,6 +17,7 @@ from teacher import TeacherClient, TeacherSequence
 from teacher.wire.make_keys import make_keys
 from tests._support.ports import free_port
 from tests._support.teacher_service import REPO, processes_of
+from tests._support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -49,9 +50,7 @@ def test_ray_job_restarts_dead_processes_and_leaves_none(tiny_qwen2: Path, tmp_p
             (before,) = client.submit(sequences).result()
             for kind in ("worker", "proxy"):
                 (pid,) = [pid for pid in processes_of(auth_dir) if is_teacher(pid, kind)]
-                os.kill(pid, signal.SIGKILL)
-                while Path(f"/proc/{pid}/cmdline").exists() and is_teacher(pid, kind):
-                    threading.Event().wait(0.05)
+                kill_teacher(pid, kind)
                 (after,) = client.submit(sequences).result()
                 np.testing.assert_array_equal(before.topk_ids_TK, after.topk_ids_TK)
         job.terminate()
@@ -72,6 +71,11 @@ def test_ray_job_public_address_without_keys_ends_at_once(tiny_qwen2: Path) -> N
     environment = {**os.environ, "RAY_ADDRESS": "local"}
     ended = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1 and "python -m teacher keys" in ended.stderr
+
+
+def kill_teacher(pid: int, kind: str) -> None:
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_teacher(pid, kind))
 
 
 def is_teacher(pid: int, kind: str) -> bool:

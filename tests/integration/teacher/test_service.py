@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from teacher import TeacherClient, TeacherRequestError, TeacherSequence, tokeniz
 from teacher.__main__ import main
 from tests._support.ports import free_port
 from tests._support.teacher_service import MAX_MODEL_LEN, REPO, VOCAB_SIZE, Service, processes_of, run_script
+from tests._support.waiting import wait_until
 from tests.integration.teacher import qwen2_float64
 
 pytestmark = pytest.mark.timeout(150)
@@ -238,9 +237,7 @@ def test_start_interrupted_leaves_no_process(tiny_qwen2: Path, tmp_path: Path) -
     command = [REPO / "teacher" / "start_server.sh", "--ckpt-path", tiny_qwen2, "--run-dir", tmp_path, *ports]
     starting = subprocess.Popen(command, env={**os.environ, "PYTHON": sys.executable})
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "worker-0.pid").exists() and time.monotonic() < deadline:
-            threading.Event().wait(0.02)
+        wait_until((tmp_path / "worker-0.pid").exists, timeout_s=60)
         starting.terminate()
         assert starting.wait(timeout=90) == 128 + signal.SIGTERM
     finally:
@@ -266,10 +263,7 @@ def test_stop_ends_only_own_hanging_worker(service: Service, client: TeacherClie
         stopped = run_script("stop_server.sh", "--run-dir", str(tmp_path), "--stop-timeout-s", "1")
     assert stopped.returncode == 0 and "killing" in stopped.stderr
     assert processes_of(tmp_path) == [] and len(processes_of(service.run_dir)) == 2
-    deadline = time.monotonic() + 30
-    while client.hello().n_workers > 1 and time.monotonic() < deadline:
-        threading.Event().wait(0.1)
-    assert client.hello().n_workers == 1
+    wait_until(lambda: client.hello().n_workers == 1, timeout_s=30)
     assert len(client.submit(random_sequences([(8, 2)])).result()) == 1
     assert "nothing to stop" in run_script("stop_server.sh", "--run-dir", str(tmp_path)).stdout
 

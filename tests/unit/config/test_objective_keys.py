@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.config import Config, load_config
 from recipe_gkd.config.__main__ import reference
 from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss
 from recipe_gkd.errors import ConfigError
@@ -16,6 +15,7 @@ from recipe_gkd.losses.kernel_backend import KERNEL_BACKENDS
 from recipe_gkd.losses.registry import loss_names, sampled_token_loss_names
 from recipe_gkd.losses.sampled_token import IMPORTANCE_MODES
 from tests._support import custom_losses
+from tests._support.base_config import base_config
 
 CHOICES = {
     "gkd.distill_loss_type": loss_names(),
@@ -24,11 +24,6 @@ CHOICES = {
     "gkd.kernel_backend": KERNEL_BACKENDS,
 }
 FILE = Path(custom_losses.__file__)
-
-
-def config_with(*overrides: str) -> Config:
-    needed = ["data.train_files=a.parquet", "actor_rollout_ref.model.path=b"]
-    return load_config("on_policy_distill_trainer", [*needed, *overrides])
 
 
 def value_of(config: Any, key: str) -> Any:
@@ -40,12 +35,12 @@ def value_of(config: Any, key: str) -> Any:
 class TestEnumeratedKeys:
     @pytest.mark.parametrize(("key", "value"), [(key, value) for key in CHOICES for value in CHOICES[key]])
     def test_defined_value_is_accepted(self, key: str, value: str) -> None:
-        assert value_of(config_with(f"{key}={value}"), key) == value
+        assert value_of(base_config(f"{key}={value}"), key) == value
 
     @pytest.mark.parametrize("key", CHOICES)
     def test_other_value_is_refused_with_the_choices(self, key: str) -> None:
         with pytest.raises(ConfigError, match=f"{key}: got 'other'; expected one of {', '.join(CHOICES[key])}"):
-            config_with(f"{key}=other")
+            base_config(f"{key}=other")
 
     @pytest.mark.parametrize("key", CHOICES)
     def test_reference_table_lists_the_choices(self, key: str) -> None:
@@ -53,18 +48,18 @@ class TestEnumeratedKeys:
         assert "One of " + ", ".join(f"`{value}`" for value in CHOICES[key]) + "." in row
 
     def test_former_spelling_of_renormalize_is_accepted(self) -> None:
-        assert config_with("gkd.tail=renormalise").gkd.tail == "renormalize"
+        assert base_config("gkd.tail=renormalise").gkd.tail == "renormalize"
 
     def test_sampled_token_losses_are_recognized(self) -> None:
         for name in loss_names():
-            gkd = config_with(f"gkd.distill_loss_type={name}").gkd
+            gkd = base_config(f"gkd.distill_loss_type={name}").gkd
             assert uses_sampled_token_loss(gkd) == (name in sampled_token_loss_names())
 
 
 class TestCustomLoss:
     def test_path_becomes_absolute(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(FILE.parent)
-        gkd = config_with(f"gkd.custom_loss.path={FILE.name}", "gkd.custom_loss.name=forward_kl").gkd
+        gkd = base_config(f"gkd.custom_loss.path={FILE.name}", "gkd.custom_loss.name=forward_kl").gkd
         assert gkd.custom_loss.path == str(FILE.resolve()) and uses_custom_loss(gkd)
 
     @pytest.mark.parametrize(
@@ -79,14 +74,14 @@ class TestCustomLoss:
     )
     def test_invalid_custom_loss_is_refused(self, path: object, name: str, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
-            config_with(f"gkd.custom_loss.path={path}", f"gkd.custom_loss.name={name}")
+            base_config(f"gkd.custom_loss.path={path}", f"gkd.custom_loss.name={name}")
 
     def test_group_baseline_has_no_effect_and_is_refused(self) -> None:
         custom = [f"gkd.custom_loss.path={FILE}", "gkd.custom_loss.name=forward_kl"]
         with pytest.raises(ConfigError, match=r"gkd.baseline=group has no effect on a custom loss"):
-            config_with(*custom, "gkd.baseline=group", "gkd.distill_loss_type=k1", "actor_rollout_ref.rollout.n=4")
+            base_config(*custom, "gkd.baseline=group", "gkd.distill_loss_type=k1", "actor_rollout_ref.rollout.n=4")
 
     def test_advantages_without_policy_loss_are_accepted(self) -> None:
         custom = [f"gkd.custom_loss.path={FILE}", "gkd.custom_loss.name=all_statistics"]
         reward = ["custom_reward_function.path=reward.py", "actor_rollout_ref.rollout.n=4"]
-        config_with(*custom, *reward, "gkd.use_rl_loss=true", "gkd.rl_loss_coef=0")
+        base_config(*custom, *reward, "gkd.use_rl_loss=true", "gkd.rl_loss_coef=0")

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe_gkd.config import load_config
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import DataError
+from tests._support.base_config import base_config
 
 
 class Bytes:
@@ -37,16 +37,8 @@ class Bytes:
 
 
 def settings(**values: Any) -> DataConfig:
-    return load_config(
-        "on_policy_distill_trainer",
-        [
-            "data.train_files=x",
-            "actor_rollout_ref.model.path=x",
-            "data.max_prompt_length=8",
-            "data.filter_overlong_prompts=false",
-            *(f"data.{key}={value}" for key, value in values.items()),
-        ],
-    ).data
+    overrides = [f"data.{key}={value}" for key, value in values.items()]
+    return base_config("data.max_prompt_length=8", "data.filter_overlong_prompts=false", *overrides).data
 
 
 def parquet(folder: Path, rows: dict[str, list[Any]], name: str = "data.parquet") -> list[str]:

@@ -29,8 +29,6 @@ from recipe_gkd.losses.student_output import HiddenStates, Logits
 from tests._support import custom_losses
 from tests._support.repository import REPO
 from tests._support.tiny_models import VOCAB, make_config, make_samples
-from tests._support.worker_pool import WorkerPool
-from tests.unit.losses.runs import process_group
 
 PATH = str(Path(custom_losses.__file__).resolve())
 HIDDEN = 12
@@ -92,11 +90,6 @@ def loss_and_gradients(gkd: GkdConfig, tp_group: ProcessGroup | None = None) -> 
     return losses.loss_T.detach(), metrics(gkd, ["default"], sums), [grad_TD, grad_WD]
 
 
-def job(rank: int, world_size: int, port: int, gkds: list[GkdConfig]) -> list[Result]:
-    with process_group(rank, world_size, port) as tp_group:
-        return [loss_and_gradients(gkd, tp_group) for gkd in gkds]
-
-
 LAYOUTS = [[], ["gkd.chunk_tokens=3"], ["gkd.fuse_lm_head=true", "gkd.chunk_tokens=5"]]
 
 
@@ -113,21 +106,6 @@ class TestEqualsBuiltIn:
         torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-12)
         assert found.pop("actor/custom_kl") == pytest.approx(expected["actor/kl_loss"], rel=1e-12)
         assert found == pytest.approx(expected, rel=1e-12)
-
-    @pytest.mark.parametrize("custom", ["forward_kl", "all_statistics"])
-    def test_tensor_parallel(self, custom: str, pool: WorkerPool) -> None:
-        built_in = None if custom == "forward_kl" else custom
-        ranks = pool.run(2, job, [gkd_config(*layout, custom=custom) for layout in LAYOUTS])
-        for number, layout in enumerate(LAYOUTS):
-            expected_T, _, (expected_TD, expected_VD) = loss_and_gradients(gkd_config(*layout, custom=built_in))
-            for results in ranks:
-                loss_T, _, (grad_TD, _) = results[number]
-                torch.testing.assert_close(loss_T, expected_T, rtol=1e-11, atol=1e-11)
-                torch.testing.assert_close(grad_TD, expected_TD, rtol=1e-10, atol=1e-10)
-            grad_VD = torch.cat([results[number][2][1] for results in ranks])
-            torch.testing.assert_close(grad_VD, expected_VD, rtol=1e-10, atol=1e-10)
-            assert (grad_VD[VOCAB:] == 0).all()
-
 
 class TestGradient:
     @pytest.mark.parametrize("layout", LAYOUTS)

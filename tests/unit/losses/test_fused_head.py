@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,9 +14,7 @@ from recipe_gkd.losses.distributions import bucketed_distributions, valid_entrie
 from recipe_gkd.losses.fused_head import compute_log_stats_from_hidden
 from recipe_gkd.losses.log_stats import compute_log_stats
 from recipe_gkd.losses.logits_query import LogitsQuery, StudentLogStats
-from tests._support.worker_pool import WorkerPool
 from tests.unit.losses.cases import COLUMNS, VOCABULARY, Case, make_case, row_weights
-from tests.unit.losses.runs import process_group
 
 HIDDEN = 24
 K = 5
@@ -96,11 +93,6 @@ def check(got: Result, expected: Result, dtype: torch.dtype) -> None:
     assert (got[-1][VOCABULARY:] == 0).all(), "the padding has a gradient"
 
 
-def shard(rank: int, world_size: int, port: int) -> list[list[np.ndarray]]:
-    with process_group(rank, world_size, port) as tp_group:
-        return [[part.double().numpy() for part in fused(*run, tp_group)] for run in RUNS]
-
-
 class TestFusedHead:
     @pytest.mark.parametrize("dtype, temperature, chunk_tokens", RUNS)
     def test_single_process_equals_unfused(
@@ -109,15 +101,6 @@ class TestFusedHead:
         got = fused(dtype, temperature, chunk_tokens)
         assert got[3].dtype == got[4].dtype == dtype
         check(got, unfused(dtype, temperature), dtype)
-
-    @pytest.mark.parametrize("world_size", [2, 4])
-    def test_tensor_parallel_equals_unfused(self, pool: WorkerPool, world_size: int) -> None:
-        ranks = pool.run(world_size, shard)
-        for number, (dtype, temperature, _) in enumerate(RUNS):
-            grad_weight = np.concatenate([results[number][-1] for results in ranks])
-            for results in ranks:
-                got = tuple(torch.from_numpy(part) for part in (*results[number][:-1], grad_weight))
-                check(got, unfused(dtype, temperature), dtype)
 
     def test_no_positions_gives_empty_gradients(self) -> None:
         case, (hidden, weight) = cached_case(1.0).rows(0), make_inputs(torch.float32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,9 +14,7 @@ from recipe_gkd.losses.distributions import valid_entries
 from recipe_gkd.losses.log_stats import compute_log_stats
 from recipe_gkd.losses.logits_query import LogitsQuery, StudentLogStats
 from tests._support.dense_losses import dense_sampled_and_entropy
-from tests._support.worker_pool import WorkerPool
 from tests.unit.losses.cases import COLUMNS, ROWS, TEMPERATURES, VOCABULARY, Case, make_case, row_weights
-from tests.unit.losses.runs import process_group
 
 # Support size, temperature, and whether the loss differentiates the entropy.
 RUNS = [
@@ -117,15 +114,6 @@ def check(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dt
     assert (got[-1][:, VOCABULARY:] == 0).all()
 
 
-def shard(rank: int, world_size: int, port: int) -> list[list[np.ndarray]]:
-    with process_group(rank, world_size, port) as tp_group:
-        return [
-            [part.double().numpy() for part in as_results(*stats_and_gradient(*run, dtype, 6, tp_group))]
-            for run in RUNS
-            for dtype in DTYPES
-        ]
-
-
 class TestComputeLogStats:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("k, temperature, differentiates_entropy", RUNS)
@@ -135,16 +123,6 @@ class TestComputeLogStats:
         for chunk_tokens in (None, 1, 4):
             got = as_results(*stats_and_gradient(k, temperature, differentiates_entropy, dtype, chunk_tokens))
             check(got, dense_results(k, temperature, differentiates_entropy), dtype)
-
-    @pytest.mark.parametrize("world_size", [2, 4])
-    def test_tensor_parallel_equals_dense_float64(self, pool: WorkerPool, world_size: int) -> None:
-        ranks = pool.run(world_size, shard)
-        runs = [(run, dtype) for run in RUNS for dtype in DTYPES]
-        for number, (run, dtype) in enumerate(runs):
-            grad = np.concatenate([results[number][-1] for results in ranks], axis=1)
-            for results in ranks:
-                got = tuple(torch.from_numpy(part) for part in (*results[number][:-1], grad))
-                check(got, dense_results(*run), dtype)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
     def test_large_logits_keep_their_digits(self, temperature: float) -> None:

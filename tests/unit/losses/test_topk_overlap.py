@@ -9,9 +9,7 @@ import torch
 
 from recipe_gkd.losses.diagnostics import entropy, topk_overlap
 from recipe_gkd.losses.distributions import valid_entries
-from tests._support.worker_pool import WorkerPool
 from tests.unit.losses.cases import VOCABULARY, Case, make_case
-from tests.unit.losses.runs import process_group
 
 SIZES = (1, 2, 17, 50, VOCABULARY)
 
@@ -35,16 +33,6 @@ def overlap_of_sets(case: Case) -> list[float]:
     return fractions
 
 
-def overlaps_on_rank(rank: int, world_size: int, port: int) -> list[list[float]]:
-    with process_group(rank, world_size, port) as tp_group:
-        found = []
-        for case in map(overlap_case, SIZES):
-            valid = valid_entries(case.logps_TK, case.ids_TK, VOCABULARY)
-            shard = case.logits_TW.chunk(world_size, dim=1)[rank]
-            found.append(topk_overlap(shard, case.ids_TK, valid, vocab_size=VOCABULARY, tp_group=tp_group).tolist())
-        return found
-
-
 def test_topk_overlap_equals_sets() -> None:
     for k in SIZES:
         case = overlap_case(k)
@@ -52,13 +40,6 @@ def test_topk_overlap_equals_sets() -> None:
         got = topk_overlap(case.logits_TW, case.ids_TK, valid, vocab_size=VOCABULARY)
         assert got.tolist() == pytest.approx(overlap_of_sets(case), nan_ok=True), k
         assert k == 1 or ((got > 0) & (got < 1)).any(), "every overlap is 0 or 1"
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_topk_overlap_with_tensor_parallel_equals_sets(pool: WorkerPool, world_size: int) -> None:
-    for found in pool.run(world_size, overlaps_on_rank):
-        for k, got in zip(SIZES, found, strict=True):
-            assert got == pytest.approx(overlap_of_sets(overlap_case(k)), nan_ok=True), k
 
 
 def test_topk_overlap_of_no_positions_is_empty() -> None:

@@ -8,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe_gkd.config import load_config
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Response
@@ -18,13 +17,12 @@ from recipe_gkd.quickstart.reward import compute_score
 from recipe_gkd.quickstart.task import Problem, write_parquet
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItem, RewardItems
+from tests._support.base_config import base_config
 
 
 def settings(files: list[Path], **values: Any) -> DataConfig:
-    overrides = [f"data.train_files={[str(file) for file in files]}", "actor_rollout_ref.model.path=x"]
-    return load_config(
-        "on_policy_distill_trainer", [*overrides, *(f"data.{key}={value}" for key, value in values.items())]
-    ).data
+    overrides = [f"data.{key}={value}" for key, value in values.items()]
+    return base_config(f"data.train_files={[str(file) for file in files]}", *overrides).data
 
 
 def loaded(files: list[Path], **values: Any) -> tuple[PromptData, DataConfig, Any]:

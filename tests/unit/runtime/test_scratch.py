@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ import pytest
 from recipe_gkd.diagnostics import stack_dumps
 from recipe_gkd.runtime import scratch
 from recipe_gkd.runtime.process_id import ProcessId, boot_id, process_id
+from tests._support.waiting import wait_until
 
 
 @pytest.fixture
@@ -55,10 +55,7 @@ class TestScratchFolder:
             assert scratch.folders_of(process.pid) == [folder]
             scratch._remove_stale()
             assert folder.exists()
-        deadline = time.monotonic() + 60
-        while folder.exists() and time.monotonic() < deadline:  # The watcher of the killed process removes it.
-            time.sleep(0.1)
-        assert not folder.exists()
+        wait_until(lambda: not folder.exists(), timeout_s=60)  # The watcher of the killed process removes it.
 
     def test_stale_folder_of_this_machine_is_removed_and_others_are_kept(self, parent: Path) -> None:
         own = process_id(os.getpid())

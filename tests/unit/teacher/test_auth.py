@@ -7,7 +7,6 @@ import os
 import socket
 import stat
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from teacher.wire.sockets import WORKER_HEARTBEAT, make_socket
 from teacher.worker import Worker
 from tests._support.fake_worker import FakeEngine, expected_scores, running_worker
 from tests._support.teacher_service import StopFlag, running_proxy
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -74,11 +74,7 @@ def assert_served(proxy: Proxy, folder: Path | None) -> None:
 
 
 def wait_for_log(caplog: pytest.LogCaptureFixture, *texts: str) -> None:
-    deadline = time.monotonic() + 5
-    while not all(text in caplog.text for text in texts) and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-    for text in texts:
-        assert text in caplog.text
+    wait_until(lambda: all(text in caplog.text for text in texts), timeout_s=5)
 
 
 def test_service_with_keys_serves_allowed_peers_only(

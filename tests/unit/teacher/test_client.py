@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from teacher.records import TeacherInfo
 from teacher.status import Totals
 from teacher.wire import protocol
 from teacher.wire.messages import Cancel, Hello, Score, StatusRequest
+from tests._support.waiting import wait_until
 from tests.unit.teacher.scripted_service import ScriptedService, assert_scores, expected_scores, sequence
 
 pytestmark = pytest.mark.timeout(30)
@@ -265,10 +265,7 @@ def test_result_is_freed_with_its_future(service: ScriptedService, client: Teach
     gc.disable()
     try:
         del future
-        deadline = time.monotonic() + 2
-        while kept() is not None and time.monotonic() < deadline:
-            threading.Event().wait(0.01)
-        assert kept() is None
+        wait_until(lambda: kept() is None, timeout_s=2)
     finally:
         gc.enable()
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from teacher.wire.make_keys import make_keys
 from tests._support.fake_worker import FakeEngine, running_worker
 from tests._support.ports import free_port
 from tests._support.teacher_service import REPO, StopFlag, running_proxy
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -126,9 +126,7 @@ def test_second_signal_ends_draining_proxy(tmp_path: Path) -> None:
     engine.gate.clear()
     proxy = subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 20
-        while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
-            threading.Event().wait(0.02)
+        wait_until((tmp_path / "ready").exists)
         with running_worker(ports[1], engine), TeacherClient(server_port=ports[0]) as client:
             client.submit([TeacherSequence(np.array([1, 2], np.int32), 1)], 30)
             assert engine.added.acquire(timeout=10)

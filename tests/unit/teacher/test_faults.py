@@ -19,8 +19,9 @@ from teacher.wire import protocol
 from teacher.wire.messages import LIMITS, Ready, RetryLater, ScoreReply
 from tests._support.fake_worker import INFO, FakeEngine, expected_scores, running_worker
 from tests._support.ports import free_port
-from tests._support.teacher_requests import make_sequence, raw_peer, wait_until
+from tests._support.teacher_requests import make_sequence, raw_peer
 from tests._support.teacher_service import running_proxy
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 

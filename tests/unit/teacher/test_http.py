@@ -20,6 +20,7 @@ from teacher.proxy.http import HttpServer
 from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
 from tests._support.fake_worker import running_worker
 from tests._support.teacher_service import running_proxy
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -202,8 +203,6 @@ def test_healthz_of_running_proxy_follows_workers() -> None:
     with running_proxy() as proxy, HttpServer("127.0.0.1", 0, lambda: (proxy.latest_status, 0.0)) as server:
         assert health(server)[0] == 503
         with running_worker(proxy.backend_port):
-            deadline = time.monotonic() + 5  # the status is refreshed once per second
-            while health(server)[0] != 200 and time.monotonic() < deadline:
-                threading.Event().wait(0.05)
+            wait_until(lambda: health(server)[0] == 200, timeout_s=5)  # the status is refreshed once per second
             code, body = health(server)
             assert code == 200 and body["model_name"] == "fake" and body["workers"] == 1

@@ -24,6 +24,7 @@ from tests._support.fake_worker import FakeEngine, expected_scores, running_work
 from tests._support.ports import free_port
 from tests._support.teacher_requests import RawPeer, make_sequence, raw_peer
 from tests._support.teacher_service import StopFlag, running_proxy
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -54,10 +55,7 @@ def sequence_of(request_id: int) -> TeacherSequence:
 
 
 def wait_for_workers(client: TeacherClient, n_workers: int) -> None:
-    deadline = time.monotonic() + 20
-    while client.hello().n_workers != n_workers:
-        assert time.monotonic() < deadline, f"not {n_workers} workers after 20 s"
-        threading.Event().wait(0.05)
+    wait_until(lambda: client.hello().n_workers == n_workers)
 
 
 def submit_all(process: subprocess.Popen[str], peer: RawPeer) -> None:

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -32,6 +31,7 @@ from tests._support.fake_worker import OTHER_INFO, FakeEngine, expected_scores, 
 from tests._support.ports import free_port
 from tests._support.teacher_requests import make_sequence
 from tests._support.teacher_service import StopFlag, running_proxy
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -335,11 +335,8 @@ def test_client_close_frees_resources_and_fails_requests(proxy: Proxy) -> None:
         with pytest.raises(TeacherError, match="is closed"):
             client.submit([make_sequence(1, 2)])
     # The proxy in this process closes its side of each connection when it detects the disconnection.
-    deadline = time.monotonic() + 5
-    while len(os.listdir("/proc/self/fd")) > descriptors and time.monotonic() < deadline:
-        threading.Event().wait(0.02)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors, timeout_s=5)
     assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_client_in_forked_child_is_refused(client: TeacherClient) -> None:

@@ -17,8 +17,9 @@ from teacher.wire.sockets import WORKER_HEARTBEAT
 from teacher.worker import Worker
 from tests._support.fake_worker import INFO, FakeEngine, running_worker
 from tests._support.ports import free_port
-from tests._support.teacher_requests import make_sequence, raw_peer, wait_until
+from tests._support.teacher_requests import make_sequence, raw_peer
 from tests._support.teacher_service import running_proxy
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
-from recipe_gkd.config import Config, load_config
+from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.preflight import Student, check_teacher
 from recipe_gkd.teacher_routing import Routes, backends, open_teachers
@@ -23,6 +23,7 @@ from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout
 from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import ScoredSequence, TeacherSequence
+from tests._support.base_config import base_config
 from tests._support.fake_teachers import pair
 from tests._support.repository import REPO
 from tests._support.teacher_service import MAX_MODEL_LEN, VOCAB_SIZE
@@ -35,8 +36,7 @@ EXAMPLE = REPO / "docs" / "examples" / "custom_teacher.py"
 
 
 def configured(*overrides: str, others: Sequence[str] = ()) -> Config:
-    needed = ["data.train_files=x", "actor_rollout_ref.model.path=x", *others]
-    return load_config("on_policy_distill_trainer", [*needed, *(f"{KEY}.{override}" for override in overrides)])
+    return base_config(*others, *(f"{KEY}.{override}" for override in overrides))
 
 
 def random_sequences(*sizes: tuple[int, int]) -> list[TeacherSequence]:

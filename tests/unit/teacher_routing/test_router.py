@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from recipe_gkd.config import Config, load_config
+from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response, Sample
 from recipe_gkd.errors import DataError
 from recipe_gkd.teacher_routing import Routes, Teachers, failure_policy, open_teachers, read_routes
@@ -28,6 +28,7 @@ from teacher.errors import (
 )
 from teacher.records import TeacherSequence
 from teacher.wire.messages import LIMITS
+from tests._support.base_config import base_config
 from tests._support.fake_teachers import REFUSED, fake_scores, is_scored_by, pair, service
 from tests._support.ports import free_port
 from tests._support.waiting import wait_until_async
@@ -40,9 +41,8 @@ ROUTES = Routes(("default",))
 
 
 def configured(*overrides: str) -> Config:
-    needed = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.rollout.n=2"]
     keys = [override if override.startswith("gkd.") else f"{TEACHER}.{override}" for override in overrides]
-    return load_config("on_policy_distill_trainer", [*needed, *keys])
+    return base_config("actor_rollout_ref.rollout.n=2", *keys)
 
 
 def uids(samples: Sequence[Sample]) -> list[int]:
@@ -286,13 +286,9 @@ def test_failure_policy_skip_ends_above_budget_of_resumed_run(error: TeacherErro
 def test_teachers_report_without_scores_raises_if_distilling() -> None:
     for coefficient in (1, 0):
         rewards = ["gkd.use_rl_loss=true"] if not coefficient else []
-        config = load_config(
-            "on_policy_distill_trainer",
-            [
-                *("data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.rollout.n=2"),
-                *("custom_reward_function.path=x", f"{TEACHER}.on_failure=skip_samples"),
-                *(f"gkd.distill_loss_coef={coefficient}", *rewards),
-            ],
+        config = base_config(
+            *("actor_rollout_ref.rollout.n=2", "custom_reward_function.path=x", f"{TEACHER}.on_failure=skip_samples"),
+            *(f"gkd.distill_loss_coef={coefficient}", *rewards),
         )
         teachers = Teachers(config, ROUTES, {"default": Scripted(LATE, LATE)})
         samples = [sample for uid in range(2) for sample in score(teachers, [pair(uid)])]

@@ -1,3 +1,0 @@
-from tests._support.fixtures import pool
-
-__all__ = ["pool"]
