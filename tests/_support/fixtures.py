@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
+from teacher.proxy import Proxy
+from tests._support.teacher_service import running_proxy
 from tests._support.worker_pool import WorkerPool
 
 
@@ -16,6 +19,23 @@ def pool() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    """Proxy of a teacher service in this process."""
+    with running_proxy() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    """Restore the root logger, which commands of the teacher service configure."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response
@@ -21,26 +20,23 @@ from recipe_gkd.weight_sync.sender_api import WeightSenderApi
 from recipe_gkd.weight_sync.stats import TransferStats
 from recipe_gkd.weight_sync.store import join_store
 from tests._support.base_config import base_config
+from tests._support.qwen2 import random_qwen2
 
 VOCABULARY = 300
 PADDED_VOCABULARY = 320
 """Rows of the embedding and of the output layer of an untied model, on disk and in the actor."""
-EOS = 1
 TEACHER_EOS = 2
 
 
-def make_model(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
+def make_model(seed: int, *, tied: bool, vocab_size: int = VOCABULARY) -> Any:
     """Return a Qwen2 model with random weights, without padding."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=tied, eos_token_id=EOS,
-        initializer_range=0.1,
+    return random_qwen2(
+        seed, vocab_size=vocab_size, hidden_size=128, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=512, tie_word_embeddings=tied,
     )  # fmt: skip
-    return Qwen2ForCausalLM(config).float().eval()
 
 
-def make_padded_model(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
+def make_padded_model(seed: int, *, tied: bool) -> Any:
     """Return :func:`make_model`; if it is untied, with padding ids that are more likely than any token."""
     model = make_model(seed, tied=tied)
     if tied:
@@ -48,9 +44,7 @@ def make_padded_model(seed: int, *, tied: bool) -> Qwen2ForCausalLM:
     state, more = model.state_dict(), PADDED_VOCABULARY - VOCABULARY
     for name, factor in (("model.embed_tokens.weight", 1), ("lm_head.weight", 30)):
         state[name] = torch.cat([state[name], factor * state[name][:more]])
-    padded = (
-        Qwen2ForCausalLM(Qwen2Config(**(model.config.to_dict() | {"vocab_size": PADDED_VOCABULARY}))).float().eval()
-    )
+    padded = make_model(seed, tied=tied, vocab_size=PADDED_VOCABULARY)
     padded.load_state_dict(state)
     return padded
 
@@ -76,14 +70,14 @@ def prompts(n: int, first_uid: int = 0) -> list[Prompt]:
     ]
 
 
-def reference_logps(model: Qwen2ForCausalLM, prompt: Prompt, response: Response) -> np.ndarray:
+def reference_logps(model: Any, prompt: Prompt, response: Response) -> np.ndarray:
     """Return the log-probabilities of transformers at each response position, float32 [T, V]."""
     ids = torch.from_numpy(np.concatenate([prompt.ids, response.ids])).long()
     with torch.no_grad():
         return model(ids[None]).logits[0].log_softmax(-1)[len(prompt.ids) - 1 : -1].numpy()
 
 
-def reference_logprobs(model: Qwen2ForCausalLM, prompt: Prompt, response: Response) -> np.ndarray:
+def reference_logprobs(model: Any, prompt: Prompt, response: Response) -> np.ndarray:
     """Return the log-probabilities of transformers of a response's tokens, float32 [T]."""
     return reference_logps(model, prompt, response)[np.arange(len(response.ids)), response.ids]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from teacher.proxy import Proxy
+from tests._support.qwen2 import random_qwen2, save_word_tokenizer
 from tests._support.repository import REPO
 
 VOCAB_SIZE = 96
@@ -97,30 +98,8 @@ class Service:
 
 def make_tiny_qwen2(folder: Path) -> Path:
     """Save a random Qwen2 with two layers, 96 tokens and a character tokenizer, in float32; return ``folder``."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=MAX_MODEL_LEN,
-        initializer_range=0.1,  # Distributions are not uniform, and float32 logits are exact to 1e-5.
-        tie_word_embeddings=False,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).float().save_pretrained(folder)
-    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(32 + i): 3 + i for i in range(VOCAB_SIZE - 3)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    random_qwen2(
+        seed=0, vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_MODEL_LEN, num_key_value_heads=1
     ).save_pretrained(folder)
+    save_word_tokenizer(folder, [chr(32 + i) for i in range(VOCAB_SIZE - 3)], characters=True)
     return folder

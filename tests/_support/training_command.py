@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests._support.ports import free_port
+from tests._support.qwen2 import random_qwen2
 from tests._support.teacher_service import run_script
 
 RUN_ID_VARIABLE = "RECIPE_GKD_TEST_RUN"
@@ -129,28 +130,18 @@ class Teacher:
 
 def make_model(folder: Path, *, seed: int) -> Path:
     """Save a random Qwen2 with two layers and the quickstart's tokenizer of 32 characters; return ``folder``."""
-    import torch
-    import transformers
-
     from recipe_gkd.quickstart.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer()
-    torch.manual_seed(seed)
-    config = transformers.Qwen2Config(
+    random_qwen2(
+        seed,
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=True,
         initializer_range=0.15,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    transformers.Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

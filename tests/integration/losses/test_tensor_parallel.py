@@ -88,4 +88,4 @@ class TestTensorParallel:
                 torch.testing.assert_close(grad_TD, expected_TD, rtol=1e-10, atol=1e-10)
             grad_VD = torch.cat([results[number][2][1] for results in ranks])
             torch.testing.assert_close(grad_VD, expected_VD, rtol=1e-10, atol=1e-10)
-            assert (grad_VD[custom_loss.VOCAB:] == 0).all()
+            assert (grad_VD[custom_loss.VOCAB :] == 0).all()

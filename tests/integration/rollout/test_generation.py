@@ -15,8 +15,8 @@ import torch
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import DeadlineError, WorkerError
+from tests._support.qwen2 import EOS
 from tests._support.rollout_models import (
-    EOS,
     TEACHER_EOS,
     VOCABULARY,
     config_for,

@@ -15,7 +15,8 @@ from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.data.samples import Response
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.ray_worker import RolloutWorker
-from tests._support.rollout_models import EOS, VOCABULARY, config_for, prompts, reference_logprobs
+from tests._support.qwen2 import EOS
+from tests._support.rollout_models import VOCABULARY, config_for, prompts, reference_logprobs
 from tests.integration.rollout.conftest import environment, make_synchronizer
 from tests.integration.rollout.reusable_actors import ReusableActorWorker, start_trained_actor
 

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from teacher.proxy import Proxy
+from tests._support.fixtures import proxy, restored_logging
 from tests._support.ports import free_port
-from tests._support.teacher_service import VOCAB_SIZE, Service, processes_of, run_script, running_proxy
+from tests._support.teacher_service import VOCAB_SIZE, Service, processes_of, run_script
 
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """Restore the logging set-up, which commands of the service change in this process."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
-@pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    with running_proxy() as running:
-        yield running
+__all__ = ["proxy", "restored_logging"]
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from teacher.engines.admission import Admission, Demand
 from teacher.engines.sizes import capacity_tokens, result_bytes, step_size
 from teacher.errors import TeacherError
 from teacher.records import TeacherSequence
+from tests._support.qwen2 import random_qwen2, save_word_tokenizer
 from tests._support.teacher_service import REPO
 from tests.integration.teacher.engine_script import DISCARDED, LONG, N_TOKENS, REFUSED, SHORT, TOO_LARGE, VOCAB_SIZE
 
@@ -26,34 +27,13 @@ pytestmark = pytest.mark.timeout(120)
 def padded_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a random float32 Qwen2 with 17 padding rows in the output layer. One token needs 1 KiB of KV cache."""
     import torch
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     folder = tmp_path_factory.mktemp("padded_qwen2")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    model = Qwen2ForCausalLM(config).float()
+    model = random_qwen2(seed=0, vocab_size=VOCAB_SIZE, max_position_embeddings=1024)
     with torch.no_grad():
         model.lm_head.weight[N_TOKENS:] *= 3  # padding that would be among the top k if it were not excluded
     model.save_pretrained(folder)
-    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"t{i}": i for i in range(3, N_TOKENS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    ).save_pretrained(folder)
+    save_word_tokenizer(folder, [f"t{i}" for i in range(3, N_TOKENS)])
     return folder
 
 

@@ -107,6 +107,7 @@ class TestEqualsBuiltIn:
         assert found.pop("actor/custom_kl") == pytest.approx(expected["actor/kl_loss"], rel=1e-12)
         assert found == pytest.approx(expected, rel=1e-12)
 
+
 class TestGradient:
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("temperature", ["1", "2"])

@@ -25,9 +25,9 @@ from teacher import (
 )
 from teacher.client.chunks import CHUNK_TOKENS, split_request
 from teacher.records import TeacherInfo
-from teacher.status import Totals
 from teacher.wire import protocol
 from teacher.wire.messages import Cancel, Hello, Score, StatusRequest
+from tests._support.teacher_status import STATUS
 from tests._support.waiting import wait_until
 from tests.unit.teacher.scripted_service import ScriptedService, assert_scores, expected_scores, sequence
 
@@ -273,22 +273,6 @@ def test_result_is_freed_with_its_future(service: ScriptedService, client: Teach
 # --- hello, status, asyncio ---
 
 INFO = TeacherInfo("m", 100, 100, "none", 32, 4, "none", (1,), protocol_version=4, n_workers=2)
-STATUS = ServiceStatus(
-    model_name="m",
-    n_logprobs=4,
-    protocol_version=4,
-    uptime_s=1.5,
-    draining=False,
-    queue_requests=0,
-    queue_tokens=0,
-    queue_oldest_s=0.0,
-    max_queue_tokens=100,
-    tokens_per_second=0.0,
-    last_loss="none has registered yet",
-    workers=(),
-    clients=(),
-    totals=Totals(),
-)
 
 
 def test_async_status_and_hello_return_replies(service: ScriptedService) -> None:

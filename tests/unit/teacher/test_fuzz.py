@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from teacher.errors import TeacherProtocolError, TeacherTimeout
 from teacher.records import ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
-from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
 from teacher.wire import protocol
 from teacher.wire.messages import LIMITS, Heartbeat, Kind, Message, Ready
+from tests._support.teacher_status import STATUS
 
 # Derandomized, so that every machine tests the same examples. `decode_safely` bounds the time.
 FUZZ = settings(derandomize=True, max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
@@ -48,21 +48,6 @@ MODEL: dict[str, Any] = dict(
 )
 
 
-def status() -> ServiceStatus:
-    worker = WorkerStatus(
-        name="w", joined_s=1.0, heard_s=0.5, requests=1, tokens=2, capacity_tokens=3, tokens_per_second=4.0,
-        busy_share=0.5, scored_sequences=6, scored_tokens=7,
-    )  # fmt: skip
-    client = ClientStatus(
-        name="c", waiting_requests=1, waiting_tokens=2, running_requests=3, oldest_s=4.0, answered_tokens=5
-    )
-    return ServiceStatus(
-        model_name="m", n_logprobs=3, protocol_version=4, uptime_s=1.0, draining=False, queue_requests=0,
-        queue_tokens=0, queue_oldest_s=0.0, max_queue_tokens=9, tokens_per_second=1.0, last_loss="x", workers=(worker,),
-        clients=(client,), totals=Totals(),
-    )  # fmt: skip
-
-
 def valid_messages() -> dict[str, list[bytes]]:
     sequences = [TeacherSequence(np.arange(n, dtype=np.int32), p) for n, p in ((5, 2), (2, 1))]
     answer = ScoredSequence(np.zeros((3, 2), np.float32), np.ones((3, 2), np.int32), np.zeros(3, np.float32))
@@ -70,7 +55,7 @@ def valid_messages() -> dict[str, list[bytes]]:
         Kind.HELLO: protocol.encode_hello(1, 2.0),
         Kind.INFO: protocol.encode_info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2)),
         Kind.STATUS_REQUEST: protocol.encode_status_request(1, 2.0),
-        Kind.STATUS: protocol.encode_status(1, status()),
+        Kind.STATUS: protocol.encode_status(1, STATUS),
         Kind.SCORE: protocol.encode_score(1, 2.0, sequences, 0.7, top_k=2, wire_dtype="float16"),
         Kind.SCORE_REPLY: protocol.encode_score_reply(1, [answer, answer], wire_dtype="float16"),
         Kind.CANCEL: protocol.encode_cancel(1),
@@ -193,7 +178,7 @@ def test_decode_damaged_frames_is_safe(data: st.DataObject) -> None:
 @FUZZ
 @given(st.data())
 def test_decode_changed_status_is_safe(data: st.DataObject) -> None:
-    content: Any = status().to_dict()
+    content: Any = STATUS.to_dict()
     key = data.draw(st.sampled_from(sorted(content)))
     json_values = st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -212,8 +197,8 @@ def with_status(text: bytes) -> list[bytes]:
 @pytest.mark.parametrize("depth", [100, 400, 500, 510, 600, 900, 940, 960, 980, 990, 1000, 100_000])
 def test_decode_nested_values_is_refused(depth: int) -> None:
     assert decode_safely(with_status(b"[" * depth + b"]" * depth)) is None
-    content = json.dumps(status().to_dict()).encode()
-    deep = content.replace(b'"queue_tokens": 0', b'"queue_tokens": ' + b"[" * depth + b"]" * depth)
+    content = json.dumps(STATUS.to_dict()).encode()
+    deep = content.replace(b'"queue_tokens": 1100', b'"queue_tokens": ' + b"[" * depth + b"]" * depth)
     assert deep != content and decode_safely(with_status(deep)) is None
     if depth < 600:
         for kind, key in (("score", "prompt_lens"), ("score", "temperature"), ("ready", "info"), ("hello", "v")):

@@ -17,48 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from teacher import TeacherError
 from teacher.proxy.http import HttpServer
-from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
+from teacher.status import ServiceStatus
 from tests._support.fake_worker import running_worker
 from tests._support.teacher_service import running_proxy
+from tests._support.teacher_status import STATUS
 from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def worker_status(name: str) -> WorkerStatus:
-    return WorkerStatus(
-        name=name,
-        joined_s=100.5,
-        heard_s=0.25,
-        requests=3,
-        tokens=300,
-        capacity_tokens=1000,
-        tokens_per_second=50.0,
-        busy_share=0.75,
-        scored_sequences=7,
-        scored_tokens=7000,
-    )
-
-
-CLIENT = ClientStatus(
-    name='a "client"\n', waiting_requests=1, waiting_tokens=10, running_requests=2, oldest_s=1.5, answered_tokens=5
-)
-STATUS = ServiceStatus(
-    model_name="tiny",
-    n_logprobs=4,
-    protocol_version=4,
-    uptime_s=1000.0,
-    draining=False,
-    queue_requests=11,
-    queue_tokens=1100,
-    queue_oldest_s=2.5,
-    max_queue_tokens=9999,
-    tokens_per_second=100.0,
-    last_loss="none has registered yet",
-    workers=(worker_status("host:1"), worker_status("host:1")),
-    clients=(CLIENT,),
-    totals=Totals(**{field.name: i + 2001 for i, field in enumerate(fields(Totals))}),
-)
 
 
 class Source:
@@ -115,7 +80,7 @@ def test_metrics_contain_every_status_number(server: HttpServer) -> None:
     families = list(text_string_to_metric_families(body.decode()))
     samples = [sample for family in families for sample in family.samples]
     values = {sample.value for sample in samples if sample.name.startswith("teacher_")}
-    for record in (STATUS, STATUS.workers[0], CLIENT, STATUS.totals):
+    for record in (STATUS, STATUS.workers[0], STATUS.clients[0], STATUS.totals):
         for field in fields(record):
             value = getattr(record, field.name)
             if isinstance(value, int | float) and field.name not in ("n_logprobs", "protocol_version"):  # labels

@@ -1,0 +1,67 @@
+"""Schema of the configuration: type, range and description of every key.
+
+The schema contains no defaults. All values are in the YAML files under ``config/``. ``load.py`` composes and converts
+them, and ``validate.py`` rejects combinations that cannot work. ``python -m recipe_gkd.config`` prints the descriptions
+as a table.
+"""
+
+from __future__ import annotations
+
+from pydantic.dataclasses import dataclass
+
+from recipe_gkd.config.schema.actor import ActorConfig, CheckpointConfig, MegatronConfig, ModelConfig, OptimConfig
+from recipe_gkd.config.schema.data import DataConfig
+from recipe_gkd.config.schema.fields import STRICT, key, timeout
+from recipe_gkd.config.schema.gkd import AggregationMode, CustomLossConfig, GkdConfig
+from recipe_gkd.config.schema.reward import RewardFunctionConfig
+from recipe_gkd.config.schema.rollout import RolloutEngineConfig, RolloutPoolConfig, ValidationSamplingConfig
+from recipe_gkd.config.schema.teacher import TeacherConfig
+from recipe_gkd.config.schema.trainer import BUILT_IN_LOGGERS, RayInitConfig, Scheduler, TrainerConfig
+
+__all__ = [
+    "BUILT_IN_LOGGERS",
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AggregationMode",
+    "CheckpointConfig",
+    "Config",
+    "CustomLossConfig",
+    "DataConfig",
+    "GkdConfig",
+    "MegatronConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RayInitConfig",
+    "RewardFunctionConfig",
+    "RolloutEngineConfig",
+    "RolloutPoolConfig",
+    "Scheduler",
+    "TeacherConfig",
+    "TrainerConfig",
+    "ValidationSamplingConfig",
+]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ActorRolloutRefConfig:
+    """Student, rollout and teacher, section ``actor_rollout_ref``."""
+
+    hybrid_engine: bool = key("Run actor and rollout in one process. Only false is supported.")
+    nccl_timeout: float = timeout("one weight sync. Collectives of the actor get 60 s more.")
+    model: ModelConfig
+    actor: ActorConfig
+    rollout: RolloutEngineConfig
+    teacher: TeacherConfig
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Config:
+    """Complete configuration of a run, converted and validated."""
+
+    data: DataConfig
+    actor_rollout_ref: ActorRolloutRefConfig
+    rollout: RolloutPoolConfig
+    gkd: GkdConfig
+    custom_reward_function: RewardFunctionConfig
+    trainer: TrainerConfig
+    ray_init: RayInitConfig

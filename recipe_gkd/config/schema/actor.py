@@ -1,0 +1,110 @@
+"""Sections ``actor_rollout_ref.model`` (student) and ``actor_rollout_ref.actor`` (its training)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass
+
+from recipe_gkd.config.limits import MAX_BATCH, MAX_COEFFICIENT, MAX_DEVICES, MAX_INT32, MAX_STEPS, Beta
+from recipe_gkd.config.schema.fields import STRICT, key, timeout
+
+CheckpointPart = Literal["model", "optimizer", "extra"]
+DecayStyle = Literal["constant", "linear", "cosine"]
+SavedPart = Literal[CheckpointPart, "hf_model"]
+TrainingDtype = Literal["bfloat16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelConfig:
+    """Student model, section ``actor_rollout_ref.model``."""
+
+    path: str = key("Hugging Face folder of the student, with config, tokenizer and safetensors.")
+    trust_remote_code: bool = key("Allow the tokenizer and the rollout engine to execute code from the model folder.")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MegatronConfig:
+    """Parallel layout of the actor, section ``actor_rollout_ref.actor.megatron``."""
+
+    tensor_model_parallel_size: int = key("Number of ranks that share each layer.", ge=1, le=MAX_DEVICES)
+    pipeline_model_parallel_size: int = key("Number of pipeline stages.", ge=1, le=MAX_DEVICES)
+    virtual_pipeline_model_parallel_size: int | None = key(
+        "Number of interleaved layer chunks per pipeline stage. null: no interleaving.", ge=2, le=MAX_DEVICES
+    )
+    context_parallel_size: int = key(
+        "Number of ranks that share each sequence. Only 1 is supported.", ge=1, le=MAX_DEVICES
+    )
+    expert_model_parallel_size: int = key(
+        "Number of ranks that share the experts of a mixture-of-experts model.", ge=1, le=MAX_DEVICES
+    )
+    expert_tensor_parallel_size: int | None = key(
+        "Number of ranks that share each expert. null: `tensor_model_parallel_size`.", ge=1, le=MAX_DEVICES
+    )
+    sequence_parallel: bool = key(
+        "Split activations between layers along the sequence, which saves memory. Requires "
+        "`tensor_model_parallel_size` above 1."
+    )
+    use_distributed_optimizer: bool = key("Shard the optimizer state over the data-parallel ranks.")
+    dtype: TrainingDtype = key("Data type of weights and activations. The optimizer keeps float32 copies.")
+    param_offload: bool = key("Move parameters to host memory between updates. Only false is supported.")
+    grad_offload: bool = key("Move gradients to host memory between updates. Only false is supported.")
+    optimizer_offload: bool = key("Move the optimizer state to host memory between updates. Only false is supported.")
+    override_transformer_config: dict[str, Any] = key(
+        "Fields of Megatron's TransformerConfig that are set directly, such as `recompute_granularity`."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimConfig:
+    """Optimizer and learning rate schedule, section ``actor_rollout_ref.actor.optim``."""
+
+    lr: float = key("Peak learning rate.", gt=0, le=1)
+    min_lr: float = key("Learning rate at the end of the decay.", ge=0, le=1)
+    lr_warmup_steps: int = key(
+        "Number of linear warm-up steps. -1: use `lr_warmup_steps_ratio` instead.", ge=-1, le=MAX_STEPS
+    )
+    lr_warmup_steps_ratio: float = key(
+        "Number of warm-up steps as a fraction of all steps. Used if `lr_warmup_steps` is -1.", ge=0, le=1
+    )
+    lr_decay_style: DecayStyle = key("Shape of the learning rate schedule after the warm-up.")
+    weight_decay: float = key(
+        "AdamW weight decay. Biases, norm weights and vocabulary padding are excluded.", ge=0, le=100
+    )
+    betas: tuple[Beta, Beta] = key("AdamW decay rates of the first and second moment.")
+    clip_grad: float = key("Maximum gradient norm. 0: no clipping.", ge=0, le=MAX_COEFFICIENT)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CheckpointConfig:
+    """Content of checkpoints, section ``actor_rollout_ref.actor.checkpoint``."""
+
+    save_contents: list[SavedPart] = key(
+        "Parts of a checkpoint: `model` (weights), `optimizer` (state), `extra` (learning rate schedule), and "
+        "`hf_model` (a Hugging Face folder for inference)."
+    )
+    load_contents: list[CheckpointPart] = key("Parts that a resumed run loads.")
+    async_save: bool = key("Write checkpoints in the background while training continues.")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ActorConfig:
+    """Actor, the student in training, section ``actor_rollout_ref.actor``."""
+
+    strategy: Literal["megatron"] = key("Training backend.")
+    micro_batch_size: int = key(
+        "Number of samples per micro-batch and rank. Used if `use_dynamic_bsz` is false.", ge=1, le=MAX_BATCH
+    )
+    use_dynamic_bsz: bool = key(
+        "Fill micro-batches up to `max_token_len` tokens. false: `micro_batch_size` samples each."
+    )
+    max_token_len: int = key(
+        "Maximum number of tokens per micro-batch and rank. Used if `use_dynamic_bsz` is true. Lower it if the actor "
+        "runs out of memory.",
+        ge=1,
+        le=MAX_INT32,
+    )
+    timeout_s: float = timeout("one update, save or load. A background save is timed from its start.")
+    megatron: MegatronConfig
+    optim: OptimConfig
+    checkpoint: CheckpointConfig

@@ -1,0 +1,44 @@
+"""Section ``data``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from recipe_gkd.config.limits import MAX_BATCH, MAX_SEED, MAX_TOKENS
+from recipe_gkd.config.schema.fields import STRICT, Files, key
+
+Truncation = Literal["error", "left", "right", "middle"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataConfig:
+    """Training and validation prompts, section ``data``."""
+
+    train_files: Files = key("Parquet files with the training prompts. A single path is accepted.")
+    val_files: Files = key("Parquet files with held-out prompts for validation. May be empty.")
+    prompt_key: str = key("Column with the prompt: a list of {role, content} messages, or a string.")
+    response_key: str = key("Column with the reference response, a string. Used if `gkd.sft_share` is above 0.")
+    ground_truth_key: str = key(
+        "Column with the ground truth that the reward function receives. Dots select a field of a structure, such as "
+        "`reward_model.ground_truth`."
+    )
+    data_source_key: str = key(
+        "Column with the name of the data source. Validation metrics are reported per source, and reward functions "
+        "receive the name as `data_source`."
+    )
+    max_prompt_length: int = key("Maximum prompt length in tokens, after the chat template.", ge=1, le=MAX_TOKENS)
+    max_response_length: int = key(
+        "Maximum response length in tokens. Longer responses are truncated.", ge=1, le=MAX_TOKENS
+    )
+    train_batch_size: int = key("Number of prompts per training step.", ge=1, le=MAX_BATCH)
+    shuffle: bool = key("Shuffle the prompts in each epoch. The order depends on `seed` and the epoch only.")
+    seed: int = key("Seed of the data order and of sampling.", ge=0, le=MAX_SEED)
+    filter_overlong_prompts: bool = key(
+        "Drop prompts longer than `max_prompt_length`. The number of dropped prompts is logged."
+    )
+    truncation: Truncation = key(
+        "Treatment of overlong prompts that were not filtered. `error`: the run ends; `left`, `right`, "
+        "`middle`: tokens are removed from the start, the end or the middle."
+    )

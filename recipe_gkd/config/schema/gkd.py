@@ -1,0 +1,125 @@
+"""Section ``gkd``, the training objective."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator
+from pydantic.dataclasses import dataclass
+
+from recipe_gkd.config.choices import OneOf, absolute_path, importance_modes, kernel_backends, loss_names, tail_modes
+from recipe_gkd.config.limits import MAX_COEFFICIENT, MAX_INT32
+from recipe_gkd.config.schema.fields import STRICT, key
+
+AdvantageBaseline = Literal["none", "expected", "group"]
+AggregationMode = Literal["token-mean", "seq-mean-token-mean"]
+SftTarget = Literal["data", "teacher"]
+
+
+def _current_tail_mode(value: Any) -> Any:
+    return "renormalize" if value == "renormalise" else value  # former spelling
+
+
+LossType = Annotated[str, AfterValidator(OneOf(loss_names))]
+TailMode = Annotated[str, BeforeValidator(_current_tail_mode), AfterValidator(OneOf(tail_modes))]
+ImportanceMode = Annotated[str, AfterValidator(OneOf(importance_modes))]
+KernelBackend = Annotated[str, AfterValidator(OneOf(kernel_backends))]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CustomLossConfig:
+    """Distillation loss from a user's file."""
+
+    path: Annotated[str | None, AfterValidator(absolute_path)] = key(
+        "Python file of a loss function that replaces `gkd.distill_loss_type`. null: no custom loss."
+    )
+    name: str | None = key("Name of the function in that file: `LossInputs` -> `LossOutputs` of `recipe_gkd.losses`.")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GkdConfig:
+    """Objective, section ``gkd``: distillation, policy loss and cross-entropy, each with a coefficient."""
+
+    distill_loss_type: LossType = key(
+        "Distillation loss at each position: a divergence between teacher P and student Q on the teacher's top-k, or "
+        "an estimate of reverse KL from the sampled token alone (`k1`: policy gradient, `k2`, `k3`)."
+    )
+    distill_loss_coef: float = key(
+        "Coefficient of the distillation loss. 0: the loss is measured but not trained on.", ge=0, le=MAX_COEFFICIENT
+    )
+    distill_temperature: float = key(
+        "Temperature of both distributions: logits are divided by it before the softmax.", ge=1e-3, le=1e3
+    )
+    tail: TailMode = key(
+        "Ids outside the teacher's top-k. `bucket` merges them into one outcome; `renormalize` omits them and divides "
+        "both distributions by their remaining mass (biased); `none` omits them from the sum (biased)."
+    )
+    beta: float = key(
+        "Weight of the teacher in the mixture of `jsd`. Near 0 the loss behaves like forward KL, near 1 like reverse "
+        "KL.",
+        ge=1e-6,
+        le=1 - 1e-6,
+    )
+    rkl_ratio: float = key("Weight of reverse KL in `kl_rkl`. Forward KL has the remaining weight.", ge=0, le=1)
+    skew_alpha: float = key(
+        "Weight of the first distribution in the mixture of `skewed_forward_kl` and `skewed_reverse_kl`.",
+        ge=1e-6,
+        le=1 - 1e-6,
+    )
+    use_rl_loss: bool = key("Add a GRPO policy loss on the rewards of `custom_reward_function`.")
+    rl_loss_coef: float = key("Coefficient of the policy loss.", ge=0, le=MAX_COEFFICIENT)
+    clip_ratio_low: float = key(
+        "Lower clip range of the policy loss: the probability ratio is clipped at 1 - this value.", gt=0, le=1
+    )
+    clip_ratio_high: float = key(
+        "Upper clip range of the policy loss: the probability ratio is clipped at 1 + this value.",
+        gt=0,
+        le=MAX_COEFFICIENT,
+    )
+    clip_ratio_c: float = key(
+        "Dual-clip bound of the policy loss: maximum probability ratio for negative advantages.",
+        gt=1,
+        le=MAX_COEFFICIENT,
+    )
+    norm_adv_by_std: bool = key(
+        "Divide advantages by the standard deviation of the rewards of the same prompt, plus 1e-6."
+    )
+    importance: ImportanceMode = key(
+        "Importance sampling correction of `k1`, `k2` and `k3` for tokens that older weights sampled. `truncate`: the "
+        "probability ratio is limited to `importance_cap`; `mask`: tokens with a higher ratio are excluded; `none`: no "
+        "correction."
+    )
+    importance_cap: float = key(
+        "Maximum probability ratio of the importance sampling correction.", ge=1, le=MAX_COEFFICIENT
+    )
+    baseline: AdvantageBaseline = key(
+        "Baseline of `k1`, subtracted from log p - log q of the sampled token to reduce variance. `expected`: the "
+        "expectation at this position, from the teacher's top-k; `group`: the mean over the tokens of the other "
+        "responses to the same prompt, after which the result is divided by their standard deviation (at least 0.1 "
+        "nats); `none`: no baseline."
+    )
+    sft_share: float = key(
+        "Fraction of the prompts that are trained on the reference response instead of a sampled one.", ge=0, le=1
+    )
+    sft_target: SftTarget = key(
+        "Target of reference responses. `data`: cross-entropy with their tokens; `teacher`: distillation from the "
+        "teacher's distributions along them."
+    )
+    sft_loss_coef: float = key("Coefficient of the cross-entropy with reference responses.", ge=0, le=MAX_COEFFICIENT)
+    loss_agg_mode: AggregationMode = key(
+        "Normalization of the loss over the global batch. `token-mean`: every token has the same weight; "
+        "`seq-mean-token-mean`: every non-empty response has the same weight."
+    )
+    chunk_tokens: int | None = key(
+        "Number of positions per chunk of the loss. Lower values use less memory. null: chosen for the device.",
+        ge=1,
+        le=MAX_INT32,
+    )
+    fuse_lm_head: bool = key(
+        "Compute the output layer inside the loss, chunk by chunk. The full logits are never stored; they are computed "
+        "twice. Set it to true if the logits do not fit into memory."
+    )
+    kernel_backend: KernelBackend = key(
+        "Kernels of the loss: `torch`; `triton`, on a GPU; `auto`: Triton on a GPU where it is installed and compiles."
+    )
+    custom_loss: CustomLossConfig

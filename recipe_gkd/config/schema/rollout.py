@@ -1,0 +1,86 @@
+"""Sections ``actor_rollout_ref.rollout`` (engines) and ``rollout`` (their workers)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from recipe_gkd.config.limits import (
+    MAX_DEVICES,
+    MAX_GROUP,
+    MAX_INT32,
+    MAX_NODES,
+    MAX_TEMPERATURE,
+    MAX_TOKENS,
+    Temperature,
+)
+from recipe_gkd.config.schema.fields import STRICT, key, timeout
+
+RolloutDtype = Literal["auto", "bfloat16", "float16", "float32"]
+WeightTransport = Literal["auto", "collective", "ipc"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ValidationSamplingConfig:
+    """Sampling during validation, section ``actor_rollout_ref.rollout.val_kwargs``."""
+
+    n: int = key("Number of responses per validation prompt. Their rewards are averaged.", ge=1, le=MAX_GROUP)
+    temperature: Temperature = key(
+        "Sampling temperature of validation responses: 0 (greedy), or 0.01 to 2.", ge=0, le=MAX_TEMPERATURE
+    )
+    top_p: float = key("Nucleus sampling threshold of validation responses. 1: disabled.", gt=0, le=1)
+    top_k: int = key(
+        "Number of most likely tokens that validation responses are sampled from. -1 or 0: all.", ge=-1, le=MAX_INT32
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RolloutEngineConfig:
+    """Rollout engines, section ``actor_rollout_ref.rollout``."""
+
+    name: Literal["vllm"] = key("Rollout engine.")
+    n: int = key("Number of responses per training prompt.", ge=1, le=MAX_GROUP)
+    temperature: Temperature = key("Sampling temperature: 0 (greedy), or 0.01 to 2.", ge=0, le=MAX_TEMPERATURE)
+    top_p: float = key("Nucleus sampling threshold. 1: disabled.", gt=0, le=1)
+    top_k: int = key("Number of most likely tokens to sample from. -1 or 0: all.", ge=-1, le=MAX_INT32)
+    dtype: RolloutDtype = key("Data type of the rollout engine. `auto`: the type in the model's config.")
+    gpu_memory_utilization: float = key("Fraction of a GPU's memory that vLLM uses. Ignored on a CPU.", gt=0, le=1)
+    kv_cache_memory_megabytes: int | None = key(
+        "Size of the KV cache in MiB. null: on CUDA derived from `gpu_memory_utilization`, on a CPU 256.",
+        ge=1,
+        le=1 << 24,
+    )
+    tensor_model_parallel_size: int = key("Number of GPUs per engine.", ge=1, le=MAX_DEVICES)
+    max_num_seqs: int = key("Maximum number of responses that one engine generates at a time.", ge=1, le=1 << 14)
+    max_model_len: int | None = key(
+        "Maximum sequence length in tokens. null: `data.max_prompt_length` + `data.max_response_length`.",
+        ge=2,
+        le=MAX_TOKENS,
+    )
+    enforce_eager: bool = key("Disable CUDA graphs. On a CPU they are always disabled.")
+    update_weights_bucket_megabytes: float = key(
+        "Size in MiB of the buckets in which weights are sent to the rollout workers. Larger buckets are faster and "
+        "use more memory.",
+        ge=1e-3,
+        le=1 << 16,
+    )
+    weight_transport: WeightTransport = key(
+        "Transport of weight updates. `collective`: NCCL or gloo; `ipc`: shared memory of one node; `auto`: `ipc` if "
+        "`rollout.share_actor_gpus` is true on CUDA, else `collective`."
+    )
+    timeout_s: float = timeout("the responses of one batch.")
+    val_kwargs: ValidationSamplingConfig
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RolloutPoolConfig:
+    """Size of the rollout pool, section ``rollout``."""
+
+    nnodes: int = key("Number of nodes of the rollout pool.", ge=1, le=MAX_NODES)
+    n_gpus_per_node: int = key(
+        "Number of GPUs per node of the rollout pool (CPU slots if `trainer.device` is `cpu`).", ge=1, le=MAX_DEVICES
+    )
+    share_actor_gpus: bool = key(
+        "Place each rollout worker on the GPU of an actor rank. Both pools must have the same size."
+    )

@@ -1,0 +1,124 @@
+"""Sections ``trainer`` and ``ray_init``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator
+from pydantic.dataclasses import dataclass
+
+from recipe_gkd.config.limits import MAX_CPUS, MAX_DEVICES, MAX_EPOCHS, MAX_NODES, MAX_STEPS
+from recipe_gkd.config.schema.fields import STRICT, key, timeout
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.runtime.user_code import split_spec
+
+Device = Literal["auto", "cuda", "cpu"]
+ResumeMode = Literal["disable", "auto", "resume_path"]
+Scheduler = Literal["sync", "one_step_off", "two_step_off", "n_step_off"]
+
+BuiltInLogger = Literal["console", "jsonl", "tensorboard"]
+BUILT_IN_LOGGERS: tuple[str, ...] = get_args(BuiltInLogger)
+
+
+def _check_logger(value: str) -> str:
+    if value in BUILT_IN_LOGGERS:
+        return value
+    try:
+        split_spec(value, key="trainer.logger")
+    except ConfigError as error:
+        choices = ", ".join(BUILT_IN_LOGGERS)
+        raise ValueError(f"expected one of {choices}, or FILE.py:Name for a logger class of your own") from error
+    return value
+
+
+LoggerSpec = Annotated[str, AfterValidator(_check_logger)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainerConfig:
+    """Schedule, length, outputs and actor pool of a run, section ``trainer``."""
+
+    scheduler: Scheduler = key(
+        "Maximum policy lag in optimizer steps: 0 for `sync`, 1 for `one_step_off`, 2 for `two_step_off`, and "
+        "`max_staleness` for `n_step_off`. A larger lag overlaps more stages and trains on older responses."
+    )
+    max_staleness: int | None = key(
+        "Maximum policy lag of `n_step_off`, in optimizer steps. null for the other schedulers.", ge=0, le=1000
+    )
+    inflight_update: bool = key(
+        "Update the rollout weights in the middle of responses: generation pauses, loads the weights and continues. "
+        "false: a weight sync waits for all responses in flight."
+    )
+    device: Device = key("Device of the workers. `auto`: `cuda` if Ray has a GPU, else `cpu`.")
+    nnodes: int = key("Number of nodes of the actor pool.", ge=1, le=MAX_NODES)
+    n_gpus_per_node: int = key(
+        "Number of GPUs per node of the actor pool (CPU slots if `device` is `cpu`).", ge=1, le=MAX_DEVICES
+    )
+    total_epochs: int = key(
+        "Number of passes over the training data. Ignored if `total_training_steps` is set.", ge=1, le=MAX_EPOCHS
+    )
+    total_training_steps: int | None = key(
+        "Number of training steps, over as many epochs as needed. null: `total_epochs` determines it.",
+        ge=1,
+        le=MAX_STEPS,
+    )
+    save_freq: int = key(
+        "Number of steps between checkpoints. A checkpoint is also saved at the last step. -1: no checkpoints.",
+        ge=-1,
+        le=MAX_STEPS,
+    )
+    max_actor_ckpt_to_keep: int | None = key(
+        "Number of recent checkpoints to keep. The best checkpoint is kept in addition. Older ones are removed after "
+        "each save. null: keep all.",
+        ge=1,
+        le=MAX_STEPS,
+    )
+    save_failures_allowed: int = key(
+        "Maximum number of failed saves (full disk, killed writer, timeout). One more ends the run with an error. A "
+        "resumed run starts at 0.",
+        ge=0,
+        le=MAX_STEPS,
+    )
+    test_freq: int = key("Number of steps between validations. -1: no validation.", ge=-1, le=MAX_STEPS)
+    val_before_train: bool = key("Validate before the first step.")
+    log_val_generations: int = key("Number of responses to log at each validation.", ge=0, le=MAX_STEPS)
+    best_metric: str | None = key(
+        "Validation metric that selects the best checkpoint, such as `val/gsm8k/compute_score`. The checkpoint with "
+        "the highest value is kept and linked as `best`. With `val_before_train` it must also exceed the value before "
+        "training. null: no best checkpoint."
+    )
+    logger: list[LoggerSpec] = key(
+        "Destinations of the metrics. Any of `console`, `jsonl`, `tensorboard`, and `FILE.py:Name` for a logger class "
+        "of your own (see docs/customization.md)."
+    )
+    project_name: str = key("Project name. Part of `default_local_dir` and of the TensorBoard folder.")
+    experiment_name: str = key("Experiment name. Part of `default_local_dir` and of the TensorBoard folder.")
+    default_local_dir: str = key("Run folder: checkpoints, logs, metrics and the trained model.")
+    resume_mode: ResumeMode = key(
+        "Starting point of the run. `auto`: the last complete checkpoint in `default_local_dir` if there is one, where "
+        "damaged checkpoints are skipped with a warning; `resume_path`: the checkpoint at `resume_from_path`; "
+        "`disable`: the model folder."
+    )
+    resume_from_path: str | None = key(
+        "Checkpoint folder (`.../global_step_N`) to resume from. Used if `resume_mode` is `resume_path`."
+    )
+    startup_timeout_s: float = timeout("start of all workers together.")
+    max_worker_restarts: int = key(
+        "Maximum number of dead rollout workers that are replaced during a run. The next death ends the run.",
+        ge=0,
+        le=MAX_STEPS,
+    )
+    trace_file: str | None = key(
+        "File for a trace of every stage, worker and batch, to be opened at https://ui.perfetto.dev. null: no trace."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RayInitConfig:
+    """Connection to Ray, section ``ray_init``."""
+
+    num_cpus: int | None = key(
+        "Number of CPU slots of a local cluster. null: number of CPUs of the machine.", ge=1, le=MAX_CPUS
+    )
+    address: str | None = key("Address of a running cluster, or `auto`. null: start a local cluster.")
+    timeline_json_file: str | None = key("File for Ray's own timeline, written at the end. null: no timeline.")
