@@ -19,8 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-LONGEST_FIRST = ("training", "faults", "actor", "rollout", "ray_cluster", "teacher")
-"""Folders of ``tests/integration`` by decreasing duration. They start in this order to balance the processes."""
+LONGEST_FIRST = ("training", "faults", "actor", "rollout", "ray_cluster", "integration/teacher", "test_triton_backend")
+"""Groups by decreasing duration. They start in this order to balance the processes."""
 
 
 def group_of(nodeid: str) -> str:
@@ -29,11 +29,16 @@ def group_of(nodeid: str) -> str:
     return str(Path(file).parent) if "integration" in Path(file).parts else file
 
 
+def start_order(group: str) -> int:
+    """Return the position of a group in ``LONGEST_FIRST``, and its length for other groups."""
+    path = Path(group).with_suffix("").as_posix()
+    return next((i for i, name in enumerate(LONGEST_FIRST) if path.endswith(f"/{name}")), len(LONGEST_FIRST))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests for ``pytest -n``: the longest folders first."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        order = {folder: index for index, folder in enumerate(LONGEST_FIRST)}
-        items.sort(key=lambda item: order.get(Path(group_of(item.nodeid)).name, len(order)))
+        items.sort(key=lambda item: start_order(group_of(item.nodeid)))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipe_gkd.errors import GkdError, WorkerDied
+from recipe_gkd.errors import GkdError
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.ray_cluster.node_probe import locate
 from recipe_gkd.runtime import process_trees
@@ -46,13 +46,13 @@ def test_stopped_workers_are_named_and_killed_workers_replaced_without_losing_pr
     start_trainer: TrainerFactory, census: Census
 ) -> None:
     """One pool serves all faults, because its start takes longer than any of them."""
-    kills = {1: (0, "generate"), 3: (1, "receive"), 5: (0, "load"), 7: (1, "generate")}  # step -> rank, point
+    kills = {1: (0, "generate"), 3: (1, "receive"), 5: (0, "load")}  # step -> rank, point
     trained: list[int] = []
     staleness: list[int] = []
     killed: list[int] = []
 
     async def train() -> None:
-        async with start_trainer("trainer.max_worker_restarts=3") as trainer:
+        async with start_trainer("trainer.max_worker_restarts=2") as trainer:
             await trainer.workers.weights.sync(0)
             for point in ("receive", "load", "generate"):
                 await stop_and_continue(trainer, point)
@@ -68,15 +68,13 @@ def test_stopped_workers_are_named_and_killed_workers_replaced_without_losing_pr
                     trained.extend(sample.prompt.uid for sample in batch.samples)
                     staleness.extend(batch.staleness)
 
-    with pytest.raises(
-        WorkerDied, match=r"rollout worker 1 of 2 died[\s\S]*max_worker_restarts=3 are used up"
-    ) as caught:
+    with pytest.raises(GkdError, match=r"rollout worker 0 of 2 died[\s\S]*max_worker_restarts=2 are used up") as caught:
         asyncio.run(train())
-    assert trained == list(range(len(trained))) and len(trained) >= 28
+    assert trained == list(range(len(trained))) and len(trained) >= 20
     assert min(staleness) >= 0 and max(staleness) <= 1
-    assert len(killed) == 4 and not any(map(is_running, killed))
+    assert len(killed) == 3 and not any(map(is_running, killed))
     folder = Path(re.search(r"diagnosis: (\S+)", str(caught.value))[1])  # type: ignore[index]
-    assert "rollout worker 1" in (folder / "report.md").read_text()
+    assert "rollout worker 0" in (folder / "report.md").read_text()
 
 
 @pytest.mark.slow

@@ -67,8 +67,8 @@ def validation(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def teacher(teacher_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teacher]:
-    """Teacher service with two workers."""
-    yield from running_teacher(teacher_model, tmp_path_factory.mktemp("teacher"), n_workers=2)
+    """Teacher service."""
+    yield from running_teacher(teacher_model, tmp_path_factory.mktemp("teacher"))
 
 
 @pytest.fixture(scope="session")

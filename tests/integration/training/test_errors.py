@@ -69,6 +69,7 @@ class TestWorkers:
     def test_too_many_slots_per_node_are_refused(self, start_run: StartRun) -> None:
         assert_refused(start_run("trainer.n_gpus_per_node=999"), "actor pool: 1 x 999 CPU slots")
 
+    @pytest.mark.slow  # tests/integration/actor checks the refusal without a run.
     def test_failed_worker_start_ends_run(self, start_run: StartRun) -> None:
         key = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularty"
         run = start_run(f"{key}=full")
