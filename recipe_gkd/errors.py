@@ -63,7 +63,7 @@ class DeadlineError(GkdError, TimeoutError):
 
 
 class WeightSyncError(GkdError, RuntimeError):
-    """Incomplete weight sync. Rollout workers without complete weights reject requests until a full sync succeeds."""
+    """Incomplete weight sync. Rollout workers without a complete version reject requests until a complete sync."""
 
 
 class UnexpectedError(GkdError, RuntimeError):

@@ -11,12 +11,10 @@ import logging
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 from omegaconf import OmegaConf
@@ -31,11 +29,12 @@ from recipe_gkd.config import Config, load_config
 from recipe_gkd.config.load import compose_config
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.tables import read_table
-from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.errors import DataError, UnexpectedError
+from recipe_gkd.diagnostics.exit_messages import report_error, report_stop
+from recipe_gkd.errors import DataError
 from recipe_gkd.preflight import Student, check_stop_ids, check_teachers, read_student, with_model_path
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.rewards import RewardItems, RewardScorer
+from recipe_gkd.runtime.run_log import log_background_error, start_logging
 from recipe_gkd.runtime.signals import Terminated, hangup_ignored, raise_on_signals, run_until_terminated
 from recipe_gkd.runtime.threads import run_until
 from recipe_gkd.teacher_routing import Teachers, open_teachers, read_routes
@@ -45,13 +44,8 @@ from recipe_gkd.workers import Workers, start_workers
 
 log = logging.getLogger("recipe_gkd")
 
-
 LAST_RECOVERY_S = 10.0
 """Deadline for the removal of incomplete saves at the end of a run."""
-_FILE_ONLY = "file_only"
-"""Attribute of a log record that the console does not show, such as one with a traceback."""
-_QUIET_LOGGER = "recipe_gkd.weight_sync.synchronizer"
-"""Logger with one line per step, of which the console shows warnings only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(composed)
             return 0
         with run_folder(config) as folder:
-            _start_logging(folder.path)
+            start_logging(folder.path / LOG)
             raise_on_signals()
             run(config, composed, folder)
     except Exception as error:  # noqa: BLE001 - the only handler that reports errors to the user
-        return _report_error(error)
+        return report_error(error)
     except KeyboardInterrupt:
-        return _report_stop("interrupted", signal.SIGINT)
+        return report_stop("interrupted", signal.SIGINT)
     except Terminated as stop:
-        return _report_stop("terminated", stop.number)
+        return report_stop("terminated", stop.number)
     return 0
 
 
@@ -142,7 +136,7 @@ def run(config: Config, composed: str, folder: RunFolder) -> None:
             raise_on_signals()  # again, because Ray sets a handler of its own
             training = _train(config, plan, teachers, reward_context, folder)
             try:
-                asyncio.run(run_until_terminated(training, _log_background_error))
+                asyncio.run(run_until_terminated(training, log_background_error))
             finally:
                 _recover_at_the_end(folder.path)
 
@@ -169,7 +163,7 @@ def _plan_training(config: Config, data: PromptData, student: Student, stop_toke
         data_seed=config.data.seed,
         shuffle=config.data.shuffle,
         data_fingerprint=data.fingerprint,
-        answers_fingerprint=data.answers_fingerprint,
+        references_fingerprint=data.references_fingerprint,
     )
     return TrainingPlan(
         loader=loader,
@@ -267,52 +261,6 @@ async def _resume(config: Config, workers: Workers, points: Sequence[ResumePoint
     log.info("resumed from %s", point.folder)
     best = read_best(root, config.trainer.best_metric, until=point.progress.step)
     return ResumeState(point.progress, point.folder, best)
-
-
-# ---- messages
-
-
-def _report_error(error: Exception) -> int:
-    """Print an error without a traceback. The traceback of an unexpected one goes to ``run.log`` if that is open."""
-    known = as_known_error(error, "outside the training")
-    details = ""
-    if isinstance(known, UnexpectedError):
-        files = [handler.baseFilename for handler in logging.getLogger().handlers if hasattr(handler, "baseFilename")]
-        if files:
-            log.error("the run ends with an unexpected error", exc_info=known, extra={_FILE_ONLY: True})
-            details = f"\nthe traceback is in {files[0]}"
-        else:
-            details = "\n" + "".join(traceback.format_exception(known)).rstrip()
-    with suppress(OSError):  # the terminal may be gone
-        print(f"\nerror: {known}{details}", file=sys.stderr)
-    return 1
-
-
-def _report_stop(event: str, number: int) -> int:
-    with suppress(OSError):  # the terminal may be gone
-        print(f"\n{event}; complete checkpoints are kept", file=sys.stderr)
-    return 128 + number
-
-
-def _log_background_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log errors of abandoned tasks to the file only, so that the console shows the error of the run."""
-    log.error("%s", context.get("message"), exc_info=context.get("exception"), extra={_FILE_ONLY: True})
-
-
-def _start_logging(folder: Path) -> None:
-    """Log everything to ``run.log``, and what a user needs during the run to the console."""
-    console, file = logging.StreamHandler(), logging.FileHandler(folder / LOG, encoding="utf-8")
-    console.addFilter(lambda record: record.levelno >= logging.WARNING or record.name != _QUIET_LOGGER)
-    console.addFilter(lambda record: not hasattr(record, _FILE_ONLY))
-    logging.raiseExceptions = False  # a full disk must not print a traceback for each line
-    logging.basicConfig(
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        level=logging.WARNING,
-        handlers=[console, file],
-        force=True,
-    )
-    log.setLevel(logging.INFO)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,13 @@ import numpy as np
 from recipe_gkd.actor.model_dims import ensure_layout_fits, read_model_dims
 from recipe_gkd.config import Config
 from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss
-from recipe_gkd.config.teachers import TEACHER
-from recipe_gkd.config.validate import validates
+from recipe_gkd.config.teachers import TEACHER, names
+from recipe_gkd.config.validate import runs_validation
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.model_files import check_tokenizer_files, check_weight_files
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
 from recipe_gkd.teacher_routing.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
-from teacher.errors import TeacherError
 from teacher.fingerprint import count_ids, tokenizer_fingerprint
 from teacher.records import TeacherInfo, TeacherSequence
 
@@ -52,12 +52,15 @@ class Student:
 def read_student(config: Config) -> Student:
     """Find the student's model folder, check its files, and load its config and tokenizer.
 
+    The metric names of a custom loss are checked first, because this needs neither model nor data.
+
     Raises:
         ModelError: The folder or one of its files is missing or unusable.
-        ConfigError: The model does not fit the configuration.
+        ConfigError: The model does not fit the configuration, or a metric of the custom loss has a name in use.
     """
     import transformers
 
+    check_metric_names(config)
     model = config.actor_rollout_ref.model
     path = find_model(model.path)
     dims = read_model_dims(path, trust_remote_code=model.trust_remote_code)
@@ -80,6 +83,18 @@ def read_student(config: Config) -> Student:
         raise ModelError(f"the tokenizer in {path} cannot be loaded: {error}") from error
     n_tokens = min(count_ids(tokenizer), dims.vocab_size)
     return Student(path, dims.vocab_size, tokenizer, tokenizer_fingerprint(tokenizer), n_tokens)
+
+
+def check_metric_names(config: Config) -> None:
+    """Check the names of the metrics of a custom loss, if the configuration has one.
+
+    Raises:
+        ConfigError: A metric has the name of another metric.
+    """
+    if uses_custom_loss(config.gkd):
+        from recipe_gkd.actor.loss_metrics import sum_names  # imports torch
+
+        sum_names(config.gkd, names(config.actor_rollout_ref.teacher))
 
 
 def with_model_path(config: Config, path: Path) -> Config:
@@ -160,7 +175,7 @@ def check_stop_ids(config: Config, student: Student, teacher_ids: Collection[int
     """
     stop_ids = frozenset({*stop_token_ids(str(student.path)), *teacher_ids})
     usable = frozenset(token for token in stop_ids if 0 <= token < student.n_tokens)
-    if config.gkd.sft_share == 1 and not validates(config):
+    if config.gkd.sft_share == 1 and not runs_validation(config):
         return usable
     remedy = f"in {student.path}/generation_config.json"
     if not usable:
@@ -203,12 +218,11 @@ def check_teacher(name: str, client: TeacherBackend, student: Student, config: C
         timeout_s = config.actor_rollout_ref.teacher.timeout_s
         two_tokens = TeacherSequence(np.zeros(2, np.int32), prompt_len=1)
         request = client.submit([two_tokens], timeout_s, temperature=config.gkd.distill_temperature)
-        try:
-            request.result(timeout_s + RESULT_MARGIN_S)
-        except TimeoutError as error:
-            if isinstance(error, TeacherError):
-                raise
-            raise timeout_error(name, timeout_s) from error
+        wait([request], timeout_s + RESULT_MARGIN_S)
+        if not request.done():
+            request.cancel()
+            raise timeout_error(name, timeout_s)
+        request.result()
     return info
 
 

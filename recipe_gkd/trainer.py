@@ -53,7 +53,7 @@ class RewardContext:
 
     async def _compute_rewards(self, items: RewardItems, group: Sequence[tuple[Prompt, Response]]) -> dict[int, float]:
         sampled = [pair for pair in group if pair[0].reference_ids is None]  # reference responses get no reward
-        described = await in_thread(lambda: [items.of(prompt, response) for prompt, response in sampled])
+        described = await in_thread(lambda: [items.build_item(prompt, response) for prompt, response in sampled])
         return dict(zip([item.uid for item in described], await self.scorer.score(described), strict=True))
 
 
@@ -171,7 +171,7 @@ class Trainer:
         return Pipeline(batches, config, stages, first_version=self.progress.step, timeline=timeline)
 
     async def _train(self, pipeline: Pipeline, batch: ReadyBatch) -> None:
-        batch.metrics |= self.teachers.report(batch.samples, batch.step, before=self.progress.skipped_samples)
+        batch.metrics |= self.teachers.step_metrics(batch.samples, batch.step, before=self.progress.skipped_samples)
         async with pipeline.actor_update(batch):
             with span(batch.metrics, "timing/update_actor"):
                 batch.metrics |= await self.update(batch)
@@ -246,9 +246,7 @@ class Trainer:
 async def _open_run(trainer: Trainer) -> AsyncIterator[_Run]:
     """Open loggers and metrics and start the schedule; close them in the reverse order."""
     workers, progress = trainer.workers, trainer.progress
-    with (
-        Loggers(trainer.config.trainer, first_step=progress.step, last_step=trainer.last_step) as loggers,
-        StepMetrics(trainer.config, n_rollouts=len(workers.rollouts), capacity=workers.capacity) as steps,
-    ):
-        async with trainer.pipeline(steps.timeline) as pipeline:
-            yield _Run(pipeline, loggers, steps)
+    async with Loggers(trainer.config.trainer, completed_steps=progress.step, last_step=trainer.last_step) as loggers:
+        with StepMetrics(trainer.config, n_rollouts=len(workers.rollouts), capacity=workers.capacity) as steps:
+            async with trainer.pipeline(steps.timeline) as pipeline:
+                yield _Run(pipeline, loggers, steps)

@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
-from recipe_gkd.config.validate import validates
+from recipe_gkd.config.validate import runs_validation
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.data.tables import read_table
@@ -118,7 +118,7 @@ class Validation:
 
     async def _score(self, responses: Sequence[Response], scorer: RewardScorer) -> list[ScoredResponse]:
         pairs = list(zip(self.prompts, responses, strict=True))
-        items = await in_thread(lambda: [self._items.of(prompt, response) for prompt, response in pairs])
+        items = await in_thread(lambda: [self._items.build_item(prompt, response) for prompt, response in pairs])
         rewards = await scorer.score(items)
         return [
             ScoredResponse(str(self._sources[index // self.n]), prompt, response, item, reward)
@@ -166,7 +166,7 @@ class ScoredResponse:
 
 def read_validation(config: Config, tokenizer: Any) -> Validation | None:
     """Return the validation of a run, None if the run does not validate."""
-    return Validation(config, tokenizer) if validates(config) else None
+    return Validation(config, tokenizer) if runs_validation(config) else None
 
 
 def read_sources(table: pa.Table, key: str) -> list[str]:

@@ -15,7 +15,7 @@ from recipe_gkd.rewards.advantages import with_group_statistics
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.workers import Workers
 
-RPC_DEADLINE_MARGIN_S = 3.0
+GENERATION_RPC_MARGIN_S = 3.0
 """Time added to a worker's own deadline, because its error names the cause and the driver's only a missing reply."""
 
 
@@ -38,7 +38,7 @@ async def generate_responses(
     sampled = [prompt for prompt in prompts if prompt.reference_ids is None]
     if not sampled:
         return
-    timeout_s = config.actor_rollout_ref.rollout.timeout_s + RPC_DEADLINE_MARGIN_S
+    timeout_s = config.actor_rollout_ref.rollout.timeout_s + GENERATION_RPC_MARGIN_S
     phase = f"generate, step {step}"
     async for responses in workers.rollouts.stream(rank, "generate", sampled, step, timeout_s=timeout_s, phase=phase):
         yield responses
@@ -61,7 +61,7 @@ async def generate_validation_responses(
         rank,
         "generate",
         *arguments,
-        timeout_s=timeout_s + RPC_DEADLINE_MARGIN_S,
+        timeout_s=timeout_s + GENERATION_RPC_MARGIN_S,
         phase=f"validate after step {step}",
     ):
         yield responses

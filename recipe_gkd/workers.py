@@ -65,7 +65,7 @@ class Workers:
         return max(self.dp_ranks) + 1
 
     async def replace_dead_rollouts(self, death: WorkerDied) -> None:
-        """Replace dead rollout workers. New workers have no weights until a full sync.
+        """Replace dead rollout workers. New workers have no weights until a complete sync.
 
         Raises:
             WorkerDied: No more workers may be replaced (``trainer.max_worker_restarts``).
@@ -102,7 +102,7 @@ async def start_workers(
 
     def start_actor(rank: int) -> Any:
         arguments = dict(
-            config=config, total_steps=total_steps, rank=rank, world_size=n_actors, device=device, n_tokens=n_tokens
+            config=config, total_steps=total_steps, rank=rank, world_size=n_actors, device=device, n_token_ids=n_tokens
         )
         return actor_pool.spawn(ActorWorker, rank, arguments, env=actor_environment(device))
 

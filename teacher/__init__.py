@@ -17,8 +17,11 @@ from teacher.errors import (
 from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
+from teacher.wire.messages import LIMITS, PROTOCOL_VERSION, WireDtype, check_sequences, check_temperature
 
 __all__ = [
+    "LIMITS",
+    "PROTOCOL_VERSION",
     "AsyncTeacherClient",
     "ScoredSequence",
     "ServiceStatus",
@@ -31,5 +34,8 @@ __all__ = [
     "TeacherSequence",
     "TeacherTimeout",
     "TeacherUnavailable",
+    "WireDtype",
+    "check_sequences",
+    "check_temperature",
     "tokenizer_fingerprint",
 ]

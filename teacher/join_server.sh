@@ -23,6 +23,7 @@ known_options="$worker_options SERVER_IP"
 worker_defaults
 SERVER_IP=${SERVER_IP:-127.0.0.1}
 parse_options "$@"
+refuse_renamed_variables
 check_numbers
 check_checkpoint
 find_gpus

@@ -191,7 +191,7 @@ launch_workers() {
     launch "worker-$i" worker --server-ip "$1" --backend-port "$PROXY_BACKEND_PORT" \
       --ckpt-path "$CKPT_PATH" --model-name "$MODEL_NAME" --backend "$BACKEND" --tp-size "$TP_SIZE" \
       --n-logprobs "$N_LOGPROBS" --dtype "$DTYPE" --max-model-len "$MAX_MODEL_LEN" --logits-mib "$LOGITS_MIB" \
-      --max-answer-mib "$MAX_ANSWER_MIB" --kv-cache-mib "$KV_CACHE_MIB" --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
+      --max-result-mib "$MAX_RESULT_MIB" --kv-cache-mib "$KV_CACHE_MIB" --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
   done
 }
 
@@ -330,8 +330,13 @@ check_checkpoint() {
   CKPT_PATH=$(cd -- "$CKPT_PATH" && pwd)
 }
 
+# refuse_renamed_variables: Die if the environment has a setting under its former name, which would have no effect.
+refuse_renamed_variables() {
+  [[ -z ${MAX_ANSWER_MIB:-} ]] || die "MAX_ANSWER_MIB is now MAX_RESULT_MIB; set MAX_RESULT_MIB=$MAX_ANSWER_MIB instead"
+}
+
 check_numbers() {
-  require_number TP_SIZE N_LOGPROBS N_WORKERS MAX_MODEL_LEN LOGITS_MIB MAX_ANSWER_MIB KV_CACHE_MIB PROXY_BACKEND_PORT \
+  require_number TP_SIZE N_LOGPROBS N_WORKERS MAX_MODEL_LEN LOGITS_MIB MAX_RESULT_MIB KV_CACHE_MIB PROXY_BACKEND_PORT \
     START_TIMEOUT_S STOP_TIMEOUT_S "$@"
   ((N_WORKERS >= 1 && TP_SIZE >= 1)) || die "N_WORKERS and TP_SIZE must be 1 or more"
 }
@@ -342,14 +347,14 @@ check_auth_dir() {
   AUTH_DIR=$(cd -- "$AUTH_DIR" && pwd)
 }
 
-worker_options="CKPT_PATH MODEL_NAME BACKEND TP_SIZE N_LOGPROBS N_WORKERS DTYPE MAX_MODEL_LEN LOGITS_MIB MAX_ANSWER_MIB \
+worker_options="CKPT_PATH MODEL_NAME BACKEND TP_SIZE N_LOGPROBS N_WORKERS DTYPE MAX_MODEL_LEN LOGITS_MIB MAX_RESULT_MIB \
 KV_CACHE_MIB GPU_MEMORY_UTILIZATION PROXY_BACKEND_PORT AUTH_DIR STALL_TIMEOUT_S LOG_FORMAT LOG_LEVEL RUN_DIR PYTHON \
 START_TIMEOUT_S STOP_TIMEOUT_S"
 
 worker_defaults() {
   CKPT_PATH=${CKPT_PATH:-} MODEL_NAME=${MODEL_NAME:-} BACKEND=${BACKEND:-vllm} TP_SIZE=${TP_SIZE:-1}
   N_LOGPROBS=${N_LOGPROBS:-256} N_WORKERS=${N_WORKERS:-1} DTYPE=${DTYPE:-auto} MAX_MODEL_LEN=${MAX_MODEL_LEN:-0}
-  LOGITS_MIB=${LOGITS_MIB:-1024} MAX_ANSWER_MIB=${MAX_ANSWER_MIB:-2048} KV_CACHE_MIB=${KV_CACHE_MIB:-0}
+  LOGITS_MIB=${LOGITS_MIB:-1024} MAX_RESULT_MIB=${MAX_RESULT_MIB:-2048} KV_CACHE_MIB=${KV_CACHE_MIB:-0}
   GPU_MEMORY_UTILIZATION=${GPU_MEMORY_UTILIZATION:-0.85}
   PROXY_BACKEND_PORT=${PROXY_BACKEND_PORT:-15556} AUTH_DIR=${AUTH_DIR:-} STALL_TIMEOUT_S=${STALL_TIMEOUT_S:-60}
   LOG_FORMAT=${LOG_FORMAT:-text} LOG_LEVEL=${LOG_LEVEL:-} RUN_DIR=${RUN_DIR:-} PYTHON=${PYTHON:-}
@@ -368,7 +373,7 @@ Options, as flags or environment variables (--n-logprobs 64 is N_LOGPROBS=64; fl
   DTYPE                   auto, float32, bfloat16, float16             [auto: the checkpoint's]
   MAX_MODEL_LEN           longest prompt plus response in tokens       [0: the model's]
   LOGITS_MIB              memory for the logits of one engine step     [1024]
-  MAX_ANSWER_MIB          host memory for results in progress          [2048]
+  MAX_RESULT_MIB          host memory for results in progress          [2048]
   KV_CACHE_MIB            size of the KV cache                         [0: vLLM's choice on a GPU, 256 on a CPU]
   GPU_MEMORY_UTILIZATION  fraction of a GPU for weights and KV cache   [0.85]
   PROXY_BACKEND_PORT      the proxy's port for workers                 [15556]

@@ -27,6 +27,7 @@ worker_defaults
 PROXY_FRONTEND_PORT=${PROXY_FRONTEND_PORT:-15555} BIND=${BIND:-127.0.0.1}
 HTTP_PORT=${HTTP_PORT:-} HTTP_BIND=${HTTP_BIND:-127.0.0.1} MAX_QUEUE_TOKENS=${MAX_QUEUE_TOKENS:-8388608}
 parse_options "$@"
+refuse_renamed_variables
 check_numbers PROXY_FRONTEND_PORT MAX_QUEUE_TOKENS
 check_checkpoint
 find_gpus

@@ -18,7 +18,7 @@ class WorkerStatus:
     Attributes:
         name: Host and pid.
         joined_s: Time since its registration, in seconds.
-        heard_s: Time since its last message, in seconds.
+        since_last_message_s: Time since its last message, in seconds.
         requests: Requests in flight.
         tokens: Tokens in flight.
         capacity_tokens: Tokens that it accepts at a time.
@@ -30,7 +30,7 @@ class WorkerStatus:
 
     name: str
     joined_s: float
-    heard_s: float
+    since_last_message_s: float
     requests: int
     tokens: int
     capacity_tokens: int
@@ -45,12 +45,12 @@ class ClientStatus:
     """Status of one client that has open requests, or sent a message in the last minute.
 
     Attributes:
-        name: Address and end of the identity.
+        name: Address, and the last 4 bytes of the ZeroMQ identity in hex.
         waiting_requests: Requests that are not assigned to a worker.
         waiting_tokens: Tokens of the waiting requests.
         running_requests: Requests that are assigned to a worker.
         oldest_s: Age of the oldest open request in seconds, 0 without one.
-        answered_tokens: Tokens of answered requests.
+        scored_tokens: Tokens of scored requests.
     """
 
     name: str
@@ -58,44 +58,46 @@ class ClientStatus:
     waiting_tokens: int
     running_requests: int
     oldest_s: float
-    answered_tokens: int
+    scored_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Totals:
-    """Counts by outcome. A sum of seconds, divided by ``answered``, is the mean of a request.
+class ServiceTotals:
+    """Counts of requests by outcome, and sums over scored requests.
+
+    ``queue_s / scored`` is the mean time in the queue, in seconds.
 
     Attributes:
-        answered: Requests that were answered.
-        answered_sequences: Sequences of answered requests.
-        answered_tokens: Tokens of answered requests.
-        answered_bytes: Bytes of replies.
+        scored: Requests that were scored.
+        scored_sequences: Sequences of scored requests.
+        scored_tokens: Tokens of scored requests.
+        reply_bytes: Bytes of the replies to scored requests.
         refused: Requests that a worker refused because they cannot be scored.
         expired: Requests whose deadline passed.
-        given_up: Requests that were lost with several workers.
-        cancelled: Requests that their client canceled, or whose client disconnected.
-        put_off: Requests that were sent back to the client because the queue was full.
-        repeated: Requests that were requeued because their worker was lost.
+        rejected_after_losses: Requests that were in flight at 3 workers when these were lost.
+        canceled: Requests that their client canceled, or whose client disconnected.
+        retried_later: Requests that were sent back to the client because the queue was full.
+        requeued: Requests that were requeued because their worker was removed.
         workers_lost: Workers that died, hung or were silent. Workers that signed off are not counted.
         invalid_messages: Messages that violate the protocol.
-        waited_seconds: Time of answered requests in the queue, in seconds.
-        scored_seconds: Time of answered requests at a worker, in seconds.
+        queue_s: Time of scored requests in the queue, in seconds.
+        worker_s: Time of scored requests at a worker, in seconds.
     """
 
-    answered: int = 0
-    answered_sequences: int = 0
-    answered_tokens: int = 0
-    answered_bytes: int = 0
+    scored: int = 0
+    scored_sequences: int = 0
+    scored_tokens: int = 0
+    reply_bytes: int = 0
     refused: int = 0
     expired: int = 0
-    given_up: int = 0
-    cancelled: int = 0
-    put_off: int = 0
-    repeated: int = 0
+    rejected_after_losses: int = 0
+    canceled: int = 0
+    retried_later: int = 0
+    requeued: int = 0
     workers_lost: int = 0
     invalid_messages: int = 0
-    waited_seconds: float = 0.0
-    scored_seconds: float = 0.0
+    queue_s: float = 0.0
+    worker_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +115,8 @@ class ServiceStatus:
         queue_oldest_s: Age of the oldest of these requests, in seconds.
         max_queue_tokens: Limit of ``queue_tokens``, above which clients receive ``RetryLater``.
         tokens_per_second: Sum over all workers.
-        last_loss: Reason for the loss of the last worker, "none has registered yet" before the first loss.
+        last_removal: Reason for the most recent removal of a worker, including sign-offs. "no worker was removed"
+            before the first.
         workers: Registered workers.
         clients: Clients.
         totals: Counts since the start.
@@ -129,10 +132,10 @@ class ServiceStatus:
     queue_oldest_s: float
     max_queue_tokens: int
     tokens_per_second: float
-    last_loss: str
+    last_removal: str
     workers: tuple[WorkerStatus, ...]
     clients: tuple[ClientStatus, ...]
-    totals: Totals
+    totals: ServiceTotals
 
     def to_dict(self) -> dict[str, Any]:
         """Return the status as nested dictionaries and lists of JSON values."""
@@ -151,7 +154,7 @@ class ServiceStatus:
                 **checked,
                 "workers": tuple(_record(WorkerStatus, item) for item in _list(checked["workers"])),
                 "clients": tuple(_record(ClientStatus, item) for item in _list(checked["clients"])),
-                "totals": _record(Totals, checked["totals"]),
+                "totals": _record(ServiceTotals, checked["totals"]),
             }
         )
 
@@ -172,7 +175,7 @@ def _checked(record_type: Any, values: Any) -> dict[str, Any]:
     for name, value in values.items():
         expected = _TYPES.get(str(types[name]))  # field types are strings in this module
         if expected is not None and not isinstance(value, expected):
-            raise TeacherProtocolError(f"{name} of {name_of_type} must be a {types[name]}, got {value!r:.120}")
+            raise TeacherProtocolError(f"{name} of {name_of_type} must have type {types[name]}, got {value!r:.120}")
     return values
 
 

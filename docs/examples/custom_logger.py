@@ -12,15 +12,19 @@ class CsvLogger:
     """Logger of one CSV row per step, in ``metrics.csv`` of the run folder."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._file = (run.folder / "metrics.csv").open("a", newline="")
+        path, kept = run.folder / "metrics.csv", []
+        if run.completed_steps and path.exists():  # a resumed run repeats the steps after its checkpoint
+            with path.open(newline="") as file:
+                kept = [row for row in list(csv.reader(file))[1:] if int(row[0]) <= run.completed_steps]
+        self._file = path.open("w", newline="")
         self._rows = csv.writer(self._file)
-        if run.first_step == 0:
-            self._rows.writerow(["step", *COLUMNS])
+        self._rows.writerows([["step", *COLUMNS], *kept])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a row. A metric that is absent in this step is an empty cell."""
-        self._rows.writerow([step, *(metrics.get(name, "") for name in COLUMNS)])
-        self._file.flush()
+        if "timing/step" in metrics:  # not the validation before the first step
+            self._rows.writerow([step, *(metrics.get(name, "") for name in COLUMNS)])
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""

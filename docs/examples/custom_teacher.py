@@ -24,7 +24,18 @@ class UnigramTeacher:
     def hello(self, timeout_s):
         """Return model and limits."""
         size = len(self.counts_V)
-        return TeacherInfo("unigram", size, size, self.fingerprint, 1 << 20, self.k, "numpy", (), 0, 1)
+        return TeacherInfo(
+            model_name="unigram",
+            vocab_size=size,
+            n_tokens=size,
+            tokenizer_fingerprint=self.fingerprint,
+            max_model_len=1 << 20,
+            n_logprobs=self.k,
+            engine="numpy",
+            eos_token_ids=(),
+            protocol_version=0,
+            n_workers=1,
+        )
 
     def submit(self, sequences, timeout_s=None, *, temperature=1.0):
         """Return a future that is done already."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from recipe_gkd.actor.checkpoint_state import optimizer_kind, restore_rng, rng_state, sharded_state
 from recipe_gkd.actor.megatron_model import MegatronModel
+from recipe_gkd.actor.model_dims import ModelDims
 from recipe_gkd.actor.parallel_write import agree
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch
 
@@ -118,13 +119,31 @@ def _read_common(path: Path) -> dict[str, Any]:
     return common
 
 
-def _check_matches(path: Path, about: dict[str, Any], model: MegatronModel, contents: Sequence[str]) -> None:
-    dims = dataclasses.asdict(model.dims)
-    saved = {name if name in dims else RENAMED_DIMS[name]: value for name, value in about["model"].items()}
-    if differing := [
-        f"{name}: {value} there, {dims[name]} here" for name, value in saved.items() if dims[name] != value
-    ]:
+def check_same_dims(path: Path, saved: Mapping[str, Any], dims: ModelDims) -> None:
+    """Check that a checkpoint is of a model with the same dimensions.
+
+    Args:
+        path: Folder of the checkpoint, for messages.
+        saved: Fields of ``ModelDims`` in the checkpoint, by name.
+        dims: Dimensions of the model to load it into.
+
+    Raises:
+        CheckpointMismatch: A dimension differs, or the checkpoint has one that this version does not support.
+    """
+    own = dataclasses.asdict(dims)
+    saved = {RENAMED_DIMS.get(name, name): value for name, value in saved.items()}
+    if unknown := sorted(saved.keys() - own.keys()):
+        raise CheckpointMismatch(
+            f"{path} has dimensions of the model that this version of recipe_gkd does not support "
+            f"({', '.join(f'{name}: {saved[name]}' for name in unknown)}); use the version that saved it, or another "
+            "checkpoint"
+        )
+    if differing := [f"{name}: {value} there, {own[name]} here" for name, value in saved.items() if own[name] != value]:
         raise CheckpointMismatch(f"{path} is a checkpoint of another model ({'; '.join(differing)})")
+
+
+def _check_matches(path: Path, about: dict[str, Any], model: MegatronModel, contents: Sequence[str]) -> None:
+    check_same_dims(path, about["model"], model.dims)
     if missing := [part for part in contents if part not in about["contents"]]:
         raise CheckpointMismatch(
             f"{path} has no {', '.join(missing)}, only {', '.join(about['contents'])}; change "

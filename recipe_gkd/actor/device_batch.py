@@ -19,8 +19,9 @@ from recipe_gkd.actor.microbatch import PackedBatch, bucket_by_length
 
 MAX_OVERLAP_POSITIONS = 8
 COPIED_ARRAYS = (
-    "loss_rows_T", "logps_TK", "ids_TK", "response_ids_T", "positions_T", "sampling_logps_T", "teacher_logps_T",
-    "has_teacher_T", "teacher_numbers_T", "is_reference_T", "rewards_T", "advantages_T", "baselines_T", "scales_T",
+    "loss_rows_T", "logps_TK", "ids_TK", "uids_T", "response_ids_T", "positions_T", "sampling_logps_T",
+    "teacher_logps_T", "has_teacher_T", "teacher_numbers_T", "is_reference_T", "rewards_T", "advantages_T",
+    "baselines_T", "scales_T",
 )  # fmt: skip
 
 
@@ -46,6 +47,7 @@ class DeviceBatch:
     loss_rows_T: Tensor
     logps_TK: Tensor
     ids_TK: Tensor
+    uids_T: Tensor
     response_ids_T: Tensor
     positions_T: Tensor
     position_buckets_T: Tensor

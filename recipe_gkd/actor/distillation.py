@@ -109,7 +109,7 @@ class DistillationTerm:
         logp_T = inputs.stats.sampled_logp_T
         if not len(logp_T):  # an empty micro-batch fills up the schedule; user code need not support it
             return DistillationLoss(loss_T=logp_T, metrics=dict.fromkeys(loss.metric_names, logp_T))
-        outputs = loss(loss_inputs(inputs))
+        outputs = loss(loss_inputs(inputs), uids_T=inputs.batch.uids_T)
         return DistillationLoss(loss_T=outputs.loss_T.to(logp_T.dtype), metrics=outputs.metrics)
 
 

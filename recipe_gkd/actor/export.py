@@ -18,6 +18,13 @@ def weights_meta(weights: Iterable[Weight], dtype: torch.dtype) -> list[TensorMe
     """Return name, shape and dtype of each tensor that :func:`export_weights` yields for ``weights``, in order.
 
     All weights have the dtype of training, including a router's, which is converted to float32 for its computation.
+
+    Args:
+        weights: Weights to export.
+        dtype: Dtype of training.
+
+    Returns:
+        Hugging Face name, complete shape, and name of the dtype of each tensor.
     """
     return [(name, size, str(dtype).removeprefix("torch.")) for weight in weights for name, size in weight.hf]
 

@@ -18,12 +18,12 @@ from recipe_gkd.actor.logit_rows import select_logit_rows
 from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.megatron_model import MegatronModel
 from recipe_gkd.actor.microbatch import PackedBatch
-from recipe_gkd.actor.objective import Losses
+from recipe_gkd.actor.objective import MicroBatchLosses
 from recipe_gkd.actor.parallel import tensor_group
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.student_output import HiddenStates, Logits, Student
 
-LossFunction = Callable[[Student, DeviceBatch], Losses]
+LossFunction = Callable[[Student, DeviceBatch], MicroBatchLosses]
 """Function that computes the losses of the rows that predict a response token."""
 
 

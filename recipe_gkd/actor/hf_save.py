@@ -31,11 +31,11 @@ MAX_FILE_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """A weight file of a folder, with the weights of index ``first`` to ``last - 1``."""
+    """A weight file of a folder, with the weights of index ``first`` (inclusive) to ``end`` (exclusive)."""
 
     name: str
     first: int
-    last: int
+    end: int
 
 
 RunOnFirstRank = Callable[[Callable[[], None], str | None], None]
@@ -55,12 +55,12 @@ def save_hf_folder(model: MegatronModel, path: Path, source: Path, timeout_s: fl
         timeout_s: Deadline of the save, in seconds.
 
     Raises:
-        CheckpointError: The folder was not written in time. Raised on all ranks.
+        CheckpointError: A rank failed to write, or the deadline passed. Raised on all ranks.
     """
     deadline = time.monotonic() + timeout_s
 
-    def export(first: int, last: int) -> Iterator[tuple[str, Tensor]]:
-        return export_weights(model, first, last)
+    def export(first: int, end: int) -> Iterator[tuple[str, Tensor]]:
+        return export_weights(model, first, end)
 
     def run(function: Callable[[], None], failure: str | None) -> None:
         ParallelWrite(
@@ -101,7 +101,7 @@ def write_hf_folder(
     for file in files:
         tensors: dict[str, Tensor] = {}
         failure: str | None = None
-        for name, tensor in export(file.first, file.last):  # exhausted in any case: other ranks take part
+        for name, tensor in export(file.first, file.end):  # exhausted in any case: other ranks take part
             try:
                 if failure is None:
                     tensors[name] = tensor.to("cpu", copy=True)  # safetensors rejects tensors that share memory
@@ -123,8 +123,8 @@ def plan_files(weights: Sequence[Sequence[TensorMeta]], max_file_bytes: int) -> 
     if len(starts) == 1:
         return [WeightsFile("model.safetensors", 0, len(weights))]
     return [
-        WeightsFile(f"model-{number:05d}-of-{len(starts):05d}.safetensors", first, last)
-        for number, (first, last) in enumerate(zip(starts, [*starts[1:], len(weights)], strict=True), start=1)
+        WeightsFile(f"model-{number:05d}-of-{len(starts):05d}.safetensors", first, end)
+        for number, (first, end) in enumerate(zip(starts, [*starts[1:], len(weights)], strict=True), start=1)
     ]
 
 
@@ -154,7 +154,7 @@ def _umask() -> int:
 def _complete(path: Path, folder: Path, weights: Sequence[Sequence[TensorMeta]], files: Sequence[WeightsFile]) -> None:
     """Write the index of a folder with several weight files, and rename the folder."""
     if len(files) > 1:
-        entries = [(entry, file.name) for file in files for meta in weights[file.first : file.last] for entry in meta]
+        entries = [(entry, file.name) for file in files for meta in weights[file.first : file.end] for entry in meta]
         index = {
             "metadata": {"total_size": sum(_n_bytes(entry) for entry, _ in entries)},
             "weight_map": {entry[0]: name for entry, name in entries},

@@ -63,7 +63,7 @@ def sum_names(gkd: GkdConfig, teachers: Sequence[str]) -> list[str]:
     return sorted({name for quotient in quotients(gkd, teachers).values() for name in quotient})
 
 
-def metrics(gkd: GkdConfig, teachers: Sequence[str], sums: dict[str, float]) -> dict[str, float]:
+def compute_loss_metrics(gkd: GkdConfig, teachers: Sequence[str], sums: dict[str, float]) -> dict[str, float]:
     """Return the metrics of an update. A mean over no tokens is omitted.
 
     Args:

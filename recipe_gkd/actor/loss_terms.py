@@ -15,8 +15,8 @@ from recipe_gkd.config.schema import AggregationMode
 LOSS_TERMS = ("distill", "pg", "sft")
 
 
-def members(batch: PackedBatch) -> dict[str, np.ndarray]:
-    """Return the tokens of each loss term, bool [T] by name.
+def loss_term_masks(batch: PackedBatch) -> dict[str, np.ndarray]:
+    """Return a mask of the tokens of each loss term, bool [T] by name.
 
     ``distill`` has the tokens that a teacher scored, ``pg`` the sampled tokens, and ``sft`` the reference tokens that
     are not sent to a teacher.
@@ -46,7 +46,7 @@ class GlobalDenominators:
     def counts(batches: list[PackedBatch]) -> list[float]:
         """Return the counts of this rank's micro-batches, to be summed over the data-parallel ranks."""
         n_tokens = sum(len(batch.uids_T) for batch in batches)
-        masks = [(members(batch), batch) for batch in batches]
+        masks = [(loss_term_masks(batch), batch) for batch in batches]
         n_tokens_of = [sum(float(mask[name].sum()) for mask, _ in masks) for name in LOSS_TERMS]
         n_responses_of = [
             sum(float((mask[name] / batch.response_lengths_T).sum()) for mask, batch in masks) for name in LOSS_TERMS
@@ -72,7 +72,7 @@ class GlobalDenominators:
         divides by ``n_tokens`` (``calculate_per_token_loss``).
         """
         weights = {}
-        for name, mask_T in members(batch).items():
+        for name, mask_T in loss_term_masks(batch).items():
             if mode == "token-mean":
                 weight_T = np.full(len(mask_T), self.n_tokens / max(self.n_tokens_of[name], 1))
             else:

@@ -43,7 +43,7 @@ class MegatronActor:
         config: Configuration of the run.
         rank_spec: This process.
         total_steps: Step at which the decay of the learning rate ends.
-        n_tokens: Number of token ids. Ids from there on are padding of the output layer and belong to no distribution.
+        n_token_ids: Number of token ids. Larger ids are padding of the output layer and belong to no distribution.
             None: the size of the model's vocabulary.
 
     Attributes:
@@ -53,10 +53,12 @@ class MegatronActor:
         ConfigError: The ranks cannot hold complete copies of the model.
     """
 
-    def __init__(self, config: Config, rank_spec: RankSpec, *, total_steps: int, n_tokens: int | None = None) -> None:
+    def __init__(
+        self, config: Config, rank_spec: RankSpec, *, total_steps: int, n_token_ids: int | None = None
+    ) -> None:
         check_world_size(config.actor_rollout_ref.actor.megatron, rank_spec.world_size)
         self._config, self._actor_config = config, config.actor_rollout_ref.actor
-        self._rank_spec, self._total_steps, self._n_tokens = rank_spec, total_steps, n_tokens
+        self._rank_spec, self._total_steps, self._n_token_ids = rank_spec, total_steps, n_token_ids
         self.device = rank_spec.torch_device
         self._writer = CheckpointWriter(self._actor_config.timeout_s)
         self._step = 0
@@ -78,7 +80,7 @@ class MegatronActor:
         megatron_patches.install()
         with megatron_patches.on_host():
             self._model = build_megatron_model(self._config, self._rank_spec)
-        self._updater = Updater(self._model, self._config, self._n_tokens or self._model.dims.vocab_size)
+        self._updater = Updater(self._model, self._config, self._n_token_ids or self._model.dims.vocab_size)
         layout = self.layout
         return {
             "rank": layout.rank,
@@ -116,8 +118,9 @@ class MegatronActor:
 
         Returns:
             Metrics of the global batch, equal on all ranks: those of
-            :func:`~recipe_gkd.actor.loss_metrics.metrics`, ``actor/grad_norm`` before clipping, ``actor/lr``,
-            ``actor/micro_batches`` per rank, and ``perf/max_memory_allocated_gb``, the largest peak of a rank so far.
+            :func:`~recipe_gkd.actor.loss_metrics.compute_loss_metrics`, ``actor/grad_norm`` before clipping,
+            ``actor/lr``, ``actor/micro_batches`` per rank, and ``perf/max_memory_allocated_gb``, the largest peak of a
+            rank so far.
 
         Raises:
             DataError: A sample of this rank is invalid. The weights are unchanged and the actor remains usable, also

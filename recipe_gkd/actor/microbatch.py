@@ -89,8 +89,9 @@ class PackedBatch:
         response_ids_T: Response token id, int64 [T].
         positions_T: Position in the response, from 0, int64 [T].
         response_lengths_T: Length of the response, int64 [T].
-        sampling_logps_T: Log-probability under the weights that sampled the token, float32 [T].
-        teacher_logps_T: Teacher's log-probability of the response token, float32 [T].
+        sampling_logps_T: Log-probability at temperature 1 under the weights that sampled the token, float32 [T]; 0 for
+            reference responses.
+        teacher_logps_T: Teacher's log-probability of the response token at ``gkd.distill_temperature``, float32 [T].
         has_teacher_T: True if a teacher has scored the token, bool [T].
         is_skipped_T: True if the teacher's score was requested and not received, bool [T].
         teacher_numbers_T: Index of the teacher, int64 [T].

@@ -27,7 +27,7 @@ from recipe_gkd.losses.student_output import Student
 
 
 @dataclass(frozen=True, kw_only=True)
-class Losses:
+class MicroBatchLosses:
     """Loss and sums of one micro-batch, identical on every tensor-parallel rank.
 
     Attributes:
@@ -60,7 +60,7 @@ class Objective:
     def __post_init__(self) -> None:
         sum_names(self.gkd, ())  # imports the custom loss, so that a file missing on this node fails at set-up
 
-    def __call__(self, student: Student, batch: DeviceBatch) -> Losses:
+    def __call__(self, student: Student, batch: DeviceBatch) -> MicroBatchLosses:
         """Return the loss of one micro-batch. Collective over ``tp_group``.
 
         Raises:
@@ -93,7 +93,7 @@ class Objective:
             values["sft"] = -batch.weights["sft"] * logp_T
         values |= {"loss": loss_T} | self._differences(inputs, values["kl"])
         sums |= {name: value_T.detach().sum(dtype=torch.float64) for name, value_T in values.items()}
-        return Losses(loss_T=loss_T, sums=sums)
+        return MicroBatchLosses(loss_T=loss_T, sums=sums)
 
     @cached_property
     def _distill(self) -> DistillationTerm:

@@ -15,16 +15,16 @@ from recipe_gkd.actor.megatron_model import MegatronModel
 
 
 @contextmanager
-def keep_padding_rows(model: MegatronModel, n_tokens: int) -> Iterator[None]:
+def keep_padding_rows(model: MegatronModel, n_token_ids: int) -> Iterator[None]:
     """Restore the padding rows exactly after the optimizer step inside of this context.
 
     They have no gradient, but AdamW's weight decay would shrink them.
 
     Args:
         model: Model whose optimizer makes a step.
-        n_tokens: Number of token ids. Rows from this index on are padding.
+        n_token_ids: Number of token ids. Rows from this index on are padding.
     """
-    rows = padding_rows(model, n_tokens)
+    rows = padding_rows(model, n_token_ids)
     kept = [tensor.clone() for tensor in rows]
     yield
     with torch.no_grad():
@@ -32,19 +32,19 @@ def keep_padding_rows(model: MegatronModel, n_tokens: int) -> Iterator[None]:
             tensor.copy_(before)
 
 
-def padding_rows(model: MegatronModel, n_tokens: int) -> list[Tensor]:
+def padding_rows(model: MegatronModel, n_token_ids: int) -> list[Tensor]:
     """Return views of this rank's padding rows: of its weights, and of its part of the optimizer's float32 copies.
 
     Args:
         model: Model with its optimizer.
-        n_tokens: Number of token ids. Rows from this index on are padding.
+        n_token_ids: Number of token ids. Rows from this index on are padding.
     """
     views = []
     for chunk in model.chunks:
         for name, weight in chunk.named_parameters():
             if name not in (EMBEDDING, OUTPUT):
                 continue
-            first = max(0, n_tokens - model.layout.tp_rank * len(weight))
+            first = max(0, n_token_ids - model.layout.tp_rank * len(weight))
             if first >= len(weight):
                 continue
             views.append(weight.detach()[first:])

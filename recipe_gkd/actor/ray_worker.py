@@ -40,18 +40,25 @@ class ActorWorker:
         rank: Global rank.
         world_size: Number of ranks.
         device: ``"cpu"`` or ``"cuda"``.
-        n_tokens: Number of token ids; see ``MegatronActor``.
+        n_token_ids: Number of token ids; see ``MegatronActor``.
     """
 
     def __init__(
-        self, config: Config, *, total_steps: int, rank: int, world_size: int, device: str, n_tokens: int | None = None
+        self,
+        config: Config,
+        *,
+        total_steps: int,
+        rank: int,
+        world_size: int,
+        device: str,
+        n_token_ids: int | None = None,
     ) -> None:
         enable_stack_dumps()
-        self._config, self._total_steps, self._n_tokens = config, total_steps, n_tokens
+        self._config, self._total_steps, self._n_token_ids = config, total_steps, n_token_ids
         self._rank, self._world_size, self._device = rank, world_size, device
         self._store: TCPStore | None = None
 
-    def where(self) -> dict[str, Any]:
+    def device_report(self) -> dict[str, Any]:
         """Return the node and the devices of this worker."""
         return device_report(self._device)
 
@@ -78,7 +85,9 @@ class ActorWorker:
             device=self._device,
             rendezvous=self._store or (master_addr, master_port),
         )
-        self.actor = MegatronActor(self._config, rank_spec, total_steps=self._total_steps, n_tokens=self._n_tokens)
+        self.actor = MegatronActor(
+            self._config, rank_spec, total_steps=self._total_steps, n_token_ids=self._n_token_ids
+        )
         report = self.actor.setup()
         self.weights = WeightSenderApi(
             self.actor,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipe_gkd.actor.forward_backward import LossFunction, run_micro_batches
-from recipe_gkd.actor.loss_metrics import metrics, sum_names
+from recipe_gkd.actor.loss_metrics import compute_loss_metrics, sum_names
 from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.megatron_model import MegatronModel
 from recipe_gkd.actor.microbatch import PackedBatch, micro_batches, pack
@@ -21,7 +21,8 @@ from recipe_gkd.actor.objective import Objective
 from recipe_gkd.actor.optimizer import clip_and_step, gradient_norm, learning_rate, set_hyperparameters
 from recipe_gkd.actor.padding_rows import keep_padding_rows
 from recipe_gkd.actor.parallel import tensor_group
-from recipe_gkd.config.schema import ActorConfig, Config
+from recipe_gkd.config.objective import uses_custom_loss
+from recipe_gkd.config.schema import ActorConfig, Config, GkdConfig
 from recipe_gkd.config.teachers import names as teacher_names
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import DataError, SecondaryFailure, WorkerError
@@ -35,20 +36,20 @@ class Updater:
     Args:
         model: Model in training.
         config: Configuration of the run.
-        n_tokens: Number of token ids. Ids from there on are padding of the output layer and belong to no distribution.
+        n_token_ids: Number of token ids. Larger ids are padding of the output layer and belong to no distribution.
 
     Attributes:
         config: Options of the update.
-        loss: Computes the losses of one micro-batch.
+        loss: Function that computes the losses of one micro-batch.
     """
 
-    def __init__(self, model: MegatronModel, config: Config, n_tokens: int) -> None:
-        self._model, self._gkd, self._n_tokens = model, config.gkd, n_tokens
+    def __init__(self, model: MegatronModel, config: Config, n_token_ids: int) -> None:
+        self._model, self._gkd, self._n_token_ids = model, config.gkd, n_token_ids
         self._teachers = teacher_names(config.actor_rollout_ref.teacher)
         self.config: ActorConfig = config.actor_rollout_ref.actor
         self.loss: LossFunction = Objective(
             gkd=config.gkd,
-            vocab_size=n_tokens,
+            vocab_size=n_token_ids,
             tp_group=tensor_group(model.layout),
             n_teachers=len(self._teachers),
         )
@@ -71,16 +72,17 @@ class Updater:
         sums, peak_bytes = self._sum_over_ranks(reports)
         if not math.isfinite(sums["loss"]):
             uids = [uid for report in reports for uid in report["uids_T"][_is_not_finite(report["loss_T"])]]
-            raise _not_finite_error(model, f"update {step}: the loss is not finite, in sample", uids)
+            raise self._not_finite_error(f"update {step}: the loss is not finite in the samples with uid", uids)
         norm = gradient_norm(model.optimizer)
         if not math.isfinite(norm):
             uids = [sample.prompt.uid for sample in samples]
-            raise _not_finite_error(model, f"update {step}: the gradient is not finite, in the batch of sample", uids)
+            problem = f"update {step}: the gradient is not finite in the batch with the sample uids"
+            raise self._not_finite_error(problem, uids)
         if sums["n_tokens"]:
             set_hyperparameters(model.optimizer, lr, optim)
-            with keep_padding_rows(model, self._n_tokens):
+            with keep_padding_rows(model, self._n_token_ids):
                 clip_and_step(model.optimizer, norm, optim.clip_grad)
-        return metrics(self._gkd, self._teachers, sums) | {
+        return compute_loss_metrics(self._gkd, self._teachers, sums) | {
             "actor/grad_norm": norm,
             "actor/lr": lr,
             "actor/micro_batches": float(len(batches)),
@@ -101,13 +103,39 @@ class Updater:
         dist.all_reduce(reduced)
         return dict(zip(names, reduced.tolist(), strict=False)), reduced[len(names) :].max().item()
 
+    def _not_finite_error(self, problem: str, uids: Sequence[int]) -> WorkerError:
+        """Return the same error on every rank, with the uids of all ranks. Collective."""
+        layout, device = self._model.layout, self._model.device
+        padded_uids = torch.full((MAX_UIDS_IN_MESSAGE,), -1, device=device)
+        own_uids = sorted(set(map(int, uids)))[:MAX_UIDS_IN_MESSAGE]
+        padded_uids[: len(own_uids)] = torch.tensor(own_uids, dtype=padded_uids.dtype, device=device)
+        gathered = [torch.empty_like(padded_uids) for _ in range(layout.world_size)]
+        dist.all_gather(gathered, padded_uids)
+        all_uids = sorted({uid for rank_uids in gathered for uid in rank_uids.tolist() if uid >= 0})
+        ellipsis = ", ..." if len(all_uids) > MAX_UIDS_IN_MESSAGE else ""
+        return WorkerError(
+            f"{problem} {', '.join(map(str, all_uids[:MAX_UIDS_IN_MESSAGE]))}{ellipsis}; the weights are unchanged. "
+            f"{not_finite_advice(self._gkd)}"
+        )
+
+
+def not_finite_advice(gkd: GkdConfig) -> str:
+    """Return what to check after an update whose loss or gradient is not finite."""
+    custom_loss = ""
+    if uses_custom_loss(gkd):
+        custom_loss = f"the gradient of the custom loss {gkd.custom_loss.name} of {gkd.custom_loss.path}, and "
+    return (
+        f"Check {custom_loss}the teacher's log-probabilities of these samples, or lower "
+        "actor_rollout_ref.actor.optim.lr"
+    )
+
 
 def plan_micro_batches(
     model: MegatronModel, config: ActorConfig, samples: Sequence[Sample], step: int
 ) -> tuple[list[PackedBatch], GlobalDenominators]:
     """Pack this rank's samples into micro-batches and count the tokens of the global batch. Collective.
 
-    All ranks get the same number of micro-batches. Missing ones are filled up with empty ones.
+    All ranks get the same number of micro-batches. Ranks with fewer micro-batches get empty ones.
 
     Args:
         model: Model in training.
@@ -148,21 +176,6 @@ def plan_micro_batches(
         n_batches = math.ceil(n_batches / layout.pp_size) * layout.pp_size
     empty = pack([], multiple_of=multiple_of)
     return batches + [empty] * (n_batches - len(batches)), GlobalDenominators.of(sums.tolist())
-
-
-def _not_finite_error(model: MegatronModel, problem: str, uids: Sequence[int]) -> WorkerError:
-    """Return the same error on every rank, with the uids of all ranks. Collective."""
-    padded_uids = torch.full((MAX_UIDS_IN_MESSAGE,), -1, device=model.device)
-    own_uids = sorted(set(map(int, uids)))[:MAX_UIDS_IN_MESSAGE]
-    padded_uids[: len(own_uids)] = torch.tensor(own_uids, dtype=padded_uids.dtype, device=model.device)
-    gathered = [torch.empty_like(padded_uids) for _ in range(model.layout.world_size)]
-    dist.all_gather(gathered, padded_uids)
-    all_uids = sorted({uid for uids_R in gathered for uid in uids_R.tolist() if uid >= 0})
-    ellipsis = ", ..." if len(all_uids) > MAX_UIDS_IN_MESSAGE else ""
-    return WorkerError(
-        f"{problem} {', '.join(map(str, all_uids[:MAX_UIDS_IN_MESSAGE]))}{ellipsis}; the weights are unchanged. Check "
-        "the teacher's log-probabilities of these samples, or lower actor_rollout_ref.actor.optim.lr"
-    )
 
 
 def _is_not_finite(loss_T: Tensor) -> np.ndarray:

@@ -54,13 +54,13 @@ class WriterProcess:
         self._report: tuple[bool, Any] | None = None
         self._report_fd = os.memfd_create("recipe_gkd_writer")
         self._sentinel, held_by_writer = os.pipe()
-        actor = os.getpid()
+        actor_pid = os.getpid()
         gc_was_enabled = gc.isenabled()
         gc.disable()  # a collection in the fork could free CUDA tensors of the actor
         try:
             self.pid = os.fork()
             if self.pid == 0:
-                _run(function, self._report_fd, held_by_writer, actor)
+                _run(function, self._report_fd, held_by_writer, actor_pid)
         except OSError:
             os.close(self._sentinel)
             os.close(self._report_fd)
@@ -138,7 +138,10 @@ def kill_all(writers: Sequence[WriterProcess]) -> bool:
 
 
 def wait_for_any(writers: Sequence[WriterProcess], timeout_s: float) -> None:
-    """Wait until one of the running ``writers`` ends, at most ``timeout_s`` seconds; that long if none runs."""
+    """Wait until one of the running ``writers`` ends, at most ``timeout_s`` seconds.
+
+    If none runs, wait ``timeout_s`` seconds.
+    """
     _wait_for([writer._sentinel for writer in writers if writer._status is None], timeout_s)
 
 
@@ -150,13 +153,13 @@ def _wait_for(descriptors: Sequence[int], timeout_s: float | None) -> None:
     poll.poll(None if timeout_s is None else timeout_s * 1000)
 
 
-def _run(function: Callable[[], Any], report_fd: int, sentinel: int, actor: int) -> NoReturn:
+def _run(function: Callable[[], Any], report_fd: int, sentinel: int, actor_pid: int) -> NoReturn:
     """Run the function in the fork and exit. Never returns to the code of the actor."""
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C, and may still complete the save
-        _exit_with(actor)
+        _exit_when_process_ends(actor_pid)
         _release_connections(keep=sentinel)
         torch.set_num_threads(1)  # the threads of the actor's pool do not exist in a fork
         report: tuple[bool, Any]
@@ -172,17 +175,17 @@ def _run(function: Callable[[], Any], report_fd: int, sentinel: int, actor: int)
         os._exit(status)
 
 
-def _exit_with(actor: int) -> None:
-    """Exit this process when process ``actor`` ends.
+def _exit_when_process_ends(actor_pid: int) -> None:
+    """Exit this process when the process ``actor_pid`` ends.
 
     ``PR_SET_PDEATHSIG`` is not used: it would kill this process when the forking thread ends, and Ray runs methods on
     threads that end.
     """
     try:
-        watched = os.pidfd_open(actor)
+        watched = os.pidfd_open(actor_pid)
     except OSError:
         watched = None
-    if os.getppid() != actor:
+    if os.getppid() != actor_pid:
         os._exit(1)
 
     def exit_with_actor() -> None:
@@ -190,7 +193,7 @@ def _exit_with(actor: int) -> None:
             _wait_for([watched], None)
         else:
             timer = threading.Event()
-            while os.getppid() == actor:
+            while os.getppid() == actor_pid:
                 timer.wait(PARENT_POLL_S)
         os._exit(1)
 

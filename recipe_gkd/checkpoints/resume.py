@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from recipe_gkd.checkpoints.folders import LATEST, TRAINER, damage, final_folder, read_latest, steps_of
 from recipe_gkd.checkpoints.run_folder import folder_of
@@ -20,6 +21,9 @@ START_NEW = "start a new run with trainer.resume_mode=disable"
 CHOOSE_ANOTHER = (
     f"choose another with trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N, or {START_NEW}"
 )
+
+_FORMER_NAMES = {"answers_fingerprint": "references_fingerprint"}
+"""Former names of attributes of :class:`Progress`, in checkpoints of older versions."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,8 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
         CheckpointError: The file cannot be read.
     """
     try:
-        found = Progress(**json.loads((folder / TRAINER).read_text()))
+        values: dict[str, Any] = dict(json.loads((folder / TRAINER).read_text()))
+        found = Progress(**{_FORMER_NAMES.get(name, name): value for name, value in values.items()})
         if wrong := [name for name in ("step", "prompts_trained") if not isinstance(getattr(found, name), int)]:
             raise ValueError(f"{wrong[0]} is not an integer")
     except (OSError, ValueError, TypeError) as error:
@@ -115,7 +120,7 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
                 f"{folder} was made with {name}={saved}, this run has {name}={current}: its position in the data is "
                 "not valid for this run. Restore the setting, or use trainer.resume_mode=disable"
             )
-    for name, content in (("data_fingerprint", "prompts"), ("answers_fingerprint", "reference responses")):
+    for name, content in (("data_fingerprint", "prompts"), ("references_fingerprint", "reference responses")):
         saved, current = getattr(found, name), getattr(expected, name)
         if saved and current and saved != current:
             raise CheckpointMismatch(
@@ -124,7 +129,7 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
                 "the model in the checkpoint's huggingface folder on the new data: set actor_rollout_ref.model.path to "
                 "it, trainer.resume_mode=disable, and another trainer.default_local_dir"
             )
-    return replace(found, answers_fingerprint=expected.answers_fingerprint or found.answers_fingerprint)
+    return replace(found, references_fingerprint=expected.references_fingerprint or found.references_fingerprint)
 
 
 async def load_first_usable(

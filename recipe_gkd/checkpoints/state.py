@@ -24,7 +24,7 @@ class Progress:
         skipped_samples: Number of samples that were trained on without a teacher score
             (``teacher.on_failure=skip_samples``).
         data_fingerprint: Hash of all prompts in the order of the data. Empty in checkpoints of older versions.
-        answers_fingerprint: Hash of the reference responses. Empty if the run has trained on none of them.
+        references_fingerprint: Hash of the reference responses. Empty if the run has trained on none of them.
     """
 
     step: int
@@ -34,7 +34,7 @@ class Progress:
     shuffle: bool
     skipped_samples: int = 0
     data_fingerprint: str = ""
-    answers_fingerprint: str = ""
+    references_fingerprint: str = ""
 
 
 @dataclass(frozen=True)

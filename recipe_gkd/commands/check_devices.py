@@ -36,12 +36,12 @@ STOP_TIMEOUT_S = 5
 
 
 class ProbeActor:
-    """Process that replaces a worker and reports its devices."""
+    """Process in place of a worker that reports its devices."""
 
     def __init__(self, device: str) -> None:
         self._device = device
 
-    def where(self) -> dict[str, Any]:
+    def device_report(self) -> dict[str, Any]:
         """Return node, devices and memory of this process."""
         return device_report(self._device)
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(placement_table(reports))
         check_devices(reports, shared=config.rollout.share_actor_gpus)
     except Exception as error:  # noqa: BLE001 - the command prints one error instead of a traceback
-        print(f"\nerror: {as_known_error(error, 'check_devices')}", file=sys.stderr)
+        print(f"\nerror: {as_known_error(error, 'check-devices')}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

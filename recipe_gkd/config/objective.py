@@ -8,7 +8,7 @@ from recipe_gkd.config.schema import Config, GkdConfig
 from recipe_gkd.errors import ConfigError
 
 
-def objective_complaints(config: Config) -> Iterator[str]:
+def objective_problems(config: Config) -> Iterator[str]:
     """Yield a message for each combination that cannot work, with the change that repairs it."""
     yield from _without_gradient(config)
     yield from _reward(config)

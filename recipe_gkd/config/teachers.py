@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
+from omegaconf import OmegaConf
+
+from recipe_gkd.config.backend_class import load_backend_class
 from recipe_gkd.config.schema import Config, TeacherConfig
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.runtime.user_code import split_spec
 
 DEFAULT = "default"  # name of the teacher at server_ip:server_port
 TEACHER = "actor_rollout_ref.teacher"
 
-_SERVICE_ONLY = {"server_ip": "127.0.0.1", "server_port": 15555, "wire_dtype": "float32", "auth_dir": None}
+_SERVICE_ONLY = ("server_ip", "server_port", "wire_dtype", "auth_dir")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _ADDRESS = re.compile(r"(?P<host>[^\s:]+):(?P<port>[0-9]{1,5})")
 
@@ -33,10 +36,10 @@ def names(teacher: TeacherConfig) -> tuple[str, ...]:
     return tuple(teacher.teachers) or (DEFAULT,)
 
 
-def teacher_complaints(config: Config) -> Iterator[str]:
+def teacher_problems(config: Config) -> Iterator[str]:
     """Yield a message for each invalid value of the teacher section, with the value to change."""
     teacher = config.actor_rollout_ref.teacher
-    yield from _backend_complaints(teacher)
+    yield from _backend_problems(teacher)
     for name, address in teacher.teachers.items():
         if not _NAME.fullmatch(name):
             yield (
@@ -57,7 +60,7 @@ def teacher_complaints(config: Config) -> Iterator[str]:
         )
 
 
-def _backend_complaints(teacher: TeacherConfig) -> Iterator[str]:
+def _backend_problems(teacher: TeacherConfig) -> Iterator[str]:
     backend = teacher.backend
     if backend == "zmq":
         if teacher.model_path is not None:
@@ -67,15 +70,23 @@ def _backend_complaints(teacher: TeacherConfig) -> Iterator[str]:
         yield f"{TEACHER}.backend={backend} is one teacher; leave {TEACHER}.teachers out, or set backend=zmq"
     if backend != "hf":
         try:
-            split_spec(backend, key=f"{TEACHER}.backend")
+            load_backend_class(backend)
         except ConfigError as error:
-            yield f"{error}; or zmq or hf"
+            yield str(error)
         return
     if teacher.model_path is None:
         yield f"{TEACHER}.backend=hf needs {TEACHER}.model_path, the folder of the teacher model"
-    for name, value in _SERVICE_ONLY.items():
-        if (got := getattr(teacher, name)) != value:
+    defaults = _default_section()
+    for name in _SERVICE_ONLY:
+        if (got := getattr(teacher, name)) != defaults[name]:
             yield f"{TEACHER}.{name}={got} has no effect with {TEACHER}.backend=hf; leave it out, or set backend=zmq"
+
+
+def _default_section() -> dict[str, Any]:
+    """Return the teacher section of the YAML files, without overrides."""
+    from recipe_gkd.config.load import compose_config  # imports this module
+
+    return dict(OmegaConf.select(compose_config("on_policy_distill_trainer"), TEACHER))
 
 
 def _is_address(address: str) -> bool:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipe_gkd.config.objective import objective_complaints
+from recipe_gkd.config.objective import objective_problems
 from recipe_gkd.config.schema import BUILT_IN_LOGGERS, Config
-from recipe_gkd.config.teachers import teacher_complaints
+from recipe_gkd.config.teachers import teacher_problems
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.runtime.user_code import load_attribute, split_spec
+from recipe_gkd.runtime.user_code import call_problem, load_attribute, split_spec
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 
@@ -33,13 +33,13 @@ def validate(config: Config) -> None:
         _ray,
         _resume,
         _loggers,
-        objective_complaints,
-        teacher_complaints,
+        objective_problems,
+        teacher_problems,
         _validation,
         _sampling,
     )
-    if complaints := [complaint for check in checks for complaint in check(config)]:
-        raise ConfigError("\n".join(complaints))
+    if problems := [problem for check in checks for problem in check(config)]:
+        raise ConfigError("\n".join(problems))
 
 
 def _unsupported_features(config: Config) -> Iterator[str]:
@@ -55,7 +55,7 @@ def _unsupported_features(config: Config) -> Iterator[str]:
             yield f"{MEGATRON}.{name}=true: offloading is not implemented; set it to false"
     if megatron.context_parallel_size > 1:
         yield (
-            f"{MEGATRON}.context_parallel_size={megatron.context_parallel_size}: context parallel is not supported; "
+            f"{MEGATRON}.context_parallel_size={megatron.context_parallel_size}: context parallelism is not supported; "
             "set it to 1, and for long sequences raise tensor_model_parallel_size with sequence_parallel=true"
         )
 
@@ -71,7 +71,8 @@ def _schedule(config: Config) -> Iterator[str]:
     if trainer.inflight_update and (trainer.scheduler == "sync" or trainer.max_staleness == 0):
         yield (
             f"trainer.inflight_update=true with trainer.scheduler={trainer.scheduler} and a staleness bound of 0: "
-            "no response is in flight when the weights change; set it to false, or choose one_step_off or more"
+            "no response is in flight when the weights change; set it to false, or choose a scheduler with "
+            "a larger bound, such as one_step_off"
         )
 
 
@@ -82,14 +83,14 @@ def _actor_layout(config: Config) -> Iterator[str]:
     if slots % (tp * pp):
         yield (
             f"the actor pool has trainer.nnodes x trainer.n_gpus_per_node = {trainer.nnodes} x "
-            f"{trainer.n_gpus_per_node} = {slots} slots, which tensor x pipeline parallel = {tp} x {pp} = {tp * pp} "
-            "does not divide; change the pool or the layout"
+            f"{trainer.n_gpus_per_node} = {slots} slots, which is not a multiple of tensor x pipeline parallel size = "
+            f"{tp} x {pp} = {tp * pp}; change the pool or the layout"
         )
     ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size or tp
     if slots % (etp * ep * pp):
         yield (
-            f"the actor pool has {slots} slots, which expert tensor x expert x pipeline parallel = {etp} x {ep} x {pp} "
-            f"= {etp * ep * pp} does not divide; change the pool, {MEGATRON}.expert_model_parallel_size, or "
+            f"the actor pool has {slots} slots, which is not a multiple of expert tensor x expert x pipeline parallel "
+            f"size = {etp} x {ep} x {pp} = {etp * ep * pp}; change the pool, {MEGATRON}.expert_model_parallel_size, or "
             "expert_tensor_parallel_size (null: the tensor parallel size)"
         )
     if megatron.sequence_parallel and tp == 1:
@@ -170,7 +171,7 @@ def _loggers(config: Config) -> Iterator[str]:
         if spec in BUILT_IN_LOGGERS:
             continue
         try:
-            path, name = split_spec(spec, key="trainer.logger")
+            path, name = split_spec(spec, key="trainer.logger", example="loggers.py:MyLogger")
             logger_class = load_attribute(path, name, key="trainer.logger")
         except ConfigError as error:
             yield str(error)
@@ -182,21 +183,23 @@ def _loggers(config: Config) -> Iterator[str]:
                 f"trainer.logger={spec}: the class {name} has no {'() and no '.join(absent)}(); define "
                 "log(self, step, metrics) and close(self)"
             )
+        elif problem := call_problem(logger_class, "run_info"):
+            yield f"trainer.logger={spec}: {name}(run_info) fails: {problem}; define __init__(self, run_info)"
 
 
-def validates(config: Config) -> bool:
+def runs_validation(config: Config) -> bool:
     """Return True if the run validates at least once."""
     return config.trainer.test_freq > 0 or config.trainer.val_before_train
 
 
 def _validation(config: Config) -> Iterator[str]:
     trainer = config.trainer
-    if validates(config) and not config.data.val_files:
+    if runs_validation(config) and not config.data.val_files:
         yield (
             f"trainer.test_freq={trainer.test_freq}, trainer.val_before_train={str(trainer.val_before_train).lower()} "
             "without validation data; set data.val_files, or trainer.test_freq=-1 and trainer.val_before_train=false"
         )
-    if validates(config) and config.custom_reward_function.path is None:
+    if runs_validation(config) and config.custom_reward_function.path is None:
         yield (
             "validation scores responses with the reward function, and there is none; set custom_reward_function.path, "
             "or trainer.test_freq=-1 and trainer.val_before_train=false"

@@ -40,7 +40,7 @@ class PromptData:
         rows: Row of each prompt in ``table``.
         reference_ids: Token ids of each reference response, int32 [T]. Empty without ``with_references``.
         fingerprint: Hash of the prompts.
-        answers_fingerprint: Hash of the reference responses. Empty without ``with_references``.
+        references_fingerprint: Hash of the reference responses. Empty without ``with_references``.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class PromptData:
         self.fingerprint = _fingerprint(prompts, self.rows)
         self._end_ids = frozenset({*stop_token_ids, tokenizer.eos_token_id}) if with_references else frozenset()
         self.reference_ids: list[np.ndarray] = []
-        self.answers_fingerprint = ""
+        self.references_fingerprint = ""
         if with_references:
             self.reference_ids = tokenize_references(table, self.rows, config, tokenizer, self._end_ids)
-            self.answers_fingerprint = _fingerprint(table.column(config.response_key).to_pylist(), self.rows)
+            self.references_fingerprint = _fingerprint(table.column(config.response_key).to_pylist(), self.rows)
 
     def _tokenize(self, prompts: list[Any], config: DataConfig, tokenizer: Any) -> None:
         started_at = time.monotonic()

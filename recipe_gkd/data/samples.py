@@ -18,7 +18,7 @@ class Prompt:
     Attributes:
         uid: Index of the sample in the run, starting at 0. The ``rollout.n`` samples of one prompt have different uids.
         ids: Token ids, int32 [P].
-        row: Row of the data set, which has the other columns.
+        row: Index of the data set's row, which contains the other columns.
         reference_ids: Token ids of the reference response that is trained on (``gkd.sft_share``), int32 [T]. None if a
             response is sampled.
     """
@@ -95,7 +95,7 @@ class Sample:
         teacher: Scores of the teacher.
         teacher_number: Index of the teacher in :func:`recipe_gkd.config.teachers.names`.
         is_skipped: True if the teacher did not return scores (``teacher.on_failure=skip_samples``). The sample does not
-            contribute to the distillation loss. A skipped reference response is not trained on by its own tokens
+            contribute to the distillation loss. A skipped reference response does not contribute to the cross-entropy
             either.
         reward: Reward of the response. None if the reward function was not called.
         advantage: Advantage of the response among the responses to the same prompt. 0 without rewards.

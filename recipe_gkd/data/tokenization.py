@@ -45,7 +45,7 @@ def tokenize_prompt(prompt: Any, tokenizer: Any, where: str) -> np.ndarray:
 
 
 def truncate_prompt(ids: np.ndarray, config: DataConfig, row: int) -> np.ndarray:
-    """Return an overlong prompt cut to ``max_prompt_length`` tokens, as ``data.truncation`` specifies.
+    """Return an overlong prompt cut as ``data.truncation`` specifies, int32 [P] with P = ``max_prompt_length``.
 
     Raises:
         DataError: ``data.truncation=error``.

@@ -1,6 +1,7 @@
 """Inspection of worker processes on their node: state, Python stacks, log files, dumps of NCCL's flight recorder.
 
-Everything works from outside the inspected processes, which may hang. :func:`inspect` needs no Ray.
+Everything works from outside the inspected processes, which may hang. :func:`inspect` needs no connection
+to Ray.
 """
 
 from __future__ import annotations

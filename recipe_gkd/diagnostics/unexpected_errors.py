@@ -29,7 +29,7 @@ def as_known_error(error: Exception, phase: str) -> GkdError | TeacherError:
     root = first_failure(error)
     text = " ".join(str(root).split()) or "no message"
     if isinstance(root, OSError) and root.errno is not None:
-        advice = "the operating system refused this; check the disk, the memory and the limits of the machine"
+        advice = "the operating system rejected the operation; check the disk, the memory and the limits of the machine"
     else:
         advice = "this error is not expected and may be a bug; please report it with the traceback"
     unexpected = UnexpectedError(f"{phase}: {type(root).__name__}: {text}\nin {_code_location(root)}; {advice}")
@@ -38,7 +38,10 @@ def as_known_error(error: Exception, phase: str) -> GkdError | TeacherError:
 
 
 def _code_location(error: BaseException) -> str:
-    """Return this project's innermost line in the traceback, after the line that raised if that is a dependency's."""
+    """Return the project's innermost line in the traceback.
+
+    If a dependency raised the error, put the dependency's line first.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "an unknown location"

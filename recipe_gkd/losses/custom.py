@@ -24,6 +24,9 @@ KEY = "gkd.custom_loss"
 METRIC_NAME = re.compile(r"[A-Za-z0-9_./-]+")
 EXAMPLE_LENGTHS = (5, 3)
 EXAMPLE_TOP_K = 4
+MAX_UIDS_IN_MESSAGE = 8
+# Fields of `LossInputs` that carry the gradient.
+STUDENT_INPUTS = ("student_logps_TB", "student_sampled_logps_T", "student_entropy_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +46,9 @@ class LossInputs:
         teacher_probs_TB: Teacher's probability of each bucket.
         teacher_ids_TK: Token ids of the teacher's top-k, int64; -1 for a missing entry.
         valid_TB: True for the buckets that exist, bool.
-        teacher_sampled_logps_T: Teacher's log-probability of the response token at temperature 1.
-        sampling_logps_T: Log-probability of the response token under the weights that sampled it.
+        teacher_sampled_logps_T: Teacher's log-probability of the response token at ``gkd.distill_temperature``.
+        sampling_logps_T: Log-probability of the response token at temperature 1 under the weights that sampled it; 0
+            for reference responses.
         advantages_T: GRPO advantage of the response; 0 with ``gkd.use_rl_loss=false``.
         rewards_T: Reward of the response; 0 if it has none.
         has_reward_T: True if the response has a reward, bool.
@@ -105,13 +109,18 @@ class CustomLoss:
     label: str
     metric_names: tuple[str, ...]
 
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
+    def __call__(self, inputs: LossInputs, *, uids_T: Tensor | None = None) -> LossOutputs:
         """Return the checked outputs. Loss and metrics are 0 at tokens without a teacher.
 
+        Args:
+            inputs: Inputs of the function.
+            uids_T: Uid of each token's sample, int64, for error messages; None if the tokens belong to no samples.
+
         Raises:
-            ConfigError: The function failed, or an output is invalid. The message names the function and the output.
+            ConfigError: The function failed, or an output is invalid. The message names the function, the output and
+                the uids of the affected samples.
         """
-        outputs = _checked_call(self.function, self.label, inputs)
+        outputs = _checked_call(self.function, self.label, inputs, uids_T)
         if (names := tuple(sorted(outputs.metrics))) != self.metric_names:
             raise ConfigError(
                 f"{self.label} returned the metrics {list(names)}, expected {list(self.metric_names)} as in its first "
@@ -126,50 +135,84 @@ class CustomLoss:
 def load_custom_loss(path: str, name: str) -> CustomLoss:
     """Import a user's loss function and call it once on random example inputs.
 
-    The call finds mistakes before any worker starts, and returns the names of the metrics. The result is cached.
+    The call and its backward pass find mistakes before any worker starts. The call also returns the names of the
+    metrics. The result is cached.
 
     Args:
         path: ``gkd.custom_loss.path``, a Python file.
         name: ``gkd.custom_loss.name``, a function in it.
 
     Raises:
-        ConfigError: The file or the function does not exist, or its outputs are invalid.
+        ConfigError: The file or the function does not exist, or its outputs or their gradients are invalid.
     """
     function, label = load_attribute(path, name, key=KEY), f"{KEY}: {name} of {path}"
     if not callable(function):
         raise ConfigError(f"{label} is of type {_describe(function)}, expected a function of LossInputs")
+    inputs = example_inputs()
     with torch.enable_grad():
-        outputs = _checked_call(function, label, example_inputs())
+        outputs = _checked_call(function, label, inputs)
+    _check_gradients(outputs.loss_T, label, inputs)
     return CustomLoss(function=function, label=label, metric_names=tuple(sorted(outputs.metrics)))
 
 
-def _checked_call(function: Callable[[LossInputs], Any], label: str, inputs: LossInputs) -> LossOutputs:
+def _checked_call(
+    function: Callable[[LossInputs], Any], label: str, inputs: LossInputs, uids_T: Tensor | None = None
+) -> LossOutputs:
     try:
         outputs = function(inputs)
     except (Exception, SystemExit) as error:  # a user's function can raise any exception
         raise ConfigError(f"{label} raised {type(error).__name__}: {error}") from error
     if not isinstance(outputs, LossOutputs):
         raise ConfigError(f"{label} returned {_describe(outputs)}, expected recipe_gkd.losses.LossOutputs")
-    _check_tensor(outputs.loss_T, "loss_T", label, inputs)
+    _check_tensor(outputs.loss_T, "loss_T", label, inputs, uids_T)
     if not outputs.loss_T.is_floating_point():
         raise ConfigError(f"{label} returned loss_T of dtype {outputs.loss_T.dtype}, expected a floating-point dtype")
     if torch.is_grad_enabled() and inputs.student_logps_TB.requires_grad and not outputs.loss_T.requires_grad:
-        raise ConfigError(
-            f"{label} returned loss_T without a gradient: it does not depend on the student; compute it from "
-            "inputs.student_*, without detach(), item() or torch.no_grad()"
-        )
+        raise _no_gradient_error(label)
     if not isinstance(outputs.metrics, Mapping):
         raise ConfigError(f"{label} returned metrics of type {_describe(outputs.metrics)}, expected a dict of tensors")
     for name, value_T in outputs.metrics.items():
         if not (isinstance(name, str) and METRIC_NAME.fullmatch(name)):
             raise ConfigError(f"{label} returned a metric named {name!r}, expected letters, digits and _ . / - only")
-        _check_tensor(value_T, f"metrics[{name!r}]", label, inputs)
+        _check_tensor(value_T, f"metrics[{name!r}]", label, inputs, uids_T)
     return outputs
 
 
-def _check_tensor(value_T: Any, output: str, label: str, inputs: LossInputs) -> None:
+def _check_gradients(loss_T: Tensor, label: str, inputs: LossInputs) -> None:
+    """Check that the loss depends on the student's statistics, with finite gradients."""
+    try:
+        gradients = torch.autograd.grad(
+            loss_T.sum(), [getattr(inputs, name) for name in STUDENT_INPUTS], allow_unused=True
+        )
+    except Exception as error:  # a backward function of the user can raise any exception
+        raise ConfigError(
+            f"{label} returned loss_T whose backward pass raised {type(error).__name__}: {error}"
+        ) from error
+    found = {name: gradient for name, gradient in zip(STUDENT_INPUTS, gradients, strict=True) if gradient is not None}
+    if not found:
+        raise _no_gradient_error(label)
+    if invalid := [f"inputs.{name}" for name, gradient in found.items() if not gradient.isfinite().all()]:
+        raise ConfigError(
+            f"{label} returned a finite loss_T whose gradient is not finite, with respect to {', '.join(invalid)}; "
+            "avoid functions with an infinite derivative, such as sqrt at 0"
+        )
+
+
+def _no_gradient_error(label: str) -> ConfigError:
+    return ConfigError(
+        f"{label} returned loss_T without a gradient: it does not depend on the student; compute it from "
+        "inputs.student_*, without detach(), item() or torch.no_grad()"
+    )
+
+
+def _check_tensor(value_T: Any, output: str, label: str, inputs: LossInputs, uids_T: Tensor | None) -> None:
     if not isinstance(value_T, Tensor):
         raise ConfigError(f"{label} returned {output} of type {_describe(value_T)}, expected a tensor [T]")
+    if value_T.device != (device := inputs.positions_T.device):
+        raise ConfigError(
+            f"{label} returned {output} on device {value_T.device}, expected {device}; create tensors on the device of "
+            "the inputs"
+        )
     if value_T.shape != (inputs.n_tokens,):
         raise ConfigError(
             f"{label} returned {output} of shape {tuple(value_T.shape)}, expected [T] = ({inputs.n_tokens},): one "
@@ -180,11 +223,17 @@ def _check_tensor(value_T: Any, output: str, label: str, inputs: LossInputs) -> 
     invalid_T = ~value_T.detach().isfinite() & inputs.has_teacher_T
     if invalid_T.any():
         token = int(invalid_T.nonzero()[0])
+        samples = "" if uids_T is None else f" of the samples with uid {_list_uids(uids_T[invalid_T])}"
         raise ConfigError(
             f"{label} returned {output} with {value_T[token].item()} at token {token} of {inputs.n_tokens} (position "
             f"{int(inputs.positions_T[token])} of response {int(inputs.sequence_T[token])} in the micro-batch), "
-            f"expected finite numbers; {int(invalid_T.sum())} tokens are affected"
+            f"expected finite numbers; {int(invalid_T.sum())} tokens{samples} are affected"
         )
+
+
+def _list_uids(uids_T: Tensor) -> str:
+    uids = uids_T.unique().tolist()
+    return ", ".join(map(str, uids[:MAX_UIDS_IN_MESSAGE])) + (", ..." if len(uids) > MAX_UIDS_IN_MESSAGE else "")
 
 
 def _describe(value: Any) -> str:

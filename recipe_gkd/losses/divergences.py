@@ -49,13 +49,20 @@ def forward_kl(distributions: BucketedDistributions) -> Tensor:
     """Return KL(P || Q) = sum(p (log p - log q)), mass-covering (Hinton et al. 2015, arXiv:1503.02531).
 
     With a tail bucket, dL/dl_i = q_i - p_i on the support and (1 - p_tail / q_tail) q_i outside it.
+
+    Returns:
+        Divergence in nats, [T].
     """
     return (distributions.p_TC * (distributions.log_p_TC - distributions.log_q_TC)).sum(1)
 
 
 @register_divergence("reverse_kl")
 def reverse_kl(distributions: BucketedDistributions) -> Tensor:
-    """Return KL(Q || P) = sum(q (log q - log p)), mode-seeking (Gu et al. 2024, MiniLLM, arXiv:2306.08543)."""
+    """Return KL(Q || P) = sum(q (log q - log p)), mode-seeking (Gu et al. 2024, MiniLLM, arXiv:2306.08543).
+
+    Returns:
+        Divergence in nats, [T].
+    """
     return (distributions.q_TC * (distributions.log_q_TC - distributions.log_p_TC)).sum(1)
 
 
@@ -70,6 +77,9 @@ def jsd(distributions: BucketedDistributions, *, beta: float) -> Tensor:
     Args:
         distributions: Teacher and student on the same outcomes.
         beta: Weight of the teacher in the mixture, in (0, 1). For 0 and 1 use ``forward_kl`` and ``reverse_kl``.
+
+    Returns:
+        Divergence in nats, [T].
     """
     log_m_TC = _log_mixture(distributions, beta)
     p_to_m_T = (distributions.p_TC * (distributions.log_p_TC - log_m_TC)).sum(1)
@@ -84,6 +94,9 @@ def kl_rkl(distributions: BucketedDistributions, *, rkl_ratio: float) -> Tensor:
     Args:
         distributions: Teacher and student on the same outcomes.
         rkl_ratio: Weight r of reverse KL, in [0, 1].
+
+    Returns:
+        Divergence in nats, [T].
     """
     return (1 - rkl_ratio) * forward_kl(distributions) + rkl_ratio * reverse_kl(distributions)
 
@@ -97,6 +110,9 @@ def skewed_forward_kl(distributions: BucketedDistributions, *, skew_alpha: float
     Args:
         distributions: Teacher and student on the same outcomes.
         skew_alpha: Weight a of the teacher in the mixture, in (0, 1).
+
+    Returns:
+        Divergence in nats, [T].
     """
     return (distributions.p_TC * (distributions.log_p_TC - _log_mixture(distributions, skew_alpha))).sum(1)
 
@@ -110,13 +126,20 @@ def skewed_reverse_kl(distributions: BucketedDistributions, *, skew_alpha: float
     Args:
         distributions: Teacher and student on the same outcomes.
         skew_alpha: Weight a of the student in the mixture, in (0, 1).
+
+    Returns:
+        Divergence in nats, [T].
     """
     return (distributions.q_TC * (distributions.log_q_TC - _log_mixture(distributions, 1 - skew_alpha))).sum(1)
 
 
 @register_divergence("tvd")
 def tvd(distributions: BucketedDistributions) -> Tensor:
-    """Return the total variation distance, sum(|p - q|) / 2 (Wen et al. 2023, f-distill, arXiv:2307.15190)."""
+    """Return the total variation distance, sum(|p - q|) / 2 (Wen et al. 2023, f-distill, arXiv:2307.15190).
+
+    Returns:
+        Distance, between 0 and 1, [T].
+    """
     return 0.5 * (distributions.p_TC - distributions.q_TC).abs().sum(1)
 
 

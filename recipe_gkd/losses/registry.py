@@ -17,6 +17,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 N_DIVERGENCE_INPUTS = 1  # distributions
 N_SAMPLED_TOKEN_INPUTS = 2  # log-probabilities under the student and the teacher
 
+# Names of the values that a loss can have as parameters: the fields of `Divergence`, and statistics of the sample.
+DIVERGENCE_PARAMETERS = ("kind", "tail", "temperature", "beta", "rkl_ratio", "skew_alpha")
+SAMPLED_TOKEN_PARAMETERS = ("baseline_T", "scale_T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredLoss:
@@ -37,9 +41,13 @@ class RegisteredLoss:
 
         Args:
             inputs: Inputs of the function.
-            values: Values by parameter name. Names that the function does not have are ignored.
+            values: Values by parameter name. Names that the function does not have are ignored. Parameters without a
+                value keep their default.
+
+        Returns:
+            Loss of each position, [T].
         """
-        return self.function(*inputs, **{name: values[name] for name in self.parameters})
+        return self.function(*inputs, **{name: values[name] for name in self.parameters if name in values})
 
 
 _divergences: dict[str, RegisteredLoss] = {}
@@ -50,38 +58,48 @@ def register_divergence(name: str) -> Callable[[Function], Function]:
     """Register a divergence of the teacher from the student.
 
     The decorated function takes :class:`~recipe_gkd.losses.distributions.BucketedDistributions` and keyword-only
-    parameters, each named like a field of :class:`~recipe_gkd.losses.divergences.Divergence`. It returns [T].
+    parameters, each named like a field of :class:`~recipe_gkd.losses.divergences.Divergence`. A parameter of another
+    name must have a default, and keeps it. The function returns [T].
 
     Args:
         name: Value of ``gkd.distill_loss_type``.
 
     Raises:
-        ValueError: The name is registered already.
+        ValueError: The name is registered already, or a parameter has neither a value nor a default.
     """
-    return _register(_divergences, name, N_DIVERGENCE_INPUTS)
+    return _register(_divergences, name, N_DIVERGENCE_INPUTS, DIVERGENCE_PARAMETERS)
 
 
 def register_sampled_token_loss(name: str) -> Callable[[Function], Function]:
     """Register a loss on the log-probabilities of the sampled token under the student and the teacher.
 
-    The decorated function takes ``logp_T`` and ``teacher_logp_T``, and may take ``baseline_T`` and ``scale_T``. It
-    returns [T].
+    The decorated function takes ``logp_T`` and ``teacher_logp_T``, and may take ``baseline_T`` and ``scale_T``. A
+    parameter of another name must have a default, and keeps it. The function returns [T].
 
     Args:
         name: Value of ``gkd.distill_loss_type``.
 
     Raises:
-        ValueError: The name is registered already.
+        ValueError: The name is registered already, or a parameter has neither a value nor a default.
     """
-    return _register(_sampled_token_losses, name, N_SAMPLED_TOKEN_INPUTS)
+    return _register(_sampled_token_losses, name, N_SAMPLED_TOKEN_INPUTS, SAMPLED_TOKEN_PARAMETERS)
 
 
-def _register(losses: dict[str, RegisteredLoss], name: str, n_inputs: int) -> Callable[[Function], Function]:
+def _register(
+    losses: dict[str, RegisteredLoss], name: str, n_inputs: int, supplied: tuple[str, ...]
+) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         if name in loss_names():
             raise ValueError(f"a distillation loss named {name!r} is registered already; choose another name")
-        parameters = tuple(inspect.signature(function).parameters)[n_inputs:]
-        losses[name] = RegisteredLoss(name=name, function=function, parameters=parameters)
+        parameters = list(inspect.signature(function).parameters.values())[n_inputs:]
+        named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        for each in named:
+            if each.name not in supplied and each.default is each.empty:
+                raise ValueError(
+                    f"the distillation loss {name!r} has the parameter {each.name} without a default, expected one of "
+                    f"{', '.join(supplied)}; rename it, or give it a default"
+                )
+        losses[name] = RegisteredLoss(name=name, function=function, parameters=tuple(each.name for each in named))
         return function
 
     return decorate

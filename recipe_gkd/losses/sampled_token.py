@@ -40,6 +40,9 @@ def k1(
         teacher_logp_T: Log-probability of the sampled token under the teacher.
         baseline_T: Baseline b, in nats.
         scale_T: Scale s.
+
+    Returns:
+        Value of k1 at each position, in nats, [T].
     """
     r_T = (teacher_logp_T - logp_T).detach()
     return with_gradient(-r_T, -(r_T - baseline_T) / scale_T * logp_T)
@@ -47,15 +50,30 @@ def k1(
 
 @register_sampled_token_loss("k2")
 def k2(logp_T: Tensor, teacher_logp_T: Tensor) -> Tensor:
-    """Return k2 = r^2 / 2; the arguments are those of :func:`k1`."""
+    """Return k2 = r^2 / 2.
+
+    Args:
+        logp_T: Log-probability of the sampled token under the student. Differentiable.
+        teacher_logp_T: Log-probability of the sampled token under the teacher.
+
+    Returns:
+        Value of k2 at each position, [T].
+    """
     return 0.5 * (teacher_logp_T - logp_T).square()
 
 
 @register_sampled_token_loss("k3")
 def k3(logp_T: Tensor, teacher_logp_T: Tensor) -> Tensor:
-    """Return k3 = exp(r) - 1 - r; the arguments are those of :func:`k1`.
+    """Return k3 = exp(r) - 1 - r.
 
     Above r = 20 the exponential continues as its tangent, so that the gradient stays finite and does not vanish.
+
+    Args:
+        logp_T: Log-probability of the sampled token under the student. Differentiable.
+        teacher_logp_T: Log-probability of the sampled token under the teacher.
+
+    Returns:
+        Value of k3 at each position, in nats, [T].
     """
     r_T = teacher_logp_T - logp_T
     bounded_T, excess_T = r_T.clamp(max=MAX_LOG_RATIO), (r_T - MAX_LOG_RATIO).clamp(min=0)
@@ -75,6 +93,9 @@ def importance_weights(logp_T: Tensor, sampling_logp_T: Tensor, importance: str,
             2008); ``mask`` sets weights above ``cap`` to 0.
         cap: Largest weight.
 
+    Returns:
+        Weight of each position, [T].
+
     Raises:
         ValueError: ``importance`` is unknown.
     """
@@ -87,10 +108,10 @@ def importance_weights(logp_T: Tensor, sampling_logp_T: Tensor, importance: str,
 
 
 def probability_ratio(logp_T: Tensor, sampling_logp_T: Tensor) -> Tensor:
-    """Return q(y) / q_sampling(y), limited to [exp(-20), exp(20)]."""
+    """Return q(y) / q_sampling(y) at each position, limited to [exp(-20), exp(20)], [T]."""
     return (logp_T - sampling_logp_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def with_gradient(value_T: Tensor, surrogate_T: Tensor) -> Tensor:
-    """Return ``value_T`` with the gradient of ``surrogate_T``."""
+    """Return ``value_T`` with the gradient of ``surrogate_T``, [T]."""
     return value_T.detach() + (surrogate_T - surrogate_T.detach())

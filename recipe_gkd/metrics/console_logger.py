@@ -26,12 +26,12 @@ class ConsoleLogger:
         ("sync", "timing/sync_rollout_weights", "{:.3f}s"),
     )
 
-    def __init__(self, first_step: int, last_step: int, stream: TextIO | None = None) -> None:
+    def __init__(self, completed_steps: int, last_step: int, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
         self._last_step = last_step
         self._bar: Any = None
         if self._stream.isatty():
-            self._bar = tqdm(total=last_step, initial=first_step, file=self._stream, unit="step", leave=False)
+            self._bar = tqdm(total=last_step, initial=completed_steps, file=self._stream, unit="step", leave=False)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the fields that ``metrics`` contains, and validation metrics in a line of their own."""

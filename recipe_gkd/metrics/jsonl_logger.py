@@ -15,12 +15,12 @@ class JsonlLogger:
     first step are written with step number 0, or added to the line of the step that the run resumes from.
     """
 
-    def __init__(self, path: Path, first_step: int) -> None:
-        """Open the file and remove the lines after ``first_step``."""
+    def __init__(self, path: Path, completed_steps: int) -> None:
+        """Open the file and remove the lines after step ``completed_steps``."""
         self._last_line, self._last_line_at = b"", 0  # last kept line and its offset in bytes
         draft = path.with_suffix(".writing")
         with draft.open("wb") as kept:
-            for line in _lines_until(path, first_step) if first_step else ():
+            for line in _lines_until(path, completed_steps) if completed_steps else ():
                 self._last_line, self._last_line_at = line, kept.tell()
                 kept.write(line + b"\n")
         draft.replace(path)

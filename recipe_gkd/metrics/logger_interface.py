@@ -16,14 +16,14 @@ class RunInfo:
         folder: Run folder, which exists. It contains ``config.yaml``, the complete configuration.
         project_name: ``trainer.project_name``.
         experiment_name: ``trainer.experiment_name``.
-        first_step: Number of steps that were done before this start: 0, or the step that the run resumed from.
+        completed_steps: Number of steps that are completed at the start: 0, or the step that the run resumed from.
         last_step: Last step of the run.
     """
 
     folder: Path
     project_name: str
     experiment_name: str
-    first_step: int
+    completed_steps: int
     last_step: int
 
 
@@ -36,9 +36,10 @@ class Logger(Protocol):
         logger.log(step, metrics)          # after each step
         logger.close()                     # once, when the run ends, also after an error
 
-    ``log`` and ``close`` are called from one thread, in this order, so that a slow call does not delay the training. An
-    exception, 1000 steps that wait, or a ``close`` that takes more than 30 s do not end the run: they are reported once
-    in the run's log with the name of the class, and the logger is not called again.
+    All calls come from one thread, in this order, so that a slow call does not delay the training. The constructor has
+    120 s. At the end the queued steps and ``close`` have 30 s together, 3 s after an error. An exception in ``log`` or
+    ``close``, 1000 steps that wait, or a missed deadline at the end do not end the run: they are reported once in the
+    run's log with the name of the class, and the logger is not called again.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

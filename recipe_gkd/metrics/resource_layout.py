@@ -31,6 +31,7 @@ class ResourceLayout:
         rollout_divisor: Number of devices of one engine, which cannot span nodes.
         shared: True if both pools use the same devices.
         n_teachers: Number of teacher workers.
+        can_add_teachers: True if the teacher is a service, to which workers can be added.
         bucket_megabytes: Size of a weight bucket in MiB.
         grants: Test if the cluster has room for two pools. None: the cluster is unknown, and any size is possible.
         cores: Number of CPU cores that the pools share. None: the pools have devices of their own.
@@ -45,6 +46,7 @@ class ResourceLayout:
     rollout_divisor: int = 1
     shared: bool = False
     n_teachers: int = 1
+    can_add_teachers: bool = True
     bucket_megabytes: float = 512
     grants: Grants | None = None
     cores: float | None = None
@@ -64,6 +66,7 @@ class ResourceLayout:
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         expert_ranks = megatron.expert_model_parallel_size * (megatron.expert_tensor_parallel_size or tp)
         hosts = [host for host, _ in addresses(settings.teacher).values()]
+        is_service = settings.teacher.backend == "zmq"
         return cls(
             staleness=staleness_bound(trainer),
             inflight=trainer.inflight_update,
@@ -72,7 +75,8 @@ class ResourceLayout:
             actor_divisor=pp * math.lcm(tp, expert_ranks),
             rollout_divisor=settings.rollout.tensor_model_parallel_size,
             shared=config.rollout.share_actor_gpus,
-            n_teachers=settings.teacher.n_server_workers,
+            n_teachers=settings.teacher.n_server_workers if is_service else 1,
+            can_add_teachers=is_service,
             bucket_megabytes=settings.rollout.update_weights_bucket_megabytes,
             grants=grants,
             cores=cores,

@@ -18,8 +18,9 @@ def step_bound(g: float, t: float, u: float, w: float, staleness: int) -> float:
 
         max(g, t, u, (g + t + u + w) / (s + 1))
 
-    A real step can take longer than the bound. It counts ``w`` for the batch only, but a sync also keeps the actor busy
-    and, without in-flight updates, the rollout workers: the slowest of these two takes at least ``g + w`` or ``u + w``.
+    A real step can take longer than the bound. The bound counts ``w`` only for the batch. A sync also keeps the actor
+    busy, so a step takes at least ``u + w``. Without in-flight updates it also stops the rollout workers, so a step
+    takes at least ``g + w``.
 
     A real step can also be shorter than the bound. With streaming, the teacher scores the first responses while the
     last ones are generated, so a batch passes both stages in less than ``g + t``. If ``g`` is the time of a batch
@@ -44,7 +45,7 @@ class StageSeconds:
 
     Attributes:
         generate: Work of the rollout pool: the time of a batch if its workers always had enough responses to generate.
-        latency: Time from the admission of a batch to its last response. It exceeds ``generate`` if workers wait for
+        latency: Time from the dispatch of a batch to its last response. It exceeds ``generate`` if workers wait for
             stragglers.
         teacher: Work of the teacher with all its workers in parallel.
         tail: Time from the last response of a batch to its last score. Equal to ``teacher`` without streaming.
@@ -82,7 +83,7 @@ class StageSeconds:
         )
 
 
-def limits(stages: StageSeconds, staleness: int, *, inflight: bool = False) -> dict[str, float]:
+def step_time_bounds(stages: StageSeconds, staleness: int, *, inflight: bool = False) -> dict[str, float]:
     """Return the lower bounds on the step time by cause, in seconds. The largest one determines the step time.
 
     - ``rollout``: a sync stops generation. Without in-flight updates it first waits for the stragglers. With a bound of
@@ -103,4 +104,4 @@ def limits(stages: StageSeconds, staleness: int, *, inflight: bool = False) -> d
 
 def step_seconds(stages: StageSeconds, staleness: int, *, inflight: bool = False) -> float:
     """Return the expected step time in seconds."""
-    return max(limits(stages, staleness, inflight=inflight).values())
+    return max(step_time_bounds(stages, staleness, inflight=inflight).values())

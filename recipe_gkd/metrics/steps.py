@@ -75,14 +75,15 @@ class StepMetrics:
         self._trace = TraceFile(trainer.trace_file) if trainer.trace_file else None
         self.timeline = Timeline(now, sink=self._trace)
         grants, cores = (capacity.grants, capacity.cores) if capacity is not None else (None, None)
-        self._advisor = Advisor(ResourceLayout.of(config, grants, cores))
+        layout = ResourceLayout.of(config, grants, cores)
+        self._advisor = Advisor(layout)
         self._tracks = {
             "actor": ["actor"],
             "rollout": [f"rollout {rank}" for rank in range(n_rollouts)],
             "teacher": ["teacher"],
         }
         self._responses_per_prompt = config.actor_rollout_ref.rollout.n
-        self._n_teachers = config.actor_rollout_ref.teacher.n_server_workers
+        self._n_teachers = layout.n_teachers
         self._began = now()
         self._log_s = 0.0
 

@@ -9,11 +9,11 @@ from pathlib import Path
 class TensorBoardLogger:
     """Writer of scalars with the names of the metrics."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: Path, completed_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run repeats the steps after first_step, so their earlier values are removed.
-        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+        # A resumed run repeats the steps after completed_steps, so their earlier values are removed.
+        self._writer = SummaryWriter(str(folder), purge_step=completed_steps + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write each metric as a scalar."""

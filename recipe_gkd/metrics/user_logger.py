@@ -12,44 +12,72 @@ from typing import Any
 
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.metrics.logger_interface import RunInfo
+from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.runtime.user_code import load_attribute, split_spec
 
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_STEPS = 1000
+OPEN_TIMEOUT_S = 120.0
+"""Deadline of the constructor. Clients of tracking services try to connect for up to 90 s."""
 CLOSE_TIMEOUT_S = 30.0
+CLOSE_AFTER_ERROR_TIMEOUT_S = 3.0
+"""Deadline of the last calls after an error. The diagnosis of the workers begins after them."""
 
 
 class UserLogger:
     """Adapter that keeps exceptions and waits of a user's logger out of the training loop.
 
-    The methods of the logger are called from a daemon thread. See
+    The logger is constructed and called in a daemon thread. See
     :class:`recipe_gkd.metrics.logger_interface.Logger` for the contract.
+
+    Lifecycle::
+
+        logger = UserLogger(spec, run)     # loads the class and starts the thread
+        await logger.wait_until_open()     # the constructor has returned
+        logger.log(step, metrics)          # never waits
+        await logger.close(timeout_s)
     """
 
     def __init__(self, spec: str, run: RunInfo) -> None:
-        """Load and construct the class, and start its thread.
+        """Load the class, and start the thread that constructs and calls the logger.
 
         Args:
             spec: ``FILE.py:Name``.
             run: Argument of the class.
 
         Raises:
-            ConfigError: The file or the class does not exist, or its constructor raised an exception.
+            ConfigError: The file or the class does not exist.
         """
         self._spec = spec
         self._is_disabled = False
-        path, name = split_spec(spec, key="trainer.logger")
-        logger_class = load_attribute(path, name, key="trainer.logger")
-        try:
-            self._logger: Any = logger_class(run)
-        except Exception as error:
-            raise ConfigError(
-                f"trainer.logger={spec}: {name}(run_info) raised {type(error).__name__}: {error}; correct the class"
-            ) from error
+        path, self._name = split_spec(spec, key="trainer.logger")
+        logger_class = load_attribute(path, self._name, key="trainer.logger")
         self._steps: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MAX_QUEUED_STEPS)
-        self._thread = threading.Thread(target=self._run, name=f"logger {name}", daemon=True)
+        self._constructor_ended = threading.Event()
+        self._constructor_error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(logger_class, run), name=f"logger {self._name}", daemon=True
+        )
         self._thread.start()
+
+    async def wait_until_open(self) -> None:
+        """Wait until the user's logger is constructed.
+
+        Raises:
+            ConfigError: The constructor raised an exception, or did not return within ``OPEN_TIMEOUT_S`` seconds.
+        """
+        has_ended = await in_thread(self._constructor_ended.wait, OPEN_TIMEOUT_S)
+        error, call = self._constructor_error, f"trainer.logger={self._spec}: {self._name}(run_info)"
+        if has_ended and error is None:
+            return
+        self._is_disabled = True
+        if not has_ended:
+            raise ConfigError(
+                f"{call} did not return within {OPEN_TIMEOUT_S:g} s; correct the class, which may wait for an input or "
+                "for a service"
+            )
+        raise ConfigError(f"{call} raised {type(error).__name__}: {error}; correct the class") from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue a copy of the metrics for the user's logger, unless it is disabled."""
@@ -60,27 +88,36 @@ class UserLogger:
         except queue.Full:
             self._disable(f"log() is {MAX_QUEUED_STEPS} steps behind")
 
-    def close(self) -> None:
-        """Let the user's logger write the queued steps and close it, for at most ``CLOSE_TIMEOUT_S`` seconds."""
-        if self._is_disabled:
-            return
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        with suppress(queue.Full):
-            self._steps.put(None, timeout=CLOSE_TIMEOUT_S)
-        self._thread.join(deadline - time.monotonic())
-        if self._thread.is_alive():
-            self._disable(f"log() or close() did not return within {CLOSE_TIMEOUT_S:g} s")
+    async def close(self, timeout_s: float) -> None:
+        """Let the user's logger write the queued steps and close it, for at most ``timeout_s`` seconds."""
+        if not self._is_disabled and not await in_thread(self._end_thread, timeout_s):
+            self._disable(f"its last call did not return within {timeout_s:g} s")
 
-    def _run(self) -> None:
+    def _end_thread(self, timeout_s: float) -> bool:
+        """Return True if the thread has ended after the queued steps, within ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        with suppress(queue.Full):
+            self._steps.put(None, timeout=timeout_s)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _run(self, logger_class: Callable[[RunInfo], Any], run: RunInfo) -> None:
+        try:
+            logger = logger_class(run)
+        except BaseException as error:  # noqa: BLE001 - wait_until_open() raises it
+            self._constructor_error = error
+            return
+        finally:
+            self._constructor_ended.set()
         while (item := self._steps.get()) is not None and not self._is_disabled:
-            self._call("log", self._logger.log, *item)
+            self._call("log", logger.log, *item)
         if not self._is_disabled:
-            self._call("close", self._logger.close)
+            self._call("close", logger.close)
 
     def _call(self, method: str, function: Callable[..., object], *args: object) -> None:
         try:
             function(*args)
-        except Exception as error:  # noqa: BLE001 - a failed logger must not end a run of hours
+        except BaseException as error:  # noqa: BLE001 - a failed logger, which may call sys.exit, must not end the run
             self._disable(f"{method}() raised {type(error).__name__}: {error}", exc_info=True)
 
     def _disable(self, reason: str, *, exc_info: bool = False) -> None:

@@ -38,7 +38,7 @@ def no_cost_changes(layout: ResourceLayout, stages: StageSeconds) -> Iterator[Wh
     def change(text: str, changed: StageSeconds, staleness: int = layout.staleness) -> WhatIf:
         return WhatIf(text, layout.expected(stages, changed, staleness=staleness))
 
-    n, most = layout.n_teachers, MAX_TEACHER_FACTOR * layout.n_teachers
+    n, most = layout.n_teachers, MAX_TEACHER_FACTOR * layout.n_teachers if layout.can_add_teachers else 0
     if layout.cores is not None and layout.teacher_shares_cores:
         most = min(most, int(layout.cores) - layout.n_slots)
     if changes := [change(_more_teachers(k, n), stages.scaled(teacher=k / n)) for k in range(n + 1, most + 1)]:

@@ -16,8 +16,8 @@ class PipelineConfig:
         capacity: Number of responses that all replicas together generate at the same time. The next batch is dispatched
             when fewer responses are in flight.
         responses_per_prompt: Number of consecutive samples that share a prompt. They go to the same replica.
-        requests_per_batch: Number of equal groups in which the responses of a batch go to the teacher. A batch with
-            fewer responses makes fewer requests. The last request may be smaller.
+        requests_per_batch: Maximum number of teacher requests per batch. All requests have the same number of
+            responses, except the last one, which may have fewer.
         inflight_update: If True, a weight sync may start while responses are in flight.
     """
 

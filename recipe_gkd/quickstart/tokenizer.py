@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
     + ASSISTANT
     + "{{ message['content'] }}"
     + END
-    + "{% else %}{{ raise_exception('only the roles user and assistant are known') }}"
+    + "{% else %}{{ raise_exception('expected the role user or assistant, got ' + message['role']) }}"
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}" + ASSISTANT + "{% endif %}"
 )

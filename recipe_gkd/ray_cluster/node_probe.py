@@ -89,7 +89,7 @@ async def run_on_node(node_id: str, function: Callable[..., T], *args: Any) -> T
 async def kill_workers(handles: Sequence[Any], *, timeout_s: float) -> None:
     """Kill actors with all processes that they have started, and wait until these have ended.
 
-    Never raises. After ``timeout_s`` it logs a warning and returns.
+    Logs a warning and returns after ``timeout_s``. An error of Ray is raised after the kill was requested.
     """
     try:
         async with asyncio.timeout(timeout_s):

@@ -74,13 +74,13 @@ def _ray_report() -> dict[str, Any]:
 
 
 async def collect_device_reports(groups: Sequence[WorkerGroup], *, timeout_s: float) -> Reports:
-    """Return the result of every worker's ``where()``. All workers are called at the same time.
+    """Return the result of every worker's ``device_report()``. All workers are called at the same time.
 
     Raises:
         DeadlineError: A worker did not answer within ``timeout_s``.
         WorkerError: A worker failed.
     """
-    calls = (group.call("where", timeout_s=timeout_s, phase="start, read device reports") for group in groups)
+    calls = (group.call("device_report", timeout_s=timeout_s, phase="start, read device reports") for group in groups)
     return {
         group.label(rank): report
         for group, reports in zip(groups, await asyncio.gather(*calls), strict=True)

@@ -126,8 +126,8 @@ class WorkerGroup:
     async def stop(self, *, timeout_s: float) -> None:
         """Call ``shutdown`` on each worker, then kill its process with everything that it has started.
 
-        Hung and stopped processes are killed too. Never raises. If the caller is canceled, the processes are killed at
-        once.
+        Hung and stopped processes are killed too. A failed ``shutdown`` call is ignored. If the caller is canceled, the
+        processes are killed at once.
 
         Args:
             timeout_s: Deadline. Killing always has at least 2 s. ``shutdown`` gets 1 s at most if a worker has left a

@@ -85,7 +85,9 @@ def load(path: str, name: str) -> Callable[..., Any] | str:
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
-        sys.path.insert(0, str(Path(path).parent))  # The file may import its siblings, as if it were a script.
+        # Installed modules with common names, such as utils, must not hide those beside the user's file. The driver has
+        # the same rule in runtime/user_code.py. This process calls only the user's code, so the folder stays the first.
+        sys.path.insert(0, str(Path(path).parent))
         loader.exec_module(module)
     except BaseException as error:  # noqa: BLE001 - a user's file may raise anything, including SystemExit
         return f"it cannot be imported:\n{user_trace(error)}"

@@ -66,7 +66,7 @@ class RewardItems:
         if require_truth:
             self._refuse_nulls(data.rows)
 
-    def of(self, prompt: Prompt, response: Response) -> RewardItem:
+    def build_item(self, prompt: Prompt, response: Response) -> RewardItem:
         """Return the item of a response to a prompt of the data set."""
         row = self._table.slice(prompt.row, 1).to_pylist()[0]
         text = self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True)

@@ -101,7 +101,7 @@ def to_response(uid: int, output: RequestOutput, version: int) -> Response:
     """Convert the output of a finished request.
 
     Args:
-        uid: Uid of the prompt.
+        uid: Uid of the sample.
         output: Finished output.
         version: Current weights version of the engine, for a response without tokens.
     """

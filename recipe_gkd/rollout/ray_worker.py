@@ -74,7 +74,7 @@ class RolloutWorker:
         self._updates = WeightUpdates(self._name, n_sharing_host)
         self._gate = UpdateGate(self._engine, self._updates)
 
-    async def where(self) -> dict[str, Any]:
+    async def device_report(self) -> dict[str, Any]:
         """Return the node and the device of this worker; see :func:`device_report`."""
         return device_report(self._device)
 
@@ -214,7 +214,7 @@ class RolloutWorker:
         """Discard an update.
 
         Returns:
-            Reason why this worker is now invalid, None if it still has its old version.
+            Reason why this worker is now invalid, None if it has a complete version.
         """
         try:
             await self._run(self._updates.drop)

@@ -31,7 +31,7 @@ class Sampling:
         max_tokens: Maximum length of a response, in tokens.
         stop_token_ids: Ids that end a response, ascending. The id is part of the response.
         seed: ``data.seed``; see :func:`request_seed`.
-        fixed_step: Replaces the training step in the seeds, unless it is None.
+        fixed_step: Step in the seeds in place of the training step. None selects the training step.
     """
 
     temperature: float
@@ -46,7 +46,7 @@ class Sampling:
         """Return the keyword arguments of vLLM's ``SamplingParams`` for one prompt.
 
         Args:
-            uid: Uid of the prompt.
+            uid: Uid of the sample.
             step: Training step.
         """
         shared = {"max_tokens": self.max_tokens, "stop_token_ids": list(self.stop_token_ids)}
@@ -62,14 +62,14 @@ class Sampling:
 
 
 def request_seed(seed: int, uid: int, step: int) -> int:
-    """Return the seed of one response: the first 63 bits of BLAKE2b over the three arguments as int64.
+    """Return the seed of one response: the upper 63 bits of the 8-byte BLAKE2b digest of the arguments as int64.
 
     A response therefore does not depend on the worker that generates it, on the other prompts of its batch, or on a
     restart. Neighboring triples give unrelated seeds.
 
     Args:
         seed: ``data.seed``.
-        uid: Uid of the prompt.
+        uid: Uid of the sample.
         step: Training step, or ``VALIDATION_STEP``.
     """
     digest = hashlib.blake2b(struct.pack("<qqq", seed, uid, step), digest_size=8).digest()

@@ -6,7 +6,7 @@ one code path. An update is received in one of two ways. The rank chooses for ea
 - *double-buffered*: all buckets are kept, and loaded at the end. A failed or dropped transfer leaves the old weights.
   It needs memory for the weights twice.
 - *in place*: each bucket is loaded when it arrives. A transfer that fails after the first bucket leaves mixed weights,
-  and the engine is invalid until a full update succeeds.
+  and the engine is invalid until a complete update succeeds.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ========= ======================================== ==================================================================
 State     Entered by                               Left by
 ========= ======================================== ==================================================================
-invalid   construction; a failed update after      ``set_version``, or ``commit`` of a full update
+invalid   construction; a failed update after      ``set_version``, or ``commit`` of a complete update
           which the weights may be mixed
 valid     ``set_version``, ``commit``              ``receive`` of an update that is then dropped or fails, if it was
                                                    loaded in place
@@ -46,7 +46,7 @@ class WeightUpdates:
 
     def __init__(self, name: str, n_sharing_host: int = 1) -> None:
         self.name, self._n_sharing_host = name, n_sharing_host
-        self.invalid_because: str | None = "it has no weights version yet; run a full weight sync first"
+        self.invalid_because: str | None = "it has no weights version yet; run a complete weight sync first"
         self._received: int | None = None
 
     def ensure_valid(self) -> None:
@@ -165,7 +165,7 @@ class WeightUpdates:
         errors = dict.fromkeys(outcome["error"] for outcome in outcomes if outcome["error"])
         if any(outcome["has_mixed_weights"] for outcome in outcomes) and (errors or reason):
             self.invalid_because = self.invalid_because or (
-                f"it may have mixed weights ({'; '.join(errors) or reason}); only a full weight sync on a new "
+                f"it may have mixed weights ({'; '.join(errors) or reason}); only a complete weight sync on a new "
                 "transport makes it valid again"
             )
         if errors:

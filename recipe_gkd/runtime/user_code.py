@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from recipe_gkd.errors import ConfigError
 
 
-def split_spec(spec: str, *, key: str) -> tuple[str, str]:
+def split_spec(spec: str, *, key: str, example: str = "mine.py:MyClass") -> tuple[str, str]:
     """Split ``path:Name`` into the path of a Python file and a name in it.
 
     Args:
         spec: Value of the config key, such as ``/home/me/loggers.py:Slack``.
         key: Name of the config key, for the error message.
+        example: Valid value of the key, for the error message.
 
     Raises:
         ConfigError: ``spec`` is not of this form.
     """
     path, separator, name = spec.rpartition(":")
     if not (separator and path and name.isidentifier()):
-        raise ConfigError(f"{key}: got {spec!r}, expected FILE.py:Name, such as loggers.py:MyLogger")
+        raise ConfigError(f"{key}: got {spec!r}, expected FILE.py:Name, such as {example}")
     return path, name
 
 
@@ -51,10 +55,9 @@ def load_attribute(path: str, name: str, *, key: str) -> Any:
             raise ConfigError(f"{key}: {file} is not a Python file; its name must end in .py")
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
-        if str(file.parent) not in sys.path:
-            sys.path.append(str(file.parent))
         try:
-            spec.loader.exec_module(module)
+            with _siblings_first(str(file.parent)):
+                spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:  # a script without a main guard may call sys.exit
             del sys.modules[module_name]
             raise ConfigError(f"{key}: {file} cannot be imported: {type(error).__name__}: {error}") from error
@@ -62,3 +65,39 @@ def load_attribute(path: str, name: str, *, key: str) -> Any:
         public = sorted(each for each in vars(module) if not each.startswith("_"))
         raise ConfigError(f"{key}: {file} does not define {name}; it defines {', '.join(public) or 'nothing'}")
     return getattr(module, name)
+
+
+@contextmanager
+def _siblings_first(folder: str) -> Iterator[None]:
+    """Make ``folder`` the first entry of ``sys.path`` in the body, and the last one afterwards.
+
+    Installed modules with common names, such as ``utils``, then do not hide those beside the user's file. Afterwards
+    functions of the file can still import modules of its folder, which no longer hide installed ones from this process.
+    """
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the file may have changed sys.path
+            sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def call_problem(function: Callable[..., Any], *arguments: object, **keywords: object) -> str | None:
+    """Return the reason why ``function`` cannot be called with these arguments, None if it can be.
+
+    Args:
+        function: Function or class. A class is called with the parameters of its constructor.
+        *arguments: Positional arguments with any value.
+        **keywords: Keyword arguments with any value.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some classes that are implemented in C have no signature
+        return None
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        return f"{error}; its signature is {signature}"
+    return None

@@ -3,7 +3,7 @@
 ======================  ==========================================================================
 ``zmq``                 `TeacherClient` of a teacher service, local or on another machine
 ``hf``                  `HfTeacher`, a transformers model in the driver process
-``FILE.py:Class``       a class of the user that implements `TeacherBackend`
+``FILE.py:Class``       a class of the user that implements `TeacherBackend`, in a `CustomBackend`
 ======================  ==========================================================================
 """
 
@@ -16,17 +16,15 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from recipe_gkd.config.schema import Config, TeacherConfig
-from recipe_gkd.config.teachers import TEACHER, addresses
-from recipe_gkd.errors import ConfigError
-from recipe_gkd.runtime.user_code import load_attribute, split_spec
+from recipe_gkd.config.schema import Config
+from recipe_gkd.config.teachers import addresses
+from recipe_gkd.teacher_routing.custom_backend import CustomBackend
 from teacher.client import TeacherClient
-from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout
+from teacher.errors import TeacherProtocolError, TeacherTimeout
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 
 R = TypeVar("R")
 
-_METHODS = ("hello", "submit", "close")
 RESULT_MARGIN_S = 5.0
 """Time after a request's deadline in which a backend must complete its future."""
 
@@ -36,7 +34,8 @@ class TeacherBackend(Protocol):
 
     A class named by ``actor_rollout_ref.teacher.backend=FILE.py:Class`` implements these three methods. It is created
     in the driver process as ``Class(config.actor_rollout_ref.teacher)``, before any worker starts, and closed at the
-    end of the run. Methods are called from the thread of the event loop and must not block for long, except `hello`.
+    end of the run. The constructor, `hello` and `close` are called in separate threads and have deadlines. `submit` is
+    called from the thread of the event loop and must return at once.
 
     `teacher.client.TeacherClient` and `HfTeacher` are implementations.
     """
@@ -67,8 +66,8 @@ class TeacherBackend(Protocol):
 
         Returns:
             Future of one result per sequence, in the same order. Errors of the teacher are set as `TeacherTimeout`,
-            `TeacherUnavailable` or `TeacherRequestError`, which ``teacher.on_failure`` handles. Any other error ends
-            the run. The future may be canceled.
+            `TeacherUnavailable` or `TeacherRequestError`, which ``teacher.on_failure`` handles. Any other error,
+            also the built-in ``TimeoutError``, ends the run. The future may be canceled.
         """
         ...
 
@@ -80,6 +79,8 @@ class TeacherBackend(Protocol):
 async def result_within(result: Awaitable[R], timeout_s: float, name: str) -> R:
     """Return the result of a request to a backend that may not keep its own deadline.
 
+    The request is canceled if the deadline passes or the caller is canceled.
+
     Args:
         result: Awaitable of the backend's future.
         timeout_s: Deadline that the backend received, in seconds.
@@ -88,12 +89,14 @@ async def result_within(result: Awaitable[R], timeout_s: float, name: str) -> R:
     Raises:
         TeacherTimeout: The future was not done :data:`RESULT_MARGIN_S` after the deadline.
     """
+    future = asyncio.ensure_future(result)
     try:
-        return await asyncio.wait_for(result, timeout_s + RESULT_MARGIN_S)
-    except TimeoutError as error:
-        if isinstance(error, TeacherTimeout):
-            raise
-        raise timeout_error(name, timeout_s) from error
+        await asyncio.wait([future], timeout=timeout_s + RESULT_MARGIN_S)
+        if not future.done():
+            raise timeout_error(name, timeout_s)
+        return future.result()
+    finally:
+        future.cancel()  # without effect if it is done
 
 
 def timeout_error(name: str, timeout_s: float) -> TeacherTimeout:
@@ -133,27 +136,7 @@ def open_backend(config: Config, name: str) -> TeacherBackend:
                 teacher.model_path, top_k=teacher.top_k, timeout_s=teacher.timeout_s, device=config.trainer.device
             )
         case spec:
-            return _create_custom(spec, teacher)
-
-
-def _create_custom(spec: str, teacher: TeacherConfig) -> TeacherBackend:
-    key = f"{TEACHER}.backend"
-    path, name = split_spec(spec, key=key)
-    backend_class = load_attribute(path, name, key=key)
-    if missing := [method for method in _METHODS if not callable(getattr(backend_class, method, None))]:
-        raise ConfigError(
-            f"{key}: {name} of {path} has no method {', '.join(missing)}; expected a class with {', '.join(_METHODS)}, "
-            "see recipe_gkd.teacher_routing.TeacherBackend"
-        )
-    try:
-        backend: TeacherBackend = backend_class(teacher)
-    except (ConfigError, TeacherError):
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{key}: {name}(TeacherConfig) of {path} failed: {type(error).__name__}: {error}; correct the class"
-        ) from error
-    return backend
+            return CustomBackend(spec, teacher)
 
 
 def check_scores(name: str, sequences: Sequence[TeacherSequence], scored: Sequence[ScoredSequence]) -> None:

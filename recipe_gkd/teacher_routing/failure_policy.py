@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from recipe_gkd.config.schema import TeacherConfig
 from recipe_gkd.config.teachers import TEACHER
 from recipe_gkd.runtime.clock import now
+from teacher import LIMITS
 from teacher.errors import TeacherError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
 from teacher.records import ScoredSequence
-from teacher.wire.messages import LIMITS
 
 log = logging.getLogger(__name__)
 

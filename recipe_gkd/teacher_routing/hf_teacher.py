@@ -25,17 +25,19 @@ import numpy as np
 import torch
 
 from recipe_gkd.config.teachers import TEACHER
+from recipe_gkd.teacher_routing.chunked_model import ChunkedModel
+from teacher import PROTOCOL_VERSION, check_sequences, check_temperature
 from teacher.engines.checkpoint import read_checkpoint
 from teacher.engines.tokenizer import count_tokens, load_tokenizer
 from teacher.errors import TeacherError, TeacherRequestError, TeacherTimeout
 from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
-from teacher.wire.messages import PROTOCOL_VERSION, check_sequences, check_temperature
 
 log = logging.getLogger(__name__)
 
 DEFAULT_TOP_K = 256  # like N_LOGPROBS of the teacher service
 MAX_LOGITS_BYTES = 1 << 30
+"""Maximum memory for logits and their log-probabilities at the same time."""
 CLOSE_TIMEOUT_S = 30.0
 _BYTES_PER_LOGIT = 12  # logits in the model's dtype, then float32 logits and log-probabilities
 
@@ -53,7 +55,9 @@ class HfTeacher:
     """A transformers causal language model that implements `TeacherBackend`.
 
     The model runs on the device of the driver: a GPU if ``device`` allows it and one is visible, else the CPU. Its
-    memory is not reserved in Ray, so use it for small models only. Requests are scored one after the other.
+    memory is not reserved in Ray, so use it for small models only. Requests are scored one after the other. Logits are
+    computed for response positions only, in chunks of at most :data:`MAX_LOGITS_BYTES`. Hidden states are computed for
+    all tokens of a batch at once.
 
     Lifecycle::
 
@@ -90,7 +94,7 @@ class HfTeacher:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise TeacherError(f"{TEACHER}.model_path={folder} cannot be loaded: {error}") from error
-        self._model = model.to(self._device).eval()
+        self._model = ChunkedModel(model.to(self._device).eval())
         n_tokens = count_tokens(tokenizer, checkpoint.vocab_size)
         k = min(DEFAULT_TOP_K, n_tokens) if top_k is None else top_k
         if k > n_tokens:
@@ -248,22 +252,29 @@ class HfTeacher:
             ids_RS[row, : len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids)
             mask_RS[row, : len(sequence.token_ids)] = 1
         ids_RS, mask_RS = ids_RS.to(self._device), mask_RS.to(self._device)
-        logits_RSV = self._model(input_ids=ids_RS, attention_mask=mask_RS, use_cache=False).logits
+        hidden_RSD = self._model.hidden_states(ids_RS, mask_RS)
         results = []
         for row, sequence in enumerate(sequences):
             positions = slice(sequence.prompt_len - 1, len(sequence.token_ids) - 1)
-            logits_TV = logits_RSV[row, positions, : self._info.n_tokens].float()
-            logps_TV = (logits_TV / temperature).log_softmax(dim=-1)
-            topk = logps_TV.topk(self._info.n_logprobs, dim=-1)
-            response_T1 = ids_RS[row, sequence.prompt_len : len(sequence.token_ids), None]
-            results.append(
-                ScoredSequence(
-                    topk_logps_TK=topk.values.cpu().numpy(),
-                    topk_ids_TK=topk.indices.cpu().numpy().astype(np.int32),
-                    sampled_logps_T=logps_TV.gather(1, response_T1)[:, 0].cpu().numpy(),
-                )
-            )
+            response_T = ids_RS[row, sequence.prompt_len : len(sequence.token_ids)]
+            results.append(self._score_row(hidden_RSD[row, positions], response_T, temperature))
         return results
+
+    def _score_row(self, hidden_TD: torch.Tensor, response_T: torch.Tensor, temperature: float) -> ScoredSequence:
+        """Return the scores of one response from the hidden states that predict its tokens, in chunks."""
+        chunks = zip(hidden_TD.split(self._batch_tokens), response_T.split(self._batch_tokens), strict=True)
+        scores = [self._score_chunk(*chunk, temperature) for chunk in chunks]
+        logps_TK, ids_TK, sampled_T = (torch.cat(parts).cpu().numpy() for parts in zip(*scores, strict=True))
+        return ScoredSequence(topk_logps_TK=logps_TK, topk_ids_TK=ids_TK.astype(np.int32), sampled_logps_T=sampled_T)
+
+    def _score_chunk(
+        self, hidden_TD: torch.Tensor, response_T: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return log-probabilities and ids of the top-k, and the log-probabilities of the response tokens."""
+        logits_TV = self._model.logits(hidden_TD)[:, : self._info.n_tokens].float()
+        logps_TV = logits_TV.div_(temperature).log_softmax(dim=-1)
+        topk = logps_TV.topk(self._info.n_logprobs, dim=-1)
+        return topk.values, topk.indices, logps_TV.gather(1, response_T[:, None])[:, 0]
 
 
 def _batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

@@ -97,7 +97,8 @@ class OutageMonitor:
         if status.workers:
             self._note_recovery(teacher, f"has {len(status.workers)} workers")
         else:
-            self._note_outage(teacher, f"has no worker ({status.last_loss}): add one with teacher/join_server.sh")
+            hint = "add one with teacher/join_server.sh"
+            self._note_outage(teacher, f"has no worker (last removal: {status.last_removal}): {hint}")
 
     def _note_outage(self, teacher: str, problem: str) -> None:
         client = self._clients[teacher]

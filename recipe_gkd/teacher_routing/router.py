@@ -60,7 +60,7 @@ class Teachers:
         with open_teachers(config, routes) as teachers:
             teachers.resume(n_skipped)                     # only in a resumed run
             samples = await teachers.score(pairs, step)    # concurrently, several times per step
-            metrics = teachers.report(samples, step, before=n_skipped)  # once per step
+            metrics = teachers.step_metrics(samples, step, before=n_skipped)  # once per step
 
     Attributes:
         clients: Backend of each teacher that has rows, by name.
@@ -157,7 +157,7 @@ class Teachers:
             for (prompt, response), result in zip(pairs, results, strict=True)
         ]
 
-    def report(self, samples: Sequence[Sample], step: int, *, before: int) -> dict[str, float]:
+    def step_metrics(self, samples: Sequence[Sample], step: int, *, before: int) -> dict[str, float]:
         """Return the metrics of each teacher for the batch of a step. Call it once per batch, before the update.
 
         Args:

@@ -27,7 +27,7 @@ async def drop_update(
         error: Failure of the update.
         phase: Phase in which it failed.
         started: Start of the update, by ``time.monotonic()``.
-        timeout_s: Deadline of a phase.
+        timeout_s: Deadline of each phase of the sync, in seconds.
 
     Returns:
         A text about the state of the workers, and the cause of the failure. The cause is ``error``, or, if more
@@ -37,7 +37,10 @@ async def drop_update(
     states = await _drop_on_all(rollouts, known.silent if known else (), timeout_s)
     failed = [state for state in states.values() if isinstance(state, GkdError)]
     invalid = [label for label, state in states.items() if isinstance(state, str)]
-    summary = f"invalid until a full sync: {', '.join(invalid)}" if invalid else "no other worker has mixed weights"
+    if invalid:
+        summary = f"invalid until a complete sync: {', '.join(invalid)}"
+    else:
+        summary = "every worker that replied has a complete version"
     outcome = "; ".join([summary, *map(str, failed)])
     late = merge_deadline_errors([known, *failed] if known else failed)
     if late is None or (known and set(late.silent) == set(known.silent)):

@@ -108,9 +108,8 @@ class PeerGroup:
         collected = self.collect(topic, phase)
         if self.rank == 0:
             self.mailbox.publish(topic, text)
-        self.mailbox.retract(
-            topic - 2
-        )  # every rank has read it: no rank reaches rendezvous m + 2 before all have left m
+        # Every rank has read this message: no rank reaches rendezvous m + 2 before all ranks have left rendezvous m.
+        self.mailbox.retract(topic - 2)
         return collected
 
     def collect(self, topic: Topic, phase: str) -> dict[int, str]:

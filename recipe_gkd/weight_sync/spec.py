@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-RPC_DEADLINE_MARGIN_S = 2.5
+SYNC_RPC_MARGIN_S = 2.5
 """Time by which the driver's deadline is later than the workers', whose errors contain more details."""
 
 
@@ -33,7 +33,7 @@ class WeightSyncSpec:
     @property
     def rpc_timeout_s(self) -> float:
         """Deadline of a remote call, in seconds."""
-        return self.timeout_s + RPC_DEADLINE_MARGIN_S
+        return self.timeout_s + SYNC_RPC_MARGIN_S
 
 
 class RemoteGroup(Protocol):

@@ -153,7 +153,7 @@ class WeightSynchronizer:
             "weights/version": float(version),
             "weights/megabytes": stats.megabytes,
             "weights/mb_per_s": stats.mb_per_s,
-            "weights/staged_workers": float(sum(result["double_buffered"] for result in received)),
+            "weights/double_buffered_workers": float(sum(result["double_buffered"] for result in received)),
         }
 
     async def _call_rollouts(self, method: str, *args: Any, phase: str) -> list[Any]:

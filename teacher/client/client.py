@@ -121,10 +121,11 @@ class TeacherClient:
         """Request the teacher's distributions, ``log_softmax(logits / temperature)``, of up to 4096 sequences.
 
         The sequences travel in chunks of `chunks.CHUNK_TOKENS` tokens, so that the service can balance them over its
-        workers. The first chunk that fails fails the call. A worker scores one temperature at a time: requests with
-        another temperature wait until it has finished those before them.
+        workers. If a chunk fails, the call fails with the error of that chunk. A worker scores one temperature at a
+        time: a request at another temperature waits until the worker has finished the earlier requests.
 
-        ``cancel()`` works until the result is there. The service then drops the sequences that are not scored yet.
+        ``cancel()`` has an effect until the result has arrived. The service then drops the sequences that are not
+        scored yet.
 
         Args:
             sequences: Sequences to score.

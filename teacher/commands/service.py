@@ -63,7 +63,7 @@ def _add_worker(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--max-model-len", type=int, default=0, help="longest sequence in tokens; 0: the model's maximum"
     )
     worker.add_argument("--logits-mib", type=positive, default=1024, help="memory for the logits of one engine step")
-    worker.add_argument("--max-answer-mib", type=positive, default=2048, help="host memory for results in progress")
+    worker.add_argument("--max-result-mib", type=positive, default=2048, help="host memory for results in progress")
     worker.add_argument("--kv-cache-mib", type=int, default=0, help="0: vLLM's choice on a GPU, 256 on a CPU")
     worker.add_argument("--gpu-memory-utilization", type=float, default=0.85, help="not used on a CPU")
     worker.add_argument("--server-ip", default="127.0.0.1", help="address of the proxy")

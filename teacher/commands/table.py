@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import count
 
-from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
+from teacher.status import ClientStatus, ServiceStatus, ServiceTotals, WorkerStatus
 
 
 def format_status(status: ServiceStatus, address: str) -> str:
@@ -21,11 +21,11 @@ def format_status(status: ServiceStatus, address: str) -> str:
         lines += _table(_WORKER_HEAD, map(_worker, status.workers))
     else:
         lines += [
-            f"no worker ({_plain(status.last_loss, 200)}): requests wait until their deadline; add one with "
-            "teacher/join_server.sh"
+            f"no worker (last removal: {_plain(status.last_removal, 200)}): requests wait until their deadline; add "
+            "one with teacher/join_server.sh"
         ]
     # A client that only requested the status, like this command, is not shown.
-    clients = [client for client in status.clients if client.oldest_s or client.answered_tokens]
+    clients = [client for client in status.clients if client.oldest_s or client.scored_tokens]
     if clients:
         lines += ["", *_table(_CLIENT_HEAD, map(_client, clients))]
     if totals := _totals(status.totals):
@@ -45,14 +45,14 @@ def _head(status: ServiceStatus, address: str) -> list[str]:
     ]
 
 
-_WORKER_HEAD = ("worker", "age", "heard", "requests", "tokens in flight", "tokens/s", "busy", "scored")
+_WORKER_HEAD = ("worker", "age", "last message", "requests", "tokens in flight", "tokens/s", "busy", "scored")
 
 
 def _worker(worker: WorkerStatus) -> tuple[str, ...]:
     return (
         worker.name,
         duration(worker.joined_s),
-        duration(worker.heard_s),
+        duration(worker.since_last_message_s),
         f"{worker.requests:,}",
         f"{worker.tokens:,} of {worker.capacity_tokens:,}",
         f"{worker.tokens_per_second:,.0f}",
@@ -61,7 +61,7 @@ def _worker(worker: WorkerStatus) -> tuple[str, ...]:
     )
 
 
-_CLIENT_HEAD = ("client", "waiting", "tokens", "running", "oldest", "answered")
+_CLIENT_HEAD = ("client", "waiting", "tokens", "running", "oldest", "scored")
 
 
 def _client(client: ClientStatus) -> tuple[str, ...]:
@@ -72,21 +72,21 @@ def _client(client: ClientStatus) -> tuple[str, ...]:
         f"{client.waiting_tokens:,}",
         f"{client.running_requests:,}",
         oldest,
-        f"{client.answered_tokens:,}",
+        f"{client.scored_tokens:,}",
     )
 
 
-def _totals(totals: Totals) -> list[str]:
+def _totals(totals: ServiceTotals) -> list[str]:
     """Return the totals that are not zero. Sums of seconds are shown as the mean per request."""
     shown = [
         f"{field.name.replace('_', ' ')} {value:,}"
         for field in fields(totals)
-        if (value := getattr(totals, field.name)) and not field.name.endswith("_seconds")
+        if (value := getattr(totals, field.name)) and not field.name.endswith("_s")
     ]
     lines = [f"since the start: {', '.join(shown)}"] if shown else []
-    if totals.answered:
-        waited_s, scored_s = totals.waited_seconds / totals.answered, totals.scored_seconds / totals.answered
-        lines += [f"a request, on average: {waited_s:.3f} s in the queue, {scored_s:.3f} s at a worker"]
+    if totals.scored:
+        queue_s, worker_s = totals.queue_s / totals.scored, totals.worker_s / totals.scored
+        lines += [f"a request, on average: {queue_s:.3f} s in the queue, {worker_s:.3f} s at a worker"]
     return lines
 
 

@@ -23,7 +23,7 @@ class EngineConfig:
         logits_mib: Memory for the logits of one engine step and everything computed from them, in MiB. It determines
             the number of tokens per step.
         kv_cache_mib: Size of the KV cache, in MiB. 0 selects vLLM's choice on a GPU, and 256 on a CPU.
-        max_answer_mib: Host memory for the results of all sequences in the engine, in MiB. A sequence whose result
+        max_result_mib: Host memory for the results of all sequences in the engine, in MiB. A sequence whose result
             alone needs more is rejected.
         gpu_memory_utilization: Fraction of the GPU memory for weights and KV cache. Not used on a CPU.
     """
@@ -36,7 +36,7 @@ class EngineConfig:
     max_model_len: int = 0
     logits_mib: int = 1024
     kv_cache_mib: int = 0
-    max_answer_mib: int = 2048
+    max_result_mib: int = 2048
     gpu_memory_utilization: float = 0.85
 
 
@@ -65,7 +65,7 @@ class ScoringEngine(Protocol):
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that a worker should hold: one step in progress and the next one. More would only wait here."""
+        """Tokens that a worker should hold: those of two steps. More tokens would only wait in the engine."""
         ...
 
     @property

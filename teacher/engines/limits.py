@@ -13,7 +13,7 @@ def check_sequence(sequence: TeacherSequence, info: ModelInfo, max_result_bytes:
     Args:
         sequence: Sequence to validate.
         info: Model and limits.
-        max_result_bytes: Host memory for results, in bytes (`MAX_ANSWER_MIB`).
+        max_result_bytes: Host memory for results, in bytes (`MAX_RESULT_MIB`).
 
     Raises:
         TeacherRequestError: The sequence is too long, has an id outside the vocabulary, or its result is too large.
@@ -34,6 +34,6 @@ def check_sequence(sequence: TeacherSequence, info: ModelInfo, max_result_bytes:
         raise TeacherRequestError(
             f"the result of {len(ids)} tokens, {len(ids) - sequence.prompt_len} of them scored, takes "
             f"{n_bytes / 2**20:.1f} MiB of the teacher's memory with N_LOGPROBS={info.n_logprobs}, the limit is "
-            f"MAX_ANSWER_MIB={max_result_bytes >> 20}; shorten prompt or response, or start the teacher with a smaller "
-            "N_LOGPROBS or a larger MAX_ANSWER_MIB (a request's top_k does not change the engine's work)"
+            f"MAX_RESULT_MIB={max_result_bytes >> 20}; shorten prompt or response, or start the teacher with a smaller "
+            "N_LOGPROBS or a larger MAX_RESULT_MIB (a request's top_k does not change the engine's work)"
         )

@@ -9,7 +9,8 @@ from teacher.records import TeacherSequence
 
 # Peak memory per logit in vLLM's `_get_prompt_logprobs_dict`: float32 logits and float32 log-probabilities. Without a
 # compiler, as on a CPU, the computation of a token's rank adds a bool and an int64 per logit. Measured on a CPU (high-
-# water mark of a step, vocabulary of 152k): 17.0 bytes in float32 and in bfloat16 at a temperature, else 15.0.
+# water mark of a step, vocabulary of 152k): 17.0 bytes with float32 logits, and with bfloat16 logits at a temperature
+# other than 1; 15.0 with bfloat16 logits at temperature 1.
 _BYTES_PER_LOGIT_GPU = 8
 _BYTES_PER_LOGIT_CPU = 17
 # Memory per top-k entry: log-probability, 64-bit id, and the copies of both next to the sampled token. Measured on a
@@ -17,9 +18,9 @@ _BYTES_PER_LOGIT_CPU = 17
 _BYTES_PER_LOGPROB_GPU = 32
 _BYTES_PER_LOGPROB_CPU = 20
 
-# More tokens per step gain nothing, and make results leave in larger, rarer batches. On a CPU (64 sequences of 512
-# tokens, k=256, vocabulary 512, one core): 0.92 s with 16384 tokens per step, 0.87 with 4096, 0.89 with 2048, 1.00 with
-# 1024.
+# More tokens per step gain nothing, and return results in larger, less frequent batches. On a CPU (64 sequences of 512
+# tokens, k=256, vocabulary 512, one core): 0.92 s with 16384 tokens per step, 0.87 s with 4096, 0.89 s with 2048,
+# 1.00 s with 1024.
 _MAX_TOKENS_GPU = 16384
 _MAX_TOKENS_CPU = 2048
 _MAX_SEQUENCES = 256
@@ -30,20 +31,21 @@ _MIN_ROWS = 8
 class StepSize:
     """Maximum size of an engine step.
 
-    Without ``long_tokens`` vLLM gives whole steps to the first sequence. Measured with one sequence of 64 steps
-    followed by 50 of 1/8 step: without the limit the short ones finish after 64 to 70 steps, with it after 1 to 9.
-    The long one finishes after 63 steps without and 70 with the limit, and after 63 if it is alone. 64 sequences of 1/4
-    step take the same time with and without it. A limit of 1/8 step would make them 9 % slower.
+    Without a limit per sequence, vLLM gives whole steps to the first sequence. Measured with 1 sequence of 64 steps,
+    followed by 50 sequences of 1/8 step each: the short ones finish after 64 to 70 steps without the limit, and after
+    1 to 9 steps with it. The long one finishes after 63 steps without the limit, and after 70 with it. 64 sequences of
+    1/4 step take the same time with and without the limit. A limit of 1/8 step would make them 9 % slower.
 
     Attributes:
         tokens: Tokens of all sequences together.
         sequences: Number of sequences.
-        long_tokens: Tokens of one sequence while there are others, or its fair share if that is larger.
+        max_sequence_tokens: Maximum tokens of one sequence per step while other sequences wait. vLLM raises it to an
+            equal share of the step if that is larger.
     """
 
     tokens: int
     sequences: int
-    long_tokens: int
+    max_sequence_tokens: int
 
 
 def step_size(logits_mib: int, vocab_size: int, n_logprobs: int, *, on_cpu: bool) -> StepSize:
@@ -83,4 +85,5 @@ def result_bytes(sequence: TeacherSequence, n_logprobs: int) -> int:
 
 def capacity_tokens(step: StepSize, n_logprobs: int, max_result_bytes: int) -> int:
     """Return the tokens of two steps, or fewer if their results would exceed ``max_result_bytes``."""
+    # result_bytes() is at most 16 * (n_logprobs + 1) bytes per token.
     return max(1, min(2 * step.tokens, max_result_bytes // (16 * (n_logprobs + 1))))

@@ -96,7 +96,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._max_result_bytes = config.max_answer_mib * 2**20
+        self._max_result_bytes = config.max_result_mib * 2**20
         self._queue = SequenceQueue(self._engine, params, n_logprobs=self._k, max_result_bytes=self._max_result_bytes)
         self._info = ModelInfo(
             model_name=config.model_name or Path(config.ckpt_path).resolve().name,

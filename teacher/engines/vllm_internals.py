@@ -78,7 +78,7 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
         max_model_len=max_model_len + 1,
         max_num_batched_tokens=step.tokens,
         max_num_seqs=step.sequences,
-        long_prefill_token_threshold=min(step.long_tokens, max_model_len + 1),
+        long_prefill_token_threshold=min(step.max_sequence_tokens, max_model_len + 1),
         long_prefill_token_threshold_adaptive=True,  # at least a fair share, so that steps are full
         enable_chunked_prefill=True,
         enable_prefix_caching=False,

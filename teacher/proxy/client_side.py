@@ -40,9 +40,9 @@ class ClientSide:
         self._hello_deadlines: dict[RequestKey, float] = {}
 
     @property
-    def unread(self) -> KeysView[bytes]:
+    def blocked_clients(self) -> KeysView[bytes]:
         """Clients that do not read their replies."""
-        return self._outbox.unread
+        return self._outbox.blocked_clients
 
     # --- messages from clients ---
 
@@ -80,7 +80,7 @@ class ClientSide:
         try:
             self._dispatcher.add_job(key, frames, message.n_tokens, now + message.timeout_s, now)
         except QueueFull as full:
-            self._tracker.count(put_off=1)
+            self._tracker.count(retried_later=1)
             self._retry_later(key, str(full))
 
     def _on_hello(self, key: RequestKey, deadline: float) -> None:
@@ -92,9 +92,9 @@ class ClientSide:
 
     def _cancel(self, key: RequestKey) -> None:
         self._hello_deadlines.pop(key, None)
-        if (cancelled := self._dispatcher.cancel(key)) is not None:
-            self._tracker.count(cancelled=1)
-            self._cancel_at_worker(*cancelled)
+        if (canceled := self._dispatcher.cancel(key)) is not None:
+            self._tracker.count(canceled=1)
+            self._cancel_at_worker(*canceled)
 
     def _cancel_at_worker(self, job: Job, worker: RegisteredWorker | None) -> None:
         if worker is not None:
@@ -159,7 +159,7 @@ class ClientSide:
 
     def probe(self) -> None:
         """Detect disconnected clients with open requests. libzmq reports a disconnection only to a sender."""
-        for client in {job.key.client for job in self._dispatcher.open_jobs} - self.unread:
+        for client in {job.key.client for job in self._dispatcher.open_jobs} - self.blocked_clients:
             if not send_to_peer(self._frontend, client, protocol.encode_probe()):
                 self._on_client_lost(client, "its connection ended")
 
@@ -189,6 +189,6 @@ def _deadline_error(dispatcher: Dispatcher, worker: RegisteredWorker | None) -> 
 
 def _no_worker_error(dispatcher: Dispatcher) -> TeacherUnavailable:
     return TeacherUnavailable(
-        f"the proxy has no worker ({dispatcher.last_loss}); look at the worker's log, or add one with "
+        f"the proxy has no worker (last removal: {dispatcher.last_removal}); look at the worker's log, or add one with "
         "teacher/join_server.sh"
     )

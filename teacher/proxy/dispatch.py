@@ -40,11 +40,11 @@ class RemovedJobs(NamedTuple):
 
     Attributes:
         requeued: Jobs that wait for another worker.
-        given_up: Jobs that were lost too often, with their errors.
+        rejected: Jobs that were in flight at MAX_LOSSES lost workers, with their errors.
     """
 
     requeued: list[Job]
-    given_up: list[tuple[Job, TeacherRequestError]]
+    rejected: list[tuple[Job, TeacherRequestError]]
 
 
 class Dispatcher:
@@ -54,14 +54,14 @@ class Dispatcher:
         limits: Limits of the queue.
         workers: Registered workers by identity.
         queue: Waiting jobs.
-        last_loss: Reason for the removal of the last worker.
+        last_removal: Reason for the most recent removal of a worker.
     """
 
     def __init__(self, limits: QueueLimits | None = None) -> None:
         self.limits = limits or QueueLimits()
         self.workers: dict[bytes, RegisteredWorker] = {}
         self.queue = FairQueue()
-        self.last_loss = "none has registered yet"
+        self.last_removal = "no worker was removed"
         self._quarantined: OrderedDict[int, Job] = OrderedDict()
         self._job_ids = itertools.count(1)
         self._open = OpenJobs()
@@ -103,13 +103,13 @@ class Dispatcher:
         worker = self.workers.pop(identity, None)
         if worker is None:
             return removed
-        self.last_loss = reason
+        self.last_removal = reason
         for job in reversed(worker.in_flight.values()):
             job.n_losses += not signed_off
             if job.n_losses >= MAX_LOSSES:
                 self._open.close(job)
                 error = TeacherRequestError(f"{job.n_losses} workers were lost with this request; last: {reason}")
-                removed.given_up.append((job, error))
+                removed.rejected.append((job, error))
                 continue
             removed.requeued.append(job)
             if job.is_quarantined:

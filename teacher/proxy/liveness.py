@@ -57,4 +57,4 @@ class LivenessMonitor:
             if not send_to_peer(self._backend, identity, protocol.encode_probe()):
                 self._workers.remove(identity, CONNECTION_LOST)
             elif (silence_s := self._tracker.silence_s(identity, now)) > max_silence_s:
-                self._workers.remove(identity, f"the last one hangs: its engine finished no step for {silence_s:.0f} s")
+                self._workers.remove(identity, f"hung: its engine finished no step for {silence_s:.0f} s")

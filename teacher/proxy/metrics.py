@@ -27,7 +27,7 @@ _SERVICE = {
 }
 _WORKER = {
     "joined_s": ("age_seconds", "Time since the registration of the worker."),
-    "heard_s": ("heard_seconds", "Time since the last message of the worker."),
+    "since_last_message_s": ("since_last_message_seconds", "Time since the last message of the worker."),
     "requests": ("requests", "Requests in flight at the worker."),
     "tokens": ("tokens", "Tokens in flight at the worker."),
     "capacity_tokens": ("capacity_tokens", "Tokens that the worker accepts at a time."),
@@ -44,18 +44,18 @@ _CLIENT = {
     "running_requests": ("running_requests", "Requests of the client that are assigned to a worker."),
     "oldest_s": ("oldest_seconds", "Age of the client's oldest open request, 0 without one."),
 }
-_CLIENT_COUNTS = {"answered_tokens": ("answered_tokens", "Tokens of answered requests.")}
-_OUTCOMES = ("answered", "refused", "expired", "given_up", "cancelled")
+_CLIENT_COUNTS = {"scored_tokens": ("scored_tokens", "Tokens of scored requests.")}
+_OUTCOMES = ("scored", "refused", "expired", "rejected_after_losses", "canceled")
 _TOTALS = {
-    "answered_sequences": ("answered_sequences", "Sequences of answered requests."),
-    "answered_tokens": ("answered_tokens", "Tokens of answered requests, prompts and responses."),
-    "answered_bytes": ("answered_bytes", "Bytes of replies."),
-    "put_off": ("put_off", "Requests sent back to the client because the queue was full."),
-    "repeated": ("repeated", "Requests that were requeued because their worker was lost."),
+    "scored_sequences": ("scored_sequences", "Sequences of scored requests."),
+    "scored_tokens": ("scored_tokens", "Tokens of scored requests, prompts and responses."),
+    "reply_bytes": ("reply_bytes", "Bytes of the replies to scored requests."),
+    "retried_later": ("retried_later", "Requests sent back to the client because the queue was full."),
+    "requeued": ("requeued", "Requests that were requeued because their worker was removed."),
     "workers_lost": ("workers_lost", "Workers that died, hung or were silent, without those that signed off."),
     "invalid_messages": ("invalid_messages", "Messages that violate the protocol."),
-    "waited_seconds": ("waited_seconds", "Time of answered requests in the queue."),
-    "scored_seconds": ("scored_seconds", "Time of answered requests at a worker."),
+    "queue_s": ("queue_seconds", "Time of scored requests in the queue."),
+    "worker_s": ("worker_seconds", "Time of scored requests at a worker."),
 }
 
 

@@ -1,8 +1,8 @@
 """Replies to clients, with bounded memory and without waiting for a client that does not read.
 
 ZeroMQ queues a few messages for each client. If they are not read, further messages wait here, and the client is in
-``unread``. No requests of such a client are assigned until it has read, so its waiting messages are bounded by its
-requests in flight.
+``blocked_clients``. No requests of such a client are assigned until it has read, so its waiting messages are bounded
+by its requests in flight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_WAITING_MESSAGES = 1 << 20  # replies are bounded by the requests in flight
 
 
 class Outbox:
-    """Messages to clients that wait because the client does not read."""
+    """Messages that wait because their client does not read."""
 
     def __init__(self, socket: zmq.Socket) -> None:
         self._socket = socket
@@ -29,7 +29,7 @@ class Outbox:
         self._retry_at = 0.0
 
     @property
-    def unread(self) -> KeysView[bytes]:
+    def blocked_clients(self) -> KeysView[bytes]:
         """Clients with waiting messages."""
         return self._waiting.keys()
 

@@ -164,5 +164,5 @@ class Proxy:
         self._clients.return_waiting()
 
     def _is_drained(self) -> bool:
-        has_work = bool(self._dispatcher.open_jobs or self._clients.unread)
+        has_work = bool(self._dispatcher.open_jobs or self._clients.blocked_clients)
         return self._drain.is_finished(time.monotonic(), has_work=has_work)

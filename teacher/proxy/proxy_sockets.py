@@ -58,7 +58,7 @@ class ProxySockets:
             self.backend = make_socket(
                 self._context,
                 zmq.ROUTER,
-                max_frame_bytes=LIMITS.answer_frame_bytes,
+                max_frame_bytes=LIMITS.reply_frame_bytes,
                 heartbeat=WORKER_HEARTBEAT,
                 keys=keys,
             )

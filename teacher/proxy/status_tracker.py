@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from teacher.proxy.dispatch import Dispatcher
 from teacher.proxy.jobs import Job, RegisteredWorker
-from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
+from teacher.status import ClientStatus, ServiceStatus, ServiceTotals, WorkerStatus
 from teacher.wire.frames import Frame
 from teacher.wire.messages import PROTOCOL_VERSION, Failure, Heartbeat, ScoreReply
 
@@ -22,8 +22,8 @@ _NO_PROGRESS = Heartbeat(0, 0, 0, 0.0)
 @dataclass
 class _ClientRecord:
     name: str
-    heard_at: float
-    answered_tokens: int = 0
+    last_message_at: float
+    scored_tokens: int = 0
 
 
 @dataclass
@@ -32,12 +32,12 @@ class _WorkerRecord:
 
     Attributes:
         joined_at: Time of its registration.
-        heard_at: Time of its last message.
+        last_message_at: Time of its last message.
         heartbeats: Heartbeats of the last ``_RATE_WINDOW_S`` with their times, and the one before.
     """
 
     joined_at: float
-    heard_at: float
+    last_message_at: float
     heartbeats: deque[tuple[float, Heartbeat]] = field(default_factory=deque)
 
     def rates(self) -> tuple[float, float]:
@@ -60,7 +60,7 @@ class StatusTracker:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._started_at = time.monotonic()
-        self._totals = Totals()
+        self._totals = ServiceTotals()
         self._clients: dict[bytes, _ClientRecord] = {}
         self._workers: dict[bytes, _WorkerRecord] = {}
         self.latest: ServiceStatus
@@ -77,7 +77,7 @@ class StatusTracker:
     def record_client(self, client: bytes, name: str, now: float) -> None:
         """Record a message of a client."""
         if (record := self._clients.get(client)) is not None:
-            record.name, record.heard_at = name, now
+            record.name, record.last_message_at = name, now
         elif len(self._clients) < _MAX_CLIENTS:
             self._clients[client] = _ClientRecord(name, now)
 
@@ -92,16 +92,16 @@ class StatusTracker:
             self.count(refused=1)
             return
         self.count(
-            answered=1,
-            answered_sequences=len(message.scored),
-            answered_tokens=job.n_tokens,
-            answered_bytes=sum(memoryview(frame).nbytes for frame in frames),
-            waited_seconds=job.assigned_at - job.arrived_at,
-            scored_seconds=now - job.assigned_at,
+            scored=1,
+            scored_sequences=len(message.scored),
+            scored_tokens=job.n_tokens,
+            reply_bytes=sum(memoryview(frame).nbytes for frame in frames),
+            queue_s=job.assigned_at - job.arrived_at,
+            worker_s=now - job.assigned_at,
         )
         if (client := self._clients.get(job.key.client)) is not None:
-            client.heard_at = now
-            client.answered_tokens += job.n_tokens
+            client.last_message_at = now
+            client.scored_tokens += job.n_tokens
 
     # --- workers ---
 
@@ -112,7 +112,7 @@ class StatusTracker:
     def record_worker(self, identity: bytes, now: float, heartbeat: Heartbeat | None = None) -> None:
         """Record a message of a registered worker."""
         worker = self._workers[identity]
-        worker.heard_at = now
+        worker.last_message_at = now
         if heartbeat is not None:
             worker.heartbeats.append((now, heartbeat))
             while len(worker.heartbeats) > 2 and worker.heartbeats[1][0] < now - _RATE_WINDOW_S:
@@ -120,12 +120,12 @@ class StatusTracker:
 
     def silence_s(self, identity: bytes, now: float) -> float:
         """Return the time since the last message of a registered worker, in seconds."""
-        return now - self._workers[identity].heard_at
+        return now - self._workers[identity].last_message_at
 
-    def record_loss(self, identity: bytes, *, signed_off: bool, n_requeued: int, n_given_up: int) -> None:
+    def record_removal(self, identity: bytes, *, signed_off: bool, n_requeued: int, n_rejected: int) -> None:
         """Record the removal of a worker, ``signed_off`` if it ended in order."""
         del self._workers[identity]
-        self.count(workers_lost=int(not signed_off), repeated=n_requeued, given_up=n_given_up)
+        self.count(workers_lost=int(not signed_off), requeued=n_requeued, rejected_after_losses=n_rejected)
 
     # --- status ---
 
@@ -143,7 +143,7 @@ class StatusTracker:
         self._clients = {
             client: record
             for client, record in self._clients.items()
-            if client in jobs_of or record.heard_at > now - _CLIENT_RETENTION_S
+            if client in jobs_of or record.last_message_at > now - _CLIENT_RETENTION_S
         }
         waiting = [job for job in dispatcher.open_jobs if job.job_id not in in_flight]
         workers = tuple(self._worker_status(worker, now) for worker in dispatcher.workers.values())
@@ -158,7 +158,7 @@ class StatusTracker:
             queue_oldest_s=_oldest_s(waiting, now),
             max_queue_tokens=dispatcher.limits.max_tokens,
             tokens_per_second=sum(worker.tokens_per_second for worker in workers),
-            last_loss=dispatcher.last_loss[:_MAX_REASON_CHARS],
+            last_removal=dispatcher.last_removal[:_MAX_REASON_CHARS],
             workers=workers,
             clients=tuple(
                 self._client_status(client, jobs_of.get(client, []), in_flight, now) for client in self._clients
@@ -173,7 +173,7 @@ class StatusTracker:
         return WorkerStatus(
             name=worker.name,
             joined_s=now - record.joined_at,
-            heard_s=now - record.heard_at,
+            since_last_message_s=now - record.last_message_at,
             requests=len(worker.in_flight),
             tokens=worker.load_tokens,
             capacity_tokens=worker.capacity_tokens,
@@ -191,7 +191,7 @@ class StatusTracker:
             waiting_tokens=sum(job.n_tokens for job in waiting),
             running_requests=len(jobs) - len(waiting),
             oldest_s=_oldest_s(jobs, now),
-            answered_tokens=self._clients[client].answered_tokens,
+            scored_tokens=self._clients[client].scored_tokens,
         )
 
 

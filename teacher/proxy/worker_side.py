@@ -36,7 +36,7 @@ from teacher.wire.sockets import WORKER_HEARTBEAT
 
 logger = logging.getLogger(__name__)
 
-CONNECTION_LOST = f"the last one died or hung: its connection ended, or was silent for {WORKER_HEARTBEAT.timeout_s:g} s"
+CONNECTION_LOST = f"died or hung: its connection ended, or was silent for {WORKER_HEARTBEAT.timeout_s:g} s"
 _MIN_REMAINING_S = 0.001
 
 
@@ -66,7 +66,7 @@ class WorkerSide:
         if isinstance(message, Ready):
             self._register(identity, message, now)
         elif isinstance(message, Goodbye):
-            self.remove(identity, f"the last one left: {message.reason}", signed_off=not message.broken)
+            self.remove(identity, f"left: {message.reason}", signed_off=not message.broken)
         elif not isinstance(message, ScoreReply | Failure | Heartbeat):
             raise TeacherProtocolError(
                 f"a worker cannot send {type(message).__name__}; if it is a client, set it to the proxy's client port"
@@ -102,7 +102,7 @@ class WorkerSide:
 
     def _register(self, identity: bytes, ready: Ready, now: float) -> None:
         if identity in self._dispatcher.workers:  # a worker that sends Ready has dropped all its requests
-            self.remove(identity, "the last one registered again", signed_off=True)
+            self.remove(identity, "registered again", signed_off=True)
         self._next_reregister_at.pop(identity, None)
         worker = RegisteredWorker(identity, ready.name, ready.info, ready.capacity_tokens, ready.stall_timeout_s)
         try:
@@ -132,7 +132,7 @@ class WorkerSide:
 
     def assign(self) -> None:
         """Send waiting requests to the workers with room. Clients that do not read are paused."""
-        while (assignment := self._dispatcher.assign(self._clients.unread)) is not None:
+        while (assignment := self._dispatcher.assign(self._clients.blocked_clients)) is not None:
             worker, job = assignment
             job.assigned_at = time.monotonic()
             remaining_s = max(_MIN_REMAINING_S, job.deadline - job.assigned_at)
@@ -159,12 +159,12 @@ class WorkerSide:
             worker.name,
             n_requeued,
             reason,
-            extra={"fields": {"worker": worker.name, "repeated": n_requeued, "workers": n_workers}},
+            extra={"fields": {"worker": worker.name, "requeued": n_requeued, "workers": n_workers}},
         )
-        self._tracker.record_loss(
-            identity, signed_off=signed_off, n_requeued=n_requeued, n_given_up=len(removed.given_up)
+        self._tracker.record_removal(
+            identity, signed_off=signed_off, n_requeued=n_requeued, n_rejected=len(removed.rejected)
         )
-        for job, error in removed.given_up:
+        for job, error in removed.rejected:
             self._clients.reply_error(job.key, error)
         if self._drain.is_active:
             self._clients.return_waiting()

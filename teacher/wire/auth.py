@@ -13,7 +13,6 @@ A client can also use DIR itself, which then stands for ``DIR/clients/default``.
 
 from __future__ import annotations
 
-import functools
 import ipaddress
 import os
 import socket
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import zmq
 from zmq.auth import load_certificate
@@ -87,25 +86,9 @@ Keys = ServerKeys | ClientKeys
 
 # --- read keys -------------------------------------------------------------------------------------------------------
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_KeysT = TypeVar("_KeysT", ServerKeys, ClientKeys)
 
 
-def _explain_denied_access(read: Callable[_P, _R]) -> Callable[_P, _R]:
-    @functools.wraps(read)
-    def explained(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return read(*args, **kwargs)
-        except OSError as error:
-            raise TeacherError(
-                f"the keys in {error.filename} cannot be read by user id {os.getuid()}: {error.strerror}; run this "
-                "as the user who made them, or make a copy for this user"
-            ) from None
-
-    return explained
-
-
-@_explain_denied_access
 def server_keys(auth_dir: str | Path | None) -> ServerKeys | None:
     """Read the keys of a proxy.
 
@@ -118,10 +101,31 @@ def server_keys(auth_dir: str | Path | None) -> ServerKeys | None:
     Raises:
         TeacherError: A file is missing or damaged, or other users can access it.
     """
+    return _read_keys(auth_dir, _read_server_keys)
+
+
+def client_keys(auth_dir: str | Path | None) -> ClientKeys | None:
+    """Read the keys of a client or worker. Arguments, result and errors are those of ``server_keys``."""
+    return _read_keys(auth_dir, _read_client_keys)
+
+
+def _read_keys(auth_dir: str | Path | None, read: Callable[[Path], _KeysT]) -> _KeysT | None:
     if not auth_dir:
         return None
     require_curve()
-    folder = _folder(auth_dir)
+    folder = Path(auth_dir).absolute()
+    try:
+        if not folder.is_dir():
+            raise TeacherError(f"the folder of keys {folder} does not exist or is no folder; {_COPY_HINT}")
+        return read(folder)
+    except OSError as error:
+        raise TeacherError(
+            f"the keys in {error.filename} cannot be read by user id {os.getuid()}: {error.strerror}; run this "
+            "as the user who made them, or make a copy for this user"
+        ) from None
+
+
+def _read_server_keys(folder: Path) -> ServerKeys:
     public, secret = _read_pair(folder / "server.key_secret", f"a server; {_MAKE_HINT}")
     allowed_dir = folder / "allowed"
     if not allowed_dir.is_dir():
@@ -137,23 +141,7 @@ def server_keys(auth_dir: str | Path | None) -> ServerKeys | None:
     return ServerKeys(public, secret, allowed, allowed_dir)
 
 
-@_explain_denied_access
-def client_keys(auth_dir: str | Path | None) -> ClientKeys | None:
-    """Read the keys of a client or worker.
-
-    Args:
-        auth_dir: Folder of keys. None or "" stands for a service without keys.
-
-    Returns:
-        The keys, None for a service without keys.
-
-    Raises:
-        TeacherError: A file is missing or damaged, or other users can access it.
-    """
-    if not auth_dir:
-        return None
-    require_curve()
-    folder = _folder(auth_dir)
+def _read_client_keys(folder: Path) -> ClientKeys:
     if not (folder / "client.key_secret").exists() and (default := folder / "clients" / DEFAULT_CLIENT).is_dir():
         folder = default
     public, secret = _read_pair(folder / "client.key_secret", f"a client; {_COPY_HINT}")
@@ -168,13 +156,6 @@ def allowed_keys(folder: Path) -> dict[bytes, str]:
             with suppress(TeacherError):  # the file may be half copied; its client is refused, and that is logged
                 found[_read(path)[0]] = path.stem
     return found
-
-
-def _folder(auth_dir: str | Path) -> Path:
-    folder = Path(auth_dir).absolute()
-    if not folder.is_dir():
-        raise TeacherError(f"the folder of keys {folder} does not exist or is no folder; {_COPY_HINT}")
-    return folder
 
 
 def _read_pair(path: Path, owner: str) -> tuple[bytes, bytes]:

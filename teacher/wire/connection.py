@@ -67,7 +67,7 @@ class PeerRole:
 
 
 CLIENT = PeerRole(
-    max_frame_bytes=LIMITS.answer_frame_bytes,
+    max_frame_bytes=LIMITS.reply_frame_bytes,
     heartbeat=CLIENT_HEARTBEAT,
     keeps_identity=True,
     address_hint="expected a host name or IP and a port, see actor_rollout_ref.teacher.server_ip/server_port",

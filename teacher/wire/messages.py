@@ -13,7 +13,7 @@ from teacher.errors import TeacherError, TeacherRequestError
 from teacher.records import ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Peers of different versions refuse each other. A peer that ignores a field would return scores of another request."""
 
 WireDtype = Literal["float32", "float16"]
@@ -35,7 +35,7 @@ class Limits:
         vocab_size: Vocabulary size, and size of each array dimension.
         eos_token_ids: End-of-sequence tokens of one model.
         request_frame_bytes: Size of a frame sent to a worker: the token ids of one sequence.
-        answer_frame_bytes: Size of a frame sent to a client: 1M tokens with top-4096, or 16k tokens with the whole
+        reply_frame_bytes: Size of a frame sent to a client: 1M tokens with top-4096, or 16k tokens with the whole
             vocabulary of 256k tokens.
         timeout_s: Deadline of a request, in seconds.
         stall_timeout_s: Time limit of an engine step, in seconds.
@@ -52,7 +52,7 @@ class Limits:
     vocab_size: int = 1 << 24
     eos_token_ids: int = 256
     request_frame_bytes: int = 4 << 20
-    answer_frame_bytes: int = 16 << 30
+    reply_frame_bytes: int = 16 << 30
     timeout_s: float = 7 * 24 * 3600.0
     stall_timeout_s: float = 1e6
     min_temperature: float = 1e-6
@@ -72,19 +72,19 @@ class Kind(StrEnum):
 
     HELLO = "hello"  # client -> proxy
     INFO = "info"  # proxy -> client
-    STATUS_REQUEST = "ask_status"  # client -> proxy
+    STATUS_REQUEST = "status_request"  # client -> proxy
     STATUS = "status"  # proxy -> client
     SCORE = "score"  # client -> proxy -> worker
-    SCORE_REPLY = "answer"  # worker -> proxy -> client
+    SCORE_REPLY = "score_reply"  # worker -> proxy -> client
     CANCEL = "cancel"  # client -> proxy -> worker
-    RETRY_LATER = "later"  # proxy -> client
+    RETRY_LATER = "retry_later"  # proxy -> client
     ERROR = "error"  # worker -> proxy -> client, and proxy or worker -> sender of an invalid message
     READY = "ready"  # worker -> proxy
     WELCOME = "welcome"  # proxy -> worker
-    HEARTBEAT = "pulse"  # worker -> proxy
-    REREGISTER = "rejoin"  # proxy -> worker
+    HEARTBEAT = "heartbeat"  # worker -> proxy
+    REREGISTER = "reregister"  # proxy -> worker
     PROBE = "probe"  # proxy -> client or worker
-    GOODBYE = "bye"  # worker -> proxy
+    GOODBYE = "goodbye"  # worker -> proxy
 
 
 @dataclass(frozen=True)

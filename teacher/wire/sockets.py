@@ -79,9 +79,7 @@ def make_socket(
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * heartbeat.interval_s))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * heartbeat.timeout_s))
     if kind == zmq.ROUTER:
-        socket.setsockopt(
-            zmq.ROUTER_MANDATORY, 1
-        )  # sending to a disconnected peer raises
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a disconnected peer raises
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting peer takes over its identity
     if routing_id:
         socket.setsockopt(zmq.ROUTING_ID, routing_id)

@@ -41,6 +41,42 @@ def detached_loss(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(loss_T=forward_kl(inputs).loss_T.detach())
 
 
+def new_leaf_loss(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss_T=forward_kl(inputs).loss_T.detach().requires_grad_())
+
+
+def constant_loss(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss_T=torch.tensor(forward_kl(inputs).loss_T.tolist(), requires_grad=True))
+
+
+def nan_gradient(inputs: LossInputs) -> LossOutputs:
+    """Return a finite loss with NaN gradients, 0 times the infinite derivative of sqrt at masked buckets."""
+    differences_TB = inputs.teacher_probs_TB - inputs.student_logps_TB.exp()
+    return LossOutputs(loss_T=(differences_TB * (differences_TB > 0)).sqrt().sum(1))
+
+
+def failing_backward(inputs: LossInputs) -> LossOutputs:
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError("gradient")
+
+    loss_T = forward_kl(inputs).loss_T
+    loss_T.register_hook(fail)
+    return LossOutputs(loss_T=loss_T)
+
+
+def other_device(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss_T=torch.empty_like(inputs.student_sampled_logps_T, device="meta"))
+
+
+def metric_on_other_device(inputs: LossInputs) -> LossOutputs:
+    loss_T = forward_kl(inputs).loss_T
+    return LossOutputs(loss_T=loss_T, metrics={"kl": loss_T.detach().to("meta")})
+
+
+def nan_of_references(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss_T=forward_kl(inputs).loss_T.where(~inputs.is_reference_T, torch.nan))
+
+
 def nan_loss(inputs: LossInputs) -> LossOutputs:
     loss_T = forward_kl(inputs).loss_T
     return LossOutputs(loss_T=torch.where(inputs.positions_T == 2, torch.nan, loss_T))

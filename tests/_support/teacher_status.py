@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from teacher.status import ClientStatus, ServiceStatus, Totals, WorkerStatus
+from teacher.status import ClientStatus, ServiceStatus, ServiceTotals, WorkerStatus
 
 
 def worker_status(name: str) -> WorkerStatus:
@@ -12,7 +12,7 @@ def worker_status(name: str) -> WorkerStatus:
     return WorkerStatus(
         name=name,
         joined_s=100.5,
-        heard_s=0.25,
+        since_last_message_s=0.25,
         requests=3,
         tokens=300,
         capacity_tokens=1000,
@@ -24,7 +24,7 @@ def worker_status(name: str) -> WorkerStatus:
 
 
 CLIENT = ClientStatus(
-    name='a "client"\n', waiting_requests=1, waiting_tokens=10, running_requests=2, oldest_s=1.5, answered_tokens=5
+    name='a "client"\n', waiting_requests=1, waiting_tokens=10, running_requests=2, oldest_s=1.5, scored_tokens=5
 )
 STATUS = ServiceStatus(
     model_name="tiny",
@@ -37,8 +37,8 @@ STATUS = ServiceStatus(
     queue_oldest_s=2.5,
     max_queue_tokens=9999,
     tokens_per_second=100.0,
-    last_loss="none has registered yet",
+    last_removal="no worker was removed",
     workers=(worker_status("host:1"), worker_status("host:1")),
     clients=(CLIENT,),
-    totals=Totals(**{field.name: i + 2001 for i, field in enumerate(fields(Totals))}),
+    totals=ServiceTotals(**{field.name: i + 2001 for i, field in enumerate(fields(ServiceTotals))}),
 )

@@ -132,7 +132,7 @@ def make_config(folder: Path, *overrides: str, ranks: int = 1) -> Config:
 
 @contextmanager
 def started(
-    rank: int, world_size: int, port: int, config: Config, total_steps: int = 10, n_tokens: int | None = None
+    rank: int, world_size: int, port: int, config: Config, total_steps: int = 10, n_token_ids: int | None = None
 ) -> Iterator[Any]:
     """Set up an actor, and destroy its process groups at the end.
 
@@ -144,7 +144,7 @@ def started(
     rank_spec = RankSpec(
         rank=rank, world_size=world_size, local_rank=rank, device="cpu", rendezvous=("127.0.0.1", port)
     )
-    actor: Any = MegatronActor(config, rank_spec, total_steps=total_steps, n_tokens=n_tokens)
+    actor: Any = MegatronActor(config, rank_spec, total_steps=total_steps, n_token_ids=n_token_ids)
     actor.coordinates = actor.setup()
     try:
         yield actor
@@ -169,7 +169,7 @@ def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
 
     from recipe_gkd.actor import megatron_patches
     from recipe_gkd.actor.forward_backward import run_micro_batches
-    from recipe_gkd.actor.objective import Losses
+    from recipe_gkd.actor.objective import MicroBatchLosses
 
     packed = pack(samples, multiple_of=actor.layout.tp_size)
     n_rows = sum(packed.lengths)
@@ -178,7 +178,7 @@ def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
         logits_NW = student.logits(torch.arange(n_rows))
         parts = [torch.empty_like(logits_NW) for _ in range(actor.layout.tp_size)]
         dist.all_gather(parts, logits_NW.contiguous(), group=mpu.get_tensor_model_parallel_group())
-        return Losses(loss_T=logits_NW.sum(1), sums={"logits": torch.cat(parts, 1)[:, :VOCAB]})
+        return MicroBatchLosses(loss_T=logits_NW.sum(1), sums={"logits": torch.cat(parts, 1)[:, :VOCAB]})
 
     batches = [dataclasses.replace(packed, loss_rows_T=np.arange(n_rows))] * 2
     denominators = GlobalDenominators.of(GlobalDenominators.counts(batches))

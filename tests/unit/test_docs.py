@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from recipe_gkd.config.load import compose_config
 from tests._support.repository import REPO
 
 PAGES = sorted(REPO.glob("docs/*.md")) + [REPO / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-SECTIONS = "data|actor_rollout_ref|gkd|trainer|custom_reward_function|ray_init"
+MAX_COLUMNS = 120
+SECTIONS = "data|actor_rollout_ref|rollout|gkd|trainer|custom_reward_function|ray_init"
 KEY = re.compile(rf"(?<![\w/.])((?:{SECTIONS})(?:\.(?!py\b)[a-z_]+)+)(?![\w(.*/{{-])")
 
 
@@ -22,7 +24,7 @@ def page_id(page: Path) -> str:
 
 
 def known_keys() -> set[str]:
-    """Return every key of the configuration, groups included."""
+    """Return every key, groups included. The pages also write ``rollout.n`` for ``actor_rollout_ref.rollout.n``."""
     from omegaconf import DictConfig
 
     found: set[str] = set()
@@ -35,7 +37,7 @@ def known_keys() -> set[str]:
                 visit(child, f"{prefix}{name}.")
 
     visit(compose_config("on_policy_distill_trainer"), "")
-    return found
+    return found | {key.removeprefix("actor_rollout_ref.") for key in found}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -58,6 +60,29 @@ class TestPage:
             if heading and file.suffix == ".md":
                 titles = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
                 assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, target
+
+    def test_lines_are_short(self, page: Path) -> None:
+        assert not list(long_lines(page.read_text(encoding="utf-8")))
+
+
+def long_lines(text: str) -> Iterator[str]:
+    """Yield lines above ``MAX_COLUMNS``. Tables, code blocks, and the targets of links and figures do not count."""
+    in_code = False
+    for line in text.splitlines():
+        in_code ^= line.startswith("```")
+        if not in_code and not line.startswith("|") and len(re.sub(r"\]\([^)]*\)", "]", line)) > MAX_COLUMNS:
+            yield line
+
+
+def test_long_lines_finds_text_only() -> None:
+    long = "a" * (MAX_COLUMNS + 1)
+    assert list(long_lines(f"{long}\n| {long} |\n```\n{long}\n```\n![figure]({long})\nb {long}")) == [long, f"b {long}"]
+
+
+def test_misspelled_key_of_each_section_is_found() -> None:
+    for section in SECTIONS.split("|"):
+        (key,) = KEY.findall(f"set `{section}.no_such_key=1`")
+        assert key not in known_keys()
 
 
 def test_readme_is_short() -> None:

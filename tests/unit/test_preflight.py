@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from recipe_gkd.config import Config
-from recipe_gkd.errors import ConfigError
-from recipe_gkd.preflight import Student, check_stop_ids, check_teachers
+from recipe_gkd.errors import ConfigError, ModelError
+from recipe_gkd.preflight import Student, check_stop_ids, check_teachers, read_student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from teacher.errors import TeacherRequestError
 from teacher.records import TeacherInfo
@@ -134,3 +134,23 @@ class TestCheckStopIds:
         config = make_config("gkd.sft_share=1")
         assert check_stop_ids(config, make_student(tmp_path, eos=eos), ()) == stop_ids
         assert not caplog.records
+
+
+class TestReadStudent:
+    @pytest.mark.parametrize(("metric", "is_taken"), [("grad_norm", True), ("kl_loss_at/32", True), ("mine", False)])
+    def test_custom_loss_metric_with_a_name_in_use_is_refused(
+        self, tmp_path: Path, metric: str, is_taken: bool
+    ) -> None:
+        (tmp_path / "loss.py").write_text(
+            "from recipe_gkd.losses import LossOutputs\n"
+            "def f(inputs):\n"
+            "    loss_T = -inputs.student_sampled_logps_T\n"
+            f"    return LossOutputs(loss_T=loss_T, metrics={{{metric!r}: loss_T}})\n"
+        )
+        config = make_config(f"gkd.custom_loss.path={tmp_path}/loss.py", "gkd.custom_loss.name=f")
+        if is_taken:
+            with pytest.raises(ConfigError, match=f"metrics whose names are in use: actor/{metric}; rename them"):
+                read_student(config)
+        else:
+            with pytest.raises(ModelError, match=r"actor_rollout_ref\.model\.path=student"):
+                read_student(config)

@@ -18,18 +18,26 @@ FRAGMENT = re.compile(r"^(Of|What|Which|Whether|Those|That|How|As|Who|Where|Whom
 VOCABULARY = re.compile(
     r"who may know|the house\b|\bunsay\b|\b[Gg]atekeeper|\b[Jj]udg(e|es|ed|ing|ment|ements?)\b|\blanes?\b|answers_now"
     r"|\bpicked\b|end_remains|EchoError|similar_lengths|\bunder way\b|\bhanded out\b|\bset aside\b|\bgiven answers?\b"
+    r"|answers_\w+|answer_frame_bytes|\b(sampled|generated|truncated|reference|student's|rollout's) answers?\b"
+    r"|\banswer_?(ids|len|length|tokens|logps|logprobs)\b|\bn_answers\b|\bmax_answer\w*"
     r"|\bgiven_ids\b|\bnobody\b|\bwhoever\b"
     r"|\b\w*(optimis|serialis|synchronis|normalis|tokenis|initialis|generalis|recognis|organis|summaris|minimis)(e|es|ed|er|ing|ation)\b"
     r"|\b(behaviour|colour|favour|honour|neighbour|artefact|learnt|signalled|modelled|travelled|labelled|whilst)\w*"
 )
 EXCEPTIONS = {
+    "answers_fingerprint": (
+        "CHANGELOG.md",
+        "recipe_gkd/checkpoints/resume.py",
+        "tests/unit/checkpoints/test_resume.py",
+    ),
+    "answers_and_process_states": ("tests/integration/ray_cluster/test_diagnostics.py",),
     "renormalise": ("recipe_gkd/config/", "tests/unit/config/", "docs/", "CHANGELOG.md"),
     "under way": ("CHANGELOG.md",),
     "judge": ("CHANGELOG.md",),
     "lanes": ("recipe_gkd/losses/triton", "tests/unit/losses/test_triton"),
     "lane": ("recipe_gkd/losses/triton", "tests/unit/losses/test_triton"),
 }
-"""Words that are accepted in some files: former public names, and the lanes of a GPU."""
+"""Words that are accepted in some files: former public names, the lanes of a GPU, and answers of processes."""
 
 TEXT_FILES = (".py", ".md", ".sh", ".bash", ".yaml", ".toml", ".cfg")
 BELOW = {
@@ -42,6 +50,28 @@ BELOW = {
     "weight_sync": {"errors", "runtime"},
 }
 """Packages of ``recipe_gkd`` that a package may import, for those at the bottom."""
+TEACHER_MODULES = (
+    "client",
+    "errors",
+    "fingerprint",
+    "records",
+    "status",
+    "weight_files",
+    "engines.checkpoint",
+    "engines.eos",
+    "engines.tokenizer",
+    "engines.vllm_setup",
+    "engines.vllm_worker",
+)
+"""Modules of ``teacher`` that ``recipe_gkd`` may import, besides the names of ``teacher`` itself."""
+TEACHER_SHARED = {"errors", "fingerprint", "logs", "records", "status", "wire"}
+"""Modules of ``teacher`` that the client, the proxy and the worker may import."""
+TEACHER_PARTS = {
+    "client": {"client"},
+    "proxy": {"proxy", "stop_signal"},
+    "worker": {"engines", "stall_watchdog", "stop_signal", "worker", "worker_jobs"},
+}
+"""Other modules of ``teacher`` that each part may import."""
 RAY_FREE = ("errors", "runtime", "losses", "config", "data", "pipeline", "actor", "rollout", "weight_sync", "metrics")
 
 
@@ -153,6 +183,32 @@ class TestImports:
             if any(module.split(".")[0] == "recipe_gkd" for module in imports_of(name))
         ]
         assert not found
+
+    def test_recipe_imports_only_public_modules_of_teacher(self) -> None:
+        import teacher
+
+        public = tuple(f"teacher.{name}." for name in TEACHER_MODULES)
+        found = [
+            f"{name} imports {module}"
+            for name in PYTHON_FILES
+            if name.startswith("recipe_gkd/")
+            for module in imports_of(name)
+            if module.startswith("teacher.") and not f"{module}.".startswith(public)
+            if module.removeprefix("teacher.") not in teacher.__all__
+        ]
+        assert not found, "\n".join(found)
+
+    @pytest.mark.parametrize("part", TEACHER_PARTS)
+    def test_parts_of_teacher_do_not_import_each_other(self, part: str) -> None:
+        names = [name for name in PYTHON_FILES if name.startswith(f"teacher/{part}")]
+        assert names
+        found = [
+            f"{name} imports {module}"
+            for name in names
+            for module in imports_of(name)
+            if module.startswith("teacher.") and module.split(".")[1] not in TEACHER_SHARED | TEACHER_PARTS[part]
+        ]
+        assert not found, "\n".join(found)
 
     @pytest.mark.parametrize("package", BELOW)
     def test_package_imports_only_what_is_below_it(self, package: str) -> None:

@@ -47,7 +47,10 @@ class ActorRolloutRefConfig:
     """Student, rollout and teacher, section ``actor_rollout_ref``."""
 
     hybrid_engine: bool = key("Run actor and rollout in one process. Only false is supported.")
-    nccl_timeout: float = timeout("one weight sync. Collectives of the actor get 60 s more.")
+    nccl_timeout: float = timeout(
+        "each phase of a weight sync (connect, begin, transfer, commit), in seconds. Collectives of the actor get 60 s "
+        "more."
+    )
     model: ModelConfig
     actor: ActorConfig
     rollout: RolloutEngineConfig

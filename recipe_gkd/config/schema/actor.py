@@ -104,7 +104,7 @@ class ActorConfig:
         ge=1,
         le=MAX_INT32,
     )
-    timeout_s: float = timeout("one update, save or load. A background save is timed from its start.")
+    timeout_s: float = timeout("one update, save or load, in seconds. A background save is timed from its start.")
     megatron: MegatronConfig
     optim: OptimConfig
     checkpoint: CheckpointConfig

@@ -17,8 +17,8 @@ def key(doc: str, **bounds: Any) -> Any:
 
 
 def timeout(doc: str, longest_s: float = MAX_TIMEOUT_S) -> Any:
-    """Return a field for a deadline in seconds."""
-    return key(f"Timeout in seconds: {doc}", ge=MIN_TIMEOUT_S, le=longest_s)
+    """Return a field for a deadline in seconds. ``doc`` continues the words "Timeout of"."""
+    return key(f"Timeout of {doc}", ge=MIN_TIMEOUT_S, le=longest_s)
 
 
 def _as_list(value: Any) -> Any:

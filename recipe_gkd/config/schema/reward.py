@@ -18,5 +18,5 @@ class RewardFunctionConfig:
         "verl's (data_source, solution_str, ground_truth, extra_info). It returns a number, or a dict with `score`."
     )
     on_training: bool = key("Score training responses even if no loss uses the reward, to report `reward/*` metrics.")
-    timeout_s: float = timeout("one call of the reward function.")
+    timeout_s: float = timeout("one call of the reward function, in seconds.")
     num_workers: int = key("Number of processes that call the reward function.", ge=1, le=MAX_DEVICES)

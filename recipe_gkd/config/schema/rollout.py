@@ -69,7 +69,7 @@ class RolloutEngineConfig:
         "Transport of weight updates. `collective`: NCCL or gloo; `ipc`: shared memory of one node; `auto`: `ipc` if "
         "`rollout.share_actor_gpus` is true on CUDA, else `collective`."
     )
-    timeout_s: float = timeout("the responses of one batch.")
+    timeout_s: float = timeout("the responses of one batch, in seconds.")
     val_kwargs: ValidationSamplingConfig
 
 

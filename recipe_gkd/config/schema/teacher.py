@@ -8,9 +8,9 @@ from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_NODES, MAX_STEPS, MAX_TEACHER_WAIT_S
 from recipe_gkd.config.schema.fields import STRICT, key, timeout
+from teacher import WireDtype
 
 TeacherFailureMode = Literal["fail", "wait", "skip_samples"]
-WireDtype = Literal["float32", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -40,7 +40,7 @@ class TeacherConfig:
         ge=1,
         le=1 << 16,
     )
-    timeout_s: float = timeout("one request to the teacher.")
+    timeout_s: float = timeout("one request to the teacher, in seconds.")
     top_k: int | None = key(
         "Number of token ids per position to request. null: all that the teacher returns.", ge=1, le=1 << 24
     )
@@ -57,7 +57,9 @@ class TeacherConfig:
         "batch without a distillation loss, up to `max_skipped_samples`."
     )
     max_wait_s: float = timeout(
-        "all attempts of one request before the run ends. Used if `on_failure` is `wait`.", MAX_TEACHER_WAIT_S
+        "all retries of one request, in seconds, from its first failure. After it the run ends. Used if `on_failure` "
+        "is `wait`.",
+        MAX_TEACHER_WAIT_S,
     )
     max_skipped_samples: int = key(
         "Number of skipped samples above which the run ends. Resumed runs continue the count. Used if `on_failure` is "

@@ -24,7 +24,7 @@ def _check_logger(value: str) -> str:
     if value in BUILT_IN_LOGGERS:
         return value
     try:
-        split_spec(value, key="trainer.logger")
+        split_spec(value, key="trainer.logger", example="loggers.py:MyLogger")
     except ConfigError as error:
         choices = ", ".join(BUILT_IN_LOGGERS)
         raise ValueError(f"expected one of {choices}, or FILE.py:Name for a logger class of your own") from error
@@ -102,7 +102,7 @@ class TrainerConfig:
     resume_from_path: str | None = key(
         "Checkpoint folder (`.../global_step_N`) to resume from. Used if `resume_mode` is `resume_path`."
     )
-    startup_timeout_s: float = timeout("start of all workers together.")
+    startup_timeout_s: float = timeout("each phase of the start of all workers, in seconds.")
     max_worker_restarts: int = key(
         "Maximum number of dead rollout workers that are replaced during a run. The next death ends the run.",
         ge=0,

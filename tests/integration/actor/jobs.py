@@ -58,31 +58,31 @@ def _train(actor: Any, batches: list[list[Sample]]) -> Training:
 
 
 def train_padded_model(
-    rank: int, world_size: int, port: int, config: Config, batch: list[Sample], n_tokens: int
+    rank: int, world_size: int, port: int, config: Config, batch: list[Sample], n_token_ids: int
 ) -> tuple[dict[str, float], float, dict[str, Tensor]]:
     """Run an update; return its metrics, the L1 norm of the gradient in this rank's padding rows, and the weights."""
-    with started(rank, world_size, port, config, n_tokens=n_tokens) as actor:
+    with started(rank, world_size, port, config, n_token_ids=n_token_ids) as actor:
         metrics = update(actor, batch)
         weight = actor._model.chunks[-1].output_layer.weight
-        first = max(0, n_tokens - actor.layout.tp_rank * len(weight))
+        first = max(0, n_token_ids - actor.layout.tp_rank * len(weight))
         assert weight.main_grad[:first].any() == (first > 0)
         return metrics, float(weight.main_grad[first:].abs().sum()), exported(actor)
 
 
 def train_with_padding_rows(
-    rank: int, world_size: int, port: int, config: Config, batches: list[list[Sample]], n_tokens: int
+    rank: int, world_size: int, port: int, config: Config, batches: list[list[Sample]], n_token_ids: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
     """Run an update on each batch.
 
     Returns:
         Weights before and after, and True if no copy of a padding row on this rank has changed.
     """
-    with started(rank, world_size, port, config, n_tokens=n_tokens) as actor:
+    with started(rank, world_size, port, config, n_token_ids=n_token_ids) as actor:
         before = exported(actor)
-        rows_before = [rows.clone() for rows in padding_rows(actor._model, n_tokens)]
+        rows_before = [rows.clone() for rows in padding_rows(actor._model, n_token_ids)]
         for step, batch in enumerate(batches):
             update(actor, batch, step)
-        rows_after = padding_rows(actor._model, n_tokens)
+        rows_after = padding_rows(actor._model, n_token_ids)
         unchanged = [torch.equal(*pair) for pair in zip(rows_before, rows_after, strict=True)]
         return before, exported(actor), all(unchanged)
 

@@ -70,6 +70,17 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
         ],
     ),
 }  # fmt: skip
+SEQUENCE_PARALLEL, INTERLEAVED = "tensor 2, sequence parallel", "tensor 2 x pipeline 2, interleaved, recomputed"
+# Each objective is trained in one tensor-parallel layout and one other, and each layout with at least two objectives.
+DEFAULT_LAYOUTS = ("3", SEQUENCE_PARALLEL)
+OTHER_LAYOUTS = {
+    "reverse KL, renormalized, mean of responses": ("dynamic, data 2", SEQUENCE_PARALLEL),
+    "k1, baseline of the group": ("1", SEQUENCE_PARALLEL),
+    "reward and reference responses": ("3", INTERLEAVED),
+    "reward, reference responses, mean of responses, fused": ("dynamic, data 2", INTERLEAVED),
+    "teacher on reference responses": ("1", SEQUENCE_PARALLEL),
+    "custom forward KL": ("dynamic, data 2", INTERLEAVED),
+}
 
 
 def make_batch(seed: int, *, reference: str = "", skipped: tuple[int, ...] = ()) -> list[Sample]:
@@ -98,14 +109,12 @@ def make_batch(seed: int, *, reference: str = "", skipped: tuple[int, ...] = ())
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_training_in_each_layout_equals_plain_program(name: str, pool: WorkerPool, folders: dict[str, Path]) -> None:
+def test_training_equals_plain_program(name: str, pool: WorkerPool, folders: dict[str, Path]) -> None:
     overrides = OBJECTIVES[name]
     gkd = make_config(folders["qwen2"], *overrides).gkd
     batches = [make_batch(seed, reference=gkd.sft_target if gkd.sft_share else "") for seed in (0, 1)]
     expected = reference_training(folders["qwen2"], batches, partial(plain_objective, gkd))
-    in_all_layouts = "reference" in name or "custom" in name
-    layouts = LAYOUTS if in_all_layouts else {key: LAYOUTS[key] for key in ("3", "tensor 2, sequence parallel")}
-    for ranks, layout in layouts.values():
+    for ranks, layout in (LAYOUTS[key] for key in OTHER_LAYOUTS.get(name, DEFAULT_LAYOUTS)):
         config = make_config(folders["qwen2"], *overrides, *layout, ranks=ranks)
         results = pool.run(ranks, jobs.train, config, batches)
         for _, metrics, _, _ in results:
@@ -172,29 +181,27 @@ def padded(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-@pytest.mark.parametrize("layout", ["1", "tensor 2, sequence parallel"])
 @pytest.mark.parametrize(
     "objective", [["gkd.distill_temperature=2"], [*RL, *SFT, FUSED]], ids=["temperature", "all terms"]
 )
 def test_padding_of_output_layer_has_no_loss_and_no_gradient(
-    objective: list[str], layout: str, padded: Path, pool: WorkerPool, folders: dict[str, Path]
+    objective: list[str], padded: Path, pool: WorkerPool, folders: dict[str, Path]
 ) -> None:
-    ranks, overrides = LAYOUTS[layout]
     samples = make_batch(0, reference="data" if "gkd.sft_share=0.3" in objective else "")
     student = folders["qwen2_untied"]
     plain = pool.run(1, jobs.train, make_config(student, *objective, *LAYOUTS["1"][1]), [samples])[0]
-    got = pool.run(
-        ranks, jobs.train_padded_model, make_config(padded, *objective, *overrides, ranks=ranks), samples, VOCAB
-    )
-    for metrics, gradient, _ in got:
-        assert gradient == 0.0
-        names = ["actor/loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm"]
-        if ranks == 1:  # the overlap depends on the division into micro-batches
-            names.append("actor/topk_overlap")
-        for name in names:
-            assert metrics[name] == pytest.approx(plain[1][0][name], rel=1e-5), name
-    token_rows = {name: tensor[: len(plain[2][name])] for name, tensor in got[0][2].items()}
-    assert_weights(token_rows, {name: tensor.double() for name, tensor in plain[2].items()})
+    for ranks, overrides in (LAYOUTS["1"], LAYOUTS[SEQUENCE_PARALLEL]):
+        config = make_config(padded, *objective, *overrides, ranks=ranks)
+        got = pool.run(ranks, jobs.train_padded_model, config, samples, VOCAB)
+        for metrics, gradient, _ in got:
+            assert gradient == 0.0
+            names = ["actor/loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm"]
+            if ranks == 1:  # the overlap depends on the division into micro-batches
+                names.append("actor/topk_overlap")
+            for name in names:
+                assert metrics[name] == pytest.approx(plain[1][0][name], rel=1e-5), name
+        token_rows = {name: tensor[: len(plain[2][name])] for name, tensor in got[0][2].items()}
+        assert_weights(token_rows, {name: tensor.double() for name, tensor in plain[2].items()})
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "k1", "k2"])

@@ -29,13 +29,13 @@ class TestUpdate:
         config = make_config(folders["qwen2_untied"], *overrides, ranks=ranks)
         results = pool.run(ranks, jobs.update_with_fault, config, [*VALID, POISONED], "weights")
         for message, unchanged, usable in results:
-            assert message.startswith("WorkerError: update 3: the loss is not finite, in sample 1234;")
+            assert message.startswith("WorkerError: update 3: the loss is not finite in the samples with uid 1234;")
             assert unchanged and usable
 
     def test_update_with_infinite_gradient_keeps_weights(self, pool: WorkerPool, folders: dict[str, Path]) -> None:
         config = make_config(folders["qwen2_untied"], ranks=2)
         uids = ", ".join(str(sample.prompt.uid) for sample in VALID)
-        expected = f"WorkerError: update 3: the gradient is not finite, in the batch of sample {uids};"
+        expected = f"WorkerError: update 3: the gradient is not finite in the batch with the sample uids {uids};"
         for message, unchanged, usable in pool.run(2, jobs.update_with_fault, config, VALID, "gradient"):
             assert message.startswith(expected)
             assert unchanged and usable

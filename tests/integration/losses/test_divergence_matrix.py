@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.losses import Divergence
-from tests._support.worker_pool import WorkerPool
-from tests.unit.losses.cases import ROWS, SUPPORT_SIZES, VOCABULARY, divergences, make_case, matrix
-from tests.unit.losses.runs import (
+from tests._support.loss_cases import ROWS, SUPPORT_SIZES, VOCABULARY, divergences, make_case, matrix
+from tests._support.loss_runs import (
     Result,
     cached_case,
     dense_loss_and_gradient,
@@ -21,6 +20,7 @@ from tests.unit.losses.runs import (
     loss_and_gradient,
     matrix_shard,
 )
+from tests._support.worker_pool import WorkerPool
 
 # Tolerances of value and gradient. bfloat16 logits are computed in float32, and their gradient is rounded once.
 TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-5, 1e-2)}

@@ -9,13 +9,14 @@ import torch
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.diagnostics import topk_overlap
 from recipe_gkd.losses.distributions import valid_entries
+from tests._support import custom_loss_runs as custom_loss
+from tests._support import fused_head_runs as fused_head
+from tests._support import log_stats_runs as log_stats
+from tests._support import topk_overlap_cases as overlap
+from tests._support.loss_cases import VOCABULARY
+from tests._support.loss_runs import process_group
+from tests._support.tiny_models import VOCAB
 from tests._support.worker_pool import WorkerPool
-from tests.unit.losses import test_custom_loss as custom_loss
-from tests.unit.losses import test_fused_head as fused_head
-from tests.unit.losses import test_log_stats as log_stats
-from tests.unit.losses import test_topk_overlap as overlap
-from tests.unit.losses.cases import VOCABULARY
-from tests.unit.losses.runs import process_group
 
 
 def fused_head_on_rank(rank: int, world_size: int, port: int) -> list[list[np.ndarray]]:
@@ -88,4 +89,4 @@ class TestTensorParallel:
                 torch.testing.assert_close(grad_TD, expected_TD, rtol=1e-10, atol=1e-10)
             grad_VD = torch.cat([results[number][2][1] for results in ranks])
             torch.testing.assert_close(grad_VD, expected_VD, rtol=1e-10, atol=1e-10)
-            assert (grad_VD[custom_loss.VOCAB :] == 0).all()
+            assert (grad_VD[VOCAB:] == 0).all()

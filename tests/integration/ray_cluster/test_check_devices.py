@@ -18,7 +18,7 @@ class WorkerOnGpu0:
     def __init__(self, **_: object) -> None:
         pass
 
-    def where(self) -> dict[str, Any]:
+    def device_report(self) -> dict[str, Any]:
         return worker_report(["0"])
 
     def rendezvous(self) -> None:

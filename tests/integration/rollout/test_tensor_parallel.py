@@ -63,7 +63,7 @@ class ReplacementWorker:
 
 
 def test_tp2_engine_killed_rank_worker_is_replaced(pool: Pool, tensor_pair: WorkerGroup) -> None:
-    """This test comes last: it ends the engine, while the worker's process, and so the Ray actor, stays alive."""
+    """Run this test last: it kills the engine. The worker's process, which is the Ray actor, stays alive."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     replacement = ray.remote(num_cpus=0)(ReplacementWorker)
 

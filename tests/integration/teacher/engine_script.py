@@ -83,7 +83,7 @@ def main(model: str, out: str) -> None:
     def save(name: str, results: dict[str, Any]) -> None:
         found.update({f"{name}/{key}": value for key, value in results.items()})
 
-    whole = VllmEngine(EngineConfig(model, N_TOKENS, dtype="float32", kv_cache_mib=4, max_answer_mib=1))
+    whole = VllmEngine(EngineConfig(model, N_TOKENS, dtype="float32", kv_cache_mib=4, max_result_mib=1))
     save("at 1", score(whole, SHORT))
     whole.set_temperature(0.5)
     save("at 0.5", score(whole, SHORT))

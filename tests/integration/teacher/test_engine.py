@@ -131,7 +131,7 @@ def test_engine_too_large_result_is_rejected_with_its_size(scored: dict[str, Any
     size_mib = result_bytes(TOO_LARGE, N_TOKENS) / 2**20
     size = f"the result of 1000 tokens, 800 of them scored, takes {size_mib:.1f} MiB"
     assert size_mib > 1 and size in str(scored["result/error"])
-    assert "the limit is MAX_ANSWER_MIB=1;" in str(scored["result/error"])
+    assert "the limit is MAX_RESULT_MIB=1;" in str(scored["result/error"])
 
 
 ANY = TeacherSequence(np.zeros(2, np.int32), 1)
@@ -173,13 +173,19 @@ def test_step_size_rows_fit_into_memory(on_cpu: bool, logits_mib: int, vocab_siz
         step = step_size(logits_mib, vocab_size, n_logprobs, on_cpu=on_cpu)
         bytes_per_row = vocab_size * (17 if on_cpu else 8) + n_logprobs * 20
         assert (step.tokens + step.sequences) * bytes_per_row <= logits_mib * 2**20
-        assert 1 <= step.sequences <= step.tokens and 1 <= step.long_tokens <= step.tokens
+        assert 1 <= step.sequences <= step.tokens and 1 <= step.max_sequence_tokens <= step.tokens
 
 
 def test_step_size_too_little_memory_raises_with_minimum() -> None:
     with pytest.raises(TeacherError, match=r"LOGITS_MIB=1 holds 0 rows .*set LOGITS_MIB=20 or more"):
         step_size(1, 152_064, 256, on_cpu=True)
     step_size(20, 152_064, 256, on_cpu=True)
+
+
+def test_result_bytes_are_within_bound_of_capacity_tokens() -> None:
+    for n_tokens, n_logprobs in ((2, 1), (100, 1), (100, 256)):
+        result = result_bytes(TeacherSequence(np.zeros(n_tokens, np.int32), prompt_len=1), n_logprobs)
+        assert result <= 16 * (n_logprobs + 1) * n_tokens
 
 
 def test_capacity_tokens_is_two_steps_if_results_fit() -> None:

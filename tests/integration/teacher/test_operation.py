@@ -153,10 +153,10 @@ def test_status_prints_table_or_json_and_fails_without_worker(
             shown = capsys.readouterr().out
             assert main([*command, "--json"]) == 0
             status = json.loads(capsys.readouterr().out)
-    assert re.search(r"fake, top 4; up \d", shown) and "answered 1" in shown
+    assert re.search(r"fake, top 4; up \d", shown) and "scored 1" in shown
     rows = [line for line in shown.splitlines() if "of 1,000" in line]
     assert len(rows) == 1 and status["workers"][0]["name"] in rows[0]
-    assert status["model_name"] == "fake" and status["totals"]["answered"] == 1
+    assert status["model_name"] == "fake" and status["totals"]["scored"] == 1
     assert main([*command, "--timeout-s", "0.3"]) == 1
     assert "no teacher service at" in capsys.readouterr().err
 

@@ -27,13 +27,11 @@ BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 def interpreter(tmp_path: Path) -> Path:
     """Return a stub interpreter. Processes of the service are ready at once and sleep. Other commands succeed.
 
-    ``$FILL_DISK`` names the process (``proxy`` or ``worker``) at whose start the script's writes begin to fail.
     ``$HANG`` names a command that sleeps as well. All command lines contain the folder (see ``processes_of``).
     """
     stub = tmp_path / "interpreter"
     stub.write_text(
         """#!/bin/bash
-[[ $3 == "${FILL_DISK:-}" ]] && prlimit --pid $PPID --fsize=0:0
 [[ $3 == "${HANG:-}" ]] && exec -a "$0 $3" sleep 60
 while (($#)); do [[ $1 == --ready-file ]] && touch "$2" && exec -a "$2" sleep 60; shift; done
 """
@@ -165,15 +163,29 @@ def test_stop_old_pid_file_format_is_stopped(interpreter: Path, tmp_path: Path) 
         old.wait(timeout=10)
 
 
-@pytest.mark.parametrize("full_at", ["before", "proxy", "worker"])
+@pytest.mark.parametrize("full_at", ["before", "proxy", "worker-0", "worker-1"])
 def test_start_full_disk_leaves_no_process(full_at: str, interpreter: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    failed = run(
-        "start_server.sh", interpreter, run_dir, disk_is_full=full_at == "before", FILL_DISK=full_at, N_WORKERS="2"
+    """The script calls ``rm`` before it writes a pid file. From that call on, its writes fail."""
+    run_dir, rm = tmp_path / "run", tmp_path / "rm"
+    rm.write_text(
+        f"""#!/bin/bash
+[[ $* == *"/.{full_at}.pid.part" ]] && prlimit --pid $PPID --fsize=0:0
+exec /bin/rm "$@"
+"""
     )
+    rm.chmod(0o700)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    failed = run("start_server.sh", interpreter, run_dir, disk_is_full=full_at == "before", PATH=path, N_WORKERS="2")
     assert failed.returncode == 1
     assert f"cannot write {run_dir}/" in failed.stderr and "is the disk full?" in failed.stderr
     assert processes_of(tmp_path) == [] and not list(run_dir.glob("*.pid")) and not list(run_dir.glob(".*"))
+
+
+@pytest.mark.parametrize("script", ["start_server.sh", "join_server.sh"])
+def test_start_former_name_of_variable_is_refused(script: str, interpreter: Path, tmp_path: Path) -> None:
+    refused = run(script, interpreter, tmp_path / "run", MAX_ANSWER_MIB="512")
+    assert refused.returncode == 1 and not (tmp_path / "run").exists()
+    assert "MAX_ANSWER_MIB is now MAX_RESULT_MIB; set MAX_RESULT_MIB=512 instead" in refused.stderr
 
 
 def test_start_symlink_in_place_of_log_is_not_followed(interpreter: Path, tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_status_health_and_metrics_describe_service(
     client.submit(random_sequences([(8, 2)])).result()
     assert main(["status", "--port", str(service.port)]) == 0
     shown = capsys.readouterr().out
-    assert f"{service.ckpt_path.name}, top {VOCAB_SIZE}" in shown and "since the start: answered" in shown
+    assert f"{service.ckpt_path.name}, top {VOCAB_SIZE}" in shown and "since the start: scored" in shown
     address = f"http://127.0.0.1:{service.port + 2}"  # the default address
     with urllib.request.urlopen(f"{address}/healthz", timeout=5) as health:
         assert health.status == 200

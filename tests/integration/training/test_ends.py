@@ -93,17 +93,24 @@ class TestKilledProcess:
         assert run.leftovers(timeout_s=15) == []
         wait_until(lambda: not any(is_alive(process) for process in descendants), timeout_s=15)
 
-    def test_killed_rollout_worker_is_replaced_and_killed_actor_ends_run(self, start_run: StartRun) -> None:
+    def test_killed_actor_ends_run(self, start_run: StartRun) -> None:
+        run = start_run(*LONG_RUN, "trainer.scheduler=two_step_off")
+        run.await_step(3)
+        kill_worker(run, "ActorWorker")
+        assert_ended(run, 1, "actor worker 0 of 1 died", timeout_s=60)
+        assert max(line["training/staleness_max"] for line in run.metrics) <= 2
+        [report] = run.folder.glob("diagnosis/*/report.md")
+        assert "actor worker 0 of 1" in report.read_text() and str(report.parent) in run.output
+
+    @pytest.mark.slow  # tests/integration/faults kills rollout workers without a run.
+    def test_killed_rollout_worker_is_replaced(self, start_run: StartRun) -> None:
         run = start_run(*LONG_RUN, "trainer.scheduler=two_step_off")
         run.await_step(3)
         kill_worker(run, "RolloutWorker")
         run.await_step(len(run.metrics) + 6)
-        kill_worker(run, "ActorWorker")
-        assert_ended(run, 1, "actor worker 0 of 1 died", timeout_s=60)
-        assert "rollout worker 0 of 1 died; starting another" in run.output
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert_ended(run, 130, "rollout worker 0 of 1 died; starting another", timeout_s=60)
         assert max(line["training/staleness_max"] for line in run.metrics) <= 2
-        [report] = run.folder.glob("diagnosis/*/report.md")
-        assert "actor worker 0 of 1" in report.read_text() and str(report.parent) in run.output
 
 
 class TestStoppedTeacher:

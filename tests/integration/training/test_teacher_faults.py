@@ -1,4 +1,4 @@
-"""Training run with a teacher service whose workers are killed."""
+"""Training run with a teacher service whose worker is killed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
-def two_worker_teacher(teacher_model: Path, tmp_path: Path) -> Iterator[Teacher]:
-    """Teacher service with two workers that the test may kill."""
-    yield from running_teacher(teacher_model, tmp_path / "teacher", n_workers=2)
+def own_teacher(teacher_model: Path, tmp_path: Path) -> Iterator[Teacher]:
+    """Teacher service with one worker, which the test may kill."""
+    yield from running_teacher(teacher_model, tmp_path / "teacher")
 
 
-def kill_worker(teacher: Teacher, worker: int) -> None:
-    os.kill(int((teacher.run_dir / f"worker-{worker}.pid").read_text().split()[0]), signal.SIGKILL)
+def kill_worker(teacher: Teacher) -> None:
+    os.kill(int((teacher.run_dir / "worker-0.pid").read_text().split()[0]), signal.SIGKILL)
 
 
 def assert_same_training(run: Run, expected: Run) -> None:
@@ -35,25 +35,23 @@ def assert_same_training(run: Run, expected: Run) -> None:
         assert line["teacher/skipped_samples"] == 0
 
 
-def test_run_after_loss_of_all_teacher_workers_equals_undisturbed_run(
-    start_run: StartRun, two_worker_teacher: Teacher, validation: list[str], reference_run: Run
+def test_run_after_loss_of_last_teacher_worker_equals_undisturbed_run(
+    start_run: StartRun, own_teacher: Teacher, validation: list[str], reference_run: Run
 ) -> None:
-    """The run waits from the death of the second worker until a new one joins. It trains on each prompt once."""
+    """The run waits from the death of the only worker until a new one joins. It trains on each prompt once."""
     run = start_run(
         "trainer.scheduler=sync",
         "trainer.total_epochs=2",
         *validation,
         *FULL_OBJECTIVE,
-        f"actor_rollout_ref.teacher.server_port={two_worker_teacher.port}",
+        f"actor_rollout_ref.teacher.server_port={own_teacher.port}",
         "actor_rollout_ref.teacher.timeout_s=90",
     )
-    run.await_step(1)
-    kill_worker(two_worker_teacher, 0)
-    run.await_step(3)
-    kill_worker(two_worker_teacher, 1)
-    new_worker_dir = two_worker_teacher.run_dir / "joining"
+    run.await_step(2)
+    kill_worker(own_teacher)
+    new_worker_dir = own_teacher.run_dir / "joining"
     try:
-        joined = run_script("join_server.sh", RUN_DIR=str(new_worker_dir), **two_worker_teacher.settings)
+        joined = run_script("join_server.sh", RUN_DIR=str(new_worker_dir), **own_teacher.settings)
         assert joined.returncode == 0, joined.stderr
         run.finish()
     finally:

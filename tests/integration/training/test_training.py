@@ -6,7 +6,6 @@ import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -63,15 +62,13 @@ def student_service(student: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def assert_timings_add_up(run: Run, scheduler: str) -> None:
-    """Check that the parts of a step add up to its duration, and that almost all of it has a name."""
+    """Check that the parts of a step add up to its duration."""
     for line in run.metrics:
         parts = [line[f"timing/{name}"] for name in (*TRAINER_TIMINGS, WAITS[scheduler])]
         parts += [line.get(f"timing/{name}", 0) for name in OPTIONAL_TIMINGS]
         assert sum(parts) == pytest.approx(line["timing/step"])
+        assert line["timing/other"] > -1e-6
         assert all(0 <= line[f"perf/idle_{pool}"] <= 1 for pool in ("actor", "rollout", "teacher"))
-    for lines in (run.metrics[0::2], run.metrics[1::2]):  # steps without and with a checkpoint
-        unnamed = [line["timing/other"] / line["timing/step"] for line in lines]
-        assert min(unnamed) > -1e-6 and median(unnamed) < 0.05  # A median: the machine may delay one step.
 
 
 def assert_csv_has_metrics(path: Path, metrics: list[dict[str, float]]) -> None:
@@ -117,6 +114,7 @@ class TestSchedule:
         assert_csv_has_metrics(run.folder / "metrics.csv", run.metrics)
         assert run.leftovers() == []
 
+    @pytest.mark.slow  # The layout is tested in tests/integration/actor and rollout, the schedule in virtual time.
     def test_n_step_off_with_two_ranks_per_worker_trains(
         self, start_run: StartRun, tmp_path: Path, validation: list[str]
     ) -> None:

@@ -220,7 +220,7 @@ def test_sync_frozen_worker_is_named_without_retry(
     cluster = Cluster()
     asyncio.run(cluster.sync.sync(1))
     cluster.shorten_deadline(1.0)
-    monkeypatch.setattr(spec_module, "RPC_DEADLINE_MARGIN_S", 0.5)
+    monkeypatch.setattr(spec_module, "SYNC_RPC_MARGIN_S", 0.5)
     if freeze == "actor":
         cluster.actor.freeze_in = "send_weights"
     else:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recipe_gkd.actor.loss_terms import GlobalDenominators, members
+from recipe_gkd.actor.loss_terms import GlobalDenominators, loss_term_masks
 from recipe_gkd.actor.microbatch import bucket_by_length, micro_batches, pack, shard_batch
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.errors import DataError
@@ -109,8 +109,8 @@ class TestPack:
             pack([make_sample(7, [], [2], [[-1.0]], [[3]])])
 
 
-class TestMembers:
-    def test_members_of_skipped_samples_exclude_distill_and_sft(self) -> None:
+class TestLossTermMasks:
+    def test_loss_term_masks_of_skipped_samples_exclude_distill_and_sft(self) -> None:
         samples = without_empty(SAMPLES)[:3]
         sampled = replace(samples[1], teacher=TeacherTopK.absent(len(samples[1].response.ids)), is_skipped=True)
         reference = replace(
@@ -122,7 +122,7 @@ class TestMembers:
         packed = pack([samples[0], sampled, reference])
         lengths = np.array([len(sample.response.ids) for sample in samples])
         expected = {"distill": [True, False, False], "pg": [True, True, False], "sft": [False, False, False]}
-        for name, own_T in members(packed).items():
+        for name, own_T in loss_term_masks(packed).items():
             assert own_T.tolist() == np.repeat(expected[name], lengths).tolist(), name
         denominators = GlobalDenominators.of(GlobalDenominators.counts([packed]))
         assert denominators.n_tokens == lengths.sum() and denominators.n_tokens_of["distill"] == lengths[0]

@@ -65,8 +65,8 @@ class TestReadModelDims:
             read_model_dims(tmp_path)
 
 
-class TestCheckFits:
-    def test_check_fits_with_indivisible_layout_raises(self, folders: dict[str, Path]) -> None:
+class TestEnsureLayoutFits:
+    def test_indivisible_layout_raises(self, folders: dict[str, Path]) -> None:
         def check(*overrides: str, ranks: int) -> None:
             config = make_config(folders["llama"], *overrides, ranks=ranks)
             ensure_layout_fits(read_model_dims(folders["llama"]), config.actor_rollout_ref.actor.megatron)
@@ -92,7 +92,7 @@ class TestCheckFits:
             ("qwen3_moe", 4, [PP2.replace("=2", "=4")], "pipeline rank 1 would have dense layers only"),
         ],
     )
-    def test_check_fits_with_indivisible_experts_raises(
+    def test_indivisible_experts_raises(
         self, kind: str, ranks: int, overrides: list[str], message: str, folders: dict[str, Path]
     ) -> None:
         config: Any = make_config(folders[kind], *overrides, ranks=ranks)

@@ -118,17 +118,29 @@ def test_other_prompts_of_equal_number_are_rejected(tmp_path: Path, caplog: pyte
 
 def test_other_reference_responses_are_rejected_if_both_runs_use_them(tmp_path: Path) -> None:
     def with_responses(fingerprint: str) -> Progress:
-        return replace(PROGRESS, answers_fingerprint=fingerprint)
+        return replace(PROGRESS, references_fingerprint=fingerprint)
 
     write_checkpoints(tmp_path)
     [point] = resume_points(config(tmp_path), with_responses("abc"))  # the first run that uses them
     assert point.progress == with_responses("abc")
-    change(tmp_path, 4, answers_fingerprint="abc")
+    change(tmp_path, 4, references_fingerprint="abc")
     for fingerprint in ("abc", ""):
         [point] = resume_points(config(tmp_path), with_responses(fingerprint))
         assert point.progress == with_responses("abc")
     with pytest.raises(CheckpointMismatch, match=r"other reference responses: .* is abc, and that of this run is xyz"):
         steps(tmp_path, expected=with_responses("xyz"))
+
+
+def test_former_name_of_references_fingerprint_is_read(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path)
+    file = tmp_path / "global_step_4" / "trainer.json"
+    values = json.loads(file.read_text())
+    del values["references_fingerprint"]
+    file.write_text(json.dumps(values | {"answers_fingerprint": "abc"}))
+    [point] = resume_points(config(tmp_path), PROGRESS)
+    assert point.progress == replace(PROGRESS, references_fingerprint="abc")
+    with pytest.raises(CheckpointMismatch, match="other reference responses"):
+        steps(tmp_path, expected=replace(PROGRESS, references_fingerprint="xyz"))
 
 
 def test_checkpoint_of_older_version_is_read_with_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -280,7 +292,7 @@ class Command:
 def test_run_recovers_before_and_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = Command(tmp_path, monkeypatch)
     command.run()
-    assert len(command.progress.data_fingerprint) == len(command.progress.answers_fingerprint) == 32
+    assert len(command.progress.data_fingerprint) == len(command.progress.references_fingerprint) == 32
     writer = begin_checkpoint(command.root, 8)  # of a run that was killed before the rename
     writer.progress = replace(command.progress, step=8)
     writer._mark_as_written()

@@ -105,14 +105,14 @@ class TestValidation:
             ("trainer.logger=[console,wandb]", "trainer.logger.1: got 'wandb'; expected one of console, jsonl, tensor"),
             ("actor_rollout_ref.hybrid_engine=true", "set it to false"),
             (f"{MEGATRON}.param_offload=true", "offloading is not implemented"),
-            (f"{MEGATRON}.context_parallel_size=2", "context parallel is not supported"),
+            (f"{MEGATRON}.context_parallel_size=2", "context parallelism is not supported"),
             (
                 f"{MEGATRON}.tensor_model_parallel_size=2",
-                "= 1 slots, which tensor x pipeline parallel = 2 x 1 = 2 does not",
+                "= 1 slots, which is not a multiple of tensor x pipeline parallel size = 2 x 1 = 2;",
             ),
             (
                 f"{MEGATRON}.expert_model_parallel_size=2",
-                "1 slots, which expert tensor x expert x pipeline parallel = 1 x 2 x 1 = 2 does not divide",
+                "1 slots, which is not a multiple of expert tensor x expert x pipeline parallel size = 1 x 2 x 1 = 2;",
             ),
             (f"{MEGATRON}.sequence_parallel=true", f"needs {MEGATRON}.tensor_model_parallel_size > 1"),
             (f"{ROLLOUT}.tensor_model_parallel_size=2", "does not divide rollout.n_gpus_per_node=1"),
@@ -230,13 +230,14 @@ class TestLogger:
             ("NO_CLASS", "NO_CLASS is not a class"),
             ("NoClose", "the class NoClose has no close()"),
             ("Neither", "the class Neither has no log() and no close()"),
+            ("NoRunInfo", "NoRunInfo(run_info) fails: too many positional arguments; its signature is (); define"),
         ],
     )
     def test_unusable_class_is_rejected(self, tmp_path: Path, name: str, message: str) -> None:
         file = tmp_path / "loggers.py"
         file.write_text(
             "NO_CLASS = 1\n\n\nclass Neither:\n    pass\n\n\nclass NoClose:\n    def log(self, step, metrics):\n"
-            "        pass\n"
+            "        pass\n\n\nclass NoRunInfo(NoClose):\n    def close(self):\n        pass\n"
         )
         assert message in rejection(f"trainer.logger=[console,{file}:{name}]")
 

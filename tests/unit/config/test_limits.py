@@ -86,7 +86,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "trainer.test_freq": {"data.val_files": ["x"], "custom_reward_function.path": "x"},
 }
 # Values within the range that are rejected, and the message.
-REJECTED = {f"{MEGATRON}.context_parallel_size=1024": "context parallel is not supported"}
+REJECTED = {f"{MEGATRON}.context_parallel_size=1024": "context parallelism is not supported"}
 
 
 def config_with(overrides: dict[str, Any]) -> Config:

@@ -213,7 +213,7 @@ class TestPromptData:
         def of(*texts: str, with_references: bool = True) -> tuple[str, str]:
             files = parquet(tmp_path, {"prompt": ["a", "much too long", "b"], "response": list(texts)})
             data = load(files, with_references=with_references, filter_overlong_prompts="true")
-            return data.fingerprint, data.answers_fingerprint
+            return data.fingerprint, data.references_fingerprint
 
         assert of("x", "y", "z") == of("x", "unused row", "z") != of("x", "y", "other")
         assert of("x", "y", "z")[0] == of("x", "y", "other")[0] == of("x", "y", "z", with_references=False)[0]

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from recipe_gkd.losses import Divergence, topk_divergence
-from tests.unit.losses.cases import VOCABULARY, divergences, make_case
-from tests.unit.losses.runs import loss_and_gradient
+from tests._support.loss_cases import VOCABULARY, divergences, make_case
+from tests._support.loss_runs import loss_and_gradient
 
 CASE = make_case(17, 1.0)
 

@@ -4,93 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from recipe_gkd.actor.device_batch import DeviceBatch, to_device
-from recipe_gkd.actor.loss_metrics import metrics, sum_names
-from recipe_gkd.actor.loss_terms import GlobalDenominators
-from recipe_gkd.actor.microbatch import pack
-from recipe_gkd.actor.objective import Losses, Objective
-from recipe_gkd.config.schema import CustomLossConfig, GkdConfig
-from recipe_gkd.data.samples import Sample, TeacherTopK
+from recipe_gkd.actor.loss_metrics import sum_names
+from recipe_gkd.actor.objective import Objective
+from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses import LossInputs, LossOutputs
 from recipe_gkd.losses.custom import example_inputs, load_custom_loss
 from recipe_gkd.losses.distributions import bucketed_distributions
 from recipe_gkd.losses.divergences import forward_kl, reverse_kl
-from recipe_gkd.losses.student_output import HiddenStates, Logits
+from recipe_gkd.losses.student_output import Logits
 from tests._support import custom_losses
+from tests._support.custom_loss_runs import (
+    COLUMNS,
+    HIDDEN,
+    LAYOUTS,
+    PATH,
+    gkd_config,
+    loss_and_gradients,
+    make_batch,
+    scored_samples,
+    teacher_logits,
+)
 from tests._support.repository import REPO
-from tests._support.tiny_models import VOCAB, make_config, make_samples
-
-PATH = str(Path(custom_losses.__file__).resolve())
-HIDDEN = 12
-COLUMNS = 112  # a multiple of 2, with padding
-
-
-# Loss, metrics, and the gradients in the hidden states and in the output layer, float64.
-Result = tuple[Tensor, dict[str, float], list[Tensor]]
-
-
-def gkd_config(*overrides: str, custom: str | None = None) -> GkdConfig:
-    gkd = make_config(Path("unused"), *overrides).gkd
-    return replace(gkd, custom_loss=CustomLossConfig(path=PATH, name=custom)) if custom else gkd
-
-
-def make_batch(samples: list[Sample]) -> DeviceBatch:
-    packed = pack(samples)
-    denominators = GlobalDenominators.of(GlobalDenominators.counts([packed]))
-    return to_device(packed, denominators.weights(packed, "token-mean"), torch.device("cpu"))
-
-
-def scored_samples() -> list[Sample]:
-    """Return packed responses with and without a teacher, a reward and a reference."""
-    rng = np.random.default_rng(0)
-    samples = []
-    for number, sample in enumerate(make_samples(7)):
-        n_tokens = len(sample.response.ids)
-        teacher = replace(sample.teacher, sampled_logps_T=rng.normal(-4, 0.5, n_tokens).astype(np.float32))
-        response = replace(sample.response, logprobs=rng.normal(-4, 0.5, n_tokens).astype(np.float32))
-        if number == 3:
-            teacher = TeacherTopK.absent(n_tokens)
-        reward = float(number) if number != 4 else None
-        samples.append(replace(sample, teacher=teacher, response=response, advantage=rng.normal(), reward=reward))
-    samples[5] = replace(samples[5], prompt=replace(samples[5].prompt, reference_ids=samples[5].response.ids))
-    return samples
-
-
-def loss_and_gradients(gkd: GkdConfig, tp_group: ProcessGroup | None = None) -> Result:
-    batch = make_batch(scored_samples())
-    generator = torch.Generator().manual_seed(0)
-    n_tokens, rank, size = len(batch.ids_TK), 0, 1
-    if tp_group is not None:
-        rank, size = tp_group.rank(), tp_group.size()
-    hidden_TD = torch.randn(n_tokens, HIDDEN, generator=generator, dtype=torch.float64).requires_grad_()
-    whole_VD = torch.randn(COLUMNS, HIDDEN, generator=generator, dtype=torch.float64)
-    weight_WD = whole_VD.chunk(size)[rank].clone().requires_grad_()
-    if gkd.fuse_lm_head:
-        student: Logits | HiddenStates = HiddenStates(
-            hidden_TD=hidden_TD, weight_WD=weight_WD, tp_group=tp_group, chunk_tokens=gkd.chunk_tokens
-        )
-    else:
-        student = Logits(logits_TW=hidden_TD @ weight_WD.T, tp_group=tp_group, chunk_tokens=gkd.chunk_tokens)
-    losses: Losses = Objective(gkd=gkd, vocab_size=VOCAB, tp_group=tp_group)(student, batch)
-    grad_TD, grad_WD = torch.autograd.grad(losses.loss_T.sum(), (hidden_TD, weight_WD))
-    if tp_group is not None and not gkd.fuse_lm_head:  # Megatron's output layer sums this gradient over the ranks
-        dist.all_reduce(grad_TD, group=tp_group)
-    sums = {name: value.item() for name, value in losses.sums.items()}
-    assert sums.keys() >= set(sum_names(gkd, ["default"]))
-    return losses.loss_T.detach(), metrics(gkd, ["default"], sums), [grad_TD, grad_WD]
-
-
-LAYOUTS = [[], ["gkd.chunk_tokens=3"], ["gkd.fuse_lm_head=true", "gkd.chunk_tokens=5"]]
+from tests._support.tiny_models import VOCAB
 
 
 class TestEqualsBuiltIn:
@@ -114,20 +56,24 @@ class TestGradient:
     def test_all_statistics_equal_dense_autograd(self, layout: list[str], temperature: str) -> None:
         gkd = gkd_config(*layout, f"gkd.distill_temperature={temperature}", custom="all_statistics")
         loss_T, _, (grad_TD, _) = loss_and_gradients(gkd)
-        batch = make_batch(scored_samples())
+        samples = scored_samples(gkd.distill_temperature)
+        batch = make_batch(samples)
         generator = torch.Generator().manual_seed(0)
         hidden_TD = torch.randn(len(loss_T), HIDDEN, generator=generator, dtype=torch.float64).requires_grad_()
         weight_VD = torch.randn(COLUMNS, HIDDEN, generator=generator, dtype=torch.float64)
         logits_TV = (hidden_TD @ weight_VD.T)[:, :VOCAB]
-        inputs = dense_inputs(logits_TV, batch, gkd.distill_temperature)
+        inputs = dense_inputs(logits_TV, samples, gkd.distill_temperature)
         expected_T = custom_losses.all_statistics(inputs).loss_T * batch.weights["distill"]
         torch.testing.assert_close(loss_T, expected_T.detach(), rtol=1e-10, atol=1e-10)
         expected_TD = torch.autograd.grad(expected_T.sum(), hidden_TD)[0]
         torch.testing.assert_close(grad_TD, expected_TD, rtol=1e-9, atol=1e-10)
 
 
-def dense_inputs(logits_TV: Tensor, batch: DeviceBatch, temperature: float) -> LossInputs:
+def dense_inputs(logits_TV: Tensor, samples: list[Sample], temperature: float) -> LossInputs:
     """Return the inputs of a custom loss, computed on whole distributions."""
+    batch = make_batch(samples)
+    sampled_T1 = torch.cat([torch.as_tensor(sample.response.ids) for sample in samples]).long()[:, None]
+    teacher_TV = (torch.cat([teacher_logits(sample) for sample in samples]) / temperature).log_softmax(1)
     scored_T, whole_TV = batch.has_teacher_T, (logits_TV / temperature).log_softmax(1)
     ids_TK = batch.ids_TK.clamp(min=0)
     in_support_TV = torch.zeros_like(whole_TV, dtype=torch.bool).scatter(1, ids_TK, True) & scored_T[:, None]
@@ -141,13 +87,13 @@ def dense_inputs(logits_TV: Tensor, batch: DeviceBatch, temperature: float) -> L
     has_reward_T = ~batch.rewards_T.isnan()
     return LossInputs(
         student_logps_TB=student_TB,
-        student_sampled_logps_T=log_q_TV.gather(1, batch.response_ids_T[:, None])[:, 0],
+        student_sampled_logps_T=log_q_TV.gather(1, sampled_T1)[:, 0],
         student_entropy_T=-(log_q_TV.exp() * log_q_TV).sum(1),
         teacher_logps_TB=teacher_TB,
         teacher_probs_TB=teacher_TB.exp() * valid_TB,
         teacher_ids_TK=batch.ids_TK,
         valid_TB=valid_TB,
-        teacher_sampled_logps_T=batch.teacher_logps_T,
+        teacher_sampled_logps_T=teacher_TV.gather(1, sampled_T1)[:, 0].float().where(scored_T, 0),
         sampling_logps_T=batch.sampling_logps_T,
         advantages_T=batch.advantages_T,
         rewards_T=batch.rewards_T.where(has_reward_T, 0),
@@ -210,6 +156,12 @@ class TestChecks:
             (custom_losses.integer_loss, "returned loss_T of dtype torch.int64"),
             (custom_losses.float_loss, "returned loss_T of type float, expected a tensor"),
             (custom_losses.detached_loss, "returned loss_T without a gradient: it does not depend on the student"),
+            (custom_losses.new_leaf_loss, "returned loss_T without a gradient: it does not depend on the student"),
+            (custom_losses.constant_loss, "returned loss_T without a gradient: it does not depend on the student"),
+            (custom_losses.nan_gradient, r"returned a finite loss_T whose .* not finite, .* inputs.student_logps_TB;"),
+            (custom_losses.failing_backward, "returned loss_T whose backward pass raised KeyError: 'gradient'"),
+            (custom_losses.other_device, "returned loss_T on device meta, expected cpu"),
+            (custom_losses.metric_on_other_device, r"returned metrics\['kl'\] on device meta, expected cpu"),
             (custom_losses.nan_loss, r"returned loss_T with nan at token 2 of 8 \(position 2 of response 0 .*2 tokens"),
             (custom_losses.list_metrics, "returned metrics of type list, expected a dict"),
             (custom_losses.float_metric, r"returned metrics\['mean_kl'\] of type float, expected a tensor"),
@@ -222,6 +174,12 @@ class TestChecks:
     def test_invalid_output_is_refused_by_name(self, function: Callable[..., LossOutputs], message: str) -> None:
         with pytest.raises(ConfigError, match=rf"gkd.custom_loss: {function.__name__} of .*custom_losses.py {message}"):
             load_custom_loss(PATH, function.__name__)
+
+    def test_invalid_output_in_training_names_samples(self) -> None:
+        [reference] = [sample for sample in scored_samples() if sample.is_reference]
+        affected = f"{len(reference.response.ids)} tokens of the samples with uid {reference.prompt.uid} are affected"
+        with pytest.raises(ConfigError, match=f"nan_of_references of .* returned loss_T with nan at .*; {affected}"):
+            loss_and_gradients(gkd_config(custom="nan_of_references"))
 
     def test_name_of_other_object_is_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"NOT_A_FUNCTION of .* is of type int, expected a function"):

@@ -11,8 +11,8 @@ from torch import Tensor
 from recipe_gkd.losses import Divergence, topk_divergence
 from recipe_gkd.losses.distributions import TAIL_MODES
 from recipe_gkd.losses.registry import divergence_names
-from tests.unit.losses.cases import VOCABULARY, Case, divergences, make_case
-from tests.unit.losses.runs import loss_and_gradient
+from tests._support.loss_cases import VOCABULARY, Case, divergences, make_case
+from tests._support.loss_runs import loss_and_gradient
 
 
 def random_pair(n_rows: int = 8, spread: float = 2.0) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ class TestTailModes:
 
     @pytest.mark.parametrize("k", [1, 2, 17])
     def test_bucket_is_at_most_whole_vocabulary_divergence(self, k: int) -> None:
-        """The data processing inequality: merging outcomes cannot increase a divergence."""
+        """Check the data processing inequality: merging outcomes cannot increase a divergence."""
         student, log_p = random_pair(n_rows=64)
         for divergence in divergences():
             if divergence.tail == "bucket":
@@ -59,7 +59,7 @@ class TestTailModes:
 
     @pytest.mark.parametrize(("kind", "mass_increases"), [("forward_kl", True), ("reverse_kl", False)])
     def test_none_moves_equal_student_away(self, kind: str, mass_increases: bool) -> None:
-        """The documented bias of the tail mode ``none``, and the direction in which it moves mass."""
+        """Check the documented bias of the tail mode ``none``, and the direction in which it moves mass."""
         logits, _ = random_pair()
         log_p, divergence = logits.log_softmax(1), Divergence(kind=kind, tail="none")
         moved = logits - 0.01 * value_and_gradient(logits, log_p, divergence, k=3)[1]

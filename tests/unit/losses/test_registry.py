@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +55,25 @@ class TestRegister:
         loss = get_sampled_token_loss("absolute")
         assert loss(torch.tensor([1.0]), torch.tensor([3.0]), values={"baseline_T": 0.0}).item() == 2
 
+    def test_parameters_without_value_keep_their_defaults(self) -> None:
+        @register_divergence("scaled")
+        def scaled(_: BucketedDistributions, *, alpha: float = 0.3, beta: float = 7.0, **options: float) -> Tensor:
+            assert not options
+            return torch.tensor([alpha, beta])
+
+        distributions = bucketed_distributions(
+            torch.zeros(1, 2), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), "bucket"
+        )
+        assert Divergence(kind="scaled", beta=2.0)(distributions).tolist() == pytest.approx([0.3, 2.0])
+
+    @pytest.mark.parametrize("register", [register_divergence, register_sampled_token_loss])
+    def test_parameter_without_value_and_default_is_refused(self, register: Callable[..., Any]) -> None:
+        def scaled(logp_T: Tensor, teacher_logp_T: Tensor, alpha: float) -> Tensor: ...
+
+        with pytest.raises(ValueError, match=r"'scaled' has the parameter \w+ without a default, expected one of"):
+            register("scaled")(scaled)
+        assert "scaled" not in loss_names()
+
     @pytest.mark.parametrize("register", [register_divergence, register_sampled_token_loss])
     @pytest.mark.parametrize("name", ["jsd", "k1"])
     def test_name_in_use_is_refused(self, register: type, name: str) -> None:
@@ -77,9 +98,13 @@ def test_parameters_of_divergence_are_fields_and_config_keys(name: str) -> None:
     assert set(get_divergence(name).parameters) <= fields & keys
 
 
+def test_values_of_divergence_parameters_are_its_fields() -> None:
+    assert {field.name for field in dataclasses.fields(Divergence)} == set(registry.DIVERGENCE_PARAMETERS)
+
+
 def test_parameters_of_sampled_token_losses_are_those_the_objective_passes() -> None:
     for name in sampled_token_loss_names():
-        assert set(get_sampled_token_loss(name).parameters) <= {"baseline_T", "scale_T"}
+        assert set(get_sampled_token_loss(name).parameters) <= set(registry.SAMPLED_TOKEN_PARAMETERS)
 
 
 def test_docs_table_lists_exactly_the_registered_losses() -> None:

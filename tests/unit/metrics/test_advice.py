@@ -17,7 +17,9 @@ from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.ray_cluster.capacity import ClusterCapacity
 from recipe_gkd.ray_cluster.pools import PoolSpec
 from tests._support.base_config import base_config
+from tests._support.repository import REPO
 
+TEACHER = "actor_rollout_ref.teacher"
 LAYOUT = ResourceLayout(staleness=1, actor=(1, 4), rollout=(1, 4), n_teachers=2)
 
 
@@ -174,6 +176,21 @@ def test_teacher_workers_without_cores_are_not_proposed() -> None:
     assert "n_server_workers=" in line
     ((_, line),) = advice(on_machine(3, ray_cpus=3, layout=one_each), metrics)
     assert line.endswith("; no other split, schedule or number of workers would save 5% of it")
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_service"),
+    [
+        (["zmq"], True),
+        (["hf", f"{TEACHER}.model_path=x"], False),
+        ([f"{REPO}/docs/examples/custom_teacher.py:UnigramTeacher"], False),
+    ],
+)
+def test_workers_of_a_teacher_without_service_are_not_proposed(backend: list[str], is_service: bool) -> None:
+    name, *more = backend
+    layout = ResourceLayout.of(base_config("trainer.scheduler=one_step_off", f"{TEACHER}.backend={name}", *more))
+    ((_, line),) = advice(layout, train(1.0, 3.0, 1.0, n_teachers=1))
+    assert " for the teacher " in line and ("n_server_workers" in line) == is_service
 
 
 def test_split_that_fits_no_node_is_not_proposed() -> None:

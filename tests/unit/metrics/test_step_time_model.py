@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
-from recipe_gkd.metrics.step_time_model import StageSeconds, limits, step_bound, step_seconds
+from recipe_gkd.metrics.step_time_model import StageSeconds, step_bound, step_seconds, step_time_bounds
 from recipe_gkd.pipeline.config import PipelineConfig
 
 seconds = st.sampled_from([0.1, 0.5, 1.0, 2.0])
@@ -24,11 +24,15 @@ def test_step_bound_is_slowest_stage_or_batch(
     assert step_bound(*stages, staleness) == bound
 
 
-def test_limits_by_cause() -> None:
+def test_step_time_bounds_by_cause() -> None:
     stages = StageSeconds(generate=1.0, latency=1.4, teacher=1.2, tail=0.2, update=2.0, sync=0.4)
-    assert limits(stages, 1) == pytest.approx({"rollout": 1.8, "actor": 2.4, "teacher": 1.2, "staleness": 2.0})
-    assert limits(stages, 2)["rollout"] == pytest.approx(1.6)  # a sync serves two batches
-    assert limits(stages, 1, inflight=True)["rollout"] == pytest.approx(1.4)  # it does not wait for stragglers
+    assert step_time_bounds(stages, 1) == pytest.approx(
+        {"rollout": 1.8, "actor": 2.4, "teacher": 1.2, "staleness": 2.0}
+    )
+    assert step_time_bounds(stages, 2)["rollout"] == pytest.approx(1.6)  # a sync serves two batches
+    assert step_time_bounds(stages, 1, inflight=True)["rollout"] == pytest.approx(
+        1.4
+    )  # it does not wait for stragglers
     assert step_seconds(stages, 0) == pytest.approx(4.0)
     assert step_seconds(stages.scaled(actor=2.0, rollout=0.5), 1) == pytest.approx(3.2)
 

@@ -18,27 +18,32 @@ from tests._support.base_config import base_config
 N_STEPS = 4
 
 
-def train(folder: Path) -> list[dict[str, float]]:
+def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
     """Run on-policy with whole batches: 2 s generation, 1 s teacher, 3 s update, 0.5 s sync, 3 s save.
 
     Returns:
         The lines of metrics.jsonl.
     """
-    config = base_config("trainer.scheduler=sync", f"trainer.default_local_dir={folder}", "trainer.logger=[jsonl]")
+    settings = ["trainer.scheduler=sync", f"trainer.default_local_dir={folder}", "trainer.logger=[jsonl]"]
+    config = base_config(*settings, *overrides)
     times = BatchTimes(responses=[2.0] * 8, teacher=1.0, update=3.0, sync=0.5)
 
     async def driven() -> None:
         stages = Stages(lambda step: times, Pools(n_replicas=2, n_slots=4, n_teachers=1))
-        with (
-            Loggers(config.trainer, first_step=0, last_step=N_STEPS) as loggers,
-            StepMetrics(config, n_rollouts=2) as steps,
-        ):
-            async with Pipeline(
-                (stages.batch(step) for step in range(N_STEPS)),
-                PipelineConfig(max_staleness=0, n_replicas=2, capacity=8),
-                stages.callables,
-                timeline=steps.timeline,
-            ) as pipeline:
+        loggers, steps = (
+            Loggers(config.trainer, completed_steps=0, last_step=N_STEPS),
+            StepMetrics(config, n_rollouts=2),
+        )
+        with steps:
+            async with (
+                loggers,
+                Pipeline(
+                    (stages.batch(step) for step in range(N_STEPS)),
+                    PipelineConfig(max_staleness=0, n_replicas=2, capacity=8),
+                    stages.callables,
+                    timeline=steps.timeline,
+                ) as pipeline,
+            ):
                 async for batch in pipeline:
                     async with pipeline.actor_update(batch):
                         with span(batch.metrics, "timing/update_actor"):
@@ -62,3 +67,9 @@ def test_step_time_is_the_sum_of_its_parts(tmp_path: Path) -> None:
         assert line["perf/idle_rollout"] == pytest.approx(1 - 2.5 / 6.5)
         assert line["perf/idle_teacher"] == pytest.approx(1 - 1 / 6.5)
         assert line["training/mixed_version_fraction"] == 0
+
+
+def test_idle_fraction_of_a_teacher_without_service_ignores_the_number_of_workers(tmp_path: Path) -> None:
+    teacher = "actor_rollout_ref.teacher"
+    line = train(tmp_path, f"{teacher}.backend=hf", f"{teacher}.model_path=x", f"{teacher}.n_server_workers=2")[1]
+    assert line["perf/idle_teacher"] == pytest.approx(1 - 1 / 6.5)

@@ -42,7 +42,7 @@ def build_item(files: list[Path], index: int, text: str, **values: Any) -> Rewar
         weights_version=0,
         versions_T=np.zeros(len(ids), np.int32),
     )
-    return RewardItems(data, config, tokenizer).of(data.prompt(index, uid=9), response)
+    return RewardItems(data, config, tokenizer).build_item(data.prompt(index, uid=9), response)
 
 
 def table(folder: Path, **columns: list[Any]) -> list[Path]:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.runtime.user_code import load_attribute, split_spec
+from recipe_gkd.runtime.user_code import call_problem, load_attribute, split_spec
 
 
 class TestSplitSpec:
@@ -27,6 +28,22 @@ class TestLoadAttribute:
         first = load_attribute(str(tmp_path / "mine.py"), "runs", key="k")
         assert load_attribute(str(tmp_path / "mine.py"), "runs", key="k") is first
 
+    def test_siblings_hide_installed_modules_during_the_import_only(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        installed, folder = tmp_path / "installed", tmp_path / "mine"
+        for place in (installed, folder):
+            place.mkdir()
+            for name in ("imported_at_once_by_user", "imported_later_by_user"):
+                (place / f"{name}.py").write_text(f"PLACE = {place.name!r}\n")
+        (folder / "sibling_for_later.py").write_text("PLACE = 'mine'\n")
+        (folder / "mine.py").write_text(
+            "import imported_at_once_by_user\n\n\ndef places():\n    import imported_later_by_user, sibling_for_later\n"
+            "    return [imported_at_once_by_user.PLACE, imported_later_by_user.PLACE, sibling_for_later.PLACE]\n"
+        )
+        monkeypatch.setattr(sys, "path", [str(installed), *sys.path])
+        assert load_attribute(str(folder / "mine.py"), "places", key="k")() == ["mine", "installed", "mine"]
+
     def test_missing_file_broken_file_and_missing_name_raise(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"k: there is no file .*none\.py"):
             load_attribute(str(tmp_path / "none.py"), "f", key="k")
@@ -39,3 +56,21 @@ class TestLoadAttribute:
         (tmp_path / "other.py").write_text("def g(): pass\n")
         with pytest.raises(ConfigError, match="does not define f; it defines g"):
             load_attribute(str(tmp_path / "other.py"), "f", key="k")
+
+
+class TestCallProblem:
+    def test_constructor_with_another_number_of_parameters_is_described(self) -> None:
+        class NoParameter: ...
+
+        class One:
+            def __init__(self, run_info: object, level: int = 0) -> None: ...
+
+        class Two:
+            def __init__(self, run_info: object, level: int) -> None: ...
+
+        assert call_problem(One, "run_info") is None
+        assert call_problem(dict, "run_info") is None  # has no signature
+        assert call_problem(NoParameter, "run_info") == "too many positional arguments; its signature is ()"
+        assert call_problem(Two, "run_info") == (
+            "missing a required argument: 'level'; its signature is (run_info: 'object', level: 'int') -> 'None'"
+        )

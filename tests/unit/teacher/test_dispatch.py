@@ -105,18 +105,25 @@ class TestAssign:
 
 
 class TestLostWorkers:
+    def test_last_removal_includes_sign_offs_only_after_removal(self) -> None:
+        dispatcher = Dispatcher()
+        dispatcher.add_worker(make_worker(0, 40))
+        assert dispatcher.last_removal == "no worker was removed"
+        dispatcher.remove_worker(b"worker 0", "left: stopped", signed_off=True)
+        assert dispatcher.last_removal == "left: stopped"
+
     def test_requests_of_lost_worker_are_next(self) -> None:
         dispatcher = make_dispatcher(40)
         add_jobs(dispatcher, ANN, *[10] * 10)
         first = assign_all(dispatcher)
-        repeated, given_up = dispatcher.remove_worker(b"worker 0", "killed")
-        assert (len(repeated), given_up) == (4, [])
+        requeued, rejected = dispatcher.remove_worker(b"worker 0", "killed")
+        assert (len(requeued), rejected) == (4, [])
         dispatcher.add_worker(make_worker(1, 40))
         assert [number for *_, number in assign_all(dispatcher)] == [number for *_, number in first] == [0, 1, 2, 3]
 
     def test_request_that_kills_workers_fails_alone(self) -> None:
-        """Request 3 kills every worker that has it. The other nine are answered."""
-        dispatcher, answered, given_up, lost = Dispatcher(), set(), [], 0
+        """Request 3 kills every worker that has it. The other nine are scored."""
+        dispatcher, scored, rejected, lost = Dispatcher(), set(), [], 0
         add_jobs(dispatcher, ANN, *[10] * 10)
         for number in range(50):
             dispatcher.add_worker(make_worker(number))
@@ -124,14 +131,14 @@ class TestLostWorkers:
             at = dispatcher.workers[b"worker %d" % number]
             if any(job.key.request_id == 3 for job in at.in_flight.values()):
                 lost += 1
-                given_up += dispatcher.remove_worker(at.identity, "died")[1]
+                rejected += dispatcher.remove_worker(at.identity, "died")[1]
             else:
-                answered |= {job.key.request_id for job in at.in_flight.values()}
+                scored |= {job.key.request_id for job in at.in_flight.values()}
                 finish_all(dispatcher)
                 dispatcher.remove_worker(at.identity, "left", signed_off=True)
-        assert answered == {0, 1, 2, 4, 5, 6, 7, 8, 9}
-        assert [job.key.request_id for job, _ in given_up] == [3] and lost == MAX_LOSSES
-        assert f"{MAX_LOSSES} workers were lost with this request; last: died" in str(given_up[0][1])
+        assert scored == {0, 1, 2, 4, 5, 6, 7, 8, 9}
+        assert [job.key.request_id for job, _ in rejected] == [3] and lost == MAX_LOSSES
+        assert f"{MAX_LOSSES} workers were lost with this request; last: died" in str(rejected[0][1])
 
     def test_quarantined_request_runs_alone(self) -> None:
         dispatcher = Dispatcher()

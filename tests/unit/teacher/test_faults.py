@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from teacher import TeacherChanged, TeacherClient, TeacherProtocolError, TeacherRequestError, TeacherSequence
-from teacher.proxy import Proxy
+from teacher import worker as worker_module
+from teacher.proxy import Proxy, liveness
 from teacher.records import ScoredSequence
 from teacher.wire import protocol
 from teacher.wire.messages import LIMITS, Ready, RetryLater, ScoreReply
+from teacher.wire.sockets import WORKER_HEARTBEAT
 from tests._support.fake_worker import INFO, FakeEngine, expected_scores, running_worker
 from tests._support.ports import free_port
 from tests._support.teacher_requests import make_sequence, raw_peer
@@ -24,6 +26,13 @@ from tests._support.teacher_service import running_proxy
 from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the intervals of the proxy's checks, which refresh the status, and of the workers' heartbeats."""
+    monkeypatch.setattr(liveness, "CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(worker_module, "WORKER_HEARTBEAT", replace(WORKER_HEARTBEAT, interval_s=0.05))
 
 
 def is_scored(sequence: TeacherSequence, results: list[object]) -> bool:
@@ -43,7 +52,7 @@ class HangingEngine(FakeEngine):
 
 
 def test_hanging_worker_is_replaced_and_may_return() -> None:
-    with running_proxy(stall_timeout_s=1.3) as proxy, TeacherClient(server_port=proxy.frontend_port) as client:
+    with running_proxy(stall_timeout_s=0.8) as proxy, TeacherClient(server_port=proxy.frontend_port) as client:
         hanging = HangingEngine()
         with running_worker(proxy.backend_port, hanging) as worker:
             futures = [client.submit([make_sequence(1, i)], 20) for i in range(10)]
@@ -61,13 +70,13 @@ def test_hanging_worker_is_replaced_and_may_return() -> None:
 
 def test_busy_worker_is_not_removed() -> None:
     with (
-        running_proxy(stall_timeout_s=2.5) as proxy,
+        running_proxy(stall_timeout_s=0.8) as proxy,
         running_worker(proxy.backend_port) as worker,
         TeacherClient(server_port=proxy.frontend_port) as client,
     ):
         worker.engine.gate.clear()  # steps without results
         future = client.submit([make_sequence(1, 2)], 20)
-        threading.Event().wait(4.0)
+        threading.Event().wait(1.5)  # longer than the allowed silence of 1.2 s
         worker.engine.gate.set()
         future.result(timeout=5)
         assert proxy.latest_status.totals.workers_lost == 0
@@ -104,7 +113,7 @@ from teacher.worker import Worker
 class Engine(FakeEngine):
     def step(self):
         time.sleep(60)
-Worker(Engine(), backend_port=int(sys.argv[1]), stall_timeout_s=1.0).run(StopFlag())
+Worker(Engine(), backend_port=int(sys.argv[1]), stall_timeout_s=0.5).run(StopFlag())
 """
     with running_proxy() as proxy, TeacherClient(server_port=proxy.frontend_port) as client:
         command = [sys.executable, "-c", code, str(proxy.backend_port)]
@@ -120,7 +129,7 @@ Worker(Engine(), backend_port=int(sys.argv[1]), stall_timeout_s=1.0).run(StopFla
             worker.wait(timeout=10)
 
 
-def test_requests_of_killed_client_are_cancelled(proxy: Proxy) -> None:
+def test_requests_of_killed_client_are_canceled(proxy: Proxy) -> None:
     """The client is killed with SIGKILL, so it sends no cancellation."""
     code = """
 import sys, time
@@ -140,7 +149,7 @@ time.sleep(60)
             victim.send_signal(signal.SIGKILL)
             victim.wait(timeout=10)
         wait_until(lambda: not proxy.latest_status.queue_requests and not engine.has_work(), 15)
-        assert proxy.latest_status.totals.cancelled == 50
+        assert proxy.latest_status.totals.canceled == 50
         engine.gate.set()
         assert is_scored(make_sequence(3, 4), other.submit([make_sequence(3, 4)], 20).result(timeout=5))
         assert engine.n_scored == 1
@@ -163,11 +172,11 @@ def test_client_that_does_not_read_is_paused(proxy: Proxy) -> None:
         with raw_peer(proxy.frontend_port, RCVHWM=1, RCVBUF=1 << 16) as lazy:
             for i in range(200):
                 lazy.submit(i, [make_sequence(1, 2)])
-            wait_until(lambda: proxy.latest_status.totals.answered > 0)
+            wait_until(lambda: proxy.latest_status.totals.scored > 0)
             scored = -1
             while scored != engine.n_scored:  # until no more requests are assigned
                 scored = engine.n_scored
-                threading.Event().wait(0.5)
+                threading.Event().wait(0.2)
             assert scored < 100, "requests of a client that does not read were assigned"
             for _ in range(20):
                 other.submit([make_sequence(3, 4)], 20).result(timeout=5)
@@ -187,28 +196,28 @@ def test_full_queue_sends_retry_later() -> None:
             for i, future in enumerate(futures):
                 assert is_scored(make_sequence(5, i % 90), future.result(timeout=20))
             assert {greedy.receive().request_id for _ in range(50)} == set(range(50))  # type: ignore[attr-defined]
-            assert client.status().totals.put_off > 10
+            assert client.status().totals.retried_later > 10
 
 
 def test_client_above_queue_limit_is_served() -> None:
     """The client sends all requests at once, and the proxy sends most of them back."""
     port = free_port()
     with TeacherClient(server_port=port) as client:
-        futures = [client.submit([make_sequence(1, i % 90)], 60) for i in range(6000)]
+        futures = [client.submit([make_sequence(1, i % 90)], 60) for i in range(2000)]
         with running_proxy(port, max_queue_tokens=200) as proxy, running_worker(proxy.backend_port):
             for i, future in enumerate(futures):
                 assert is_scored(make_sequence(1, i % 90), future.result(timeout=60))
-            assert client.status().totals.cancelled == 0
+            assert client.status().totals.canceled == 0
 
 
 def test_client_lost_during_expiry_is_harmless(proxy: Proxy) -> None:
     for _ in range(3):
         with raw_peer(proxy.frontend_port) as client:
             for request_id in (1, 2):
-                client.socket.send_multipart(protocol.encode_hello(request_id, 0.3))
+                client.socket.send_multipart(protocol.encode_hello(request_id, 0.15))
             client.submit(2, [make_sequence(1, 2)])
-            threading.Event().wait(0.2)
-        threading.Event().wait(0.4)
+            threading.Event().wait(0.1)
+        threading.Event().wait(0.15)
     with running_worker(proxy.backend_port), TeacherClient(server_port=proxy.frontend_port) as client:
         assert is_scored(make_sequence(1, 2), client.submit([make_sequence(1, 2)], 20).result(timeout=5))
 
@@ -272,9 +281,9 @@ def test_status_counts_outcomes(proxy: Proxy) -> None:
         status = client.status()
         assert (status.model_name, status.n_logprobs, len(status.workers)) == ("fake", 4, 1)
         totals = status.totals
-        assert (totals.answered, totals.answered_sequences, totals.answered_tokens, totals.refused) == (5, 10, 25, 1)
-        assert totals.answered_bytes > 5 * 2 * 4 * 8
-        assert [client.answered_tokens for client in status.clients] == [25]
+        assert (totals.scored, totals.scored_sequences, totals.scored_tokens, totals.refused) == (5, 10, 25, 1)
+        assert totals.reply_bytes > 5 * 2 * 4 * 8
+        assert [client.scored_tokens for client in status.clients] == [25]
         wait_until(lambda: client.status().workers[0].scored_tokens == 25)
         assert status.workers[0].name.endswith(f":{os.getpid()}")
 

@@ -93,6 +93,8 @@ def test_metrics_contain_every_status_number(server: HttpServer) -> None:
 
     assert value("teacher_info", model_name="tiny", protocol_version="4") == 1
     assert value("teacher_requests_total", outcome="refused") == STATUS.totals.refused
+    assert value("teacher_requests_total", outcome="canceled") == STATUS.totals.canceled
+    assert value("teacher_worker_seconds_total") == STATUS.totals.worker_s
     assert value("teacher_client_oldest_seconds", client='a "client"\n') == 1.5
     assert value("process_open_fds") > 0
 

@@ -1,8 +1,9 @@
-"""Teacher backends: configuration, the in-process Hugging Face teacher, and classes of the user."""
+"""Teacher backends: configuration, the in-process Hugging Face teacher, and checks of results."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
-from recipe_gkd.config import Config
+from recipe_gkd.config import Config, load
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.preflight import Student, check_teacher
 from recipe_gkd.teacher_routing import Routes, backends, open_teachers
@@ -25,14 +26,12 @@ from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.base_config import base_config
 from tests._support.fake_teachers import pair
-from tests._support.repository import REPO
 from tests._support.teacher_service import MAX_MODEL_LEN, VOCAB_SIZE
 
 pytestmark = pytest.mark.timeout(60)
 
 KEY = "actor_rollout_ref.teacher"
 ROUTES = Routes(("default",))
-EXAMPLE = REPO / "docs" / "examples" / "custom_teacher.py"
 
 
 def configured(*overrides: str, others: Sequence[str] = ()) -> Config:
@@ -65,12 +64,25 @@ class TestConfig:
             (["backend=hf", "model_path=x", "auth_dir=keys"], "auth_dir=keys has no effect"),
             (["backend=hf", "model_path=x", "wire_dtype=float16"], "wire_dtype=float16 has no effect"),
             (["backend=hf", "model_path=x", "teachers.a=b:1"], "backend=hf is one teacher"),
-            (["backend=vllm"], "backend: got 'vllm', expected FILE.py:Name.*or zmq or hf"),
+            (
+                ["backend=vllm"],
+                "backend: got 'vllm', expected FILE.py:Name, such as my_teacher.py:MyTeacher; or zmq or hf",
+            ),
         ],
     )
     def test_ineffective_or_invalid_settings_raise(self, overrides: list[str], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             configured(*overrides)
+
+    def test_hf_accepts_changed_defaults_of_the_service(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = tmp_path / "config"
+        shutil.copytree(load.config_dir(), folder)
+        section = folder / "teacher" / "zmq.yaml"
+        section.write_text(section.read_text().replace("server_port: 15555", "server_port: 15999"))
+        monkeypatch.setattr(load, "config_dir", lambda: folder)
+        assert configured("backend=hf", "model_path=x").actor_rollout_ref.teacher.server_port == 15999
+        with pytest.raises(ConfigError, match="server_port=15555 has no effect"):
+            configured("backend=hf", "model_path=x", "server_port=15555")
 
     def test_hf_with_worker_count_is_accepted(self) -> None:
         configured("backend=hf", "model_path=x", "n_server_workers=2", "top_k=4")
@@ -127,6 +139,18 @@ class TestHfTeacher:
             sampled_T = np.take_along_axis(want_TV, response_T1, 1)[:, 0]
             np.testing.assert_allclose(result.sampled_logps_T, sampled_T, atol=1e-5)
             assert result.topk_ids_TK.dtype == np.int32 and result.topk_logps_TK.dtype == np.float32
+
+    @pytest.mark.parametrize("batch_tokens", [1, 7])
+    def test_logits_of_long_response_stay_within_bound(self, hf_teacher: HfTeacher, batch_tokens: int) -> None:
+        hf_teacher._batch_tokens = batch_tokens
+        n_positions: list[int] = []
+        layer = hf_teacher._model._output_layer
+        hook = layer.register_forward_hook(lambda _layer, _args, logits: n_positions.append(logits[..., 0].numel()))
+        try:
+            hf_teacher.submit(random_sequences((64, 10), (20, 15))).result(timeout=30)
+        finally:
+            hook.remove()
+        assert n_positions and max(n_positions) == batch_tokens
 
     @pytest.mark.parametrize(
         ("ids", "message"),
@@ -204,40 +228,6 @@ class TestHfTeacher:
         assert [sample.teacher.logps_TK.shape for sample in samples] == [(1, 4), (3, 4)]
 
 
-class TestCustomBackend:
-    def test_example_scores_samples(self, tiny_qwen2: Path, tmp_path: Path) -> None:
-        AutoTokenizer.from_pretrained(tiny_qwen2).save_pretrained(tmp_path)
-        counts_V = np.arange(VOCAB_SIZE, dtype=np.float64)
-        np.save(tmp_path / "counts.npy", counts_V)
-        config = configured(f"backend={EXAMPLE}:UnigramTeacher", f"model_path={tmp_path}", "top_k=4")
-        with open_teachers(config, ROUTES) as teachers:
-            info = teachers.clients["default"].hello(timeout_s=1)
-            samples = asyncio.run(teachers.score([pair(0), pair(5)], step=0))
-        assert info.tokenizer_fingerprint == tokenizer_fingerprint(AutoTokenizer.from_pretrained(tiny_qwen2))
-        logps_V = np.log((counts_V + 1) / (counts_V + 1).sum())
-        for sample in samples:
-            assert (sample.teacher.ids_TK == [95, 94, 93, 92]).all()
-            np.testing.assert_allclose(sample.teacher.sampled_logps_T, logps_V[sample.response.ids], rtol=1e-5)
-
-    @pytest.mark.parametrize(
-        ("code", "message"),
-        [
-            ("class Mine: pass", "Mine of .* has no method hello, submit, close"),
-            ("Mine = 3", "has no method hello"),
-            ("x = 1", "does not define Mine"),
-            (
-                "class Mine:\n  def __init__(self, config): raise KeyError('a')\n  hello = submit = close = print",
-                r"Mine\(TeacherConfig\) of .* failed: KeyError",
-            ),
-        ],
-    )
-    def test_unusable_class_raises(self, code: str, message: str, tmp_path: Path) -> None:
-        (tmp_path / "mine.py").write_text(code)
-        config = configured(f"backend={tmp_path}/mine.py:Mine")
-        with pytest.raises(ConfigError, match=message), open_teachers(config, ROUTES):
-            pass
-
-
 class TestCheckScores:
     SEQUENCE = TeacherSequence(np.zeros(5, np.int32), 2)
 
@@ -263,3 +253,26 @@ class TestResultWithin:
 
         with pytest.raises(TeacherTimeout, match=r"teacher math: the backend did not complete a request .* 0\.02 s"):
             asyncio.run(wait())
+
+    def test_timeout_error_of_backend_is_no_missed_deadline(self) -> None:
+        async def wait() -> None:
+            future = Future[None]()
+            future.set_exception(TimeoutError("of a library"))
+            await backends.result_within(asyncio.wrap_future(future), 600.0, "math")
+
+        with pytest.raises(TimeoutError, match=r"^of a library$") as raised:
+            asyncio.run(wait())
+        assert not isinstance(raised.value, TeacherTimeout)
+
+    def test_canceled_caller_cancels_request(self) -> None:
+        request = Future[None]()
+
+        async def cancel() -> None:
+            waiting = asyncio.create_task(backends.result_within(asyncio.wrap_future(request), 600.0, "math"))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+        asyncio.run(cancel())
+        assert request.cancelled()

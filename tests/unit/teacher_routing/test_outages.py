@@ -58,10 +58,10 @@ def test_outage_without_workers_is_reported_once_and_so_is_its_end(
         with open_teachers(config, ROUTES) as teachers:
             asyncio.run(run())
     no_worker, again, gone = warnings(caplog)
-    assert no_worker.startswith(f"teacher default at tcp://127.0.0.1:{proxy.frontend_port} has no worker (none has")
+    assert no_worker.startswith(f"teacher default at tcp://127.0.0.1:{proxy.frontend_port} has no worker (last")
     assert "add one with teacher/join_server.sh" in no_worker
     assert "at most actor_rollout_ref.teacher.timeout_s=99 seconds, then on_failure=fail applies" in no_worker
-    assert " again, after " in again and "has no worker (the last one left: stopped)" in gone
+    assert " again, after " in again and "has no worker (last removal: left: stopped)" in gone
 
 
 def test_outage_unreachable_service_is_reported_and_so_is_its_return(caplog: pytest.LogCaptureFixture) -> None:

@@ -74,7 +74,7 @@ def test_teachers_route_key_selects_teacher_of_each_sample() -> None:
                 return [sample for samples in both for sample in samples]
 
             samples = asyncio.run(two_groups())
-            metrics = teachers.report(samples, 0, before=0)
+            metrics = teachers.step_metrics(samples, 0, before=0)
     for sample in samples:
         name = teacher_of_row[sample.prompt.row]
         assert is_scored_by(OFFSETS[name], sample) and sample.teacher_number == ["math", "code"].index(name)
@@ -151,7 +151,7 @@ def test_teachers_score_only_responses_that_need_a_teacher(target: str) -> None:
     plain, empty_sample, reference = score(teachers, [pair(0), empty, pair(2, reference=True)])
     assert is_scored_by(0, plain) and is_scored_by(0, reference) == (target == "teacher")
     assert not (empty_sample.is_skipped or reference.is_skipped)
-    assert teachers.report([plain, empty_sample, reference], 0, before=0)["teacher/default/tokens"] == 1 + 3 * (
+    assert teachers.step_metrics([plain, empty_sample, reference], 0, before=0)["teacher/default/tokens"] == 1 + 3 * (
         target == "teacher"
     )
 
@@ -253,8 +253,8 @@ def test_failure_policy_skip_loses_only_failed_samples(
             assert uids(samples) == [0, 2, 1, 3, 5]
             assert [sample.is_skipped for sample in samples] == [False, True, False, False, False]
             again = score(teachers, [pair(0), pair(2)], step=5)
-            metrics = teachers.report(samples, 4, before=0)
-            later = teachers.report(again, 5, before=2)
+            metrics = teachers.step_metrics(samples, 4, before=0)
+            later = teachers.step_metrics(again, 5, before=2)
     assert all(is_scored_by(50 * sample.teacher_number, sample) for sample in samples if not sample.is_skipped)
     for sample in samples:
         if sample.is_skipped:
@@ -283,7 +283,7 @@ def test_failure_policy_skip_ends_above_budget_of_resumed_run(error: TeacherErro
         score(teachers, [pair(4)], step=9)
 
 
-def test_teachers_report_without_scores_raises_if_distilling() -> None:
+def test_teachers_step_metrics_without_scores_raises_if_distilling() -> None:
     for coefficient in (1, 0):
         rewards = ["gkd.use_rl_loss=true"] if not coefficient else []
         config = base_config(
@@ -294,9 +294,9 @@ def test_teachers_report_without_scores_raises_if_distilling() -> None:
         samples = [sample for uid in range(2) for sample in score(teachers, [pair(uid)])]
         if coefficient:
             with pytest.raises(TeacherTimeout, match=r"step 0: none of the 2 samples .* last error: late\. Check the"):
-                teachers.report(samples, 0, before=0)
+                teachers.step_metrics(samples, 0, before=0)
         else:
-            assert teachers.report(samples, 0, before=0)["teacher/skipped_samples"] == 2
+            assert teachers.step_metrics(samples, 0, before=0)["teacher/skipped_samples"] == 2
 
 
 def test_length_of_union_counts_overlaps_once() -> None:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from recipe_gkd.losses import Divergence, topk_divergence
 from tests._support.dense_losses import dense_divergence
-from tests.unit.losses.cases import VOCABULARY, Case, make_case, matrix, row_weights
+from tests._support.loss_cases import VOCABULARY, Case, make_case, matrix, row_weights
 
 # Loss of each position, and the gradient in the logits of their weighted sum.
 Result = tuple[Tensor, Tensor]

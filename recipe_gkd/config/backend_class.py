@@ -1,0 +1,58 @@
+"""Teacher backend class of a user's file: ``actor_rollout_ref.teacher.backend=FILE.py:Class``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.runtime.user_code import call_problem, load_attribute, split_spec
+
+KEY = "actor_rollout_ref.teacher.backend"
+_VALUE = object()
+_CALLS: dict[str, tuple[str, tuple[object, ...], dict[str, object]]] = {
+    "hello": ("hello(timeout_s=...)", (), {"timeout_s": _VALUE}),
+    "submit": ("submit(sequences, timeout_s, temperature=...)", (_VALUE, _VALUE), {"temperature": _VALUE}),
+    "close": ("close()", (), {}),
+}
+"""Call of each method, as text and as arguments."""
+
+
+def load_backend_class(spec: str) -> type[Any]:
+    """Load the class of a teacher backend and check that its constructor and its methods can be called.
+
+    Args:
+        spec: ``FILE.py:Class``.
+
+    Raises:
+        ConfigError: The file or the class does not exist, the class lacks a method, or a signature does not accept the
+            arguments of `recipe_gkd.teacher_routing.TeacherBackend`.
+    """
+    try:
+        path, name = split_spec(spec, key=KEY, example="my_teacher.py:MyTeacher")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or zmq or hf") from error
+    backend_class = load_attribute(path, name, key=KEY)
+    expected = f"expected a class with {', '.join(_CALLS)}, see recipe_gkd.teacher_routing.TeacherBackend"
+    if not isinstance(backend_class, type):
+        raise ConfigError(f"{KEY}={spec}: {name} is of type {type(backend_class).__name__}; {expected}")
+    if missing := [method for method in _CALLS if not callable(getattr(backend_class, method, None))]:
+        raise ConfigError(f"{KEY}={spec}: the class has no method {', '.join(missing)}; {expected}")
+    _check_call(spec, backend_class, f"{name}(config)", (_VALUE,), {})
+    for method, (call, arguments, keywords) in _CALLS.items():
+        function = getattr(backend_class, method)
+        if inspect.iscoroutinefunction(function):
+            raise ConfigError(f"{KEY}={spec}: {method} is a coroutine function; define it without async")
+        is_bound = isinstance(inspect.getattr_static(backend_class, method), staticmethod | classmethod)
+        _check_call(spec, function, call, arguments if is_bound else (_VALUE, *arguments), keywords)
+    return backend_class
+
+
+def _check_call(
+    spec: str, function: Any, call: str, arguments: tuple[object, ...], keywords: dict[str, object]
+) -> None:
+    if problem := call_problem(function, *arguments, **keywords):
+        raise ConfigError(
+            f"{KEY}={spec}: it is called as {call}: {problem}; correct it, see "
+            "recipe_gkd.teacher_routing.TeacherBackend"
+        )

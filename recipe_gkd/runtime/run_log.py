@@ -1,0 +1,49 @@
+"""Log of a run: everything goes to a file, and what a user needs during the run to the console."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("recipe_gkd")
+
+_FILE_ONLY = "file_only"
+"""Attribute of a log record that the console does not show, such as one with a traceback."""
+_QUIET_LOGGER = "recipe_gkd.weight_sync.synchronizer"
+"""Logger with one line per step, of which the console shows warnings only."""
+
+
+def start_logging(path: Path) -> None:
+    """Log everything to ``path``, and what a user needs during the run to the console."""
+    console, file = logging.StreamHandler(), logging.FileHandler(path, encoding="utf-8")
+    console.addFilter(lambda record: record.levelno >= logging.WARNING or record.name != _QUIET_LOGGER)
+    console.addFilter(lambda record: not hasattr(record, _FILE_ONLY))
+    logging.raiseExceptions = False  # a full disk must not print a traceback for each line
+    logging.basicConfig(
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        level=logging.WARNING,
+        handlers=[console, file],
+        force=True,
+    )
+    log.setLevel(logging.INFO)
+
+
+def log_to_file(message: str, error: BaseException | None) -> str | None:
+    """Log an error with its traceback to the file only.
+
+    Returns:
+        Path of the file. None if there is none, so that nothing was logged.
+    """
+    files = [handler.baseFilename for handler in logging.getLogger().handlers if hasattr(handler, "baseFilename")]
+    if not files:
+        return None
+    log.error("%s", message, exc_info=error, extra={_FILE_ONLY: True})
+    return str(files[0])
+
+
+def log_background_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log errors of abandoned tasks to the file only, so that the console shows the error of the run."""
+    log.error("%s", context.get("message"), exc_info=context.get("exception"), extra={_FILE_ONLY: True})

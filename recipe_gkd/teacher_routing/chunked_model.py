@@ -1,0 +1,89 @@
+"""Transformers causal language model whose logits are computed for selected positions, in chunks.
+
+A model's ``forward`` applies the output layer to all positions, and some models scale or cap its result afterwards.
+The argument ``logits_to_keep`` selects positions, but a call for each chunk would repeat all layers. Hooks on the
+output layer separate the two parts for every architecture.
+
+Shape suffixes: R sequences of a padded batch, S its length, T positions of a chunk, D hidden size, V output layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from teacher.errors import TeacherError
+
+
+class ChunkedModel:
+    """A causal language model in two parts: hidden states of a batch, and logits of some of them.
+
+    Lifecycle::
+
+        chunked = ChunkedModel(AutoModelForCausalLM.from_pretrained(folder))
+        hidden_RSD = chunked.hidden_states(ids_RS, mask_RS)
+        logits_TV = chunked.logits(hidden_RSD[0, 10:20])
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Wrap a model.
+
+        Args:
+            model: Transformers model in evaluation mode.
+
+        Raises:
+            TeacherError: The model has no output layer.
+        """
+        self._model = model
+        self._output_layer = model.get_output_embeddings()
+        if self._output_layer is None:
+            raise TeacherError(f"the model class {type(model).__name__} has no output layer; use a teacher service")
+
+    def hidden_states(self, ids_RS: Tensor, mask_RS: Tensor) -> Tensor:
+        """Return the inputs of the output layer, [R, S, D].
+
+        Args:
+            ids_RS: Token ids, int64, padded on the right.
+            mask_RS: 1 for tokens, 0 for padding, int64.
+
+        Raises:
+            TeacherError: The model does not call its output layer exactly once.
+        """
+        inputs: list[Tensor] = []
+
+        def keep_input(_: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            inputs.append(arguments[0])
+            return (arguments[0][:1, :1], *arguments[1:])  # logits of one position, which are not used
+
+        self._forward(keep_input, input_ids=ids_RS, attention_mask=mask_RS)
+        if len(inputs) != 1:
+            raise TeacherError(
+                f"the model class {type(self._model).__name__} calls its output layer {len(inputs)} times, expected "
+                "once; use a teacher service"
+            )
+        return inputs[0]
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return the logits of positions, with the model's scale and cap, [T, V].
+
+        All layers process one token. Only the output layer processes ``hidden_TD``.
+
+        Args:
+            hidden_TD: Rows of the result of :meth:`hidden_states`.
+        """
+
+        def replace_input(_: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (hidden_TD[None], *arguments[1:])
+
+        one_token = torch.zeros((1, 1), dtype=torch.long, device=hidden_TD.device)
+        logits_1TV: Tensor = self._forward(replace_input, input_ids=one_token).logits
+        return logits_1TV[0]
+
+    def _forward(self, hook: Any, **inputs: Tensor) -> Any:
+        handle = self._output_layer.register_forward_pre_hook(hook)
+        try:
+            return self._model(**inputs, use_cache=False)
+        finally:
+            handle.remove()

@@ -1,0 +1,42 @@
+"""Comparison of a checkpoint's model with the model to load it into."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe_gkd.actor.checkpoint_load import check_same_dims
+from recipe_gkd.actor.model_dims import ModelDims, MoEConfig
+from recipe_gkd.errors import CheckpointMismatch
+
+DIMS = ModelDims(
+    family="qwen3_moe", layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocab_size=96, tied=False,
+    qkv_bias=False, qk_norm=True, norm_eps=1e-6, max_positions=64, rope_base=1e4, rope_llama3_factor=None,
+    moe=MoEConfig(layers=(True, True), experts=4, top_k=2, ffn=8, normalized=True, shared_ffn=None),
+)  # fmt: skip
+CHECKPOINT = Path("step_8")
+
+
+def saved_dims() -> dict[str, Any]:
+    return dataclasses.asdict(DIMS)
+
+
+class TestCheckSameDims:
+    def test_renamed_field_of_earlier_version_is_compared(self) -> None:
+        saved = saved_dims()
+        saved["mixture"] = saved.pop("moe")
+        check_same_dims(CHECKPOINT, saved, DIMS)
+        saved["mixture"] = None
+        with pytest.raises(CheckpointMismatch, match=r"step_8 is a checkpoint of another model \(moe: None there"):
+            check_same_dims(CHECKPOINT, saved, DIMS)
+
+    def test_unknown_field_of_newer_version_raises(self) -> None:
+        with pytest.raises(CheckpointMismatch, match=r"recipe_gkd does not support \(sliding_window: 64\); use the"):
+            check_same_dims(CHECKPOINT, saved_dims() | {"sliding_window": 64}, DIMS)
+
+    def test_different_value_raises(self) -> None:
+        with pytest.raises(CheckpointMismatch, match=r"another model \(layers: 3 there, 2 here\)"):
+            check_same_dims(CHECKPOINT, saved_dims() | {"layers": 3}, DIMS)
