@@ -62,7 +62,9 @@ def run_script(name: str, *flags: str, timeout_s: float = 120.0, **variables: st
         timeout_s: Time limit.
         variables: Additional environment variables. ``PYTHON`` is the interpreter of the tests.
     """
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
+    # Modules of the rollout set variables of vLLM in the test process. The service must choose its own.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    environment = inherited | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
     command = [str(REPO / "teacher" / name), *flags]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
 

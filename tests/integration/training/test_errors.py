@@ -29,6 +29,7 @@ def assert_refused(run: Run, message: str, timeout_s: float = 90) -> None:
 
 
 class TestFiles:
+    @pytest.mark.slow  # tests/unit/test_preflight.py checks the message without a process.
     def test_missing_model_folder_is_refused(self, start_run: StartRun) -> None:
         run = start_run("actor_rollout_ref.model.path=nowhere/at/all")
         assert_refused(run, "nowhere/at/all does not exist; expected a Hugging Face")

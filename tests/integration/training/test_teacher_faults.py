@@ -59,7 +59,7 @@ def test_run_after_loss_of_last_teacher_worker_equals_undisturbed_run(
     assert run.status == 0, run.output
     messages = [line for line in run.output.splitlines() if "teacher default at tcp://" in line]
     assert len(messages) == 2, messages
-    assert "has no worker (the last one died or hung" in messages[0] and " again, after " in messages[1], messages
+    assert "has no worker (last removal: died or hung" in messages[0] and " again, after " in messages[1], messages
     assert [line["training/global_step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
     assert_same_training(run, reference_run)
     assert run.leftovers() == []
