@@ -12,7 +12,7 @@ import pytest
 
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError, ModelError
-from recipe_gkd.preflight import Student, check_stop_ids, check_teachers, read_student
+from recipe_gkd.preflight import Student, check_stop_ids, check_teachers, find_model, read_student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from teacher.errors import TeacherRequestError
 from teacher.records import TeacherInfo
@@ -154,3 +154,13 @@ class TestReadStudent:
         else:
             with pytest.raises(ModelError, match=r"actor_rollout_ref\.model\.path=student"):
                 read_student(config)
+
+
+class TestFindModel:
+    def test_missing_folder_is_named(self) -> None:
+        with pytest.raises(ModelError, match=r"/nowhere/at/all does not exist; expected a Hugging Face model folder"):
+            find_model("nowhere/at/all")
+
+    def test_folder_without_config_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=f"{tmp_path} has no config.json; expected a Hugging Face model folder"):
+            find_model(str(tmp_path))
