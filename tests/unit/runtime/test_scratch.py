@@ -43,7 +43,9 @@ def running(program: str, parent: Path) -> Iterator[tuple[subprocess.Popen[str],
 
 @contextmanager
 def process_with_folder(parent: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    program = "from recipe_gkd.runtime import scratch; print(scratch.scratch_folder(), flush=True)"
+    program = (
+        "from recipe_gkd.runtime import scratch; scratch._RETENTION_S = 1; print(scratch.scratch_folder(), flush=True)"
+    )
     with running(program, parent) as (process, folder):
         yield process, Path(folder)
 
