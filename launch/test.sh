@@ -21,6 +21,6 @@ export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 .venv/bin/ruff check .
 .venv/bin/mypy
 # Two processes, because most of the long tests wait for processes that use one core each; three for the unit tests,
-# which wait for deadlines. tests/conftest.py keeps tests that share an engine together. A busy machine can miss a deadline of seconds, so a failed test is run once more, and
-# pytest lists it (RERUN).
+# which wait for deadlines. tests/conftest.py keeps tests that share an engine together. A busy machine can miss a
+# deadline of seconds, so a failed test is run once more, and pytest lists it (RERUN).
 exec .venv/bin/python -m pytest -n "$n_processes" --no-loadscope-reorder --reruns 1 -rR "${selected[@]}" "$@"

@@ -24,12 +24,12 @@ class WhatIf:
     Attributes:
         text: The keys to set, for the user.
         seconds: Expected step time with the change. Compare it with the expected step time of the unchanged run.
-        at_best: True if ``seconds`` is optimistic, and the change may save less.
+        is_optimistic: True if ``seconds`` is a lower bound: the change may save less.
     """
 
     text: str
     seconds: float
-    at_best: bool = False
+    is_optimistic: bool = False
 
 
 def no_cost_changes(layout: ResourceLayout, stages: StageSeconds) -> Iterator[WhatIf]:
@@ -64,7 +64,7 @@ def larger_buckets(
     saved = mean(syncs, TRANSFER) / max(mean(syncs, SYNC), 1e-9) / 2
     seconds = layout.expected(stages, stages.scaled(sync=1 / max(1 - saved, 0.5)))
     key = "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
-    yield WhatIf(f"{key}={2 * layout.bucket_megabytes:g}", seconds, at_best=True)
+    yield WhatIf(f"{key}={2 * layout.bucket_megabytes:g}", seconds, is_optimistic=True)
 
 
 def more_devices(layout: ResourceLayout, stages: StageSeconds) -> Iterator[WhatIf]:

@@ -48,6 +48,7 @@ class OutageMonitor:
         self._clients, self._config = clients, config
         self._next_check: dict[TeacherClient, float] = {}
         self._outage_began: dict[TeacherClient, float] = {}
+        self._last_recovery: dict[TeacherClient, float] = {}
 
     async def result_of(self, teacher: str, request: Future[R]) -> R:
         """Return the result of a request, and check the service while there is none.
@@ -78,13 +79,14 @@ class OutageMonitor:
         client = self._clients[teacher]
         if now() < self._next_check.get(client, 0.0):
             return
-        self._next_check[client] = now() + CHECK_EVERY_S
+        requested = now()
+        self._next_check[client] = requested + CHECK_EVERY_S
         status = asyncio.wrap_future(client.submit_status(STATUS_TIMEOUT_S))
         try:
             either: set[asyncio.Future[Any]] = {result, status}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not status.done():
-                return
+            if not status.done() or requested < self._last_recovery.get(client, 0.0):
+                return  # A status from before the last recovery is out of date.
             self._note_status(teacher, status.result())
         except TeacherUnavailable as error:
             self._note_outage(teacher, f"cannot be reached: {error}")
@@ -117,4 +119,5 @@ class OutageMonitor:
     def _note_recovery(self, teacher: str, state: str) -> None:
         client = self._clients[teacher]
         if (began := self._outage_began.pop(client, None)) is not None:
+            self._last_recovery[client] = now()
             log.warning("teacher %s at %s %s again, after %.0f s", teacher, client.address, state, now() - began)

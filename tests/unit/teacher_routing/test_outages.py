@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from teacher.status import ServiceStatus
 from tests._support.fake_teachers import OffsetEngine, is_scored_by, pair, service, worker_of
 from tests._support.ports import free_port
 from tests._support.teacher_service import running_proxy
+from tests._support.teacher_status import STATUS
 from tests._support.waiting import wait_until_async
 from tests.unit.teacher_routing.test_router import ROUTES, configured
 
@@ -134,3 +137,39 @@ def test_check_is_shared_by_all_waiting_requests(monkeypatch: pytest.MonkeyPatch
     client = Client()
     asyncio.run(run())
     assert client.n_checks == 1
+
+
+class LateStatusClient:
+    """Client whose statuses arrive when the test completes their futures."""
+
+    address = "tcp://127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.statuses: list[Future[ServiceStatus]] = []
+
+    def submit_status(self, timeout_s: float) -> Future[ServiceStatus]:
+        self.statuses.append(Future())
+        return self.statuses[-1]
+
+
+def test_status_from_before_the_recovery_begins_no_second_outage(caplog: pytest.LogCaptureFixture) -> None:
+    client, without_workers = LateStatusClient(), replace(STATUS, workers=())
+    clients: dict[str, Any] = {"first": client, "second": client}
+
+    async def run() -> None:
+        monitor = outages.OutageMonitor(clients, configured().actor_rollout_ref.teacher)
+        waiting: Future[int] = Future()
+        result = asyncio.create_task(monitor.result_of("second", waiting))
+        await wait_until_async(lambda: len(client.statuses) == 1)
+        client.statuses[0].set_result(without_workers)
+        await wait_until_async(lambda: len(client.statuses) == 2)
+        finished: Future[int] = Future()
+        finished.set_result(1)
+        assert await monitor.result_of("first", finished) == 1
+        client.statuses[1].set_result(without_workers)
+        await wait_until_async(lambda: len(client.statuses) == 3)
+        waiting.set_result(2)
+        assert await result == 2
+
+    asyncio.run(run())
+    assert len(warnings(caplog)) == 2  # the outage and its end
