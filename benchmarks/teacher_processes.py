@@ -20,18 +20,19 @@ class Service:
         port: Frontend port.
     """
 
-    def __init__(self, folder: Path, model: Path, k: int) -> None:
+    def __init__(self, folder: Path, model: Path, k: int, dtype: str = "float32") -> None:
         """Choose free ports.
 
         Args:
             folder: Parent of the run folders.
             model: Folder of the model.
             k: Log-probabilities per position.
+            dtype: Data type of the model.
         """
         self.port, self._backend_port = free_port(), free_port()
         self._service_dir, self._joined_dir = folder / "service", folder / "joined"
         self._worker_flags = [
-            *("--ckpt-path", str(model), "--dtype", "float32", "--n-logprobs", str(k)),
+            *("--ckpt-path", str(model), "--dtype", dtype, "--n-logprobs", str(k)),
             *("--proxy-backend-port", str(self._backend_port)),
         ]
 

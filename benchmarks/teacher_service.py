@@ -56,6 +56,7 @@ class Case:
         k: Log-probabilities per position.
         vocabulary: Vocabulary size of the model.
         threads: CPU threads of each engine.
+        dtype: Data type of the model.
     """
 
     sequences: int
@@ -63,6 +64,7 @@ class Case:
     k: int
     vocabulary: int
     threads: int
+    dtype: str = "float32"
 
     @property
     def tokens(self) -> int:
@@ -79,8 +81,7 @@ class Case:
 def make_model(folder: Path, vocabulary: int) -> None:
     """Save a random two-layer Qwen2 in float32 with a tokenizer of this vocabulary size."""
     import torch
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -98,6 +99,14 @@ def make_model(folder: Path, vocabulary: int) -> None:
         bos_token_id=None,
     )
     Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    save_tokenizer(folder, vocabulary)
+
+
+def save_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Save a tokenizer of words with this vocabulary size."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
     ids = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"t{i}": i for i in range(3, vocabulary)}
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(ids, unk_token="<unk>")),
@@ -150,7 +159,7 @@ def _serve_engine(model: str, case: Case, pipe: Connection) -> None:
     from teacher.engines.vllm_engine import VllmEngine
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the parent ends this process
-    engine = VllmEngine(EngineConfig(model, case.k, dtype="float32"))
+    engine = VllmEngine(EngineConfig(model, case.k, dtype=case.dtype))
     pipe.send(0.0)
     while (seed := pipe.recv()) is not None:
         sequences = case.make(seed)

@@ -6,10 +6,11 @@
 #
 # On the teacher's machine: python -m teacher keys --auth-dir /data/teacher-keys, then
 #   AUTH_DIR=/data/teacher-keys CKPT_PATH=/models/teacher N_WORKERS=4 TP_SIZE=2 BIND=0.0.0.0 teacher/start_server.sh
-# (or launch/run_teacher_on_ray.sh). STUDENT, TRAIN_FILES, OUTPUT_DIR and AUTH_DIR must be on a shared disk.
+# (or launch/run_teacher_on_ray.sh). STUDENT, TRAIN_FILES, OUTPUT_DIR and AUTH_DIR must be on a shared disk. Variables
+# of this shell that start with NCCL_, GLOO_, TORCH_ or VLLM_ reach all workers (docs/operations.md, "On a cluster").
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-case "${1:-}" in -h|--help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+case "${1:-}" in -h|--help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 command=(python3 -m recipe_gkd.main_gkd --config-name on_policy_distill_trainer
   data.train_files="${TRAIN_FILES:?}" data.train_batch_size=512 data.max_prompt_length=2048 data.max_response_length=6144
@@ -28,5 +29,7 @@ if [ "${1:-}" = --cfg ]; then
   python=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
   exec "$python" "${command[@]:1}"
 fi
+source launch/forwarded.bash
+find_forwarded
 exec ray job submit --address "${RAY_ADDRESS:?the address of the cluster, such as http://head:8265}" \
-  --runtime-env launch/runtime_env.yaml -- "${command[@]}"
+  --runtime-env launch/runtime_env.yaml -- env "${forwarded[@]}" "${command[@]}"

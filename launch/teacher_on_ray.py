@@ -2,7 +2,8 @@
 
 The proxy runs next to this driver, each worker in a Ray task with TP_SIZE GPUs. A process that ends is restarted after
 a delay, which doubles up to MAX_RESTART_DELAY_S while the process keeps ending. A worker whose node is lost is
-restarted on another node. All processes end with the driver.
+restarted on another node. All processes end with the driver. Workers get the driver's variables that start with NCCL_,
+GLOO_, TORCH_ or VLLM_, except those that differ between nodes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import ray
 
+from recipe_gkd.runtime.worker_variables import forwarded_variables
 from teacher.__main__ import make_parser
 from teacher.errors import TeacherError
 from teacher.wire.auth import check_bind, server_keys
@@ -54,7 +56,8 @@ def main() -> int:
         signal.signal(number, lambda number, frame: stop.set())
 
     gpus = 0 if args.cpu else args.tp_size
-    task = ray.remote(num_gpus=gpus, num_cpus=1, max_retries=-1)(
+    variables = forwarded_variables(os.environ, {})
+    task = ray.remote(num_gpus=gpus, num_cpus=1, max_retries=-1, runtime_env={"env_vars": variables})(
         keep_running
     )  # -1: restart it also if its node is lost
     workers = [task.remote(worker, f"worker {i}") for i in range(args.n_workers)]

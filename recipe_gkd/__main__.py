@@ -9,6 +9,7 @@ from collections.abc import Sequence
 # Name of each command -> its module in recipe_gkd.commands, which defines main(argv), and its help in one line.
 COMMANDS = {
     "check-devices": ("check_devices", "show the placement of all workers and check their devices"),
+    "gpu_smoke": ("gpu_smoke", "verify with tiny models that everything works on this machine's GPUs"),
 }
 PROGRAM = "python -m recipe_gkd"
 

@@ -21,6 +21,7 @@ from recipe_gkd.errors import GkdError
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.metrics.timeline import Timeline
+from recipe_gkd.metrics.utilization import ActorUtilization
 from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline
 from recipe_gkd.pipeline.stages import ComputeRewards, PipelineStages
@@ -247,6 +248,9 @@ async def _open_run(trainer: Trainer) -> AsyncIterator[_Run]:
     """Open loggers and metrics and start the schedule; close them in the reverse order."""
     workers, progress = trainer.workers, trainer.progress
     async with Loggers(trainer.config.trainer, completed_steps=progress.step, last_step=trainer.last_step) as loggers:
-        with StepMetrics(trainer.config, n_rollouts=len(workers.rollouts), capacity=workers.capacity) as steps:
+        utilization = ActorUtilization.of(trainer.config, workers.actor_devices)
+        with StepMetrics(
+            trainer.config, n_rollouts=len(workers.rollouts), capacity=workers.capacity, utilization=utilization
+        ) as steps:
             async with trainer.pipeline(steps.timeline) as pipeline:
                 yield _Run(pipeline, loggers, steps)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,13 @@ from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.checkpoints.folders import PROBE
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
+from recipe_gkd.config.startup import startup_timeout_s
+from recipe_gkd.config.validate import shared_cuda_problems
 from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.errors import ResourceError, WorkerDied
+from recipe_gkd.errors import ConfigError, ResourceError, WorkerDied
 from recipe_gkd.ray_cluster.capacity import ClusterCapacity, cluster_capacity
+from recipe_gkd.ray_cluster.node_checks import check_nodes
 from recipe_gkd.ray_cluster.placement import check_devices, collect_device_reports, placement_table
 from recipe_gkd.ray_cluster.pools import Pool, create_pools, pool_specs
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
@@ -30,6 +35,7 @@ from recipe_gkd.rollout.environment import worker_environment as rollout_environ
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime.tasks import run_to_end
 from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.runtime.worker_variables import worker_variables
 from recipe_gkd.weight_sync.spec import WeightSyncSpec
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 
@@ -49,6 +55,7 @@ class Workers:
         weights: Transfer of weights from the actors to the rollout workers.
         dp_ranks: Data-parallel rank of each actor rank.
         restarts: Replacement of dead rollout workers.
+        actor_devices: Name of the device of each actor rank, such as ``NVIDIA H100 80GB HBM3`` or ``cpu``.
         capacity: Resources that the cluster could grant instead, for advice. None if they are unknown.
     """
 
@@ -57,6 +64,7 @@ class Workers:
     weights: WeightSynchronizer
     dp_ranks: list[int]
     restarts: RolloutRestarts
+    actor_devices: Sequence[str] = ()
     capacity: ClusterCapacity | None = None
 
     @property
@@ -93,28 +101,33 @@ async def start_workers(
             samples. None if there is no padding.
 
     Raises:
+        ConfigError: The pools cannot share the GPUs. No worker was started.
         ResourceError: The cluster is too small. No worker was started.
         GkdError: A worker failed to start.
     """
-    timeout_s = config.trainer.startup_timeout_s
+    if device == "cuda" and (problems := list(shared_cuda_problems(config))):
+        raise ConfigError("\n".join(problems))
+    timeout_s = startup_timeout_s(config, device)
     pools = actor_pool, rollout_pool = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
     n_actors, n_rollouts = actor_pool.spec.n_workers, rollout_pool.spec.n_workers
+    with_forwarded = partial(worker_variables, environment=os.environ, extra=config.ray_init.env_vars)
 
     def start_actor(rank: int) -> Any:
         arguments = dict(
             config=config, total_steps=total_steps, rank=rank, world_size=n_actors, device=device, n_token_ids=n_tokens
         )
-        return actor_pool.spawn(ActorWorker, rank, arguments, env=actor_environment(device))
+        return actor_pool.spawn(ActorWorker, rank, arguments, env=with_forwarded(actor_environment(device)))
 
     def start_rollout(rank: int) -> Any:
         arguments = dict(config=config, rank=rank, device=device, stop_token_ids=stop_token_ids, n_tokens=n_tokens)
-        return rollout_pool.spawn(RolloutWorker, rank, arguments, env=rollout_environment(device))
+        return rollout_pool.spawn(RolloutWorker, rank, arguments, env=with_forwarded(rollout_environment(device)))
 
     phase = "start of the workers"
     actors = WorkerGroup("actor", [start_actor(rank) for rank in range(n_actors)])
     rollouts = WorkerGroup("rollout", [start_rollout(rank) for rank in range(n_rollouts)])
     restarts = RolloutRestarts(rollouts, start_rollout, allowed=config.trainer.max_worker_restarts, timeout_s=timeout_s)
     try:
+        await check_nodes(config, device, pools, timeout_s=timeout_s)  # while the workers' processes start
         workers = await _connect(config, device, actors, rollouts, restarts)
         workers.capacity = await _capacity(pools)
         phase = "training"
@@ -130,16 +143,14 @@ async def _connect(
     config: Config, device: str, actors: WorkerGroup, rollouts: WorkerGroup, restarts: RolloutRestarts
 ) -> Workers:
     """Set up the processes of all workers, and the transfer of weights between the pools."""
-    timeout_s = config.trainer.startup_timeout_s
+    timeout_s = startup_timeout_s(config, device)
     rollout = config.actor_rollout_ref.rollout
     # Check the devices first. A wrong placement makes engines fail with errors that do not name it.
     reports = await collect_device_reports([actors, rollouts], timeout_s=timeout_s)
     log.info("workers:\n%s", placement_table(reports))
     check_devices(reports, shared=config.rollout.share_actor_gpus)
     await _check_shared_folder(config, actors)
-    ranks, engines = await asyncio.gather(
-        _set_up_actors(actors, timeout_s), rollouts.call("setup", timeout_s=timeout_s, phase="start")
-    )
+    ranks, engines = await _set_up(config, device, actors, rollouts)
     await restarts.record_processes(range(len(rollouts)))
     weights = WeightSynchronizer(
         actors,
@@ -154,7 +165,8 @@ async def _connect(
         ),
         repair=restarts.replace_dead,
     )
-    return Workers(actors, rollouts, weights, [report["dp_rank"] for report in ranks], restarts)
+    actor_devices = [report["device_name"] for report in ranks]
+    return Workers(actors, rollouts, weights, [report["dp_rank"] for report in ranks], restarts, actor_devices)
 
 
 async def _with_diagnosis(error: Exception, phase: str, groups: list[WorkerGroup], root: Path) -> Exception:
@@ -202,9 +214,29 @@ def _transport(config: Config, device: str) -> str:
     return transport
 
 
+async def _set_up(
+    config: Config, device: str, actors: WorkerGroup, rollouts: WorkerGroup
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Set up all workers and return their reports. On shared GPUs the rollout workers start after the actors.
+
+    vLLM measures the free memory of the GPU at its start, and fails if another process changes it meanwhile.
+    """
+    timeout_s = startup_timeout_s(config, device)
+    if device == "cuda" and config.rollout.share_actor_gpus:
+        ranks = await _set_up_actors(actors, timeout_s)
+        return ranks, await rollouts.call("setup", timeout_s=timeout_s, phase="start")
+    setup = rollouts.call("setup", timeout_s=timeout_s, phase="start")
+    ranks, engines = await asyncio.gather(_set_up_actors(actors, timeout_s), setup)
+    return ranks, engines
+
+
 async def _set_up_actors(actors: WorkerGroup, timeout_s: float) -> list[dict[str, Any]]:
     address = await actors.call_one(0, "rendezvous", timeout_s=timeout_s, phase="start")
-    return await actors.call("setup", *address, timeout_s=timeout_s, phase="start")
+    ranks = await actors.call("setup", *address, timeout_s=timeout_s, phase="start")
+    log.info("actor: %s", ranks[0].get("layers", ""))
+    for warning in ranks[0].get("warnings", ()):
+        log.warning("actor: %s", warning)
+    return ranks
 
 
 async def _check_shared_folder(config: Config, actors: WorkerGroup) -> None:

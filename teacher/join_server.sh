@@ -28,6 +28,7 @@ check_numbers
 check_checkpoint
 find_gpus
 python=$(find_python)
+check_machine
 check_auth_dir
 RUN_DIR=${RUN_DIR:-$PWD/outputs/teacher-join-$this_host-$SERVER_IP-$PROXY_BACKEND_PORT}
 prepare_run_dir

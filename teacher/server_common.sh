@@ -181,6 +181,16 @@ find_gpus() {
   fi
 }
 
+# check_machine: Die if a vLLM engine cannot start on this machine's GPUs. Choose START_TIMEOUT_S if it is not set: on GPUs
+# vLLM compiles kernels at the first start.
+check_machine() {
+  if ((${#gpus[@]} == 0)); then START_TIMEOUT_S=${START_TIMEOUT_S:-600}; return 0; fi
+  START_TIMEOUT_S=${START_TIMEOUT_S:-1800}
+  [[ $BACKEND == vllm ]] || return 0
+  PYTHONPATH="$repo_dir${PYTHONPATH:+:$PYTHONPATH}" "$python" -m teacher.machine_checks cuda \
+    || die "a vLLM engine cannot start on this machine; see the problems above"
+}
+
 # launch_workers PROXY_IP: Launch N_WORKERS workers, each on TP_SIZE of `gpus` if there are GPUs.
 launch_workers() {
   local i
@@ -190,7 +200,8 @@ launch_workers() {
     if [[ -n $devices ]]; then launch_env=(CUDA_VISIBLE_DEVICES="${devices// /,}"); fi
     launch "worker-$i" worker --server-ip "$1" --backend-port "$PROXY_BACKEND_PORT" \
       --ckpt-path "$CKPT_PATH" --model-name "$MODEL_NAME" --backend "$BACKEND" --tp-size "$TP_SIZE" \
-      --n-logprobs "$N_LOGPROBS" --dtype "$DTYPE" --max-model-len "$MAX_MODEL_LEN" --logits-mib "$LOGITS_MIB" \
+      --n-logprobs "$N_LOGPROBS" --dtype "$DTYPE" --head-dtype "$HEAD_DTYPE" \
+      --max-model-len "$MAX_MODEL_LEN" --logits-mib "$LOGITS_MIB" \
       --max-result-mib "$MAX_RESULT_MIB" --kv-cache-mib "$KV_CACHE_MIB" --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
   done
 }
@@ -337,7 +348,7 @@ refuse_renamed_variables() {
 
 check_numbers() {
   require_number TP_SIZE N_LOGPROBS N_WORKERS MAX_MODEL_LEN LOGITS_MIB MAX_RESULT_MIB KV_CACHE_MIB PROXY_BACKEND_PORT \
-    START_TIMEOUT_S STOP_TIMEOUT_S "$@"
+    ${START_TIMEOUT_S:+START_TIMEOUT_S} STOP_TIMEOUT_S "$@"
   ((N_WORKERS >= 1 && TP_SIZE >= 1)) || die "N_WORKERS and TP_SIZE must be 1 or more"
 }
 
@@ -347,18 +358,19 @@ check_auth_dir() {
   AUTH_DIR=$(cd -- "$AUTH_DIR" && pwd)
 }
 
-worker_options="CKPT_PATH MODEL_NAME BACKEND TP_SIZE N_LOGPROBS N_WORKERS DTYPE MAX_MODEL_LEN LOGITS_MIB MAX_RESULT_MIB \
-KV_CACHE_MIB GPU_MEMORY_UTILIZATION PROXY_BACKEND_PORT AUTH_DIR STALL_TIMEOUT_S LOG_FORMAT LOG_LEVEL RUN_DIR PYTHON \
-START_TIMEOUT_S STOP_TIMEOUT_S"
+worker_options="CKPT_PATH MODEL_NAME BACKEND TP_SIZE N_LOGPROBS N_WORKERS DTYPE HEAD_DTYPE MAX_MODEL_LEN LOGITS_MIB \
+MAX_RESULT_MIB KV_CACHE_MIB GPU_MEMORY_UTILIZATION PROXY_BACKEND_PORT AUTH_DIR STALL_TIMEOUT_S LOG_FORMAT LOG_LEVEL \
+RUN_DIR PYTHON START_TIMEOUT_S STOP_TIMEOUT_S"
 
 worker_defaults() {
   CKPT_PATH=${CKPT_PATH:-} MODEL_NAME=${MODEL_NAME:-} BACKEND=${BACKEND:-vllm} TP_SIZE=${TP_SIZE:-1}
-  N_LOGPROBS=${N_LOGPROBS:-256} N_WORKERS=${N_WORKERS:-1} DTYPE=${DTYPE:-auto} MAX_MODEL_LEN=${MAX_MODEL_LEN:-0}
-  LOGITS_MIB=${LOGITS_MIB:-1024} MAX_RESULT_MIB=${MAX_RESULT_MIB:-2048} KV_CACHE_MIB=${KV_CACHE_MIB:-0}
+  N_LOGPROBS=${N_LOGPROBS:-256} N_WORKERS=${N_WORKERS:-1} DTYPE=${DTYPE:-auto} HEAD_DTYPE=${HEAD_DTYPE:-auto}
+  MAX_MODEL_LEN=${MAX_MODEL_LEN:-0} LOGITS_MIB=${LOGITS_MIB:-1024}
+  MAX_RESULT_MIB=${MAX_RESULT_MIB:-2048} KV_CACHE_MIB=${KV_CACHE_MIB:-0}
   GPU_MEMORY_UTILIZATION=${GPU_MEMORY_UTILIZATION:-0.85}
   PROXY_BACKEND_PORT=${PROXY_BACKEND_PORT:-15556} AUTH_DIR=${AUTH_DIR:-} STALL_TIMEOUT_S=${STALL_TIMEOUT_S:-60}
   LOG_FORMAT=${LOG_FORMAT:-text} LOG_LEVEL=${LOG_LEVEL:-} RUN_DIR=${RUN_DIR:-} PYTHON=${PYTHON:-}
-  START_TIMEOUT_S=${START_TIMEOUT_S:-600} STOP_TIMEOUT_S=${STOP_TIMEOUT_S:-10}
+  START_TIMEOUT_S=${START_TIMEOUT_S:-} STOP_TIMEOUT_S=${STOP_TIMEOUT_S:-10}
 }
 
 worker_usage() {
@@ -371,6 +383,7 @@ Options, as flags or environment variables (--n-logprobs 64 is N_LOGPROBS=64; fl
   N_WORKERS               workers started here                         [1]
   N_LOGPROBS              top-k, up to the vocabulary size             [256]
   DTYPE                   auto, float32, bfloat16, float16             [auto: the checkpoint's]
+  HEAD_DTYPE              dtype of the logits: auto, float32, model    [auto: float32 on a GPU, else DTYPE]
   MAX_MODEL_LEN           longest prompt plus response in tokens       [0: the model's]
   LOGITS_MIB              memory for the logits of one engine step     [1024]
   MAX_RESULT_MIB          host memory for results in progress          [2048]
@@ -380,7 +393,7 @@ Options, as flags or environment variables (--n-logprobs 64 is N_LOGPROBS=64; fl
   AUTH_DIR                keys, created by `python -m teacher keys --auth-dir AUTH_DIR`  [none]
   STALL_TIMEOUT_S         maximum duration of an engine step; a longer one ends its worker, others get its requests  [60]
   LOG_FORMAT, LOG_LEVEL   text or json; DEBUG, INFO, WARNING, ERROR    [text; proxy INFO, workers WARNING]
-  START_TIMEOUT_S         maximum duration of the start, in seconds    [600]
+  START_TIMEOUT_S         maximum duration of the start, in seconds    [600; 1800 on GPUs, where kernels are compiled]
   PYTHON                  interpreter       [.venv/bin/python beside the teacher folder, or python3]
 USAGE
 }

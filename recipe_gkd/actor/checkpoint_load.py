@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from recipe_gkd.actor.checkpoint_state import optimizer_kind, restore_rng, rng_state, sharded_state
@@ -67,8 +65,6 @@ def load_checkpoint(path: Path, model: MegatronModel, contents: Sequence[str], c
     """
     with_optimizer = "optimizer" in contents
     with_rng = "extra" in contents and common["about"]["layout"] == str(model.layout)
-    if with_optimizer and optimizer_kind(model)["use_distributed_optimizer"]:
-        _allocate_adam_state(model.optimizer)
     state = sharded_state(model, with_optimizer=with_optimizer, is_loading=True)
     if with_rng:
         state["rng"] = rng_state(model.layout)
@@ -155,18 +151,3 @@ def _check_matches(path: Path, about: dict[str, Any], model: MegatronModel, cont
             f"{path}: its optimizer state was saved with {about['optimizer_kind']}, this run has {kind}; use the "
             "same settings, or remove optimizer from actor_rollout_ref.actor.checkpoint.load_contents"
         )
-
-
-def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:
-    """Allocate the state of torch's AdamW, which DistributedOptimizer reads before a load fills it."""
-    for part in optimizer.chained_optimizers:
-        adam = part.optimizer
-        if not isinstance(adam, torch.optim.AdamW):
-            continue  # Megatron allocates the state of Transformer Engine's and Apex's optimizers
-        for parameter in (p for group in adam.param_groups for p in group["params"]):
-            if not adam.state[parameter]:
-                adam.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }

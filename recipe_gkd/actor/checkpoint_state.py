@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from recipe_gkd.actor.data_parallel import complete_weights
 from recipe_gkd.actor.megatron_model import MegatronModel
 from recipe_gkd.actor.parallel import Layout
 
 # The default sharding of the optimizer cannot be saved (dist_checkpointing/mapping.py rejects `flattened_range`). This
-# one can also be loaded in any other parallel layout.
+# one can also be loaded in any other parallel layout. `optimizer_shards` implements it.
 OPTIMIZER_SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -55,16 +57,34 @@ def sharded_state(model: MegatronModel, *, with_optimizer: bool, is_loading: boo
         with_optimizer: Include the optimizer.
         is_loading: The state is the target of a load.
     """
+    complete_weights(model.wrapped)
     group = mpu.get_data_parallel_group(with_context_parallel=True)
     state: dict[str, Any] = {
         f"model{number}": chunk.sharded_state_dict(metadata=OPTIMIZER_SHARDING | {"dp_cp_group": group})
         for number, chunk in enumerate(model.chunks)
     }
     if with_optimizer:
+        if optimizer_kind(model)["use_distributed_optimizer"]:
+            _allocate_adam_state(model.optimizer)
         state["optimizer"] = model.optimizer.sharded_state_dict(
             dict(state), is_loading=is_loading, metadata=OPTIMIZER_SHARDING
         )
     return state
+
+
+def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:
+    """Allocate the state of torch's AdamW, which DistributedOptimizer reads also before the first step."""
+    for part in optimizer.chained_optimizers:
+        adam = part.optimizer
+        if not isinstance(adam, torch.optim.AdamW):
+            continue  # Megatron allocates the state of Transformer Engine's and Apex's optimizers
+        for parameter in (p for group in adam.param_groups for p in group["params"]):
+            if not adam.state[parameter]:
+                adam.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 def rng_state(layout: Layout) -> ShardedObject:

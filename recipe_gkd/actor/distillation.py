@@ -5,13 +5,16 @@ Shape suffixes: T response tokens of a micro-batch, K teacher top-k, B = K + 1 b
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from recipe_gkd.actor.context_tokens import ContextTokens
 from recipe_gkd.actor.device_batch import DeviceBatch
 from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss
 from recipe_gkd.config.schema import GkdConfig
@@ -59,9 +62,11 @@ class DistillationTerm:
 
     Attributes:
         gkd: Configuration of the objective.
+        cp_group: Context-parallel group; None if this rank has all tokens of each response.
     """
 
     gkd: GkdConfig
+    cp_group: ProcessGroup | None = None
 
     def __call__(self, inputs: DistillationInputs) -> DistillationLoss:
         """Return the loss of each token.
@@ -106,15 +111,26 @@ class DistillationTerm:
         path, name = self.gkd.custom_loss.path, self.gkd.custom_loss.name
         assert path is not None and name is not None  # validated with the configuration
         loss = load_custom_loss(path, name)
-        logp_T = inputs.stats.sampled_logp_T
-        if not len(logp_T):  # an empty micro-batch fills up the schedule; user code need not support it
+        logp_T, values, uids_T = inputs.stats.sampled_logp_T, loss_inputs(inputs), inputs.batch.uids_T
+        own_T: Tensor | slice = slice(None)
+        if self.cp_group is not None:  # a custom loss may combine the tokens of a response
+            tokens = ContextTokens.of(values.sequence_T, values.positions_T, self.cp_group)
+            values, uids_T, own_T = _gather_inputs(values, tokens), tokens.gather(uids_T), tokens.own_T
+        if not values.n_tokens:  # an empty micro-batch fills up the schedule; user code need not support it
             return DistillationLoss(loss_T=logp_T, metrics=dict.fromkeys(loss.metric_names, logp_T))
-        outputs = loss(loss_inputs(inputs), uids_T=inputs.batch.uids_T)
-        return DistillationLoss(loss_T=outputs.loss_T.to(logp_T.dtype), metrics=outputs.metrics)
+        outputs = loss(values, uids_T=uids_T)
+        metrics = {name: value_T[own_T] for name, value_T in outputs.metrics.items()}
+        return DistillationLoss(loss_T=outputs.loss_T[own_T].to(logp_T.dtype), metrics=metrics)
+
+
+def _gather_inputs(values: LossInputs, tokens: ContextTokens) -> LossInputs:
+    """Return the inputs of all context ranks, one response after the other. Collective."""
+    names = [field.name for field in dataclasses.fields(values)]
+    return LossInputs(**{name: tokens.gather(getattr(values, name)) for name in names})
 
 
 def loss_inputs(inputs: DistillationInputs) -> LossInputs:
-    """Return the inputs of a custom loss."""
+    """Return the inputs of a custom loss, for the tokens of this rank."""
     batch, stats, buckets = inputs.batch, inputs.stats, inputs.buckets
     has_reward_T = ~batch.rewards_T.isnan()
     return LossInputs(

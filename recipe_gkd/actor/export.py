@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recipe_gkd.actor.data_parallel import complete_weights
 from recipe_gkd.actor.hf_layout import join_shards, shard_size
 from recipe_gkd.actor.hf_names import ShardSpec, Weight
 from recipe_gkd.actor.megatron_model import MegatronModel
@@ -45,6 +46,7 @@ def export_weights(model: MegatronModel, first: int = 0, last: int | None = None
         Hugging Face name and complete tensor on rank 0; nothing on the other ranks, which must exhaust the iterator as
         well. A tensor may share memory with the model: do not write to it, and do not use it after the next update.
     """
+    complete_weights(model.wrapped)
     layout = model.layout
     for (weight, parameter), stage in zip(model.weights[first:last], model.stages[first:last], strict=True):
         holders = _holders(model, weight, stage)

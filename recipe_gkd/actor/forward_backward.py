@@ -6,7 +6,7 @@ either W or D.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from recipe_gkd.actor.device_batch import DeviceBatch, to_device
 from recipe_gkd.actor.logit_rows import select_logit_rows
-from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.megatron_model import MegatronModel
-from recipe_gkd.actor.microbatch import PackedBatch
+from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
 from recipe_gkd.actor.objective import MicroBatchLosses
 from recipe_gkd.actor.parallel import tensor_group
+from recipe_gkd.actor.prefetch import Prefetcher
+from recipe_gkd.actor.staging import StagedBatch
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.student_output import HiddenStates, Logits, Student
 
@@ -29,58 +30,68 @@ LossFunction = Callable[[Student, DeviceBatch], MicroBatchLosses]
 
 def run_micro_batches(
     model: MegatronModel,
-    batches: Sequence[PackedBatch],
+    plan: MicroBatchPlan,
     loss: LossFunction,
     *,
-    denominators: GlobalDenominators,
     gkd: GkdConfig,
+    timeout_s: float,
     forward_only: bool = False,
 ) -> list[dict[str, Any]]:
     """Accumulate the gradient of the objective over micro-batches and data-parallel ranks. Collective.
 
     Args:
         model: Model in training.
-        batches: Micro-batches of this rank. All data-parallel ranks must pass equally many.
+        plan: Micro-batches of this rank. Each is packed in a thread while the one before it is computed.
         loss: Computes the losses of one micro-batch.
-        denominators: Token counts of the global batch.
         gkd: Options of the objective.
+        timeout_s: Longest time to wait until a micro-batch is packed, in seconds.
         forward_only: Compute no gradient.
 
     Returns:
-        ``sums``, ``loss_T`` and ``uids_T`` of each micro-batch on the last pipeline stage; an empty list elsewhere.
+        ``sums``, ``maxima``, ``loss_T`` and ``uids_T`` of each micro-batch on the last pipeline stage; an empty list
+        elsewhere.
     """
-    device, tp_group, chunk_tokens = model.device, tensor_group(model.layout), gkd.chunk_tokens
+    device = model.device
 
-    def forward(batches: Iterator[PackedBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-        packed = next(batches)
-        batch = to_device(packed, denominators.weights(packed, gkd.loss_agg_mode), device)
-        with select_logit_rows(chunk, batch.loss_rows_T, skip_lm_head=gkd.fuse_lm_head) as rows:
+    def forward(batches: Iterator[StagedBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        staged = next(batches)
+        batch, uids_T = to_device(staged, device), staged.uids_T
+        with select_logit_rows(
+            chunk, batch.loss_rows_T, skip_lm_head=gkd.fuse_lm_head, float32_head=model.float32_head
+        ) as rows:
             output_1TX = chunk(batch.token_ids_1N, batch.position_ids_1N, None, packed_seq_params=batch.row)
         weight_WD = rows.weight_WD
 
         def compute_loss(output_1TX: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             """Return the sum over tokens, their number as int, and the report, as Megatron's schedules expect."""
-            student: Student
-            output_TX = output_1TX.squeeze(0)
-            if weight_WD is None:
-                student = Logits(logits_TW=output_TX, tp_group=tp_group, chunk_tokens=chunk_tokens)
-            else:
-                student = HiddenStates(
-                    hidden_TD=output_TX, weight_WD=weight_WD, tp_group=tp_group, chunk_tokens=chunk_tokens
-                )
-            losses = loss(student, batch)
+            losses = loss(_student(model, gkd, output_1TX.squeeze(0), weight_WD), batch)
             n_tokens = torch.full((), len(losses.loss_T), dtype=torch.int, device=device)
-            report = {"sums": losses.sums, "loss_T": losses.loss_T.detach(), "uids_T": packed.uids_T}
+            report = {"sums": losses.sums, "maxima": losses.maxima, "loss_T": losses.loss_T.detach(), "uids_T": uids_T}
             return losses.loss_T.sum(), n_tokens, report
 
         return output_1TX, compute_loss
 
-    return get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=[iter(batches) for _ in model.wrapped],
-        model=list(model.wrapped),
-        num_microbatches=len(batches),
-        seq_length=1,  # has no effect: with variable_seq_lengths the stages exchange the shapes
-        micro_batch_size=1,
-        forward_only=forward_only,
+    with Prefetcher(plan.stage, count=plan.count, n_readers=len(model.wrapped), timeout_s=timeout_s) as prefetcher:
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=prefetcher.readers,
+            model=list(model.wrapped),
+            num_microbatches=plan.count,
+            seq_length=1,  # has no effect: with variable_seq_lengths the stages exchange the shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+
+def _student(model: MegatronModel, gkd: GkdConfig, output_TX: Tensor, weight_WD: Tensor | None) -> Student:
+    """Return the output of the model: logits, or hidden states if the output layer was skipped and has weights."""
+    tp_group = tensor_group(model.layout)
+    if weight_WD is None:
+        return Logits(logits_TW=output_TX, tp_group=tp_group, chunk_tokens=gkd.chunk_tokens)
+    return HiddenStates(
+        hidden_TD=output_TX,
+        weight_WD=weight_WD,
+        tp_group=tp_group,
+        chunk_tokens=gkd.chunk_tokens,
+        float32_head=model.float32_head,
     )

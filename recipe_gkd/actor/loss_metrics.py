@@ -1,4 +1,4 @@
-"""Metrics of an update. Each is the quotient of two sums over the global batch, which the ranks add up."""
+"""Metrics of an update: quotients of two sums over the global batch, which the ranks add up, and maxima over it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from recipe_gkd.losses.custom import load_custom_loss
 # ``actor/kl_loss_at/N`` is the mean over response positions from N to the next of these numbers.
 POSITION_BUCKETS = (0, 32, 128, 512, 2048)
 
+MAXIMA = ("actor/rollout_probs_diff_max",)
+"""Metrics that are maxima over the sampled tokens of the global batch, all at least 0."""
+
 # Metrics of an update that are not quotients.
-OTHER_METRICS = ("actor/n_tokens", "actor/distill_coef", "actor/grad_norm", "actor/lr", "actor/micro_batches")
+OTHER_METRICS = ("actor/n_tokens", "actor/distill_coef", "actor/grad_norm", "actor/lr", "actor/micro_batches", *MAXIMA)
 
 
 def quotients(gkd: GkdConfig, teachers: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -34,6 +37,8 @@ def quotients(gkd: GkdConfig, teachers: Sequence[str]) -> dict[str, tuple[str, s
         "actor/entropy": ("entropy", "n_sampled"),
         "actor/topk_overlap": ("overlap", "n_overlap"),
         "actor/above_importance_cap": ("above_cap", "n_sampled"),
+        "actor/rollout_probs_diff_mean": ("rollout_probs_diff", "n_sampled"),
+        "actor/rollout_kl": ("rollout_kl", "n_sampled"),
     }
     for model in ("teacher", "student"):
         for measure in ("topk_mass", "tail_mass", "topk_entropy"):
@@ -63,15 +68,19 @@ def sum_names(gkd: GkdConfig, teachers: Sequence[str]) -> list[str]:
     return sorted({name for quotient in quotients(gkd, teachers).values() for name in quotient})
 
 
-def compute_loss_metrics(gkd: GkdConfig, teachers: Sequence[str], sums: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of an update. A mean over no tokens is omitted.
+def compute_loss_metrics(
+    gkd: GkdConfig, teachers: Sequence[str], sums: dict[str, float], maxima: dict[str, float]
+) -> dict[str, float]:
+    """Return the metrics of an update. A mean or maximum over no tokens is omitted.
 
     Args:
         gkd: Configuration of the objective.
         teachers: Names of the teachers, by number.
         sums: Sums over the global batch, by name.
+        maxima: Maxima over the global batch or the ranks, by name.
     """
-    found = {
+    found = {name: value for name, value in maxima.items() if name not in MAXIMA or sums["n_sampled"]}
+    found |= {
         name: sums[numerator] / sums[denominator]
         for name, (numerator, denominator) in quotients(gkd, teachers).items()
         if sums[denominator]

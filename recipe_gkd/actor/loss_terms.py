@@ -5,12 +5,14 @@ Shape suffix: T response tokens of a micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from recipe_gkd.actor.microbatch import PackedBatch
 from recipe_gkd.config.schema import AggregationMode
+from recipe_gkd.data.samples import Sample
 
 LOSS_TERMS = ("distill", "pg", "sft")
 
@@ -25,6 +27,16 @@ def loss_term_masks(batch: PackedBatch) -> dict[str, np.ndarray]:
         "distill": batch.has_teacher_T,
         "pg": ~batch.is_reference_T,
         "sft": batch.is_reference_T & ~batch.has_teacher_T & ~batch.is_skipped_T,
+    }
+
+
+def _tokens_of_terms(sample: Sample) -> dict[str, int]:
+    """Return the number of tokens of a sample in each loss term; see :func:`loss_term_masks`."""
+    n_tokens, n_scored = len(sample.response.ids), int(np.count_nonzero(sample.teacher.is_scored_T))
+    return {
+        "distill": n_scored,
+        "pg": 0 if sample.is_reference else n_tokens,
+        "sft": n_tokens - n_scored if sample.is_reference and not sample.is_skipped else 0,
     }
 
 
@@ -43,15 +55,18 @@ class GlobalDenominators:
     n_responses_of: dict[str, float]
 
     @staticmethod
-    def counts(batches: list[PackedBatch]) -> list[float]:
-        """Return the counts of this rank's micro-batches, to be summed over the data-parallel ranks."""
-        n_tokens = sum(len(batch.uids_T) for batch in batches)
-        masks = [(loss_term_masks(batch), batch) for batch in batches]
-        n_tokens_of = [sum(float(mask[name].sum()) for mask, _ in masks) for name in LOSS_TERMS]
-        n_responses_of = [
-            sum(float((mask[name] / batch.response_lengths_T).sum()) for mask, batch in masks) for name in LOSS_TERMS
-        ]
-        return [float(n_tokens), *n_tokens_of, *map(round, n_responses_of)]
+    def counts(samples: Sequence[Sample]) -> list[float]:
+        """Return the counts of this rank's samples, to be summed over the data-parallel ranks."""
+        total = 0
+        n_tokens_of, n_responses_of = dict.fromkeys(LOSS_TERMS, 0), dict.fromkeys(LOSS_TERMS, 0.0)
+        for sample in samples:
+            if not (n_tokens := len(sample.response.ids)):
+                continue
+            total += n_tokens
+            for name, count in _tokens_of_terms(sample).items():
+                n_tokens_of[name] += count
+                n_responses_of[name] += count / n_tokens
+        return [float(total), *map(float, n_tokens_of.values()), *(float(round(n)) for n in n_responses_of.values())]
 
     @classmethod
     def of(cls, counts: list[float]) -> GlobalDenominators:
@@ -74,8 +89,8 @@ class GlobalDenominators:
         weights = {}
         for name, mask_T in loss_term_masks(batch).items():
             if mode == "token-mean":
-                weight_T = np.full(len(mask_T), self.n_tokens / max(self.n_tokens_of[name], 1))
+                weights[name] = mask_T * np.float32(self.n_tokens / max(self.n_tokens_of[name], 1))
             else:
                 weight_T = self.n_tokens / max(self.n_responses_of[name], 1) / batch.response_lengths_T
-            weights[name] = np.where(mask_T, weight_T, 0).astype(np.float32)
+                weights[name] = np.where(mask_T, weight_T, 0).astype(np.float32)
         return weights

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recipe_gkd.actor import megatron_patches
@@ -14,6 +15,7 @@ from recipe_gkd.actor.checkpoint_load import check_checkpoint, load_checkpoint
 from recipe_gkd.actor.checkpoint_save import CheckpointWriter
 from recipe_gkd.actor.export import export_weights, weights_meta
 from recipe_gkd.actor.hf_save import save_hf_folder
+from recipe_gkd.actor.layer_report import layer_report
 from recipe_gkd.actor.megatron_model import build_megatron_model
 from recipe_gkd.actor.parallel import Layout, RankSpec, check_world_size, destroy_parallel
 from recipe_gkd.actor.update import Updater
@@ -35,9 +37,10 @@ class MegatronActor:
         actor.save_checkpoint(path); actor.load_checkpoint(path); actor.save_hf(path)
         actor.shutdown()
 
-    A collective that not all ranks reach raises an error after ``actor_rollout_ref.nccl_timeout`` plus
-    :data:`~recipe_gkd.actor.parallel.COLLECTIVE_GRACE_S`. The actor remains usable only after the errors that
-    :meth:`update` documents, and after a :class:`CheckpointError`.
+    On a CPU, a collective that not all ranks reach raises an error after
+    :func:`~recipe_gkd.actor.parallel.collective_timeout_s`. On CUDA nothing is raised: NCCL's watchdog ends the process
+    after this time, which is later than the deadlines of the driver. The actor remains usable only after the errors
+    that :meth:`update` documents, and after a :class:`CheckpointError`.
 
     Args:
         config: Configuration of the run.
@@ -69,7 +72,8 @@ class MegatronActor:
 
         Returns:
             Coordinates of this rank (``rank``, ``dp_rank``, ``dp_size``, ``tp_rank``, ``pp_rank``), its number of
-            ``parameters``, and the duration in ``seconds``.
+            ``parameters``, its ``device_name``, the duration in ``seconds``, and ``layers`` and ``warnings`` of
+            :class:`~recipe_gkd.actor.layer_report.LayerReport`.
 
         Raises:
             ModelError: The model folder cannot be read or is not supported.
@@ -82,6 +86,7 @@ class MegatronActor:
             self._model = build_megatron_model(self._config, self._rank_spec)
         self._updater = Updater(self._model, self._config, self._n_token_ids or self._model.dims.vocab_size)
         layout = self.layout
+        layers = layer_report(self._model.chunks[0].config, self._actor_config.megatron.transformer_impl)
         return {
             "rank": layout.rank,
             "dp_rank": layout.dp_rank,
@@ -89,7 +94,10 @@ class MegatronActor:
             "tp_rank": layout.tp_rank,
             "pp_rank": layout.pp_rank,
             "parameters": self._model.n_parameters,
+            "device_name": "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
             "seconds": time.monotonic() - started,
+            "layers": layers.summary,
+            "warnings": layers.warnings,
         }
 
     @property

@@ -12,12 +12,14 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
+from recipe_gkd.actor.data_parallel import ddp_config
 from recipe_gkd.actor.hf_load import LocalWeight, load_hf, local_weights
 from recipe_gkd.actor.model import build_chunks, transformer_config
 from recipe_gkd.actor.model_dims import ModelDims, read_model_dims
 from recipe_gkd.actor.optimizer import wrap_and_optimize
 from recipe_gkd.actor.parallel import Layout, RankSpec, init_parallel
 from recipe_gkd.config.schema import Config
+from teacher.engines.head_dtype import wants_float32_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,7 @@ class MegatronModel:
         layout: Coordinates of this rank.
         device: Device of the parameters and of the collectives.
         dtype: Data type of weights and activations. The optimizer keeps float32 copies.
+        float32_head: True if the output layer computes float32 logits from 16-bit weights.
         chunks: One chunk, or one per virtual pipeline stage.
         wrapped: The chunks with their gradient buffers.
         optimizer: Optimizer of all chunks.
@@ -40,6 +43,7 @@ class MegatronModel:
     layout: Layout
     device: torch.device
     dtype: torch.dtype
+    float32_head: bool
     chunks: Sequence[GPTModel]
     wrapped: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
@@ -69,21 +73,19 @@ def build_megatron_model(config: Config, spec: RankSpec) -> MegatronModel:
     # Invalid settings raise an error here, before this rank waits for others.
     dims = read_model_dims(model.path, trust_remote_code=model.trust_remote_code)
     transformer = transformer_config(dims, megatron, device)
-    layout = init_parallel(megatron, spec, timeout_s=config.actor_rollout_ref.nccl_timeout, seed=config.data.seed)
+    n_model_ranks = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    ddp = ddp_config(megatron, overlaps=device.type == "cuda" and spec.world_size > n_model_ranks)
+    layout = init_parallel(config, spec)
     chunks = build_chunks(dims, transformer, device)
     load_hf(Path(model.path), chunks, dims, layout)
-    wrapped, optimizer = wrap_and_optimize(
-        chunks,
-        transformer,
-        config.actor_rollout_ref.actor.optim,
-        use_distributed_optimizer=megatron.use_distributed_optimizer,
-    )
+    wrapped, optimizer = wrap_and_optimize(chunks, transformer, config.actor_rollout_ref.actor.optim, ddp)
     weights = local_weights(chunks, dims, layout)
     return MegatronModel(
         dims=dims,
         layout=layout,
         device=device,
         dtype=transformer.params_dtype,
+        float32_head=megatron.dtype != "float32" and wants_float32_head(model.head_dtype, megatron.dtype, device.type),
         chunks=chunks,
         wrapped=wrapped,
         optimizer=optimizer,

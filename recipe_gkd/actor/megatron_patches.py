@@ -13,11 +13,12 @@ Usage::
 =============================  ====================================================================================
 Patch                          Place in ``megatron/core``
 =============================  ====================================================================================
-``_patch_adam_steps``          optimizer/distrib_optimizer.py ``DistributedOptimizer.load_state_dict``,
-                               ``_set_main_param_and_optimizer_states``
-``_patch_bucket_padding``      optimizer/distrib_optimizer.py ``sharded_param_state_fully_reshardable``
+``_patch_adam_steps``          optimizer/distrib_optimizer.py ``DistributedOptimizer.load_state_dict``
+``_patch_optimizer_shards``    optimizer/distrib_optimizer.py ``sharded_param_state_fully_reshardable``,
+                               ``load_parameter_state_from_fully_reshardable``
 ``_patch_router_gemm``         transformer/moe/moe_utils.py ``RouterGatingLinearFunction``
 ``_patch_results_queue``       dist_checkpointing/strategies/filesystem_async.py ``_get_write_results_queue``
+``_patch_rotary_embedding``    transformer/attention.py ``apply_rotary_pos_emb``
 ``_patch_cuda_functions``      tensor_parallel/random.py, pipeline_parallel/p2p_communication.py and others
 ``_patch_moe_dispatcher``      transformer/moe/token_dispatcher.py ``MoEAlltoAllTokenDispatcher``
 ``_patch_uneven_collectives``  tensor_parallel/mappings.py ``_gather_along_first_dim``,
@@ -29,6 +30,7 @@ Patch                          Place in ``megatron/core``
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,16 +40,20 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
+from recipe_gkd.actor.rotary import is_gathered, rotate
+
 HOST = torch.device("cpu")
+_CUDA, _TYPE = torch.Tensor.cuda, torch.Tensor.type
 _IS_PATCHED = "_is_patched_by_recipe_gkd"
 
 
 def install() -> None:
     """Apply all patches that this machine needs. Further calls have no effect."""
     _patch_adam_steps()
-    _patch_bucket_padding()
+    _patch_optimizer_shards()
     _patch_router_gemm()
     _patch_results_queue()
+    _patch_rotary_embedding()
     if not torch.cuda.is_available():
         _patch_cuda_functions()
         _patch_moe_dispatcher()
@@ -67,69 +73,47 @@ def on_host() -> contextlib.AbstractContextManager[Any]:
 def _patch_adam_steps() -> None:
     """Restore torch AdamW's ``step`` of each parameter; DistributedOptimizer expects Apex's single ``step``.
 
-    The loaders omit ``step`` from the restored tensors, although ``_set_main_param_and_optimizer_states`` reads it.
     ``load_state_dict`` assigns the same tensor to all parameters, and AdamW then increments it once per parameter.
     Without the patch a resumed run is wrong without any error.
     """
     from megatron.core.optimizer import distrib_optimizer
 
     cls = distrib_optimizer.DistributedOptimizer
-    original_set, original_load = cls._set_main_param_and_optimizer_states, cls.load_state_dict
-    if distrib_optimizer.HAVE_APEX_OR_TE or hasattr(original_set, _IS_PATCHED):
+    original = cls.load_state_dict
+    if distrib_optimizer.HAVE_APEX_OR_TE or hasattr(original, _IS_PATCHED):
         return
-
-    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        original_set(self, model_param, {**tensors, "step": state.get("step")})
 
     @torch.no_grad()
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        original_load(self, state_dict)
+        original(self, state_dict)
         for state in self.optimizer.state.values():
             state["step"] = state["step"].clone()
 
-    cls._set_main_param_and_optimizer_states = _patched(set_states)
-    cls.load_state_dict = load_state_dict
+    cls.load_state_dict = _patched(load_state_dict)
 
 
-def _patch_bucket_padding() -> None:
-    """Save the optimizer state of a parameter behind a padded bucket at the right offset.
+def _patch_optimizer_shards() -> None:
+    """Save and load the optimizer state without gathering it.
 
-    A tied embedding on pipeline stages has a bucket of its own, and buckets are padded to a multiple of the
-    data-parallel size and 128 elements. ``get_parameter_state_dp_zero`` gathers them without the padding, but
-    ``sharded_param_state_fully_reshardable`` uses offsets that include it. Without the patch the saved state is
-    shifted, and Megatron only logs a warning.
+    ``get_parameter_state_dp_zero`` allocates three complete float32 copies of the model-parallel shard on every
+    data-parallel rank, for a save and for a load. It gathers buckets without their padding, but
+    ``sharded_param_state_fully_reshardable`` uses offsets that include it: the state of a parameter behind a padded
+    bucket, such as a tied embedding on pipeline stages, would be shifted with only a warning in the log.
     """
-    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    cls = distrib_optimizer.DistributedOptimizer
-    original = cls.sharded_param_state_fully_reshardable
+    from recipe_gkd.actor.optimizer_shards import load_param_state, sharded_param_state
+
+    original = DistributedOptimizer.sharded_param_state_fully_reshardable
     if hasattr(original, _IS_PATCHED):
         return
 
-    def sharded_param_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        padded_maps = [buffer.param_index_map for buffer in self.buffers]
-        try:
-            for buffer in self.buffers:
-                buffer.param_index_map = _index_without_padding(buffer)
-            return original(self, *args, **kwargs)
-        finally:
-            for buffer, padded_map in zip(self.buffers, padded_maps, strict=True):
-                buffer.param_index_map = padded_map
+    @functools.wraps(original)
+    def sharded(self: Any, model_state: Any, is_loading: bool = False, metadata: Any = None) -> Any:
+        return sharded_param_state(self, model_state)
 
-    cls.sharded_param_state_fully_reshardable = _patched(sharded_param_state)
-
-
-def _index_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
-    shifts, unpadded = [], 0
-    for bucket in buffer.buckets:
-        shifts.append(bucket.offset - unpadded)
-        unpadded += bucket.numel_unpadded
-    return {
-        parameter: (start - shifts[bucket], end - shifts[bucket], bucket)
-        for parameter, (start, end, bucket) in buffer.param_index_map.items()
-    }
+    DistributedOptimizer.sharded_param_state_fully_reshardable = _patched(sharded)
+    DistributedOptimizer.load_parameter_state_from_fully_reshardable = load_param_state
 
 
 def _patch_router_gemm() -> None:
@@ -152,6 +136,23 @@ def _patch_results_queue() -> None:
         filesystem_async._results_queue = queue.Queue()  # Megatron stores it in the writer and does not read it
 
 
+def _patch_rotary_embedding() -> None:
+    """Let the attention layers rotate by the cosines and sines that ``PackedRotaryEmbedding`` gathered.
+
+    Megatron's function for packed rows copies the sequence boundaries to the host in each call.
+    """
+    from megatron.core.transformer import attention
+
+    original = attention.apply_rotary_pos_emb
+    if hasattr(original, _IS_PATCHED):
+        return
+
+    def apply_rotary(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return rotate(t, freqs) if is_gathered(freqs) else original(t, freqs, *args, **kwargs)
+
+    attention.apply_rotary_pos_emb = _patched(apply_rotary)
+
+
 def _patched(function: Callable[..., Any]) -> Callable[..., Any]:
     setattr(function, _IS_PATCHED, True)
     return function
@@ -166,15 +167,17 @@ class _OnHost(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # optimizer/{optimizer,distrib_optimizer,clip_grads}.py compare this name with that of a CUDA tensor.
-            # The name is unchanged if an outer context has replaced it already.
-            name = func(*args)
-            return name if ".cuda." in name else name.replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.cuda:
+        # Every operation of a step calls this function, so the common case has few instructions.
+        if func is _CUDA:
             return args[0]
-        if str(kwargs.get("device", "")).startswith("cuda"):
+        if not kwargs:
+            if func is _TYPE and len(args) == 1:
+                # optimizer/{optimizer,distrib_optimizer,clip_grads}.py compare this name with that of a CUDA tensor.
+                # The name is unchanged if an outer context has replaced it already.
+                name = func(*args)
+                return name if ".cuda." in name else name.replace("torch.", "torch.cuda.", 1)
+            return func(*args)
+        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
             # pipeline_parallel/schedules.py `forward_backward_no_pipelining`, optimizer/clip_grads.py, ...
             kwargs = {**kwargs, "device": HOST}
         return func(*args, **kwargs)

@@ -5,20 +5,13 @@ Inputs and outputs are numpy arrays. Shape suffixes: N tokens of a packed row, T
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from recipe_gkd.data.samples import Sample
-from recipe_gkd.errors import DataError
-
-TEACHER_MASS_TOLERANCE = 5e-3
-"""Amount by which the probabilities of a teacher's top-k may sum to more than 1.
-
-1e-3 of it is for bfloat16 engines. The rest is for ``teacher.wire_dtype=float16``: it changes log-probabilities above
--16 by at most 2^-8, and their sum therefore by at most 0.4 %. The losses divide such a row by its sum.
-"""
 
 
 def shard_batch(samples: Sequence[Sample], dp_size: int) -> list[list[Sample]]:
@@ -34,17 +27,18 @@ def shard_batch(samples: Sequence[Sample], dp_size: int) -> list[list[Sample]]:
     Returns:
         The shards, each in the order of the batch. A shard may be empty.
     """
+    lengths = [_input_length(sample) for sample in samples]
     shards: list[list[int]] = [[] for _ in range(dp_size)]
     tokens = [0] * dp_size
-    for index in sorted(range(len(samples)), key=lambda i: -_input_length(samples[i])):
+    for index in sorted(range(len(samples)), key=lambda i: -lengths[i]):
         smallest = tokens.index(min(tokens))
         shards[smallest].append(index)
-        tokens[smallest] += _input_length(samples[index])
+        tokens[smallest] += lengths[index]
     return [[samples[index] for index in sorted(shard)] for shard in shards]
 
 
 def micro_batches(samples: Sequence[Sample], *, micro_batch_size: int, max_token_len: int | None) -> list[list[Sample]]:
-    """Divide a shard into micro-batches. Samples without response tokens are left out.
+    """Divide a shard into micro-batches by the lengths of its samples. Samples without response tokens are left out.
 
     Args:
         samples: Shard of one data-parallel rank.
@@ -57,8 +51,9 @@ def micro_batches(samples: Sequence[Sample], *, micro_batch_size: int, max_token
         return [list(samples[i : i + micro_batch_size]) for i in range(0, len(samples), micro_batch_size)]
     bins: list[list[Sample]] = []
     tokens: list[int] = []
-    for sample in sorted(samples, key=lambda sample: -_input_length(sample)):
-        length = _input_length(sample)
+    lengths = [_input_length(sample) for sample in samples]
+    for position in sorted(range(len(samples)), key=lambda i: -lengths[i]):
+        sample, length = samples[position], lengths[position]
         for index, used in enumerate(tokens):
             if used + length <= max_token_len:
                 bins[index].append(sample)
@@ -79,22 +74,26 @@ def _input_length(sample: Sample) -> int:
 class PackedBatch:
     """A micro-batch as one row of tokens, with one entry per response token for the loss.
 
+    Indices and ids are int32, which halves the bytes that are copied to the device; they are widened there.
+
     Attributes:
-        token_ids_N: Input token ids, int64 [N].
+        token_ids_N: Input token ids, int32 [N].
         lengths: Lengths of the sequences in order. Their sum is N.
-        loss_rows_T: Row whose logits predict the response token: its position - 1, int64 [T].
-        logps_TK: Teacher's top-k log-probabilities, float32 [T, K]; -inf in unused entries.
-        ids_TK: Teacher's top-k token ids, int64 [T, K]; -1 in unused entries.
+        loss_rows_T: Row whose logits predict the response token: its position - 1, int32 [T].
+        logps_TK: Teacher's top-k log-probabilities, float32 [T, K], or float16 if the scores are; -inf in unused
+            entries. K is 0 if the teacher's arrays are omitted.
+        ids_TK: Teacher's top-k token ids, int32 [T, K]; -1 in unused entries.
         uids_T: Uid of the sample, int64 [T].
-        response_ids_T: Response token id, int64 [T].
-        positions_T: Position in the response, from 0, int64 [T].
-        response_lengths_T: Length of the response, int64 [T].
+        response_ids_T: Response token id, int32 [T].
+        positions_T: Position in the response, from 0, int32 [T].
+        sequence_T: Index of the token's response in the micro-batch, int32 [T].
+        response_lengths_T: Length of the response, int32 [T].
         sampling_logps_T: Log-probability at temperature 1 under the weights that sampled the token, float32 [T]; 0 for
             reference responses.
         teacher_logps_T: Teacher's log-probability of the response token at ``gkd.distill_temperature``, float32 [T].
         has_teacher_T: True if a teacher has scored the token, bool [T].
         is_skipped_T: True if the teacher's score was requested and not received, bool [T].
-        teacher_numbers_T: Index of the teacher, int64 [T].
+        teacher_numbers_T: Index of the teacher, int32 [T].
         is_reference_T: True if the token belongs to a reference response of the data set, bool [T].
         rewards_T: Reward of the response, float32 [T]; NaN without a reward.
         advantages_T: Advantage of the response, float32 [T]; see :class:`~recipe_gkd.data.samples.Sample`.
@@ -110,6 +109,7 @@ class PackedBatch:
     uids_T: np.ndarray
     response_ids_T: np.ndarray
     positions_T: np.ndarray
+    sequence_T: np.ndarray
     response_lengths_T: np.ndarray
     sampling_logps_T: np.ndarray
     teacher_logps_T: np.ndarray
@@ -124,58 +124,64 @@ class PackedBatch:
 
     @property
     def position_ids_N(self) -> np.ndarray:
-        """Position of each token in its sequence, int64 [N]."""
-        return np.concatenate([np.arange(length, dtype=np.int64) for length in self.lengths])
+        """Position of each token in its sequence, int32 [N]."""
+        return _positions(np.asarray(self.lengths))
 
 
-def pack(samples: Sequence[Sample], *, multiple_of: int = 1) -> PackedBatch:
-    """Concatenate samples to one row of tokens.
+Allocate = Callable[[tuple[int, ...], Any], np.ndarray]
+"""Function that returns an uninitialized array of a shape and dtype, such as ``np.empty``."""
+
+
+def pack(
+    samples: Sequence[Sample], *, multiple_of: int = 1, with_teacher: bool = True, allocate: Allocate = np.empty
+) -> PackedBatch:
+    """Concatenate samples to one row of tokens. The samples must have passed ``check_samples``.
 
     Args:
         samples: Samples of one micro-batch; may be empty.
         multiple_of: The number of tokens is padded to a multiple of this with a last sequence of zeros, and is at
             least this.
-
-    Raises:
-        DataError: A sample has no prompt token, or its log-probabilities are invalid.
+        with_teacher: Pack the teacher's top-k, which only the last pipeline stage reads. Otherwise its arrays are
+            [T, 0].
+        allocate: Allocates the teacher's arrays.
     """
-    for sample in samples:
-        _check_sample(sample)
-    ids = [sample.token_ids[:-1] for sample in samples]
-    lengths = [len(row) for row in ids]
-    starts = np.cumsum([0, *lengths])
-    total = int(starts[-1])
-    rows = [
-        start + len(sample.prompt.ids) - 1 + np.arange(len(sample.response.ids))
-        for sample, start in zip(samples, starts, strict=False)
-    ]
+    prompt_lengths = np.array([len(sample.prompt.ids) for sample in samples], dtype=np.int64)
+    response_lengths = np.array([len(sample.response.ids) for sample in samples], dtype=np.int64)
+    input_lengths = prompt_lengths + response_lengths - 1
+    ids = [part for sample in samples for part in _input_ids(sample)]
+    lengths, total = input_lengths.tolist(), int(input_lengths.sum())
     if n_padding := -total % multiple_of if total else multiple_of:
-        ids.append(np.zeros(n_padding))
+        ids.append(np.zeros(n_padding, np.int32))
         lengths.append(n_padding)
-    logps_TK, ids_TK = _pack_teacher(samples)
-    response_lengths = [len(sample.response.ids) for sample in samples]
+    positions_T = _positions(response_lengths)
+    first_rows = np.cumsum(input_lengths) - input_lengths + prompt_lengths - 1
 
-    def of_tokens(arrays: Iterable[np.ndarray], dtype: type) -> np.ndarray:
-        return np.concatenate([np.zeros(0), *arrays]).astype(dtype)
+    def of_tokens(arrays: Iterable[np.ndarray], dtype: Any) -> np.ndarray:
+        return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="same_kind")
 
-    def of_samples(values: Iterable[float], dtype: type) -> np.ndarray:
-        return np.repeat(list(values), response_lengths).astype(dtype)
+    def of_samples(values: Iterable[float], dtype: Any) -> np.ndarray:
+        return np.repeat(np.array(list(values), dtype), response_lengths)
 
+    if with_teacher:
+        logps_TK, ids_TK = _pack_teacher(samples, allocate)
+    else:
+        logps_TK, ids_TK = np.empty((len(positions_T), 0), np.float32), np.empty((len(positions_T), 0), np.int32)
     return PackedBatch(
-        token_ids_N=np.concatenate(ids).astype(np.int64),
+        token_ids_N=of_tokens(ids, np.int32),
         lengths=lengths,
-        loss_rows_T=of_tokens(rows, np.int64),
+        loss_rows_T=of_samples(first_rows, np.int32) + positions_T,
         logps_TK=logps_TK,
         ids_TK=ids_TK,
         uids_T=of_samples((sample.prompt.uid for sample in samples), np.int64),
-        response_ids_T=of_tokens((sample.response.ids for sample in samples), np.int64),
-        positions_T=of_tokens(map(np.arange, response_lengths), np.int64),
-        response_lengths_T=of_samples(response_lengths, np.int64),
+        response_ids_T=of_tokens((sample.response.ids for sample in samples), np.int32),
+        positions_T=positions_T,
+        sequence_T=of_samples(np.cumsum(response_lengths > 0) - 1, np.int32),  # empty responses have no index
+        response_lengths_T=of_samples(response_lengths, np.int32),
         sampling_logps_T=of_tokens((sample.response.logprobs for sample in samples), np.float32),
         teacher_logps_T=of_tokens((sample.teacher.sampled_logps_T for sample in samples), np.float32),
-        has_teacher_T=np.asarray((ids_TK >= 0).any(1)),
+        has_teacher_T=of_tokens((sample.teacher.is_scored_T for sample in samples), np.bool_),
         is_skipped_T=of_samples((sample.is_skipped for sample in samples), np.bool_),
-        teacher_numbers_T=of_samples((sample.teacher_number for sample in samples), np.int64),
+        teacher_numbers_T=of_samples((sample.teacher_number for sample in samples), np.int32),
         is_reference_T=of_samples((sample.is_reference for sample in samples), np.bool_),
         rewards_T=of_samples((np.nan if sample.reward is None else sample.reward for sample in samples), np.float32),
         advantages_T=of_samples((sample.advantage for sample in samples), np.float32),
@@ -184,39 +190,34 @@ def pack(samples: Sequence[Sample], *, multiple_of: int = 1) -> PackedBatch:
     )
 
 
-def _pack_teacher(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+def _input_ids(sample: Sample) -> tuple[np.ndarray, ...]:
+    """Return the ids of all tokens but the last, in parts."""
+    prompt_ids, response_ids = sample.prompt.ids, sample.response.ids
+    return (prompt_ids, response_ids[:-1]) if len(response_ids) else (prompt_ids[:-1],)
+
+
+def _positions(lengths: np.ndarray) -> np.ndarray:
+    """Return the concatenation of ``arange(length)`` for each length, int32."""
+    starts = (np.cumsum(lengths) - lengths).astype(np.int32)
+    return np.arange(lengths.sum(), dtype=np.int32) - np.repeat(starts, lengths)
+
+
+def _pack_teacher(samples: Sequence[Sample], allocate: Allocate) -> tuple[np.ndarray, np.ndarray]:
     """Return log-probabilities and ids, [T, K] each, where K is the largest top-k of the samples."""
-    k = max((sample.teacher.ids_TK.shape[1] for sample in samples), default=1)
-    n_tokens = sum(len(sample.response.ids) for sample in samples)
-    logps_TK = np.full((n_tokens, k), -np.inf, dtype=np.float32)
-    ids_TK = np.full((n_tokens, k), -1, dtype=np.int64)
+    scores = [sample.teacher for sample in samples]
+    k = max((score.ids_TK.shape[1] for score in scores), default=1)
+    shape = (sum(len(score.ids_TK) for score in scores), k)
+    # A response without scores has one unused entry per token, whose type does not matter.
+    is_float16 = {score.logps_TK.dtype == np.float16 for score in scores if score.is_scored_T.any()} == {True}
+    logps_TK, ids_TK = allocate(shape, np.float16 if is_float16 else np.float32), allocate(shape, np.int32)
     row = 0
-    for sample in samples:
-        rows = slice(row, row := row + len(sample.response.ids))
-        width = sample.teacher.ids_TK.shape[1]
-        logps_TK[rows, :width] = sample.teacher.logps_TK
-        ids_TK[rows, :width] = sample.teacher.ids_TK
+    for score in scores:
+        rows = slice(row, row := row + len(score.ids_TK))
+        width = score.ids_TK.shape[1]
+        logps_TK[rows, :width], ids_TK[rows, :width] = score.logps_TK, score.ids_TK
+        if width < k:
+            logps_TK[rows, width:], ids_TK[rows, width:] = -np.inf, -1
     return logps_TK, ids_TK
-
-
-def _check_sample(sample: Sample) -> None:
-    if not len(sample.prompt.ids):
-        raise DataError(
-            f"sample {sample.prompt.uid} has no prompt token; expected at least 1, because the first response token is "
-            "predicted from it"
-        )
-    mass_T = np.exp(sample.teacher.logps_TK.astype(np.float64)).sum(1)
-    if not (mass_T <= 1 + TEACHER_MASS_TOLERANCE).all():  # also true for NaN
-        raise DataError(
-            f"sample {sample.prompt.uid}: the teacher's top-k has probability {mass_T.max():.4g} at response position "
-            f"{int(np.argmax(np.nan_to_num(mass_T, nan=np.inf)))}; expected log-probabilities that sum to at most 1"
-        )
-    for model, logps_T in (("teacher", sample.teacher.sampled_logps_T), ("student", sample.response.logprobs)):
-        if not (logps_T <= TEACHER_MASS_TOLERANCE).all():
-            raise DataError(
-                f"sample {sample.prompt.uid}: the {model}'s log-probability of a response token is "
-                f"{np.max(logps_T):.4g}; expected at most 0"
-            )
 
 
 def bucket_by_length(lengths: Sequence[int], least_fill: float = 0.75) -> list[np.ndarray]:

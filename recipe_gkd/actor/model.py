@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from recipe_gkd.actor.layer_spec import decoder_spec, has_transformer_engine
+from recipe_gkd.actor.gated_silu import UNSUPPORTED_OVERRIDES
+from recipe_gkd.actor.layer_spec import decoder_spec, ensure_megatron_supports_te
 from recipe_gkd.actor.model_dims import ModelDims, MoEConfig, ensure_layout_fits
+from recipe_gkd.actor.overrides import checked_overrides
+from recipe_gkd.actor.rotary import PackedRotaryEmbedding
+from recipe_gkd.actor.transformer_impl import ResolvedImpl, resolve_transformer_impl
 from recipe_gkd.config.schema import MegatronConfig
-from recipe_gkd.errors import ConfigError
 
 
 def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.device) -> TransformerConfig:
@@ -27,9 +29,13 @@ def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.de
         device: Device of the model.
 
     Raises:
-        ConfigError: The layout does not divide the model, or an override is unknown or not allowed.
+        ConfigError: The layout does not divide the model, an override is unknown or not allowed, or Transformer Engine
+            cannot be used.
     """
     ensure_layout_fits(dims, config)
+    impl = resolve_transformer_impl(config.transformer_impl, device.type)
+    if impl == "transformer_engine":
+        ensure_megatron_supports_te()
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     values: dict[str, Any] = dict(
         num_layers=dims.layers,
@@ -47,7 +53,7 @@ def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.de
         qk_layernorm=dims.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        **_layout_fields(config),
+        **_layout_fields(config, device),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -55,28 +61,44 @@ def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.de
         calculate_per_token_loss=True,  # the gradient is divided once, by the global number of tokens
         variable_seq_lengths=True,  # packed micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths requires it, also in a dense model
-        **_moe_fields(dims.moe, config),
+        **_moe_fields(dims.moe, config, grouped_gemm=impl == "transformer_engine"),
+        **_implementation_fields(impl),
+        # The local layers have an activation module of their own; see `decoder_spec`.
+        use_te_activation_func=impl == "local"
+        and dims.moe is None
+        and not UNSUPPORTED_OVERRIDES & config.override_transformer_config.keys(),
         use_cpu_initialization=device.type == "cpu",
         # Every parameter is loaded from the Hugging Face folder, so none is initialized. perform_initialization=False
         # is not sufficient: it would also skip the attributes that mark divided parameters for the gradient norm.
         init_method=_skip_init,
         output_layer_init_method=_skip_init,
         embedding_init_method=_skip_init,
-        # Without Transformer Engine, fused kernels are missing or would be compiled at first use.
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=has_transformer_engine(),
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
     )
     return TransformerConfig(**values | _checked_overrides(config.override_transformer_config))
 
 
-def _layout_fields(config: MegatronConfig) -> dict[str, Any]:
+def _implementation_fields(impl: ResolvedImpl) -> dict[str, Any]:
+    uses_te = impl == "transformer_engine"
+    return dict(
+        transformer_impl=impl,
+        # With `auto`, Transformer Engine stores the scores, [S, S] for each head, if cuDNN's fused attention does not
+        # support the input. With `fused` this is an error.
+        attention_backend=AttnBackend.fused if uses_te else AttnBackend.auto,
+        # Without Transformer Engine, fused kernels are missing or would be compiled at first use.
+        apply_rope_fusion=uses_te,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _layout_fields(config: MegatronConfig, device: torch.device) -> dict[str, Any]:
     interleaved = config.virtual_pipeline_model_parallel_size is not None
     return dict(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         sequence_parallel=config.sequence_parallel,
@@ -84,10 +106,12 @@ def _layout_fields(config: MegatronConfig) -> dict[str, Any]:
         # interleaving, batched communication is faster.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        # The default waits for the GPU after each exchange between stages, which only old versions of torch need.
+        batch_p2p_sync=device.type != "cuda",
     )
 
 
-def _moe_fields(moe: MoEConfig | None, config: MegatronConfig) -> dict[str, Any]:
+def _moe_fields(moe: MoEConfig | None, config: MegatronConfig, *, grouped_gemm: bool) -> dict[str, Any]:
     # There is no auxiliary loss that balances the experts: Megatron's coefficient is 0 by default.
     if moe is None:
         return {}
@@ -100,7 +124,7 @@ def _moe_fields(moe: MoEConfig | None, config: MegatronConfig) -> dict[str, Any]
         moe_router_topk=moe.top_k,
         moe_router_pre_softmax=not moe.normalized,
         moe_router_dtype="fp32",  # rounding to bfloat16 must not select other experts
-        moe_grouped_gemm=has_transformer_engine(),
+        moe_grouped_gemm=grouped_gemm,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
     )
@@ -114,23 +138,15 @@ def _skip_init(tensor: torch.Tensor) -> torch.Tensor:
 FIXED_FIELDS = {
     "calculate_per_token_loss": "the objective is a mean over the global batch",
     "variable_seq_lengths": "sequences are packed",
+    "transformer_impl": "it is the key actor_rollout_ref.actor.megatron.transformer_impl",
+    "attention_backend": "it is chosen for the GPU, so that no matrix of scores is stored",
+    "rotary_interleaved": "the supported models rotate channels i and i + head_dim / 2 as a pair",
     "mtp_num_layers": "there is no loss for multi-token prediction",
 }
 
 
 def _checked_overrides(overrides: dict[str, Any]) -> dict[str, Any]:
-    prefix = "actor_rollout_ref.actor.megatron.override_transformer_config"
-    for name in sorted(FIXED_FIELDS.keys() & overrides.keys()):
-        raise ConfigError(
-            f"{prefix}.{name}={overrides[name]} is not allowed, because {FIXED_FIELDS[name]}; remove the override"
-        )
-    names = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
-    for name in overrides:
-        if name not in names:
-            closest = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {closest[0]}?" if closest else "see megatron.core.transformer.TransformerConfig"
-            raise ConfigError(f"{prefix}.{name} is unknown: {hint}")
-    return overrides
+    return checked_overrides("override_transformer_config", overrides, TransformerConfig, FIXED_FIELDS)
 
 
 def build_chunks(dims: ModelDims, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
@@ -160,6 +176,8 @@ def build_chunks(dims: ModelDims, config: TransformerConfig, device: torch.devic
             rope_scaling_factor=dims.rope_llama3_factor or 1.0,
             vp_stage=vp_stage,
         )
+        if not config.apply_rope_fusion:
+            chunk.rotary_pos_emb = PackedRotaryEmbedding(chunk.rotary_pos_emb, config.params_dtype)
         _separate_expert_buffers(chunk)
         chunks.append(chunk.to(device))
     return chunks

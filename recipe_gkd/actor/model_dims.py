@@ -195,6 +195,11 @@ def _rope(hf: PretrainedConfig, path: str | Path) -> dict[str, Any]:
     # transformers 5 stores all values in `rope_parameters`, earlier versions in `rope_theta` and `rope_scaling`.
     rope = {"rope_type": "default", "rope_theta": getattr(hf, "rope_theta", 10000.0)}
     rope |= getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
+    if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ModelError(
+            f"{path}: partial_rotary_factor={rope['partial_rotary_factor']} in config.json is not supported; expected "
+            "1, because all channels of a head are rotated"
+        )
     if rope["rope_type"] == "default":
         return rope
     if rope["rope_type"] != "llama3" or any(rope.get(name) != value for name, value in LLAMA3_ROPE.items()):
@@ -218,6 +223,7 @@ def ensure_layout_fits(dims: ModelDims, config: MegatronConfig) -> None:
             f"{MEGATRON}.tensor_model_parallel_size is {tp}; it must divide the model's {dims.heads} heads, "
             f"{dims.kv_heads} key/value heads and {' and '.join(map(str, ffn)) or 'no'} feed-forward columns"
         )
+    _check_context(dims, config)
     _check_experts(dims.moe, config)
     stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
     if dims.layers % stages and not config.override_transformer_config:  # an override may divide them unequally
@@ -227,6 +233,18 @@ def ensure_layout_fits(dims: ModelDims, config: MegatronConfig) -> None:
         )
     if dims.moe is not None and not config.override_transformer_config:
         _check_stages_have_experts(dims.moe.layers, config.pipeline_model_parallel_size, stages)
+
+
+def _check_context(dims: ModelDims, config: MegatronConfig) -> None:
+    # Context ranks exchange rows for heads. Key/value heads are copied if there are fewer of them than ranks.
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    heads, kv_heads = dims.heads // tp, dims.kv_heads // tp
+    if heads % cp or (kv_heads % cp and cp % kv_heads):
+        raise ConfigError(
+            f"{MEGATRON}.context_parallel_size is {cp}; it must divide the {heads} heads of a tensor-parallel rank, "
+            f"and divide its {kv_heads} key/value heads or be a multiple of them; choose another size, or change "
+            "tensor_model_parallel_size"
+        )
 
 
 def _tensor_parallel_ffn(dims: ModelDims) -> list[int]:

@@ -14,6 +14,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from recipe_gkd.actor.data_parallel import enable_overlap
 from recipe_gkd.config.schema import OptimConfig
 
 
@@ -45,7 +46,7 @@ def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
 
 
 def wrap_and_optimize(
-    chunks: Sequence[GPTModel], config: TransformerConfig, optim: OptimConfig, *, use_distributed_optimizer: bool
+    chunks: Sequence[GPTModel], config: TransformerConfig, optim: OptimConfig, ddp: DistributedDataParallelConfig
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
     """Wrap each chunk with gradient buffers, and create the optimizer of all chunks.
 
@@ -55,18 +56,16 @@ def wrap_and_optimize(
         chunks: Model chunks of this rank, with loaded weights.
         config: Megatron's configuration. Its callbacks for gradients are set here.
         optim: Hyperparameters.
-        use_distributed_optimizer: Divide the optimizer state among the data-parallel ranks.
+        ddp: Options of the gradient buffers; they also determine if the optimizer state is divided among the
+            data-parallel ranks.
 
     Returns:
         The wrapped chunks and the optimizer.
     """
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=use_distributed_optimizer
-    )
     wrapped = []
     for number, chunk in enumerate(chunks):
         module = _Bfloat16(config, chunk) if config.bf16 else chunk
-        wrapped.append(DistributedDataParallel(config, ddp_config, module, disable_bucketing=number > 0))
+        wrapped.append(DistributedDataParallel(config, ddp, module, disable_bucketing=number > 0))
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -78,13 +77,15 @@ def wrap_and_optimize(
             clip_grad=optim.clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
-            use_distributed_optimizer=use_distributed_optimizer,
+            use_distributed_optimizer=ddp.use_distributed_optimizer,
+            overlap_param_gather=ddp.overlap_param_gather,
         ),
         wrapped,
         use_gloo_process_groups=False,
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
+    enable_overlap(config, wrapped)
     return wrapped, optimizer
 
 

@@ -13,15 +13,12 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
-from recipe_gkd.config.schema import MegatronConfig
+from recipe_gkd.config.schema import Config, MegatronConfig
+from recipe_gkd.config.startup import startup_timeout_s
 from recipe_gkd.errors import ConfigError, DeadlineError
 
 COLLECTIVE_GRACE_S = 60.0
-"""Time that the actor's collectives wait longer than a weight sync, in seconds.
-
-During a sync, the other ranks wait in the export while rank 0 waits for the receivers. The error of rank 0, which names
-the missing receiver, must be raised before theirs.
-"""
+"""Time by which collectives of the actor time out later than other deadlines; see :func:`collective_timeout_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +51,9 @@ class Layout:
     """Coordinates of this rank in the parallel layout.
 
     Megatron numbers the ranks stage by stage. Within a stage, a tensor-parallel group consists of consecutive ranks.
-    The same ranks have a second numbering for experts: consecutive ranks form an expert tensor-parallel group, and
-    consecutive groups of this kind form an expert-parallel group.
+    Ranks with the same place in consecutive tensor-parallel groups form a context-parallel group. They share each
+    sequence, so they get the same samples. The same ranks have a second numbering for experts: consecutive ranks form
+    an expert tensor-parallel group, and consecutive groups of this kind form an expert-parallel group.
 
     Attributes:
         rank: Global rank.
@@ -64,8 +62,10 @@ class Layout:
         tp_size: Tensor-parallel size.
         pp_rank: Pipeline stage.
         pp_size: Number of pipeline stages.
+        cp_rank: Context-parallel rank: index of the part of each sequence that this rank computes.
+        cp_size: Context-parallel size.
         dp_rank: Data-parallel rank.
-        dp_size: Data-parallel size.
+        dp_size: Data-parallel size, without the context-parallel ranks.
         ep_rank: Expert-parallel rank: index of the part of the experts that this rank holds.
         ep_size: Expert-parallel size: number of equal parts of the experts.
         etp_rank: Expert tensor-parallel rank: index of this rank's shard of each of its experts.
@@ -78,6 +78,8 @@ class Layout:
     tp_size: int
     pp_rank: int
     pp_size: int
+    cp_rank: int
+    cp_size: int
     dp_rank: int
     dp_size: int
     ep_rank: int
@@ -92,12 +94,22 @@ class Layout:
 
     @property
     def counts_tokens(self) -> bool:
-        """True on one rank of each group of ranks that process the same samples, so that sums count a token once."""
+        """True on one rank of each group of ranks with the same loss rows, so that a sum over them counts a token once.
+
+        Each context-parallel rank has its own loss rows.
+        """
         return self.is_last_stage and self.tp_rank == 0
+
+    @property
+    def counts_samples(self) -> bool:
+        """True on one rank of each group of ranks with the same samples, so that a sum over whole samples is exact."""
+        return self.counts_tokens and self.cp_rank == 0
 
     def __str__(self) -> str:
         experts = f"expert {self.ep_size} x expert tensor {self.etp_size}"
-        return f"tensor {self.tp_size} x pipeline {self.pp_size} x data {self.dp_size}, {experts}"
+        # Without context parallelism the text is that of earlier checkpoints, which are compared with it.
+        context = f" x context {self.cp_size}" if self.cp_size > 1 else ""
+        return f"tensor {self.tp_size}{context} x pipeline {self.pp_size} x data {self.dp_size}, {experts}"
 
 
 def check_world_size(config: MegatronConfig, world_size: int) -> None:
@@ -111,10 +123,12 @@ def check_world_size(config: MegatronConfig, world_size: int) -> None:
         ConfigError: ``world_size`` is not a multiple of the ranks of one copy.
     """
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    if world_size % (tp * pp):
+    cp = config.context_parallel_size
+    if world_size % (tp * cp * pp):
         raise ConfigError(
-            f"{world_size} actor ranks cannot hold complete copies of a model that needs tensor {tp} x pipeline {pp} = "
-            f"{tp * pp} ranks; start a multiple of that, or change actor_rollout_ref.actor.megatron"
+            f"{world_size} actor ranks cannot hold complete copies of a model that needs tensor {tp} x context {cp} x "
+            f"pipeline {pp} = {tp * cp * pp} ranks; start a multiple of that, or change "
+            "actor_rollout_ref.actor.megatron"
         )
     ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size or tp
     if world_size % (etp * ep * pp):
@@ -123,6 +137,27 @@ def check_world_size(config: MegatronConfig, world_size: int) -> None:
             f"{ep} x pipeline {pp} = {etp * ep * pp} ranks; start a multiple of that, or change "
             "actor_rollout_ref.actor.megatron"
         )
+
+
+def collective_timeout_s(config: Config, device: str) -> float:
+    """Return the timeout of the actor's collectives, in seconds.
+
+    It is later than the deadline of a weight sync. During a sync, the other ranks wait in the export while rank 0
+    waits for the receivers, and the error of rank 0, which names the missing receiver, must be raised first.
+
+    On a CPU, a collective raises an error at the timeout. On CUDA, NCCL's watchdog ends the process instead. Its
+    timeout is therefore also later than the driver's deadlines of all calls, so that a diagnosis of the hanging ranks
+    finds their processes.
+
+    Args:
+        config: Configuration of the run.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    settings = config.actor_rollout_ref
+    deadlines = [settings.nccl_timeout]
+    if device == "cuda":
+        deadlines += [settings.actor.timeout_s, startup_timeout_s(config, device)]
+    return max(deadlines) + COLLECTIVE_GRACE_S
 
 
 def find_store(spec: RankSpec, timeout_s: float) -> dist.Store:
@@ -170,15 +205,13 @@ def wait_for_all_ranks(store: dist.Store, rank: int, world_size: int, timeout_s:
         ) from error
 
 
-def init_parallel(config: MegatronConfig, spec: RankSpec, *, timeout_s: float, seed: int) -> Layout:
+def init_parallel(config: Config, spec: RankSpec) -> Layout:
     """Wait for all ranks, then create all process groups and seed the random generators.
 
     Args:
-        config: Parallel layout.
+        config: Configuration of the run. ``nccl_timeout`` is the deadline of the rendezvous, ``data.seed`` the seed of
+            torch and of Megatron's generators.
         spec: This process.
-        timeout_s: Deadline of the rendezvous. Collectives of all groups time out after ``timeout_s`` +
-            :data:`COLLECTIVE_GRACE_S`.
-        seed: Seed of torch and of Megatron's generators.
 
     Returns:
         Coordinates of this rank.
@@ -186,9 +219,10 @@ def init_parallel(config: MegatronConfig, spec: RankSpec, *, timeout_s: float, s
     Raises:
         DeadlineError: A rank did not reach the rendezvous; the message names it.
     """
+    megatron, timeout_s = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.nccl_timeout
     store = find_store(spec, timeout_s)
     wait_for_all_ranks(store, spec.rank, spec.world_size, timeout_s)
-    collective_timeout_s = timeout_s + COLLECTIVE_GRACE_S
+    group_timeout_s = collective_timeout_s(config, spec.device)
     device = spec.torch_device
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -199,20 +233,21 @@ def init_parallel(config: MegatronConfig, spec: RankSpec, *, timeout_s: float, s
         store=dist.PrefixStore("groups", store),
         rank=spec.rank,
         world_size=spec.world_size,
-        timeout=timedelta(seconds=collective_timeout_s),
+        timeout=timedelta(seconds=group_timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
     mpu.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-        expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        tensor_model_parallel_size=megatron.tensor_model_parallel_size,
+        pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
+        context_parallel_size=megatron.context_parallel_size,
+        expert_model_parallel_size=megatron.expert_model_parallel_size,
+        expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
         create_gloo_process_groups=False,  # needed only by ways of saving that are not used here
-        distributed_timeout_minutes=collective_timeout_s / 60,  # Megatron only multiplies it, so a fraction works
+        distributed_timeout_minutes=group_timeout_s / 60,  # Megatron only multiplies it, so a fraction works
     )
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(config.data.seed)
+    model_parallel_cuda_manual_seed(config.data.seed)
     return _read_layout(spec)
 
 
@@ -224,6 +259,8 @@ def _read_layout(spec: RankSpec) -> Layout:
         tp_size=mpu.get_tensor_model_parallel_world_size(),
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
         pp_size=mpu.get_pipeline_model_parallel_world_size(),
+        cp_rank=mpu.get_context_parallel_rank(),
+        cp_size=mpu.get_context_parallel_world_size(),
         dp_rank=mpu.get_data_parallel_rank(),
         dp_size=mpu.get_data_parallel_world_size(),
         ep_rank=mpu.get_expert_model_parallel_rank(),
@@ -236,6 +273,11 @@ def _read_layout(spec: RankSpec) -> Layout:
 def tensor_group(layout: Layout) -> ProcessGroup | None:
     """Return the group that divides the vocabulary; None without tensor parallelism."""
     return mpu.get_tensor_model_parallel_group() if layout.tp_size > 1 else None
+
+
+def context_group(layout: Layout) -> ProcessGroup | None:
+    """Return the group that divides the sequences; None without context parallelism."""
+    return mpu.get_context_parallel_group() if layout.cp_size > 1 else None
 
 
 def destroy_parallel() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from recipe_gkd.actor.transformer_impl import resolve_transformer_impl
 from recipe_gkd.config.schema import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
@@ -74,6 +75,8 @@ class ActorWorker:
 
     def setup(self, master_addr: str, master_port: int) -> dict[str, Any]:
         """Set up the actor with the store at the given address, and return its report."""
+        # Before Megatron is imported, because a defective Transformer Engine would make its import fail.
+        resolve_transformer_impl(self._config.actor_rollout_ref.actor.megatron.transformer_impl, self._device)
         # Imported here, because the import takes seconds and the driver does not need it.
         from recipe_gkd.actor.megatron_actor import MegatronActor
         from recipe_gkd.actor.parallel import RankSpec

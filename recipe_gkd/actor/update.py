@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipe_gkd.actor.forward_backward import LossFunction, run_micro_batches
-from recipe_gkd.actor.loss_metrics import compute_loss_metrics, sum_names
-from recipe_gkd.actor.loss_terms import GlobalDenominators
+from recipe_gkd.actor.host_arrays import ArrayPool
+from recipe_gkd.actor.loss_metrics import MAXIMA, compute_loss_metrics, sum_names
 from recipe_gkd.actor.megatron_model import MegatronModel
-from recipe_gkd.actor.microbatch import PackedBatch, micro_batches, pack
+from recipe_gkd.actor.micro_batch_plan import plan_micro_batches
 from recipe_gkd.actor.objective import Objective
 from recipe_gkd.actor.optimizer import clip_and_step, gradient_norm, learning_rate, set_hyperparameters
 from recipe_gkd.actor.padding_rows import keep_padding_rows
-from recipe_gkd.actor.parallel import tensor_group
+from recipe_gkd.actor.parallel import context_group, tensor_group
 from recipe_gkd.config.objective import uses_custom_loss
 from recipe_gkd.config.schema import ActorConfig, Config, GkdConfig
 from recipe_gkd.config.teachers import names as teacher_names
 from recipe_gkd.data.samples import Sample
-from recipe_gkd.errors import DataError, SecondaryFailure, WorkerError
+from recipe_gkd.errors import WorkerError
 
 MAX_UIDS_IN_MESSAGE = 8
 
@@ -46,11 +46,13 @@ class Updater:
     def __init__(self, model: MegatronModel, config: Config, n_token_ids: int) -> None:
         self._model, self._gkd, self._n_token_ids = model, config.gkd, n_token_ids
         self._teachers = teacher_names(config.actor_rollout_ref.teacher)
+        self._pool = ArrayPool()
         self.config: ActorConfig = config.actor_rollout_ref.actor
         self.loss: LossFunction = Objective(
             gkd=config.gkd,
             vocab_size=n_token_ids,
             tp_group=tensor_group(model.layout),
+            cp_group=context_group(model.layout),
             n_teachers=len(self._teachers),
         )
 
@@ -64,12 +66,19 @@ class Updater:
         """
         model, optim = self._model, self.config.optim
         lr = learning_rate(step, total_steps, optim)
-        batches, denominators = plan_micro_batches(model, self.config, samples, step)
+        plan = plan_micro_batches(
+            model,
+            self.config,
+            samples,
+            step,
+            loss_agg_mode=self._gkd.loss_agg_mode,
+            allocate=self._pool.empty,
+        )
         for chunk in model.wrapped:
             chunk.zero_grad_buffer()
         model.optimizer.zero_grad()
-        reports = run_micro_batches(model, batches, self.loss, denominators=denominators, gkd=self._gkd)
-        sums, peak_bytes = self._sum_over_ranks(reports)
+        reports = run_micro_batches(model, plan, self.loss, gkd=self._gkd, timeout_s=self.config.timeout_s)
+        sums, maxima = self._reduce_over_ranks(reports)
         if not math.isfinite(sums["loss"]):
             uids = [uid for report in reports for uid in report["uids_T"][_is_not_finite(report["loss_T"])]]
             raise self._not_finite_error(f"update {step}: the loss is not finite in the samples with uid", uids)
@@ -82,26 +91,35 @@ class Updater:
             set_hyperparameters(model.optimizer, lr, optim)
             with keep_padding_rows(model, self._n_token_ids):
                 clip_and_step(model.optimizer, norm, optim.clip_grad)
-        return compute_loss_metrics(self._gkd, self._teachers, sums) | {
+        return compute_loss_metrics(self._gkd, self._teachers, sums, maxima) | {
             "actor/grad_norm": norm,
             "actor/lr": lr,
-            "actor/micro_batches": float(len(batches)),
-            "perf/max_memory_allocated_gb": peak_bytes / 2**30,
+            "actor/micro_batches": float(plan.count),
         }
 
-    def _sum_over_ranks(self, reports: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
-        """Return the sums over the global batch and the largest peak memory of a rank in bytes, equal on all ranks."""
+    def _reduce_over_ranks(self, reports: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
+        """Return sums over the global batch and maxima over it and over the ranks, equal on all ranks. Collective."""
         layout, device = self._model.layout, self._model.device
         names = sum_names(self._gkd, self._teachers)
         sums = torch.zeros(len(names), dtype=torch.float64, device=device)
         if layout.counts_tokens:
             for report in reports:
                 sums += torch.stack([report["sums"][name] for name in names])
-        peaks = torch.zeros(layout.world_size, dtype=torch.float64, device=device)
-        peaks[layout.rank] = _peak_memory_bytes(device)
-        reduced = torch.cat([sums, peaks])  # one entry per rank, so that a single all-reduce also yields the maximum
+        own_maxima = {"perf/max_memory_allocated_gb": torch.tensor(_peak_memory_bytes(device) / 2**30)}
+        zero = sums.new_zeros(())
+        own_maxima |= {
+            name: torch.stack([zero, *(report["maxima"][name] for report in reports)]).max() for name in MAXIMA
+        }
+        # One column per rank, so that a single all-reduce also yields the maxima.
+        maxima = torch.zeros(len(own_maxima), layout.world_size, dtype=torch.float64, device=device)
+        maxima[:, layout.rank] = torch.stack([value.to(sums) for value in own_maxima.values()])
+        reduced = torch.cat([sums, maxima.flatten()])
         dist.all_reduce(reduced)
-        return dict(zip(names, reduced.tolist(), strict=False)), reduced[len(names) :].max().item()
+        maxima = reduced[len(names) :].view_as(maxima).amax(1)
+        return (
+            dict(zip(names, reduced.tolist(), strict=False)),
+            dict(zip(own_maxima, maxima.tolist(), strict=True)),
+        )
 
     def _not_finite_error(self, problem: str, uids: Sequence[int]) -> WorkerError:
         """Return the same error on every rank, with the uids of all ranks. Collective."""
@@ -128,54 +146,6 @@ def not_finite_advice(gkd: GkdConfig) -> str:
         f"Check {custom_loss}the teacher's log-probabilities of these samples, or lower "
         "actor_rollout_ref.actor.optim.lr"
     )
-
-
-def plan_micro_batches(
-    model: MegatronModel, config: ActorConfig, samples: Sequence[Sample], step: int
-) -> tuple[list[PackedBatch], GlobalDenominators]:
-    """Pack this rank's samples into micro-batches and count the tokens of the global batch. Collective.
-
-    All ranks get the same number of micro-batches. Ranks with fewer micro-batches get empty ones.
-
-    Args:
-        model: Model in training.
-        config: Size of the micro-batches.
-        samples: Shard of this data-parallel rank.
-        step: Optimizer step, for messages.
-
-    Returns:
-        Micro-batches of this rank, and the denominators of the global batch.
-
-    Raises:
-        DataError: A sample of this rank is invalid.
-        SecondaryFailure: A sample of another rank is invalid.
-    """
-    layout, device = model.layout, model.device
-    multiple_of = layout.tp_size if config.megatron.sequence_parallel else 1
-    max_token_len = config.max_token_len if config.use_dynamic_bsz else None
-    groups = micro_batches(samples, micro_batch_size=config.micro_batch_size, max_token_len=max_token_len)
-    failure: DataError | None = None
-    batches: list[PackedBatch] = []
-    try:
-        batches = [pack(group, multiple_of=multiple_of) for group in groups]
-    except DataError as error:  # raised after the all-reduce: otherwise the other ranks would wait in the forward pass
-        failure = error
-    counts = torch.tensor([len(batches), int(failure is not None)], device=device)
-    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-    n_batches, any_failed = counts.tolist()
-    if failure is not None:
-        raise failure
-    if any_failed:
-        raise SecondaryFailure(f"update {step}: another rank rejected a sample; see the error of that rank")
-    own_counts = torch.tensor(GlobalDenominators.counts(batches), dtype=torch.float64, device=device)
-    sums = own_counts * layout.counts_tokens
-    dist.all_reduce(sums)
-    n_batches = max(n_batches, 1)
-    if config.megatron.virtual_pipeline_model_parallel_size is not None:
-        # Interleaved stages process micro-batches in rounds of `pp_size`.
-        n_batches = math.ceil(n_batches / layout.pp_size) * layout.pp_size
-    empty = pack([], multiple_of=multiple_of)
-    return batches + [empty] * (n_batches - len(batches)), GlobalDenominators.of(sums.tolist())
 
 
 def _is_not_finite(loss_T: Tensor) -> np.ndarray:

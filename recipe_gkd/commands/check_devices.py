@@ -1,15 +1,18 @@
-"""Show the placement of the workers of both pools, and check that each has the devices that Ray assigned to it.
+"""Check every node, show the placement of the workers, and check that each has the devices that Ray assigned to it.
 
 python -m recipe_gkd check-devices --config-name on_policy_distill_trainer key=value ...
 
-The command starts one small process per worker and ends it. It needs no teacher, data or model.
+The command checks driver, compiler, headers, shared memory and disk space of each node, starts one small process per
+worker and ends it. It needs no teacher, data or model.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -18,9 +21,11 @@ from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.commands.arguments import command_parser
 from recipe_gkd.config import Config
 from recipe_gkd.config.load import compose_config, to_config
+from recipe_gkd.config.startup import startup_timeout_s
 from recipe_gkd.config.validate import validate
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
+from recipe_gkd.ray_cluster.node_checks import check_nodes
 from recipe_gkd.ray_cluster.placement import (
     Reports,
     check_devices,
@@ -31,6 +36,7 @@ from recipe_gkd.ray_cluster.placement import (
 from recipe_gkd.ray_cluster.pools import create_pools, pool_specs
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
+from recipe_gkd.runtime.worker_variables import worker_variables
 
 STOP_TIMEOUT_S = 5
 
@@ -85,16 +91,21 @@ async def probe_placement(config: Config, device: str) -> Reports:
         config: Configuration with the sizes of both pools.
         device: ``"cuda"`` or ``"cpu"``.
     """
-    timeout_s = config.trainer.startup_timeout_s
+    timeout_s = startup_timeout_s(config, device)
     pools = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
+    with_forwarded = partial(worker_variables, environment=os.environ, extra=config.ray_init.env_vars)
     groups = [
         WorkerGroup(
             pool.spec.name,
-            [pool.spawn(ProbeActor, rank, {"device": device}, env=env) for rank in range(pool.spec.n_workers)],
+            [
+                pool.spawn(ProbeActor, rank, {"device": device}, env=with_forwarded(env))
+                for rank in range(pool.spec.n_workers)
+            ],
         )
         for pool, env in zip(pools, (actor_environment(device), rollout_environment(device)), strict=True)
     ]
     try:
+        await check_nodes(config, device, pools, timeout_s=timeout_s)  # while the processes start
         return await collect_device_reports(groups, timeout_s=timeout_s)
     finally:
         await asyncio.gather(*(group.stop(timeout_s=STOP_TIMEOUT_S) for group in groups))

@@ -132,8 +132,10 @@ def description(field: dataclasses.Field[Any]) -> str:
 
 # Sections in which users choose the names of the keys.
 FREE_FORM_SECTIONS = (
+    "actor_rollout_ref.actor.megatron.override_ddp_config",
     "actor_rollout_ref.actor.megatron.override_transformer_config",
     "actor_rollout_ref.teacher.teachers",
+    "ray_init.env_vars",
 )
 
 

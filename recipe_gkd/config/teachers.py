@@ -15,7 +15,8 @@ from recipe_gkd.errors import ConfigError
 DEFAULT = "default"  # name of the teacher at server_ip:server_port
 TEACHER = "actor_rollout_ref.teacher"
 
-_SERVICE_ONLY = ("server_ip", "server_port", "wire_dtype", "auth_dir")
+_N_ENCRYPTED_CONNECTIONS = 4
+_SERVICE_ONLY = ("server_ip", "server_port", "wire_dtype", "auth_dir", "n_connections")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _ADDRESS = re.compile(r"(?P<host>[^\s:]+):(?P<port>[0-9]{1,5})")
 
@@ -29,6 +30,13 @@ def addresses(teacher: TeacherConfig) -> dict[str, tuple[str, int]]:
     if not teacher.teachers:
         return {DEFAULT: (teacher.server_ip, teacher.server_port)}
     return {name: _host_and_port(address) for name, address in teacher.teachers.items()}
+
+
+def n_connections(teacher: TeacherConfig) -> int:
+    """Return the number of connections to each teacher service."""
+    if teacher.n_connections is not None:
+        return teacher.n_connections
+    return 1 if teacher.auth_dir is None else _N_ENCRYPTED_CONNECTIONS
 
 
 def names(teacher: TeacherConfig) -> tuple[str, ...]:

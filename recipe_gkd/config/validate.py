@@ -12,6 +12,7 @@ from recipe_gkd.config.schema import BUILT_IN_LOGGERS, Config
 from recipe_gkd.config.teachers import teacher_problems
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import call_problem, load_attribute, split_spec
+from recipe_gkd.runtime.worker_variables import FIXED, PER_NODE
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 
@@ -53,11 +54,6 @@ def _unsupported_features(config: Config) -> Iterator[str]:
     for name in ("param_offload", "grad_offload", "optimizer_offload"):
         if getattr(megatron, name):
             yield f"{MEGATRON}.{name}=true: offloading is not implemented; set it to false"
-    if megatron.context_parallel_size > 1:
-        yield (
-            f"{MEGATRON}.context_parallel_size={megatron.context_parallel_size}: context parallelism is not supported; "
-            "set it to 1, and for long sequences raise tensor_model_parallel_size with sequence_parallel=true"
-        )
 
 
 def _schedule(config: Config) -> Iterator[str]:
@@ -80,11 +76,12 @@ def _actor_layout(config: Config) -> Iterator[str]:
     megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
     slots = trainer.nnodes * trainer.n_gpus_per_node
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    if slots % (tp * pp):
+    cp = megatron.context_parallel_size
+    if slots % (tp * cp * pp):
         yield (
             f"the actor pool has trainer.nnodes x trainer.n_gpus_per_node = {trainer.nnodes} x "
-            f"{trainer.n_gpus_per_node} = {slots} slots, which is not a multiple of tensor x pipeline parallel size = "
-            f"{tp} x {pp} = {tp * pp}; change the pool or the layout"
+            f"{trainer.n_gpus_per_node} = {slots} slots, which is not a multiple of tensor x context x pipeline "
+            f"parallel size = {tp} x {cp} x {pp} = {tp * cp * pp}; change the pool or the layout"
         )
     ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size or tp
     if slots % (etp * ep * pp):
@@ -93,6 +90,8 @@ def _actor_layout(config: Config) -> Iterator[str]:
             f"size = {etp} x {ep} x {pp} = {etp * ep * pp}; change the pool, {MEGATRON}.expert_model_parallel_size, or "
             "expert_tensor_parallel_size (null: the tensor parallel size)"
         )
+    if megatron.transformer_impl == "transformer_engine" and trainer.device == "cpu":
+        yield f"{MEGATRON}.transformer_impl=transformer_engine with trainer.device=cpu needs a GPU; set it to auto"
     if megatron.sequence_parallel and tp == 1:
         yield f"{MEGATRON}.sequence_parallel=true needs {MEGATRON}.tensor_model_parallel_size > 1; it is 1"
     if megatron.virtual_pipeline_model_parallel_size is not None and pp == 1:
@@ -109,7 +108,15 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _rollout_layout(config: Config) -> Iterator[str]:
-    tp, per_node = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.rollout.n_gpus_per_node
+    rollout = config.actor_rollout_ref.rollout
+    tokens, sequences = rollout.max_num_batched_tokens, rollout.max_num_seqs
+    if tokens is not None and tokens < sequences:
+        yield (
+            f"actor_rollout_ref.rollout.max_num_batched_tokens={tokens} is less than max_num_seqs={sequences}, and a "
+            "step has at least one token per response; raise the former, lower the latter, or set "
+            "max_num_batched_tokens to null"
+        )
+    tp, per_node = rollout.tensor_model_parallel_size, config.rollout.n_gpus_per_node
     if per_node % tp:
         yield (
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp} does not divide rollout.n_gpus_per_node="
@@ -129,6 +136,29 @@ def _shared_gpus(config: Config) -> Iterator[str]:
             f"{rollout.n_gpus_per_node}, and an engine {tp}; give both pools the same size, and "
             "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
         )
+    if trainer.device == "cuda":
+        yield from shared_cuda_problems(config)
+
+
+def shared_cuda_problems(config: Config) -> Iterator[str]:
+    """Yield a message for each value that cannot work if both pools share CUDA devices.
+
+    With ``trainer.device=auto`` the device is only known after the connection to Ray.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if not config.rollout.share_actor_gpus:
+        return
+    if rollout.kv_cache_memory_megabytes is None:
+        yield (
+            "rollout.share_actor_gpus=true on CUDA without actor_rollout_ref.rollout.kv_cache_memory_megabytes: vLLM "
+            "derives the size of the KV cache from the memory of a GPU that it has for itself; set it to the memory "
+            "that the actor leaves, because actor and rollout engine both stay in the memory"
+        )
+    if rollout.weight_transport == "collective":
+        yield (
+            "rollout.share_actor_gpus=true with actor_rollout_ref.rollout.weight_transport=collective: NCCL does not "
+            "connect two processes on one GPU; set it to auto or ipc"
+        )
 
 
 def _lengths(config: Config) -> Iterator[str]:
@@ -147,6 +177,14 @@ def _ray(config: Config) -> Iterator[str]:
             f"ray_init.num_cpus={config.ray_init.num_cpus} with ray_init.address={config.ray_init.address}: the number "
             "of CPUs of a running cluster cannot be set; set one of the two to null"
         )
+    for name in config.ray_init.env_vars:
+        if name in FIXED:
+            yield f"ray_init.env_vars.{name} is set by Ray or by this project for each worker; remove it"
+        if name in PER_NODE:
+            yield (
+                f"ray_init.env_vars.{name} would have one value on all nodes, but each node needs its own; set {name} "
+                "in the environment of `ray start` on each node instead"
+            )
 
 
 def _resume(config: Config) -> Iterator[str]:

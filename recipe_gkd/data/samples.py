@@ -60,7 +60,7 @@ class TeacherTopK:
     Row t is the distribution that predicts response token t.
 
     Attributes:
-        logps_TK: Log-probabilities of the top-k tokens, float32 [T, K], descending.
+        logps_TK: Log-probabilities of the top-k tokens, float32 or float16 [T, K], descending.
         ids_TK: Token ids of the top-k tokens, int32 [T, K].
         sampled_logps_T: Log-probabilities of the response tokens, float32 [T].
     """
@@ -68,6 +68,13 @@ class TeacherTopK:
     logps_TK: np.ndarray
     ids_TK: np.ndarray
     sampled_logps_T: np.ndarray
+
+    @property
+    def is_scored_T(self) -> np.ndarray:
+        """True for the tokens that a teacher scored, bool [T]: those with a valid id."""
+        is_scored_T = self.ids_TK[:, 0] >= 0 if self.ids_TK.shape[1] else np.zeros(len(self.ids_TK), np.bool_)
+        # Usually the first id is valid. The others are read only if it is not, because they are much memory.
+        return np.asarray(is_scored_T if is_scored_T.all() else (self.ids_TK >= 0).any(1))
 
     @classmethod
     def absent(cls, rows: int) -> TeacherTopK:

@@ -54,10 +54,17 @@ def _allow_stack_dumps(pid: int) -> None:
 def nccl_environment() -> dict[str, str]:
     """Return environment variables for workers on CUDA that enable NCCL's flight recorder and its dump on a timeout.
 
+    Without ``TORCH_NCCL_ENABLE_MONITORING=0``, torch ends a process minutes after the failure of any of its groups. A
+    failed weight sync, which concerns one group, would then end the actor. All hangs end at a deadline of the driver.
+
     The names are those of torch 2.13's ``ProcessGroupNCCL.hpp`` and ``FlightRecorder.hpp``. The tests run without a
     GPU, so a dump by NCCL itself is not tested.
     """
-    return {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    return {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
 
 
 def stack_dump_file(pid: int) -> Path | None:

@@ -33,9 +33,9 @@ STUDENT_INPUTS = ("student_logps_TB", "student_sampled_logps_T", "student_entrop
 class LossInputs:
     """Inputs of a custom loss: the response tokens of one micro-batch, one response after the other.
 
-    All tensors are identical on every tensor-parallel rank. Values are finite at every token. Tensors named
-    ``student_*`` carry the gradient; all others are constants. An invalid bucket has teacher probability 0 and both
-    log-probabilities 0, so a sum over buckets needs no mask if its terms have such a factor.
+    All tensors are identical on every tensor-parallel and context-parallel rank. Values are finite at every token.
+    Tensors named ``student_*`` carry the gradient; all others are constants. An invalid bucket has teacher probability
+    0 and both log-probabilities 0, so a sum over buckets needs no mask if its terms have such a factor.
 
     Attributes:
         student_logps_TB: Student's log-probability of each bucket at ``gkd.distill_temperature``: the teacher's ids,

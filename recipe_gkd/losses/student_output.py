@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from recipe_gkd.losses.float32_head import matmul_float32
 from recipe_gkd.losses.fused_head import compute_log_stats_from_hidden
 from recipe_gkd.losses.log_stats import compute_log_stats
 from recipe_gkd.losses.logits_query import LogitsQuery, StudentLogStats
@@ -66,12 +67,14 @@ class HiddenStates:
         weight_WD: This rank's rows of the output layer.
         tp_group: Group over which the vocabulary is sharded; None if it is whole.
         chunk_tokens: ``gkd.chunk_tokens``.
+        float32_head: Compute float32 logits from 16-bit factors; see :mod:`~recipe_gkd.losses.float32_head`.
     """
 
     hidden_TD: Tensor
     weight_WD: Tensor
     tp_group: ProcessGroup | None
     chunk_tokens: int | None
+    float32_head: bool = False
 
     def compute_log_stats(self, query: LogitsQuery, *, kernel_backend: str) -> StudentLogStats:
         """Return the requested statistics; see :func:`~recipe_gkd.losses.fused_head.compute_log_stats_from_hidden`."""
@@ -82,9 +85,11 @@ class HiddenStates:
             tp_group=self.tp_group,
             chunk_tokens=self.chunk_tokens,
             kernel_backend=kernel_backend,
+            float32_head=self.float32_head,
         )
 
     @torch.no_grad()
     def logits(self, rows_R: Tensor) -> Tensor:
         """Return this rank's columns of the logits at the given positions, detached, [R, W]."""
-        return self.hidden_TD[rows_R] @ self.weight_WD.T
+        hidden_RD = self.hidden_TD[rows_R]
+        return matmul_float32(hidden_RD, self.weight_WD) if self.float32_head else hidden_RD @ self.weight_WD.T

@@ -2,11 +2,16 @@
 
 :mod:`~recipe_gkd.losses.triton_backend` has the same two functions for GPUs.
 
-Shape suffixes: R positions of a chunk, W vocabulary columns of this rank, K support ids, H softmaxes.
+Exponentials are computed as ``exp(x) = exp2(x / ln(2))``, with one factor for the temperature and 1 / ln(2). PyTorch
+computes ``exp2`` with its own vector code, and ``exp`` with MKL, which takes three times as long on some CPUs.
+
+Shape suffixes: R positions of a chunk, W vocabulary columns of this rank, K support ids, H softmaxes, X columns of
+scratch memory: those of W that are not padding, and further columns up to a multiple of ``SCRATCH_COLUMNS``.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 
@@ -15,9 +20,15 @@ from torch import Tensor
 
 from recipe_gkd.losses.logits_query import GradientSpec, SoftmaxSpec
 
-# Finite stand-in for -inf in exponents. exp(-80) is negligible beside 1 in float64 and still a normal float32 number;
-# subnormal numbers are ten times as slow.
-MIN_EXPONENT = -80.0
+LN_2 = math.log(2)
+
+# Finite stand-in for -inf in exponents of 2, because the product of -inf and exp2(-inf) is nan. 2**-115 is negligible
+# beside 1 in float64.
+MIN_EXPONENT = -115.0
+
+# At least the float32 numbers of one vector instruction. PyTorch computes the end of an array, if it does not fill a
+# vector, with other code, which rounds exp2 differently. Results would depend on the number of positions of a chunk.
+SCRATCH_COLUMNS = 64
 
 MAX_SCRATCH_ELEMENTS = 1 << 22
 
@@ -43,17 +54,20 @@ def tail_sums(logits_RW: Tensor, softmaxes: Sequence[SoftmaxSpec], dtype: torch.
 
 
 def _tail_sums(logits_RW: Tensor, softmax: SoftmaxSpec, dtype: torch.dtype) -> Tensor:
-    # torch.softmax is one kernel, and faster than exp followed by sum: sum(exp(x)) is 1 / (the largest share).
-    x_RW = _mask_support(logits_RW, softmax, dtype)
-    if not x_RW.shape[1]:
-        return x_RW.new_tensor([float("-inf"), 0, 0]).expand(len(x_RW), 3)
-    m_R = x_RW.amax(1)
+    logits_RW = logits_RW[:, : softmax.real_columns]
+    if not logits_RW.shape[1]:
+        return logits_RW.new_tensor([float("-inf"), 0, 0], dtype=dtype).expand(len(logits_RW), 3)
+    x_RX = _scratch("x", logits_RW, dtype)
+    x_RX[:, : logits_RW.shape[1]].copy_(logits_RW)
+    _mask_support(x_RX, softmax)
+    m_R = x_RX.amax(1)
     has_tail_R = m_R != float("-inf")
-    _shift_and_scale(x_RW, m_R, softmax)
-    share_RW = torch.softmax(x_RW, 1, out=_scratch("share", x_RW.shape, dtype, x_RW.device))
-    sum_R = share_RW.amax(1).reciprocal()
-    x_RW.clamp_(min=MIN_EXPONENT)
-    weighted_R = x_RW.mul_(share_RW).sum(1) * sum_R
+    x_RX.sub_(m_R[:, None]).mul_(softmax.inverse_temperature / LN_2)
+    exp_RX = torch.exp2(x_RX, out=_scratch("exp", logits_RW, dtype))
+    sum_R = exp_RX.sum(1)
+    # nansum leaves out 0 * -inf: at the support, in the further columns, and at logits of -inf. A nan logit makes all
+    # exponents of its row nan: the last term restores it.
+    weighted_R = exp_RX.mul_(x_RX).nansum(1) * LN_2 + 0 * sum_R
     return torch.stack([m_R, sum_R.where(has_tail_R, 0), weighted_R.where(has_tail_R, 0)], dim=1)
 
 
@@ -65,59 +79,78 @@ def write_gradient(out_RW: Tensor, logits_RW: Tensor, gradient: GradientSpec) ->
         logits_RW: This rank's columns of the logits.
         gradient: Coefficients at these positions.
     """
-    grad_RW = _tail_gradient(logits_RW, gradient, 0)
-    if len(gradient.softmaxes) > 1:
-        grad_RW = grad_RW.clone()
-        for number in range(1, len(gradient.softmaxes)):
-            grad_RW += _tail_gradient(logits_RW, gradient, number)
+    real_columns, dtype = gradient.softmaxes[0].real_columns, gradient.max_TH.dtype
+    out_RW[:, real_columns:] = 0
+    out_RW, logits_RW = out_RW[:, :real_columns], logits_RW[:, :real_columns]
+    if not out_RW.shape[1]:
+        return
+    has_one_term = len(gradient.softmaxes) == 1
+    is_direct = has_one_term and out_RW.dtype == dtype
+    # The only term may be written over its own exponents, in memory that is already in the cache.
+    grad_RW = out_RW if is_direct else _scratch("x" if has_one_term else "sum", logits_RW, dtype)[:, :real_columns]
+    for number in range(len(gradient.softmaxes)):
+        _add_tail_gradient(grad_RW, logits_RW, gradient, number)
     grad_RW.scatter_add_(1, gradient.softmaxes[0].columns_TK, gradient.grad_support_TK)
     grad_RW.scatter_add_(1, gradient.sampled_columns_T1, gradient.grad_sampled_T1)
-    out_RW.copy_(grad_RW)
+    if not is_direct:
+        out_RW.copy_(grad_RW)
 
 
-def _tail_gradient(logits_RW: Tensor, gradient: GradientSpec, number: int) -> Tensor:
-    """Return the gradient's term of softmax ``number`` in scratch memory."""
-    softmax, max_R = gradient.softmaxes[number], gradient.max_TH[:, number]
-    grad_tail_R = gradient.grad_tail_TH[:, number] * softmax.inverse_temperature
-    x_RW = _mask_support(logits_RW, softmax, max_R.dtype)
-    _shift_and_scale(x_RW, max_R, softmax)
-    x_RW.clamp_(min=MIN_EXPONENT)
+def _add_tail_gradient(grad_RW: Tensor, logits_RW: Tensor, gradient: GradientSpec, number: int) -> None:
+    """Add the gradient's term of softmax ``number``; the first one is written over the memory."""
+    softmax, max_R1, dtype = gradient.softmaxes[number], gradient.max_TH[:, number, None], gradient.max_TH.dtype
+    grad_tail_R1 = gradient.grad_tail_TH[:, number, None] * softmax.inverse_temperature
+    width = logits_RW.shape[1]
+    x_RX = _scratch("x", logits_RW, dtype)
+    if logits_RW.dtype == dtype:
+        torch.sub(logits_RW, max_R1, out=x_RX[:, :width])
+    else:  # a subtraction of two dtypes would allocate a converted copy
+        x_RX[:, :width].copy_(logits_RW).sub_(max_R1)
+    _mask_support(x_RX, softmax)
+    x_RX.mul_(softmax.inverse_temperature / LN_2)
     if gradient.grad_slope_TH is None:
-        grad_RW = x_RW.exp_().mul_(grad_tail_R[:, None])
+        exp_RX, factor = x_RX.exp2_(), grad_tail_R1
     else:
-        grad_slope_R = gradient.grad_slope_TH[:, number] * softmax.inverse_temperature
-        exp_RW = torch.exp(x_RW, out=_scratch("share", x_RW.shape, x_RW.dtype, x_RW.device))
-        grad_RW = x_RW.mul_(grad_slope_R[:, None]).add_(grad_tail_R[:, None]).mul_(exp_RW)
-    grad_RW[:, softmax.real_columns :] = 0
-    return grad_RW
+        x_RX.clamp_(min=MIN_EXPONENT)
+        exp_RX = torch.exp2(x_RX, out=_scratch("exp", logits_RW, dtype))
+        grad_slope_R1 = gradient.grad_slope_TH[:, number, None] * (softmax.inverse_temperature * LN_2)
+        factor = x_RX.mul_(grad_slope_R1).add_(grad_tail_R1)[:, :width]
+    exp_RW = exp_RX[:, :width]
+    if number:
+        grad_RW += exp_RW.mul_(factor)
+    else:
+        torch.mul(exp_RW, factor, out=grad_RW)
 
 
-def _shift_and_scale(x_RW: Tensor, max_R: Tensor, softmax: SoftmaxSpec) -> None:
-    x_RW.sub_(max_R[:, None])
-    if softmax.inverse_temperature != 1:
-        x_RW.mul_(softmax.inverse_temperature)
-
-
-def _mask_support(logits_RW: Tensor, softmax: SoftmaxSpec, dtype: torch.dtype) -> Tensor:
-    """Return the logits in scratch memory, with -inf at this rank's support ids and in the padding."""
-    x_RW = _scratch("x", logits_RW.shape, dtype, logits_RW.device).copy_(logits_RW)
-    x_RW[:, softmax.real_columns :] = float("-inf")
+def _mask_support(x_RX: Tensor, softmax: SoftmaxSpec) -> None:
+    """Write -inf at this rank's support ids."""
     if softmax.columns_TK.shape[1]:
         # Entries of other ranks have column 0; adding 0 there leaves that logit unchanged.
-        mask_RK = torch.zeros_like(softmax.columns_TK, dtype=dtype).masked_fill_(softmax.is_local_TK, float("-inf"))
-        x_RW.scatter_add_(1, softmax.columns_TK, mask_RK)
-    return x_RW
+        mask_RK = torch.zeros_like(softmax.columns_TK, dtype=x_RX.dtype)
+        x_RX.scatter_add_(1, softmax.columns_TK, mask_RK.masked_fill_(softmax.is_local_TK, float("-inf")))
 
 
-def _scratch(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return uninitialized memory that is valid until the next call with this name in this thread.
+def _scratch(name: str, logits_RW: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return memory for these logits that is valid until the next call with this name in this thread.
 
     On a CPU the memory is reused: page faults of fresh memory cost more than the operations on it.
+
+    Returns:
+        Memory [R, X]. The first W columns are uninitialized, the others are -inf.
     """
-    if device.type != "cpu" or shape.numel() > MAX_SCRATCH_ELEMENTS:
-        return torch.empty(shape, dtype=dtype, device=device)
+    n_rows, width = logits_RW.shape
+    columns = -(-width // SCRATCH_COLUMNS) * SCRATCH_COLUMNS
+    x_RX = _memory(name, n_rows * columns, dtype, logits_RW.device).view(n_rows, columns)
+    if width < columns:
+        x_RX[:, width:] = float("-inf")
+    return x_RX
+
+
+def _memory(name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu" or size > MAX_SCRATCH_ELEMENTS:
+        return torch.empty(size, dtype=dtype, device=device)
     buffer = getattr(_scratch_buffers, name, None)
-    if buffer is None or buffer.dtype != dtype or buffer.numel() < shape.numel():
-        buffer = torch.empty(shape.numel(), dtype=dtype)
+    if buffer is None or buffer.dtype != dtype or buffer.numel() < size:
+        buffer = torch.empty(size, dtype=dtype)
         setattr(_scratch_buffers, name, buffer)
-    return buffer[: shape.numel()].view(shape)
+    return buffer[:size]

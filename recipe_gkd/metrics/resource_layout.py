@@ -72,7 +72,7 @@ class ResourceLayout:
             inflight=trainer.inflight_update,
             actor=(trainer.nnodes, trainer.n_gpus_per_node),
             rollout=(config.rollout.nnodes, config.rollout.n_gpus_per_node),
-            actor_divisor=pp * math.lcm(tp, expert_ranks),
+            actor_divisor=pp * math.lcm(tp * megatron.context_parallel_size, expert_ranks),
             rollout_divisor=settings.rollout.tensor_model_parallel_size,
             shared=config.rollout.share_actor_gpus,
             n_teachers=settings.teacher.n_server_workers if is_service else 1,

@@ -19,6 +19,7 @@ from recipe_gkd.metrics.measured_stages import WAITS
 from recipe_gkd.metrics.resource_layout import PoolSize, ResourceLayout
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
+from recipe_gkd.metrics.utilization import ActorUtilization
 from recipe_gkd.runtime.clock import now
 
 log = logging.getLogger(__name__)
@@ -60,13 +61,21 @@ class StepMetrics:
         timeline: Record of the spans of all pools, which the pipeline writes.
     """
 
-    def __init__(self, config: Config, *, n_rollouts: int, capacity: Capacity | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        n_rollouts: int,
+        capacity: Capacity | None = None,
+        utilization: ActorUtilization | None = None,
+    ) -> None:
         """Open the trace file.
 
         Args:
             config: Configuration of the run.
             n_rollouts: Number of rollout replicas.
             capacity: Free resources of the cluster, for the advice. None: unknown.
+            utilization: Computation of ``perf/mfu/actor``. None: the metric is omitted.
 
         Raises:
             ConfigError: The trace file cannot be written.
@@ -83,7 +92,8 @@ class StepMetrics:
             "teacher": ["teacher"],
         }
         self._responses_per_prompt = config.actor_rollout_ref.rollout.n
-        self._n_teachers = layout.n_teachers
+        self._n_teachers, self._n_devices = layout.n_teachers, layout.n_slots
+        self._utilization = utilization
         self._began = now()
         self._log_s = 0.0
 
@@ -133,6 +143,9 @@ class StepMetrics:
         metrics |= self._idle(ended) | describe(batch, self._responses_per_prompt)
         metrics["perf/cpu_memory_used_gb"] = host_memory_used_gb()
         metrics["perf/tokens_per_second"] = metrics["perf/total_num_tokens"] / step_s
+        metrics["perf/throughput"] = metrics["perf/tokens_per_second"] / self._n_devices
+        if self._utilization is not None:
+            metrics |= self._utilization.metrics(batch.samples, metrics.get("timing/update_actor", 0.0))
         self.timeline.forget(ended)
         self._began = ended
         return metrics

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from recipe_gkd.errors import GkdError, ModelError, WorkerError
 from recipe_gkd.rollout.engine_options import EngineOptions
+from recipe_gkd.rollout.limits import check_cpu_budget
 from recipe_gkd.runtime.scratch import scratch_folder
+from teacher.engines.head_dtype import head_overrides
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine
 
 _CPU_BATCHED_TOKENS = 4096
-_CUDA_BATCHED_TOKENS = 2048
-"""vLLM's ``SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS``."""
 
 
 def build_engine(options: EngineOptions) -> LLMEngine:
@@ -53,6 +53,7 @@ def _build(options: EngineOptions) -> LLMEngine:
     arguments = vllm.EngineArgs(
         options.model_path,
         dtype=options.dtype,  # type: ignore[arg-type]
+        hf_overrides=head_overrides(float32_head=options.float32_head),
         trust_remote_code=options.trust_remote_code,
         tensor_parallel_size=options.tensor_parallel_size,
         distributed_executor_backend="uni" if options.tensor_parallel_size == 1 else "mp",
@@ -61,7 +62,7 @@ def _build(options: EngineOptions) -> LLMEngine:
         kv_cache_memory_bytes=options.kv_cache_bytes,
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
-        **step_budget(options),
+        **step_budget(options, vllm.default_batched_tokens(options.tensor_parallel_size)),
         skip_tokenizer_init=True,
         logprobs_mode="raw_logprobs",  # at temperature 1 and over all tokens, independent of the sampling parameters
         disable_log_stats=True,
@@ -75,27 +76,41 @@ def _build(options: EngineOptions) -> LLMEngine:
     return engine
 
 
-def step_budget(options: EngineOptions) -> dict[str, Any]:
+def step_budget(options: EngineOptions, cuda_default: int) -> dict[str, Any]:
     """Return the engine arguments that bound the tokens of a step.
 
     On a CPU, vLLM fails with `CPU Generator does not use offset` if the prompt of a seeded request is split into
-    chunks. On CUDA, its default of 2048 tokens would reject a larger ``max_num_seqs``.
+    chunks. On CUDA prompts are split, and vLLM only requires a token per sequence. Its own default for an
+    ``LLMEngine`` is 2048 tokens, a quarter or an eighth of the default for its ``LLM`` class.
+
+    Args:
+        options: Options of the engine.
+        cuda_default: Tokens of a step on CUDA; see :func:`vllm_compat.default_batched_tokens`.
+
+    Raises:
+        ConfigError: On a CPU a step would not hold a whole sequence.
     """
+    requested = options.max_num_batched_tokens
     if options.device != "cpu":
-        is_larger = options.max_num_seqs > _CUDA_BATCHED_TOKENS
-        return {"max_num_batched_tokens": options.max_num_seqs} if is_larger else {}
-    budget = max(_CPU_BATCHED_TOKENS, options.max_model_len, options.max_num_seqs)
+        # vLLM warns about a budget that no batch can fill, so the default is not larger than that.
+        largest = options.max_num_seqs * options.max_model_len
+        return {"max_num_batched_tokens": requested or min(max(cuda_default, options.max_num_seqs), largest)}
+    if requested is not None:
+        check_cpu_budget(requested, options.max_model_len)
+    budget = requested or max(_CPU_BATCHED_TOKENS, options.max_model_len, options.max_num_seqs)
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": budget}
 
 
 def describe_engine(engine: LLMEngine) -> dict[str, Any]:
-    """Return vLLM's version, and dtype, maximum length and KV cache size (both in tokens) of an engine."""
+    """Return vLLM's version, and of an engine: data types, maximum length, step and KV cache size (in tokens)."""
     from recipe_gkd.rollout import vllm_compat
 
     return {
         "vllm": vllm_compat.vllm.__version__,
         "dtype": str(engine.model_config.dtype).removeprefix("torch."),
+        "head_dtype": str(engine.model_config.head_dtype).removeprefix("torch."),
         "max_model_len": engine.model_config.max_model_len,
+        "max_num_batched_tokens": engine.vllm_config.scheduler_config.max_num_batched_tokens,
         "kv_cache_tokens": vllm_compat.kv_cache_tokens(engine),
     }
 

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 from recipe_gkd.config import Config
 from recipe_gkd.rollout.limits import engine_length
+from teacher.engines.head_dtype import wants_float32_head
 
 _CPU_KV_CACHE_MEBIBYTES = 256
+_SHARED_GPU_UTILIZATION = 0.01
+"""On a shared GPU vLLM gets the size of its KV cache. It then uses ``gpu_memory_utilization`` only for a check at its
+start (``request_memory``), which would fail because of the memory that the actor uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +23,9 @@ class EngineOptions:
         device: ``"cpu"`` or ``"cuda"``.
         dtype: vLLM's ``dtype``.
         tensor_parallel_size: Number of tensor-parallel ranks.
+        float32_head: If True, logits are computed in float32 from weights of any data type.
         max_num_seqs: Maximum number of sequences in a step.
+        max_num_batched_tokens: Maximum number of tokens in a step; None selects the default of the device.
         max_model_len: Maximum length of a sequence, in tokens.
         kv_cache_bytes: Size of the KV cache; None leaves it to ``gpu_memory_utilization``.
         gpu_memory_utilization: Fraction of the GPU memory for the engine.
@@ -40,6 +46,8 @@ class EngineOptions:
     enforce_eager: bool
     trust_remote_code: bool
     n_tokens: int | None = None
+    float32_head: bool = False
+    max_num_batched_tokens: int | None = None
 
     @classmethod
     def from_config(cls, config: Config, device: str, n_tokens: int | None = None) -> EngineOptions:
@@ -60,8 +68,12 @@ class EngineOptions:
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=engine_length(config),
             kv_cache_bytes=None if mebibytes is None else mebibytes << 20,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            gpu_memory_utilization=_SHARED_GPU_UTILIZATION
+            if config.rollout.share_actor_gpus
+            else rollout.gpu_memory_utilization,
             enforce_eager=rollout.enforce_eager or device == "cpu",
             trust_remote_code=model.trust_remote_code,
             n_tokens=n_tokens,
+            float32_head=wants_float32_head(model.head_dtype, rollout.dtype, device),
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
         )

@@ -15,7 +15,7 @@ VLLM_VOCAB_MULTIPLE = 64
 
 
 def check_engine_fits(dims: ModelDims, config: Config) -> None:
-    """Check sequence length, parallelism and KV cache of ``actor_rollout_ref.rollout`` against the model.
+    """Check lengths, parallelism and KV cache of ``actor_rollout_ref.rollout`` against the model and the device.
 
     Args:
         dims: Dimensions of the student.
@@ -25,7 +25,10 @@ def check_engine_fits(dims: ModelDims, config: Config) -> None:
         ConfigError: vLLM would reject this combination.
     """
     _check_length(dims, config)
-    _check_parallelism(dims, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+    rollout = config.actor_rollout_ref.rollout
+    if config.trainer.device == "cpu" and rollout.max_num_batched_tokens is not None:
+        check_cpu_budget(rollout.max_num_batched_tokens, engine_length(config))
+    _check_parallelism(dims, rollout.tensor_model_parallel_size)
     _check_cache(dims, config)
 
 
@@ -33,6 +36,23 @@ def engine_length(config: Config) -> int:
     """Return the maximum length of a sequence in the engine, in tokens."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     return config.actor_rollout_ref.rollout.max_model_len or longest
+
+
+def check_cpu_budget(tokens: int, max_model_len: int) -> None:
+    """Check that a step on a CPU holds a whole sequence, because vLLM cannot split a seeded prompt there.
+
+    Args:
+        tokens: ``max_num_batched_tokens``.
+        max_model_len: Maximum length of a sequence in the engine, in tokens.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if tokens < max_model_len:
+        raise ConfigError(
+            f"{ROLLOUT}.max_num_batched_tokens={tokens} is less than the longest sequence of {max_model_len} tokens, "
+            f"and prompts are not split on a CPU; set it to {max_model_len} or more, or to null"
+        )
 
 
 def _check_length(dims: ModelDims, config: Config) -> None:

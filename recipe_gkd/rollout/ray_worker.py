@@ -184,6 +184,7 @@ class RolloutWorker:
 
         Raises:
             WeightSyncError: The announced weights are not those of the rollout model.
+            ResourceError: The update does not fit into the memory.
             DeadlineError: The running requests did not finish in time.
         """
         check_announced(meta, self._config.actor_rollout_ref.model.path, self._folder_shapes)
@@ -191,7 +192,9 @@ class RolloutWorker:
         stopped = self._gate.begin(inflight=inflight)
         try:
             await self._wait(stopped, started, timeout_s, f"v{version} cannot be loaded: it still generates")
-        except DeadlineError:
+            megabytes = self._config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
+            await self._run(lambda engine: self._updates.check_memory(engine, meta, int(megabytes * (1 << 20))))
+        except GkdError:
             self._gate.end()
             raise
 

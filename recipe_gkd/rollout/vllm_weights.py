@@ -14,11 +14,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from recipe_gkd.diagnostics.stack_dumps import allow_stack_dumps
 from recipe_gkd.errors import WeightSyncError
+from recipe_gkd.rollout.update_memory import free_memory, largest_layer_bytes, memory_shortage, update_memory
 from recipe_gkd.rollout.vllm_compat import (
     WeightTransferEngine,
     WeightTransferEngineFactory,
@@ -75,6 +75,21 @@ class ReceiveUpdate(WeightTransferUpdateInfo):
     n_sharing_host: int
 
 
+@dataclass
+class CheckMemory:
+    """Arguments for the check of the memory for an update.
+
+    Attributes:
+        meta: Tensors of the update, in order.
+        bucket_bytes: Maximum size of a bucket.
+        n_sharing_host: Processes that receive the same update into the memory of this host.
+    """
+
+    meta: list[TensorMeta]
+    bucket_bytes: int
+    n_sharing_host: int
+
+
 class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
     """Receiver of weight updates on one tensor-parallel rank.
 
@@ -108,6 +123,28 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
             timeout_s=init_info.timeout_s,
         )
 
+    def memory_shortage(self, request: CheckMemory) -> str:
+        """Return a message if an update cannot fit into the free memory; empty if it may fit.
+
+        Raises:
+            WeightSyncError: There is no transport.
+        """
+        plan = self._joined().plan(request.meta, request.bucket_bytes)
+        cache = self.vllm_config.cache_config
+        size = getattr(cache, "kv_cache_memory_bytes", None)
+        remedy = (
+            f"gpu_memory_utilization (now {cache.gpu_memory_utilization:g})"
+            if size is None
+            else f"kv_cache_memory_megabytes (now {size >> 20})"
+        )
+        return memory_shortage(
+            update_memory([bucket.n_bytes for bucket in plan.buckets], largest_layer_bytes(self.model)),
+            free_memory(torch.device(self.device)),
+            bucket_bytes=request.bucket_bytes,
+            n_sharing_host=request.n_sharing_host,
+            remedy=remedy,
+        )
+
     def start_weight_update(self) -> None:
         """Reset the buffers. The model stays unchanged, because the sender may never connect."""
         self._buffered = []
@@ -119,15 +156,14 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
             WeightSyncError: There is no transport, or the transfer failed.
             DeadlineError: The sender did not answer.
         """
-        if self._transport is None:
-            raise WeightSyncError("this rollout worker has no weight transport; join one first")
+        transport = self._joined()
         double_buffered = update_info.double_buffered
         if double_buffered is None:
-            n_bytes = self._transport.plan(update_info.meta, update_info.bucket_bytes).n_bytes
+            n_bytes = transport.plan(update_info.meta, update_info.bucket_bytes).n_bytes
             double_buffered = fits_double_buffered(n_bytes, torch.device(self.device), update_info.n_sharing_host)
         try:
             stats = receive_weights(
-                self._transport,
+                transport,
                 update_info.version,
                 update_info.meta,
                 update_info.bucket_bytes,
@@ -147,20 +183,33 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
         buffered, self._buffered = self._buffered, []
         if buffered:
             self._load(buffered)
+        del buffered
         if (reload := self._finalize()) is not None:
             reload.check_complete()
             self.has_mixed_weights = False
+        self._release_cached_memory()
 
     def drop(self) -> None:
         """Discard the update. Layers that were loaded in part are finalized, so that the process survives."""
         self._buffered = []
         self._finalize()
+        self._release_cached_memory()
 
     def shutdown(self) -> None:
         """Leave the transport. Idempotent."""
         if self._transport is not None:
             self._transport.close()
             self._transport = None
+
+    def _joined(self) -> Transport:
+        if self._transport is None:
+            raise WeightSyncError("this rollout worker has no weight transport; join one first")
+        return self._transport
+
+    def _release_cached_memory(self) -> None:
+        """Return the memory of the buckets to the device, where other processes may need it."""
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.empty_cache()
 
     def _load(self, tensors: NamedTensors) -> None:
         if self._reload is None:
@@ -185,9 +234,8 @@ def fits_double_buffered(n_bytes: int, device: torch.device, n_sharing_host: int
         device: CUDA device, which this process has for itself, or the host.
         n_sharing_host: Processes that receive the same update into the memory of this host. Ignored on CUDA.
     """
-    if device.type == "cuda":
-        return 2 * n_bytes <= torch.cuda.mem_get_info(device)[0]
-    return 2 * n_bytes * n_sharing_host <= psutil.virtual_memory().available
+    n_copies = 1 if device.type == "cuda" else n_sharing_host
+    return 2 * n_bytes * n_copies <= free_memory(device)
 
 
 def register() -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from recipe_gkd.errors import WeightSyncError, WorkerDied
+from recipe_gkd.errors import ResourceError, WeightSyncError, WorkerDied
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class WeightUpdates:
 
         updates = WeightUpdates(name)
         updates.join(engine, host, port, first_rank, labels, transport, timeout_s)  # once, and after every failure
+        updates.check_memory(engine, meta, bucket_bytes)                            # effective once for each join
         updates.receive(engine, version, meta, bucket_bytes, None)
         updates.commit(engine, version)                                             # or updates.drop(engine)
 
@@ -48,6 +49,7 @@ class WeightUpdates:
         self.name, self._n_sharing_host = name, n_sharing_host
         self.invalid_because: str | None = "it has no weights version yet; run a complete weight sync first"
         self._received: int | None = None
+        self._memory_is_checked = False
 
     def ensure_valid(self) -> None:
         """Raise :class:`WeightSyncError` if the engine must not generate."""
@@ -92,7 +94,29 @@ class WeightUpdates:
             "transport": transport,
             "timeout_s": timeout_s,
         }
+        self._memory_is_checked = False
         self._call(engine, "gkd_join_transport", info)
+
+    def check_memory(self, engine: LLMEngine, meta: Sequence[TensorMeta], bucket_bytes: int) -> None:
+        """Check that an update fits into the free memory of all ranks. Has an effect once for each transport.
+
+        Args:
+            engine: The engine.
+            meta: Tensors of the update, in order.
+            bucket_bytes: Maximum size of a bucket.
+
+        Raises:
+            ResourceError: It does not fit.
+            WeightSyncError: There is no transport.
+            WorkerDied: A rank has lost its CUDA device.
+        """
+        if self._memory_is_checked:
+            return
+        info = {"meta": list(meta), "bucket_bytes": bucket_bytes, "n_sharing_host": self._n_sharing_host}
+        shortages = [text for outcome in self._call(engine, "gkd_check_memory", info) if (text := outcome["shortage"])]
+        if shortages:
+            raise ResourceError(f"{self.name}: {shortages[0]}")
+        self._memory_is_checked = True
 
     def receive(
         self,

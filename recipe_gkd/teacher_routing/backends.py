@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from recipe_gkd.config.schema import Config
-from recipe_gkd.config.teachers import addresses
+from recipe_gkd.config.teachers import addresses, n_connections
 from recipe_gkd.teacher_routing.custom_backend import CustomBackend
 from teacher.client import TeacherClient
 from teacher.errors import TeacherProtocolError, TeacherTimeout
@@ -127,6 +127,7 @@ def open_backend(config: Config, name: str) -> TeacherBackend:
                 auth_dir=teacher.auth_dir,
                 top_k=teacher.top_k,
                 wire_dtype=teacher.wire_dtype,
+                n_connections=n_connections(teacher),
             )
         case "hf":
             from recipe_gkd.teacher_routing.hf_teacher import HfTeacher  # imports torch and transformers

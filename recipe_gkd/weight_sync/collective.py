@@ -1,22 +1,18 @@
-"""Transport by collectives: a private gloo or NCCL group between the actor's rank 0 and the rollout workers.
-
-It does not touch the default group of ``torch.distributed``, which Megatron uses on rank 0 and vLLM on other ranks.
-"""
+"""Transport by collectives: a private gloo or NCCL group between the actor's rank 0 and the rollout workers."""
 
 from __future__ import annotations
 
-import socket
+import threading
 import time
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from recipe_gkd.errors import GkdError
+from recipe_gkd.weight_sync.opening import open_on_all_ranks
+from recipe_gkd.weight_sync.private_group import POLL_INTERVAL_S, PrivateGroup
 from recipe_gkd.weight_sync.transport import Transport
 
-_POLL_INTERVAL_S = 0.0002
 _INTERRUPT_CHECK_INTERVAL_S = 0.2
 
 
@@ -26,26 +22,40 @@ class CollectiveTransport(Transport):
     It uses NCCL if ``device`` is a GPU, and gloo otherwise. NCCL needs a GPU for each rank.
     """
 
-    _group: Any = None
+    _group: PrivateGroup | None = None
 
     sends_in_place = True
 
     def _open(self) -> None:
+        self._group = open_on_all_ranks(self.peers, self._connect, discard=PrivateGroup.end)
+
+    def _connect(self, stop: threading.Event) -> PrivateGroup:
+        """Return a group whose ranks are connected. Runs in a thread that may be abandoned."""
         peers = self.peers
-        self._group = _process_group(peers.mailbox.store, peers.rank, peers.world, self.device, peers.timeout_s)
+        group = PrivateGroup(
+            peers.mailbox.store,
+            rank=peers.rank,
+            world=peers.world,
+            device=self.device,
+            timeout_s=peers.timeout_s,
+            stop=stop,
+        )
+        try:
+            group.probe()
+        except BaseException:
+            group.end()
+            raise
+        return group
 
     def _close(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            group.abort()
+            group.end()
 
     def broadcast(self, buffer_U: torch.Tensor) -> dist.Work:
         """Start the broadcast of a bucket from rank 0; see :meth:`Transport.broadcast`."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        options.timeout = self.peers.time_left()
-        return self._group.broadcast([buffer_U], options)
+        assert self._group is not None  # the ranks have passed a rendezvous, which fails on a closed transport
+        return self._group.broadcast(buffer_U, self.peers.time_left())
 
     def finish(self, work: dist.Work, phase: str) -> None:
         """Wait for a broadcast; see :meth:`Transport.finish`."""
@@ -60,7 +70,11 @@ class CollectiveTransport(Transport):
             self.peers.fail(phase, error, silent=self.peers.others)
 
     def _finish_on_stream(self, work: dist.Work, phase: str) -> None:
-        # NCCL's ``Work.wait`` only orders streams, and NCCL does not detect the death of a peer: the host must poll.
+        """Poll a transfer of NCCL, whose ``Work.wait`` only orders streams.
+
+        Within a node NCCL does not detect the death of a peer, so the deadline ends the wait. Between nodes it does:
+        the work is then completed, and ``wait`` raises the error in this thread.
+        """
         checked = time.monotonic()
         while not work.is_completed():
             now = time.monotonic()
@@ -69,30 +83,5 @@ class CollectiveTransport(Transport):
             if now > checked + _INTERRUPT_CHECK_INTERVAL_S:
                 self.peers.check_interrupted(phase)
                 checked = now
-            time.sleep(_POLL_INTERVAL_S)
+            time.sleep(POLL_INTERVAL_S)
         work.wait()
-
-
-def _process_group(store: dist.Store, rank: int, world: int, device: torch.device, timeout_s: float) -> Any:
-    prefixed = dist.PrefixStore("group", store)
-    if device.type == "cuda":
-        nccl = dist.ProcessGroupNCCL.Options()
-        # NCCL's watchdog would end the process, so its timeout must be later than the deadline of the update.
-        nccl._timeout = timedelta(seconds=2 * timeout_s + 60)
-        return dist.ProcessGroupNCCL(prefixed, rank, world, nccl)
-    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._timeout = timedelta(seconds=timeout_s)
-    assert isinstance(store, dist.TCPStore)
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address_toward(store.host))]
-    return dist.ProcessGroupGloo(prefixed, rank, world, gloo)
-
-
-def _own_address_toward(host: str) -> str:
-    """Return the address of the network interface that leads to ``host``.
-
-    gloo would take the address of the host name, which other machines may not reach.
-    """
-    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # on a datagram socket this selects the route and sends nothing
-        return str(probe.getsockname()[0])

@@ -128,9 +128,7 @@ class PeerGroup:
             store.set_timeout(self.time_left())
             values = store.multi_get(list(keys.values()))
         except dist.DistNetworkError as error:
-            lost = f"{self.label(self.rank)} has lost {self.label(0)}, whose process holds the store"
-            message = f"weight transport, {phase}: {lost} ({one_line(error)}); look at the log of {self.labels[0]}"
-            self.fail(phase, WeightSyncError(message))
+            self.fail(phase, WeightSyncError(self.lost_store_message(phase, one_line(error))))
         except dist.DistError as error:
             silent = [rank for rank, key in keys.items() if not self.mailbox.has(key)]
             self.fail(phase, error, silent=silent or self.others)
@@ -140,7 +138,24 @@ class PeerGroup:
             self.fail(phase, WeightSyncError(f"weight transport, {phase}: {self._describe_failures(failed)}"))
         return collected
 
+    def has_arrived(self, rank: int) -> bool:
+        """Return True if a rank has reached the next rendezvous."""
+        return self.mailbox.has(message_key(self._n_rendezvous + 1, rank))
+
+    def check_reports(self, phase: str) -> None:
+        """Raise :class:`WeightSyncError` if a rank of ``others`` has reported a failure at the next rendezvous."""
+        topic = self._n_rendezvous + 1
+        messages = {rank: self.mailbox.read(message_key(topic, rank)) or "" for rank in self.others}
+        if failed := {rank: text for rank, text in messages.items() if text.startswith(FAILED_PREFIX)}:
+            self.check_interrupted(phase)
+            self.fail(phase, WeightSyncError(f"weight transport, {phase}: {self._describe_failures(failed)}"))
+
     # Failures.
+
+    def lost_store_message(self, phase: str, reason: str) -> str:
+        """Return the error message for the loss of the store, which rank 0 holds."""
+        lost = f"{self.label(self.rank)} has lost {self.label(0)}, whose process holds the store"
+        return f"weight transport, {phase}: {lost} ({reason}); look at the log of {self.labels[0]}"
 
     def interrupt(self, reason: str) -> None:
         """Interrupt all ranks; see :func:`recipe_gkd.weight_sync.store.interrupt`. Safe while another thread waits."""

@@ -60,6 +60,7 @@ def receive_weights(
         checksum = Checksum(transport.device)
         with _BucketReceiverThread(transport, plan.buckets, name) as received:
             for bucket, buffer_U in received:
+                _keep_until_read(buffer_U)
                 checksum.add(buffer_U)
                 load(unpack(bucket, buffer_U))
                 del buffer_U
@@ -76,6 +77,16 @@ def receive_weights(
     except Exception as error:  # noqa: BLE001 - raised again, and reported to the sender
         peers.fail(f"{name}, load", error)
     return TransferStats(seconds=time.monotonic() - started, n_bytes=plan.n_bytes, checksum=value)
+
+
+def _keep_until_read(buffer_U: torch.Tensor) -> None:
+    """Reserve the memory of a bucket until the current stream of this thread has read it.
+
+    The receiving thread allocates it on its own stream. vLLM's workers load on another one, and without this call
+    torch would give the memory to the next bucket as soon as the last tensor is gone, before those loads have run.
+    """
+    if buffer_U.is_cuda:
+        buffer_U.record_stream(torch.cuda.current_stream(buffer_U.device))
 
 
 class _BucketReceiverThread:

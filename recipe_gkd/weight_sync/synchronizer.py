@@ -3,9 +3,10 @@
 ========= ==================================================== ========================================================
 Phase     Action                                               State of the rollout workers after a failure
 ========= ==================================================== ========================================================
-connect   store on actor rank 0, transport between all ranks   previous version
-begin     each worker checks the announced weights and stops   previous version
-          generating
+connect   store on actor rank 0, rendezvous of all ranks,      previous version
+          communicator
+begin     each worker checks the announced weights and, after  previous version
+          a new connection, its memory, and stops generating
 transfer  buckets, then a checksum that all ranks confirm      previous version if double-buffered; invalid if in place
 commit    load, new version number, empty prefix cache         previous version, invalid, or new version
 ========= ==================================================== ========================================================
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError, find_timeout_error
+from recipe_gkd.errors import DeadlineError, GkdError, ResourceError, WeightSyncError, find_timeout_error
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.cleanup import drop_update
 from recipe_gkd.weight_sync.connection import WeightConnection
@@ -82,8 +83,8 @@ class WeightSynchronizer:
     async def sync(self, version: int) -> dict[str, float]:
         """Transfer the actor's current weights to all rollout workers.
 
-        A failed attempt is repeated once on a new transport. It is not repeated if a worker did not answer, because a
-        new transport would wait for the same worker again.
+        A failed attempt is repeated once on a new transport. It is not repeated if the update does not fit into the
+        memory of a worker, or if a worker did not answer, because a new transport would wait for the same worker again.
 
         Args:
             version: Version that the rollout workers report for the new weights.
@@ -101,7 +102,7 @@ class WeightSynchronizer:
             metrics = await self._attempt(version)
             retries = 0
         except WeightSyncError as first:
-            if isinstance(first.__cause__, DeadlineError) or find_timeout_error(first):
+            if isinstance(first.__cause__, DeadlineError | ResourceError) or find_timeout_error(first):
                 raise
             log.warning("weight sync v%d: retrying once on a new transport", version)
             try:

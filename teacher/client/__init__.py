@@ -5,6 +5,6 @@ is sent, `chunks` splits a submission into requests and joins their replies.
 """
 
 from teacher.client.async_client import AsyncTeacherClient
-from teacher.client.client import TeacherClient
+from teacher.client.client import MAX_CONNECTIONS, TeacherClient
 
-__all__ = ["AsyncTeacherClient", "TeacherClient"]
+__all__ = ["MAX_CONNECTIONS", "AsyncTeacherClient", "TeacherClient"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -30,6 +31,10 @@ class ClientOptions(TypedDict, total=False):
     auth_dir: str | Path | None
     top_k: int | None
     wire_dtype: WireDtype
+    n_connections: int
+
+
+MAX_CONNECTIONS = 64
 
 
 class TeacherClient:
@@ -58,6 +63,7 @@ class TeacherClient:
         auth_dir: str | Path | None = None,
         top_k: int | None = None,
         wire_dtype: WireDtype = "float32",
+        n_connections: int = 1,
     ) -> None:
         """Start to connect in the background.
 
@@ -72,6 +78,8 @@ class TeacherClient:
             top_k: Number of log-probabilities per position, or None for all that the teacher returns.
             wire_dtype: Type of the log-probabilities on the wire. ``float16`` saves a quarter of the bytes (ids stay
                 int32) and has a relative error of at most 2^-11.
+            n_connections: Number of connections, over which calls are distributed in turn. Each has threads of its own
+                for encryption and decoding. The service counts and schedules each as a client.
 
         Raises:
             TeacherError: The address is malformed, keys are missing, or an argument is out of range.
@@ -80,8 +88,17 @@ class TeacherClient:
         check_top_k(top_k)
         self._top_k, self._wire_dtype = top_k, check_wire_dtype(wire_dtype)
         self._model: TeacherInfo | None = None
-        self._io_thread = ClientIOThread(Connection(CLIENT, server_ip, server_port, auth_dir))
-        self.address = self._io_thread.address
+        if not 1 <= n_connections <= MAX_CONNECTIONS:
+            raise TeacherRequestError(f"n_connections must be 1 to {MAX_CONNECTIONS}, got {n_connections!r}")
+        self._io_threads: list[ClientIOThread] = []
+        try:
+            for _ in range(n_connections):
+                self._io_threads.append(ClientIOThread(Connection(CLIENT, server_ip, server_port, auth_dir)))
+        except BaseException:
+            self.close()
+            raise
+        self._next_io_thread = itertools.cycle(self._io_threads)
+        self.address = self._io_threads[0].address
 
     def __enter__(self) -> TeacherClient:
         return self
@@ -153,7 +170,7 @@ class TeacherClient:
             failed: Future[list[ScoredSequence]] = Future()
             failed.set_exception(error)
             return failed
-        self._io_thread.start(call)
+        next(self._next_io_thread).start(call)
         return call.future
 
     def submit_hello(self, timeout_s: float | None = None) -> Future[TeacherInfo]:
@@ -163,7 +180,7 @@ class TeacherClient:
             TeacherError: The timeout is out of range, or the client is closed.
         """
         call = ProxyCall("hello", self._resolve_timeout_s(timeout_s), protocol.encode_hello, Info, self._set_model)
-        self._io_thread.start(call)
+        self._io_threads[0].start(call)
         return call.future
 
     def submit_status(self, timeout_s: float = STATUS_TIMEOUT_S) -> Future[ServiceStatus]:
@@ -175,12 +192,13 @@ class TeacherClient:
         call = ProxyCall(
             "status", _check_timeout_s(timeout_s), protocol.encode_status_request, Status, lambda reply: reply.status
         )
-        self._io_thread.start(call)
+        self._io_threads[0].start(call)
         return call.future
 
     def close(self) -> None:
-        """Fail the open calls, cancel them at the service, and free the socket. Further calls have no effect."""
-        self._io_thread.close()
+        """Fail the open calls, cancel them at the service, and free the sockets. Further calls have no effect."""
+        for io_thread in self._io_threads:
+            io_thread.close()
 
     def _set_model(self, reply: Info) -> TeacherInfo:
         self._model = reply.info

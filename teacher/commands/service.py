@@ -12,9 +12,11 @@ import time
 
 from teacher.commands.arguments import add_auth_dir, add_command, port, positive, seconds
 from teacher.engines import EngineConfig, load_engine
+from teacher.engines.head_dtype import HEAD_DTYPES
 from teacher.errors import TeacherError
 from teacher.proxy.admission import MAX_QUEUE_TOKENS
 from teacher.proxy.proxy import STALL_TIMEOUT_S, Proxy
+from teacher.proxy.proxy_sockets import MAX_IO_THREADS, SocketSettings, default_io_threads
 from teacher.stop_signal import StopSignal
 from teacher.wire.auth import client_keys, server_keys
 from teacher.wire.sockets import BACKEND_PORT, FRONTEND_PORT
@@ -36,10 +38,20 @@ def _add_proxy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     proxy = add_command(
         commands, "proxy", _proxy, "run the proxy, which queues requests and sends them to workers", log_level="INFO"
     )
-    proxy.add_argument("--bind", default="127.0.0.1", help="interface; any but loopback needs --auth-dir")
+    proxy.add_argument(
+        "--bind", default="127.0.0.1", help="interface; any but loopback needs --auth-dir or --trusted-network"
+    )
     proxy.add_argument("--frontend-port", type=port, default=FRONTEND_PORT, help="port for clients")
     proxy.add_argument("--backend-port", type=port, default=BACKEND_PORT, help="port for workers")
     add_auth_dir(proxy, "keys of the server and of its clients")
+    proxy.add_argument(
+        "--trusted-network",
+        action="store_true",
+        help="allow any interface without keys: everyone who reaches it can use, read and disturb the service",
+    )
+    proxy.add_argument(
+        "--io-threads", type=_io_threads, default=default_io_threads(), help="threads that send, receive and encrypt"
+    )
     _add_stall_timeout(
         proxy, "a worker without messages for 1.5 times this, or its own value if larger, loses its requests to others"
     )
@@ -59,6 +71,9 @@ def _add_worker(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     worker.add_argument("--tp-size", type=positive, default=1, help="tensor-parallel ranks")
     worker.add_argument("--n-logprobs", type=positive, default=256, help="top-k, up to the vocabulary size")
     worker.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    worker.add_argument(
+        "--head-dtype", default="auto", choices=HEAD_DTYPES, help="dtype of logits; auto: float32 on CUDA, else --dtype"
+    )
     worker.add_argument(
         "--max-model-len", type=int, default=0, help="longest sequence in tokens; 0: the model's maximum"
     )
@@ -87,6 +102,12 @@ def _add_process(parser: argparse.ArgumentParser, ready_text: str) -> None:
     )
 
 
+def _io_threads(text: str) -> int:
+    if (value := positive(text)) > MAX_IO_THREADS:
+        raise argparse.ArgumentTypeError(f"expected 1 to {MAX_IO_THREADS}, got {value}")
+    return value
+
+
 def _http_port(text: str) -> int:
     return -1 if text == "-1" else port(text)
 
@@ -96,9 +117,12 @@ def _proxy(args: argparse.Namespace) -> int:
 
     stop = StopSignal()
     _end_with_parent(args.end_with_parent)
+    keys = server_keys(args.auth_dir)
+    if keys is not None and args.trusted_network:
+        raise TeacherError("--trusted-network allows connections without keys, but --auth-dir is set; omit one of them")
     proxy = Proxy(
         *(args.bind, args.frontend_port, args.backend_port),
-        keys=server_keys(args.auth_dir),
+        sockets=SocketSettings(keys=keys, trusted_network=args.trusted_network, io_threads=args.io_threads),
         stall_timeout_s=args.stall_timeout_s,
         max_queue_tokens=args.max_queue_tokens,
     )
@@ -113,6 +137,12 @@ def _proxy(args: argparse.Namespace) -> int:
 
 def _serve(proxy: Proxy, stop: StopSignal, args: argparse.Namespace, also: str) -> int:
     keys = f"keys of {args.auth_dir}" if args.auth_dir else "no keys"
+    if args.trusted_network:
+        logger.warning(
+            "--trusted-network: connections are not encrypted or authenticated; everyone who reaches %s can use, read "
+            "and disturb this service",
+            args.bind,
+        )
     logger.info(
         "serving clients at %s:%d, workers at %d%s; %s", args.bind, proxy.frontend_port, proxy.backend_port, also, keys
     )

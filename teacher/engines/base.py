@@ -19,9 +19,11 @@ class EngineConfig:
         model_name: Name of the served model. Empty selects the name of the folder.
         tp_size: Number of tensor-parallel ranks.
         dtype: ``"auto"`` (the checkpoint's), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        head_dtype: Data type of the logits: ``"float32"``, ``"model"`` (the data type of the weights), or ``"auto"``;
+            see :func:`teacher.engines.head_dtype.wants_float32_head`.
         max_model_len: Longest sequence in tokens. 0 selects the model's maximum.
-        logits_mib: Memory for the logits of one engine step and everything computed from them, in MiB. It determines
-            the number of tokens per step.
+        logits_mib: Memory for the logits of one engine step and everything computed from them, in MiB. On a CPU it
+            determines the number of tokens per step. On CUDA it determines how many rows of logits exist at a time.
         kv_cache_mib: Size of the KV cache, in MiB. 0 selects vLLM's choice on a GPU, and 256 on a CPU.
         max_result_mib: Host memory for the results of all sequences in the engine, in MiB. A sequence whose result
             alone needs more is rejected.
@@ -33,6 +35,7 @@ class EngineConfig:
     model_name: str = ""
     tp_size: int = 1
     dtype: str = "auto"
+    head_dtype: str = "auto"
     max_model_len: int = 0
     logits_mib: int = 1024
     kv_cache_mib: int = 0

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from teacher.engines.sizes import result_bytes
+from teacher.engines.sizes import ResultMemory
 from teacher.errors import TeacherRequestError
 from teacher.records import ModelInfo, TeacherSequence
 
 
-def check_sequence(sequence: TeacherSequence, info: ModelInfo, max_result_bytes: int) -> None:
+def check_sequence(sequence: TeacherSequence, info: ModelInfo, memory: ResultMemory) -> None:
     """Validate length, token ids and result size of a sequence.
 
     Args:
         sequence: Sequence to validate.
         info: Model and limits.
-        max_result_bytes: Host memory for results, in bytes (`MAX_RESULT_MIB`).
+        memory: Memory for results.
 
     Raises:
         TeacherRequestError: The sequence is too long, has an id outside the vocabulary, or its result is too large.
@@ -30,10 +30,10 @@ def check_sequence(sequence: TeacherSequence, info: ModelInfo, max_result_bytes:
             f"token id {bad[0]} is outside the teacher's vocabulary of {info.n_tokens}; student and teacher must "
             "share one tokenizer"
         )
-    if (n_bytes := result_bytes(sequence, info.n_logprobs)) > max_result_bytes:
+    if (n_bytes := memory.bytes_of(sequence)) > memory.max_bytes:
         raise TeacherRequestError(
             f"the result of {len(ids)} tokens, {len(ids) - sequence.prompt_len} of them scored, takes "
             f"{n_bytes / 2**20:.1f} MiB of the teacher's memory with N_LOGPROBS={info.n_logprobs}, the limit is "
-            f"MAX_RESULT_MIB={max_result_bytes >> 20}; shorten prompt or response, or start the teacher with a smaller "
+            f"MAX_RESULT_MIB={memory.max_bytes >> 20}; shorten prompt or response, or start the teacher with a smaller "
             "N_LOGPROBS or a larger MAX_RESULT_MIB (a request's top_k does not change the engine's work)"
         )

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from teacher.errors import TeacherError
 from teacher.records import TeacherSequence
 
-# Peak memory per logit in vLLM's `_get_prompt_logprobs_dict`: float32 logits and float32 log-probabilities. Without a
-# compiler, as on a CPU, the computation of a token's rank adds a bool and an int64 per logit. Measured on a CPU (high-
-# water mark of a step, vocabulary of 152k): 17.0 bytes with float32 logits, and with bfloat16 logits at a temperature
-# other than 1; 15.0 with bfloat16 logits at temperature 1.
-_BYTES_PER_LOGIT_GPU = 8
+ModelRunner = Literal["cpu", "cuda_v1", "cuda_v2"]
+"""vLLM's model runners: V1 on a CPU, and on CUDA V2 (the default) or V1 (``VLLM_USE_V2_MODEL_RUNNER=0``)."""
+
+# Peak memory per logit in vLLM's V1 runner (`_get_prompt_logprobs_dict`): float32 logits and float32 log-probabilities.
+# Without a compiler, as on a CPU, the computation of a token's rank adds a bool and an int64 per logit. Measured on a
+# CPU (high-water mark of a step, vocabulary of 152k): 17.0 bytes with float32 logits, and with bfloat16 logits at a
+# temperature other than 1; 15.0 with bfloat16 logits at temperature 1.
 _BYTES_PER_LOGIT_CPU = 17
+_BYTES_PER_LOGIT_V1 = 8
 # Memory per top-k entry: log-probability, 64-bit id, and the copies of both next to the sampled token. Measured on a
 # CPU (19.3 bytes at k = vocabulary size); derived from vLLM's source on a GPU.
-_BYTES_PER_LOGPROB_GPU = 32
 _BYTES_PER_LOGPROB_CPU = 20
+_BYTES_PER_LOGPROB_GPU = 32
+# V2 keeps the rows of a step until all are computed, and then joins them: twice a log-probability and a 64-bit id.
+_BYTES_PER_JOINED_LOGPROB_V2 = 24
 
 # More tokens per step gain nothing, and return results in larger, less frequent batches. On a CPU (64 sequences of 512
 # tokens, k=256, vocabulary 512, one core): 0.92 s with 16384 tokens per step, 0.87 s with 4096, 0.89 s with 2048,
-# 1.00 s with 1024.
-_MAX_TOKENS_GPU = 16384
+# 1.00 s with 1024. On CUDA (not measured) a step of 8192 tokens takes longer than the launch of its kernels, and vLLM's
+# own default for throughput is 8192 or more. Larger steps take activation memory from the KV cache.
 _MAX_TOKENS_CPU = 2048
+_MAX_TOKENS_CUDA = 8192
 _MAX_SEQUENCES = 256
 _MIN_ROWS = 8
+MAX_LOGIT_ROWS_V2 = 1024
+"""Rows of logits that V2 computes at a time (``CHUNK_SIZE`` of ``v1/worker/gpu/sample/prompt_logprob.py``)."""
 
 
 @dataclass(frozen=True)
@@ -41,49 +50,156 @@ class StepSize:
         sequences: Number of sequences.
         max_sequence_tokens: Maximum tokens of one sequence per step while other sequences wait. vLLM raises it to an
             equal share of the step if that is larger.
+        logit_rows: Rows of logits that exist at a time.
     """
 
     tokens: int
     sequences: int
     max_sequence_tokens: int
+    logit_rows: int
 
 
-def step_size(logits_mib: int, vocab_size: int, n_logprobs: int, *, on_cpu: bool) -> StepSize:
-    """Return the largest step whose logits and log-probabilities fit into ``logits_mib``.
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory that a model runner needs for the logits of a step and for everything computed from them.
 
-    A step has one row of logits per token, and one more per sequence for its next token.
-
-    Args:
-        logits_mib: Memory for logits and everything computed from them, in MiB.
-        vocab_size: Rows of the output layer.
-        n_logprobs: Log-probabilities per position.
-        on_cpu: True for a CPU, which needs more memory per logit.
-
-    Raises:
-        TeacherError: The memory holds fewer than 8 rows.
+    Attributes:
+        runner: Model runner.
+        tp_size: Number of tensor-parallel ranks.
+        float32_logits: True if the output layer returns float32.
     """
-    bytes_of_logits = vocab_size * (_BYTES_PER_LOGIT_CPU if on_cpu else _BYTES_PER_LOGIT_GPU)
-    bytes_per_row = bytes_of_logits + n_logprobs * (_BYTES_PER_LOGPROB_CPU if on_cpu else _BYTES_PER_LOGPROB_GPU)
-    rows = logits_mib * 2**20 // bytes_per_row
+
+    runner: ModelRunner
+    tp_size: int = 1
+    float32_logits: bool = True
+
+    @property
+    def bytes_per_logit(self) -> float:
+        """Peak memory per logit of the row's whole vocabulary, on the rank with the most."""
+        if self.runner == "cpu":
+            return _BYTES_PER_LOGIT_CPU
+        logit = 4 if self.float32_logits else 2
+        # `all_gather` holds the part of this rank, the parts of all ranks, and their joined copy.
+        gathered = logit * (2 + 1 / self.tp_size) if self.tp_size > 1 else 0.0
+        if self.runner == "cuda_v1":
+            return max(_BYTES_PER_LOGIT_V1, gathered)
+        # `torch.topk` copies logits of a padded vocabulary; a temperature other than 1 converts 16-bit logits.
+        return max(8 if self.float32_logits else 6, gathered)
+
+    def step_size(self, logits_mib: int, vocab_size: int, n_logprobs: int) -> StepSize:
+        """Return the largest useful step whose logits and log-probabilities fit into ``logits_mib``.
+
+        Args:
+            logits_mib: Memory for logits and everything computed from them, in MiB.
+            vocab_size: Rows of the output layer.
+            n_logprobs: Log-probabilities per position.
+
+        Raises:
+            TeacherError: The memory holds fewer than 8 rows.
+        """
+        if self.runner == "cuda_v2":
+            return self._step_in_chunks(logits_mib, vocab_size, n_logprobs)
+        # One row of logits per token, and one more per sequence for its next token.
+        per_logprob = _BYTES_PER_LOGPROB_CPU if self.runner == "cpu" else _BYTES_PER_LOGPROB_GPU
+        bytes_per_row = self.bytes_per_logit * vocab_size + n_logprobs * per_logprob
+        rows = int(logits_mib * 2**20 // bytes_per_row)
+        _check_rows(rows, bytes_per_row, (logits_mib, vocab_size, n_logprobs))
+        sequences = min(_MAX_SEQUENCES, rows // 4)
+        tokens = min(rows - sequences, _MAX_TOKENS_CPU if self.runner == "cpu" else _MAX_TOKENS_CUDA)
+        return StepSize(tokens, sequences, max(1, tokens // 4), tokens + sequences)
+
+    def _step_in_chunks(self, logits_mib: int, vocab_size: int, n_logprobs: int) -> StepSize:
+        """Return the step of V2, which holds the logits of a few rows and the log-probabilities of all tokens.
+
+        Log-probabilities get at most half of the memory, logits the rest. The logits of the next tokens, one row per
+        sequence, are freed before the first chunk.
+        """
+        budget = logits_mib * 2**20
+        bytes_per_token = (n_logprobs + 1) * _BYTES_PER_JOINED_LOGPROB_V2 + 8
+        bytes_per_row = self.bytes_per_logit * vocab_size + n_logprobs * _BYTES_PER_LOGPROB_GPU
+        tokens = min(_MAX_TOKENS_CUDA, budget // 2 // bytes_per_token)
+        rows = min(MAX_LOGIT_ROWS_V2, tokens, int((budget - tokens * bytes_per_token) // bytes_per_row))
+        _check_rows(rows, 2 * max(bytes_per_row, bytes_per_token), (logits_mib, vocab_size, n_logprobs))
+        sequences = min(_MAX_SEQUENCES, rows, max(1, tokens // 4))
+        return StepSize(tokens, sequences, max(1, tokens // 4), rows)
+
+
+def _check_rows(rows: int, bytes_per_row: float, request: tuple[int, int, int]) -> None:
     if rows < _MIN_ROWS:
+        logits_mib, vocab_size, n_logprobs = request
         raise TeacherError(
             f"LOGITS_MIB={logits_mib} holds {rows} rows of logits over a vocabulary of {vocab_size} with "
             f"N_LOGPROBS={n_logprobs}, a step needs at least {_MIN_ROWS}; "
-            f"set LOGITS_MIB={-(-_MIN_ROWS * bytes_per_row // 2**20)} or more (1024 is usual)"
+            f"set LOGITS_MIB={-int(-_MIN_ROWS * bytes_per_row // 2**20)} or more (1024 is usual)"
         )
-    sequences = min(_MAX_SEQUENCES, rows // 4)
-    tokens = min(rows - sequences, _MAX_TOKENS_CPU if on_cpu else _MAX_TOKENS_GPU)
-    return StepSize(tokens, sequences, max(1, tokens // 4))
 
 
-def result_bytes(sequence: TeacherSequence, n_logprobs: int) -> int:
-    """Return the maximum host memory of one result: vLLM's rows of all tokens, and our copy of the response rows."""
-    n_rows, n_scored = len(sequence.token_ids) - 1, len(sequence.token_ids) - sequence.prompt_len
-    # 4 bytes each: id and log-probability of the top k and of the sampled token. vLLM adds the rank of the latter.
-    return 4 * (n_rows * (2 * (n_logprobs + 1) + 1) + n_scored * (2 * n_logprobs + 1))
+@dataclass(frozen=True)
+class ResultMemory:
+    """Memory that results need until they are sent.
+
+    Attributes:
+        n_logprobs: Log-probabilities per position (K).
+        id_bytes: Bytes of a token id, and of a rank, in vLLM's tensors: 8 in its V2 runner, else 4.
+        max_bytes: Host memory for the results of all admitted sequences.
+    """
+
+    n_logprobs: int
+    id_bytes: int
+    max_bytes: int
+
+    @property
+    def _bytes_per_row(self) -> int:
+        """Bytes of vLLM's row of a token: ids and log-probabilities of the top k and of the sampled token, its rank."""
+        return (self.n_logprobs + 1) * (4 + self.id_bytes) + self.id_bytes
+
+    @property
+    def _bytes_per_copied_row(self) -> int:
+        """Bytes of our row: 4 for each id and log-probability of the top k, and for the sampled token's."""
+        return 4 * (2 * self.n_logprobs + 1)
+
+    def bytes_of(self, sequence: TeacherSequence) -> int:
+        """Return the maximum host memory of one result: vLLM's rows of all tokens, and our copy of the response rows.
+
+        vLLM's rows of V2 are in pinned memory, whose blocks torch rounds up to powers of two. This is not counted.
+        """
+        n_rows, n_scored = len(sequence.token_ids) - 1, len(sequence.token_ids) - sequence.prompt_len
+        return n_rows * self._bytes_per_row + n_scored * self._bytes_per_copied_row
+
+    def capacity_tokens(self, step: StepSize) -> int:
+        """Return the tokens of two steps, or fewer if their results would exceed the memory."""
+        return max(1, min(2 * step.tokens, self.max_bytes // (self._bytes_per_row + self._bytes_per_copied_row)))
+
+    def device_bytes(self, step: StepSize, max_model_len: int) -> int:
+        """Return the maximum memory of unfinished results on the GPU (V2).
+
+        The rows of a sequence are views of whole steps, so a step stays in memory until its last sequence is finished.
+        The first sequence in order takes ``max_sequence_tokens`` of each step. One more sequence is joined.
+
+        Args:
+            step: Maximum size of an engine step.
+            max_model_len: Longest sequence, in tokens.
+        """
+        n_steps = -(-max_model_len // step.max_sequence_tokens) + 1
+        return (n_steps * step.tokens + max_model_len) * self._bytes_per_row
 
 
-def capacity_tokens(step: StepSize, n_logprobs: int, max_result_bytes: int) -> int:
-    """Return the tokens of two steps, or fewer if their results would exceed ``max_result_bytes``."""
-    # result_bytes() is at most 16 * (n_logprobs + 1) bytes per token.
-    return max(1, min(2 * step.tokens, max_result_bytes // (16 * (n_logprobs + 1))))
+def describe_memory_shortage(free_bytes: int, needed_bytes: int, total_bytes: int, utilization: float) -> str | None:
+    """Return a warning if a GPU lacks memory for logits and results, else None.
+
+    vLLM does not reserve this memory: its own measurement at start-up scores no prompts.
+
+    Args:
+        free_bytes: Memory that torch can still use.
+        needed_bytes: Memory for the logits of a step and for unfinished results.
+        total_bytes: Memory of the GPU.
+        utilization: ``GPU_MEMORY_UTILIZATION`` of this engine.
+    """
+    if free_bytes >= needed_bytes:
+        return None
+    lower = max(0.05, utilization - (needed_bytes - free_bytes) / total_bytes)
+    return (
+        f"the GPU has {free_bytes >> 20} MiB for logits and results, which need up to {needed_bytes >> 20} MiB; set "
+        f"GPU_MEMORY_UTILIZATION={int(lower * 100) / 100:g} or less (or a smaller KV_CACHE_MIB, LOGITS_MIB, "
+        "MAX_MODEL_LEN or N_LOGPROBS), or a step can run out of memory"
+    )

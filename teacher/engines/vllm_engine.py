@@ -6,7 +6,8 @@ internals of vLLM:
 - one replaced method (`vllm_internals.keep_prompt_logprobs_as_tensors`);
 - one replaced function (`vllm_setup.keep_file_store_in`);
 - the layout of the KV cache (`vllm_internals.read_kv_cache`);
-- the model's `compute_logits` (`vllm_worker`).
+- the model's `compute_logits` (`vllm_worker`);
+- on CUDA, the number of rows of logits that the V2 model runner computes at a time (`vllm_worker`).
 
 `VllmEngine._self_check` scores a sequence at start-up, and refuses to serve if the result is not as expected. If only
 the temperature has no effect, requests at other temperatures than 1 are rejected.
@@ -28,7 +29,7 @@ from teacher.engines.base import EngineConfig
 from teacher.engines.checkpoint import read_checkpoint
 from teacher.engines.limits import check_sequence
 from teacher.engines.self_check import PROBE_TEMPERATURE, check_padding, check_temperature, check_top_k
-from teacher.engines.sizes import capacity_tokens, step_size
+from teacher.engines.sizes import ResultMemory, StepSize, describe_memory_shortage
 from teacher.engines.tokenizer import count_tokens, load_tokenizer
 from teacher.engines.vllm_install import (
     TESTED_VLLM,
@@ -37,7 +38,13 @@ from teacher.engines.vllm_install import (
     prepare_process,
     vllm_version,
 )
-from teacher.engines.vllm_internals import keep_prompt_logprobs_as_tensors, make_engine_args, make_llm_engine
+from teacher.engines.vllm_internals import (
+    head_dtype_error,
+    keep_prompt_logprobs_as_tensors,
+    limit_logit_rows,
+    make_llm_engine,
+    plan_engine,
+)
 from teacher.engines.vllm_queue import SequenceQueue
 from teacher.engines.vllm_setup import keep_file_store_in
 from teacher.engines.vllm_worker import LogitsCalls
@@ -76,18 +83,18 @@ class VllmEngine:
                 f"N_LOGPROBS must be 1 to the model's vocabulary size {n_tokens} (tokens, without padding), got "
                 f"{config.n_logprobs}"
             )
-        step = step_size(config.logits_mib, vocab_size, config.n_logprobs, on_cpu=on_cpu)
 
         with exempt_imports_from_gc():
             from vllm import SamplingParams, __version__
             from vllm.sampling_params import RequestOutputKind
 
+        args, step, runner = plan_engine(config, vocab_size, on_cpu=on_cpu)
         keep_prompt_logprobs_as_tensors()
         self._store = _keep_store_in_own_folder()
         self._k, self._tp_size = config.n_logprobs, config.tp_size
         self._temperature = 1.0
         self._temperature_error = ""
-        args = make_engine_args(config, step, on_cpu=on_cpu)
+        self._memory = ResultMemory(self._k, 8 if runner == "cuda_v2" else 4, config.max_result_mib * 2**20)
         self._engine = make_llm_engine(args)
         params = SamplingParams(
             max_tokens=1,
@@ -96,8 +103,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._max_result_bytes = config.max_result_mib * 2**20
-        self._queue = SequenceQueue(self._engine, params, n_logprobs=self._k, max_result_bytes=self._max_result_bytes)
+        self._queue = SequenceQueue(self._engine, params, self._memory)
         self._info = ModelInfo(
             model_name=config.model_name or Path(config.ckpt_path).resolve().name,
             vocab_size=vocab_size,
@@ -105,10 +111,13 @@ class VllmEngine:
             tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
             max_model_len=args.max_model_len - 1,
             n_logprobs=self._k,
-            engine=f"vllm {__version__} {str(self._engine.model_config.dtype).removeprefix('torch.')}",
+            engine=f"vllm {__version__} {_dtypes(self._engine.model_config)}",
             eos_token_ids=checkpoint.eos_token_ids,
         )
-        self.capacity_tokens = capacity_tokens(step, self._k, self._max_result_bytes)
+        self.capacity_tokens = self._memory.capacity_tokens(step)
+        if runner == "cuda_v2":
+            limit_logit_rows(self._engine, step)
+            self._check_device_memory(config, step)
         if __version__.partition("+")[0] != TESTED_VLLM:
             logger.warning("vLLM %s is installed, this engine was tested with %s", __version__, TESTED_VLLM)
         self._self_check()
@@ -143,7 +152,7 @@ class VllmEngine:
                 f"this teacher scores at temperature 1 only, got {temperature:g}: {self._temperature_error}; "
                 f"set gkd.distill_temperature=1, or serve it with vLLM {TESTED_VLLM}"
             )
-        check_sequence(sequence, self._info, self._max_result_bytes)
+        check_sequence(sequence, self._info, self._memory)
 
     def add(self, key: int, sequence: TeacherSequence) -> None:
         """Queue a sequence that `check` accepted."""
@@ -173,6 +182,13 @@ class VllmEngine:
             self._engine.engine_core.shutdown()
         self._store.cleanup()
 
+    def _check_device_memory(self, config: EngineConfig, step: StepSize) -> None:
+        """Log a warning if a GPU lacks memory for logits and results, which vLLM does not reserve."""
+        needed = config.logits_mib * 2**20 + self._memory.device_bytes(step, self._info.max_model_len)
+        free, total = min(self._engine.collective_rpc(LogitsCalls.device_memory.__name__))
+        if shortage := describe_memory_shortage(free, needed, total, config.gpu_memory_utilization):
+            logger.warning("%s", shortage)
+
     def _self_check(self) -> None:
         """Score a probe sequence and check the result.
 
@@ -187,7 +203,7 @@ class VllmEngine:
             unscaled = self._score_probe()
             check_top_k(unscaled)
         except _CHECK_ERRORS as error:
-            raise TeacherError(
+            raise head_dtype_error(error) or TeacherError(
                 f"vLLM {vllm_version()} failed the start-up check ({type(error).__name__}: {error}); this engine was "
                 f"tested with vLLM {TESTED_VLLM}"
             ) from error
@@ -214,6 +230,12 @@ class VllmEngine:
         if isinstance(result, TeacherRequestError):
             raise RuntimeError(str(result))
         return result
+
+
+def _dtypes(model_config: Any) -> str:
+    """Return the data type of a model, and that of its logits if it differs."""
+    dtype, head_dtype = (str(each).removeprefix("torch.") for each in (model_config.dtype, model_config.head_dtype))
+    return dtype if head_dtype == dtype else f"{dtype} (logits {head_dtype})"
 
 
 def _scored(sequence: TeacherSequence, tensors: Any, k: int) -> ScoredSequence:

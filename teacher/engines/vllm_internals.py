@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from teacher.engines.base import EngineConfig
-from teacher.engines.sizes import StepSize
+from teacher.engines.head_dtype import head_overrides, wants_float32_head
+from teacher.engines.sizes import ModelRunner, StepMemory, StepSize
 from teacher.engines.vllm_install import TESTED_VLLM, vllm_version
 from teacher.engines.vllm_worker import LogitsCalls
 from teacher.errors import TeacherError
@@ -50,6 +51,34 @@ def read_kv_cache(engine: Any) -> KvCache:
         ) from error
 
 
+def plan_engine(config: EngineConfig, vocab_size: int, *, on_cpu: bool) -> tuple[Any, StepSize, ModelRunner]:
+    """Return vLLM's `EngineArgs`, the maximum size of a step, and the model runner that vLLM selects for them.
+
+    Args:
+        config: Model and limits.
+        vocab_size: Rows of the output layer.
+        on_cpu: True for the CPU build of vLLM.
+
+    Raises:
+        TeacherError: `LOGITS_MIB` is too small.
+    """
+    has_float32_logits = config.dtype == "float32" or _wants_float32_head(config, on_cpu=on_cpu)
+
+    def plan(runner: ModelRunner) -> tuple[Any, StepSize, ModelRunner]:
+        memory = StepMemory(runner, config.tp_size, has_float32_logits)
+        step = memory.step_size(config.logits_mib, vocab_size, config.n_logprobs)
+        return make_engine_args(config, step, on_cpu=on_cpu), step, runner
+
+    if on_cpu:
+        return plan("cpu")
+    found = plan("cuda_v2")
+    return found if found[0].create_engine_config().use_v2_model_runner else plan("cuda_v1")
+
+
+def _wants_float32_head(config: EngineConfig, *, on_cpu: bool) -> bool:
+    return wants_float32_head(config.head_dtype, config.dtype, "cpu" if on_cpu else "cuda")
+
+
 def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> Any:
     """Return vLLM's `EngineArgs`. They set ``max_model_len`` one token above the longest sequence to score.
 
@@ -63,6 +92,7 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
     common: dict[str, Any] = {
         "model": config.ckpt_path,
         "dtype": config.dtype,
+        "hf_overrides": head_overrides(float32_head=_wants_float32_head(config, on_cpu=on_cpu)),
         "skip_tokenizer_init": True,
         "max_logprobs": config.n_logprobs,
     }
@@ -82,7 +112,9 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
         long_prefill_token_threshold_adaptive=True,  # at least a fair share, so that steps are full
         enable_chunked_prefill=True,
         enable_prefix_caching=False,
-        enforce_eager=True,  # prefill only: there is no decode loop that a captured graph would speed up
+        # There is no decode loop that a captured graph would speed up: graphs exist for at most 512 tokens. A step of
+        # 8192 tokens computes for longer than its kernels take to launch, so compilation would only delay the start.
+        enforce_eager=True,
         tensor_parallel_size=config.tp_size,
         distributed_executor_backend="uni" if config.tp_size == 1 else "mp",
         worker_extension_cls=f"{LogitsCalls.__module__}.{LogitsCalls.__name__}",
@@ -98,16 +130,29 @@ def make_llm_engine(args: Any) -> Any:
     """Load the model and return vLLM's `LLMEngine`.
 
     Raises:
-        TeacherError: The KV cache does not hold one sequence of the maximum length.
+        TeacherError: The KV cache does not hold one sequence of the maximum length, or the model's output layer is
+            quantized and cannot compute float32 logits.
     """
     from vllm.v1.engine.llm_engine import LLMEngine
 
     try:
         return LLMEngine.from_engine_args(args)
-    except ValueError as error:
-        if "KV cache" not in str(error) and "cache blocks" not in str(error):
+    except (ValueError, RuntimeError) as error:
+        if (refusal := head_dtype_error(error)) is not None:
+            raise refusal from None
+        if not isinstance(error, ValueError) or not any(word in str(error) for word in ("KV cache", "cache blocks")):
             raise
         raise _kv_cache_error(error, args) from None
+
+
+def head_dtype_error(error: Exception) -> TeacherError | None:
+    """Return vLLM's error about a quantized output layer in terms of the service's options, else None."""
+    if "head_dtype different from the model dtype" not in str(error):
+        return None
+    return TeacherError(
+        "the output layer of the teacher is quantized, so vLLM cannot compute its logits in float32; set "
+        "HEAD_DTYPE=model"
+    )
 
 
 def _kv_cache_error(error: ValueError, args: Any) -> TeacherError:
@@ -120,6 +165,18 @@ def _kv_cache_error(error: ValueError, args: Any) -> TeacherError:
         f"the KV cache ({size}) does not hold one sequence of MAX_MODEL_LEN={args.max_model_len - 1}; set {shorter}, "
         f"or KV_CACHE_MIB (on a GPU also GPU_MEMORY_UTILIZATION) larger; vLLM's error: {error}"
     )
+
+
+def limit_logit_rows(engine: Any, step: StepSize) -> None:
+    """Limit the rows of logits that the V2 model runner computes at a time, in the process of each rank.
+
+    Raises:
+        TeacherError: The constant that determines them does not exist in this version of vLLM.
+    """
+    try:
+        engine.collective_rpc(LogitsCalls.set_logit_rows.__name__, args=(step.logit_rows,))
+    except (RuntimeError, ImportError) as error:
+        raise TeacherError(f"vLLM {vllm_version()} does not fit ({error}); install vLLM {TESTED_VLLM}") from error
 
 
 def keep_prompt_logprobs_as_tensors() -> None:

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from teacher.engines.admission import Admission, Demand
-from teacher.engines.sizes import result_bytes
+from teacher.engines.sizes import ResultMemory
 from teacher.engines.vllm_internals import read_kv_cache
 from teacher.errors import TeacherRequestError
 from teacher.records import TeacherSequence
@@ -17,18 +17,17 @@ logger = logging.getLogger(__name__)
 class SequenceQueue:
     """Open sequences of one `LLMEngine`. `Admission` decides when vLLM gets each of them."""
 
-    def __init__(self, engine: Any, params: Any, *, n_logprobs: int, max_result_bytes: int) -> None:
+    def __init__(self, engine: Any, params: Any, memory: ResultMemory) -> None:
         """Create an empty queue.
 
         Args:
             engine: vLLM's `LLMEngine`.
             params: vLLM's `SamplingParams` of all requests.
-            n_logprobs: Log-probabilities per position.
-            max_result_bytes: Host memory for the results of all admitted sequences, in bytes.
+            memory: Memory for the results of all admitted sequences.
         """
-        self._engine, self._params, self._n_logprobs = engine, params, n_logprobs
+        self._engine, self._params, self._memory = engine, params, memory
         self._kv_cache = read_kv_cache(engine)
-        self._admission = Admission(Demand(self._kv_cache.n_blocks, max_result_bytes))
+        self._admission = Admission(Demand(self._kv_cache.n_blocks, memory.max_bytes))
         self._open: dict[int, TeacherSequence] = {}
 
     def __len__(self) -> int:
@@ -37,7 +36,7 @@ class SequenceQueue:
     def add(self, key: int, sequence: TeacherSequence) -> None:
         """Append a sequence to the queue."""
         self._open[key] = sequence
-        demand = Demand(self._kv_cache.blocks_for(len(sequence.token_ids)), result_bytes(sequence, self._n_logprobs))
+        demand = Demand(self._kv_cache.blocks_for(len(sequence.token_ids)), self._memory.bytes_of(sequence))
         self._admission.queue(key, sequence, demand)
 
     def admit(self) -> list[tuple[int, TeacherRequestError]]:

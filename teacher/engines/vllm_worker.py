@@ -38,6 +38,27 @@ class LogitsCalls:
         is_unchanged = temperature == 1.0 and n_tokens is None
         model.compute_logits = of_model if is_unchanged else _changed(of_model, temperature, n_tokens)
 
+    def set_logit_rows(self, n_rows: int) -> None:
+        """Set the number of rows of logits that vLLM's V2 model runner computes at a time.
+
+        It reads the constant in each step, and has no option for it.
+
+        Raises:
+            RuntimeError: The installed vLLM has no such constant.
+        """
+        from vllm.v1.worker.gpu.sample import prompt_logprob
+
+        if not hasattr(prompt_logprob, "CHUNK_SIZE"):
+            raise RuntimeError("vLLM has no v1.worker.gpu.sample.prompt_logprob.CHUNK_SIZE")
+        prompt_logprob.CHUNK_SIZE = n_rows
+
+    def device_memory(self) -> tuple[int, int]:
+        """Return the memory of this rank's GPU that torch can still use, and its total memory, in bytes."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), total
+
 
 def _changed(compute_logits: Callable[..., Any], temperature: float, n_tokens: int | None) -> Callable[..., Any]:
     def changed(*args: Any, **kwargs: Any) -> Any:

@@ -27,13 +27,12 @@ from teacher.proxy.client_side import ClientSide
 from teacher.proxy.dispatch import Dispatcher
 from teacher.proxy.drain import Drain
 from teacher.proxy.liveness import STALL_TIMEOUT_S, LivenessMonitor
-from teacher.proxy.proxy_sockets import ProxySockets, peer_name
+from teacher.proxy.proxy_sockets import ProxySockets, SocketSettings, peer_name
 from teacher.proxy.status_tracker import StatusTracker
 from teacher.proxy.worker_side import WorkerSide
 from teacher.status import ServiceStatus
 from teacher.stop_signal import Stoppable
 from teacher.wire import protocol
-from teacher.wire.auth import ServerKeys
 from teacher.wire.sockets import BACKEND_PORT, FRONTEND_PORT, receive
 
 __all__ = ["STALL_TIMEOUT_S", "Proxy"]
@@ -64,7 +63,7 @@ class Proxy:
         frontend_port: int = FRONTEND_PORT,
         backend_port: int = BACKEND_PORT,
         *,
-        keys: ServerKeys | None = None,
+        sockets: SocketSettings | None = None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
         max_queue_tokens: int = MAX_QUEUE_TOKENS,
     ) -> None:
@@ -74,7 +73,7 @@ class Proxy:
             bind: IPv4 address or interface.
             frontend_port: Port for clients, 0 for a free one.
             backend_port: Port for workers, 0 for a free one.
-            keys: CURVE keys. Without keys, only a loopback address can be bound.
+            sockets: Security and threads of the sockets; None for the defaults, which allow only loopback addresses.
             stall_timeout_s: Minimum time limit of an engine step, in seconds. A worker that is silent for
                 ``SILENCE_PER_STALL_TIMEOUT`` times this limit, or times its own limit if that is larger, is removed.
             max_queue_tokens: Tokens of waiting requests above which clients receive RetryLater.
@@ -82,7 +81,7 @@ class Proxy:
         Raises:
             TeacherError: An address cannot be bound.
         """
-        self._sockets = ProxySockets(bind, frontend_port, backend_port, keys)
+        self._sockets = ProxySockets(bind, frontend_port, backend_port, sockets or SocketSettings())
         self.frontend_port, self.backend_port = self._sockets.frontend_port, self._sockets.backend_port
         self._dispatcher = Dispatcher(QueueLimits(max_tokens=max_queue_tokens))
         self._tracker = StatusTracker(self._dispatcher)

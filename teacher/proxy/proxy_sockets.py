@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -18,7 +20,30 @@ logger = logging.getLogger(__name__)
 
 MAX_UNREAD_REPLIES = 8
 """Messages that ZeroMQ queues for a client that does not read."""
+MAX_IO_THREADS = 64
 _CLOSE_LINGER_MS = 1000
+
+
+def default_io_threads() -> int:
+    """Return the number of libzmq's I/O threads: one per core, at most 4."""
+    return min(4, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SocketSettings:
+    """Security and threads of a proxy's sockets.
+
+    Attributes:
+        keys: CURVE keys, None for plain connections.
+        trusted_network: True to allow plain connections on addresses that other machines can reach.
+        io_threads: Threads of libzmq that read, write, encrypt and decrypt. libzmq assigns each accepted connection to
+            the thread with the fewest connections (``ctx.cpp``, ``choose_io_thread``), so one socket uses all threads.
+            With keys, encryption limits a thread to several hundred MB/s.
+    """
+
+    keys: ServerKeys | None = None
+    trusted_network: bool = False
+    io_threads: int = field(default_factory=default_io_threads)
 
 
 class ProxySockets:
@@ -31,20 +56,21 @@ class ProxySockets:
         backend_port: Port for workers.
     """
 
-    def __init__(self, bind: str, frontend_port: int, backend_port: int, keys: ServerKeys | None) -> None:
+    def __init__(self, bind: str, frontend_port: int, backend_port: int, settings: SocketSettings) -> None:
         """Bind both sockets.
 
         Args:
             bind: IPv4 address or interface.
             frontend_port: Port for clients, 0 for a free one.
             backend_port: Port for workers, 0 for a free one.
-            keys: CURVE keys, None for plain connections.
+            settings: Security and threads.
 
         Raises:
             TeacherError: An address cannot be bound, or must not be bound without keys.
         """
-        check_bind(bind, keys)
-        self._context = zmq.Context()
+        keys = settings.keys
+        check_bind(bind, keys, trusted_network=settings.trusted_network)
+        self._context = zmq.Context(io_threads=settings.io_threads)
         self._authenticator: CurveAuthenticator | None = None
         try:
             self.frontend = make_socket(

@@ -211,21 +211,28 @@ def require_curve() -> None:
 # --- addresses that need no keys -------------------------------------------------------------------------------------
 
 
-def check_bind(bind: str, keys: ServerKeys | None) -> None:
+def check_bind(bind: str, keys: ServerKeys | None, *, trusted_network: bool = False) -> None:
     """Check that an address may be bound with these keys.
+
+    Args:
+        bind: IPv4 address or interface.
+        keys: CURVE keys, None for plain connections.
+        trusted_network: True to allow plain connections on any address.
 
     Raises:
         TeacherError: Other machines could reach the address and there are no keys, or it is an IPv6 address.
     """
     if ":" in bind:
         raise TeacherError(f"--bind {bind}: expected an IPv4 address or a name, such as 127.0.0.1 or 10.0.0.1")
-    if keys is None and not is_loopback(bind):
+    if keys is None and not trusted_network and not is_loopback(bind):
         raise TeacherError(
             f"--bind {bind} can be reached from other machines. Without keys, everyone who reaches it could use, read "
             "and disturb this service. Make keys once and start with them:\n"
             "  python -m teacher keys --auth-dir DIR\n"
             f"  AUTH_DIR=DIR BIND={bind} teacher/start_server.sh ...\n"
-            "Or serve this machine only: --bind 127.0.0.1"
+            "Or serve this machine only: --bind 127.0.0.1\n"
+            "Or, if only machines that you trust can reach this network, allow plain connections: --trusted-network "
+            "(TRUSTED_NETWORK=1)"
         )
 
 

@@ -19,9 +19,10 @@ from recipe_gkd.checkpoints.save_failures import FailedSave, SaveFailures
 from recipe_gkd.checkpoints.store import remove_old
 from recipe_gkd.config import Config, limits
 from recipe_gkd.config.staleness import staleness_bound
-from recipe_gkd.config.teachers import addresses
+from recipe_gkd.config.teachers import addresses, n_connections
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import CheckpointError, WorkerDied
+from recipe_gkd.metrics.utilization import ActorUtilization
 from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.rewards.items import RewardItem
@@ -48,8 +49,9 @@ def value_at(config: Config, name: str) -> Any:
 
 def connect_to_teacher(config: Config, name: str) -> None:
     """Open and close a client of the teacher."""
-    ((ip, port),) = addresses(config.actor_rollout_ref.teacher).values()
-    TeacherClient(ip, port).close()
+    teacher = config.actor_rollout_ref.teacher
+    ((ip, port),) = addresses(teacher).values()
+    TeacherClient(ip, port, n_connections=n_connections(teacher)).close()
 
 
 def run_schedule(config: Config, name: str) -> None:
@@ -72,7 +74,7 @@ def check_intervals(config: Config, name: str) -> None:
 
 
 def check_count_limit(config: Config, name: str) -> None:
-    """Check a key that is only compared with a count of the run."""
+    """Check a key that is only compared with, or a divisor of, a quantity of the run."""
     limit = value_at(config, name)
     match name.rsplit(".", 1)[-1]:
         case "save_failures_allowed":
@@ -94,6 +96,9 @@ def check_count_limit(config: Config, name: str) -> None:
                 policy._skip(TeacherRequest(teacher="a", step=0, uids=[0]), TeacherTimeout("late"))
         case "max_actor_ckpt_to_keep":
             assert remove_old(Path("no checkpoints"), newest=1, keep=limit) == []
+        case "device_peak_tflops":
+            dims: Any = SimpleNamespace(layers=0, heads=1, head_dim=1, hidden=1, vocab_size=1)
+            assert ActorUtilization(dims, limit).metrics([], 1.0) == {"perf/mfu/actor": 0.0}
         case "log_val_generations":
             item = RewardItem(uid=0, where="", prompt="", response="", ground_truth="", extra={}, data_source=None)
             scored = ScoredResponse("gsm8k", PROMPT, RESPONSE, item, 1.0)

@@ -16,6 +16,7 @@ from recipe_gkd.actor.loss_metrics import compute_loss_metrics, sum_names
 from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.microbatch import pack
 from recipe_gkd.actor.objective import MicroBatchLosses, Objective
+from recipe_gkd.actor.staging import stage
 from recipe_gkd.config.schema import CustomLossConfig, GkdConfig
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.losses.student_output import HiddenStates, Logits
@@ -36,9 +37,9 @@ def gkd_config(*overrides: str, custom: str | None = None) -> GkdConfig:
 
 
 def make_batch(samples: list[Sample]) -> DeviceBatch:
-    packed = pack(samples)
-    denominators = GlobalDenominators.of(GlobalDenominators.counts([packed]))
-    return to_device(packed, denominators.weights(packed, "token-mean"), torch.device("cpu"))
+    packed, device = pack(samples), torch.device("cpu")
+    denominators = GlobalDenominators.of(GlobalDenominators.counts(samples))
+    return to_device(stage(packed, denominators.weights(packed, "token-mean"), device), device)
 
 
 def teacher_logits(sample: Sample) -> Tensor:
@@ -100,7 +101,7 @@ def loss_and_gradients(gkd: GkdConfig, tp_group: ProcessGroup | None = None) -> 
         dist.all_reduce(grad_TD, group=tp_group)
     sums = {name: value.item() for name, value in losses.sums.items()}
     assert sums.keys() >= set(sum_names(gkd, ["default"]))
-    return losses.loss_T.detach(), compute_loss_metrics(gkd, ["default"], sums), [grad_TD, grad_WD]
+    return losses.loss_T.detach(), compute_loss_metrics(gkd, ["default"], sums, {}), [grad_TD, grad_WD]
 
 
 LAYOUTS = [[], ["gkd.chunk_tokens=3"], ["gkd.fuse_lm_head=true", "gkd.chunk_tokens=5"]]

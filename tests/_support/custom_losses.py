@@ -21,6 +21,15 @@ def all_statistics(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(loss_T=loss_T, metrics={"ratio": ratio_T, "reference_fraction": inputs.is_reference_T})
 
 
+def response_weighted_kl(inputs: LossInputs) -> LossOutputs:
+    """Return a loss whose gradient at a token depends on all tokens of its response."""
+    kl_T = forward_kl(inputs).loss_T
+    n_responses = int(inputs.sequence_T.max()) + 1
+    total_R = torch.zeros(n_responses, dtype=kl_T.dtype, device=kl_T.device).index_add(0, inputs.sequence_T, kl_T)
+    loss_T = kl_T * total_R[inputs.sequence_T].tanh() + 0.1 * inputs.student_entropy_T.cumsum(0) / 100
+    return LossOutputs(loss_T=loss_T, metrics={"response_kl": total_R[inputs.sequence_T]})
+
+
 def no_outputs(inputs: LossInputs) -> torch.Tensor:
     return forward_kl(inputs).loss_T
 

@@ -22,7 +22,7 @@ RUNS = [
     (dtype, temperature, chunk_tokens)
     for dtype in DTYPES
     for temperature in (1.0, 2.0)
-    for chunk_tokens in (None, 1, 5)  # one block, or blocks of which the last is not full
+    for chunk_tokens in (None, 1, 5)  # one block, or blocks of which the first is not full
 ]
 
 # Divergence, sampled log-probability, entropy, gradient in the hidden states, gradient in the weight.
@@ -72,13 +72,20 @@ def unfused(dtype: torch.dtype, temperature: float) -> Result:
 
 
 def fused(
-    dtype: torch.dtype, temperature: float, chunk_tokens: int | None, tp_group: ProcessGroup | None = None
+    dtype: torch.dtype,
+    temperature: float,
+    chunk_tokens: int | None,
+    tp_group: ProcessGroup | None = None,
+    *,
+    float32_head: bool = False,
 ) -> Result:
     case, (hidden, weight) = cached_case(temperature), make_inputs(dtype)
     if tp_group is not None:
         weight = weight.detach().chunk(tp_group.size())[tp_group.rank()].clone().requires_grad_()
     query = make_query(case, temperature)
-    stats = compute_log_stats_from_hidden(hidden, weight, query, tp_group=tp_group, chunk_tokens=chunk_tokens)
+    stats = compute_log_stats_from_hidden(
+        hidden, weight, query, tp_group=tp_group, chunk_tokens=chunk_tokens, float32_head=float32_head
+    )
     return finish(stats, case, query, hidden, weight)
 
 

@@ -5,7 +5,6 @@ Megatron and transformers are imported by the functions that use them, because u
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipe_gkd.actor.loss_terms import GlobalDenominators
-from recipe_gkd.actor.microbatch import pack, shard_batch
+from recipe_gkd.actor.microbatch import shard_batch
 from recipe_gkd.actor.model_dims import LLAMA3_ROPE
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
@@ -142,7 +141,11 @@ def started(
     from recipe_gkd.actor.parallel import RankSpec, destroy_parallel
 
     rank_spec = RankSpec(
-        rank=rank, world_size=world_size, local_rank=rank, device="cpu", rendezvous=("127.0.0.1", port)
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        device=config.trainer.device,
+        rendezvous=("127.0.0.1", port),
     )
     actor: Any = MegatronActor(config, rank_spec, total_steps=total_steps, n_token_ids=n_token_ids)
     actor.coordinates = actor.setup()
@@ -169,24 +172,41 @@ def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
 
     from recipe_gkd.actor import megatron_patches
     from recipe_gkd.actor.forward_backward import run_micro_batches
+    from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
     from recipe_gkd.actor.objective import MicroBatchLosses
 
-    packed = pack(samples, multiple_of=actor.layout.tp_size)
-    n_rows = sum(packed.lengths)
+    group = [_with_loss_in_all_rows(sample, uid) for uid, sample in enumerate(samples)]
+    starts = torch.tensor([0, *(sample.n_tokens - 1 for sample in group)]).cumsum(0)
 
-    def gather_logits(student: Any, _: Any) -> Any:
-        logits_NW = student.logits(torch.arange(n_rows))
+    def gather_logits(student: Any, batch: Any) -> Any:
+        logits_NW = student.logits(torch.arange(len(batch.uids_T)))
         parts = [torch.empty_like(logits_NW) for _ in range(actor.layout.tp_size)]
         dist.all_gather(parts, logits_NW.contiguous(), group=mpu.get_tensor_model_parallel_group())
-        return MicroBatchLosses(loss_T=logits_NW.sum(1), sums={"logits": torch.cat(parts, 1)[:, :VOCAB]})
+        own = starts[batch.uids_T] + batch.positions_T, torch.cat(parts, 1)[:, :VOCAB]
+        by_rank: list[Any] = [None] * actor.layout.cp_size
+        dist.all_gather_object(by_rank, own, group=mpu.get_context_parallel_group())
+        rows, logits = (torch.cat(parts) for parts in zip(*by_rank, strict=True))
+        return MicroBatchLosses(loss_T=logits_NW.sum(1), sums={"logits": logits[rows.argsort()]}, maxima={})
 
-    batches = [dataclasses.replace(packed, loss_rows_T=np.arange(n_rows))] * 2
-    denominators = GlobalDenominators.of(GlobalDenominators.counts(batches))
+    gkd = actor._config.gkd
+    plan = MicroBatchPlan(
+        groups=[group] * 2,
+        count=2,
+        denominators=GlobalDenominators.of(GlobalDenominators.counts(group)),
+        loss_agg_mode=gkd.loss_agg_mode,
+        layout=actor.layout,
+        sequence_parallel=actor._actor_config.megatron.sequence_parallel,
+        device=actor.device,
+    )
     with megatron_patches.on_host(), torch.no_grad():
-        reports = run_micro_batches(
-            actor._model, batches, gather_logits, denominators=denominators, gkd=actor._config.gkd, forward_only=True
-        )
+        reports = run_micro_batches(actor._model, plan, gather_logits, gkd=gkd, timeout_s=60, forward_only=True)
     return reports[0]["sums"]["logits"] if reports else None
+
+
+def _with_loss_in_all_rows(sample: Sample, uid: int) -> Sample:
+    """Return a sample of the same tokens whose prompt is one token, so that each row predicts a response token."""
+    ids = sample.token_ids
+    return make_sample(uid, ids[:1], ids[1:], np.full((len(ids) - 1, 1), -1.0), np.zeros((len(ids) - 1, 1)))
 
 
 def transformers_logits(model: Any, samples: Sequence[Sample]) -> Tensor:

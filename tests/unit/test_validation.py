@@ -89,6 +89,7 @@ SAMPLED = ("actor_rollout_ref.rollout.val_kwargs.n=2", "actor_rollout_ref.rollou
 
 class Workers:
     capacity = None
+    actor_devices = ("cpu",)
 
     def __init__(self) -> None:
         self.rollouts = self.actors = self.weights = self

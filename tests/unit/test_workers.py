@@ -13,7 +13,7 @@ from ray.exceptions import RaySystemError
 
 from recipe_gkd import workers
 from recipe_gkd.config import Config
-from recipe_gkd.errors import GkdError, UnexpectedError, WorkerError
+from recipe_gkd.errors import ConfigError, GkdError, ResourceError, UnexpectedError, WorkerError
 from recipe_gkd.ray_cluster import rollout_restarts, worker_group
 from recipe_gkd.ray_cluster.node_probe import ActorLocation
 from recipe_gkd.runtime import process_trees
@@ -48,11 +48,15 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     async def run_on_node(*_: Any) -> list[Any]:
         return []
 
+    async def check_nodes(*_: Any, **__: Any) -> None:
+        pass
+
     monkeypatch.setattr(worker_group, "kill_workers", kill_workers)
     monkeypatch.setattr(worker_group, "locate", locate)
     monkeypatch.setattr(rollout_restarts, "locate", locate)
     monkeypatch.setattr(rollout_restarts, "run_on_node", run_on_node)
     monkeypatch.setattr("recipe_gkd.diagnostics.collect.locate", locate)
+    monkeypatch.setattr(workers, "check_nodes", check_nodes)
     monkeypatch.setattr(workers, "check_devices", lambda *_, **__: None)
     monkeypatch.setattr(workers, "placement_table", lambda _: "")
     monkeypatch.setattr(workers, "cluster_capacity", lambda _: None)
@@ -64,7 +68,11 @@ def make_config(folder: Path) -> Config:
 
 
 async def train(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, reply: Callable[[str, str], Any], body: Callable[[], Any]
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reply: Callable[[str, str], Any],
+    body: Callable[[], Any],
+    device: str = "cpu",
 ) -> None:
     async def create_pools(specs: Any, *, timeout_s: float) -> tuple[Any, ...]:
         def spawn(worker: type, *_: Any, **__: Any) -> Handle:
@@ -73,7 +81,7 @@ async def train(
         return tuple(SimpleNamespace(spec=spec, spawn=spawn, release=lambda: None) for spec in specs)
 
     monkeypatch.setattr(workers, "create_pools", create_pools)
-    async with start_workers(make_config(folder), "cpu", total_steps=1, stop_token_ids=(), n_tokens=None):
+    async with start_workers(make_config(folder), device, total_steps=1, stop_token_ids=(), n_tokens=None):
         await body()
 
 
@@ -90,7 +98,7 @@ class TestStartWorkers:
                 started[kind].set()
                 async with asyncio.timeout(DEADLINE_S):
                     await asyncio.gather(*(event.wait() for event in started.values()))
-                return {"dtype": "float32", "dp_rank": 0}
+                return {"dtype": "float32", "dp_rank": 0, "device_name": "cpu"}
             return ("127.0.0.1", 1) if method == "rendezvous" else {}
 
         async def body() -> None:
@@ -116,7 +124,9 @@ class TestStartWorkers:
         message: str,
     ) -> None:
         async def reply(kind: str, method: str) -> Any:
-            return ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0}
+            return (
+                ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0, "device_name": "cpu"}
+            )
 
         async def body() -> None:
             raise error
@@ -137,7 +147,9 @@ class TestStartWorkers:
             raise RaySystemError("cannot end them")
 
         async def reply(kind: str, method: str) -> Any:
-            return ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0}
+            return (
+                ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0, "device_name": "cpu"}
+            )
 
         async def body() -> None:
             trained.append(True)
@@ -158,7 +170,9 @@ class TestStartWorkers:
             if method == "shutdown":
                 closing.set()
                 await asyncio.sleep(3600)
-            return ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0}
+            return (
+                ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0, "device_name": "cpu"}
+            )
 
         async def run_on_node(_: str, function: Any, *args: Any) -> list[Any]:
             await asyncio.sleep(0.1)  # a wait that is canceled would end here
@@ -180,3 +194,90 @@ class TestStartWorkers:
         monkeypatch.setattr(rollout_restarts, "run_on_node", run_on_node)
         asyncio.run(asyncio.wait_for(scenario(), workers.SHUTDOWN_S - 2))
         assert sorted(ended) == ["ActorWorker", "RolloutWorker"] and len(n_ended) == 1
+
+
+class TestNodes:
+    def test_workers_get_variables_of_driver_and_config(
+        self, ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        spawned: dict[str, dict[str, str]] = {}
+
+        async def create_pools(specs: Any, *, timeout_s: float) -> tuple[Any, ...]:
+            def spawn(worker: type, *_: Any, env: dict[str, str]) -> Handle:
+                spawned[worker.__name__] = env
+                return Handle(worker.__name__, reply)
+
+            return tuple(SimpleNamespace(spec=spec, spawn=spawn, release=lambda: None) for spec in specs)
+
+        async def reply(kind: str, method: str) -> Any:
+            raise WorkerError("enough")
+
+        async def start() -> None:
+            config = base_config("+ray_init.env_vars.NCCL_DEBUG=INFO", f"trainer.default_local_dir={tmp_path}")
+            async with start_workers(config, "cpu", total_steps=1, stop_token_ids=(), n_tokens=None):
+                pass
+
+        monkeypatch.setattr(workers, "create_pools", create_pools)
+        monkeypatch.setenv("NCCL_DEBUG", "WARN")
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+        with pytest.raises(WorkerError, match="enough"):
+            asyncio.run(start())
+        assert spawned.keys() == {"ActorWorker", "RolloutWorker"}
+        for env in spawned.values():
+            assert (env["NCCL_DEBUG"], env["GLOO_SOCKET_IFNAME"], env["CUDA_VISIBLE_DEVICES"]) == ("INFO", "eth7", "")
+
+    def test_problem_of_a_node_precedes_the_setup_of_engines(
+        self, ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        called: list[str] = []
+
+        async def refuse(config: Config, device: str, pools: Any, *, timeout_s: float) -> None:
+            assert device == "cpu" and len(pools) == 2 and timeout_s == 600
+            raise ResourceError("node 1: no compiler")
+
+        async def reply(kind: str, method: str) -> Any:
+            called.append(method)
+
+        monkeypatch.setattr(workers, "check_nodes", refuse)
+        with pytest.raises(ResourceError, match="node 1: no compiler"):
+            asyncio.run(train(tmp_path, monkeypatch, reply, lambda: asyncio.sleep(0)))
+        assert not {"setup", "device_report"} & {*called}
+
+    @pytest.mark.parametrize(("shared", "device"), [("true", "cuda"), ("true", "cpu"), ("false", "cuda")])
+    def test_rollouts_on_shared_gpus_start_after_the_actors(
+        self, ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str, device: str
+    ) -> None:
+        events: list[str] = []
+
+        async def reply(kind: str, method: str) -> Any:
+            if method == "setup":
+                events.append(f"{kind} begins")
+                await asyncio.sleep(0.05)
+                events.append(f"{kind} ends")
+            address = ("127.0.0.1", 1)
+            return address if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0, "device_name": "x"}
+
+        def config_of(folder: Path) -> Config:
+            keys = f"rollout.share_actor_gpus={shared}", "actor_rollout_ref.rollout.kv_cache_memory_megabytes=64"
+            return base_config("trainer.save_freq=-1", f"trainer.default_local_dir={folder}", *keys)
+
+        monkeypatch.setattr("tests.unit.test_workers.make_config", config_of)
+        asyncio.run(train(tmp_path, monkeypatch, reply, lambda: asyncio.sleep(0), device))
+        in_turn = ["ActorWorker begins", "ActorWorker ends", "RolloutWorker begins", "RolloutWorker ends"]
+        assert (events == in_turn) is (shared == "true" and device == "cuda")
+
+    def test_shared_gpus_without_cache_size_are_refused_before_any_worker(
+        self, ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def refuse(specs: Any, *, timeout_s: float) -> None:
+            raise AssertionError("pools were reserved")
+
+        async def start() -> None:
+            config = base_config("rollout.share_actor_gpus=true", f"trainer.default_local_dir={tmp_path}")
+            async with start_workers(config, "cuda", total_steps=1, stop_token_ids=(), n_tokens=None):
+                pass
+
+        monkeypatch.setattr(workers, "create_pools", refuse)
+        with pytest.raises(ConfigError, match="kv_cache_memory_megabytes"):
+            asyncio.run(start())

@@ -49,7 +49,8 @@ class ActorRolloutRefConfig:
     hybrid_engine: bool = key("Run actor and rollout in one process. Only false is supported.")
     nccl_timeout: float = timeout(
         "each phase of a weight sync (connect, begin, transfer, commit), in seconds. Collectives of the actor get 60 s "
-        "more."
+        "more. On CUDA they get at least 60 s more than `actor.timeout_s` and `trainer.startup_timeout_s`, so that a "
+        "hang is diagnosed before NCCL ends the processes."
     )
     model: ModelConfig
     actor: ActorConfig

@@ -8,11 +8,13 @@ from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_BATCH, MAX_COEFFICIENT, MAX_DEVICES, MAX_INT32, MAX_STEPS, Beta
 from recipe_gkd.config.schema.fields import STRICT, key, timeout
+from teacher.engines.head_dtype import HeadDtype
 
 CheckpointPart = Literal["model", "optimizer", "extra"]
 DecayStyle = Literal["constant", "linear", "cosine"]
 SavedPart = Literal[CheckpointPart, "hf_model"]
 TrainingDtype = Literal["bfloat16", "float32"]
+TransformerImpl = Literal["auto", "transformer_engine", "local"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -21,6 +23,11 @@ class ModelConfig:
 
     path: str = key("Hugging Face folder of the student, with config, tokenizer and safetensors.")
     trust_remote_code: bool = key("Allow the tokenizer and the rollout engine to execute code from the model folder.")
+    head_dtype: HeadDtype = key(
+        "Data type of the logits. `float32`: the output layer multiplies 16-bit weights, but accumulates and returns "
+        "float32, which removes rounding errors of up to 0.06 per log-probability (bfloat16, logits of 16 to 32). "
+        "`model`: the data type of the weights. `auto`: `float32` on CUDA with 16-bit weights, else `model`."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -33,7 +40,10 @@ class MegatronConfig:
         "Number of interleaved layer chunks per pipeline stage. null: no interleaving.", ge=2, le=MAX_DEVICES
     )
     context_parallel_size: int = key(
-        "Number of ranks that share each sequence. Only 1 is supported.", ge=1, le=MAX_DEVICES
+        "Number of ranks that share each sequence, for sequences whose activations do not fit on one device. It must "
+        "divide the query heads of a tensor-parallel rank.",
+        ge=1,
+        le=MAX_DEVICES,
     )
     expert_model_parallel_size: int = key(
         "Number of ranks that share the experts of a mixture-of-experts model.", ge=1, le=MAX_DEVICES
@@ -47,11 +57,21 @@ class MegatronConfig:
     )
     use_distributed_optimizer: bool = key("Shard the optimizer state over the data-parallel ranks.")
     dtype: TrainingDtype = key("Data type of weights and activations. The optimizer keeps float32 copies.")
+    transformer_impl: TransformerImpl = key(
+        "Modules of the layers. `transformer_engine`: those of Transformer Engine, which must be usable. `local`: "
+        "those of torch; Transformer Engine is not loaded, also not for the optimizer. `auto`: `transformer_engine` on "
+        "CUDA if it is installed, else `local`."
+    )
     param_offload: bool = key("Move parameters to host memory between updates. Only false is supported.")
     grad_offload: bool = key("Move gradients to host memory between updates. Only false is supported.")
     optimizer_offload: bool = key("Move the optimizer state to host memory between updates. Only false is supported.")
     override_transformer_config: dict[str, Any] = key(
         "Fields of Megatron's TransformerConfig that are set directly, such as `recompute_granularity`."
+    )
+    override_ddp_config: dict[str, Any] = key(
+        "Fields of Megatron's DistributedDataParallelConfig that are set directly, such as `overlap_param_gather`. "
+        "`overlap_grad_reduce`, the reduction of the gradient during the backward pass, is true by default on CUDA "
+        "with more than one data-parallel rank."
     )
 
 
@@ -99,8 +119,8 @@ class ActorConfig:
         "Fill micro-batches up to `max_token_len` tokens. false: `micro_batch_size` samples each."
     )
     max_token_len: int = key(
-        "Maximum number of tokens per micro-batch and rank. Used if `use_dynamic_bsz` is true. Lower it if the actor "
-        "runs out of memory.",
+        "Maximum number of tokens per micro-batch and data-parallel rank; context-parallel ranks share them. Used if "
+        "`use_dynamic_bsz` is true. Lower it if the actor runs out of memory.",
         ge=1,
         le=MAX_INT32,
     )

@@ -44,15 +44,33 @@ class RolloutEngineConfig:
     temperature: Temperature = key("Sampling temperature: 0 (greedy), or 0.01 to 2.", ge=0, le=MAX_TEMPERATURE)
     top_p: float = key("Nucleus sampling threshold. 1: disabled.", gt=0, le=1)
     top_k: int = key("Number of most likely tokens to sample from. -1 or 0: all.", ge=-1, le=MAX_INT32)
-    dtype: RolloutDtype = key("Data type of the rollout engine. `auto`: the type in the model's config.")
-    gpu_memory_utilization: float = key("Fraction of a GPU's memory that vLLM uses. Ignored on a CPU.", gt=0, le=1)
+    dtype: RolloutDtype = key(
+        "Data type of the rollout engine. `auto`: the type in the model's config, or 16 bits if that is float32."
+    )
+    gpu_memory_utilization: float = key(
+        "Fraction of a GPU's memory that vLLM uses. No effect on a CPU, or with `rollout.share_actor_gpus`.", gt=0, le=1
+    )
     kv_cache_memory_megabytes: int | None = key(
-        "Size of the KV cache in MiB. null: on CUDA derived from `gpu_memory_utilization`, on a CPU 256.",
+        "Size of the KV cache in MiB. null: on CUDA derived from `gpu_memory_utilization`, on a CPU 256. Required on "
+        "CUDA with `rollout.share_actor_gpus`.",
         ge=1,
         le=1 << 24,
     )
     tensor_model_parallel_size: int = key("Number of GPUs per engine.", ge=1, le=MAX_DEVICES)
-    max_num_seqs: int = key("Maximum number of responses that one engine generates at a time.", ge=1, le=1 << 14)
+    max_num_seqs: int = key(
+        "Maximum number of responses that one engine generates at a time. More responses make better use of a GPU, "
+        "if the KV cache holds them. vLLM's `LLM` class uses 1024 on GPUs of 70 GiB or more, and 256 on smaller ones.",
+        ge=1,
+        le=1 << 14,
+    )
+    max_num_batched_tokens: int | None = key(
+        "Maximum number of tokens in one engine step: prompt tokens, and one per response in progress. Large steps "
+        "process prompts faster and leave less memory for the KV cache. At least `max_num_seqs`. null: on CUDA 8192, "
+        "and 16384 on GPUs of 70 GiB or more except the A100 (defaults of vLLM's `LLM` class); on a CPU at least 4096 "
+        "and a whole sequence, because prompts are not split there.",
+        ge=1,
+        le=1 << 20,
+    )
     max_model_len: int | None = key(
         "Maximum sequence length in tokens. null: `data.max_prompt_length` + `data.max_response_length`.",
         ge=2,
@@ -82,5 +100,6 @@ class RolloutPoolConfig:
         "Number of GPUs per node of the rollout pool (CPU slots if `trainer.device` is `cpu`).", ge=1, le=MAX_DEVICES
     )
     share_actor_gpus: bool = key(
-        "Place each rollout worker on the GPU of an actor rank. Both pools must have the same size."
+        "Place each rollout worker on the GPU of an actor rank. Both pools must have the same size. Both models stay "
+        "in the memory, so on CUDA `actor_rollout_ref.rollout.kv_cache_memory_megabytes` is required."
     )

@@ -9,6 +9,7 @@ from pydantic.dataclasses import dataclass
 from recipe_gkd.config.limits import MAX_NODES, MAX_STEPS, MAX_TEACHER_WAIT_S
 from recipe_gkd.config.schema.fields import STRICT, key, timeout
 from teacher import WireDtype
+from teacher.client import MAX_CONNECTIONS
 
 TeacherFailureMode = Literal["fail", "wait", "skip_samples"]
 
@@ -50,6 +51,12 @@ class TeacherConfig:
     )
     auth_dir: str | None = key(
         "Folder with the CURVE keys of this client and the public key of the server. null: no authentication."
+    )
+    n_connections: int | None = key(
+        "Number of connections to each teacher service. Each has threads of its own, which matters for encryption. "
+        "null: 4 with `auth_dir`, else 1.",
+        ge=1,
+        le=MAX_CONNECTIONS,
     )
     on_failure: TeacherFailureMode = key(
         "Reaction to a request that fails or exceeds `timeout_s`. `fail`: the run ends. `wait`: the request is "

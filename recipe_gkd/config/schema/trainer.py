@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_CPUS, MAX_DEVICES, MAX_EPOCHS, MAX_NODES, MAX_STEPS
@@ -32,6 +32,15 @@ def _check_logger(value: str) -> str:
 
 
 LoggerSpec = Annotated[str, AfterValidator(_check_logger)]
+
+
+def _to_text(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"got {value}; an environment variable is a text, so quote it, or write 1 or 0")
+    return str(value) if isinstance(value, int | float) else value
+
+
+EnvironmentValue = Annotated[str, BeforeValidator(_to_text)]  # Hydra reads NAME=1 as a number
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -102,11 +111,24 @@ class TrainerConfig:
     resume_from_path: str | None = key(
         "Checkpoint folder (`.../global_step_N`) to resume from. Used if `resume_mode` is `resume_path`."
     )
-    startup_timeout_s: float = timeout("each phase of the start of all workers, in seconds.")
+    startup_timeout_s: float | None = timeout(
+        "each phase of the start of all workers, in seconds. null: 600 on a CPU, and 1800 on CUDA, where vLLM, Triton "
+        "and FlashInfer compile kernels at the first start."
+    )
+    check_nodes: bool = key(
+        "Refuse to start if a node has a problem that would make workers fail: an old CUDA driver, no C compiler or "
+        "Python headers, a small /dev/shm, a full disk. false: log these problems as warnings."
+    )
     max_worker_restarts: int = key(
         "Maximum number of dead rollout workers that are replaced during a run. The next death ends the run.",
         ge=0,
         le=MAX_STEPS,
+    )
+    device_peak_tflops: float | None = key(
+        "Peak rate of an actor device in TFLOP/s, in the data type of training and without sparsity, for "
+        "`perf/mfu/actor`. null: the rate of the data sheet for common GPUs; the metric is left out for other devices.",
+        gt=0,
+        le=1e6,
     )
     trace_file: str | None = key(
         "File for a trace of every stage, worker and batch, to be opened at https://ui.perfetto.dev. null: no trace."
@@ -121,4 +143,9 @@ class RayInitConfig:
         "Number of CPU slots of a local cluster. null: number of CPUs of the machine.", ge=1, le=MAX_CPUS
     )
     address: str | None = key("Address of a running cluster, or `auto`. null: start a local cluster.")
+    env_vars: dict[str, EnvironmentValue] = key(
+        "Environment variables of all workers, such as `NCCL_SOCKET_IFNAME`. They take precedence over the driver's "
+        "variables that start with `NCCL_`, `GLOO_`, `TORCH_` or `VLLM_`, which all workers get too (except those that "
+        "differ between nodes, such as `VLLM_HOST_IP`)."
+    )
     timeline_json_file: str | None = key("File for Ray's own timeline, written at the end. null: no timeline.")

@@ -57,6 +57,15 @@ def _train(actor: Any, batches: list[list[Sample]]) -> Training:
     return Training(logits, metrics, exported(actor), actor.weights_meta())
 
 
+def train_on_device(
+    rank: int, world_size: int, port: int, config: Config, batches: list[list[Sample]]
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Run an update on each batch, on ``trainer.device``; return the metrics, and the weights on the CPU."""
+    with started(rank, world_size, port, config) as actor:
+        metrics = [update(actor, batch, step) for step, batch in enumerate(batches)]
+        return metrics, {name: tensor.cpu() for name, tensor in exported(actor).items()}
+
+
 def train_padded_model(
     rank: int, world_size: int, port: int, config: Config, batch: list[Sample], n_token_ids: int
 ) -> tuple[dict[str, float], float, dict[str, Tensor]]:

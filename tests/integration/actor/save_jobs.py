@@ -14,13 +14,20 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from recipe_gkd.actor import checkpoint_save, hf_save
+from recipe_gkd.actor import checkpoint_save, hf_save, megatron_patches
+from recipe_gkd.actor.checkpoint_state import sharded_state
+from recipe_gkd.actor.megatron_model import MegatronModel
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import CheckpointError, GkdError
@@ -48,6 +55,73 @@ def resume_and_train(
     with started(rank, world_size, port, config) as actor:
         step = actor.load_checkpoint(path)
         return step, update(actor, batch, 1), exported(actor)
+
+
+def repeat_update(
+    rank: int, world_size: int, port: int, config: Config, first: list[Sample], second: list[Sample], path: Path
+) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Save after an update, run two more, load the checkpoint and run them again; return the metrics of both times."""
+    with started(rank, world_size, port, config) as actor:
+        update(actor, first, 0)
+        actor.save_checkpoint(path)
+        want = [update(actor, batch, step) for step, batch in enumerate((second, first), start=1)]
+        actor.load_checkpoint(path)
+        return want, [update(actor, batch, step) for step, batch in enumerate((second, first), start=1)]
+
+
+def load_gathered_state(
+    rank: int, world_size: int, port: int, config: Config, first: list[Sample], second: list[Sample], path: Path
+) -> tuple[tuple[int, int], int, int]:
+    """Save with Megatron's functions for the optimizer state, as earlier versions did, and resume from it.
+
+    A second update after the save must equal the same update after the load.
+
+    Returns:
+        Bytes that this version allocates for the state of a save and of a load, bytes that Megatron allocates for a
+        save, and bytes of the float32 parameters.
+    """
+    cls = DistributedOptimizer
+    own, own_load = cls.sharded_param_state_fully_reshardable, cls.load_parameter_state_from_fully_reshardable
+    with started(rank, world_size, port, config) as actor:
+        model = actor._model
+        _bytes_allocated(model, is_loading=False)  # before the first step, it allocates the optimizer state itself
+        update(actor, first, 0)
+        allocated = _bytes_allocated(model, is_loading=False), _bytes_allocated(model, is_loading=True)
+        try:
+            cls.sharded_param_state_fully_reshardable = own.__wrapped__
+            gathered = _bytes_allocated(model, is_loading=False)
+            actor.save_checkpoint(path)
+        finally:
+            cls.sharded_param_state_fully_reshardable = own
+        want_metrics, want = update(actor, second, 1), exported(actor)
+        assert actor.load_checkpoint(path) == 1 and cls.load_parameter_state_from_fully_reshardable is own_load
+        assert update(actor, second, 1) == want_metrics | {"perf/max_memory_allocated_gb": ANY}
+        weights = exported(actor)
+        assert all(torch.equal(tensor, want[name]) for name, tensor in weights.items())
+        return allocated, gathered, 4 * model.n_parameters
+
+
+def _bytes_allocated(model: MegatronModel, *, is_loading: bool) -> int:
+    with megatron_patches.on_host(), _Allocations() as allocations:
+        sharded_state(model, with_optimizer=True, is_loading=is_loading)
+    return allocations.n_bytes
+
+
+class _Allocations(TorchDispatchMode):
+    """Count of the bytes of new tensors, also of those that are freed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        storages = {x.untyped_storage().data_ptr() for x in inputs}
+        for new in tree_leaves(result):
+            if isinstance(new, Tensor) and new.untyped_storage().data_ptr() not in storages:
+                self.n_bytes += new.untyped_storage().nbytes()
+        return result
 
 
 def load_with_error(rank: int, world_size: int, port: int, config: Config, path: Path) -> str:

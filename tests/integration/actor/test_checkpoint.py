@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests._support.layouts import BF16, PLAIN_OPTIMIZER, PP2, SP, TP2, VPP2
+from tests._support.layouts import BF16, CP2, OVERLAP, PLAIN_OPTIMIZER, PP2, SP, TP2, VPP2
 from tests._support.tiny_models import ACTOR, VOCAB, make_config, make_samples, transformers_logits, without_empty
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs, save_jobs
@@ -29,8 +29,12 @@ class TestResume:
             pytest.param([TP2, SP], 2, [], 1, False, id="tensor 2 to 1"),
             pytest.param([ASYNC], 2, [PP2], 2, False, id="data 2 in the background to pipeline 2"),
             pytest.param([PP2], 2, [], 1, False, id="pipeline 2 to 1"),
+            pytest.param([CP2], 2, [TP2, SP], 2, False, id="context 2 to tensor 2"),
+            pytest.param([CP2], 2, [CP2], 2, True, id="context 2", marks=pytest.mark.slow),
             pytest.param([PP2, VPP2], 2, [PP2, VPP2], 2, True, id="interleaved pipeline"),
-            pytest.param([BF16, ASYNC], 2, [BF16], 2, True, id="bfloat16 in the background, data 2"),
+            pytest.param(
+                [BF16, ASYNC, *OVERLAP], 2, [BF16, *OVERLAP], 2, True, id="bfloat16, overlapped, background, data 2"
+            ),
             pytest.param([PLAIN_OPTIMIZER, TP2], 2, [PLAIN_OPTIMIZER], 1, False, id="plain optimizer, tensor 2 to 1"),
         ],
     )
@@ -51,6 +55,15 @@ class TestResume:
                 assert torch.equal(tensor, want_weights[name]), name
             elif not name.endswith("k_proj.bias"):  # its gradient is rounding noise
                 assert (tensor - want_weights[name]).abs().mean() < 2e-6, name
+
+    def test_sharded_state_allocates_nothing_and_loads_gathered_state(
+        self, pool: WorkerPool, folders: dict[str, Path], tmp_path: Path
+    ) -> None:
+        config = make_config(folders["qwen2"], ranks=2)
+        results = pool.run(2, save_jobs.load_gathered_state, config, FIRST, SECOND, tmp_path / "ckpt")
+        for allocated, gathered, parameter_bytes in results:
+            assert gathered > 3 * parameter_bytes, "the count must include the tensors that Megatron allocates"
+            assert max(allocated) < parameter_bytes / 100
 
     @pytest.mark.parametrize("optimizer", [[], [PLAIN_OPTIMIZER]], ids=["distributed", "plain"])
     def test_resume_with_changed_hyperparameters_uses_them(

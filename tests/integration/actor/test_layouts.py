@@ -13,7 +13,19 @@ import transformers
 from torch import Tensor
 
 from recipe_gkd.data.samples import Sample
-from tests._support.layouts import BF16, BY_SAMPLES, PLAIN_OPTIMIZER, PP2, RECOMPUTE, SP, TP2, VPP2
+from tests._support.layouts import (
+    BF16,
+    BY_SAMPLES,
+    CP2,
+    FLOAT32_HEAD,
+    OVERLAP,
+    PLAIN_OPTIMIZER,
+    PP2,
+    RECOMPUTE,
+    SP,
+    TP2,
+    VPP2,
+)
 from tests._support.tiny_models import (
     ACTOR,
     VOCAB,
@@ -53,7 +65,21 @@ LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
     "data 2": ("qwen2", 2, []),
     "data 2, plain optimizer, by samples": ("qwen2", 2, [PLAIN_OPTIMIZER, BY_SAMPLES, f"{ACTOR}.micro_batch_size=2"]),
     "tensor 2 x pipeline 2, sequence parallel": ("qwen2", 4, [TP2, PP2, SP]),
-    "tensor 2 x data 2": ("qwen2_untied", 4, [TP2]),
+    "tensor 2 x data 2, overlapped": ("qwen2_untied", 4, [TP2, *OVERLAP]),
+    "context 2": ("qwen2", 2, [CP2]),
+    "context 2 x tensor 2, sequence parallel": ("qwen2", 4, [CP2, TP2, SP]),
+}  # fmt: skip
+SLOW_LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
+    "pipeline 2 x data 2, interleaved, overlapped": ("qwen2", 4, [PP2, VPP2, *OVERLAP]),
+    "context 2, recomputed activations": ("qwen3", 2, [CP2, *RECOMPUTE]),
+    "context 2, plain optimizer, by samples": (
+        "llama", 2, [CP2, PLAIN_OPTIMIZER, BY_SAMPLES, f"{ACTOR}.micro_batch_size=1"]
+    ),
+    "context 2 x tensor 2": ("qwen2_untied", 4, [CP2, TP2]),
+    "context 2 x pipeline 2": ("qwen2", 4, [CP2, PP2]),
+    "context 2 x pipeline 2, interleaved": ("qwen2_untied", 4, [CP2, PP2, VPP2]),
+    "context 2 x data 2": ("qwen2", 4, [CP2]),
+    "context 4": ("qwen2", 4, [CP2.replace("=2", "=4")]),
 }  # fmt: skip
 
 
@@ -66,9 +92,9 @@ def reference(folder: Path) -> tuple[list[dict[str, float]], dict[str, Tensor], 
 
 
 class TestTraining:
-    @pytest.mark.parametrize("name", LAYOUTS)
+    @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LAYOUTS)])
     def test_training_on_layout_equals_reference(self, name: str, pool: WorkerPool, folders: dict[str, Path]) -> None:
-        kind, ranks, overrides = LAYOUTS[name]
+        kind, ranks, overrides = (LAYOUTS | SLOW_LAYOUTS)[name]
         want_metrics, want_weights, want_logits = reference(folders[kind])
         results = pool.run(ranks, jobs.train, make_config(folders[kind], *overrides, ranks=ranks), BATCHES)
 
@@ -83,8 +109,19 @@ class TestTraining:
         assert [(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()] == meta
         assert_weights(weights, want_weights)
 
-    def test_training_bfloat16_is_close_to_reference(self, pool: WorkerPool, folders: dict[str, Path]) -> None:
-        config = make_config(folders["qwen2"], TP2, SP, BF16, ranks=2)
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            [TP2, SP],
+            [TP2, SP, FLOAT32_HEAD],
+            pytest.param([TP2, FLOAT32_HEAD, "gkd.fuse_lm_head=true"], marks=pytest.mark.slow),
+            pytest.param([CP2], marks=pytest.mark.slow),
+        ],
+    )
+    def test_training_bfloat16_is_close_to_reference(
+        self, overrides: list[str], pool: WorkerPool, folders: dict[str, Path]
+    ) -> None:
+        config = make_config(folders["qwen2"], *overrides, BF16, ranks=2)
         want_metrics, _, _ = reference(folders["qwen2"])
         result = pool.run(2, jobs.train, config, BATCHES)[0]
         assert {dtype for _, _, dtype in result.meta} == {"bfloat16"}
@@ -93,30 +130,36 @@ class TestTraining:
             assert one["actor/kl_loss"] == pytest.approx(other["actor/kl_loss"], rel=1e-2)
             assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=3e-2)
 
-    @pytest.mark.parametrize(("ranks", "overrides"), [(2, []), (4, [TP2, SP])])
+    @pytest.mark.parametrize(
+        ("ranks", "overrides"),
+        [(2, []), (4, [TP2, SP, *OVERLAP]), pytest.param(4, [CP2, TP2, SP], marks=pytest.mark.slow), (2, [CP2])],
+    )
     def test_update_with_idle_ranks_or_empty_batch_succeeds(
         self, ranks: int, overrides: list[str], pool: WorkerPool, folders: dict[str, Path]
     ) -> None:
-        """One sample for two data-parallel ranks, then responses without tokens, then no sample."""
+        """One sample for two data-parallel or context ranks, responses without tokens, no sample, a full batch."""
         one = without_empty(BATCHES[0])[:1]
         empty = [sample for seed in range(9) for sample in make_samples(9, seed=seed) if not len(sample.response.ids)]
-        want_metrics, want_weights = reference_training(folders["qwen2"], [one])
+        want_metrics, want_weights = reference_training(folders["qwen2"], [one, BATCHES[1]])
         config = make_config(folders["qwen2"], *overrides, ranks=ranks)
-        results = pool.run(ranks, jobs.train, config, [one, empty, []])
+        results = pool.run(ranks, jobs.train, config, [one, empty, [], BATCHES[1]])
         for result in results:
-            assert_metrics(result.metrics[:1], want_metrics)
-            assert [m["actor/n_tokens"] for m in result.metrics[1:]] == [0, 0]
-            assert not any("actor/kl_loss" in m for m in result.metrics[1:]), "there is no mean over zero tokens"
+            assert_metrics([result.metrics[0], result.metrics[3]], want_metrics)
+            assert [m["actor/n_tokens"] for m in result.metrics[1:3]] == [0, 0]
+            assert not any("actor/kl_loss" in m for m in result.metrics[1:3]), "there is no mean over zero tokens"
             assert result.metrics == results[0].metrics, "all ranks report the same metrics"
         assert_weights(results[0].weights, want_weights)
 
 
 class TestLogits:
-    def test_logits_have_only_loss_rows_in_training_dtype(self, pool: WorkerPool, folders: dict[str, Path]) -> None:
-        config = make_config(folders["qwen2"], TP2, SP, BF16, ranks=2)
+    @pytest.mark.parametrize(("overrides", "expected"), [([], torch.bfloat16), ([FLOAT32_HEAD], torch.float32)])
+    def test_logits_have_only_loss_rows_in_dtype_of_head(
+        self, overrides: list[str], expected: torch.dtype, pool: WorkerPool, folders: dict[str, Path]
+    ) -> None:
+        config = make_config(folders["qwen2"], TP2, SP, BF16, *overrides, ranks=2)
         n_tokens = sum(len(sample.response.ids) for sample in BATCHES[0])
         for rows, columns, dtype in pool.run(2, jobs.record_loss_input, config, BATCHES[0]):
-            assert (rows, columns, dtype) == (n_tokens, PADDED_VOCAB // 2, torch.bfloat16)
+            assert (rows, columns, dtype) == (n_tokens, PADDED_VOCAB // 2, expected)
 
     def test_logits_with_llama3_rope_equal_transformers(self, pool: WorkerPool, tmp_path: Path) -> None:
         folder = make_folder(tmp_path / "llama3", "llama3")

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests._support.layouts import BF16, EP2, ETP1, OVERRIDE, PLAIN_OPTIMIZER, PP2, SP, TP2, VPP2
+from tests._support.layouts import BF16, CP2, EP2, ETP1, OVERLAP, OVERRIDE, PLAIN_OPTIMIZER, PP2, SP, TP2, VPP2
 from tests._support.tiny_models import make_config, transformers_logits, without_empty
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs, save_jobs
@@ -28,18 +28,24 @@ LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
     "tensor 2, all experts on both ranks": ("qwen3_moe", 2, [TP2, SP, ETP1]),
     "tensor 2, half of the experts on each, shared expert": ("qwen2_moe", 2, [TP2, SP, ETP1, EP2]),
     "tensor 2 x expert 2": ("qwen3_moe", 4, [TP2, SP, EP2]),
-    "pipeline 2 x expert 2": ("qwen3_moe", 4, [PP2, EP2]),
+    "pipeline 2 x expert 2, overlapped": ("qwen3_moe", 4, [PP2, EP2, *OVERLAP]),
     "pipeline 2, interleaved, x expert 2": ("qwen3_moe", 4, [PP2, VPP2, EP2]),
+    "context 2 x expert 2": ("qwen3_moe", 2, [CP2, EP2]),
+}
+SLOW_LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
+    "context 2, shared expert": ("qwen2_moe", 2, [CP2]),
+    "context 2 x tensor 2 x expert 2": ("qwen3_moe", 4, [CP2, TP2, SP, EP2]),
+    "context 2 x tensor 2 x expert 4": ("qwen3_moe", 4, [CP2, TP2, SP, EP2.replace("=2", "=4"), ETP1]),
 }
 
 
 class TestTraining:
-    @pytest.mark.parametrize("name", LAYOUTS)
+    @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LAYOUTS)])
     def test_training_on_layout_equals_reference_and_exports_all_experts(
         self, name: str, pool: WorkerPool, folders: dict[str, Path]
     ) -> None:
         """Compare loaded weights, logits of packed sequences, and metrics and weights of two updates."""
-        kind, ranks, overrides = LAYOUTS[name]
+        kind, ranks, overrides = (LAYOUTS | SLOW_LAYOUTS)[name]
         want_metrics, want_weights, want_logits = reference(folders[kind])
         results = pool.run(ranks, jobs.export_and_train, make_config(folders[kind], *overrides, ranks=ranks), BATCHES)
 

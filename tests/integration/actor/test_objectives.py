@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from tests._support import custom_losses
-from tests._support.tiny_models import ACTOR, MEGATRON, VOCAB, make_config, make_samples
+from tests._support.layouts import CP2, SP
+from tests._support.tiny_models import ACTOR, MEGATRON, VOCAB, make_config, make_samples, without_empty
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs
 from tests.integration.actor.plain_objectives import plain_objective
@@ -57,6 +58,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "1": (1, [BY_SAMPLES, f"{ACTOR}.micro_batch_size=1"]),
     "3": (1, [BY_SAMPLES, f"{ACTOR}.micro_batch_size=3"]),
     "dynamic, data 2": (2, []),
+    "context 2": (2, [CP2]),
     "tensor 2, sequence parallel": (2, [TP2, f"{MEGATRON}.sequence_parallel=true"]),
     "tensor 2 x pipeline 2, interleaved, recomputed": (
         4,
@@ -77,7 +79,8 @@ OTHER_LAYOUTS = {
     "reverse KL, renormalized, mean of responses": ("dynamic, data 2", SEQUENCE_PARALLEL),
     "k1, baseline of the group": ("1", SEQUENCE_PARALLEL),
     "reward and reference responses": ("3", INTERLEAVED),
-    "reward, reference responses, mean of responses, fused": ("dynamic, data 2", INTERLEAVED),
+    "reward, reference responses, mean of responses, fused": ("context 2", INTERLEAVED),
+    "k3": ("context 2", SEQUENCE_PARALLEL),
     "teacher on reference responses": ("1", SEQUENCE_PARALLEL),
     "custom forward KL": ("dynamic, data 2", INTERLEAVED),
 }
@@ -147,6 +150,20 @@ def test_skipped_samples_have_no_distillation_loss(name: str, pool: WorkerPool, 
     results = pool.run(ranks, jobs.train, make_config(folders["qwen2"], *overrides, *layout, ranks=ranks), batches)
     assert_metrics(results[0][1], expected[0])
     assert_weights(results[0][2], expected[1])
+
+
+@pytest.mark.parametrize("overrides", [[CP2], pytest.param([CP2, TP2, SP], marks=pytest.mark.slow)])
+def test_custom_loss_with_context_ranks_has_whole_responses(
+    overrides: list[str], pool: WorkerPool, folders: dict[str, Path]
+) -> None:
+    custom_loss = [CUSTOM[0], "gkd.custom_loss.name=response_weighted_kl", BY_SAMPLES, f"{ACTOR}.micro_batch_size=3"]
+    batches = [make_batch(0), without_empty(make_batch(1))[:1], []]
+    [want] = pool.run(1, jobs.train, make_config(folders["qwen2"], *custom_loss), batches)
+    ranks = 2 ** len(overrides[:2])
+    got = pool.run(ranks, jobs.train, make_config(folders["qwen2"], *custom_loss, *overrides, ranks=ranks), batches)
+    names = ("actor/loss", "actor/response_kl", "actor/grad_norm", "actor/n_tokens")
+    assert_metrics(got[0][1], [{name: one[name] for name in names if name in one} for one in want[1]])
+    assert_weights(got[0][2], {name: tensor.double() for name, tensor in want[2].items()})
 
 
 def test_kl_of_each_teacher_is_over_its_own_tokens(pool: WorkerPool, folders: dict[str, Path]) -> None:

@@ -50,6 +50,23 @@ class TestPools:
         assert on_second[4] != on_second[5]
 
 
+class TestEnvironment:
+    def test_variables_of_driver_and_config_reach_workers_of_running_nodes(self, facts: dict[str, Any]) -> None:
+        expected = {
+            "NCCL_SOCKET_IFNAME": "eth7",
+            "NCCL_DEBUG": "INFO",  # of ray_init.env_vars, not of the driver
+            "VLLM_LOGGING_LEVEL": "DEBUG",  # of the driver, not the project's default
+            "VLLM_HOST_IP": None,  # differs between nodes
+            "MY_SETTING": "1",
+        }
+        assert facts["variables"] == [expected] * 4
+
+    def test_problem_of_every_node_is_listed(self, facts: dict[str, Any]) -> None:
+        lines = [line for line in facts["node_problems"].splitlines() if "no CUDA support" in line]
+        assert len(lines) == 2 and facts["second"][:8] in "".join(lines)
+        assert "set trainer.check_nodes=false" in facts["node_problems"]
+
+
 class TestFailures:
     def test_diagnosis_has_stacks_of_workers_on_all_nodes(self, facts: dict[str, Any]) -> None:
         assert len(facts["stacks"]) == 8

@@ -20,12 +20,19 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from recipe_gkd.commands import check_devices
 from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.errors import DeadlineError, ResourceError, WorkerDied
+from recipe_gkd.ray_cluster.node_checks import check_nodes
 from recipe_gkd.ray_cluster.pools import Pool, create_pools, pool_specs
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from recipe_gkd.runtime.worker_variables import worker_variables
 from tests._support.base_config import base_config
 from tests._support.processes import is_running
 
 JSON_PREFIX = "facts "
+
+VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "VLLM_LOGGING_LEVEL", "VLLM_HOST_IP", "MY_SETTING")
+OF_THE_DRIVER = {"NCCL_SOCKET_IFNAME": "eth7", "NCCL_DEBUG": "WARN", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_HOST_IP": "x"}
+"""Variables that the driver gets after the nodes have started."""
+OF_THE_CONFIG = ("ray_init.env_vars.NCCL_DEBUG=INFO", "+ray_init.env_vars.MY_SETTING=1")
 
 
 class Worker:
@@ -33,6 +40,10 @@ class Worker:
         """Return node id, GPU ids and pid."""
         context = ray.get_runtime_context()
         return context.get_node_id(), ",".join(context.get_accelerator_ids()["GPU"]), os.getpid()
+
+    def variables(self) -> dict[str, str | None]:
+        """Return the values of the environment variables ``VARIABLES``."""
+        return {name: os.environ.get(name) for name in VARIABLES}
 
     def hang_by_intention(self) -> None:
         time.sleep(1000)
@@ -59,8 +70,10 @@ async def reserve(device: str, *arguments: str) -> tuple[Pool, ...]:
 async def start(device: str, *arguments: str) -> tuple[tuple[Pool, ...], WorkerGroup, WorkerGroup]:
     pools = await reserve(device, *arguments)
     sizes = [pool.spec.nnodes * pool.spec.n_per_node for pool in pools]
-    rollouts = [pools[1].spawn(Worker, rank, {}) for rank in reversed(range(sizes[1]))][::-1]
-    actors = [pools[0].spawn(Worker, rank, {}) for rank in range(sizes[0])]
+    extra = base_config(*OF_THE_CONFIG).ray_init.env_vars
+    env = worker_variables({"VLLM_LOGGING_LEVEL": "WARNING"}, os.environ, extra)
+    rollouts = [pools[1].spawn(Worker, rank, {}, env=env) for rank in reversed(range(sizes[1]))][::-1]
+    actors = [pools[0].spawn(Worker, rank, {}, env=env) for rank in range(sizes[0])]
     return pools, WorkerGroup("actor", actors), WorkerGroup("rollout", rollouts)
 
 
@@ -115,6 +128,11 @@ async def scenario(cluster: Cluster, second: Any) -> dict[str, Any]:
 
     pools, actors, rollouts = await start("cuda", "2x2", "2x2", "rollout.share_actor_gpus=true")
     facts["actors"], facts["rollouts"] = await locations(actors), await locations(rollouts)
+    facts["variables"] = await actors.call("variables", timeout_s=60, phase="look")
+    try:
+        await check_nodes(base_config(), "cuda", pools, timeout_s=60)
+    except ResourceError as error:
+        facts["node_problems"] = str(error)
     stopped, hanging = (rank for rank, (node, _, _) in enumerate(facts["actors"]) if node == second.node_id)
     facts["hanging"], facts["stopped"] = hanging, stopped
     facts["stacks"] = await diagnose_stopped_worker(actors, rollouts, stopped, facts["actors"][stopped][2])
@@ -137,6 +155,7 @@ def main() -> None:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             keys = overrides("2x2", "2x1", f"ray_init.address={cluster.address}", "trainer.device=cpu")
             status = check_devices.main(keys)
+        os.environ.update(OF_THE_DRIVER)
         ray.init(address=cluster.address, log_to_driver=False)
         facts = asyncio.run(scenario(cluster, second))
         facts |= dict(status=status, output=output.getvalue(), errors=errors.getvalue())

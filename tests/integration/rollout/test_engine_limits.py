@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import queue
 import time
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 from recipe_gkd.actor.model_dims import ModelDims
 from recipe_gkd.config import limits
 from recipe_gkd.config.ranges import numeric_range
-from recipe_gkd.errors import ConfigError
+from recipe_gkd.errors import ConfigError, WorkerError
 from recipe_gkd.rollout.engine_factory import step_budget
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.limits import VLLM_VOCAB_MULTIPLE, check_engine_fits
@@ -87,13 +88,13 @@ def test_sampling_range_ends_are_accepted_by_vllm(key: str, section: str) -> Non
         assert {own: getattr(made, own) for own in asked} == asked
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2048, 2049, 16384])
+@pytest.mark.parametrize("max_num_seqs", [1, 2048, 8193, 16384])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_step_budget_any_number_of_sequences_is_accepted(device: str, max_num_seqs: int) -> None:
     from vllm.config import SchedulerConfig
 
     options = EngineOptions.from_config(config_for(Path("nowhere"), f"{ROLLOUT}.max_num_seqs={max_num_seqs}"), device)
-    settings = step_budget(options)
+    settings = step_budget(options, cuda_default=8192)
     made = SchedulerConfig(
         max_model_len=options.max_model_len, is_encoder_decoder=False, max_num_seqs=max_num_seqs, **settings
     )
@@ -122,6 +123,56 @@ def test_check_engine_fits_rejects_invalid_combinations(layers: int, overrides: 
     with pytest.raises(ConfigError, match=message):
         check_engine_fits(shape, config_for(Path("nowhere"), *overrides))
     check_engine_fits(shape, config_for(Path("nowhere"), f"{ROLLOUT}.max_model_len=512"))
+
+
+def test_default_batched_tokens_are_those_of_the_llm_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    from recipe_gkd.rollout.vllm_compat import default_batched_tokens
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    for gibibytes, name, expected in ((80, "NVIDIA H100", 16384), (80, "NVIDIA A100-SXM4", 8192), (24, "L4", 8192)):
+        memory, device_name = gibibytes << 30, name
+        monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_, memory=memory: memory)
+        monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_, name=device_name: name)
+        assert default_batched_tokens(1) == expected
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", {"head_dtype": "float32"}), ("cpu", {})])
+def test_build_engine_passes_options_to_vllm(
+    device: str, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recipe_gkd.rollout import engine_factory, vllm_compat
+
+    class Built(Exception):
+        """Arguments of the engine."""
+
+    def build(arguments: Any) -> None:
+        raise Built(arguments)
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(vllm_compat, "check_platform", lambda _: None)
+    monkeypatch.setattr(vllm_compat, "keep_files_in", lambda _: None)
+    monkeypatch.setattr(vllm_compat.LLMEngine, "from_engine_args", build)
+    overrides = [f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.max_num_batched_tokens=777"]
+    with pytest.raises(WorkerError) as caught:
+        engine_factory.build_engine(EngineOptions.from_config(config_for(tmp_path, *overrides), device))
+    (arguments,) = caught.value.__cause__.args  # type: ignore[union-attr]
+    assert arguments.hf_overrides == expected and arguments.max_num_batched_tokens == 777
+
+
+def test_join_transport_does_not_apply_nccl_variables_of_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.utils import nccl
+
+    from recipe_gkd.rollout.vllm_calls import WorkerCalls
+
+    monkeypatch.setattr(nccl, "_unpinned_env", {"NCCL_ALGO": None})  # as after `init_batch_invariance` on CUDA
+    monkeypatch.setenv("NCCL_ALGO", "ring,tree")
+    worker, seen = WorkerCalls(), []
+    worker.weight_transfer_engine = SimpleNamespace(has_mixed_weights=False, outcome={})
+    worker.init_weight_transfer_engine = lambda _: seen.append(os.environ.get("NCCL_ALGO"))
+    assert worker.gkd_join_transport({})["error"] is None
+    assert seen == [None] and os.environ["NCCL_ALGO"] == "ring,tree"
 
 
 def test_vocabulary_multiple_is_that_of_vllm() -> None:

@@ -37,6 +37,7 @@ def generate(pool: Pool, rank: int, given: list[Prompt], step: int = 0, *, greed
 def test_setup_describes_engine(pool: Pool) -> None:
     for description in pool.descriptions:
         assert description["dtype"] == "float32"
+        assert description["head_dtype"] == "float32" and description["max_num_batched_tokens"] == 4096
         assert description["max_model_len"] == 32 + 48 and description["kv_cache_tokens"] > 1000
         assert description["seconds"] > 0
 

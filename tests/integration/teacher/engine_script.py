@@ -1,7 +1,8 @@
 """Score sequences with several engine settings, in a separate process: `engine_script.py MODEL OUT`.
 
 The .npz file OUT contains NAME/I/FIELD for each array of result I under each setting, NAME/preemptions, and NAME/error
-for rejected settings and sequences.
+for rejected settings and sequences. "head SETTING" are a bfloat16 engine's results, and the largest error of its
+logits. "chunks" are the rows of logits that vLLM's V2 runner computes at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 
 from teacher.engines.base import EngineConfig
 from teacher.engines.vllm_engine import VllmEngine
+from teacher.engines.vllm_worker import LogitsCalls
 from teacher.errors import TeacherError
 from teacher.records import TeacherSequence
 
@@ -69,6 +71,45 @@ def score(engine: VllmEngine, added: list[TeacherSequence]) -> dict[str, Any]:
     return found | {"preemptions": n_preempted}
 
 
+def head_precision(engine: VllmEngine) -> dict[str, Any]:
+    """Return the data type of an engine's logits, and their largest error against the float64 product."""
+    import torch
+
+    def compare(model: Any) -> tuple[str, float]:
+        weight_VH = model.lm_head.weight.detach()[:VOCAB_SIZE]
+        hidden_TH = 30 * torch.randn(5, weight_VH.shape[1], generator=torch.Generator().manual_seed(0)).to(weight_VH)
+        logits_TV = getattr(model.compute_logits, "of_model", model.compute_logits)(hidden_TH)
+        exact_TV = hidden_TH.double() @ weight_VH.double().T
+        return str(logits_TV.dtype), float((logits_TV.double() - exact_TV).abs().max())
+
+    ((dtype, error),) = engine._engine.apply_model(compare)
+    return {"dtype": dtype, "error": error, "engine": engine.info.engine}
+
+
+def chunks_of_v2_runner(n_rows: int, n_tokens: int) -> list[int]:
+    """Return the rows of each call of vLLM's V2 runner for logits, after `set_logit_rows`."""
+    import torch
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.sample import prompt_logprob
+
+    rows: list[int] = []
+
+    def compute_logits(hidden_TH: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden_TH))
+        return hidden_TH
+
+    def topk(logits_TV: torch.Tensor, k: int, ids_T: torch.Tensor, **_: Any) -> LogprobsTensors:  # Triton on a GPU
+        values, ids = logits_TV.topk(k)
+        return LogprobsTensors(ids, values, ids_T)
+
+    vars(prompt_logprob)["compute_topk_scores"] = topk
+    LogitsCalls().set_logit_rows(n_rows)
+    prompt_logprob.compute_prompt_logprobs_with_chunking(
+        torch.arange(n_tokens), torch.zeros(n_tokens, 3), compute_logits, 2
+    )
+    return rows
+
+
 def refusal(make: Any) -> str:
     try:
         make()
@@ -94,6 +135,13 @@ def main(model: str, out: str) -> None:
     refuse(smallest, REFUSED)
     save("smallest", score(smallest, LONG))
     found["smallest/has work"] = smallest.has_work()
+    heads = {  # both are kept: an engine that is deleted ends the process groups of the others
+        head: VllmEngine(EngineConfig(model, N_TOKENS, dtype="bfloat16", head_dtype=head, kv_cache_mib=4))
+        for head in ("model", "float32")
+    }
+    for head, engine in heads.items():
+        save(f"head {head}", head_precision(engine) | score(engine, SHORT))
+    found["chunks"] = chunks_of_v2_runner(7, 20)
     found["kv cache/error"] = refusal(
         lambda: VllmEngine(EngineConfig(model, **SMALL, max_model_len=1 + SMALLEST_KV_LEN))
     )

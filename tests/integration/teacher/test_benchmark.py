@@ -55,3 +55,18 @@ def test_benchmark_interrupted_at_start_ends_its_processes(tmp_path: Path) -> No
         running.kill()
         running.wait(timeout=10)
     assert processes_of(tmp_path) == []
+
+
+def test_proxy_benchmark_reports_every_case_and_ends_its_processes(tmp_path: Path) -> None:
+    path = tmp_path / "proxy.json"
+    command = [sys.executable, str(REPO / "benchmarks" / "teacher_proxy.py"), "--megabytes", "4", "--json", str(path)]
+    done = subprocess.run(
+        command, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(path.read_text())
+    for kind in ("plain", "curve"):
+        assert figures[f"{kind}_bound_4_over_1_threads"] > 0
+        for threads in (1, 4):
+            assert figures[f"{kind}_{threads}_threads_mb_per_s"] > 0
+    assert processes_of(tmp_path) == []

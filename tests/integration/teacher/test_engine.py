@@ -1,4 +1,4 @@
-"""VllmEngine without the service: scores, padding, admission, sizes."""
+"""VllmEngine without the service: scores, padding, admission, data type of the logits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from teacher.engines.admission import Admission, Demand
-from teacher.engines.sizes import capacity_tokens, result_bytes, step_size
-from teacher.errors import TeacherError
+from teacher.engines.sizes import ResultMemory
 from teacher.records import TeacherSequence
 from tests._support.qwen2 import random_qwen2, save_word_tokenizer
 from tests._support.teacher_service import REPO
@@ -128,10 +127,22 @@ def test_engine_too_small_kv_cache_raises_at_start(scored: dict[str, Any]) -> No
 
 
 def test_engine_too_large_result_is_rejected_with_its_size(scored: dict[str, Any]) -> None:
-    size_mib = result_bytes(TOO_LARGE, N_TOKENS) / 2**20
+    size_mib = ResultMemory(N_TOKENS, id_bytes=4, max_bytes=2**20).bytes_of(TOO_LARGE) / 2**20
     size = f"the result of 1000 tokens, 800 of them scored, takes {size_mib:.1f} MiB"
     assert size_mib > 1 and size in str(scored["result/error"])
     assert "the limit is MAX_RESULT_MIB=1;" in str(scored["result/error"])
+
+
+def test_engine_float32_head_returns_logits_without_rounding_to_16_bits(scored: dict[str, Any]) -> None:
+    assert scored["head model/dtype"] == "torch.bfloat16" and scored["head model/error"] > 1e-2
+    assert scored["head float32/dtype"] == "torch.float32" and scored["head float32/error"] < 1e-4
+    assert "bfloat16 (logits float32)" in str(scored["head float32/engine"])
+    mass_T = np.exp(scored["head float32/4/topk_logps_TK"].astype(np.float64)).sum(axis=1)
+    assert np.abs(mass_T - 1).max() < 1e-5, "padding rows of the output layer have probability"
+
+
+def test_engine_logit_rows_are_those_that_vllm_computes_at_a_time(scored: dict[str, Any]) -> None:
+    assert scored["chunks"].tolist() == [7, 7, 6]
 
 
 ANY = TeacherSequence(np.zeros(2, np.int32), 1)
@@ -164,31 +175,3 @@ def test_admission_empty_engine_admits_any_sequence() -> None:
     assert admitted(admission) == [0]
     admission.release(0)
     assert admitted(admission) == [1]
-
-
-@pytest.mark.parametrize("on_cpu", [True, False])
-@pytest.mark.parametrize(("logits_mib", "vocab_size"), [(1, 96), (1024, 512), (1024, 152_064), (64, 256_000)])
-def test_step_size_rows_fit_into_memory(on_cpu: bool, logits_mib: int, vocab_size: int) -> None:
-    for n_logprobs in (1, vocab_size // 2):
-        step = step_size(logits_mib, vocab_size, n_logprobs, on_cpu=on_cpu)
-        bytes_per_row = vocab_size * (17 if on_cpu else 8) + n_logprobs * 20
-        assert (step.tokens + step.sequences) * bytes_per_row <= logits_mib * 2**20
-        assert 1 <= step.sequences <= step.tokens and 1 <= step.max_sequence_tokens <= step.tokens
-
-
-def test_step_size_too_little_memory_raises_with_minimum() -> None:
-    with pytest.raises(TeacherError, match=r"LOGITS_MIB=1 holds 0 rows .*set LOGITS_MIB=20 or more"):
-        step_size(1, 152_064, 256, on_cpu=True)
-    step_size(20, 152_064, 256, on_cpu=True)
-
-
-def test_result_bytes_are_within_bound_of_capacity_tokens() -> None:
-    for n_tokens, n_logprobs in ((2, 1), (100, 1), (100, 256)):
-        result = result_bytes(TeacherSequence(np.zeros(n_tokens, np.int32), prompt_len=1), n_logprobs)
-        assert result <= 16 * (n_logprobs + 1) * n_tokens
-
-
-def test_capacity_tokens_is_two_steps_if_results_fit() -> None:
-    step = step_size(1024, 512, 256, on_cpu=True)
-    assert capacity_tokens(step, 256, 2**31) == 2 * step.tokens
-    assert capacity_tokens(step, 150_000, 2**31) * 150_000 * 8 < 2**31

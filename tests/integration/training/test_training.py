@@ -35,6 +35,9 @@ METRICS = (
     "actor/kl_loss",
     "actor/grad_norm",
     "actor/lr",
+    "actor/rollout_kl",
+    "actor/rollout_probs_diff_mean",
+    "actor/rollout_probs_diff_max",
     "response_seq_len/average",
     "response_seq_len/max",
     "response_seq_len/min",
@@ -44,6 +47,8 @@ METRICS = (
     "training/staleness_max",
     "training/mixed_version_fraction",
     "perf/tokens_per_second",
+    "perf/throughput",
+    "perf/mfu/actor",
     "perf/cpu_memory_used_gb",
     "perf/max_memory_allocated_gb",
     "perf/idle_actor",
@@ -95,6 +100,7 @@ class TestSchedule:
             "trainer.save_freq=2",
             f"trainer.logger=[console,jsonl,tensorboard,{REPO}/docs/examples/custom_logger.py:CsvLogger]",
             f"trainer.trace_file={tmp_path}/trace.json",
+            "trainer.device_peak_tflops=0.1",
         ).finish()
         assert run.status == 0, run.output
         for metric in ("timing/save_checkpoint", "timing/validate", SCORE, "val/quickstart/addition/response_len"):
@@ -169,6 +175,9 @@ class TestResume:
             assert line["training/sft_share"] == pytest.approx(2 / (2 + 2 * 6))
             assert 0 <= line["reward/min"] < line["reward/max"] <= 1 and line["reward/zero_std_group_fraction"] < 1
             assert line["actor/pg_loss"] != 0
+            # Both engines compute in float32 with the same weights, so they agree on the sampled tokens.
+            assert 0 <= line["actor/rollout_kl"] < 1e-8
+            assert 0 < line["actor/rollout_probs_diff_mean"] < line["actor/rollout_probs_diff_max"] < 1e-4
             terms = line["actor/distill_loss"] + line["actor/pg_loss"] + line["actor/sft_loss"]
             assert line["actor/loss"] == pytest.approx(terms, rel=1e-5)
         first, last = reference_run.metrics[0], reference_run.metrics[-1]

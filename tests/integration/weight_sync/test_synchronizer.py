@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_gkd.errors import DeadlineError, WeightSyncError, WorkerDied, find_timeout_error
+from recipe_gkd.errors import DeadlineError, ResourceError, WeightSyncError, WorkerDied, find_timeout_error
 from recipe_gkd.weight_sync import spec as spec_module
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.receiver import NamedTensors, receive_weights
@@ -274,3 +274,14 @@ def test_sync_unknown_transport_error_lists_known_ones() -> None:
     with pytest.raises(WeightSyncError, match="weight_transport is 'rdma'; expected one of collective, ipc"):
         asyncio.run(Cluster(transport="rdma").sync.sync(1))
     assert time.monotonic() - started < TIMEOUT_S
+
+
+def test_sync_that_does_not_fit_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Rollout, version: int, meta: list[TensorMeta], inflight: bool) -> None:
+        raise ResourceError("rollout worker 0: a weight update does not fit into the memory")
+
+    monkeypatch.setattr(Rollout, "begin_weight_update", refuse)
+    cluster = Cluster()
+    with pytest.raises(WeightSyncError, match="does not fit") as caught:
+        asyncio.run(cluster.sync.sync(1))
+    assert "first attempt" not in str(caught.value) and len(cluster.actor.stores) == 1

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
 from recipe_gkd.actor.loss_terms import GlobalDenominators, loss_term_masks
-from recipe_gkd.actor.microbatch import bucket_by_length, micro_batches, pack, shard_batch
+from recipe_gkd.actor.microbatch import PackedBatch, bucket_by_length, micro_batches, pack, shard_batch
 from recipe_gkd.data.samples import Sample, TeacherTopK
-from recipe_gkd.errors import DataError
 from tests._support.tiny_models import TOP_K, make_sample, make_samples, without_empty
 
 SAMPLES = make_samples(40)
@@ -90,23 +89,43 @@ class TestPack:
         assert packed.ids_TK[-1].tolist() == [5, 6] + [-1] * (TOP_K - 2)
         assert np.isneginf(packed.logps_TK[-1, 2:]).all()
 
-    @pytest.mark.parametrize("n_ids", [2, 200, 20_000, 150_000, 1 << 18])
-    def test_pack_with_float16_log_probabilities_succeeds(self, n_ids: int) -> None:
-        """Uniform distributions are the worst case: all their log-probabilities may be rounded up."""
-        logps_TK = np.full((1, n_ids), -np.log(n_ids)).astype(np.float16).astype(np.float32)
-        pack([make_sample(7, [1], [2], logps_TK, np.arange(n_ids)[None])])
-        for sample in SAMPLES:
-            as_float16 = replace(sample.teacher, logps_TK=sample.teacher.logps_TK.astype(np.float16).astype(np.float32))
-            pack([replace(sample, teacher=as_float16)])
+    def test_pack_has_int32_indices_and_index_of_response(self) -> None:
+        packed = pack(without_empty(SAMPLES)[:3])
+        indices = ("token_ids_N", "loss_rows_T", "ids_TK", "response_ids_T", "positions_T", "sequence_T")
+        assert {getattr(packed, name).dtype for name in indices} == {np.dtype(np.int32)}
+        first_uid = without_empty(SAMPLES)[0].prompt.uid
+        assert (packed.sequence_T == 0).tolist() == (packed.uids_T == first_uid).tolist()
+        assert packed.position_ids_N.dtype == np.int32
 
-    @pytest.mark.parametrize("logps", [[[0.0, 0.0]], [[np.nan, -1.0]], [[0.1, -np.inf]]])
-    def test_pack_with_invalid_teacher_row_names_sample(self, logps: list[list[float]]) -> None:
-        with pytest.raises(DataError, match=r"sample 7: .*position 0"):
-            pack([make_sample(7, [1], [2], logps, [[3, 4]])])
+    def test_pack_without_teacher_differs_only_in_the_top_k(self) -> None:
+        samples = without_empty(SAMPLES)
 
-    def test_pack_without_prompt_names_sample(self) -> None:
-        with pytest.raises(DataError, match="sample 7 has no prompt"):
-            pack([make_sample(7, [], [2], [[-1.0]], [[3]])])
+        def allocate(shape: tuple[int, ...], dtype: object) -> np.ndarray:
+            pytest.fail("the teacher's arrays were allocated")
+
+        whole, bare = pack(samples), pack(samples, with_teacher=False, allocate=allocate)
+        assert bare.logps_TK.shape == bare.ids_TK.shape == (len(whole.uids_T), 0)
+        for field in fields(PackedBatch):
+            if field.name not in ("logps_TK", "ids_TK"):
+                np.testing.assert_array_equal(getattr(whole, field.name), getattr(bare, field.name), field.name)
+
+    def test_pack_of_float16_scores_keeps_them(self) -> None:
+        samples = without_empty(SAMPLES)[:2]
+        narrow = [
+            replace(each, teacher=replace(each.teacher, logps_TK=each.teacher.logps_TK.astype(np.float16)))
+            for each in samples
+        ]
+        unscored = replace(SAMPLES[-1], teacher=TeacherTopK.absent(len(SAMPLES[-1].response.ids)))
+        assert pack([*narrow, unscored]).logps_TK.dtype == np.float16
+        assert pack([narrow[0], samples[1]]).logps_TK.dtype == np.float32
+
+
+class TestTeacherTopK:
+    def test_is_scored_is_true_for_rows_with_any_valid_id(self) -> None:
+        ids_TK = np.array([[4, 5], [-1, 5], [-1, -1]], np.int32)
+        scores = TeacherTopK(logps_TK=np.zeros((3, 2)), ids_TK=ids_TK, sampled_logps_T=np.zeros(3))
+        assert scores.is_scored_T.tolist() == [True, True, False]
+        assert TeacherTopK.absent(2).is_scored_T.tolist() == [False, False]
 
 
 class TestLossTermMasks:
@@ -124,9 +143,29 @@ class TestLossTermMasks:
         expected = {"distill": [True, False, False], "pg": [True, True, False], "sft": [False, False, False]}
         for name, own_T in loss_term_masks(packed).items():
             assert own_T.tolist() == np.repeat(expected[name], lengths).tolist(), name
-        denominators = GlobalDenominators.of(GlobalDenominators.counts([packed]))
+        denominators = GlobalDenominators.of(GlobalDenominators.counts([samples[0], sampled, reference]))
         assert denominators.n_tokens == lengths.sum() and denominators.n_tokens_of["distill"] == lengths[0]
         assert denominators.weights(packed, "token-mean")["distill"].sum() == pytest.approx(lengths.sum())
+
+    def test_counts_of_samples_are_those_of_the_masks(self) -> None:
+        """The counts come from the samples alone, before anything is packed."""
+        partial_ids = without_empty(SAMPLES)[5].teacher.ids_TK.copy()
+        partial_ids[1:] = -1
+        mixed = [
+            with_reference(sample) if number % 3 == 1 else sample for number, sample in enumerate(SAMPLES[:12])
+        ] + [replace(without_empty(SAMPLES)[5], teacher=replace(without_empty(SAMPLES)[5].teacher, ids_TK=partial_ids))]
+        mixed[2] = replace(mixed[2], teacher=TeacherTopK.absent(len(mixed[2].response.ids)), is_skipped=True)
+        mixed[4] = replace(mixed[4], teacher=TeacherTopK.absent(len(mixed[4].response.ids)))
+        packed = pack(without_empty(mixed))
+        masks = loss_term_masks(packed)
+        n_tokens, *others = GlobalDenominators.counts(mixed)
+        assert n_tokens == len(packed.uids_T)
+        assert others[:3] == [mask_T.sum() for mask_T in masks.values()]
+        assert others[3:] == [round((mask_T / packed.response_lengths_T).sum()) for mask_T in masks.values()]
+
+
+def with_reference(sample: Sample) -> Sample:
+    return replace(sample, prompt=replace(sample.prompt, reference_ids=sample.response.ids))
 
 
 class TestBucketByLength:

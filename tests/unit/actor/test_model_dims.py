@@ -12,7 +12,7 @@ import pytest
 
 from recipe_gkd.actor.model_dims import ensure_layout_fits, read_model_dims
 from recipe_gkd.errors import ConfigError, ModelError
-from tests._support.layouts import EP2, ETP1, PP2, TP2, VPP2
+from tests._support.layouts import CP2, EP2, ETP1, PP2, TP2, VPP2
 from tests._support.tiny_models import make_config, make_folder
 
 
@@ -39,6 +39,10 @@ class TestReadModelDims:
             ({"hidden_act": "gelu"}, "hidden_act=gelu"),
             ({"use_sliding_window": True}, "use_sliding_window=True"),
             ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rotary scaling .*yarn"),
+            (
+                {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+                r"partial_rotary_factor=0\.5",
+            ),
         ],
     )
     def test_read_model_dims_of_unsupported_model_raises(
@@ -76,6 +80,19 @@ class TestEnsureLayoutFits:
             check(TP2.replace("=2", "=4"), ranks=4)
         with pytest.raises(ConfigError, match="4 layers cannot be divided equally into 3 pipeline stages"):
             check(PP2.replace("=2", "=3"), ranks=3)
+
+    def test_indivisible_heads_of_context_ranks_raises(self, folders: dict[str, Path]) -> None:
+        def check(cp: int, *overrides: str, ranks: int) -> None:
+            config = make_config(folders["llama"], CP2.replace("=2", f"={cp}"), *overrides, ranks=ranks)
+            ensure_layout_fits(read_model_dims(folders["llama"]), config.actor_rollout_ref.actor.megatron)
+
+        check(2, ranks=2)
+        check(4, ranks=4)  # the 2 key/value heads are copied
+        check(2, TP2, ranks=4)
+        with pytest.raises(ConfigError, match="context_parallel_size is 3; it must divide the 4 heads of a tensor-par"):
+            check(3, ranks=3)
+        with pytest.raises(ConfigError, match="context_parallel_size is 4; it must divide the 2 heads of a tensor-par"):
+            check(4, TP2, ranks=8)
 
     @pytest.mark.parametrize(
         ("kind", "ranks", "overrides", "message"),

@@ -105,10 +105,13 @@ class TestValidation:
             ("trainer.logger=[console,wandb]", "trainer.logger.1: got 'wandb'; expected one of console, jsonl, tensor"),
             ("actor_rollout_ref.hybrid_engine=true", "set it to false"),
             (f"{MEGATRON}.param_offload=true", "offloading is not implemented"),
-            (f"{MEGATRON}.context_parallel_size=2", "context parallelism is not supported"),
+            (
+                f"{MEGATRON}.context_parallel_size=2",
+                "= 1 slots, which is not a multiple of tensor x context x pipeline parallel size = 1 x 2 x 1 = 2;",
+            ),
             (
                 f"{MEGATRON}.tensor_model_parallel_size=2",
-                "= 1 slots, which is not a multiple of tensor x pipeline parallel size = 2 x 1 = 2;",
+                "= 1 slots, which is not a multiple of tensor x context x pipeline parallel size = 2 x 1 x 1 = 2;",
             ),
             (
                 f"{MEGATRON}.expert_model_parallel_size=2",

@@ -47,3 +47,20 @@ def test_script_help_describes_script(script: Path) -> None:
 def test_quickstart_unknown_argument_is_refused() -> None:
     refused = bash(REPO / "launch" / "quickstart.sh", "--frehs")
     assert refused.returncode == 2 and "unknown argument --frehs" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["run_qwen2.5_ray_cluster.sh", "run_teacher_on_ray.sh"])
+def test_ray_job_gets_variables_of_the_shell(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ray").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "ray").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
+    monkeypatch.setenv("CKPT_PATH", "/models/teacher")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7,eth8")
+    monkeypatch.setenv("VLLM_X", "two words")
+    submitted = bash(REPO / "launch" / name)
+    assert submitted.returncode == 0, submitted.stderr
+    arguments = submitted.stdout.splitlines()
+    entry = arguments[arguments.index("--") + 1 :]
+    assert entry[0] == "env" and {"NCCL_SOCKET_IFNAME=eth7,eth8", "VLLM_X=two words"} <= set(entry[: entry.index("-m")])
+    assert entry[entry.index("-m") - 1] == "python3" and not [word for word in entry if word.startswith("PATH=")]

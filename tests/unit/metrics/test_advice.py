@@ -282,10 +282,11 @@ def test_resource_layout_of_config() -> None:
         "rollout.n_gpus_per_node=4",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.context_parallel_size=2",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
         "actor_rollout_ref.teacher.n_server_workers=5",
     )
     layout = ResourceLayout.of(config)
     assert layout == ResourceLayout(
-        staleness=3, actor=(1, 8), rollout=(1, 4), actor_divisor=4, rollout_divisor=2, n_teachers=5
+        staleness=3, actor=(1, 8), rollout=(1, 4), actor_divisor=8, rollout_divisor=2, n_teachers=5
     )

@@ -69,6 +69,13 @@ def test_step_time_is_the_sum_of_its_parts(tmp_path: Path) -> None:
         assert line["training/mixed_version_fraction"] == 0
 
 
+def test_throughput_is_per_device_of_both_pools(tmp_path: Path) -> None:
+    lines = train(tmp_path, "trainer.n_gpus_per_node=3", "rollout.n_gpus_per_node=2")
+    for line in lines:
+        assert line["perf/throughput"] == pytest.approx(line["perf/total_num_tokens"] / line["timing/step"] / (3 + 2))
+        assert "perf/mfu/actor" not in line
+
+
 def test_idle_fraction_of_a_teacher_without_service_ignores_the_number_of_workers(tmp_path: Path) -> None:
     teacher = "actor_rollout_ref.teacher"
     line = train(tmp_path, f"{teacher}.backend=hf", f"{teacher}.model_path=x", f"{teacher}.n_server_workers=2")[1]

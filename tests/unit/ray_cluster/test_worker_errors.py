@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from recipe_gkd.errors import GkdError, ModelError, SecondaryFailure, WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.ray_cluster import worker_group
@@ -118,6 +119,32 @@ class TestWorkerGroup:
         assert group.handles == [successor] and run(group.dead()) == []
 
 
+class TestDeviceMemory:
+    @pytest.mark.parametrize(
+        ("pool", "key"),
+        [("actor", "actor_rollout_ref.actor.max_token_len"), ("rollout", "rollout.gpu_memory_utilization")],
+    )
+    @pytest.mark.parametrize(
+        "error",
+        [
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+            torch.AcceleratorError("CUDA error: out of memory"),
+        ],
+        ids=["torch", "cuda"],
+    )
+    def test_torch_out_of_memory_names_worker_and_keys(self, pool: str, key: str, error: Exception) -> None:
+        group = WorkerGroup(pool, [FailingHandle(error)])
+        with pytest.raises(WorkerError, match=f"update: {pool} worker 0 of 1 failed: .* out of memory") as caught:
+            run(group.call("update", timeout_s=5, phase="update"))
+        assert key in str(caught.value)
+
+    def test_other_errors_get_no_advice_about_memory(self) -> None:
+        group = WorkerGroup("actor", [FailingHandle(RuntimeError("out of memory, says the user's code"))])
+        with pytest.raises(WorkerError) as caught:
+            run(group.call("update", timeout_s=5, phase="update"))
+        assert "max_token_len" not in str(caught.value)
+
+
 class TestWithLabel:
     def test_message_about_worker_12_does_not_name_worker_1(self) -> None:
         error = WeightSyncError("test worker 12 did not come")
@@ -134,3 +161,5 @@ class TestRootCause:
         assert root_cause({0: secondary, 1: foreign, 2: death, 3: own}) == (3, own)
         assert root_cause({0: secondary, 1: foreign, 2: death}) == (2, death)
         assert root_cause({0: secondary, 1: foreign}) == (0, secondary)
+        memory = torch.OutOfMemoryError("CUDA out of memory")
+        assert root_cause({0: secondary, 1: own, 2: death, 3: memory}) == (3, memory)

@@ -20,6 +20,7 @@ from teacher.logs import LogRateLimiter
 from teacher.proxy import Proxy
 from teacher.proxy.curve_authenticator import CurveAuthenticator
 from teacher.proxy.http import HttpServer
+from teacher.proxy.proxy_sockets import SocketSettings
 from teacher.wire import sockets
 from teacher.wire.auth import ClientKeys, ServerKeys, check_bind, client_keys, server_keys
 from teacher.wire.make_keys import add_client, make_keys
@@ -80,7 +81,10 @@ def wait_for_log(caplog: pytest.LogCaptureFixture, *texts: str) -> None:
 def test_service_with_keys_serves_allowed_peers_only(
     auth_dir: Path, other_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running_proxy(keys=server_keys(auth_dir)) as proxy, worker_with(auth_dir, proxy.backend_port):
+    with (
+        running_proxy(sockets=SocketSettings(keys=server_keys(auth_dir))) as proxy,
+        worker_with(auth_dir, proxy.backend_port),
+    ):
         assert_served(proxy, auth_dir / "clients" / "default")
         for folder in (None, other_dir):
             other_client = TeacherClient(server_port=proxy.frontend_port, auth_dir=folder)
@@ -268,7 +272,7 @@ def test_unfinished_handshake_is_dropped_on_every_port(auth_dir: Path, monkeypat
     assert sockets.HANDSHAKE_TIMEOUT_S <= 10
     monkeypatch.setattr(sockets, "HANDSHAKE_TIMEOUT_S", 1.0)
     with ExitStack() as stack:
-        proxy = stack.enter_context(running_proxy(keys=server_keys(auth_dir)))
+        proxy = stack.enter_context(running_proxy(sockets=SocketSettings(keys=server_keys(auth_dir))))
         plain = stack.enter_context(running_proxy())
         http = stack.enter_context(
             HttpServer("127.0.0.1", 0, lambda: (proxy.latest_status, 0.0), request_timeout_s=1.0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from teacher import ScoredSequence, TeacherClient, TeacherRequestError, TeacherSequence, TeacherTimeout
+from teacher.engines.sizes import ResultMemory
 from teacher.engines.vllm_engine import VllmEngine
 from teacher.engines.vllm_worker import LogitsCalls
 from teacher.proxy import Proxy
@@ -153,7 +154,7 @@ def test_engine_without_temperature_scores_at_1_only(fault: str, monkeypatch: py
     monkeypatch.setattr(VllmEngine, "_score_probe", score_probe)
     engine = VllmEngine.__new__(VllmEngine)
     engine._info, engine._temperature, engine._temperature_error = INFO, 1.0, ""
-    engine._k, engine._max_result_bytes = INFO.n_logprobs, 2**20
+    engine._k, engine._memory = INFO.n_logprobs, ResultMemory(INFO.n_logprobs, id_bytes=4, max_bytes=2**20)
     engine._self_check()
     engine.check(make_sequence(1, 2), 1.0)
     assert engine.temperature == 1.0

@@ -63,6 +63,7 @@ class TestConfig:
             ),
             (["backend=hf", "model_path=x", "auth_dir=keys"], "auth_dir=keys has no effect"),
             (["backend=hf", "model_path=x", "wire_dtype=float16"], "wire_dtype=float16 has no effect"),
+            (["backend=hf", "model_path=x", "n_connections=2"], "n_connections=2 has no effect"),
             (["backend=hf", "model_path=x", "teachers.a=b:1"], "backend=hf is one teacher"),
             (
                 ["backend=vllm"],
@@ -83,6 +84,17 @@ class TestConfig:
         assert configured("backend=hf", "model_path=x").actor_rollout_ref.teacher.server_port == 15999
         with pytest.raises(ConfigError, match="server_port=15555 has no effect"):
             configured("backend=hf", "model_path=x", "server_port=15555")
+
+    @pytest.mark.parametrize(
+        ("overrides", "expected"), [([], 1), (["auth_dir=keys"], 4), (["auth_dir=keys", "n_connections=2"], 2)]
+    )
+    def test_open_backend_connections_follow_encryption(
+        self, overrides: list[str], expected: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        opened: dict[str, Any] = {}
+        monkeypatch.setattr(backends, "TeacherClient", lambda *_, **options: opened.update(options))
+        backends.open_backend(configured(*overrides), "default")
+        assert opened["n_connections"] == expected
 
     def test_hf_with_worker_count_is_accepted(self) -> None:
         configured("backend=hf", "model_path=x", "n_server_workers=2", "top_k=4")

@@ -1,0 +1,135 @@
+"""Division of an update into micro-batches, from the lengths of the samples alone.
+
+The arrays of a micro-batch are packed when it is about to be computed; see :mod:`~recipe_gkd.actor.prefetch`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from recipe_gkd.actor.context_parallel import shard_for_context
+from recipe_gkd.actor.loss_terms import GlobalDenominators
+from recipe_gkd.actor.megatron_model import MegatronModel
+from recipe_gkd.actor.microbatch import Allocate, micro_batches, pack
+from recipe_gkd.actor.parallel import Layout
+from recipe_gkd.actor.sample_checks import check_samples
+from recipe_gkd.actor.staging import StagedBatch, stage
+from recipe_gkd.config.schema import ActorConfig, AggregationMode
+from recipe_gkd.data.samples import Sample
+from recipe_gkd.errors import DataError, SecondaryFailure
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchPlan:
+    """Micro-batches of one rank in one update.
+
+    Attributes:
+        groups: Samples of each micro-batch.
+        count: Number of micro-batches, equal on all ranks. Those after ``groups`` are empty.
+        denominators: Token counts of the global batch.
+        loss_agg_mode: ``gkd.loss_agg_mode``.
+        layout: Coordinates of this rank.
+        sequence_parallel: Whether tensor-parallel ranks divide the rows of a micro-batch.
+        device: Training device.
+        allocate: Allocates the large arrays.
+    """
+
+    groups: Sequence[Sequence[Sample]]
+    count: int
+    denominators: GlobalDenominators
+    loss_agg_mode: AggregationMode
+    layout: Layout
+    sequence_parallel: bool
+    device: torch.device
+    allocate: Allocate = np.empty
+
+    def stage(self, index: int) -> StagedBatch:
+        """Pack a micro-batch and prepare its copy to the device. Safe in any thread, one at a time."""
+        layout, multiple_of = self.layout, self.layout.tp_size if self.sequence_parallel else 1
+        packed = pack(
+            self.groups[index] if index < len(self.groups) else [],
+            multiple_of=multiple_of,
+            with_teacher=layout.is_last_stage,
+            allocate=self.allocate,
+        )
+        packed, weights = shard_for_context(
+            packed,
+            self.denominators.weights(packed, self.loss_agg_mode),
+            cp_rank=layout.cp_rank,
+            cp_size=layout.cp_size,
+            multiple_of=multiple_of,
+            allocate=self.allocate,
+        )
+        return stage(packed, weights, self.device, self.allocate)
+
+
+def plan_micro_batches(
+    model: MegatronModel,
+    config: ActorConfig,
+    samples: Sequence[Sample],
+    step: int,
+    *,
+    loss_agg_mode: AggregationMode,
+    allocate: Allocate = np.empty,
+) -> MicroBatchPlan:
+    """Check this rank's samples, divide them into micro-batches and count the tokens of the global batch. Collective.
+
+    All ranks get the same number of micro-batches. Ranks with fewer micro-batches get empty ones.
+
+    Args:
+        model: Model in training.
+        config: Size of the micro-batches.
+        samples: Shard of this data-parallel rank.
+        step: Optimizer step, for messages.
+        loss_agg_mode: ``gkd.loss_agg_mode``.
+        allocate: Allocates the large arrays of the micro-batches.
+
+    Raises:
+        DataError: A sample that this rank checks is invalid.
+        SecondaryFailure: A sample that another rank checks is invalid.
+    """
+    layout, device = model.layout, model.device
+    max_token_len = config.max_token_len if config.use_dynamic_bsz else None
+    groups = micro_batches(samples, micro_batch_size=config.micro_batch_size, max_token_len=max_token_len)
+    failure: DataError | None = None
+    try:
+        check_samples(_checked_here(samples, layout))
+    except DataError as error:  # raised after the all-reduce: otherwise the other ranks would wait in the forward pass
+        failure = error
+    # One entry per rank for the number of micro-batches, so that a single all-reduce also yields the maximum.
+    n_batches_of = [len(groups) if rank == layout.rank else 0 for rank in range(layout.world_size)]
+    counts = [count * layout.counts_samples for count in GlobalDenominators.counts(samples)]
+    reduced = torch.tensor([failure is not None, *n_batches_of, *counts], dtype=torch.float64, device=device)
+    dist.all_reduce(reduced)
+    n_failed, *sums = reduced.tolist()
+    if failure is not None:
+        raise failure
+    if n_failed:
+        raise SecondaryFailure(f"update {step}: another rank rejected a sample; see the error of that rank")
+    n_batches = max(1, *map(int, sums[: layout.world_size]))
+    if config.megatron.virtual_pipeline_model_parallel_size is not None:
+        # Interleaved stages process micro-batches in rounds of `pp_size`.
+        n_batches = math.ceil(n_batches / layout.pp_size) * layout.pp_size
+    return MicroBatchPlan(
+        groups=groups,
+        count=n_batches,
+        denominators=GlobalDenominators.of(sums[layout.world_size :]),
+        loss_agg_mode=loss_agg_mode,
+        layout=layout,
+        sequence_parallel=config.megatron.sequence_parallel,
+        device=device,
+        allocate=allocate,
+    )
+
+
+def _checked_here(samples: Sequence[Sample], layout: Layout) -> Sequence[Sample]:
+    """Return this rank's part of the samples to check. The ranks of one data-parallel rank have the same samples."""
+    n_ranks = layout.tp_size * layout.cp_size * layout.pp_size
+    number = layout.tp_rank + layout.tp_size * (layout.cp_rank + layout.cp_size * layout.pp_rank)
+    return samples[number::n_ranks]

@@ -1,0 +1,196 @@
+"""The actor on one device: an update against float64, and a checkpoint round trip."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from recipe_gkd.actor.transformer_impl import resolve_transformer_impl
+from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed, Context
+from recipe_gkd.commands.gpu_smoke.peer_process import running_peer
+from recipe_gkd.commands.gpu_smoke.reference import BETAS, LR, MAX_NORM, Update, reference_update
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_samples, write_model
+from recipe_gkd.config import Config, load_config
+from recipe_gkd.data.samples import Sample
+from recipe_gkd.weight_sync.store import join_store, open_store
+
+if TYPE_CHECKING:
+    from recipe_gkd.actor.megatron_actor import MegatronActor
+
+_LENGTHS = (5, 17, 1, 30, 24, 9)
+_ACTOR = "actor_rollout_ref.actor"
+# Accepted errors of the loss and the gradient norm (relative), and of the direction of the step (1 - cosine). The first
+# step of Adam is nearly the sign of the gradient, which rounding changes where the gradient is close to 0.
+_LIMITS = {"float32": (1e-4, 1e-3, 0.02), "bfloat16": (0.02, 0.05, 0.15)}
+
+
+def actor_config(folder: Path, device: str, *overrides: str) -> Config:
+    """Return the configuration of a one-rank actor for the model in ``folder``."""
+    keys = [
+        "data.train_files=unused", f"actor_rollout_ref.model.path={folder}", f"trainer.device={device}",
+        "actor_rollout_ref.nccl_timeout=60", f"{_ACTOR}.timeout_s=60", f"{_ACTOR}.max_token_len=64",
+        f"{_ACTOR}.optim.lr={LR}", f"{_ACTOR}.optim.betas=[{BETAS[0]},{BETAS[1]}]",
+        f"{_ACTOR}.optim.weight_decay=0", f"{_ACTOR}.optim.clip_grad={MAX_NORM}",
+    ]  # fmt: skip
+    return load_config("on_policy_distill_trainer", [*keys, *overrides])
+
+
+@contextmanager
+def running_actor(
+    config: Config, *, rank: int = 0, world_size: int = 1, store: Store | None = None
+) -> Iterator[MegatronActor]:
+    """Set up an actor in this process, and destroy its process groups at the end.
+
+    Args:
+        config: Configuration of the run.
+        rank: Rank of this process, and its GPU.
+        world_size: Number of ranks.
+        store: Store that all ranks use. None opens one.
+    """
+    # Before Megatron is imported. Therefore a process has actors of one implementation only.
+    resolve_transformer_impl(config.actor_rollout_ref.actor.megatron.transformer_impl, config.trainer.device)
+    from recipe_gkd.actor.megatron_actor import MegatronActor
+    from recipe_gkd.actor.parallel import RankSpec, destroy_parallel
+
+    store = store or open_store("127.0.0.1", config.actor_rollout_ref.nccl_timeout)
+    spec = RankSpec(rank=rank, world_size=world_size, local_rank=rank, device=config.trainer.device, rendezvous=store)
+    actor = MegatronActor(config, spec, total_steps=10)
+    actor.setup()
+    try:
+        yield actor
+    finally:
+        destroy_parallel()
+
+
+def exported(actor: MegatronActor) -> dict[str, Tensor]:
+    """Return float64 copies of all weights on the CPU, by name."""
+    return {name: tensor.double().cpu() for name, tensor in actor.export_weights()}
+
+
+def check_actor(context: Context) -> str:
+    """Compare an update in bfloat16, with the layers of a real run, with a reference in float64."""
+    return _check_dtype(context, "bfloat16", "auto")
+
+
+def check_actor_float32(context: Context) -> str:
+    """Compare an update in float32. Transformer Engine is not used, because it multiplies float32 matrices in TF32."""
+    return _check_dtype(context, "float32", "local")
+
+
+def _check_dtype(context: Context, dtype: str, transformer_impl: str) -> str:
+    folder, samples = write_model(context.folder / "model", seed=0), make_samples(_LENGTHS)
+    reference = reference_update(folder, samples)
+    megatron = f"{_ACTOR}.megatron"
+    for fused in (False, True):
+        overrides = (
+            f"{megatron}.dtype={dtype}",
+            f"{megatron}.transformer_impl={transformer_impl}",
+            f"gkd.fuse_lm_head={str(fused).lower()}",
+        )
+        with running_actor(actor_config(folder, context.device, *overrides)) as actor:
+            found = _update(actor, samples)
+        _compare(context, f"{dtype}{', fused' if fused else ''}", found, reference, dtype)
+    return f"loss {reference.loss:.4f} and gradient norm {reference.grad_norm:.3f} of {len(samples)} packed samples"
+
+
+def check_actor_tp2(context: Context) -> str:
+    """Compare an update of two ranks with the reference."""
+    folder, samples = write_model(context.folder / "model", seed=0), make_samples(_LENGTHS)
+    megatron = f"{_ACTOR}.megatron"
+    config = actor_config(
+        folder, context.device, f"{megatron}.dtype=bfloat16", f"{megatron}.tensor_model_parallel_size=2",
+        f"{megatron}.sequence_parallel=true", "trainer.n_gpus_per_node=2",
+    )  # fmt: skip
+    store = open_store("127.0.0.1", config.actor_rollout_ref.nccl_timeout)
+    with running_peer(_second_rank, config, store.port, timeout_s=context.deadline_s) as peer:
+        with running_actor(config, rank=0, world_size=2, store=store) as actor:
+            found = _update(actor, samples)
+        metrics = peer.receive()
+    if metrics != found.loss:
+        raise CheckFailed(f"the ranks report the losses {found.loss} and {metrics}, expected the same number")
+    reference = reference_update(folder, samples)
+    _compare(context, "two ranks", found, reference, "bfloat16")
+    return f"loss {found.loss:.4f} and gradient norm {found.grad_norm:.3f}; in float64 {reference.loss:.4f}"
+
+
+def _second_rank(connection: Connection, config: Config, port: int) -> None:
+    """Process of rank 1: send its loss."""
+    store = join_store("127.0.0.1", port, config.actor_rollout_ref.nccl_timeout)
+    with running_actor(config, rank=1, world_size=2, store=store) as actor:
+        connection.send(_update(actor, make_samples(_LENGTHS)).loss)
+
+
+def _update(actor: MegatronActor, samples: Sequence[Sample]) -> Update:
+    """Run the first update."""
+    before = exported(actor)
+    metrics = actor.update(samples, 0)
+    after = exported(actor)
+    step = {name: after[name] - before[name] for name in before}
+    return Update(metrics["actor/kl_loss"], metrics["actor/grad_norm"], step)
+
+
+def _compare(context: Context, name: str, found: Update, expected: Update, dtype: str) -> None:
+    loss_limit, norm_limit, step_limit = _LIMITS[dtype]
+    context.compare(f"{name}: loss", abs(found.loss / expected.loss - 1), loss_limit)
+    context.compare(f"{name}: norm", abs(found.grad_norm / expected.grad_norm - 1), norm_limit)
+    context.compare(f"{name}: step", 1 - _cosine(found.step, expected.step), step_limit)
+
+
+def _cosine(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the cosine of the angle between two steps. The bias of the keys has no gradient, so it is left out."""
+    names = [name for name in found if not name.endswith("k_proj.bias")]
+    if missing := sorted({*names} - {*expected}):
+        raise CheckFailed(f"the actor exported {', '.join(missing)}, which the model does not have")
+    a, b = (torch.cat([step[name].flatten() for name in names]) for step in (found, expected))
+    return float(a @ b / (a.norm() * b.norm()))
+
+
+def check_checkpoint(context: Context) -> str:
+    """Compare an actor that continues with a new one that loads its checkpoint."""
+    folder, dtype = write_model(context.folder / "model", seed=0), "bfloat16"
+    first, second = make_samples(_LENGTHS), make_samples(_LENGTHS, seed=1)
+    config = actor_config(folder, context.device, f"{_ACTOR}.megatron.dtype={dtype}")
+    path = context.folder / "checkpoint"
+    with running_actor(config) as actor:
+        actor.update(first, 0)
+        actor.save_checkpoint(path)
+        actor.save_hf(context.folder / "hf")
+        saved = exported(actor)
+        metrics = actor.update(second, 1)
+        expected = exported(actor)
+    with running_actor(config) as actor:
+        step = actor.load_checkpoint(path)
+        context.compare("weights after the load", _distance(exported(actor), saved), 0.0)
+        resumed = actor.update(second, 1)
+        # Relative to the step. Without the optimizer's state it is 0.85; rounding on a GPU changes single weights.
+        step_size = _mean_distance(expected, saved)
+        context.compare("next update", _mean_distance(exported(actor), expected) / step_size, 0.05)
+        context.compare("loss of the next update", abs(resumed["actor/kl_loss"] - metrics["actor/kl_loss"]), 1e-3)
+    if step != 1:
+        raise CheckFailed(f"the checkpoint is of step {step}, expected 1")
+    with running_actor(
+        actor_config(context.folder / "hf", context.device, f"{_ACTOR}.megatron.dtype={dtype}")
+    ) as actor:
+        context.compare("weights of the Hugging Face folder", _distance(exported(actor), saved), 0.0)
+    n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return f"checkpoint of {n_bytes / 1e6:.1f} MB, Hugging Face folder, and the update after them"
+
+
+def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest difference of two sets of weights; infinity if their names differ."""
+    if found.keys() != expected.keys():
+        return math.inf
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def _mean_distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the mean difference of two sets of weights with the same names."""
+    return float(torch.cat([(found[name] - expected[name]).abs().flatten() for name in expected]).mean())

@@ -1,0 +1,89 @@
+"""The training command on tiny models: Ray, both pools, a teacher service, weight syncs and a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+from recipe_gkd.commands.gpu_smoke.isolation import last_lines
+from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed, Context
+from recipe_gkd.commands.gpu_smoke.service import running_service
+from recipe_gkd.commands.gpu_smoke.teacher_checks import TOP_K, dtype_of
+from recipe_gkd.commands.gpu_smoke.tiny_models import write_model
+from recipe_gkd.quickstart.task import make_splits, write_parquet
+
+_STEPS = 3
+_BATCH_SIZE = 8
+
+
+def check_training(context: Context) -> str:
+    """Run three steps, and check metrics, checkpoint and the written model."""
+    student = write_model(context.folder / "student", seed=1, with_tokenizer=True)
+    model = write_model(context.folder / "teacher", seed=2, with_tokenizer=True)
+    data = context.folder / "train.parquet"
+    write_parquet(make_splits(0, n_train=_STEPS * _BATCH_SIZE, n_held_out=8, n_dev=8).train, data)
+    settings = {"DTYPE": dtype_of(context), "N_LOGPROBS": TOP_K, "KV_CACHE_MIB": 64, "GPU_MEMORY_UTILIZATION": 0.2}
+    run = context.folder / "run"
+    timeout_s = 0.4 * context.deadline_s
+    with running_service(model, context.folder / "service", timeout_s=timeout_s, **settings) as port:
+        _train(context, overrides(context, student, data, run, port))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return _check_run(context, lines, run)
+
+
+def overrides(context: Context, student: Path, data: Path, run: Path, port: int) -> list[str]:
+    """Return the keys of the run. With one GPU both pools share it.
+
+    Args:
+        context: Context of the check.
+        student: Folder of the student.
+        data: File of the prompts.
+        run: Run folder.
+        port: Port of the teacher service.
+    """
+    rollout, actor, dtype = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", dtype_of(context)
+    shared = context.device == "cuda" and context.n_gpus == 1
+    return [
+        f"data.train_files={data}", "data.max_prompt_length=16", "data.max_response_length=24",
+        f"data.train_batch_size={_BATCH_SIZE}", f"actor_rollout_ref.model.path={student}",
+        "actor_rollout_ref.nccl_timeout=120", f"{actor}.megatron.dtype={dtype}", f"{actor}.optim.lr=0.001",
+        f"{rollout}.dtype={dtype}", f"{rollout}.kv_cache_memory_megabytes=64", f"{rollout}.max_num_seqs=16",
+        f"{rollout}.gpu_memory_utilization=0.2", f"rollout.share_actor_gpus={str(shared).lower()}",
+        f"actor_rollout_ref.teacher.server_port={port}", f"trainer.device={context.device}",
+        f"trainer.default_local_dir={run}", f"trainer.total_training_steps={_STEPS}",
+        # Responses are then sampled with the weights of the last sync, so each step compares them with the actor's.
+        "trainer.scheduler=sync",
+        f"trainer.startup_timeout_s={0.4 * context.deadline_s:g}",
+    ]  # fmt: skip
+
+
+def _train(context: Context, keys: list[str]) -> None:
+    log = context.folder / "training.log"
+    command = [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-name", "on_policy_distill_trainer", *keys]
+    with log.open("wb") as output:
+        done = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, timeout=0.6 * context.deadline_s, check=False
+        )
+    if done.returncode:
+        text = "\n".join(last_lines(log, 20))
+        raise CheckFailed(f"the training command ended with exit status {done.returncode}:\n{text}")
+
+
+def _check_run(context: Context, lines: list[dict[str, float]], run: Path) -> str:
+    if len(lines) != _STEPS:
+        raise CheckFailed(f"metrics.jsonl has {len(lines)} lines, expected {_STEPS}")
+    losses = [line["actor/kl_loss"] for line in lines]
+    context.figures["actor/kl_loss"] = losses
+    if not all(math.isfinite(loss) and loss > 0 for loss in losses):
+        raise CheckFailed(f"actor/kl_loss is {losses}, expected positive numbers")
+    # Log-probabilities of the rollout engine against the actor's, of the same tokens.
+    limit = 0.05 if dtype_of(context) == "bfloat16" else 1e-3
+    context.compare(
+        "actor/rollout_probs_diff_mean", max(line["actor/rollout_probs_diff_mean"] for line in lines), limit
+    )
+    if not list(run.glob(f"global_step_{_STEPS}/huggingface/*.safetensors")):
+        raise CheckFailed(f"{run} has no model of step {_STEPS}")
+    return f"{_STEPS} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}, checkpoint and Hugging Face folder"

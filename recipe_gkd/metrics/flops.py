@@ -1,0 +1,56 @@
+"""Number of floating-point operations of an update, from the dimensions of the model and the lengths of the sequences.
+
+Model FLOPs as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): those of the matrix products that the
+equations need, where a product of [m, k] and [k, n] has ``2 m k n``. The backward pass has twice the operations of the
+forward pass: one product for the gradient of the input, one for that of the weights. Not counted are norms, rotary
+embedding, softmax, activation functions and biases (below 1 % together), the loss and the optimizer, and everything
+that is computed twice to save memory: recomputed layers, and the logits of the fused head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from recipe_gkd.actor.model_dims import ModelDims
+
+BACKWARD_OVER_FORWARD = 2
+
+
+def update_flops(dims: ModelDims, lengths: Sequence[int], n_logit_rows: int) -> int:
+    """Return the FLOPs of the forward and backward pass over packed sequences.
+
+    Args:
+        dims: Dimensions of the model.
+        lengths: Input tokens of each sequence.
+        n_logit_rows: Number of rows for which the output layer computes logits: response tokens.
+    """
+    return (1 + BACKWARD_OVER_FORWARD) * forward_flops(dims, lengths, n_logit_rows)
+
+
+def forward_flops(dims: ModelDims, lengths: Sequence[int], n_logit_rows: int) -> int:
+    """Return the FLOPs of the forward pass over packed sequences; see :func:`update_flops`."""
+    layers = sum(lengths) * sum(_layer_flops_per_token(dims, layer) for layer in range(dims.layers))
+    # Each token attends to itself and to all tokens before it. A pair of a query and a key has two products of length
+    # `head_dim` per head: its score, and its part of the weighted sum of the values.
+    n_pairs = sum(length * (length + 1) // 2 for length in lengths)
+    attention = dims.layers * n_pairs * 4 * dims.heads * dims.head_dim
+    return layers + attention + 2 * n_logit_rows * dims.hidden * dims.vocab_size
+
+
+def _layer_flops_per_token(dims: ModelDims, layer: int) -> int:
+    """Return the FLOPs of the linear layers of one transformer layer for one token."""
+    qkv_columns = (dims.heads + 2 * dims.kv_heads) * dims.head_dim
+    projections = 2 * dims.hidden * (qkv_columns + dims.heads * dims.head_dim)
+    moe = dims.moe
+    if moe is None or not moe.layers[layer]:
+        return projections + _gated_mlp_flops(dims.hidden, dims.ffn)
+    feed_forward = 2 * dims.hidden * moe.experts + moe.top_k * _gated_mlp_flops(dims.hidden, moe.ffn)  # router, experts
+    if moe.shared_ffn is not None:
+        feed_forward += _gated_mlp_flops(dims.hidden, moe.shared_ffn) + 2 * dims.hidden  # with its gate
+    return projections + feed_forward
+
+
+def _gated_mlp_flops(hidden: int, ffn: int) -> int:
+    return 3 * 2 * hidden * ffn  # gate, up and down projection

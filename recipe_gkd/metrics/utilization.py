@@ -1,0 +1,63 @@
+"""Utilization of the devices: model FLOPs of the actor's updates, as a fraction of the peak rate."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from recipe_gkd.actor.model_dims import ModelDims, read_model_dims
+from recipe_gkd.config import Config
+from recipe_gkd.data.samples import Sample
+from recipe_gkd.metrics.device_peaks import peak_tflops
+from recipe_gkd.metrics.flops import update_flops
+
+log = logging.getLogger(__name__)
+
+PEAK_KEY = "trainer.device_peak_tflops"
+
+
+class ActorUtilization:
+    """Model FLOPs utilization (MFU) of the actor's devices.
+
+    Args:
+        dims: Dimensions of the student.
+        pool_tflops: Peak rate of all actor devices together, in TFLOP/s.
+    """
+
+    def __init__(self, dims: ModelDims, pool_tflops: float) -> None:
+        self._dims, self._pool_flops = dims, pool_tflops * 1e12
+
+    @classmethod
+    def of(cls, config: Config, device_names: Sequence[str]) -> ActorUtilization | None:
+        """Return the computation for a run, or None with a line in the log if a peak rate is unknown.
+
+        Args:
+            config: Configuration of the run. The student's folder exists.
+            device_names: Name of each actor device.
+        """
+        actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+        peak = config.trainer.device_peak_tflops
+        peaks = {name: peak or peak_tflops(name, actor.megatron.dtype) for name in device_names}
+        if unknown := sorted(name for name, tflops in peaks.items() if tflops is None):
+            log.info(
+                "perf/mfu/actor is left out: the peak rate of %s is unknown; set %s to log it",
+                ", ".join(unknown),
+                PEAK_KEY,
+            )
+            return None
+        if not device_names:
+            return None
+        dims = read_model_dims(model.path, trust_remote_code=model.trust_remote_code)
+        return cls(dims, sum(peaks[name] or 0.0 for name in device_names))
+
+    def metrics(self, samples: Iterable[Sample], update_s: float) -> dict[str, float]:
+        """Return ``perf/mfu/actor`` of an update.
+
+        Args:
+            samples: Global batch.
+            update_s: Duration of the update, in seconds.
+        """
+        trained = [sample for sample in samples if len(sample.response.ids)]  # the actor leaves out the others
+        lengths = [sample.n_tokens - 1 for sample in trained]  # the last token is not an input
+        flops = update_flops(self._dims, lengths, sum(len(sample.response.ids) for sample in trained))
+        return {"perf/mfu/actor": flops / (update_s * self._pool_flops)} if update_s > 0 else {}

@@ -1,0 +1,89 @@
+"""Checks of every node that gets workers, before engines start: :mod:`teacher.machine_checks` on all nodes at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group_table
+
+from recipe_gkd.checkpoints.run_folder import folder_of
+from recipe_gkd.config import Config
+from recipe_gkd.errors import DeadlineError, ResourceError
+from recipe_gkd.ray_cluster.node_probe import run_on_node
+from recipe_gkd.ray_cluster.pools import Pool
+from recipe_gkd.runtime.worker_variables import forwarded_variables
+from teacher.machine_checks import find_problems
+
+log = logging.getLogger(__name__)
+
+
+async def check_nodes(config: Config, device: str, pools: Sequence[Pool], *, timeout_s: float) -> None:
+    """Check driver, compiler, headers, shared memory and disk space on every node of the pools.
+
+    On a CPU only the disk space is checked. With ``trainer.check_nodes=false`` problems are logged as warnings.
+
+    Args:
+        config: Configuration of the run.
+        device: ``"cuda"`` or ``"cpu"``.
+        pools: The actor pool and the rollout pool.
+        timeout_s: Deadline of all checks.
+
+    Raises:
+        ResourceError: A node cannot run workers. The message lists every problem of every node.
+        DeadlineError: A node did not answer.
+    """
+    variables = forwarded_variables(os.environ, config.ray_init.env_vars)
+    calls = {
+        node: asyncio.ensure_future(run_on_node(node, find_problems, device, folders, variables))
+        for node, folders in _folders_by_node(config, pools).items()
+    }
+    _, silent = await asyncio.wait(calls.values(), timeout=timeout_s)
+    for call in silent:
+        call.cancel()
+    names = _node_names()
+    if silent:
+        listed = ", ".join(names[node] for node, call in calls.items() if call in silent)
+        raise DeadlineError(
+            f"check of the nodes: {listed} did not answer within {timeout_s:g} s; check `ray status` and `nvidia-smi` "
+            "there, or raise trainer.startup_timeout_s"
+        )
+    problems = [f"  {names[node]}: {problem}" for node, call in calls.items() for problem in _problems_of(call)]
+    if not problems:
+        return
+    if config.trainer.check_nodes:
+        raise ResourceError(
+            "the workers cannot start on these nodes:\n"
+            + "\n".join(problems)
+            + "\nset trainer.check_nodes=false to start them in spite of this"
+        )
+    log.warning("problems of the nodes, ignored because of trainer.check_nodes=false:\n%s", "\n".join(problems))
+
+
+def _problems_of(call: asyncio.Future[list[str]]) -> list[str]:
+    try:
+        return call.result()
+    except (RayError, OSError) as error:
+        return [f"the check failed with {type(error).__name__}: {error}; check `ray status`"]
+
+
+def _folders_by_node(config: Config, pools: Sequence[Pool]) -> dict[str, dict[str, str]]:
+    """Return node id -> purpose -> folder that workers write there. Only actor ranks write to the run folder."""
+    actor, rollout = ({*placement_group_table(pool.group)["bundles_to_node_id"].values()} for pool in pools)
+    node: Any = ray._private.worker.global_worker.node
+    session = {"Ray's session": str(node.address_info["session_dir"])}
+    run_folder = {"trainer.default_local_dir": str(folder_of(config.trainer).absolute())}
+    return {node: session | (run_folder if node in actor else {}) for node in sorted(actor | rollout)}
+
+
+def _node_names() -> Mapping[str, str]:
+    """Return node id -> name for messages: host name, address and the start of the id."""
+    return {
+        node["NodeID"]: f"node {node['NodeManagerHostname']} {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+        for node in ray.nodes()
+    }

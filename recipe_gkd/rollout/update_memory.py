@@ -1,0 +1,86 @@
+"""Memory that a weight update needs besides the model, and the memory that is free for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+_GIB = 1 << 30
+_BUCKETS_IN_MEMORY = 3
+"""Consecutive buckets that can be in memory: one is received, one is loaded, one has the first weights of its layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateMemory:
+    """Memory that an update needs on one rank besides the model, in bytes.
+
+    Attributes:
+        model_bytes: Size of all buckets.
+        window_bytes: Largest size of buckets that are in memory at a time if the update is loaded in place.
+        layer_bytes: Size of the largest layer of the rank. vLLM allocates each layer once more while it loads it.
+    """
+
+    model_bytes: int
+    window_bytes: int
+    layer_bytes: int
+
+    @property
+    def in_place(self) -> int:
+        """Memory for an update that is loaded as its buckets arrive."""
+        return self.window_bytes + self.layer_bytes
+
+    @property
+    def double_buffered(self) -> int:
+        """Free memory from which on an update is kept aside until it is complete."""
+        return 2 * self.model_bytes
+
+
+def update_memory(bucket_bytes: Sequence[int], layer_bytes: int) -> UpdateMemory:
+    """Return the memory for an update.
+
+    Args:
+        bucket_bytes: Sizes of the buckets, in the order of transfer.
+        layer_bytes: Size of the largest layer of the rank.
+    """
+    windows = (sum(bucket_bytes[i : i + _BUCKETS_IN_MEMORY]) for i in range(len(bucket_bytes)))
+    return UpdateMemory(model_bytes=sum(bucket_bytes), window_bytes=max(windows, default=0), layer_bytes=layer_bytes)
+
+
+def largest_layer_bytes(model: torch.nn.Module) -> int:
+    """Return the size of the largest module of a model, counting its own parameters only."""
+    return max(sum(p.nbytes for p in module.parameters(recurse=False)) for module in model.modules())
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the memory that this process can still allocate on a device, in bytes.
+
+    On CUDA it includes the blocks that torch keeps for reuse, which the driver counts as used.
+    """
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return psutil.virtual_memory().available
+
+
+def memory_shortage(needed: UpdateMemory, free: int, *, bucket_bytes: int, n_sharing_host: int, remedy: str) -> str:
+    """Return a message if an update cannot fit, whichever way it is received; empty if it may fit.
+
+    Args:
+        needed: Memory for the update.
+        free: Free memory of the device.
+        bucket_bytes: Maximum size of a bucket.
+        n_sharing_host: Processes that receive the same update into this memory.
+        remedy: Keys to change besides the size of a bucket.
+    """
+    if needed.in_place * n_sharing_host <= free:
+        return ""
+    each = f" for each of {n_sharing_host} processes" if n_sharing_host > 1 else ""
+    return (
+        f"a weight update does not fit into the memory: it needs {needed.in_place / _GIB:.2f} GiB{each} "
+        f"({needed.window_bytes / _GIB:.2f} for buckets, {needed.layer_bytes / _GIB:.2f} for the largest layer; "
+        f"{needed.double_buffered / _GIB:.2f} if it were kept aside), and {free / _GIB:.2f} GiB are free; lower "
+        f"actor_rollout_ref.rollout.update_weights_bucket_megabytes (now {bucket_bytes / (1 << 20):g}) or {remedy}"
+    )

@@ -1,0 +1,45 @@
+"""VllmEngine on a GPU: steps of several chunks in vLLM's V2 runner, and float32 logits from bfloat16 weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests._support.qwen2 import random_qwen2, save_word_tokenizer
+from tests._support.teacher_service import REPO
+from tests.integration.teacher.engine_script import DISCARDED, N_TOKENS, VOCAB_SIZE
+from tests.integration.teacher.gpu_engine_script import LONG
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+
+
+def test_engine_on_gpu_returns_float32_scores_of_all_chunks(tmp_path: Path) -> None:
+    model = random_qwen2(seed=0, vocab_size=VOCAB_SIZE, max_position_embeddings=1024, hidden_size=128)
+    model.save_pretrained(tmp_path / "model")
+    save_word_tokenizer(tmp_path / "model", [f"t{i}" for i in range(3, N_TOKENS)])
+    out = tmp_path / "scores.npz"
+    command = [sys.executable, "-m", "tests.integration.teacher.gpu_engine_script", str(tmp_path / "model"), str(out)]
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    scored = np.load(out)
+    assert scored["model/dtype"] == "torch.bfloat16" and scored["model/error"] > 1e-2
+    assert scored["auto/dtype"] == "torch.float32" and scored["auto/error"] < 1e-3
+    for key in set(range(len(LONG))) - {DISCARDED}:
+        ids_T = torch.from_numpy(LONG[key].token_ids).long()
+        with torch.no_grad():
+            logits_TV = model(ids_T[None]).logits[0, LONG[key].prompt_len - 1 : -1, :N_TOKENS]
+        logps_TV = logits_TV.double().log_softmax(-1).numpy()
+        ids_TK = scored[f"auto/{key}/topk_ids_TK"]
+        error_TK = np.abs(scored[f"auto/{key}/topk_logps_TK"] - np.take_along_axis(logps_TV, ids_TK, 1))
+        assert error_TK.mean() < 0.05, "expected the rounding errors of bfloat16 layers"

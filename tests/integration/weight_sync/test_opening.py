@@ -1,0 +1,107 @@
+"""Tests of the phase that opens the communicator, with real stores and gloo groups in threads."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from recipe_gkd.errors import DeadlineError, WeightSyncError
+from recipe_gkd.weight_sync.collective import CollectiveTransport
+from recipe_gkd.weight_sync.private_group import PrivateGroup
+from recipe_gkd.weight_sync.store import interrupt, join_store, open_store
+from recipe_gkd.weight_sync.transport import Transport
+from tests.integration.weight_sync.transport_pairs import CPU, LABELS, Timer, connect_all, spawn
+
+pytestmark = pytest.mark.timeout(60)
+TIMEOUT_S = 1.5
+
+
+class BlockedTransport(CollectiveTransport):
+    """A rank that blocks while it connects, as in ``ncclCommInitRank``, and ignores the order to stop."""
+
+    def _connect(self, stop: threading.Event) -> Any:
+        threading.Event().wait()
+
+
+class DeadTransport(CollectiveTransport):
+    """A rank that reaches the rendezvous and then does nothing any more."""
+
+    def _open(self) -> None:
+        threading.Event().wait()
+
+
+class BrokenTransport(CollectiveTransport):
+    """A rank that cannot connect."""
+
+    def _connect(self, stop: threading.Event) -> Any:
+        raise RuntimeError("no route to host")
+
+
+def connect(*kinds: type[Transport], timeout_s: float = TIMEOUT_S) -> tuple[int, list[Future[Any]]]:
+    """Connect ranks of these classes. Return the port of the store and the futures of the ranks."""
+    store = open_store("127.0.0.1", timeout_s)
+    labels = LABELS[: len(kinds)]
+
+    def start(rank: int) -> Future[Any]:
+        def open_rank() -> Transport:
+            own = store if rank == 0 else join_store("127.0.0.1", store.port, timeout_s)
+            return kinds[rank](own, rank=rank, labels=labels, device=CPU, timeout_s=timeout_s)
+
+        return spawn(open_rank)
+
+    return store.port, [start(rank) for rank in range(len(kinds))]
+
+
+def test_open_dead_rank_is_named_at_deadline() -> None:
+    _, (sender, _, alive) = connect(CollectiveTransport, DeadTransport, CollectiveTransport)
+    with Timer() as timer, pytest.raises(DeadlineError, match="open communicator") as caught:
+        sender.result(TIMEOUT_S + 5)
+    assert "open communicator: rollout worker 0 (transport rank 1 of 3) did not answer" in str(caught.value)
+    assert "rollout worker 1 (transport rank 2 of 3) did not answer" not in str(caught.value)
+    assert timer.seconds < TIMEOUT_S + 3
+    with pytest.raises(WeightSyncError, match=r"actor worker 0 .* reported: .*rollout worker 0 .* did not answer"):
+        alive.result(TIMEOUT_S + 5)
+
+
+def test_open_blocked_but_alive_ranks_raise_at_deadline_with_advice() -> None:
+    _, ranks = connect(BlockedTransport, BlockedTransport)
+    with Timer() as timer, pytest.raises(DeadlineError, match=r"although all of them are alive.*NCCL_SOCKET_IFNAME"):
+        ranks[0].result(TIMEOUT_S + 5)
+    assert timer.seconds < TIMEOUT_S + 3
+
+
+def test_open_blocked_rank_is_interrupted() -> None:
+    port, ranks = connect(BlockedTransport, BlockedTransport, timeout_s=20)
+    with Timer() as timer:
+        interrupt("127.0.0.1", port, "rollout worker 0 died")
+        for rank in ranks:
+            with pytest.raises(WeightSyncError, match="rollout worker 0 died"):
+                rank.result(10)
+    assert timer.seconds < 10
+
+
+def test_open_failure_of_one_rank_reaches_sender() -> None:
+    _, (sender, broken) = connect(CollectiveTransport, BrokenTransport)
+    with pytest.raises(WeightSyncError, match=r"open communicator: rollout worker 0 .* failed: no route to host"):
+        broken.result(TIMEOUT_S + 5)
+    with pytest.raises((WeightSyncError, DeadlineError), match="no route to host"):
+        sender.result(TIMEOUT_S + 5)
+
+
+def test_open_creates_connections_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[PrivateGroup] = []
+    probe = PrivateGroup.probe
+
+    def record(group: PrivateGroup) -> None:
+        probed.append(group)
+        probe(group)
+
+    monkeypatch.setattr(PrivateGroup, "probe", record)
+    ranks = connect_all(2, 20)
+    assert len(probed) == 3
+    keys = ranks[0].peers.mailbox.store.list_keys()
+    assert sum("group/" in key for key in keys) >= 3  # the addresses of all ranks
+    assert not any("opening/" in key for key in keys)

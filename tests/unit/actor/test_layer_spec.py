@@ -1,0 +1,214 @@
+"""Choice of the layers' modules, of Megatron's options for them, and their report."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from recipe_gkd.actor import layer_report as report_module
+from recipe_gkd.actor import model
+from recipe_gkd.actor.layer_report import layer_report
+from recipe_gkd.actor.layer_spec import decoder_spec, ensure_megatron_supports_te
+from recipe_gkd.actor.model import build_chunks, transformer_config
+from recipe_gkd.actor.model_dims import read_model_dims
+from recipe_gkd.actor.packed_attention import PackedAttention
+from recipe_gkd.actor.rotary import PackedRotaryEmbedding
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.workers import _set_up_actors
+from tests._support.layouts import OVERRIDE
+from tests._support.tiny_models import MEGATRON, make_config, make_folder
+
+Build = Callable[..., TransformerConfig]
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+H100, A100 = (9, 0), (8, 0)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Function that returns Megatron's configuration of a tiny model for a device."""
+    base = tmp_path_factory.mktemp("models")
+    folders = {kind: make_folder(base / kind, kind) for kind in ("llama", "mixtral")}
+
+    def transformer(device: torch.device, *overrides: str, kind: str = "llama") -> TransformerConfig:
+        megatron = make_config(folders[kind], *overrides).actor_rollout_ref.actor.megatron
+        return transformer_config(read_model_dims(folders[kind]), megatron, device)
+
+    return transformer
+
+
+def with_te(*, experts: int | None = None, grouped_gemm: bool = True) -> Any:
+    """Return the options that are read of a configuration with Transformer Engine's layers on a GPU."""
+    return SimpleNamespace(
+        transformer_impl="transformer_engine", use_cpu_initialization=False, params_dtype=torch.bfloat16,
+        kv_channels=128, qk_layernorm=False, num_moe_experts=experts, moe_grouped_gemm=grouped_gemm,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    """Function that sets the compute capability of this process's GPU."""
+    return lambda capability: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
+class TestTransformerConfig:
+    def test_stages_wait_for_the_gpu_only_if_overridden(self, build: Build) -> None:
+        assert not build(GPU).batch_p2p_sync
+        assert build(CPU).batch_p2p_sync
+        assert build(GPU, f"+{OVERRIDE}.batch_p2p_sync=true").batch_p2p_sync
+
+    @pytest.mark.parametrize("device", [CPU, GPU])
+    def test_local_layers_have_no_fused_options(self, device: torch.device, build: Build) -> None:
+        config = build(
+            device, f"{MEGATRON}.transformer_impl=local", f"{MEGATRON}.sequence_parallel=false", kind="mixtral"
+        )
+        assert config.transformer_impl == "local"
+        assert config.attention_backend is AttnBackend.auto
+        assert not config.apply_rope_fusion
+        assert not config.moe_grouped_gemm
+        assert config.moe_router_dtype == "fp32"
+
+    def test_transformer_engine_may_not_store_scores(self, monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
+        """The unfused attention of Transformer Engine is switched off, so an unsupported input is an error."""
+        monkeypatch.setattr(model, "resolve_transformer_impl", lambda setting, device: "transformer_engine")
+        monkeypatch.setattr(gpt_layer_specs, "HAVE_TE", True)
+        monkeypatch.setattr(TransformerConfig, "__post_init__", lambda self: None)  # would look for the package
+        config = build(GPU, kind="mixtral")
+        assert config.attention_backend is AttnBackend.fused
+        assert config.transformer_impl == "transformer_engine"
+        assert config.apply_rope_fusion
+        assert config.moe_grouped_gemm
+        assert config.moe_router_dtype == "fp32"
+
+    @pytest.mark.parametrize(
+        "override", ["attention_backend=unfused", "transformer_impl=local", "rotary_interleaved=true"]
+    )
+    def test_override_of_chosen_option_is_refused(self, override: str, build: Build) -> None:
+        with pytest.raises(ConfigError, match=f"{override.split('=')[0]}.* is not allowed, because"):
+            build(CPU, f"+{OVERRIDE}.{override}")
+
+    def test_transformer_engine_that_megatron_cannot_use_is_refused(self) -> None:
+        assert not gpt_layer_specs.HAVE_TE
+        with pytest.raises(ConfigError, match=r"megatron-core cannot use Transformer Engine.*transformer_impl=local"):
+            ensure_megatron_supports_te()
+
+
+class TestBuildChunks:
+    @pytest.mark.parametrize("is_fused", [False, True])
+    def test_chunk_gathers_rotary_table_unless_te_rotates(
+        self, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Chunk(torch.nn.Module):
+            def __init__(self, **_: Any) -> None:
+                super().__init__()
+                self.rotary_pos_emb = torch.nn.Identity()
+
+        stage = SimpleNamespace(is_pipeline_first_stage=lambda **_: True, is_pipeline_last_stage=lambda **_: True)
+        for name, value in (("GPTModel", Chunk), ("mpu", stage), ("decoder_spec", lambda *_: None)):
+            monkeypatch.setattr(model, name, value)
+        dims: Any = SimpleNamespace(
+            padded_vocab=lambda _: 128, max_positions=8, tied=False, rope_base=1e4, rope_llama3_factor=None
+        )
+        config: Any = SimpleNamespace(
+            virtual_pipeline_model_parallel_size=None, tensor_model_parallel_size=1, params_dtype=torch.bfloat16,
+            apply_rope_fusion=is_fused,
+        )  # fmt: skip
+        [chunk] = build_chunks(dims, config, CPU)
+        assert isinstance(chunk.rotary_pos_emb, PackedRotaryEmbedding) is not is_fused
+
+
+class TestTransformerEngineSpec:
+    """The specs are Megatron's local ones, because those of Transformer Engine need the package."""
+
+    @pytest.mark.parametrize(("capability", "is_replaced"), [(H100, False), (A100, True)])
+    def test_dense_layers_have_packed_attention_where_te_would_store_scores(
+        self,
+        capability: tuple[int, int],
+        is_replaced: bool,
+        gpu: Callable[[tuple[int, int]], None],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        gpu(capability)
+        layer = get_gpt_layer_local_spec()
+        monkeypatch.setattr(gpt_layer_specs, "get_gpt_layer_with_transformer_engine_spec", lambda **_: layer)
+        spec: Any = decoder_spec(with_te())
+        assert (spec.submodules.self_attention.submodules.core_attention is PackedAttention) is is_replaced
+
+    @pytest.mark.parametrize(("capability", "is_replaced"), [(H100, False), (A100, True)])
+    def test_moe_layers_have_packed_attention_where_te_would_store_scores(
+        self,
+        capability: tuple[int, int],
+        is_replaced: bool,
+        gpu: Callable[[tuple[int, int]], None],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        gpu(capability)
+        block = SimpleNamespace(layer_specs=[get_gpt_layer_local_spec(), get_gpt_layer_local_spec(num_experts=4)])
+        monkeypatch.setattr(gpt_layer_specs, "get_gpt_decoder_block_spec", lambda *_, **__: block)
+        spec: Any = decoder_spec(with_te(experts=4))
+        for layer in spec.layer_specs:
+            assert (layer.submodules.self_attention.submodules.core_attention is PackedAttention) is is_replaced
+
+
+class TestReport:
+    def test_report_on_cpu_has_no_warnings(self, build: Build) -> None:
+        report = layer_report(build(CPU, kind="mixtral"), "auto")
+        assert report.summary == (
+            "layers: torch; attention: torch scaled_dot_product_attention in blocks; grouped GEMM: no"
+        )
+        assert report.warnings == []
+
+    def test_report_names_transformer_engine_and_attention(
+        self, gpu: Callable[[tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gpu(H100)
+        monkeypatch.setattr(report_module, "installed_version", lambda: "2.11.0")
+        report = layer_report(with_te(experts=4), "auto")
+        assert report.summary == (
+            "layers: Transformer Engine 2.11.0; attention: Transformer Engine, cuDNN for packed sequences (THD); "
+            "grouped GEMM: yes"
+        )
+        assert report.warnings == []
+
+    @pytest.mark.parametrize(("setting", "expected"), [("auto", 2), ("local", 1)])
+    def test_report_warns_of_slow_layers_on_gpu(
+        self, setting: Any, expected: int, gpu: Callable[[tuple[int, int]], None], build: Build
+    ) -> None:
+        """Layers of torch are worth a warning if they are not intended, experts without grouped GEMM always."""
+        gpu(A100)
+        *about_te, about_experts = layer_report(build(GPU, kind="mixtral"), setting).warnings
+        assert len([*about_te, about_experts]) == expected
+        assert all("Transformer Engine is not installed" in warning and "gpu-te" in warning for warning in about_te)
+        assert about_experts.startswith("mixture of experts without grouped GEMM: each layer computes its 4 experts")
+
+    def test_report_warns_of_untested_version(
+        self, gpu: Callable[[tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gpu(H100)
+        monkeypatch.setattr("recipe_gkd.actor.transformer_impl.installed_version", lambda: "2.14.1")
+        [warning] = layer_report(with_te(), "auto").warnings
+        assert "2.14.1 is newer" in warning
+
+    def test_driver_logs_report_of_first_rank_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Actors:
+            async def call_one(self, *_: Any, **__: Any) -> tuple[str, int]:
+                return "127.0.0.1", 1
+
+            async def call(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
+                return [{"layers": "layers: torch", "warnings": ["slow"]}] * 2
+
+        actors: Any = Actors()
+        with caplog.at_level("INFO", logger="recipe_gkd.workers"):
+            asyncio.run(_set_up_actors(actors, 1.0))
+        assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+            ("INFO", "actor: layers: torch"),
+            ("WARNING", "actor: slow"),
+        ]

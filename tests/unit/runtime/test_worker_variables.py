@@ -1,0 +1,24 @@
+"""Variables of the driver that workers get."""
+
+from __future__ import annotations
+
+from recipe_gkd.runtime.worker_variables import FIXED, PER_NODE, worker_variables
+
+
+class TestWorkerVariables:
+    def test_only_variables_of_the_communication_libraries_are_forwarded(self) -> None:
+        driver = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "TORCH_LOGS": "x", "VLLM_X": "1", "HOME": "/root"}
+        assert worker_variables({}, driver, {}) == {name: driver[name] for name in driver if name != "HOME"}
+
+    def test_config_precedes_driver_and_driver_precedes_defaults(self) -> None:
+        defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
+        driver = {"VLLM_LOGGING_LEVEL": "DEBUG", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "8"}
+        extra = {"NCCL_DEBUG": "TRACE", "OMP_NUM_THREADS": "2"}
+        expected = {"VLLM_LOGGING_LEVEL": "DEBUG", "NCCL_DEBUG": "TRACE", "OMP_NUM_THREADS": "2"}
+        assert worker_variables(defaults, driver, extra) == expected
+        assert worker_variables(defaults, driver, {})["OMP_NUM_THREADS"] == "1"
+
+    def test_variables_of_one_node_or_process_are_not_forwarded(self) -> None:
+        driver = dict.fromkeys([*PER_NODE, *FIXED], "of the driver")
+        defaults = {"CUDA_VISIBLE_DEVICES": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        assert worker_variables(defaults, driver, {}) == defaults
