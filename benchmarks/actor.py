@@ -8,9 +8,9 @@ loss, in float32:
     actor         MegatronActor.update: checks, packing, forward and backward, clipping, optimizer step, metrics
     transformers  Qwen2ForCausalLM on a padded batch, topk_divergence, clip_grad_norm_, torch.optim.AdamW
 
-``step_over_transformers`` has sequences of equal length, ``step_over_transformers_uneven`` long-tailed lengths, of which
-``tokens_over_padded`` is the fraction that is not padding. The programs alternate, and a ratio is the median of the
-rounds' ratios. The first round checks that loss and gradient norm are equal.
+``step_over_transformers`` has sequences of equal length. ``step_over_transformers_uneven`` has long-tailed lengths;
+``tokens_over_padded`` is the part of the padded batch that is not padding. The programs alternate, and a ratio is the
+median of the rounds' ratios. The first round checks that loss and gradient norm are equal.
 
 ``host_us_per_token_k64`` and ``host_us_per_token_k256`` are the time that the calling thread spends on the data of an
 update, per response token: dividing the batch among the ranks, checking and planning, waiting until a micro-batch is
@@ -246,7 +246,7 @@ def long_tailed_lengths(count: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12, help="rounds of the comparison (default: 12)")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of the comparison (default: 20)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--quick", action="store_true", help="small sizes, as a smoke test")
     parser.add_argument("--json", type=Path, help="write the results to this file")
@@ -254,7 +254,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    n_samples, rounds, host_rounds = (4, 1, 1) if given.quick else (64, given.rounds, 3)
+    n_samples, rounds, host_rounds = (4, 1, 1) if given.quick else (32, given.rounds, 3)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -264,7 +264,7 @@ def main() -> None:
             row = compare_steps(folder, lengths, rounds)
             found |= {f"step_over_transformers{suffix}": row.pop("ratio"), f"step{suffix}": row}
         for k in (64, 256):
-            row = measure_host(folder, n_samples, k, host_rounds)
+            row = measure_host(folder, 2 * n_samples, k, host_rounds)
             found |= {f"host_us_per_token_k{k}": row.pop("host"), f"packing_us_per_token_k{k}": row.pop("packing")}
             found[f"host_parts_us_per_token_k{k}"] = row
     print(json.dumps(found, indent=1))
