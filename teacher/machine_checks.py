@@ -172,9 +172,9 @@ def disk_problems(folders: Mapping[str, str], min_free_bytes: int) -> list[str]:
     """
     problems, small = [], dict[int, tuple[int, list[str]]]()
     for purpose, folder in folders.items():
-        existing = _nearest_existing(Path(os.path.expanduser(folder)))
         label = f"{folder} ({purpose})"
         try:
+            existing = _nearest_existing(Path(os.path.expanduser(folder)))
             free, disk = shutil.disk_usage(existing).free, existing.stat().st_dev
         except OSError as error:
             problems.append(f"{label} cannot be used: {error.strerror}; choose another folder")

@@ -208,8 +208,13 @@ def _pack_teacher(samples: Sequence[Sample], allocate: Allocate) -> tuple[np.nda
     k = max((score.ids_TK.shape[1] for score in scores), default=1)
     shape = (sum(len(score.ids_TK) for score in scores), k)
     # A response without scores has one unused entry per token, whose type does not matter.
-    is_float16 = {score.logps_TK.dtype == np.float16 for score in scores if score.is_scored_T.any()} == {True}
-    logps_TK, ids_TK = allocate(shape, np.float16 if is_float16 else np.float32), allocate(shape, np.int32)
+    dtypes = {score.logps_TK.dtype for score in scores}
+    if np.dtype(np.float16) in dtypes:
+        dtypes = {score.logps_TK.dtype for score in scores if score.is_scored_T.any()}
+    logps_TK, ids_TK = (
+        allocate(shape, np.float16 if dtypes == {np.dtype(np.float16)} else np.float32),
+        allocate(shape, np.int32),
+    )
     row = 0
     for score in scores:
         rows = slice(row, row := row + len(score.ids_TK))

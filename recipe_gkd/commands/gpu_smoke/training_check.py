@@ -63,10 +63,14 @@ def overrides(context: Context, student: Path, data: Path, run: Path, port: int)
 def _train(context: Context, keys: list[str]) -> None:
     log = context.folder / "training.log"
     command = [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-name", "on_policy_distill_trainer", *keys]
-    with log.open("wb") as output:
-        done = subprocess.run(
-            command, stdout=output, stderr=subprocess.STDOUT, timeout=0.6 * context.deadline_s, check=False
-        )
+    try:
+        with log.open("wb") as output:
+            done = subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, timeout=0.5 * context.deadline_s, check=False
+            )
+    except subprocess.TimeoutExpired as error:
+        text = "\n".join(last_lines(log, 20))
+        raise CheckFailed(f"the training command did not end within {error.timeout:g} s:\n{text}") from None
     if done.returncode:
         text = "\n".join(last_lines(log, 20))
         raise CheckFailed(f"the training command ended with exit status {done.returncode}:\n{text}")

@@ -28,7 +28,7 @@ def run_smoke(tmp_path: Path, *arguments: str) -> dict[str, dict[str, str]]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("name", [check.name for check in CHECKS])
 def test_check_on_gpu_passes(name: str, tmp_path: Path) -> None:
     result = run_smoke(tmp_path, "--device", "cuda", "--only", name)[name]

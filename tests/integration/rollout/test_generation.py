@@ -125,7 +125,7 @@ def test_generate_concurrent_calls_get_own_responses(pool: Pool) -> None:
 def test_generate_canceled_stream_drops_requests(pool: Pool, n_read: int) -> None:
     before = generate(pool, 2, prompts(5))
     pool.call_actor("set_weights", OLD, False)
-    meta, handle = pool.call_actor("weights_meta"), pool.handles[2]
+    meta, handle = asyncio.run(pool.connect(2)), pool.handles[2]  # an update begins on an open transport
     stream = handle.generate.options(num_returns="streaming").remote(prompts(MANY), 0)
     for _ in range(n_read):
         assert ray.get(next(stream), timeout=20)
