@@ -35,5 +35,7 @@ RUN --mount=type=cache,target=/root/.cache/pip if [ -n "$WITH_TE" ]; then \
     fi
 
 # Where compiled kernels are kept. Mount a local disk of the host here to keep them between containers; not NFS.
-ENV VLLM_CACHE_ROOT=/var/cache/recipe_gkd/vllm TRITON_CACHE_DIR=/var/cache/recipe_gkd/triton
+# FlashInfer appends .cache/flashinfer to its variable.
+ENV VLLM_CACHE_ROOT=/var/cache/recipe_gkd/vllm TRITON_CACHE_DIR=/var/cache/recipe_gkd/triton \
+    FLASHINFER_WORKSPACE_BASE=/var/cache/recipe_gkd
 RUN mkdir -p "$VLLM_CACHE_ROOT" "$TRITON_CACHE_DIR"

@@ -43,8 +43,9 @@ from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
 from recipe_gkd.actor.microbatch import shard_batch
 from recipe_gkd.actor.parallel import RankSpec
 from recipe_gkd.actor.prefetch import Prefetcher
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.config import load_config
-from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
+from recipe_gkd.data.samples import Prompt, Sample
 from recipe_gkd.losses import Divergence, topk_divergence
 from recipe_gkd.weight_sync.store import open_store
 
@@ -66,21 +67,9 @@ def make_samples(lengths: Sequence[int], k: int, seed: int = 0) -> list[Sample]:
     tile = np.take_along_axis(logps, ids, 1)
     samples = []
     for uid, length in enumerate(lengths):
-        row_of_T = rng.integers(0, rows, length)
-        zeros_T = np.zeros(length, np.float32)
-        response = Response(
-            uid=uid,
-            ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
-            logprobs=zeros_T,
-            finish_reason="stop",
-            weights_version=0,
-            versions_T=np.zeros(length, np.int32),
-        )
-        teacher = TeacherTopK(
-            logps_TK=tile[row_of_T].astype(np.float32), ids_TK=ids[row_of_T].astype(np.int32), sampled_logps_T=zeros_T
-        )
+        row_of_T, ids_T = rng.integers(0, rows, length), rng.integers(0, VOCABULARY, length)
         prompt = Prompt(uid=uid, ids=rng.integers(0, VOCABULARY, PROMPT_TOKENS).astype(np.int32), row=uid)
-        samples.append(Sample(prompt=prompt, response=response, teacher=teacher))
+        samples.append(make_sample(prompt, ids_T, tile[row_of_T], ids[row_of_T]))
     return samples
 
 

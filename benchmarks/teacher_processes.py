@@ -11,6 +11,9 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 300.0
+START_TIMEOUT_S = 1800.0
+"""Deadline of a start. On a GPU vLLM compiles kernels at the first one."""
+_STOP_TIMEOUT_S = 60.0
 
 
 class Service:
@@ -64,7 +67,13 @@ def _script(name: str, *flags: str) -> None:
     command = [str(REPO / "teacher" / name), *flags]
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(
-        command, env=environment, cwd=REPO, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        command,
+        env=environment,
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S + _STOP_TIMEOUT_S,  # the scripts have deadlines of their own, and then stop processes
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(f"teacher/{name} failed:\n{done.stdout}{done.stderr}")

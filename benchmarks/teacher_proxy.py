@@ -16,8 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import queue
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -150,6 +150,25 @@ def running(case: Case, k: int, auth_dir: str) -> Iterator[tuple[int, int]]:
             process.kill()
 
 
+def score_all(client: TeacherClient, sequence: TeacherSequence, n_calls: int) -> None:
+    """Send requests of one sequence, and wait for all results. Results are not kept.
+
+    Raises:
+        TeacherError: A request failed.
+        RuntimeError: A result did not arrive within ``TIMEOUT_S``.
+    """
+    errors = queue.SimpleQueue[BaseException | None]()
+    for _ in range(n_calls):
+        client.submit([sequence]).add_done_callback(lambda future: errors.put(future.exception()))
+    for _ in range(n_calls):
+        try:
+            error = errors.get(timeout=TIMEOUT_S)
+        except queue.Empty:
+            raise RuntimeError(f"a request was not answered within {TIMEOUT_S:g} s") from None
+        if error is not None:
+            raise error
+
+
 def measure(case: Case, k: int, n_bytes: int, auth_dir: str) -> dict[str, float]:
     """Return the throughput of one case and its bound, in MB/s: the medians of the rounds."""
     bytes_per_sequence = POSITIONS * (8 * k + 4)
@@ -166,12 +185,7 @@ def measure(case: Case, k: int, n_bytes: int, auth_dir: str) -> dict[str, float]
         client.hello()
         for _ in range(N_ROUNDS):
             before, began = thread_cpu_s(pid), time.perf_counter()
-            done = threading.Semaphore(0)
-            for _ in range(n_calls):
-                client.submit([sequence]).add_done_callback(lambda _, done=done: done.release())
-            for _ in range(n_calls):
-                if not done.acquire(timeout=TIMEOUT_S):
-                    raise RuntimeError(f"a request was not answered within {TIMEOUT_S:g} s")
+            score_all(client, sequence, n_calls)
             megabytes = n_calls * bytes_per_sequence / 1e6
             measured.append(megabytes / (time.perf_counter() - began))
             busiest_s = max(now - before.get(thread, 0.0) for thread, now in thread_cpu_s(pid).items())

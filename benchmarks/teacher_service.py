@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from teacher_processes import TIMEOUT_S, Service
+from teacher_processes import START_TIMEOUT_S, TIMEOUT_S, Service
 
 from teacher import ScoredSequence, TeacherClient, TeacherSequence
 from teacher.wire import protocol
@@ -129,20 +129,20 @@ class EngineAlone:
         self._process = context.Process(target=_serve_engine, args=(str(model), case, theirs), daemon=True)
         self._process.start()
         theirs.close()
-        self._receive()
+        self._receive(START_TIMEOUT_S)
 
     def seconds(self, seed: int) -> float:
         """Return the duration of one round, in seconds."""
         self._ours.send(seed)
-        return self._receive()
+        return self._receive(TIMEOUT_S)
 
-    def _receive(self) -> float:
+    def _receive(self, timeout_s: float) -> float:
         try:
-            if self._ours.poll(TIMEOUT_S):
+            if self._ours.poll(timeout_s):
                 return float(self._ours.recv())
         except EOFError:
             raise RuntimeError("the engine's process failed; see its output above") from None
-        raise RuntimeError(f"the engine's process sent no result within {TIMEOUT_S:g} s")
+        raise RuntimeError(f"the engine's process sent no result within {timeout_s:g} s")
 
     def close(self) -> None:
         """End the process."""

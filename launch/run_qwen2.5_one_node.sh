@@ -3,16 +3,17 @@
 #
 #   TRAIN_FILES=/data/train.parquet bash launch/run_qwen2.5_one_node.sh [key=value ...]
 #
-# Environment: STUDENT, TEACHER (folders, or hub names that `hf download` has fetched), TRAIN_FILES, TEACHER_GPUS (6,7).
+# Environment: STUDENT, TEACHER (folders, or hub names that `hf download` has fetched), TRAIN_FILES, TEACHER_GPUS (6,7),
+# PYTHON (.venv/bin/python, or python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-case "${1:-}" in -h|--help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+case "${1:-}" in -h|--help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 source launch/foreground.bash
 STUDENT=${STUDENT:-Qwen/Qwen2.5-1.5B-Instruct}
 TEACHER=${TEACHER:-Qwen/Qwen2.5-7B-Instruct}
 TRAIN_FILES=${TRAIN_FILES:?set TRAIN_FILES to a parquet file with a column prompt}
-python=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 
 if [ "${1:-}" != --cfg ]; then  # --cfg job only validates and prints the configuration
   teacher_folder=$TEACHER

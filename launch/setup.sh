@@ -16,6 +16,11 @@ esac
 stamp=.venv/.set-up-$(cat setup.cfg constraints/cpu.txt "${BASH_SOURCE[0]}" | sha256sum | cut -c1-16)
 [ -e "$stamp" ] && exit 0
 
+if compgen -G ".venv/lib/python3*/site-packages/torch/lib/libtorch_cuda.so" >/dev/null; then
+  echo "setup.sh: .venv has torch for GPUs, which this set-up for CPUs would replace; use another checkout, or delete" \
+       ".venv with: bash launch/setup.sh --fresh" >&2
+  exit 1
+fi
 PYTHON=${PYTHON:-python3}
 if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
   echo "setup.sh: $PYTHON is $("$PYTHON" --version 2>&1 || true); Python 3.11 or 3.12 is needed." \

@@ -40,12 +40,13 @@ def main() -> int:
     keys = ["--auth-dir", os.path.abspath(args.auth_dir)] if args.auth_dir else []
     proxy = ["proxy", "--bind", args.bind or ip, "--frontend-port", str(args.frontend_port), *keys]
     proxy += ["--backend-port", str(args.backend_port), "--http-port", str(args.http_port)]
+    proxy += ["--trusted-network"] if args.trusted_network else []
     worker = ["worker", "--server-ip", ip, "--backend-port", str(args.backend_port), *keys]
     worker += ["--tp-size", str(args.tp_size), *worker_options]
     try:  # report invalid arguments here, not in processes that end and are restarted
         for command in (proxy, worker):
             make_parser().parse_args(command)
-        check_bind(args.bind or ip, server_keys(args.auth_dir))
+        check_bind(args.bind or ip, server_keys(args.auth_dir), trusted_network=args.trusted_network)
     except TeacherError as error:
         logger.error("%s", error)
         return 1
@@ -124,6 +125,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--n-workers", type=int, default=1)
     parser.add_argument("--tp-size", type=int, default=1, help="GPUs per worker")
     parser.add_argument("--auth-dir", default="", help="folder of keys, on a disk that all nodes share")
+    parser.add_argument(
+        "--trusted-network",
+        action="store_true",
+        help="no keys: everyone who reaches the proxy can use, read and disturb the service",
+    )
     parser.add_argument("--bind", default="", help="interface of the proxy; default: this node's address")
     parser.add_argument(
         "--server-ip", default="", help="address of the proxy for workers and trainings; default: this node's address"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 # Name of each command -> its module in recipe_gkd.commands, which defines main(argv), and its help in one line.
 COMMANDS = {
-    "check-devices": ("check_devices", "show the placement of all workers and check their devices"),
-    "gpu_smoke": ("gpu_smoke", "verify with tiny models that everything works on this machine's GPUs"),
+    "check-devices": ("check_devices", "check every node, and show which devices each worker would get"),
+    "gpu_smoke": ("gpu_smoke", "check the main parts on this machine's GPUs, with tiny models"),
 }
 PROGRAM = "python -m recipe_gkd"
 

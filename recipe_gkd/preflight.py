@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe_gkd.actor.model_dims import ensure_layout_fits, read_model_dims
+from recipe_gkd.actor.model_dims import ensure_heads_fit_context, ensure_layout_fits, read_model_dims
 from recipe_gkd.config import Config
 from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss
 from recipe_gkd.config.teachers import TEACHER, names
@@ -64,7 +64,10 @@ def read_student(config: Config) -> Student:
     model = config.actor_rollout_ref.model
     path = find_model(model.path)
     dims = read_model_dims(path, trust_remote_code=model.trust_remote_code)
-    ensure_layout_fits(dims, config.actor_rollout_ref.actor.megatron)
+    megatron = config.actor_rollout_ref.actor.megatron
+    ensure_layout_fits(dims, megatron)
+    if config.trainer.device == "cpu" or megatron.transformer_impl == "local":
+        ensure_heads_fit_context(dims, megatron)  # otherwise the worker checks it, when it has chosen the kernel
     longest = config.data.max_prompt_length + config.data.max_response_length
     if dims.max_positions < longest:
         raise ConfigError(

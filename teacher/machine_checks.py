@@ -87,7 +87,11 @@ def cuda_problems(variables: Mapping[str, str]) -> list[str]:
     """
     built_for = torch_cuda_version()
     if built_for is None:
-        return ["the installed torch has no CUDA support; install it with: pip install -c constraints/gpu.txt '.[gpu]'"]
+        return [
+            f"the torch of {sys.executable} has no CUDA support or is missing; use the Python of a GPU installation "
+            "(PYTHON=... for the scripts, which else take .venv/bin/python), or install it with: pip install -c "
+            "constraints/gpu.txt -e '.[gpu]'"
+        ]
     found = _initialize_cuda(variables)
     expected = f"expected driver {MIN_DRIVER.get(_major(built_for), 'of that CUDA version')} or newer, because torch "
     expected += f"is built for CUDA {built_for}"

@@ -42,7 +42,7 @@ class ContextShard(PackedBatch):
 
     @property
     def position_ids_N(self) -> np.ndarray:
-        """Position of each of this rank's rows in its sequence, int64 [M]."""
+        """Position of each of this rank's rows in its sequence, int32 [M]."""
         return super().position_ids_N[self.own_rows_M]
 
 

@@ -77,7 +77,7 @@ def to_device(staged: StagedBatch, device: torch.device) -> DeviceBatch:
         position_ids_N=tensors["position_ids_N"],
         uniform_length=staged.uniform_length,
         blocks=blocks,
-        unpack_index_N=tensors["unpack_index_N"],
+        unpack_index_N=tensors.get("unpack_index_N"),
         row_order=order,
     )
     return DeviceBatch(

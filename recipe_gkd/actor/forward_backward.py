@@ -7,14 +7,12 @@ either W or D.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from recipe_gkd.actor import megatron_patches
 from recipe_gkd.actor.device_batch import DeviceBatch, to_device
 from recipe_gkd.actor.logit_rows import select_logit_rows
 from recipe_gkd.actor.megatron_model import MegatronModel
@@ -54,23 +52,19 @@ def run_micro_batches(
         elsewhere.
     """
     device = model.device
-    # The router of a mixture of experts may request a CUDA device (moe_utils.py `save_to_aux_losses_tracker`).
-    in_model = megatron_patches.unredirected if model.dims.moe is None else nullcontext
 
     def forward(batches: Iterator[StagedBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         staged = next(batches)
         batch, uids_T = to_device(staged, device), staged.uids_T
-        rows_with_loss = select_logit_rows(
+        with select_logit_rows(
             chunk, batch.loss_rows_T, skip_lm_head=gkd.fuse_lm_head, float32_head=model.float32_head
-        )
-        with in_model(), rows_with_loss as rows:
+        ) as rows:
             output_1TX = chunk(batch.token_ids_1N, batch.position_ids_1N, None, packed_seq_params=batch.row)
         weight_WD = rows.weight_WD
 
         def compute_loss(output_1TX: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             """Return the sum over tokens, their number as int, and the report, as Megatron's schedules expect."""
-            with megatron_patches.unredirected():
-                losses = loss(_student(model, gkd, output_1TX.squeeze(0), weight_WD), batch)
+            losses = loss(_student(model, gkd, output_1TX.squeeze(0), weight_WD), batch)
             n_tokens = torch.full((), len(losses.loss_T), dtype=torch.int, device=device)
             report = {"sums": losses.sums, "maxima": losses.maxima, "loss_T": losses.loss_T.detach(), "uids_T": uids_T}
             return losses.loss_T.sum(), n_tokens, report

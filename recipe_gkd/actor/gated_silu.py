@@ -15,9 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-UNSUPPORTED_OVERRIDES = {"activation_func_clamp_value", "bias_activation_fusion", "glu_linear_offset"}
-"""Fields of Megatron's configuration that only its own activation supports."""
-
 
 class GatedSilu(torch.nn.Module):
     """Module in the place of Transformer Engine's activation; see ``use_te_activation_func`` in Megatron's MLP."""

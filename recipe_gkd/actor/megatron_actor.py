@@ -84,6 +84,10 @@ class MegatronActor:
         megatron_patches.install()
         with megatron_patches.on_host():
             self._model = build_megatron_model(self._config, self._rank_spec)
+        if self.device.type == "cuda":
+            # Memory that only the loading needed, such as the weights before the gradient buffers contained them, is
+            # still cached. A rollout engine that starts later may share the GPU.
+            torch.cuda.empty_cache()
         self._updater = Updater(self._model, self._config, self._n_token_ids or self._model.dims.vocab_size)
         layout = self.layout
         layers = layer_report(self._model.chunks[0].config, self._actor_config.megatron.transformer_impl)

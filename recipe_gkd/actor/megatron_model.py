@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
+from recipe_gkd.actor.attention_kernels import AttentionKernel, attention_kernel
 from recipe_gkd.actor.data_parallel import ddp_config
 from recipe_gkd.actor.hf_load import LocalWeight, load_hf, local_weights
 from recipe_gkd.actor.model import build_chunks, transformer_config
@@ -31,6 +32,7 @@ class MegatronModel:
         layout: Coordinates of this rank.
         device: Device of the parameters and of the collectives.
         dtype: Data type of weights and activations. The optimizer keeps float32 copies.
+        attention: Kernel of the attention layers.
         float32_head: True if the output layer computes float32 logits from 16-bit weights.
         chunks: One chunk, or one per virtual pipeline stage.
         wrapped: The chunks with their gradient buffers.
@@ -43,6 +45,7 @@ class MegatronModel:
     layout: Layout
     device: torch.device
     dtype: torch.dtype
+    attention: AttentionKernel
     float32_head: bool
     chunks: Sequence[GPTModel]
     wrapped: Sequence[DistributedDataParallel]
@@ -85,6 +88,7 @@ def build_megatron_model(config: Config, spec: RankSpec) -> MegatronModel:
         layout=layout,
         device=device,
         dtype=transformer.params_dtype,
+        attention=attention_kernel(transformer),
         float32_head=megatron.dtype != "float32" and wants_float32_head(model.head_dtype, megatron.dtype, device.type),
         chunks=chunks,
         wrapped=wrapped,

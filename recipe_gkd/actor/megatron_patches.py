@@ -67,14 +67,6 @@ def on_host() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if torch.cuda.is_available() else _OnHost()
 
 
-def unredirected() -> contextlib.AbstractContextManager[Any]:
-    """Return the context for code inside of :func:`on_host` that requests no CUDA device, where torch calls are faster.
-
-    On a tiny model the redirection takes 2 % of an update.
-    """
-    return contextlib.nullcontext() if torch.cuda.is_available() else torch._C.DisableTorchFunction()
-
-
 # ---- errors on every device
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.context_parallel import shard_for_context
 from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.megatron_model import MegatronModel
@@ -37,6 +38,7 @@ class MicroBatchPlan:
         layout: Coordinates of this rank.
         sequence_parallel: Whether tensor-parallel ranks divide the rows of a micro-batch.
         device: Training device.
+        attention: Attention kernel. Only the row indices that it reads are prepared.
         allocate: Allocates the large arrays.
     """
 
@@ -47,6 +49,7 @@ class MicroBatchPlan:
     layout: Layout
     sequence_parallel: bool
     device: torch.device
+    attention: AttentionKernel
     allocate: Allocate = np.empty
 
     def stage(self, index: int) -> StagedBatch:
@@ -66,7 +69,7 @@ class MicroBatchPlan:
             multiple_of=multiple_of,
             allocate=self.allocate,
         )
-        return stage(packed, weights, self.device, self.allocate)
+        return stage(packed, weights, self.device, attention=self.attention, allocate=self.allocate)
 
 
 def plan_micro_batches(
@@ -124,6 +127,7 @@ def plan_micro_batches(
         layout=layout,
         sequence_parallel=config.megatron.sequence_parallel,
         device=device,
+        attention=model.attention,
         allocate=allocate,
     )
 

@@ -11,10 +11,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from recipe_gkd.actor.gated_silu import UNSUPPORTED_OVERRIDES
+from recipe_gkd.actor.attention_kernels import AttentionKernel, attention_kernel
 from recipe_gkd.actor.layer_spec import decoder_spec, ensure_megatron_supports_te
-from recipe_gkd.actor.model_dims import ModelDims, MoEConfig, ensure_layout_fits
-from recipe_gkd.actor.overrides import checked_overrides
+from recipe_gkd.actor.model_dims import ModelDims, MoEConfig, ensure_heads_fit_context, ensure_layout_fits
+from recipe_gkd.actor.overrides import MEGATRON, checked_overrides
 from recipe_gkd.actor.rotary import PackedRotaryEmbedding
 from recipe_gkd.actor.transformer_impl import ResolvedImpl, resolve_transformer_impl
 from recipe_gkd.config.schema import MegatronConfig
@@ -33,6 +33,7 @@ def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.de
             cannot be used.
     """
     ensure_layout_fits(dims, config)
+    overrides = _checked_overrides(config.override_transformer_config)
     impl = resolve_transformer_impl(config.transformer_impl, device.type)
     if impl == "transformer_engine":
         ensure_megatron_supports_te()
@@ -64,9 +65,7 @@ def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.de
         **_moe_fields(dims.moe, config, grouped_gemm=impl == "transformer_engine"),
         **_implementation_fields(impl),
         # The local layers have an activation module of their own; see `decoder_spec`.
-        use_te_activation_func=impl == "local"
-        and dims.moe is None
-        and not UNSUPPORTED_OVERRIDES & config.override_transformer_config.keys(),
+        use_te_activation_func=impl == "local" and dims.moe is None and not overrides.get("bias_activation_fusion"),
         use_cpu_initialization=device.type == "cpu",
         # Every parameter is loaded from the Hugging Face folder, so none is initialized. perform_initialization=False
         # is not sufficient: it would also skip the attributes that mark divided parameters for the gradient norm.
@@ -74,7 +73,10 @@ def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.de
         output_layer_init_method=_skip_init,
         embedding_init_method=_skip_init,
     )
-    return TransformerConfig(**values | _checked_overrides(config.override_transformer_config))
+    transformer = TransformerConfig(**values | overrides)
+    if config.context_parallel_size > 1 and attention_kernel(transformer) is not AttentionKernel.TE_FUSED:
+        ensure_heads_fit_context(dims, config)
+    return transformer
 
 
 def _implementation_fields(impl: ResolvedImpl) -> dict[str, Any]:
@@ -134,14 +136,38 @@ def _skip_init(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+_KEYS = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
+    "transformer_impl",
+)  # fmt: skip
+_DTYPES = ("params_dtype", "pipeline_dtype", "bf16", "fp16")
+_RANDOM = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_force_load_balancing")
+_MODEL = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm",
+    "gated_linear_unit", "activation_func", "activation_func_clamp_value", "glu_linear_offset", "add_bias_linear",
+    "add_qkv_bias", "qk_layernorm", "qk_l2_norm", "softmax_scale", "softmax_type", "window_size",
+    "window_attn_skip_freq", "no_rope_freq", "attention_output_gate", "multi_latent_attention",
+    "experimental_attention_variant", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_latent_size",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk", "moe_router_pre_softmax",
+    "moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+)  # fmt: skip
 # Fields that must not be overridden, each with the reason.
 FIXED_FIELDS = {
+    **{name: f"it is the key {MEGATRON}.{name}" for name in _KEYS},
+    **dict.fromkeys(_DTYPES, f"it follows from the key {MEGATRON}.dtype"),
+    **dict.fromkeys(_MODEL, "the actor and the rollout engine must compute the same model, that of config.json"),
+    **dict.fromkeys(_RANDOM, "the rollout engine's log-probabilities have no such noise"),
     "calculate_per_token_loss": "the objective is a mean over the global batch",
     "variable_seq_lengths": "sequences are packed",
-    "transformer_impl": "it is the key actor_rollout_ref.actor.megatron.transformer_impl",
     "attention_backend": "it is chosen for the GPU, so that no matrix of scores is stored",
     "rotary_interleaved": "the supported models rotate channels i and i + head_dim / 2 as a pair",
     "mtp_num_layers": "there is no loss for multi-token prediction",
+    "use_te_activation_func": "the actor chooses the activation of its layers",
+    "use_cpu_initialization": "it follows from the key trainer.device",
+    "perform_initialization": "it would also skip the marks of divided parameters, which the gradient norm needs",
 }
 
 

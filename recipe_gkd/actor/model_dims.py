@@ -26,6 +26,12 @@ VOCAB_MULTIPLE = 128
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 
+# Fields of `override_transformer_config` with which pipeline stages have different numbers of layers.
+UNEQUAL_STAGES = {
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+}  # fmt: skip
+
 # Constants of llama3 rotary scaling in Megatron. Only `factor` is a parameter there.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -213,6 +219,8 @@ def _rope(hf: PretrainedConfig, path: str | Path) -> dict[str, Any]:
 def ensure_layout_fits(dims: ModelDims, config: MegatronConfig) -> None:
     """Check that the parallel layout divides the heads, the feed-forward columns, the experts and the layers.
 
+    Context parallelism has a check of its own, :func:`ensure_heads_fit_context`.
+
     Raises:
         ConfigError: It does not.
     """
@@ -223,20 +231,25 @@ def ensure_layout_fits(dims: ModelDims, config: MegatronConfig) -> None:
             f"{MEGATRON}.tensor_model_parallel_size is {tp}; it must divide the model's {dims.heads} heads, "
             f"{dims.kv_heads} key/value heads and {' and '.join(map(str, ffn)) or 'no'} feed-forward columns"
         )
-    _check_context(dims, config)
     _check_experts(dims.moe, config)
     stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-    if dims.layers % stages and not config.override_transformer_config:  # an override may divide them unequally
+    if UNEQUAL_STAGES & config.override_transformer_config.keys():
+        return
+    if dims.layers % stages:
         raise ConfigError(
             f"{dims.layers} layers cannot be divided equally into {stages} pipeline stages "
             "(pipeline_model_parallel_size x virtual_pipeline_model_parallel_size)"
         )
-    if dims.moe is not None and not config.override_transformer_config:
+    if dims.moe is not None:
         _check_stages_have_experts(dims.moe.layers, config.pipeline_model_parallel_size, stages)
 
 
-def _check_context(dims: ModelDims, config: MegatronConfig) -> None:
-    # Context ranks exchange rows for heads. Key/value heads are copied if there are fewer of them than ranks.
+def ensure_heads_fit_context(dims: ModelDims, config: MegatronConfig) -> None:
+    """Check that context-parallel ranks can exchange rows for heads, as all attention kernels but TE's fused one do.
+
+    Raises:
+        ConfigError: They cannot divide the heads. Key/value heads are copied if there are fewer of them than ranks.
+    """
     tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
     heads, kv_heads = dims.heads // tp, dims.kv_heads // tp
     if heads % cp or (kv_heads % cp and cp % kv_heads):

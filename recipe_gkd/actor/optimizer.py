@@ -14,7 +14,6 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from recipe_gkd.actor import megatron_patches
 from recipe_gkd.actor.data_parallel import enable_overlap
 from recipe_gkd.config.schema import OptimConfig
 
@@ -137,5 +136,4 @@ def clip_and_step(optimizer: MegatronOptimizer, norm: float, clip_grad: float) -
         parameters = part.get_parameters()
         if clip_grad > 0 and parameters:
             clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=norm)
-    with megatron_patches.unredirected():
-        optimizer.step_with_ready_grads()
+    optimizer.step_with_ready_grads()

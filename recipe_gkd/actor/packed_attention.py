@@ -31,7 +31,8 @@ class PackedSequences(PackedSeqParams):
         position_ids_N: Position of each of this rank's rows in its sequence.
         uniform_length: Length of all sequences, if they are equally long and ``blocks`` are not needed; else None.
         blocks: Row indices of R sequences of similar length, int64 [R, S] each. Padding on the right has any index.
-        unpack_index_N: Index of each row in the concatenation of the flattened blocks, int64 [N].
+            Empty if :func:`attend_in_blocks` is not called, or is called with ``uniform_length``.
+        unpack_index_N: Index of each row in the concatenation of the flattened blocks, int64 [N]; None without blocks.
         row_order: Order of the rows after an exchange among the context-parallel ranks; None if this rank has all rows.
     """
 

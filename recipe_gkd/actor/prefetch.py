@@ -19,7 +19,7 @@ class Prefetcher(Generic[T]):
     """Items ``prepare(0)`` to ``prepare(count - 1)``, prepared in order in one thread.
 
     Every reader receives all items, in order. An item is released when all readers have taken it. If ``prepare``
-    raises, the error is raised where the item is taken. The thread ends with the context::
+    raises, the error is raised where the item is taken. The thread ends with the context, except after a deadline::
 
         with Prefetcher(prepare, count=8, n_readers=1, timeout_s=60) as prefetcher:
             [items] = prefetcher.readers
@@ -47,7 +47,8 @@ class Prefetcher(Generic[T]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._executor.shutdown(cancel_futures=True)
+        # After a deadline the thread may be blocked, and a wait for it would hold the error back.
+        self._executor.shutdown(wait=not isinstance(error, DeadlineError), cancel_futures=True)
         self.readers.clear()  # they refer to this object, and a reference cycle would keep the items alive
 
     def _read(self) -> Iterator[T]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.context_parallel import gathered_rows
 from recipe_gkd.actor.loss_metrics import POSITION_BUCKETS
 from recipe_gkd.actor.microbatch import Allocate, PackedBatch, bucket_by_length
@@ -37,9 +38,9 @@ class StagedBatch:
     """A packed micro-batch on the host, ready to be copied.
 
     Attributes:
-        tensors: Tensors by name: ``PACKED_ARRAYS``, those of the attention (``boundaries``, ``block/0``, ...,
-            ``unpack_index_N``, with context parallelism ``by_rank_N`` and ``by_sequence_N``), ``position_buckets_T``,
-            ``overlap_rows_R``, and ``weight/<loss term>``.
+        tensors: Tensors by name: ``PACKED_ARRAYS``, those of the attention (``boundaries``; if its kernel reads them,
+            also ``block/0``, ..., ``unpack_index_N``, and with context parallelism ``by_rank_N`` and
+            ``by_sequence_N``), ``position_buckets_T``, ``overlap_rows_R``, and ``weight/<loss term>``.
         block: Pinned memory that contains all tensors, uint8; None for a CPU.
         max_length: Length of the longest sequence.
         uniform_length: Length of all sequences if they are equally long; else None.
@@ -69,7 +70,12 @@ class StagedBatch:
 
 
 def stage(
-    packed: PackedBatch, weights: Mapping[str, np.ndarray], device: torch.device, allocate: Allocate = np.empty
+    packed: PackedBatch,
+    weights: Mapping[str, np.ndarray],
+    device: torch.device,
+    *,
+    attention: AttentionKernel = AttentionKernel.SDPA_BLOCKS,
+    allocate: Allocate = np.empty,
 ) -> StagedBatch:
     """Prepare the copy of a packed micro-batch to the training device.
 
@@ -77,9 +83,10 @@ def stage(
         packed: Micro-batch.
         weights: Weight of each token in each loss term, float32 [T] by name.
         device: Training device.
+        attention: Attention kernel. Only the row indices that it reads are prepared.
         allocate: Allocates the widened arrays of a CPU.
     """
-    arrays = {name: getattr(packed, name) for name in PACKED_ARRAYS} | _attention_indices(packed)
+    arrays = {name: getattr(packed, name) for name in PACKED_ARRAYS} | _attention_indices(packed, attention)
     arrays["position_buckets_T"] = _position_buckets(packed.positions_T)
     arrays["overlap_rows_R"] = _evenly_spaced(np.flatnonzero(packed.has_teacher_T), MAX_OVERLAP_POSITIONS)
     arrays |= {f"weight/{name}": weights_T for name, weights_T in weights.items()}
@@ -125,13 +132,15 @@ def _widened(name: str, array: np.ndarray, allocate: Allocate) -> np.ndarray:
     return widened
 
 
-def _attention_indices(packed: PackedBatch) -> dict[str, np.ndarray]:
+def _attention_indices(packed: PackedBatch, attention: AttentionKernel) -> dict[str, np.ndarray]:
     """Return the boundaries of the sequences and the rows that the attention gathers, int32."""
-    blocks = bucket_by_length(packed.lengths)
-    indices = {BOUNDARIES: np.cumsum([0, *packed.lengths]), "unpack_index_N": _unpack_index(blocks)}
-    indices |= {f"block/{number}": np.maximum(block, 0) for number, block in enumerate(blocks)}
-    by_rank_N = gathered_rows(packed)
-    if by_rank_N is not None:
+    indices = {BOUNDARIES: np.cumsum([0, *packed.lengths])}
+    if attention is AttentionKernel.SDPA_BLOCKS and len({*packed.lengths}) > 1:
+        blocks = bucket_by_length(packed.lengths)
+        indices |= {f"block/{number}": np.maximum(block, 0) for number, block in enumerate(blocks)}
+        indices["unpack_index_N"] = _unpack_index(blocks)
+    # Transformer Engine exchanges keys and values between the context ranks, the other kernels rows for heads.
+    if attention is not AttentionKernel.TE_FUSED and (by_rank_N := gathered_rows(packed)) is not None:
         indices |= {"by_rank_N": by_rank_N, "by_sequence_N": by_rank_N.argsort()}
     return {name: index.astype(np.int32) for name, index in indices.items()}
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 from typing import Literal
@@ -34,6 +35,13 @@ REMEDY = (
 
 ResolvedImpl = Literal["transformer_engine", "local"]
 
+# Values that Megatron gives to Transformer Engine's variables for the `attention_backend` of each implementation, fused
+# and auto (language_module.py `_set_attention_backend`). It asserts that they have no other values.
+ATTENTION_VARIABLES: dict[ResolvedImpl, dict[str, str]] = {
+    "transformer_engine": {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"},
+    "local": {"NVTE_FLASH_ATTN": "1", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "1"},
+}
+
 
 def resolve_transformer_impl(setting: TransformerImpl, device_type: str) -> ResolvedImpl:
     """Return the implementation of the layers. Hide Transformer Engine from Megatron if it is not used.
@@ -47,7 +55,20 @@ def resolve_transformer_impl(setting: TransformerImpl, device_type: str) -> Reso
     Raises:
         ConfigError: Transformer Engine is required and not installed, or is installed and cannot be used. With
             ``auto``, an installation that cannot be used is an error as well, because slower layers would hide it.
+            A variable of the environment selects another attention than Megatron is configured for.
     """
+    impl = _resolve(setting, device_type)
+    for name, expected in ATTENTION_VARIABLES[impl].items():
+        if (value := os.environ.get(name, expected)) != expected:
+            raise ConfigError(
+                f"the environment variable {name} is {value!r} in the actor's process; expected no value or "
+                f"{expected!r}, because the actor chooses the attention itself; unset it in the shell that starts the "
+                "run or its Ray nodes"
+            )
+    return impl
+
+
+def _resolve(setting: TransformerImpl, device_type: str) -> ResolvedImpl:
     if setting == "transformer_engine" and device_type != "cuda":
         raise ConfigError(
             f"{KEY}=transformer_engine needs a GPU, and the actor runs on the device {device_type!r}; set it to auto"

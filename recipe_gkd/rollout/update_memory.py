@@ -34,8 +34,17 @@ class UpdateMemory:
 
     @property
     def double_buffered(self) -> int:
-        """Free memory from which on an update is kept aside until it is complete."""
+        """Free memory from which on an update is kept aside until it is complete: twice its size, as a margin."""
         return 2 * self.model_bytes
+
+    def fits_double_buffered(self, free: int, n_sharing_host: int) -> bool:
+        """Return True if all processes can keep an update aside.
+
+        Args:
+            free: Free memory of the device, in bytes.
+            n_sharing_host: Processes that receive the same update into this memory.
+        """
+        return self.double_buffered * n_sharing_host <= free
 
 
 def update_memory(bucket_bytes: Sequence[int], layer_bytes: int) -> UpdateMemory:

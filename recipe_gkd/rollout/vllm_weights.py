@@ -11,6 +11,7 @@ one code path. An update is received in one of two ways. The rank chooses for ea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +19,13 @@ import torch
 
 from recipe_gkd.diagnostics.stack_dumps import allow_stack_dumps
 from recipe_gkd.errors import WeightSyncError
-from recipe_gkd.rollout.update_memory import free_memory, largest_layer_bytes, memory_shortage, update_memory
+from recipe_gkd.rollout.update_memory import (
+    UpdateMemory,
+    free_memory,
+    largest_layer_bytes,
+    memory_shortage,
+    update_memory,
+)
 from recipe_gkd.rollout.vllm_compat import (
     WeightTransferEngine,
     WeightTransferEngineFactory,
@@ -129,7 +136,6 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
         Raises:
             WeightSyncError: There is no transport.
         """
-        plan = self._joined().plan(request.meta, request.bucket_bytes)
         cache = self.vllm_config.cache_config
         size = getattr(cache, "kv_cache_memory_bytes", None)
         remedy = (
@@ -138,7 +144,7 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
             else f"kv_cache_memory_megabytes (now {size >> 20})"
         )
         return memory_shortage(
-            update_memory([bucket.n_bytes for bucket in plan.buckets], largest_layer_bytes(self.model)),
+            self._update_memory(request.meta, request.bucket_bytes),
             free_memory(torch.device(self.device)),
             bucket_bytes=request.bucket_bytes,
             n_sharing_host=request.n_sharing_host,
@@ -159,8 +165,9 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
         transport = self._joined()
         double_buffered = update_info.double_buffered
         if double_buffered is None:
-            n_bytes = transport.plan(update_info.meta, update_info.bucket_bytes).n_bytes
-            double_buffered = fits_double_buffered(n_bytes, torch.device(self.device), update_info.n_sharing_host)
+            needed = self._update_memory(update_info.meta, update_info.bucket_bytes)
+            free = free_memory(torch.device(self.device))
+            double_buffered = needed.fits_double_buffered(free, update_info.n_sharing_host)
         try:
             stats = receive_weights(
                 transport,
@@ -206,6 +213,11 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
             raise WeightSyncError("this rollout worker has no weight transport; join one first")
         return self._transport
 
+    def _update_memory(self, meta: Sequence[TensorMeta], bucket_bytes: int) -> UpdateMemory:
+        """Return the memory that an update needs on this rank."""
+        plan = self._joined().plan(meta, bucket_bytes)
+        return update_memory([bucket.n_bytes for bucket in plan.buckets], largest_layer_bytes(self.model))
+
     def _release_cached_memory(self) -> None:
         """Return the memory of the buckets to the device, where other processes may need it."""
         if torch.device(self.device).type == "cuda":
@@ -224,18 +236,6 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
         if reload is not None:
             reload.finalize()
         return reload
-
-
-def fits_double_buffered(n_bytes: int, device: torch.device, n_sharing_host: int = 1) -> bool:
-    """Return True if the second copies of all processes take at most half of the free memory.
-
-    Args:
-        n_bytes: Size of one copy.
-        device: CUDA device, which this process has for itself, or the host.
-        n_sharing_host: Processes that receive the same update into the memory of this host. Ignored on CUDA.
-    """
-    n_copies = 1 if device.type == "cuda" else n_sharing_host
-    return 2 * n_bytes * n_copies <= free_memory(device)
 
 
 def register() -> None:

@@ -19,7 +19,7 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
     executor without a deadline, so that a thread blocked by a disk would keep a failed run alive. If the caller is
     canceled, the thread continues.
     """
-    return await asyncio.wrap_future(_start(function, *args))
+    return await asyncio.wrap_future(start_in_thread(function, *args))
 
 
 def run_until(deadline: float, calls: Sequence[Callable[[], T]]) -> list[T | None]:
@@ -32,13 +32,13 @@ def run_until(deadline: float, calls: Sequence[Callable[[], T]]) -> list[T | Non
     Returns:
         Results in the order of ``calls``; None for a call that raised, or that has not returned by ``deadline``.
     """
-    futures = [_start(call) for call in calls]
+    futures = [start_in_thread(call) for call in calls]
     ended = wait(futures, timeout=max(0.0, deadline - time.monotonic())).done
     return [future.result() if future in ended and future.exception() is None else None for future in futures]
 
 
-def _start(function: Callable[..., T], *args: Any) -> Future[T]:
-    """Start a daemon thread that computes ``function(*args)``."""
+def start_in_thread(function: Callable[..., T], *args: Any) -> Future[T]:
+    """Start a daemon thread that computes ``function(*args)``, and return its result as a future."""
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()  # a canceled caller must not cancel a future that the thread sets later
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from recipe_gkd.errors import GkdError
+from recipe_gkd.runtime.threads import start_in_thread
 from recipe_gkd.weight_sync.opening import open_on_all_ranks
 from recipe_gkd.weight_sync.private_group import POLL_INTERVAL_S, PrivateGroup
 from recipe_gkd.weight_sync.transport import Transport
@@ -66,22 +67,23 @@ class CollectiveTransport(Transport):
                 work.wait(self.peers.time_left())
         except GkdError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             self.peers.fail(phase, error, silent=self.peers.others)
 
     def _finish_on_stream(self, work: dist.Work, phase: str) -> None:
         """Poll a transfer of NCCL, whose ``Work.wait`` only orders streams.
 
         Within a node NCCL does not detect the death of a peer, so the deadline ends the wait. Between nodes it does:
-        the work is then completed, and ``wait`` raises the error in this thread.
+        the work is then completed, and ``wait`` raises the error. Before that it aborts the communicator, which can
+        block on a connection to a dead peer, so it runs in a thread that can be abandoned.
         """
         checked = time.monotonic()
         while not work.is_completed():
             now = time.monotonic()
             if now > self.peers.deadline:
-                raise RuntimeError("timed out")
+                raise TimeoutError("timed out")
             if now > checked + _INTERRUPT_CHECK_INTERVAL_S:
                 self.peers.check_interrupted(phase)
                 checked = now
             time.sleep(POLL_INTERVAL_S)
-        work.wait()
+        start_in_thread(work.wait).result(self.peers.time_left().total_seconds())

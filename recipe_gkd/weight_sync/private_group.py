@@ -181,8 +181,19 @@ def _nccl_group(store: dist.Store, rank: int, world: int, timeout_s: float) -> A
 def _gloo_group(store: dist.Store, rank: int, world: int, timeout_s: float, *, host: str) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s + _CONNECT_MARGIN_S)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address_toward(host))]
+    options._devices = _gloo_devices(host)
     return dist.ProcessGroupGloo(store, rank, world, options)
+
+
+def _gloo_devices(host: str) -> list[Any]:
+    """Return the devices of gloo: the interfaces that the user has chosen, or the one that leads to ``host``.
+
+    By itself gloo would take the address of the host name, which other machines may not reach.
+    """
+    create = dist.ProcessGroupGloo.create_device
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return [create(interface=name.strip()) for name in names.split(",")]
+    return [create(hostname=_own_address_toward(host))]
 
 
 def _abort(parts: list[Any]) -> None:
@@ -207,10 +218,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _own_address_toward(host: str) -> str:
-    """Return the address of the network interface that leads to ``host``.
-
-    gloo would take the address of the host name, which other machines may not reach.
-    """
+    """Return the address of the network interface that leads to ``host``."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # on a datagram socket this selects the route and sends nothing

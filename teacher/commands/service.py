@@ -117,12 +117,12 @@ def _proxy(args: argparse.Namespace) -> int:
 
     stop = StopSignal()
     _end_with_parent(args.end_with_parent)
-    keys = server_keys(args.auth_dir)
-    if keys is not None and args.trusted_network:
-        raise TeacherError("--trusted-network allows connections without keys, but --auth-dir is set; omit one of them")
+    settings = SocketSettings(
+        keys=server_keys(args.auth_dir), trusted_network=args.trusted_network, io_threads=args.io_threads
+    )
     proxy = Proxy(
         *(args.bind, args.frontend_port, args.backend_port),
-        sockets=SocketSettings(keys=keys, trusted_network=args.trusted_network, io_threads=args.io_threads),
+        sockets=settings,
         stall_timeout_s=args.stall_timeout_s,
         max_queue_tokens=args.max_queue_tokens,
     )

@@ -10,7 +10,8 @@ internals of vLLM:
 - on CUDA, the number of rows of logits that the V2 model runner computes at a time (`vllm_worker`).
 
 `VllmEngine._self_check` scores a sequence at start-up, and refuses to serve if the result is not as expected. If only
-the temperature has no effect, requests at other temperatures than 1 are rejected.
+the temperature has no effect, requests at other temperatures than 1 are rejected. On CUDA these steps also compile the
+kernels, because vLLM's own warm-up is off with `enforce_eager`. The time limit of a step does not apply to them.
 
 Prefix caching is off: a request for prompt log-probabilities whose rows come from the cache gets uninitialized memory.
 No state except the model therefore outlives a request, and a change of temperature invalidates nothing.

@@ -220,8 +220,11 @@ def check_bind(bind: str, keys: ServerKeys | None, *, trusted_network: bool = Fa
         trusted_network: True to allow plain connections on any address.
 
     Raises:
-        TeacherError: Other machines could reach the address and there are no keys, or it is an IPv6 address.
+        TeacherError: Other machines could reach the address and there are no keys, or it is an IPv6 address, or there
+            are keys in spite of ``trusted_network``.
     """
+    if keys is not None and trusted_network:
+        raise TeacherError("--trusted-network allows connections without keys, but --auth-dir is set; omit one of them")
     if ":" in bind:
         raise TeacherError(f"--bind {bind}: expected an IPv4 address or a name, such as 127.0.0.1 or 10.0.0.1")
     if keys is None and not trusted_network and not is_loopback(bind):

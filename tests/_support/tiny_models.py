@@ -197,6 +197,7 @@ def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
         layout=actor.layout,
         sequence_parallel=actor._actor_config.megatron.sequence_parallel,
         device=actor.device,
+        attention=actor._model.attention,
     )
     with megatron_patches.on_host(), torch.no_grad():
         reports = run_micro_batches(actor._model, plan, gather_logits, gkd=gkd, timeout_s=60, forward_only=True)

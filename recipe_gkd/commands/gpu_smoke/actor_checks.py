@@ -98,7 +98,7 @@ def _check_dtype(context: Context, dtype: str, transformer_impl: str) -> str:
         with running_actor(actor_config(folder, context.device, *overrides)) as actor:
             found = _update(actor, samples)
         _compare(context, f"{dtype}{', fused' if fused else ''}", found, reference, dtype)
-    return f"loss {reference.loss:.4f} and gradient norm {reference.grad_norm:.3f} of {len(samples)} packed samples"
+    return f"{len(samples)} samples; in float64 loss {reference.loss:.4f}, gradient norm {reference.grad_norm:.3f}"
 
 
 def check_actor_tp2(context: Context) -> str:
@@ -181,7 +181,7 @@ def check_checkpoint(context: Context) -> str:
     ) as actor:
         context.compare("weights of the Hugging Face folder", _distance(exported(actor), saved), 0.0)
     n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return f"checkpoint of {n_bytes / 1e6:.1f} MB, Hugging Face folder, and the update after them"
+    return f"weights and next update after a checkpoint of {n_bytes / 1e6:.1f} MB; weights of the Hugging Face folder"
 
 
 def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -18,7 +18,7 @@ _MODULES = f"{__package__}."
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A check.
+    """Function of a check, with what it needs and its deadlines.
 
     Attributes:
         name: Name for ``--only``.
@@ -108,7 +108,7 @@ CHECKS = (
     ),
     Check(
         name="actor_float32",
-        title="the same in float32, with torch's own layers",
+        title="the same in float32, without Transformer Engine",
         function="actor_checks:check_actor_float32",
     ),
     Check(

@@ -67,4 +67,4 @@ class Context:
 
 
 class CheckFailed(Exception):
-    """The machine gives a wrong result; the message contains what was found and expected."""
+    """Wrong result on this machine. The message contains the result and the expected one."""

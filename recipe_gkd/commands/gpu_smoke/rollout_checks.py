@@ -74,7 +74,7 @@ def _check_engine(context: Context, tensor_parallel_size: int) -> str:
                 _compare(context, f"v{version}, {kind}", _generate(engine), expected)
             peer.send(None)
     _compare_with_transformers(context, folders[_NEW], fresh_new)
-    return f"{_N_PROMPTS} responses after each of 3 syncs over {transport} equal those of freshly loaded engines"
+    return f"{_N_PROMPTS} responses after each of 3 syncs over {transport} agree with those of freshly loaded engines"
 
 
 @contextmanager

@@ -84,18 +84,29 @@ def make_samples(lengths: Sequence[int], *, seed: int = 0) -> list[Sample]:
     for prompt, length in zip(make_prompts(len(lengths)), lengths, strict=True):
         scores_TV = 1.5 * rng.normal(size=(length, VOCABULARY))
         logps_TV = scores_TV - np.log(np.exp(scores_TV).sum(1, keepdims=True))
-        ids_TK = np.argsort(-logps_TV, axis=1)[:, :TOP_K].astype(np.int32)
-        zeros_T = np.zeros(length, np.float32)
-        response = Response(
-            uid=prompt.uid,
-            ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
-            logprobs=zeros_T,
-            finish_reason="stop",
-            weights_version=0,
-            versions_T=np.zeros(length, np.int32),
-        )
-        teacher = TeacherTopK(
-            logps_TK=np.take_along_axis(logps_TV, ids_TK, 1).astype(np.float32), ids_TK=ids_TK, sampled_logps_T=zeros_T
-        )
-        samples.append(Sample(prompt=prompt, response=response, teacher=teacher))
+        ids_TK = np.argsort(-logps_TV, axis=1)[:, :TOP_K]
+        ids_T = rng.integers(0, VOCABULARY, length)
+        samples.append(make_sample(prompt, ids_T, np.take_along_axis(logps_TV, ids_TK, 1), ids_TK))
     return samples
+
+
+def make_sample(prompt: Prompt, ids_T: np.ndarray, logps_TK: np.ndarray, ids_TK: np.ndarray) -> Sample:
+    """Return a sample of version 0 whose sampled log-probabilities are 0.
+
+    Args:
+        prompt: Prompt.
+        ids_T: Token ids of the response.
+        logps_TK: Log-probabilities of the teacher's top-k.
+        ids_TK: Token ids of the teacher's top-k.
+    """
+    zeros_T = np.zeros(len(ids_T), np.float32)
+    response = Response(
+        uid=prompt.uid,
+        ids=ids_T.astype(np.int32),
+        logprobs=zeros_T,
+        finish_reason="stop",
+        weights_version=0,
+        versions_T=np.zeros(len(ids_T), np.int32),
+    )
+    teacher = TeacherTopK(logps_TK=logps_TK.astype(np.float32), ids_TK=ids_TK.astype(np.int32), sampled_logps_T=zeros_T)
+    return Sample(prompt=prompt, response=response, teacher=teacher)

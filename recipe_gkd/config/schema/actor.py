@@ -40,8 +40,9 @@ class MegatronConfig:
         "Number of interleaved layer chunks per pipeline stage. null: no interleaving.", ge=2, le=MAX_DEVICES
     )
     context_parallel_size: int = key(
-        "Number of ranks that share each sequence, for sequences whose activations do not fit on one device. It must "
-        "divide the query heads of a tensor-parallel rank.",
+        "Number of ranks that share each sequence, for sequences whose activations do not fit on one device. Without "
+        "Transformer Engine's fused attention it must divide the query heads of a tensor-parallel rank, and divide "
+        "its key/value heads or be a multiple of them.",
         ge=1,
         le=MAX_DEVICES,
     )
@@ -66,7 +67,8 @@ class MegatronConfig:
     grad_offload: bool = key("Move gradients to host memory between updates. Only false is supported.")
     optimizer_offload: bool = key("Move the optimizer state to host memory between updates. Only false is supported.")
     override_transformer_config: dict[str, Any] = key(
-        "Fields of Megatron's TransformerConfig that are set directly, such as `recompute_granularity`."
+        "Fields of Megatron's TransformerConfig that are set directly, such as `recompute_granularity`. Fields that "
+        "follow from the model or from another key are refused."
     )
     override_ddp_config: dict[str, Any] = key(
         "Fields of Megatron's DistributedDataParallelConfig that are set directly, such as `overlap_param_gather`. "

@@ -93,6 +93,7 @@ class TestKilledProcess:
         assert run.leftovers(timeout_s=15) == []
         wait_until(lambda: not any(is_alive(process) for process in descendants), timeout_s=15)
 
+    @pytest.mark.slow  # tests/integration/faults stops an actor rank without a run.
     def test_killed_actor_ends_run(self, start_run: StartRun) -> None:
         run = start_run(*LONG_RUN, "trainer.scheduler=two_step_off")
         run.await_step(3)

@@ -55,11 +55,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("kind", "override", "expected"),
     [
         ("qwen2", "dtype=float32", GatedSilu),
-        ("qwen2", "+override_transformer_config.activation_func_clamp_value=7.0", None),
+        ("qwen2", "+override_transformer_config.bias_activation_fusion=true", None),
+        ("qwen2", "+override_transformer_config.bias_activation_fusion=false", GatedSilu),
         ("qwen3_moe", "dtype=float32", None),
     ],
 )
-def test_decoder_spec_has_gated_silu_in_dense_layers_without_overrides(
+def test_decoder_spec_has_gated_silu_in_dense_layers_without_fusion(
     folders: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
     kind: str,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +26,7 @@ from recipe_gkd.actor.packed_attention import PackedAttention
 from recipe_gkd.actor.rotary import PackedRotaryEmbedding
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.workers import _set_up_actors
-from tests._support.layouts import OVERRIDE
+from tests._support.layouts import BF16, CP2, OVERRIDE
 from tests._support.tiny_models import MEGATRON, make_config, make_folder
 
 Build = Callable[..., TransformerConfig]
@@ -38,8 +40,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     base = tmp_path_factory.mktemp("models")
     folders = {kind: make_folder(base / kind, kind) for kind in ("llama", "mixtral")}
 
-    def transformer(device: torch.device, *overrides: str, kind: str = "llama") -> TransformerConfig:
-        megatron = make_config(folders[kind], *overrides).actor_rollout_ref.actor.megatron
+    def transformer(device: torch.device, *overrides: str, kind: str = "llama", ranks: int = 1) -> TransformerConfig:
+        megatron = make_config(folders[kind], *overrides, ranks=ranks).actor_rollout_ref.actor.megatron
         return transformer_config(read_model_dims(folders[kind]), megatron, device)
 
     return transformer
@@ -89,11 +91,41 @@ class TestTransformerConfig:
         assert config.moe_router_dtype == "fp32"
 
     @pytest.mark.parametrize(
-        "override", ["attention_backend=unfused", "transformer_impl=local", "rotary_interleaved=true"]
+        ("override", "reason"),
+        [
+            ("attention_backend=unfused", "it is chosen for the GPU"),
+            ("transformer_impl=local", r"it is the key .*\.megatron\.transformer_impl"),
+            ("context_parallel_size=2", r"it is the key .*\.megatron\.context_parallel_size"),
+            ("params_dtype=float16", r"it follows from the key .*\.megatron\.dtype"),
+            ("window_size=[64,0]", "the rollout engine must compute the same model"),
+            ("attention_dropout=0.1", "no such noise"),
+            ("use_te_activation_func=true", "the actor chooses the activation"),
+        ],
     )
-    def test_override_of_chosen_option_is_refused(self, override: str, build: Build) -> None:
-        with pytest.raises(ConfigError, match=f"{override.split('=')[0]}.* is not allowed, because"):
+    def test_override_of_chosen_option_is_refused(self, override: str, reason: str, build: Build) -> None:
+        with pytest.raises(ConfigError, match=f"{override.split('=')[0]}=.* is not allowed, because .*{reason}"):
             build(CPU, f"+{OVERRIDE}.{override}")
+
+    def test_refused_overrides_are_fields_of_megatron(self) -> None:
+        assert model.FIXED_FIELDS.keys() <= {field.name for field in fields(TransformerConfig)}
+
+    @pytest.mark.parametrize(("capability", "is_refused"), [(H100, False), (A100, True)])
+    def test_heads_must_fit_context_ranks_only_if_they_are_exchanged(
+        self,
+        capability: tuple[int, int],
+        is_refused: bool,
+        build: Build,
+        gpu: Callable[[tuple[int, int]], None],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Three context ranks cannot divide 4 heads. The fused attention of Transformer Engine does not divide them."""
+        monkeypatch.setattr(model, "resolve_transformer_impl", lambda setting, device: "transformer_engine")
+        monkeypatch.setattr(model, "ensure_megatron_supports_te", lambda: None)
+        monkeypatch.setattr(TransformerConfig, "__post_init__", lambda self: None)  # would look for the package
+        gpu(capability)
+        overrides = (CP2.replace("=2", "=3"), BF16)
+        with pytest.raises(ConfigError, match="must divide the 4 heads") if is_refused else nullcontext():
+            build(GPU, *overrides, ranks=3)
 
     def test_transformer_engine_that_megatron_cannot_use_is_refused(self) -> None:
         assert not gpt_layer_specs.HAVE_TE

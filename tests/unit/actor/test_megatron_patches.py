@@ -1,11 +1,11 @@
-"""Redirection of CUDA devices to the CPU, and its suspension."""
+"""Redirection of CUDA devices to the CPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from recipe_gkd.actor.megatron_patches import on_host, unredirected
+from recipe_gkd.actor.megatron_patches import on_host
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the redirection has no effect with a GPU")
 
@@ -19,9 +19,3 @@ class TestOnHost:
             assert torch.zeros(2).type(torch.float64).dtype == torch.float64
             with on_host():
                 assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
-
-    def test_unredirected_suspends_it(self) -> None:
-        with on_host():
-            with unredirected():
-                assert torch.zeros(2).type() == "torch.FloatTensor"
-            assert torch.zeros(2).type() == "torch.cuda.FloatTensor"

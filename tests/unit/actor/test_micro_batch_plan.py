@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from recipe_gkd.actor import micro_batch_plan
+from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan, plan_micro_batches
 from recipe_gkd.actor.parallel import Layout
@@ -30,7 +31,7 @@ INVALID = make_sample(99, [1], [2], [[0.0, 0.0]], [[3, 4]])
 
 
 def plan(samples: list[Sample], layout: Layout = ONE, *overrides: str) -> MicroBatchPlan:
-    model: Any = SimpleNamespace(layout=layout, device=torch.device("cpu"))
+    model: Any = SimpleNamespace(layout=layout, device=torch.device("cpu"), attention=AttentionKernel.TE_FUSED)
     config = make_config(Path("unused"), *overrides, ranks=layout.world_size).actor_rollout_ref.actor
     return plan_micro_batches(model, config, samples, 3, loss_agg_mode="token-mean")
 
@@ -108,6 +109,9 @@ class TestStage:
         assert first.tensors["ids_TK"].shape[1] == first.tensors["logps_TK"].shape[1] == 0
         assert last.tensors["ids_TK"].shape[1] > 0
         np.testing.assert_array_equal(first.tensors["token_ids_N"], last.tensors["token_ids_N"])
+
+    def test_stage_prepares_no_rows_that_the_kernel_does_not_read(self, all_reduce: list[Any]) -> None:
+        assert {"block/0", "unpack_index_N"}.isdisjoint(plan(SAMPLES).stage(0).tensors)
 
     def test_stage_with_sequence_parallelism_pads_the_row(self, all_reduce: list[Any]) -> None:
         overrides = (f"{ACTOR}.megatron.sequence_parallel=true", f"{ACTOR}.megatron.tensor_model_parallel_size=2")

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.actor.model_dims import ensure_layout_fits, read_model_dims
+from recipe_gkd.actor.model_dims import ensure_heads_fit_context, ensure_layout_fits, read_model_dims
 from recipe_gkd.errors import ConfigError, ModelError
-from tests._support.layouts import CP2, EP2, ETP1, PP2, TP2, VPP2
-from tests._support.tiny_models import make_config, make_folder
+from recipe_gkd.preflight import read_student
+from tests._support.layouts import CP2, EP2, ETP1, OVERRIDE, PP2, TP2, VPP2
+from tests._support.tiny_models import MEGATRON, make_config, make_folder
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +81,14 @@ class TestEnsureLayoutFits:
             check(TP2.replace("=2", "=4"), ranks=4)
         with pytest.raises(ConfigError, match="4 layers cannot be divided equally into 3 pipeline stages"):
             check(PP2.replace("=2", "=3"), ranks=3)
+        with pytest.raises(ConfigError, match="cannot be divided equally"):
+            check(PP2.replace("=2", "=3"), f"+{OVERRIDE}.recompute_granularity=selective", ranks=3)
+        check(PP2.replace("=2", "=3"), f"+{OVERRIDE}.num_layers_in_last_pipeline_stage=2", ranks=3)
 
     def test_indivisible_heads_of_context_ranks_raises(self, folders: dict[str, Path]) -> None:
         def check(cp: int, *overrides: str, ranks: int) -> None:
             config = make_config(folders["llama"], CP2.replace("=2", f"={cp}"), *overrides, ranks=ranks)
-            ensure_layout_fits(read_model_dims(folders["llama"]), config.actor_rollout_ref.actor.megatron)
+            ensure_heads_fit_context(read_model_dims(folders["llama"]), config.actor_rollout_ref.actor.megatron)
 
         check(2, ranks=2)
         check(4, ranks=4)  # the 2 key/value heads are copied
@@ -93,6 +97,25 @@ class TestEnsureLayoutFits:
             check(3, ranks=3)
         with pytest.raises(ConfigError, match="context_parallel_size is 4; it must divide the 2 heads of a tensor-par"):
             check(4, TP2, ranks=8)
+
+    @pytest.mark.parametrize(
+        ("device", "impl", "error", "message"),
+        [
+            ("cpu", "auto", ConfigError, "context_parallel_size is 3"),
+            ("cuda", "local", ConfigError, "context_parallel_size is 3"),
+            ("cuda", "auto", ModelError, "tokenizer"),  # the next check: the worker checks the heads
+        ],
+    )
+    def test_driver_checks_heads_of_context_ranks_if_they_are_exchanged_for_sure(
+        self, device: str, impl: str, error: type[Exception], message: str, folders: dict[str, Path]
+    ) -> None:
+        config = make_config(
+            folders["llama"], CP2.replace("=2", "=3"), f"trainer.device={device}",
+            f"{MEGATRON}.transformer_impl={impl}",
+            "data.max_prompt_length=16", "data.max_response_length=16", ranks=3,
+        )  # fmt: skip
+        with pytest.raises(error, match=message):
+            read_student(config)
 
     @pytest.mark.parametrize(
         ("kind", "ranks", "overrides", "message"),

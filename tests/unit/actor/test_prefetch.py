@@ -101,11 +101,14 @@ class TestPrefetcher:
         assert len(prepare.started) <= 1 + LOOK_AHEAD
 
     def test_prefetcher_whose_item_is_late_raises_deadline_error(self) -> None:
+        """The context ends although the thread is blocked."""
         prepare = Preparation(allowed=0)
-        with prefetcher(prepare, 2, timeout_s=0.01) as items:
-            with pytest.raises(DeadlineError, match=r"micro-batch 0 was not packed within 0\.01 s; check the load"):
-                next(items.readers[0])
-            prepare.allowed.release(9)
+        expected = r"micro-batch 0 was not packed within 0\.01 s; check the load"
+        with pytest.raises(DeadlineError, match=expected), prefetcher(prepare, 2, timeout_s=0.01) as items:
+            next(items.readers[0])
+        [thread] = prepare.threads
+        assert thread.is_alive() and not prepare.is_done[0].is_set()
+        prepare.allowed.release(9)
 
     def test_prefetcher_whose_preparation_raises_timeout_error_passes_it_on(self) -> None:
         def prepare(index: int) -> Item:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from recipe_gkd.actor import staging
+from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.context_parallel import shard_for_context
 from recipe_gkd.actor.device_batch import DeviceBatch, to_device
 from recipe_gkd.actor.host_arrays import ArrayPool
@@ -94,7 +95,7 @@ class TestStage:
         ]
         packed, weights = packed_batch(halves)
         pool = ArrayPool()
-        batch = to_device(staging.stage(packed, weights, CPU, pool.empty), CPU)
+        batch = to_device(staging.stage(packed, weights, CPU, allocate=pool.empty), CPU)
         assert batch.logps_TK.dtype == torch.float32 and torch.equal(
             batch.logps_TK, torch.tensor(packed.logps_TK).float()
         )
@@ -112,6 +113,7 @@ class TestStage:
         ]
         row = to_device(staging.stage(pack(samples, with_teacher=False), {}, CPU), CPU).row
         assert row.uniform_length == (5 if lengths == [5, 5, 5] else None)
+        assert (row.unpack_index_N is None) == (not row.blocks) == (lengths == [5, 5, 5])
         torch.manual_seed(0)
         query, key, value = (torch.randn(sum(lengths), heads, 4, requires_grad=True) for heads in (4, 2, 2))
         outputs = []
@@ -124,6 +126,25 @@ class TestStage:
         gradients = [torch.autograd.grad(output.sin().sum(), (query, key, value)) for output in (packed, alone)]
         for one, other in zip(*gradients, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize(
+        ("attention", "names"),
+        [
+            (AttentionKernel.SDPA_BLOCKS, {"block/", "unpack_index_N", "by_rank_N", "by_sequence_N"}),
+            (AttentionKernel.VARLEN, {"by_rank_N", "by_sequence_N"}),
+            (AttentionKernel.TE_FUSED, set()),
+        ],
+    )
+    def test_stage_has_only_the_row_indices_that_the_kernel_reads(
+        self, attention: AttentionKernel, names: set[str]
+    ) -> None:
+        packed, weights = packed_batch(SAMPLES, cp_size=2)
+        staged = staging.stage(packed, weights, CPU, attention=attention)
+        optional = ("block/", "unpack_index_N", "by_rank_N", "by_sequence_N")
+        assert {name for name in optional if any(each.startswith(name) for each in staged.tensors)} == names
+        row = to_device(staged, CPU).row
+        assert (row.row_order is None) == (attention is AttentionKernel.TE_FUSED)
+        assert row.cu_seqlens_q.tolist() == np.cumsum([0, *packed.lengths]).tolist()
 
     def test_stage_counts_positions_in_buckets(self) -> None:
         positions_T = np.array([0, 31, 32, 127, 128, 5000], np.int32)

@@ -8,12 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer.enums import AttnBackend
 
 from recipe_gkd.actor import transformer_impl
 from recipe_gkd.actor.ray_worker import ActorWorker
-from recipe_gkd.actor.transformer_impl import PACKAGE, resolve_transformer_impl, version_warning
+from recipe_gkd.actor.transformer_impl import ATTENTION_VARIABLES, PACKAGE, resolve_transformer_impl, version_warning
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import base_config
 from tests._support.repository import REPO
@@ -41,6 +46,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         for name in (PACKAGE, f"{PACKAGE}.pytorch"):
             monkeypatch.setitem(sys.modules, name, None)  # records the state, which is restored at the end
             del sys.modules[name]
+        for name in ATTENTION_VARIABLES["local"]:
+            monkeypatch.delenv(name, raising=False)
         # The choice is made before Megatron is imported, which other tests of this process may have done.
         monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
         return package
@@ -110,6 +117,39 @@ class TestResolve:
         oldest, newest = transformer_impl.OLDEST_VERSION, transformer_impl.FIRST_UNTESTED_VERSION
         wanted = f">={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1]}"
         assert f"transformer-engine[core_cu13,pytorch]{wanted}\n" in (REPO / "setup.cfg").read_text()
+
+
+class TestAttentionVariables:
+    @pytest.mark.parametrize(
+        ("setting", "device", "name", "value", "expected"),
+        [
+            ("auto", "cuda", "NVTE_FLASH_ATTN", "1", "0"),
+            ("auto", "cuda", "NVTE_FUSED_ATTN", "0", "1"),
+            ("local", "cuda", "NVTE_FLASH_ATTN", "0", "1"),
+            ("auto", "cpu", "NVTE_UNFUSED_ATTN", "0", "1"),
+        ],
+    )
+    def test_resolve_with_variable_that_megatron_rejects_is_refused(
+        self, setting: str, device: str, name: str, value: str, expected: str, install: Install,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        install()
+        monkeypatch.setenv(name, value)
+        with pytest.raises(
+            ConfigError, match=f"variable {name} is '{value}' .*expected no value or '{expected}'.*unset"
+        ):
+            resolve_transformer_impl(setting, device)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(("setting", "backend"), [("auto", AttnBackend.fused), ("local", AttnBackend.auto)])
+    def test_resolve_accepts_the_values_that_megatron_sets(
+        self, setting: str, backend: AttnBackend, install: Install
+    ) -> None:
+        install()
+        model: Any = SimpleNamespace(config=SimpleNamespace(attention_backend=backend))
+        with mock.patch.dict(os.environ):
+            LanguageModule._set_attention_backend(model)
+            impl = resolve_transformer_impl(setting, "cuda")  # type: ignore[arg-type]
+            assert ATTENTION_VARIABLES[impl].items() <= os.environ.items()
 
 
 class TestWorker:

@@ -143,6 +143,15 @@ class TestDockerfile:
         installed = {word for name, text in docker_instructions() if name == "RUN" for word in text.split()}
         assert {"gcc", "python3.12-dev", "python3.12-venv"} <= installed
 
+    def test_compiled_kernels_are_kept_below_one_folder(self) -> None:
+        from teacher.machine_checks import cache_folders
+
+        settings = [text for name, text in docker_instructions() if name == "ENV"]
+        variables = dict(pair.split("=", 1) for text in settings for pair in text.split())
+        folders = cache_folders({"HOME": "/root", **variables})
+        for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
+            assert folders[name].startswith("/var/cache/recipe_gkd/"), name
+
     def test_ignored_files_are_not_needed_by_the_package(self) -> None:
         patterns = (REPO / ".dockerignore").read_text(encoding="utf-8").split()
         tracked = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout

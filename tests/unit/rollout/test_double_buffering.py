@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
-import torch
 
 from recipe_gkd.rollout.ray_worker import RolloutWorker
+from recipe_gkd.rollout.update_memory import update_memory
 from tests._support.rollout_models import config_for
 
 GIB = 1 << 30
 
 
 @pytest.mark.parametrize(("n_sharing_host", "free"), [(1, 2 * GIB), (3, 6 * GIB)])
-def test_fits_cpu_limit_is_half_of_free_memory(monkeypatch: pytest.MonkeyPatch, n_sharing_host: int, free: int) -> None:
-    from recipe_gkd.rollout.vllm_weights import fits_double_buffered
-
-    for available, fits in ((free, True), (free - 1, False)):
-        memory = SimpleNamespace(available=available)
-        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
-        assert fits_double_buffered(GIB, torch.device("cpu"), n_sharing_host) is fits
-
-
-def test_fits_cuda_ignores_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe_gkd.rollout.vllm_weights import fits_double_buffered
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, 80 * GIB))
-    assert fits_double_buffered(GIB, torch.device("cuda", 0), 8)
+def test_fits_limit_is_half_of_free_memory(n_sharing_host: int, free: int) -> None:
+    needed = update_memory([GIB // 2, GIB // 2], layer_bytes=0)
+    assert needed.fits_double_buffered(free, n_sharing_host)
+    assert not needed.fits_double_buffered(free - 1, n_sharing_host)
 
 
 @pytest.mark.parametrize(("device", "n_sharing_host"), [("cpu", 4), ("cuda", 1)])

@@ -31,13 +31,11 @@ class TestFreeMemory:
 
     def test_double_buffering_continues_after_the_first_update(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The buckets of an update stay in torch's cache, which the driver counts as used."""
-        from recipe_gkd.rollout.vllm_weights import fits_double_buffered
-
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20 * GIB)
         for cached in (0, 3 * GIB):
             monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, cached=cached: (6 * GIB - cached, 80 * GIB))
             monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _, cached=cached: 20 * GIB + cached)
-            assert fits_double_buffered(3 * GIB, CUDA)
+            assert update_memory([3 * GIB], GIB).fits_double_buffered(free_memory(CUDA), n_sharing_host=1)
 
 
 class TestUpdateMemory:

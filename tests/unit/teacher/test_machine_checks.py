@@ -86,7 +86,8 @@ class TestCuda:
     def test_cpu_build_of_torch_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(machine_checks, "torch_cuda_version", lambda: None)
         [problem] = cuda_problems({})
-        assert "no CUDA support; install it with: pip install -c constraints/gpu.txt" in problem
+        assert f"the torch of {sys.executable} has no CUDA support" in problem
+        assert "PYTHON=" in problem and "pip install -c constraints/gpu.txt" in problem
 
     def test_process_reports_a_missing_driver(self) -> None:
         """The real program, without a driver: a library folder that is empty."""

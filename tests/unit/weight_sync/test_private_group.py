@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from types import SimpleNamespace
@@ -86,6 +87,19 @@ class TestNcclGroup:
         monkeypatch.setattr(FakeNccl, "abort", lambda _: threading.Event().wait())
         make_group().end()
         assert "did not close" in caplog.text
+
+
+class TestGlooGroup:
+    def test_uses_the_interface_of_the_user(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        stop, store = threading.Event(), dist.TCPStore("127.0.0.1", 0, is_master=True)
+        make = functools.partial(PrivateGroup, rank=0, world=1, device=torch.device("cpu"), timeout_s=5, stop=stop)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none7, lo")
+        with pytest.raises(RuntimeError, match="none7"):
+            make(store)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo, lo")
+        group = make(store)
+        group.probe()
+        group.end()
 
 
 class FakeWork:
