@@ -5,7 +5,7 @@
 A model of 0.46M parameters is trained by two programs in one process, with the same weights, samples and distillation
 loss, in float32:
 
-    actor         MegatronActor.update: checks, packing, forward and backward, clipping, optimizer step, metrics
+    actor         StudentActor.update: checks, packing, forward and backward, clipping, optimizer step, metrics
     transformers  Qwen2ForCausalLM on a padded batch, topk_divergence, clip_grad_norm_, torch.optim.AdamW
 
 ``step_over_transformers`` has sequences of equal length. ``step_over_transformers_uneven`` has long-tailed lengths;
@@ -37,12 +37,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from recipe_gkd.actor import forward_backward, update
-from recipe_gkd.actor.megatron_actor import MegatronActor
+from recipe_gkd.actor import update
+from recipe_gkd.actor.megatron import forward_backward
 from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
 from recipe_gkd.actor.microbatch import shard_batch
-from recipe_gkd.actor.parallel import RankSpec
 from recipe_gkd.actor.prefetch import Prefetcher
+from recipe_gkd.actor.ranks import RankSpec
+from recipe_gkd.actor.student_actor import StudentActor
 from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.config import load_config
 from recipe_gkd.data.samples import Prompt, Sample
@@ -103,7 +104,7 @@ class Actor:
             ],
         )  # fmt: skip
         spec = RankSpec(rank=0, world_size=1, local_rank=0, device="cpu", rendezvous=open_store("127.0.0.1", 60))
-        self._actor, self._step = MegatronActor(config, spec, total_steps=1), 0
+        self._actor, self._step = StudentActor(config, spec, total_steps=1), 0
         self._actor.setup()
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from recipe_gkd.actor.model_dims import ModelDims, read_model_dims
+from recipe_gkd.actor.megatron.model_dims import ModelDims, read_model_dims
 
 GIB = 1 << 30
 

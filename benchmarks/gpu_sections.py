@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from recipe_gkd.actor.transformer_impl import resolve_transformer_impl
+from recipe_gkd.actor.megatron.transformer_impl import resolve_transformer_impl
 
 Rows = Iterator[dict[str, Any]]
 # Section -> module and function. A section is imported in its own process only.

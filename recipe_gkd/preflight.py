@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe_gkd.actor.model_dims import ensure_heads_fit_context, ensure_layout_fits, read_model_dims
+from recipe_gkd.actor.megatron.model_dims import ensure_heads_fit_context, ensure_layout_fits, read_model_dims
 from recipe_gkd.config import Config
 from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss
 from recipe_gkd.config.teachers import TEACHER, names

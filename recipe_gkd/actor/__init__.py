@@ -1,6 +1,6 @@
 """The student in training, on Megatron-core.
 
-:class:`~recipe_gkd.actor.megatron_actor.MegatronActor` is one rank of it and runs in any process.
+:class:`~recipe_gkd.actor.student_actor.StudentActor` is one rank of it and runs in any process.
 :class:`~recipe_gkd.actor.ray_worker.ActorWorker` is the same as a Ray actor.
 :func:`~recipe_gkd.actor.microbatch.shard_batch` divides a batch among the data-parallel ranks.
 """

@@ -6,12 +6,8 @@ None of them stores the scores of a sequence, [S, S] for each head, for the head
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
 Capability = tuple[int, int]
 
@@ -65,17 +61,6 @@ def supports_varlen(capability: Capability, dtype: torch.dtype, head_dim: int) -
     """
     widest = 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192
     return _is_16_bit(dtype) and capability >= (8, 0) and head_dim % 8 == 0 and head_dim <= widest
-
-
-def attention_kernel(config: TransformerConfig) -> AttentionKernel:
-    """Return the kernel for the layers of a Megatron configuration on this process's device."""
-    assert config.kv_channels is not None  # set by `transformer_config`
-    return choose_attention(
-        with_transformer_engine=config.transformer_impl == "transformer_engine",
-        capability=None if config.use_cpu_initialization else torch.cuda.get_device_capability(),
-        dtype=config.params_dtype,
-        head_dim=config.kv_channels,
-    )
 
 
 def _is_16_bit(dtype: torch.dtype) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.actor.head_exchange import RowOrder
-from recipe_gkd.actor.packed_attention import PackedSequences
+from recipe_gkd.actor.packed_row import PackedRow
 from recipe_gkd.actor.staging import BOUNDARIES, StagedBatch
 
 
@@ -34,7 +34,7 @@ class DeviceBatch:
 
     token_ids_1N: Tensor
     position_ids_1N: Tensor
-    row: PackedSequences
+    row: PackedRow
     loss_rows_T: Tensor
     logps_TK: Tensor
     ids_TK: Tensor
@@ -68,12 +68,9 @@ def to_device(staged: StagedBatch, device: torch.device) -> DeviceBatch:
     order = None
     if "by_rank_N" in tensors:
         order = RowOrder(by_rank_N=tensors["by_rank_N"], by_sequence_N=tensors["by_sequence_N"])
-    row = PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=tensors[BOUNDARIES],
-        cu_seqlens_kv=tensors[BOUNDARIES],
-        max_seqlen_q=staged.max_length,
-        max_seqlen_kv=staged.max_length,
+    row = PackedRow(
+        boundaries=tensors[BOUNDARIES],
+        max_length=staged.max_length,
         position_ids_N=tensors["position_ids_N"],
         uniform_length=staged.uniform_length,
         blocks=blocks,

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from recipe_gkd.actor.export import export_weights, weights_meta
-from recipe_gkd.actor.megatron_model import MegatronModel
+from recipe_gkd.actor.backend import Backend
 from recipe_gkd.actor.parallel_write import ParallelWrite
 from recipe_gkd.runtime.durable_files import sync_file, sync_folder, sync_tree
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
@@ -45,11 +44,11 @@ The second argument is the reason if this rank has failed already, else None. Ra
 """
 
 
-def save_hf_folder(model: MegatronModel, path: Path, source: Path, timeout_s: float) -> None:
+def save_hf_folder(backend: Backend, path: Path, source: Path, timeout_s: float) -> None:
     """Write the weights of a model as a Hugging Face folder. Collective.
 
     Args:
-        model: Model in training.
+        backend: Model in training.
         path: Folder to create or replace.
         source: Folder that the model was loaded from. All its files except the weights are copied.
         timeout_s: Deadline of the save, in seconds.
@@ -59,21 +58,17 @@ def save_hf_folder(model: MegatronModel, path: Path, source: Path, timeout_s: fl
     """
     deadline = time.monotonic() + timeout_s
 
-    def export(first: int, end: int) -> Iterator[tuple[str, Tensor]]:
-        return export_weights(model, first, end)
-
     def run(function: Callable[[], None], failure: str | None) -> None:
         ParallelWrite(
             f"the save of the Hugging Face folder {path}",
-            [function] if model.layout.rank == 0 else [],
+            [function] if backend.layout.rank == 0 else [],
             deadline=deadline,
             limit_s=timeout_s,
-            device=model.device,
+            device=backend.device,
             failure=failure,
         ).wait()
 
-    metas = [weights_meta([weight], model.dtype) for weight, _ in model.weights]
-    write_hf_folder(path, source, metas, export, run)
+    write_hf_folder(path, source, backend.weights_meta(), backend.export_weights, run)
 
 
 def write_hf_folder(

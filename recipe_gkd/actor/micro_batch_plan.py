@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
+from recipe_gkd.actor.backend import Backend
 from recipe_gkd.actor.context_parallel import shard_for_context
 from recipe_gkd.actor.loss_terms import GlobalDenominators
-from recipe_gkd.actor.megatron_model import MegatronModel
 from recipe_gkd.actor.microbatch import Allocate, micro_batches, pack
-from recipe_gkd.actor.parallel import Layout
+from recipe_gkd.actor.ranks import Layout
 from recipe_gkd.actor.sample_checks import check_samples
 from recipe_gkd.actor.staging import StagedBatch, stage
 from recipe_gkd.config.schema import ActorConfig, AggregationMode
@@ -36,7 +36,7 @@ class MicroBatchPlan:
         denominators: Token counts of the global batch.
         loss_agg_mode: ``gkd.loss_agg_mode``.
         layout: Coordinates of this rank.
-        sequence_parallel: Whether tensor-parallel ranks divide the rows of a micro-batch.
+        row_multiple: The rows of a micro-batch are padded to a multiple of this.
         device: Training device.
         attention: Attention kernel. Only the row indices that it reads are prepared.
         allocate: Allocates the large arrays.
@@ -47,14 +47,14 @@ class MicroBatchPlan:
     denominators: GlobalDenominators
     loss_agg_mode: AggregationMode
     layout: Layout
-    sequence_parallel: bool
+    row_multiple: int
     device: torch.device
     attention: AttentionKernel
     allocate: Allocate = np.empty
 
     def stage(self, index: int) -> StagedBatch:
         """Pack a micro-batch and prepare its copy to the device. Safe in any thread, one at a time."""
-        layout, multiple_of = self.layout, self.layout.tp_size if self.sequence_parallel else 1
+        layout, multiple_of = self.layout, self.row_multiple
         packed = pack(
             self.groups[index] if index < len(self.groups) else [],
             multiple_of=multiple_of,
@@ -73,7 +73,7 @@ class MicroBatchPlan:
 
 
 def plan_micro_batches(
-    model: MegatronModel,
+    backend: Backend,
     config: ActorConfig,
     samples: Sequence[Sample],
     step: int,
@@ -86,7 +86,7 @@ def plan_micro_batches(
     All ranks get the same number of micro-batches. Ranks with fewer micro-batches get empty ones.
 
     Args:
-        model: Model in training.
+        backend: Model in training.
         config: Size of the micro-batches.
         samples: Shard of this data-parallel rank.
         step: Optimizer step, for messages.
@@ -97,7 +97,7 @@ def plan_micro_batches(
         DataError: A sample that this rank checks is invalid.
         SecondaryFailure: A sample that another rank checks is invalid.
     """
-    layout, device = model.layout, model.device
+    layout, device = backend.layout, backend.device
     max_token_len = config.max_token_len if config.use_dynamic_bsz else None
     groups = micro_batches(samples, micro_batch_size=config.micro_batch_size, max_token_len=max_token_len)
     failure: DataError | None = None
@@ -116,18 +116,15 @@ def plan_micro_batches(
     if n_failed:
         raise SecondaryFailure(f"update {step}: another rank rejected a sample; see the error of that rank")
     n_batches = max(1, *map(int, sums[: layout.world_size]))
-    if config.megatron.virtual_pipeline_model_parallel_size is not None:
-        # Interleaved stages process micro-batches in rounds of `pp_size`.
-        n_batches = math.ceil(n_batches / layout.pp_size) * layout.pp_size
     return MicroBatchPlan(
         groups=groups,
-        count=n_batches,
+        count=math.ceil(n_batches / backend.micro_batch_multiple) * backend.micro_batch_multiple,
         denominators=GlobalDenominators.of(sums[layout.world_size :]),
         loss_agg_mode=loss_agg_mode,
         layout=layout,
-        sequence_parallel=config.megatron.sequence_parallel,
+        row_multiple=backend.row_multiple,
         device=device,
-        attention=model.attention,
+        attention=backend.attention,
         allocate=allocate,
     )
 

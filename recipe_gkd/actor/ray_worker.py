@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from recipe_gkd.actor.transformer_impl import resolve_transformer_impl
 from recipe_gkd.config.schema import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 class ActorWorker:
     """One actor rank in a Ray worker.
 
-    The methods are those of :class:`~recipe_gkd.actor.megatron_actor.MegatronActor`, which must be called on all ranks
+    The methods are those of :class:`~recipe_gkd.actor.student_actor.StudentActor`, which must be called on all ranks
     at once, and those of :class:`~recipe_gkd.weight_sync.sender_api.WeightSenderApi`.
 
     Lifecycle::
@@ -41,7 +40,7 @@ class ActorWorker:
         rank: Global rank.
         world_size: Number of ranks.
         device: ``"cpu"`` or ``"cuda"``.
-        n_token_ids: Number of token ids; see ``MegatronActor``.
+        n_token_ids: Number of token ids; see ``StudentActor``.
     """
 
     def __init__(
@@ -75,11 +74,9 @@ class ActorWorker:
 
     def setup(self, master_addr: str, master_port: int) -> dict[str, Any]:
         """Set up the actor with the store at the given address, and return its report."""
-        # Before Megatron is imported, because a defective Transformer Engine would make its import fail.
-        resolve_transformer_impl(self._config.actor_rollout_ref.actor.megatron.transformer_impl, self._device)
         # Imported here, because the import takes seconds and the driver does not need it.
-        from recipe_gkd.actor.megatron_actor import MegatronActor
-        from recipe_gkd.actor.parallel import RankSpec
+        from recipe_gkd.actor.ranks import RankSpec
+        from recipe_gkd.actor.student_actor import StudentActor
 
         rank_spec = RankSpec(
             rank=self._rank,
@@ -88,9 +85,7 @@ class ActorWorker:
             device=self._device,
             rendezvous=self._store or (master_addr, master_port),
         )
-        self.actor = MegatronActor(
-            self._config, rank_spec, total_steps=self._total_steps, n_token_ids=self._n_token_ids
-        )
+        self.actor = StudentActor(self._config, rank_spec, total_steps=self._total_steps, n_token_ids=self._n_token_ids)
         report = self.actor.setup()
         self.weights = WeightSenderApi(
             self.actor,

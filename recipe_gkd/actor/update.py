@@ -12,15 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipe_gkd.actor.forward_backward import LossFunction, run_micro_batches
+from recipe_gkd.actor.backend import Backend, LossFunction
 from recipe_gkd.actor.host_arrays import ArrayPool
+from recipe_gkd.actor.learning_rate import learning_rate
 from recipe_gkd.actor.loss_metrics import MAXIMA, compute_loss_metrics, sum_names
-from recipe_gkd.actor.megatron_model import MegatronModel
 from recipe_gkd.actor.micro_batch_plan import plan_micro_batches
 from recipe_gkd.actor.objective import Objective
-from recipe_gkd.actor.optimizer import clip_and_step, gradient_norm, learning_rate, set_hyperparameters
-from recipe_gkd.actor.padding_rows import keep_padding_rows
-from recipe_gkd.actor.parallel import context_group, tensor_group
 from recipe_gkd.config.objective import uses_custom_loss
 from recipe_gkd.config.schema import ActorConfig, Config, GkdConfig
 from recipe_gkd.config.teachers import names as teacher_names
@@ -34,7 +31,7 @@ class Updater:
     """Optimizer steps on a model. All calls are collective.
 
     Args:
-        model: Model in training.
+        backend: Model in training.
         config: Configuration of the run.
         n_token_ids: Number of token ids. Larger ids are padding of the output layer and belong to no distribution.
 
@@ -43,54 +40,50 @@ class Updater:
         loss: Function that computes the losses of one micro-batch.
     """
 
-    def __init__(self, model: MegatronModel, config: Config, n_token_ids: int) -> None:
-        self._model, self._gkd, self._n_token_ids = model, config.gkd, n_token_ids
+    def __init__(self, backend: Backend, config: Config, n_token_ids: int) -> None:
+        self._backend, self._gkd, self._n_token_ids = backend, config.gkd, n_token_ids
         self._teachers = teacher_names(config.actor_rollout_ref.teacher)
         self._pool = ArrayPool()
         self.config: ActorConfig = config.actor_rollout_ref.actor
         self.loss: LossFunction = Objective(
             gkd=config.gkd,
             vocab_size=n_token_ids,
-            tp_group=tensor_group(model.layout),
-            cp_group=context_group(model.layout),
+            tp_group=backend.tp_group,
+            cp_group=backend.cp_group,
             n_teachers=len(self._teachers),
         )
 
     def update(self, samples: Sequence[Sample], step: int, total_steps: int) -> dict[str, float]:
-        """Run one optimizer step; see :meth:`~recipe_gkd.actor.megatron_actor.MegatronActor.update`.
+        """Run one optimizer step; see :meth:`~recipe_gkd.actor.student_actor.StudentActor.update`.
 
         Args:
             samples: Shard of this data-parallel rank.
             step: Optimizer step, counted from 0.
             total_steps: Step at which the decay of the learning rate ends.
         """
-        model, optim = self._model, self.config.optim
+        backend, optim = self._backend, self.config.optim
         lr = learning_rate(step, total_steps, optim)
         plan = plan_micro_batches(
-            model,
+            backend,
             self.config,
             samples,
             step,
             loss_agg_mode=self._gkd.loss_agg_mode,
             allocate=self._pool.empty,
         )
-        for chunk in model.wrapped:
-            chunk.zero_grad_buffer()
-        model.optimizer.zero_grad()
-        reports = run_micro_batches(model, plan, self.loss, gkd=self._gkd, timeout_s=self.config.timeout_s)
+        backend.zero_grad()
+        reports = backend.accumulate(plan, self.loss)
         sums, maxima = self._reduce_over_ranks(reports)
         if not math.isfinite(sums["loss"]):
             uids = [uid for report in reports for uid in report["uids_T"][_is_not_finite(report["loss_T"])]]
             raise self._not_finite_error(f"update {step}: the loss is not finite in the samples with uid", uids)
-        norm = gradient_norm(model.optimizer)
+        norm = backend.gradient_norm()
         if not math.isfinite(norm):
             uids = [sample.prompt.uid for sample in samples]
             problem = f"update {step}: the gradient is not finite in the batch with the sample uids"
             raise self._not_finite_error(problem, uids)
         if sums["n_tokens"]:
-            set_hyperparameters(model.optimizer, lr, optim)
-            with keep_padding_rows(model, self._n_token_ids):
-                clip_and_step(model.optimizer, norm, optim.clip_grad)
+            backend.step(norm, lr=lr, optim=optim, n_token_ids=self._n_token_ids)
         return compute_loss_metrics(self._gkd, self._teachers, sums, maxima) | {
             "actor/grad_norm": norm,
             "actor/lr": lr,
@@ -99,7 +92,7 @@ class Updater:
 
     def _reduce_over_ranks(self, reports: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
         """Return sums over the global batch and maxima over it and over the ranks, equal on all ranks. Collective."""
-        layout, device = self._model.layout, self._model.device
+        layout, device = self._backend.layout, self._backend.device
         names = sum_names(self._gkd, self._teachers)
         sums = torch.zeros(len(names), dtype=torch.float64, device=device)
         if layout.counts_tokens:
@@ -123,7 +116,7 @@ class Updater:
 
     def _not_finite_error(self, problem: str, uids: Sequence[int]) -> WorkerError:
         """Return the same error on every rank, with the uids of all ranks. Collective."""
-        layout, device = self._model.layout, self._model.device
+        layout, device = self._backend.layout, self._backend.device
         padded_uids = torch.full((MAX_UIDS_IN_MESSAGE,), -1, device=device)
         own_uids = sorted(set(map(int, uids)))[:MAX_UIDS_IN_MESSAGE]
         padded_uids[: len(own_uids)] = torch.tensor(own_uids, dtype=padded_uids.dtype, device=device)

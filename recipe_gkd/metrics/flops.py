@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from recipe_gkd.actor.model_dims import ModelDims
+    from recipe_gkd.actor.megatron.model_dims import ModelDims
 
 BACKWARD_OVER_FORWARD = 2
 

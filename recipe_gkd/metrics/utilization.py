@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from recipe_gkd.actor.model_dims import ModelDims, read_model_dims
+from recipe_gkd.actor.megatron.model_dims import ModelDims, read_model_dims
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.metrics.device_peaks import peak_tflops

@@ -5,7 +5,7 @@ The driver runs them before it starts any process, so this module does not impor
 
 from __future__ import annotations
 
-from recipe_gkd.actor.model_dims import ModelDims
+from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import ConfigError
 

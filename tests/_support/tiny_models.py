@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipe_gkd.actor.loss_terms import GlobalDenominators
+from recipe_gkd.actor.megatron.model_dims import LLAMA3_ROPE
 from recipe_gkd.actor.microbatch import shard_batch
-from recipe_gkd.actor.model_dims import LLAMA3_ROPE
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from tests._support.base_config import base_config
@@ -137,8 +137,8 @@ def started(
 
     The actor has an additional attribute ``coordinates``, the result of its ``setup``.
     """
-    from recipe_gkd.actor.megatron_actor import MegatronActor
-    from recipe_gkd.actor.parallel import RankSpec, destroy_parallel
+    from recipe_gkd.actor.ranks import RankSpec
+    from recipe_gkd.actor.student_actor import StudentActor
 
     rank_spec = RankSpec(
         rank=rank,
@@ -147,12 +147,12 @@ def started(
         device=config.trainer.device,
         rendezvous=("127.0.0.1", port),
     )
-    actor: Any = MegatronActor(config, rank_spec, total_steps=total_steps, n_token_ids=n_token_ids)
+    actor: Any = StudentActor(config, rank_spec, total_steps=total_steps, n_token_ids=n_token_ids)
     actor.coordinates = actor.setup()
     try:
         yield actor
     finally:
-        destroy_parallel()
+        actor.backend.shutdown()
 
 
 def update(actor: Any, samples: Sequence[Sample], step: int = 0) -> dict[str, float]:
@@ -170,8 +170,8 @@ def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
     """Return the logits of one packed row of all samples, [N, V], on the last pipeline stage; None elsewhere."""
     from megatron.core import parallel_state as mpu
 
-    from recipe_gkd.actor import megatron_patches
-    from recipe_gkd.actor.forward_backward import run_micro_batches
+    from recipe_gkd.actor.megatron import patches
+    from recipe_gkd.actor.megatron.forward_backward import run_micro_batches
     from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
     from recipe_gkd.actor.objective import MicroBatchLosses
 
@@ -195,12 +195,12 @@ def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
         denominators=GlobalDenominators.of(GlobalDenominators.counts(group)),
         loss_agg_mode=gkd.loss_agg_mode,
         layout=actor.layout,
-        sequence_parallel=actor._actor_config.megatron.sequence_parallel,
+        row_multiple=actor.backend.row_multiple,
         device=actor.device,
-        attention=actor._model.attention,
+        attention=actor.backend.attention,
     )
-    with megatron_patches.on_host(), torch.no_grad():
-        reports = run_micro_batches(actor._model, plan, gather_logits, gkd=gkd, timeout_s=60, forward_only=True)
+    with patches.on_host(), torch.no_grad():
+        reports = run_micro_batches(actor.backend.model, plan, gather_logits, gkd=gkd, timeout_s=60, forward_only=True)
     return reports[0]["sums"]["logits"] if reports else None
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from recipe_gkd.actor.transformer_impl import resolve_transformer_impl
 from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed, Context
 from recipe_gkd.commands.gpu_smoke.peer_process import running_peer
 from recipe_gkd.commands.gpu_smoke.reference import BETAS, LR, MAX_NORM, Update, reference_update
@@ -23,7 +22,7 @@ from recipe_gkd.data.samples import Sample
 from recipe_gkd.weight_sync.store import join_store, open_store
 
 if TYPE_CHECKING:
-    from recipe_gkd.actor.megatron_actor import MegatronActor
+    from recipe_gkd.actor.student_actor import StudentActor
 
 _LENGTHS = (5, 17, 1, 30, 24, 9)
 _ACTOR = "actor_rollout_ref.actor"
@@ -46,7 +45,7 @@ def actor_config(folder: Path, device: str, *overrides: str) -> Config:
 @contextmanager
 def running_actor(
     config: Config, *, rank: int = 0, world_size: int = 1, store: Store | None = None
-) -> Iterator[MegatronActor]:
+) -> Iterator[StudentActor]:
     """Set up an actor in this process, and destroy its process groups at the end.
 
     Args:
@@ -55,22 +54,20 @@ def running_actor(
         world_size: Number of ranks.
         store: Store that all ranks use. None opens one.
     """
-    # Before Megatron is imported. Therefore a process has actors of one implementation only.
-    resolve_transformer_impl(config.actor_rollout_ref.actor.megatron.transformer_impl, config.trainer.device)
-    from recipe_gkd.actor.megatron_actor import MegatronActor
-    from recipe_gkd.actor.parallel import RankSpec, destroy_parallel
+    from recipe_gkd.actor.ranks import RankSpec
+    from recipe_gkd.actor.student_actor import StudentActor
 
     store = store or open_store("127.0.0.1", config.actor_rollout_ref.nccl_timeout)
     spec = RankSpec(rank=rank, world_size=world_size, local_rank=rank, device=config.trainer.device, rendezvous=store)
-    actor = MegatronActor(config, spec, total_steps=10)
+    actor = StudentActor(config, spec, total_steps=10)
     actor.setup()
     try:
         yield actor
     finally:
-        destroy_parallel()
+        actor.backend.shutdown()
 
 
-def exported(actor: MegatronActor) -> dict[str, Tensor]:
+def exported(actor: StudentActor) -> dict[str, Tensor]:
     """Return float64 copies of all weights on the CPU, by name."""
     return {name: tensor.double().cpu() for name, tensor in actor.export_weights()}
 
@@ -128,7 +125,7 @@ def _second_rank(connection: Connection, config: Config, port: int) -> None:
         connection.send(_update(actor, make_samples(_LENGTHS)).loss)
 
 
-def _update(actor: MegatronActor, samples: Sequence[Sample]) -> Update:
+def _update(actor: StudentActor, samples: Sequence[Sample]) -> Update:
     """Run the first update."""
     before = exported(actor)
     metrics = actor.update(samples, 0)

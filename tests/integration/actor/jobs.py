@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recipe_gkd.actor.padding_rows import padding_rows
-from recipe_gkd.actor.parallel import destroy_parallel
+from recipe_gkd.actor.megatron.padding_rows import padding_rows
+from recipe_gkd.actor.megatron.parallel import destroy_parallel
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.errors import GkdError
@@ -72,7 +72,7 @@ def train_padded_model(
     """Run an update; return its metrics, the L1 norm of the gradient in this rank's padding rows, and the weights."""
     with started(rank, world_size, port, config, n_token_ids=n_token_ids) as actor:
         metrics = update(actor, batch)
-        weight = actor._model.chunks[-1].output_layer.weight
+        weight = actor.backend.model.chunks[-1].output_layer.weight
         first = max(0, n_token_ids - actor.layout.tp_rank * len(weight))
         assert weight.main_grad[:first].any() == (first > 0)
         return metrics, float(weight.main_grad[first:].abs().sum()), exported(actor)
@@ -88,10 +88,10 @@ def train_with_padding_rows(
     """
     with started(rank, world_size, port, config, n_token_ids=n_token_ids) as actor:
         before = exported(actor)
-        rows_before = [rows.clone() for rows in padding_rows(actor._model, n_token_ids)]
+        rows_before = [rows.clone() for rows in padding_rows(actor.backend.model, n_token_ids)]
         for step, batch in enumerate(batches):
             update(actor, batch, step)
-        rows_after = padding_rows(actor._model, n_token_ids)
+        rows_after = padding_rows(actor.backend.model, n_token_ids)
         unchanged = [torch.equal(*pair) for pair in zip(rows_before, rows_after, strict=True)]
         return before, exported(actor), all(unchanged)
 
@@ -157,7 +157,7 @@ def update_with_fault(
     """
     valid = [sample for sample in batch if sample.prompt.uid < 100]
     with started(rank, world_size, port, config) as actor:
-        chunks, loss = actor._model.chunks, actor._updater.loss
+        chunks, loss = actor.backend.model.chunks, actor._updater.loss
         if fault == "gradient":
             actor._updater.loss = partial(_overflow_gradient, loss)
         if fault == "weights" and actor.layout.pp_rank == 0:

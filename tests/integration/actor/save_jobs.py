@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipe_gkd.actor import checkpoint_save, hf_save, megatron_patches
-from recipe_gkd.actor.checkpoint_state import sharded_state
-from recipe_gkd.actor.megatron_model import MegatronModel
+from recipe_gkd.actor import hf_save
+from recipe_gkd.actor.megatron import checkpoint_save, patches
+from recipe_gkd.actor.megatron.checkpoint_state import sharded_state
+from recipe_gkd.actor.megatron.megatron_model import MegatronModel
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import CheckpointError, GkdError
@@ -83,7 +84,7 @@ def load_gathered_state(
     cls = DistributedOptimizer
     own, own_load = cls.sharded_param_state_fully_reshardable, cls.load_parameter_state_from_fully_reshardable
     with started(rank, world_size, port, config) as actor:
-        model = actor._model
+        model = actor.backend.model
         _bytes_allocated(model, is_loading=False)  # before the first step, it allocates the optimizer state itself
         update(actor, first, 0)
         allocated = _bytes_allocated(model, is_loading=False), _bytes_allocated(model, is_loading=True)
@@ -102,7 +103,7 @@ def load_gathered_state(
 
 
 def _bytes_allocated(model: MegatronModel, *, is_loading: bool) -> int:
-    with megatron_patches.on_host(), _Allocations() as allocations:
+    with patches.on_host(), _Allocations() as allocations:
         sharded_state(model, with_optimizer=True, is_loading=is_loading)
     return allocations.n_bytes
 

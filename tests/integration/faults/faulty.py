@@ -32,8 +32,8 @@ INJECTION_POINTS = {
     "generate": "recipe_gkd.rollout.engine:RolloutEngine._deliver",
     "receive": "recipe_gkd.weight_sync.collective:CollectiveTransport.broadcast",
     "load": "recipe_gkd.rollout.vllm_weights:BucketReceiver.finish_weight_update",
-    "update": "recipe_gkd.actor.megatron_actor:MegatronActor.update",
-    "gather": "recipe_gkd.actor.export:_exchange",
+    "update": "recipe_gkd.actor.student_actor:StudentActor.update",
+    "gather": "recipe_gkd.actor.megatron.export:_exchange",
     "broadcast": "recipe_gkd.weight_sync.collective:CollectiveTransport.broadcast",
 }
 """Name of a point -> function of the worker that sends the signal before it runs."""

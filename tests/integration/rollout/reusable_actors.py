@@ -17,13 +17,13 @@ class ReusableActorWorker(ActorWorker):
     """A process for a rank of one actor after another: the import of Megatron takes longer than a test of a layout."""
 
     def __init__(self) -> None:
-        from recipe_gkd.actor import megatron_actor  # noqa: F401 - imported while other processes start
+        from recipe_gkd.actor.megatron import backend  # noqa: F401 - imported while other processes start
 
     def configure(self, config: Config, rank: int, world_size: int) -> None:
         super().__init__(config, total_steps=10, rank=rank, world_size=world_size, device="cpu")
 
     def leave(self) -> None:
-        from recipe_gkd.actor.parallel import destroy_parallel
+        from recipe_gkd.actor.megatron.parallel import destroy_parallel
 
         self.weights.close()
         destroy_parallel()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.actor.model_dims import ModelDims
+from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.config import limits
 from recipe_gkd.config.ranges import numeric_range
 from recipe_gkd.errors import ConfigError, WorkerError

@@ -462,7 +462,7 @@ def main(n_trials: int, seed: int) -> None:
     """Run the reference and ``n_trials`` trials, and print their outcomes."""
     import torch
 
-    import recipe_gkd.actor.megatron_actor  # Imported once, before the forks.
+    import recipe_gkd.actor.megatron.backend  # Imported once, before the forks.
     import recipe_gkd.trainer  # noqa: F401
     from tests._support.tiny_models import make_folder
 

@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_gkd.actor import packed_attention
-from recipe_gkd.actor.attention_kernels import AttentionKernel, attention_kernel, choose_attention
+from recipe_gkd.actor import packed_row
+from recipe_gkd.actor.attention_kernels import AttentionKernel, choose_attention
+from recipe_gkd.actor.megatron import packed_attention
+from recipe_gkd.actor.megatron.packed_attention import PackedAttention, PackedSequences, attention_kernel
 from recipe_gkd.actor.microbatch import bucket_by_length
-from recipe_gkd.actor.packed_attention import PackedAttention, PackedSequences, attend_in_blocks, attend_varlen
+from recipe_gkd.actor.packed_row import PackedRow, attend_in_blocks, attend_varlen
 
 BRAIN, SINGLE = torch.bfloat16, torch.float32
 TE_FUSED, VARLEN, SDPA_BLOCKS = AttentionKernel.TE_FUSED, AttentionKernel.VARLEN, AttentionKernel.SDPA_BLOCKS
@@ -65,19 +67,17 @@ class TestChoice:
 LENGTHS = [7, 1, 20, 19, 3, 6, 8]
 
 
-def packed_row(device: str, lengths: Sequence[int] = LENGTHS) -> PackedSequences:
+def make_row(device: str, lengths: Sequence[int] = LENGTHS) -> PackedRow:
     """Return the positions of sequences of these lengths in a packed row."""
     blocks = bucket_by_length(lengths)
     flat = np.concatenate([block.ravel() for block in blocks])
     unpack_index_N = np.empty(sum(lengths), dtype=np.int64)
     unpack_index_N[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
     boundaries = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-    return PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+    return PackedRow(
+        boundaries=boundaries,
+        max_length=max(lengths),
+        position_ids_N=torch.empty(0),
         blocks=[torch.as_tensor(np.maximum(block, 0)).to(device) for block in blocks],
         unpack_index_N=torch.as_tensor(unpack_index_N).to(device),
     )
@@ -105,7 +105,7 @@ class TestPackedRow:
     @pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
     def test_attend_in_blocks_equals_each_sequence_alone(self, n_kv_heads: int) -> None:
         qkv = heads(n_kv_heads, SINGLE, "cpu")
-        output = attend_in_blocks(*qkv, packed_row("cpu"), None)
+        output = attend_in_blocks(*qkv, make_row("cpu"), None)
         torch.testing.assert_close(output.double(), attend_one_by_one(*qkv), rtol=0, atol=1e-6)
 
     @pytest.mark.parametrize("kernel", [VARLEN, SDPA_BLOCKS])
@@ -114,8 +114,9 @@ class TestPackedRow:
     ) -> None:
         monkeypatch.setattr(packed_attention, "attention_kernel", lambda config: kernel)
         for name, value in (("attend_varlen", 1.0), ("attend_in_blocks", 2.0)):
-            monkeypatch.setattr(packed_attention, name, lambda q, *_, value=value: torch.full_like(q, value))
-        output = PackedAttention(CONFIG)(*heads(2, SINGLE, "cpu"), None, packed_seq_params=packed_row("cpu"))
+            monkeypatch.setattr(packed_row, name, lambda q, *_, value=value: torch.full_like(q, value))
+        row = PackedSequences.of(make_row("cpu"))
+        output = PackedAttention(CONFIG)(*heads(2, SINGLE, "cpu"), None, packed_seq_params=row)
         assert output.shape == (sum(LENGTHS), 64)
         assert (output == (1.0 if kernel is VARLEN else 2.0)).all()
 
@@ -132,7 +133,7 @@ class TestPackedRow:
 
         monkeypatch.setattr(varlen, "varlen_attn", record)
         qkv = heads(2, BRAIN, "meta")
-        assert attend_varlen(*qkv, packed_row("cpu"), 0.5).shape == qkv[0].shape
+        assert attend_varlen(*qkv, make_row("cpu"), 0.5).shape == qkv[0].shape
         [((*_, bounds_q, bounds_k, longest_q, longest_k), options)] = calls
         assert bounds_q.dtype == bounds_k.dtype == torch.int32  # any other type is an error in the kernel
         assert bounds_q.tolist() == bounds_k.tolist() == np.cumsum([0, *LENGTHS]).tolist()
@@ -147,7 +148,7 @@ class TestOnGpu:
     def test_attend_varlen_and_in_blocks_equal_float64(self, n_kv_heads: int) -> None:
         for attend in (attend_varlen, attend_in_blocks):
             qkv = heads(n_kv_heads, BRAIN, "cuda")
-            output, wanted = attend(*qkv, packed_row("cuda"), None), attend_one_by_one(*qkv)
+            output, wanted = attend(*qkv, make_row("cuda"), None), attend_one_by_one(*qkv)
             torch.testing.assert_close(output.double(), wanted, rtol=0, atol=2e-2)
             slopes = torch.randn_like(wanted)
             gradients = torch.autograd.grad((output.double() * slopes).sum(), qkv)
@@ -157,7 +158,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("dtype", [SINGLE, BRAIN])
     def test_attend_stores_no_scores(self, dtype: torch.dtype) -> None:
         length, n_heads = 4096, 8
-        row = packed_row("cuda", [length])
+        row = make_row("cuda", [length])
         options: Any = {"dtype": dtype, "device": "cuda", "requires_grad": True}
         query, key, value = (torch.randn(length, n, 64, **options) for n in (n_heads, 2, 2))
         attend = attend_in_blocks if dtype == SINGLE else attend_varlen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recipe_gkd.actor.environment import worker_environment as actor_environment
-from recipe_gkd.actor.parallel import collective_timeout_s
+from recipe_gkd.actor.ranks import collective_timeout_s
 from recipe_gkd.checkpoints.saver import SAVE_DEADLINE_MARGIN_S
 from recipe_gkd.config.startup import startup_timeout_s
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.actor.data_parallel import complete_weights, ddp_config, enable_overlap
+from recipe_gkd.actor.megatron.data_parallel import complete_weights, ddp_config, enable_overlap
 from recipe_gkd.errors import ConfigError
 from tests._support.layouts import OVERLAP, PLAIN_OPTIMIZER
 from tests._support.tiny_models import MEGATRON, make_config

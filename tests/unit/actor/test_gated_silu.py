@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import gpt_layer_specs
 from torch import Tensor
 
-from recipe_gkd.actor.gated_silu import GatedSilu
-from recipe_gkd.actor.layer_spec import decoder_spec
-from recipe_gkd.actor.model import transformer_config
-from recipe_gkd.actor.model_dims import read_model_dims
+from recipe_gkd.actor.megatron.gated_silu import GatedSilu
+from recipe_gkd.actor.megatron.layer_spec import decoder_spec
+from recipe_gkd.actor.megatron.model import transformer_config
+from recipe_gkd.actor.megatron.model_dims import read_model_dims
 from tests._support.tiny_models import MEGATRON, make_config, make_folder
 
 

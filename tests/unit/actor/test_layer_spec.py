@@ -16,14 +16,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from recipe_gkd.actor import layer_report as report_module
-from recipe_gkd.actor import model
-from recipe_gkd.actor.layer_report import layer_report
-from recipe_gkd.actor.layer_spec import decoder_spec, ensure_megatron_supports_te
-from recipe_gkd.actor.model import build_chunks, transformer_config
-from recipe_gkd.actor.model_dims import read_model_dims
-from recipe_gkd.actor.packed_attention import PackedAttention
-from recipe_gkd.actor.rotary import PackedRotaryEmbedding
+from recipe_gkd.actor.megatron import layer_report as report_module
+from recipe_gkd.actor.megatron import model
+from recipe_gkd.actor.megatron.layer_report import layer_report
+from recipe_gkd.actor.megatron.layer_spec import decoder_spec, ensure_megatron_supports_te
+from recipe_gkd.actor.megatron.model import build_chunks, transformer_config
+from recipe_gkd.actor.megatron.model_dims import read_model_dims
+from recipe_gkd.actor.megatron.packed_attention import PackedAttention
+from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.workers import _set_up_actors
 from tests._support.layouts import BF16, CP2, OVERRIDE
@@ -225,7 +225,7 @@ class TestReport:
         self, gpu: Callable[[tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         gpu(H100)
-        monkeypatch.setattr("recipe_gkd.actor.transformer_impl.installed_version", lambda: "2.14.1")
+        monkeypatch.setattr("recipe_gkd.actor.megatron.transformer_impl.installed_version", lambda: "2.14.1")
         [warning] = layer_report(with_te(), "auto").warnings
         assert "2.14.1 is newer" in warning
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.actor.optimizer import learning_rate
+from recipe_gkd.actor.learning_rate import learning_rate
 from recipe_gkd.config.schema import OptimConfig
 from tests._support.tiny_models import make_config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipe_gkd.actor.megatron_patches import on_host
+from recipe_gkd.actor.megatron.patches import on_host
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the redirection has no effect with a GPU")
 

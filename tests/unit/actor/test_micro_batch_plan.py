@@ -17,23 +17,28 @@ from recipe_gkd.actor import micro_batch_plan
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan, plan_micro_batches
-from recipe_gkd.actor.parallel import Layout
+from recipe_gkd.actor.ranks import Layout
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import DataError, SecondaryFailure
-from tests._support.tiny_models import ACTOR, make_config, make_sample, make_samples, without_empty
+from tests._support.tiny_models import make_config, make_sample, make_samples, without_empty
 
 SAMPLES = make_samples(12)
-ONE = Layout(
-    rank=0, world_size=1, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, cp_rank=0, cp_size=1, dp_rank=0, dp_size=1,
-    ep_rank=0, ep_size=1, etp_rank=0, etp_size=1,
-)  # fmt: skip
+ONE = Layout.data_parallel(0, 1)
 INVALID = make_sample(99, [1], [2], [[0.0, 0.0]], [[3, 4]])
 
 
-def plan(samples: list[Sample], layout: Layout = ONE, *overrides: str) -> MicroBatchPlan:
-    model: Any = SimpleNamespace(layout=layout, device=torch.device("cpu"), attention=AttentionKernel.TE_FUSED)
+def plan(
+    samples: list[Sample], layout: Layout = ONE, *overrides: str, micro_batch_multiple: int = 1, row_multiple: int = 1
+) -> MicroBatchPlan:
+    backend: Any = SimpleNamespace(
+        layout=layout,
+        device=torch.device("cpu"),
+        attention=AttentionKernel.TE_FUSED,
+        row_multiple=row_multiple,
+        micro_batch_multiple=micro_batch_multiple,
+    )
     config = make_config(Path("unused"), *overrides, ranks=layout.world_size).actor_rollout_ref.actor
-    return plan_micro_batches(model, config, samples, 3, loss_agg_mode="token-mean")
+    return plan_micro_batches(backend, config, samples, 3, loss_agg_mode="token-mean")
 
 
 @pytest.fixture
@@ -113,8 +118,10 @@ class TestStage:
     def test_stage_prepares_no_rows_that_the_kernel_does_not_read(self, all_reduce: list[Any]) -> None:
         assert {"block/0", "unpack_index_N"}.isdisjoint(plan(SAMPLES).stage(0).tensors)
 
-    def test_stage_with_sequence_parallelism_pads_the_row(self, all_reduce: list[Any]) -> None:
-        overrides = (f"{ACTOR}.megatron.sequence_parallel=true", f"{ACTOR}.megatron.tensor_model_parallel_size=2")
-        layout = replace(ONE, world_size=2, tp_size=2)
-        found = plan(SAMPLES, layout, *overrides)
+    def test_plan_rounds_the_count_up_to_a_multiple(self, all_reduce: list[Any]) -> None:
+        count = plan(SAMPLES).count
+        assert plan(SAMPLES, micro_batch_multiple=count + 3).count == count + 3
+
+    def test_stage_pads_the_row_to_a_multiple(self, all_reduce: list[Any]) -> None:
+        found = plan(SAMPLES, row_multiple=2)
         assert {len(found.stage(index).tensors["token_ids_N"]) % 2 for index in range(found.count + 1)} == {0}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.actor.model_dims import ensure_heads_fit_context, ensure_layout_fits, read_model_dims
+from recipe_gkd.actor.megatron.model_dims import ensure_heads_fit_context, ensure_layout_fits, read_model_dims
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.preflight import read_student
 from tests._support.layouts import CP2, EP2, ETP1, OVERRIDE, PP2, TP2, VPP2
@@ -26,9 +26,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 class TestReadModelDims:
     def test_import_of_model_dims_imports_no_megatron(self) -> None:
-        program = (
-            "import sys; import recipe_gkd.actor.model_dims; sys.exit(bool({'megatron', 'torch'} & set(sys.modules)))"
-        )
+        module = "recipe_gkd.actor.megatron.model_dims"
+        program = f"import sys; import {module}; sys.exit(bool({{'megatron', 'torch'}} & set(sys.modules)))"
         subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
     @pytest.mark.parametrize(

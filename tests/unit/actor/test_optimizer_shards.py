@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from recipe_gkd.actor.optimizer_shards import split_range
+from recipe_gkd.actor.megatron.optimizer_shards import split_range
 
 
 class TestSplitRange:

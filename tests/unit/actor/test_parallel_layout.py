@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from recipe_gkd.actor.parallel import Layout, check_world_size
+from recipe_gkd.actor.megatron.parallel import check_world_size
+from recipe_gkd.actor.ranks import Layout
 from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import base_config

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import Store
 
-from recipe_gkd.actor.parallel import RankSpec, find_store, wait_for_all_ranks
+from recipe_gkd.actor.ranks import RankSpec, find_store, wait_for_all_ranks
 from recipe_gkd.errors import DeadlineError
 from recipe_gkd.weight_sync.store import open_store
 from tests._support.ports import free_port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,10 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer import attention
 from torch import Tensor
 
-from recipe_gkd.actor import megatron_patches
-from recipe_gkd.actor.packed_attention import PackedSequences
-from recipe_gkd.actor.rotary import PackedRotaryEmbedding, rotate
+from recipe_gkd.actor.megatron import patches
+from recipe_gkd.actor.megatron.packed_attention import PackedSequences
+from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding, rotate
+from recipe_gkd.actor.packed_row import PackedRow
 
 HEAD_DIM = 12
 ONE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -29,17 +31,11 @@ def megatron_embedding(**options: Any) -> RotaryEmbedding:
     return RotaryEmbedding(HEAD_DIM, 1.0, use_cpu_initialization=True, cp_group=ONE_RANK, **options)
 
 
-def packed_row(*lengths: int) -> PackedSequences:
-    boundaries = torch.tensor([0, *lengths]).cumsum(0).int()
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    return PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-        position_ids_N=positions,
-    )
+def packed_row(*lengths: int, device: str = "cpu") -> PackedSequences:
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    row = PackedRow(boundaries=boundaries, max_length=max(lengths), position_ids_N=positions)
+    return PackedSequences.of(row)
 
 
 def rotate_with_megatron(heads: Tensor, row: PackedSequences, embedding: RotaryEmbedding) -> Tensor:
@@ -78,20 +74,19 @@ class TestEquality:
         embedding = megatron_embedding()
         whole, heads = packed_row(8, 4), torch.randn(12, 2, HEAD_DIM)
         own_rows = torch.tensor([0, 1, 6, 7, 8, 11])
-        part = packed_row(8, 4)
-        assert whole.position_ids_N is not None
-        part.position_ids_N = whole.position_ids_N[own_rows]
+        assert whole.row is not None
+        part = PackedSequences.of(replace(whole.row, position_ids_N=whole.row.position_ids_N[own_rows]))
         rotated = rotate(heads[own_rows], PackedRotaryEmbedding(embedding, torch.float32)(part))
         assert torch.equal(rotated, rotate_with_megatron(heads, whole, embedding)[own_rows])
 
 
 class TestAttentionLayer:
-    """The function that Megatron's attention layers call, after ``megatron_patches``."""
+    """The function that Megatron's attention layers call, after ``patches.install``."""
 
     @pytest.fixture(autouse=True)
     def patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention, "apply_rotary_pos_emb", attention.apply_rotary_pos_emb)  # restored at the end
-        megatron_patches._patch_rotary_embedding()
+        patches._patch_rotary_embedding()
 
     def apply(self, heads: Tensor, table: Tensor, row: PackedSequences) -> Tensor:
         config: Any = SimpleNamespace(
@@ -112,12 +107,11 @@ class TestAttentionLayer:
 
     def test_layer_reads_no_tensor_on_the_host(self) -> None:
         """A tensor on the device "meta" has no data: to read it on the host is an error."""
-        row, embedding = packed_row(2, 5), megatron_embedding()
+        row, embedding = packed_row(2, 5, device="meta"), megatron_embedding()
         packed = PackedRotaryEmbedding(embedding, torch.float32)
-        packed(row)
-        assert packed._table_S2D is not None and row.position_ids_N is not None and row.cu_seqlens_q is not None
+        packed(packed_row(2, 5))
+        assert packed._table_S2D is not None
         packed._table_S2D = packed._table_S2D.to("meta")
-        row.position_ids_N, row.cu_seqlens_q = row.position_ids_N.to("meta"), row.cu_seqlens_q.to("meta")
         heads = torch.randn(7, 2, HEAD_DIM, device="meta")
         assert self.apply(heads, packed(row), row).shape == heads.shape
         with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
@@ -126,12 +120,11 @@ class TestAttentionLayer:
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
     def test_layer_does_not_wait_for_the_gpu(self) -> None:
-        row = packed_row(2, 5)
+        row = packed_row(2, 5, device="cuda")
         packed = PackedRotaryEmbedding(megatron_embedding(), torch.bfloat16)
-        packed(row)
-        assert packed._table_S2D is not None and row.position_ids_N is not None and row.cu_seqlens_q is not None
+        packed(packed_row(2, 5))
+        assert packed._table_S2D is not None
         packed._table_S2D = packed._table_S2D.cuda()
-        row.position_ids_N, row.cu_seqlens_q = row.position_ids_N.cuda(), row.cu_seqlens_q.cuda()
         heads = torch.randn(7, 2, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -17,7 +17,7 @@ from recipe_gkd.actor.device_batch import DeviceBatch, to_device
 from recipe_gkd.actor.host_arrays import ArrayPool
 from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.microbatch import PackedBatch, pack
-from recipe_gkd.actor.packed_attention import attend_in_blocks
+from recipe_gkd.actor.packed_row import attend_in_blocks
 from recipe_gkd.data.samples import Sample
 from tests._support.tiny_models import make_sample, make_samples, without_empty
 
@@ -54,7 +54,7 @@ def tensors_of(batch: DeviceBatch) -> dict[str, torch.Tensor]:
     found |= {f"block {number}": block for number, block in enumerate(row.blocks)}
     if row.row_order is not None:
         found |= vars(row.row_order)
-    return found | {name: getattr(row, name) for name in ("cu_seqlens_q", "position_ids_N", "unpack_index_N")}
+    return found | {name: getattr(row, name) for name in ("boundaries", "position_ids_N", "unpack_index_N")}
 
 
 class TestStage:
@@ -101,8 +101,8 @@ class TestStage:
         )
         for name in ("ids_TK", "token_ids_1N", "loss_rows_T", "response_ids_T", "sequence_T", "overlap_rows_R"):
             assert getattr(batch, name).dtype == torch.int64, name
-        assert batch.row.cu_seqlens_q.dtype == torch.int32
-        assert batch.row.cu_seqlens_q.tolist() == np.cumsum([0, *packed.lengths]).tolist()
+        assert batch.row.boundaries.dtype == torch.int32
+        assert batch.row.boundaries.tolist() == np.cumsum([0, *packed.lengths]).tolist()
 
     @pytest.mark.parametrize("lengths", [[5, 5, 5], [5, 2, 4, 9, 1]])
     def test_stage_yields_rows_with_which_attention_equals_each_sequence_alone(self, lengths: list[int]) -> None:
@@ -144,7 +144,7 @@ class TestStage:
         assert {name for name in optional if any(each.startswith(name) for each in staged.tensors)} == names
         row = to_device(staged, CPU).row
         assert (row.row_order is None) == (attention is AttentionKernel.TE_FUSED)
-        assert row.cu_seqlens_q.tolist() == np.cumsum([0, *packed.lengths]).tolist()
+        assert row.boundaries.tolist() == np.cumsum([0, *packed.lengths]).tolist()
 
     def test_stage_counts_positions_in_buckets(self) -> None:
         positions_T = np.array([0, 31, 32, 127, 128, 5000], np.int32)

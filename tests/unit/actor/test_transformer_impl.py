@@ -16,9 +16,15 @@ import pytest
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.enums import AttnBackend
 
-from recipe_gkd.actor import transformer_impl
-from recipe_gkd.actor.ray_worker import ActorWorker
-from recipe_gkd.actor.transformer_impl import ATTENTION_VARIABLES, PACKAGE, resolve_transformer_impl, version_warning
+from recipe_gkd.actor.backend import build_backend
+from recipe_gkd.actor.megatron import transformer_impl
+from recipe_gkd.actor.megatron.transformer_impl import (
+    ATTENTION_VARIABLES,
+    PACKAGE,
+    resolve_transformer_impl,
+    version_warning,
+)
+from recipe_gkd.actor.ranks import RankSpec
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import base_config
 from tests._support.repository import REPO
@@ -152,13 +158,12 @@ class TestAttentionVariables:
             assert ATTENTION_VARIABLES[impl].items() <= os.environ.items()
 
 
-class TestWorker:
-    def test_setup_with_broken_package_raises_before_megatron_is_imported(self, install: Install) -> None:
+class TestBackend:
+    def test_build_with_broken_package_raises_before_megatron_is_imported(self, install: Install) -> None:
         install(None, None)
-        worker = object.__new__(ActorWorker)
-        worker._config, worker._device = base_config(), "cuda"
+        spec = RankSpec(rank=0, world_size=1, local_rank=0, device="cuda", rendezvous=("127.0.0.1", 1))
         with pytest.raises(ConfigError, match="cannot be imported"):
-            worker.setup("127.0.0.1", 1)
+            build_backend(base_config(), spec)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("setting", "succeeds"), [(None, False), ("local", True)])
@@ -166,7 +171,7 @@ class TestWorker:
         self, setting: str | None, succeeds: bool, install: Install
     ) -> None:
         package = install(None)
-        lines = ["from recipe_gkd.actor.transformer_impl import resolve_transformer_impl"]
+        lines = ["from recipe_gkd.actor.megatron.transformer_impl import resolve_transformer_impl"]
         lines += [f"resolve_transformer_impl({setting!r}, 'cuda')"] if setting else []
         program = "\n".join([*lines, "import megatron.core.fp8_utils"])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package.parent), str(REPO)])}

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch.nn.functional import log_softmax
 
+from recipe_gkd.actor.learning_rate import learning_rate
+from recipe_gkd.actor.megatron.model_dims import ModelDims, MoEConfig
 from recipe_gkd.actor.microbatch import micro_batches
-from recipe_gkd.actor.model_dims import ModelDims, MoEConfig
-from recipe_gkd.actor.optimizer import learning_rate
 from recipe_gkd.config import Config, limits, ranges
 from recipe_gkd.config.load import compose_config, known_keys, to_config
 from recipe_gkd.config.ranges import numeric_range
@@ -243,7 +243,7 @@ def place_pools(config: Config, name: str) -> None:
     ResourceLayout.of(config)
     if not name.startswith(MEGATRON):
         return
-    from recipe_gkd.actor.model import transformer_config
+    from recipe_gkd.actor.megatron.model import transformer_config
 
     wide = 2 * limits.MAX_DEVICES  # dimensions that every parallel size divides
     moe = MoEConfig(layers=(True,) * wide, experts=wide, top_k=2, ffn=wide, normalized=True, shared_ffn=None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.actor.model_dims import ModelDims, MoEConfig
+from recipe_gkd.actor.megatron.model_dims import ModelDims, MoEConfig
 from recipe_gkd.metrics.device_peaks import peak_tflops
 from recipe_gkd.metrics.flops import forward_flops, update_flops
 from recipe_gkd.metrics.utilization import ActorUtilization

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_gkd.actor.model_dims import ModelDims
+from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.rollout.engine_factory import step_budget
 from recipe_gkd.rollout.engine_options import EngineOptions

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from recipe_gkd.actor.attention_kernels import attention_kernel
-from recipe_gkd.actor.transformer_impl import INSTALL, KEY, installed_version, version_warning
+from recipe_gkd.actor.megatron.packed_attention import attention_kernel
+from recipe_gkd.actor.megatron.transformer_impl import INSTALL, KEY, installed_version, version_warning
 from recipe_gkd.config.schema.actor import TransformerImpl
 
 

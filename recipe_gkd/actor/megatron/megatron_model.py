@@ -12,13 +12,15 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
-from recipe_gkd.actor.attention_kernels import AttentionKernel, attention_kernel
-from recipe_gkd.actor.data_parallel import ddp_config
-from recipe_gkd.actor.hf_load import LocalWeight, load_hf, local_weights
-from recipe_gkd.actor.model import build_chunks, transformer_config
-from recipe_gkd.actor.model_dims import ModelDims, read_model_dims
-from recipe_gkd.actor.optimizer import wrap_and_optimize
-from recipe_gkd.actor.parallel import Layout, RankSpec, init_parallel
+from recipe_gkd.actor.attention_kernels import AttentionKernel
+from recipe_gkd.actor.megatron.data_parallel import ddp_config
+from recipe_gkd.actor.megatron.hf_load import LocalWeight, load_hf, local_weights
+from recipe_gkd.actor.megatron.model import build_chunks, transformer_config
+from recipe_gkd.actor.megatron.model_dims import ModelDims, read_model_dims
+from recipe_gkd.actor.megatron.optimizer import wrap_and_optimize
+from recipe_gkd.actor.megatron.packed_attention import attention_kernel
+from recipe_gkd.actor.megatron.parallel import init_parallel
+from recipe_gkd.actor.ranks import Layout, RankSpec
 from recipe_gkd.config.schema import Config
 from teacher.engines.head_dtype import wants_float32_head
 

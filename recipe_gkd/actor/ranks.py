@@ -1,4 +1,4 @@
-"""Rendezvous, process groups, this rank's coordinates, and random seeds."""
+"""Rendezvous of the actor's ranks, and the coordinates of each."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch.distributed import ProcessGroup
 
-from recipe_gkd.config.schema import Config, MegatronConfig
+from recipe_gkd.config.schema import Config
 from recipe_gkd.config.startup import startup_timeout_s
-from recipe_gkd.errors import ConfigError, DeadlineError
+from recipe_gkd.errors import DeadlineError
 
 COLLECTIVE_GRACE_S = 60.0
 """Time by which collectives of the actor time out later than other deadlines; see :func:`collective_timeout_s`."""
@@ -55,6 +52,8 @@ class Layout:
     sequence, so they get the same samples. The same ranks have a second numbering for experts: consecutive ranks form
     an expert tensor-parallel group, and consecutive groups of this kind form an expert-parallel group.
 
+    The FSDP backend has data parallelism only.
+
     Attributes:
         rank: Global rank.
         world_size: Number of ranks.
@@ -87,6 +86,16 @@ class Layout:
     etp_rank: int
     etp_size: int
 
+    @classmethod
+    def data_parallel(cls, rank: int, world_size: int) -> Layout:
+        """Return the coordinates of a rank that holds or computes the whole model."""
+        whole = {
+            f"{kind}_{what}": int(what == "size")
+            for kind in ("tp", "pp", "cp", "ep", "etp")
+            for what in ("rank", "size")
+        }
+        return cls(rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size, **whole)
+
     @property
     def is_last_stage(self) -> bool:
         """True on the last pipeline stage, which computes the loss."""
@@ -110,33 +119,6 @@ class Layout:
         # Without context parallelism the text is that of earlier checkpoints, which are compared with it.
         context = f" x context {self.cp_size}" if self.cp_size > 1 else ""
         return f"tensor {self.tp_size}{context} x pipeline {self.pp_size} x data {self.dp_size}, {experts}"
-
-
-def check_world_size(config: MegatronConfig, world_size: int) -> None:
-    """Check that complete copies of the model fill all ranks.
-
-    Args:
-        config: Parallel layout.
-        world_size: Number of actor ranks.
-
-    Raises:
-        ConfigError: ``world_size`` is not a multiple of the ranks of one copy.
-    """
-    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    cp = config.context_parallel_size
-    if world_size % (tp * cp * pp):
-        raise ConfigError(
-            f"{world_size} actor ranks cannot hold complete copies of a model that needs tensor {tp} x context {cp} x "
-            f"pipeline {pp} = {tp * cp * pp} ranks; start a multiple of that, or change "
-            "actor_rollout_ref.actor.megatron"
-        )
-    ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size or tp
-    if world_size % (etp * ep * pp):
-        raise ConfigError(
-            f"{world_size} actor ranks cannot hold complete sets of experts that need expert tensor {etp} x expert "
-            f"{ep} x pipeline {pp} = {etp * ep * pp} ranks; start a multiple of that, or change "
-            "actor_rollout_ref.actor.megatron"
-        )
 
 
 def collective_timeout_s(config: Config, device: str) -> float:
@@ -205,24 +187,19 @@ def wait_for_all_ranks(store: dist.Store, rank: int, world_size: int, timeout_s:
         ) from error
 
 
-def init_parallel(config: Config, spec: RankSpec) -> Layout:
-    """Wait for all ranks, then create all process groups and seed the random generators.
+def join_ranks(config: Config, spec: RankSpec) -> None:
+    """Wait for all ranks, create the default process group, and seed torch's random generator.
 
     Args:
-        config: Configuration of the run. ``nccl_timeout`` is the deadline of the rendezvous, ``data.seed`` the seed of
-            torch and of Megatron's generators.
+        config: Configuration of the run. ``nccl_timeout`` is the deadline of the rendezvous, ``data.seed`` the seed.
         spec: This process.
-
-    Returns:
-        Coordinates of this rank.
 
     Raises:
         DeadlineError: A rank did not reach the rendezvous; the message names it.
     """
-    megatron, timeout_s = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.nccl_timeout
+    timeout_s = config.actor_rollout_ref.nccl_timeout
     store = find_store(spec, timeout_s)
     wait_for_all_ranks(store, spec.rank, spec.world_size, timeout_s)
-    group_timeout_s = collective_timeout_s(config, spec.device)
     device = spec.torch_device
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -233,55 +210,13 @@ def init_parallel(config: Config, spec: RankSpec) -> Layout:
         store=dist.PrefixStore("groups", store),
         rank=spec.rank,
         world_size=spec.world_size,
-        timeout=timedelta(seconds=group_timeout_s),
+        timeout=timedelta(seconds=collective_timeout_s(config, spec.device)),
         device_id=device if device.type == "cuda" else None,
     )
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=megatron.tensor_model_parallel_size,
-        pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
-        context_parallel_size=megatron.context_parallel_size,
-        expert_model_parallel_size=megatron.expert_model_parallel_size,
-        expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
-        create_gloo_process_groups=False,  # needed only by ways of saving that are not used here
-        distributed_timeout_minutes=group_timeout_s / 60,  # Megatron only multiplies it, so a fraction works
-    )
     torch.manual_seed(config.data.seed)
-    model_parallel_cuda_manual_seed(config.data.seed)
-    return _read_layout(spec)
 
 
-def _read_layout(spec: RankSpec) -> Layout:
-    return Layout(
-        rank=spec.rank,
-        world_size=spec.world_size,
-        tp_rank=mpu.get_tensor_model_parallel_rank(),
-        tp_size=mpu.get_tensor_model_parallel_world_size(),
-        pp_rank=mpu.get_pipeline_model_parallel_rank(),
-        pp_size=mpu.get_pipeline_model_parallel_world_size(),
-        cp_rank=mpu.get_context_parallel_rank(),
-        cp_size=mpu.get_context_parallel_world_size(),
-        dp_rank=mpu.get_data_parallel_rank(),
-        dp_size=mpu.get_data_parallel_world_size(),
-        ep_rank=mpu.get_expert_model_parallel_rank(),
-        ep_size=mpu.get_expert_model_parallel_world_size(),
-        etp_rank=mpu.get_expert_tensor_parallel_rank(),
-        etp_size=mpu.get_expert_tensor_parallel_world_size(),
-    )
-
-
-def tensor_group(layout: Layout) -> ProcessGroup | None:
-    """Return the group that divides the vocabulary; None without tensor parallelism."""
-    return mpu.get_tensor_model_parallel_group() if layout.tp_size > 1 else None
-
-
-def context_group(layout: Layout) -> ProcessGroup | None:
-    """Return the group that divides the sequences; None without context parallelism."""
-    return mpu.get_context_parallel_group() if layout.cp_size > 1 else None
-
-
-def destroy_parallel() -> None:
-    """Destroy all process groups. The process can then call :func:`init_parallel` with another layout."""
-    mpu.destroy_model_parallel()
+def leave_ranks() -> None:
+    """Destroy all process groups. The process can then join again."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -13,9 +13,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from recipe_gkd.actor.data_parallel import complete_weights
-from recipe_gkd.actor.megatron_model import MegatronModel
-from recipe_gkd.actor.parallel import Layout
+from recipe_gkd.actor.megatron.data_parallel import complete_weights
+from recipe_gkd.actor.megatron.megatron_model import MegatronModel
+from recipe_gkd.actor.ranks import Layout
 
 # The default sharding of the optimizer cannot be saved (dist_checkpointing/mapping.py rejects `flattened_range`). This
 # one can also be loaded in any other parallel layout. `optimizer_shards` implements it.

@@ -12,9 +12,9 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingExc
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from recipe_gkd.actor.checkpoint_state import optimizer_kind, restore_rng, rng_state, sharded_state
-from recipe_gkd.actor.megatron_model import MegatronModel
-from recipe_gkd.actor.model_dims import ModelDims
+from recipe_gkd.actor.megatron.checkpoint_state import optimizer_kind, restore_rng, rng_state, sharded_state
+from recipe_gkd.actor.megatron.megatron_model import MegatronModel
+from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.parallel_write import agree
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch
 

@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipe_gkd.actor import megatron_patches
-from recipe_gkd.actor.checkpoint_load import check_checkpoint, load_checkpoint
-from recipe_gkd.actor.checkpoint_save import CheckpointWriter
-from recipe_gkd.actor.export import export_weights, weights_meta
+from recipe_gkd.actor.backend import Backend, build_backend
+from recipe_gkd.actor.checkpoint_writer import CheckpointWriter
 from recipe_gkd.actor.hf_save import save_hf_folder
-from recipe_gkd.actor.layer_report import layer_report
-from recipe_gkd.actor.megatron_model import build_megatron_model
-from recipe_gkd.actor.parallel import Layout, RankSpec, check_world_size, destroy_parallel
+from recipe_gkd.actor.ranks import Layout, RankSpec
 from recipe_gkd.actor.update import Updater
 from recipe_gkd.config.schema import Config
 from recipe_gkd.data.samples import Sample
@@ -25,12 +21,12 @@ from recipe_gkd.errors import CheckpointError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 
-class MegatronActor:
+class StudentActor:
     """One rank of the student in training.
 
     Every rank must make the same calls in the same order::
 
-        actor = MegatronActor(config, rank_spec, total_steps=100)
+        actor = StudentActor(config, rank_spec, total_steps=100)
         actor.setup()                      # process groups, model, weights, optimizer; once
         actor.update(samples, step)        # then these in any order:
         for name, tensor in actor.export_weights(): ...
@@ -38,7 +34,7 @@ class MegatronActor:
         actor.shutdown()
 
     On a CPU, a collective that not all ranks reach raises an error after
-    :func:`~recipe_gkd.actor.parallel.collective_timeout_s`. On CUDA nothing is raised: NCCL's watchdog ends the process
+    :func:`~recipe_gkd.actor.ranks.collective_timeout_s`. On CUDA nothing is raised: NCCL's watchdog ends the process
     after this time, which is later than the deadlines of the driver. The actor remains usable only after the errors
     that :meth:`update` documents, and after a :class:`CheckpointError`.
 
@@ -51,15 +47,14 @@ class MegatronActor:
 
     Attributes:
         device: Device of the model.
-
-    Raises:
-        ConfigError: The ranks cannot hold complete copies of the model.
     """
+
+    backend: Backend
+    """Model, optimizer and checkpoints. Available after :meth:`setup`."""
 
     def __init__(
         self, config: Config, rank_spec: RankSpec, *, total_steps: int, n_token_ids: int | None = None
     ) -> None:
-        check_world_size(config.actor_rollout_ref.actor.megatron, rank_spec.world_size)
         self._config, self._actor_config = config, config.actor_rollout_ref.actor
         self._rank_spec, self._total_steps, self._n_token_ids = rank_spec, total_steps, n_token_ids
         self.device = rank_spec.torch_device
@@ -73,7 +68,7 @@ class MegatronActor:
         Returns:
             Coordinates of this rank (``rank``, ``dp_rank``, ``dp_size``, ``tp_rank``, ``pp_rank``), its number of
             ``parameters``, its ``device_name``, the duration in ``seconds``, and ``layers`` and ``warnings`` of
-            :class:`~recipe_gkd.actor.layer_report.LayerReport`.
+            :class:`~recipe_gkd.actor.backend.BackendReport`.
 
         Raises:
             ModelError: The model folder cannot be read or is not supported.
@@ -81,40 +76,33 @@ class MegatronActor:
             DeadlineError: A rank did not reach the rendezvous within ``actor_rollout_ref.nccl_timeout``.
         """
         started = time.monotonic()
-        megatron_patches.install()
-        with megatron_patches.on_host():
-            self._model = build_megatron_model(self._config, self._rank_spec)
-        if self.device.type == "cuda":
-            # Memory that only the loading needed, such as the weights before the gradient buffers contained them, is
-            # still cached. A rollout engine that starts later may share the GPU.
-            torch.cuda.empty_cache()
-        self._updater = Updater(self._model, self._config, self._n_token_ids or self._model.dims.vocab_size)
-        layout = self.layout
-        layers = layer_report(self._model.chunks[0].config, self._actor_config.megatron.transformer_impl)
+        self.backend = build_backend(self._config, self._rank_spec)
+        self._updater = Updater(self.backend, self._config, self._n_token_ids or self.backend.vocab_size)
+        layout, report = self.layout, self.backend.report()
         return {
             "rank": layout.rank,
             "dp_rank": layout.dp_rank,
             "dp_size": layout.dp_size,
             "tp_rank": layout.tp_rank,
             "pp_rank": layout.pp_rank,
-            "parameters": self._model.n_parameters,
+            "parameters": report.n_parameters,
             "device_name": "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
             "seconds": time.monotonic() - started,
-            "layers": layers.summary,
-            "warnings": layers.warnings,
+            "layers": report.summary,
+            "warnings": report.warnings,
         }
 
     @property
     def layout(self) -> Layout:
         """Coordinates of this rank. Available after :meth:`setup`."""
-        return self._model.layout
+        return self.backend.layout
 
     def shutdown(self) -> None:
         """Complete a background save and destroy the process groups. The process may set up another actor after it."""
         try:
             self.finish_saves()
         finally:
-            destroy_parallel()
+            self.backend.shutdown()
 
     def set_total_steps(self, total_steps: int) -> None:
         """Set the step at which the decay of the learning rate ends."""
@@ -142,22 +130,22 @@ class MegatronActor:
         """
         self._ensure_usable()
         self._step = step
-        with megatron_patches.on_host():
+        with self.backend.in_use():
             metrics = self._updater.update(samples, step, self._total_steps)
         self._step = step + 1
         return metrics
 
     def weights_meta(self) -> list[TensorMeta]:
         """Return Hugging Face name, full shape and dtype of each tensor of :meth:`export_weights`, in order."""
-        return weights_meta((weight for weight, _ in self._model.weights), self._model.dtype)
+        return [meta for metas in self.backend.weights_meta() for meta in metas]
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return an iterator over names and complete tensors; see :func:`recipe_gkd.actor.export.export_weights`.
+        """Return an iterator over names and complete tensors; see :class:`recipe_gkd.actor.backend.Backend`.
 
         It yields nothing on ranks other than global rank 0, which must exhaust it as well. No update may run meanwhile.
         """
         self._ensure_usable()
-        return export_weights(self._model)
+        return self.backend.export_weights()
 
     def save_hf(self, path: str | Path) -> None:
         """Write a Hugging Face folder, which is complete when this method returns.
@@ -171,8 +159,8 @@ class MegatronActor:
         """
         self._ensure_usable()
         source = Path(self._config.actor_rollout_ref.model.path)
-        with megatron_patches.on_host():
-            save_hf_folder(self._model, Path(path), source, self._actor_config.timeout_s)
+        with self.backend.in_use():
+            save_hf_folder(self.backend, Path(path), source, self._actor_config.timeout_s)
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Write the parts of ``checkpoint.save_contents`` that a resumed run needs (all but ``hf_model``).
@@ -191,8 +179,8 @@ class MegatronActor:
         self._ensure_usable()
         options = self._actor_config.checkpoint
         contents = [part for part in options.save_contents if part != "hf_model"]  # written by save_hf
-        with megatron_patches.on_host():
-            self._writer.save(Path(path), self._model, self._step, contents)
+        with self.backend.in_use():
+            self._writer.save(Path(path), self.backend, self._step, contents)
             if not options.async_save:
                 self._writer.finish()
 
@@ -205,7 +193,7 @@ class MegatronActor:
         Raises:
             CheckpointError: The save failed; see :meth:`save_checkpoint`. Raised on all ranks, once.
         """
-        with megatron_patches.on_host():
+        with self.backend.in_use():
             if wait:
                 self._writer.finish()
             return self._writer.finish_if_written()
@@ -226,10 +214,10 @@ class MegatronActor:
         """
         self.finish_saves()
         path, contents = Path(path), self._actor_config.checkpoint.load_contents
-        with megatron_patches.on_host():
-            common = check_checkpoint(path, self._model, contents)
+        with self.backend.in_use():
+            common = self.backend.check_checkpoint(path, contents)
             self._partially_loaded = path
-            self._step = load_checkpoint(path, self._model, contents, common)
+            self._step = self.backend.load_checkpoint(path, contents, common)
             self._partially_loaded = None
         return self._step
 

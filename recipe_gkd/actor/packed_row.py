@@ -1,4 +1,4 @@
-"""Attention within the sequences of a packed row, without Transformer Engine.
+"""A packed row of sequences, and causal attention within each of them.
 
 Shape suffixes: N tokens of a packed row, H query heads, G key/value heads, D head width, R sequences of a block, S
 length of a block, P positions of all blocks with their padding.
@@ -6,28 +6,25 @@ length of a block, P positions of all blocks with their padding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from recipe_gkd.actor.attention_kernels import AttentionKernel, attention_kernel
-from recipe_gkd.actor.head_exchange import RowOrder, gather_rows, scatter_rows
+from recipe_gkd.actor.attention_kernels import AttentionKernel
+from recipe_gkd.actor.head_exchange import RowOrder
 
 
-@dataclass
-class PackedSequences(PackedSeqParams):
+@dataclass(frozen=True, kw_only=True)
+class PackedRow:
     """Positions of the sequences in a packed row.
 
-    The inherited fields are read by Transformer Engine, the new fields by :class:`PackedAttention` and
-    :class:`~recipe_gkd.actor.rotary.PackedRotaryEmbedding`.
-
     Attributes:
+        boundaries: Start of each sequence, and the end of the last, int32.
+        max_length: Length of the longest sequence.
         position_ids_N: Position of each of this rank's rows in its sequence.
         uniform_length: Length of all sequences, if they are equally long and ``blocks`` are not needed; else None.
         blocks: Row indices of R sequences of similar length, int64 [R, S] each. Padding on the right has any index.
@@ -36,71 +33,40 @@ class PackedSequences(PackedSeqParams):
         row_order: Order of the rows after an exchange among the context-parallel ranks; None if this rank has all rows.
     """
 
-    position_ids_N: Tensor | None = None
+    boundaries: Tensor
+    max_length: int
+    position_ids_N: Tensor
     uniform_length: int | None = None
-    blocks: list[Tensor] = field(default_factory=list)
+    blocks: Sequence[Tensor] = ()
     unpack_index_N: Tensor | None = None
     row_order: RowOrder | None = None
 
 
-class PackedAttention(MegatronModule):
-    """Causal attention within each sequence of a packed row, with grouped queries, without dropout."""
-
-    def __init__(
-        self, config: TransformerConfig, *, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
-    ) -> None:
-        super().__init__(config=config)
-        self.scale = softmax_scale
-        self._kernel = attention_kernel(config)
-        self._cp_group: Any = None if pg_collection is None else pg_collection.cp
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None,
-        *,
-        packed_seq_params: PackedSequences,
-        **_: Any,
-    ) -> Tensor:
-        """Return the attention output of this rank's rows, [N, H * D].
-
-        Args:
-            query: Queries, [N, H, D].
-            key: Keys, [N, G, D].
-            value: Values, [N, G, D].
-            attention_mask: Unused.
-            packed_seq_params: Positions of the sequences.
-        """
-        order = packed_seq_params.row_order
-        if order is None:
-            return self._attend(query, key, value, packed_seq_params).flatten(1)
-        query, key, value = gather_rows(query, key, value, order, self._cp_group)
-        output = self._attend(query, key, value, packed_seq_params)
-        return scatter_rows(output, order, self._cp_group).flatten(1)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSequences) -> Tensor:
-        """Return the attention output of whole sequences, [N, H, D]."""
-        if self._kernel is AttentionKernel.VARLEN:
-            return attend_varlen(query, key, value, packed_seq_params, self.scale)
-        return attend_in_blocks(query, key, value, packed_seq_params, self.scale)
-
-    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return an empty state: the module has no parameters."""
-        return {}
-
-
-def attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSequences, scale: float | None
+def attend(
+    kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scale: float | None
 ) -> Tensor:
+    """Return causal attention within whole sequences, [N, H, D].
+
+    Args:
+        kernel: ``VARLEN`` or ``SDPA_BLOCKS``.
+        query: Queries, [N, H, D].
+        key: Keys, [N, G, D].
+        value: Values, [N, G, D].
+        row: Positions of the sequences.
+        scale: Factor of the scores; None for 1 / sqrt(D).
+    """
+    function = attend_varlen if kernel is AttentionKernel.VARLEN else attend_in_blocks
+    return function(query, key, value, row, scale)
+
+
+def attend_varlen(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scale: float | None) -> Tensor:
     """Return causal attention within whole sequences, [N, H, D], with one kernel for all of them.
 
     Args:
         query: Queries, [N, H, D], bfloat16 or float16.
         key: Keys, [N, G, D].
         value: Values, [N, G, D].
-        packed_seq_params: Positions of the sequences. Their boundaries are int32, as the kernel requires.
+        row: Positions of the sequences.
         scale: Factor of the scores; None for 1 / sqrt(D).
     """
     from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo
@@ -109,10 +75,10 @@ def attend_varlen(
         query,
         key,
         value,
-        packed_seq_params.cu_seqlens_q,
-        packed_seq_params.cu_seqlens_kv,
-        packed_seq_params.max_seqlen_q,
-        packed_seq_params.max_seqlen_kv,
+        row.boundaries,
+        row.boundaries,
+        row.max_length,
+        row.max_length,
         scale=scale,
         window_size=(-1, 0),  # causal
         enable_gqa=query.size(1) != key.size(1),
@@ -121,16 +87,14 @@ def attend_varlen(
     return output
 
 
-def attend_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSequences, scale: float | None
-) -> Tensor:
+def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scale: float | None) -> Tensor:
     """Return causal attention within whole sequences, [N, H, D], on any device and in any type.
 
     Args:
         query: Queries, [N, H, D].
         key: Keys, [N, G, D].
         value: Values, [N, G, D].
-        packed_seq_params: Positions of the sequences.
+        row: Positions of the sequences.
         scale: Factor of the scores; None for 1 / sqrt(D).
     """
     if query.device.type == "cuda" and (copies := query.size(1) // key.size(1)) > 1:
@@ -143,9 +107,9 @@ def attend_in_blocks(
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.size(1) != k.size(1))
         return out.transpose(1, 2).flatten(0, 1)
 
-    if (length := packed_seq_params.uniform_length) is not None:
+    if (length := row.uniform_length) is not None:
         return attend(*(x.unflatten(0, (-1, length)) for x in (query, key, value)))  # views: nothing is gathered
-    blocks, unpack_index_N = packed_seq_params.blocks, packed_seq_params.unpack_index_N
+    blocks, unpack_index_N = row.blocks, row.unpack_index_N
     rows_P = torch.cat([rows_RS.flatten() for rows_RS in blocks])
     sizes = [rows_RS.numel() for rows_RS in blocks]
     padded = [_Pad.apply(x, rows_P, unpack_index_N).split(sizes) for x in (query, key, value)]

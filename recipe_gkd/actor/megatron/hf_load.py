@@ -11,10 +11,10 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from recipe_gkd.actor.hf_layout import read_shard
-from recipe_gkd.actor.hf_names import EMBEDDING, OUTPUT, Weight, weights
-from recipe_gkd.actor.model_dims import ModelDims
-from recipe_gkd.actor.parallel import Layout
+from recipe_gkd.actor.megatron.hf_layout import read_shard
+from recipe_gkd.actor.megatron.hf_names import EMBEDDING, OUTPUT, Weight, weights
+from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.ranks import Layout
 from recipe_gkd.errors import ModelError
 from teacher.weight_files import INDEX_NAME, WeightFileError, open_weights, read_index
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
-from recipe_gkd.actor.model_dims import ModelDims, MoEConfig
+from recipe_gkd.actor.megatron.model_dims import ModelDims, MoEConfig
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -18,7 +18,7 @@ MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class ShardSpec(Enum):
-    """Sharding of a weight in its tensor-parallel group; :mod:`~recipe_gkd.actor.hf_layout` implements it.
+    """Sharding of a weight in its tensor-parallel group; :mod:`~recipe_gkd.actor.megatron.hf_layout` implements it.
 
     The group of an expert's weight is the expert tensor-parallel group.
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipe_gkd.actor.data_parallel import complete_weights
-from recipe_gkd.actor.hf_layout import join_shards, shard_size
-from recipe_gkd.actor.hf_names import ShardSpec, Weight
-from recipe_gkd.actor.megatron_model import MegatronModel
+from recipe_gkd.actor.megatron.data_parallel import complete_weights
+from recipe_gkd.actor.megatron.hf_layout import join_shards, shard_size
+from recipe_gkd.actor.megatron.hf_names import ShardSpec, Weight
+from recipe_gkd.actor.megatron.megatron_model import MegatronModel
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 

@@ -13,19 +13,17 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from recipe_gkd.actor.device_batch import DeviceBatch, to_device
-from recipe_gkd.actor.logit_rows import select_logit_rows
-from recipe_gkd.actor.megatron_model import MegatronModel
+from recipe_gkd.actor.backend import LossFunction
+from recipe_gkd.actor.device_batch import to_device
+from recipe_gkd.actor.megatron.logit_rows import select_logit_rows
+from recipe_gkd.actor.megatron.megatron_model import MegatronModel
+from recipe_gkd.actor.megatron.packed_attention import PackedSequences
+from recipe_gkd.actor.megatron.parallel import tensor_group
 from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
-from recipe_gkd.actor.objective import MicroBatchLosses
-from recipe_gkd.actor.parallel import tensor_group
 from recipe_gkd.actor.prefetch import Prefetcher
 from recipe_gkd.actor.staging import StagedBatch
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.student_output import HiddenStates, Logits, Student
-
-LossFunction = Callable[[Student, DeviceBatch], MicroBatchLosses]
-"""Function that computes the losses of the rows that predict a response token."""
 
 
 def run_micro_batches(
@@ -59,7 +57,8 @@ def run_micro_batches(
         with select_logit_rows(
             chunk, batch.loss_rows_T, skip_lm_head=gkd.fuse_lm_head, float32_head=model.float32_head
         ) as rows:
-            output_1TX = chunk(batch.token_ids_1N, batch.position_ids_1N, None, packed_seq_params=batch.row)
+            row = PackedSequences.of(batch.row)
+            output_1TX = chunk(batch.token_ids_1N, batch.position_ids_1N, None, packed_seq_params=row)
         weight_WD = rows.weight_WD
 
         def compute_loss(output_1TX: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from recipe_gkd.actor.hf_names import ShardSpec, Weight
-from recipe_gkd.actor.model_dims import ModelDims
+from recipe_gkd.actor.megatron.hf_names import ShardSpec, Weight
+from recipe_gkd.actor.megatron.model_dims import ModelDims
 
 ReadSlice = Callable[[str, tuple[slice, ...]], Tensor]
 """Function that reads a slice of a named Hugging Face tensor; ``()`` stands for the whole tensor."""

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
-from recipe_gkd.actor.rotary import is_gathered, rotate
+from recipe_gkd.actor.megatron.rotary import is_gathered, rotate
 
 HOST = torch.device("cpu")
 _CUDA, _TYPE = torch.Tensor.cuda, torch.Tensor.type
@@ -102,7 +102,7 @@ def _patch_optimizer_shards() -> None:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from recipe_gkd.actor.optimizer_shards import load_param_state, sharded_param_state
+    from recipe_gkd.actor.megatron.optimizer_shards import load_param_state, sharded_param_state
 
     original = DistributedOptimizer.sharded_param_state_fully_reshardable
     if hasattr(original, _IS_PATCHED):

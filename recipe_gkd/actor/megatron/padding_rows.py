@@ -10,8 +10,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from recipe_gkd.actor.hf_names import EMBEDDING, OUTPUT
-from recipe_gkd.actor.megatron_model import MegatronModel
+from recipe_gkd.actor.megatron.hf_names import EMBEDDING, OUTPUT
+from recipe_gkd.actor.megatron.megatron_model import MegatronModel
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from recipe_gkd.actor.attention_kernels import AttentionKernel, attention_kernel
-from recipe_gkd.actor.gated_silu import GatedSilu
-from recipe_gkd.actor.packed_attention import PackedAttention
-from recipe_gkd.actor.transformer_impl import REMEDY, installed_version
+from recipe_gkd.actor.attention_kernels import AttentionKernel
+from recipe_gkd.actor.megatron.gated_silu import GatedSilu
+from recipe_gkd.actor.megatron.packed_attention import PackedAttention, attention_kernel
+from recipe_gkd.actor.megatron.transformer_impl import REMEDY, installed_version
 from recipe_gkd.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""Saving of a checkpoint of the actor with Megatron's ``dist_checkpointing``, in the background.
+"""Saving of a checkpoint of the actor in the background, by any backend.
 
 Stages of a save. :meth:`CheckpointWriter.finish_if_written` moves it to the next stage:
 
@@ -16,32 +16,18 @@ raises :class:`CheckpointError`.
 
 from __future__ import annotations
 
-import dataclasses
-import io
-import json
 import os
-import queue
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch.distributed.checkpoint.storage import WriteResult
 
-from recipe_gkd.actor.checkpoint_state import OPTIMIZER_SHARDING, describe, rng_state, sharded_state
-from recipe_gkd.actor.megatron_model import MegatronModel
+from recipe_gkd.actor.backend import Backend
 from recipe_gkd.actor.parallel_write import FIRST_ROUND_S, LONGEST_ROUND_S, ParallelWrite, agree
-from recipe_gkd.runtime.durable_files import sync_file, sync_folder, write_durably
 
 
 class CheckpointWriter:
@@ -69,12 +55,12 @@ class CheckpointWriter:
         self.timeout_s = timeout_s
         self._save: _Save | None = None
 
-    def save(self, path: Path, model: MegatronModel, step: int, contents: Sequence[str]) -> None:
+    def save(self, path: Path, backend: Backend, step: int, contents: Sequence[str]) -> None:
         """Start to write a checkpoint. No save may be in progress.
 
         Args:
             path: Folder of the checkpoint. Its content is removed first.
-            model: Model in training.
+            backend: Model in training.
             step: Number of completed updates.
             contents: Parts to write: ``model``, ``optimizer``, ``extra``.
 
@@ -82,7 +68,7 @@ class CheckpointWriter:
             CheckpointError: The folder cannot be created, or is not the same folder on the machines of all ranks.
         """
         assert self._save is None, "the previous save must be finished first"
-        self._save = _Save(path, model, step, contents, self.timeout_s)
+        self._save = _Save(path, backend, step, contents, self.timeout_s)
 
     def finish_if_written(self) -> bool:
         """Complete the save in progress if all ranks have written. Return True if no save is in progress any more."""
@@ -110,21 +96,16 @@ class _Stage(Enum):
 class _Save:
     """A save in progress; see the table of stages."""
 
-    def __init__(self, path: Path, model: MegatronModel, step: int, contents: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, path: Path, backend: Backend, step: int, contents: Sequence[str], timeout_s: float) -> None:
         self._name, self._path, self._timeout_s = f"the save of the checkpoint to {path}", path, timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._layout, self._device = model.layout, model.device
+        self._layout, self._device = backend.layout, backend.device
         self._make_folder()
-        state = sharded_state(model, with_optimizer="optimizer" in contents, is_loading=False)
-        if "extra" in contents:
-            state |= {"step": step, "rng": rng_state(model.layout)}
-        state |= {"about": describe(model, contents), "content_metadata": OPTIMIZER_SHARDING}
-        local_state, common = save_preprocess(state)
-        self._writer, self._metadata = _Planner("torch_dist", 1).async_save(local_state, path)
+        self._files = backend.plan_save(path, step, contents)
         functions: list[Callable[[], Any]] = []
         failure = None
         try:
-            functions = self._shard_functions(common)
+            functions = self._files.shard_functions()
         except (OSError, RuntimeError, MemoryError) as error:  # from the copy to host memory
             failure = f"{type(error).__name__}: {error}"
         self._stage = _Stage.SHARDS
@@ -167,19 +148,6 @@ class _Save:
             )
         agree(self._name, failure, self._device)
 
-    def _shard_functions(self, common: dict[str, Any]) -> list[Callable[[], Any]]:
-        """Copy tensors from a GPU to the host, and return the functions that write this rank's files."""
-        functions: list[Callable[[], Any]] = []
-        if self._writer.write_buckets:
-            transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
-            buckets = self._writer.preload_tensors(self._writer.write_buckets)
-            functions += [partial(write_shard, transforms, bucket) for bucket in buckets]
-        if self._layout.rank == 0:
-            content = io.BytesIO()
-            torch.save(common, content)
-            functions.append(partial(_write_common, content.getvalue(), self._path))
-        return functions
-
     def _metadata_functions(self) -> list[Callable[[], Any]]:
         """Collect the write results of all ranks, and return the function of rank 0 that writes them. Collective."""
         is_first_rank = self._layout.rank == 0
@@ -188,50 +156,4 @@ class _Save:
         dist.gather_object(local_results, all_results)
         if not is_first_rank:
             return []
-        return [partial(_write_metadata, self._writer, self._metadata, all_results, self._path)]
-
-
-class _Planner(TorchDistSaveShardedStrategy):
-    """Megatron's collective plan of a save, without its execution.
-
-    Megatron executes a plan in processes whose death it does not detect, and waits for them in collectives
-    (dist_checkpointing/strategies/filesystem_async.py ``count_queue.join()``, async_utils.py ``execute_sync``).
-    """
-
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
-        """Return the writer with its plan, and the metadata (on rank 0), as the result of ``async_save``."""
-        return writer, save_state_dict_ret[1]
-
-
-def write_shard(transforms: list[Any], bucket: Any) -> list[WriteResult]:
-    """Write one file of tensors and synchronize it to the disk. Called in a writer process.
-
-    Args:
-        transforms: Transformations of torch's storage writer.
-        bucket: Megatron's bucket with the file name and the tensors.
-
-    Returns:
-        Position of each tensor in the file.
-    """
-    results: queue.Queue[tuple[int, Any]] = queue.Queue()
-    tasks: queue.Queue[int] = queue.Queue()
-    tasks.put(0)
-    FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, results, tasks, use_fsync=True)
-    _, outcome = results.get_nowait()
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
-
-
-def _write_common(content: bytes, path: Path) -> list[WriteResult]:
-    file = path / COMMON_STATE_FNAME
-    file.write_bytes(content)
-    sync_file(file)
-    return []
-
-
-def _write_metadata(writer: FileSystemWriterAsync, metadata: Any, results: Any, path: Path) -> None:
-    """Complete a checkpoint. ``metadata.json`` is written last, after all other files are on the disk."""
-    writer.finish(metadata, results)
-    sync_folder(path)
-    write_durably(path / CONFIG_FNAME, json.dumps(dataclasses.asdict(CheckpointingConfig("torch_dist", 1))))
+        return [self._files.metadata_function(all_results or [])]

@@ -8,7 +8,7 @@ share them. The results are equal bit by bit.
 Usage::
 
     chunk.rotary_pos_emb = PackedRotaryEmbedding(chunk.rotary_pos_emb, dtype)
-    megatron_patches.install()  # lets the attention layers call `rotate`
+    patches.install()  # lets the attention layers call `rotate`
 
 Shape suffixes: N tokens of a packed row, S positions in the table, H heads, D head width.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    from recipe_gkd.actor.packed_attention import PackedSequences
+    from recipe_gkd.actor.megatron.packed_attention import PackedSequences
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
@@ -46,8 +46,8 @@ class PackedRotaryEmbedding(torch.nn.Module):
 
     def forward(self, packed: PackedSequences, **_: Any) -> Tensor:
         """Return cosine and sine of each row's angles, [N, 1, 2, D]."""
-        assert packed.position_ids_N is not None and packed.max_seqlen_q is not None
-        return self._table(packed.max_seqlen_q).index_select(0, packed.position_ids_N).unsqueeze(1)
+        assert packed.row is not None
+        return self._table(packed.row.max_length).index_select(0, packed.row.position_ids_N).unsqueeze(1)
 
     def _table(self, length: int) -> Tensor:
         """Return cosines and sines of at least ``length`` positions, [S, 2, D]."""

@@ -1,0 +1,183 @@
+"""Interface of a training backend: the model, its optimizer and its checkpoints on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.storage import WriteResult
+
+from recipe_gkd.actor.attention_kernels import AttentionKernel
+from recipe_gkd.actor.device_batch import DeviceBatch
+from recipe_gkd.actor.megatron.transformer_impl import resolve_transformer_impl
+from recipe_gkd.actor.ranks import Layout, RankSpec
+from recipe_gkd.config.schema import Config, OptimConfig
+from recipe_gkd.losses.student_output import Student
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+
+if TYPE_CHECKING:
+    from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
+    from recipe_gkd.actor.objective import MicroBatchLosses
+
+LossFunction = Callable[[Student, DeviceBatch], "MicroBatchLosses"]
+"""Function that computes the losses of the rows that predict a response token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendReport:
+    """Description of a model in training.
+
+    Attributes:
+        n_parameters: Number of parameters on this rank.
+        summary: One line about the layers, for the log.
+        warnings: Lines about slow or unsuitable choices.
+    """
+
+    n_parameters: int
+    summary: str
+    warnings: Sequence[str] = field(default_factory=list)
+
+
+class ShardedSave(Protocol):
+    """Files of one checkpoint. The functions that it returns run in processes of their own."""
+
+    def shard_functions(self) -> list[Callable[[], list[WriteResult]]]:
+        """Copy tensors from a GPU to the host, and return the functions that write this rank's files.
+
+        Raises:
+            OSError, RuntimeError, MemoryError: The copy failed.
+        """
+
+    def metadata_function(self, results: Sequence[Sequence[WriteResult]]) -> Callable[[], None]:
+        """Return the function of rank 0 that completes the checkpoint after all shards are written.
+
+        Args:
+            results: Results of all shard functions of each rank.
+        """
+
+
+class Backend(Protocol):
+    """The student in training on one rank. All methods are collective, except :meth:`report` and :meth:`in_use`.
+
+    Attributes:
+        layout: Coordinates of this rank.
+        device: Device of the parameters and of the collectives.
+        dtype: Data type of the exported weights.
+        vocab_size: Rows of the output layer.
+        attention: Kernel of the attention layers, for which micro-batches are prepared.
+        row_multiple: The rows of a micro-batch are padded to a multiple of this.
+        micro_batch_multiple: The number of micro-batches is rounded up to a multiple of this, with empty ones.
+        tp_group: Group that divides the vocabulary; None if it is whole.
+        cp_group: Group that divides the sequences; None if they are whole.
+    """
+
+    layout: Layout
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    attention: AttentionKernel
+    row_multiple: int
+    micro_batch_multiple: int
+    tp_group: ProcessGroup | None
+    cp_group: ProcessGroup | None
+
+    def report(self) -> BackendReport:
+        """Describe the model."""
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Return the context in which all other methods must be called."""
+
+    def zero_grad(self) -> None:
+        """Set the gradient to zero."""
+
+    def accumulate(self, plan: MicroBatchPlan, loss: LossFunction) -> list[dict[str, Any]]:
+        """Add the gradient of the objective over all micro-batches of all data-parallel ranks.
+
+        Args:
+            plan: Micro-batches of this rank. Each is packed in a thread while the one before it is computed.
+            loss: Computes the losses of one micro-batch.
+
+        Returns:
+            ``sums``, ``maxima``, ``loss_T`` and ``uids_T`` of each micro-batch where the loss is computed; else an
+            empty list.
+        """
+
+    def gradient_norm(self) -> float:
+        """Return the global norm of the gradient, the same on every rank."""
+
+    def step(self, norm: float, *, lr: float, optim: OptimConfig, n_token_ids: int) -> None:
+        """Clip the gradient and update the weights.
+
+        Args:
+            norm: Result of :meth:`gradient_norm`.
+            lr: Learning rate of this step.
+            optim: Other hyperparameters.
+            n_token_ids: Number of token ids. Rows of the vocabulary from this index on remain bitwise unchanged.
+        """
+
+    def weights_meta(self) -> list[list[TensorMeta]]:
+        """Return Hugging Face name, complete shape and dtype of the tensors of each weight, in order."""
+
+    def export_weights(self, first: int = 0, last: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and complete tensors of a range of weights on rank 0, and nothing on other ranks.
+
+        All ranks must exhaust the iterator. A tensor may share memory with the model: it must not be written to, and
+        not be used after the next update.
+        """
+
+    def plan_save(self, path: Path, step: int, contents: Sequence[str]) -> ShardedSave:
+        """Prepare the save of a checkpoint into an empty folder.
+
+        Args:
+            path: Folder of the checkpoint.
+            step: Number of completed updates.
+            contents: Parts to write: ``model``, ``optimizer``, ``extra``.
+        """
+
+    def check_checkpoint(self, path: Path, contents: Sequence[str]) -> dict[str, Any]:
+        """Check that a checkpoint can be loaded, without changing the model, and return its common part.
+
+        Raises:
+            CheckpointError: The checkpoint is missing, incomplete or damaged. Raised on all ranks.
+            CheckpointMismatch: It is of another model, or lacks one of ``contents``. Raised on all ranks.
+        """
+
+    def load_checkpoint(self, path: Path, contents: Sequence[str], common: dict[str, Any]) -> int:
+        """Restore a checkpoint, and return the number of completed updates; 0 without ``extra``.
+
+        Args:
+            path: Folder of the checkpoint.
+            contents: Parts to load: ``model``, ``optimizer``, ``extra``.
+            common: Result of :meth:`check_checkpoint`.
+
+        Raises:
+            CheckpointError: The content is damaged. Raised on all ranks. The model is then partly overwritten.
+        """
+
+    def shutdown(self) -> None:
+        """Destroy the process groups. Not collective."""
+
+
+def build_backend(config: Config, spec: RankSpec) -> Backend:
+    """Join the process groups, build the model, load its weights and create the optimizer. Collective.
+
+    Args:
+        config: Configuration of the run. ``actor_rollout_ref.actor.strategy`` selects the backend.
+        spec: This process.
+
+    Raises:
+        ModelError: The model folder cannot be read or is not supported.
+        ConfigError: The settings do not fit the model or the number of ranks.
+        DeadlineError: A rank did not reach the rendezvous within ``actor_rollout_ref.nccl_timeout``.
+    """
+    # Before Megatron is imported, because a defective Transformer Engine would make its import fail.
+    resolve_transformer_impl(config.actor_rollout_ref.actor.megatron.transformer_impl, spec.device)
+    from recipe_gkd.actor.megatron.backend import MegatronBackend
+
+    return MegatronBackend(config, spec)

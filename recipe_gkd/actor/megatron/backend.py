@@ -1,0 +1,115 @@
+"""The Megatron backend: any parallel layout, for the families of :mod:`~recipe_gkd.actor.megatron.model_dims`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipe_gkd.actor.backend import BackendReport, LossFunction
+from recipe_gkd.actor.megatron import patches
+from recipe_gkd.actor.megatron.checkpoint_load import check_checkpoint, load_checkpoint
+from recipe_gkd.actor.megatron.checkpoint_save import MegatronSave
+from recipe_gkd.actor.megatron.export import export_weights, weights_meta
+from recipe_gkd.actor.megatron.forward_backward import run_micro_batches
+from recipe_gkd.actor.megatron.layer_report import layer_report
+from recipe_gkd.actor.megatron.megatron_model import build_megatron_model
+from recipe_gkd.actor.megatron.optimizer import clip_and_step, gradient_norm, set_hyperparameters
+from recipe_gkd.actor.megatron.padding_rows import keep_padding_rows
+from recipe_gkd.actor.megatron.parallel import check_world_size, context_group, destroy_parallel, tensor_group
+from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
+from recipe_gkd.actor.ranks import RankSpec
+from recipe_gkd.config.schema import Config, OptimConfig
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+
+
+class MegatronBackend:
+    """The student in training on Megatron-core; see :class:`~recipe_gkd.actor.backend.Backend`.
+
+    Args:
+        config: Configuration of the run.
+        spec: This process.
+
+    Attributes:
+        model: Megatron's model chunks, optimizer and weight table of this rank.
+
+    Raises:
+        ConfigError: The ranks cannot hold complete copies of the model, or the layout does not fit it.
+        ModelError: The model folder cannot be read or is not supported.
+        DeadlineError: A rank did not reach the rendezvous.
+    """
+
+    def __init__(self, config: Config, spec: RankSpec) -> None:
+        self._gkd, self._actor = config.gkd, config.actor_rollout_ref.actor
+        megatron = self._actor.megatron
+        check_world_size(megatron, spec.world_size)
+        patches.install()
+        with self.in_use():
+            self.model = build_megatron_model(config, spec)
+        if spec.device == "cuda":
+            # Memory that only the loading needed, such as the weights before the gradient buffers contained them, is
+            # still cached. A rollout engine that starts later may share the GPU.
+            torch.cuda.empty_cache()
+        self.layout, self.device, self.dtype = self.model.layout, self.model.device, self.model.dtype
+        self.vocab_size, self.attention = self.model.dims.vocab_size, self.model.attention
+        self.tp_group, self.cp_group = tensor_group(self.layout), context_group(self.layout)
+        self.row_multiple = self.layout.tp_size if megatron.sequence_parallel else 1
+        # Interleaved stages process micro-batches in rounds of `pp_size`.
+        self.micro_batch_multiple = self.layout.pp_size if megatron.virtual_pipeline_model_parallel_size else 1
+
+    def report(self) -> BackendReport:
+        """Describe the model."""
+        layers = layer_report(self.model.chunks[0].config, self._actor.megatron.transformer_impl)
+        return BackendReport(n_parameters=self.model.n_parameters, summary=layers.summary, warnings=layers.warnings)
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Return the context in which Megatron requests no CUDA device on a CPU."""
+        return patches.on_host()
+
+    def zero_grad(self) -> None:
+        """Set the gradient to zero."""
+        for chunk in self.model.wrapped:
+            chunk.zero_grad_buffer()
+        self.model.optimizer.zero_grad()
+
+    def accumulate(self, plan: MicroBatchPlan, loss: LossFunction) -> list[dict[str, Any]]:
+        """Add the gradient of the objective; see :class:`~recipe_gkd.actor.backend.Backend`."""
+        return run_micro_batches(self.model, plan, loss, gkd=self._gkd, timeout_s=self._actor.timeout_s)
+
+    def gradient_norm(self) -> float:
+        """Return the global norm of the gradient, the same on every rank."""
+        return gradient_norm(self.model.optimizer)
+
+    def step(self, norm: float, *, lr: float, optim: OptimConfig, n_token_ids: int) -> None:
+        """Clip the gradient and update the weights; see :class:`~recipe_gkd.actor.backend.Backend`."""
+        set_hyperparameters(self.model.optimizer, lr, optim)
+        with keep_padding_rows(self.model, n_token_ids):
+            clip_and_step(self.model.optimizer, norm, optim.clip_grad)
+
+    def weights_meta(self) -> list[list[TensorMeta]]:
+        """Return Hugging Face name, complete shape and dtype of the tensors of each weight, in order."""
+        return [weights_meta([weight], self.dtype) for weight, _ in self.model.weights]
+
+    def export_weights(self, first: int = 0, last: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield complete tensors on rank 0; see :func:`recipe_gkd.actor.megatron.export.export_weights`."""
+        return export_weights(self.model, first, last)
+
+    def plan_save(self, path: Path, step: int, contents: Sequence[str]) -> MegatronSave:
+        """Prepare the save of a checkpoint; see :class:`~recipe_gkd.actor.backend.Backend`."""
+        return MegatronSave(self.model, path, step, contents)
+
+    def check_checkpoint(self, path: Path, contents: Sequence[str]) -> dict[str, Any]:
+        """Check that a checkpoint can be loaded; see :class:`~recipe_gkd.actor.backend.Backend`."""
+        return check_checkpoint(path, self.model, contents)
+
+    def load_checkpoint(self, path: Path, contents: Sequence[str], common: dict[str, Any]) -> int:
+        """Restore a checkpoint of any layout; see :class:`~recipe_gkd.actor.backend.Backend`."""
+        return load_checkpoint(path, self.model, contents, common)
+
+    def shutdown(self) -> None:
+        """Destroy the process groups."""
+        destroy_parallel()
