@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from recipe_gkd.actor.megatron.model_dims import ensure_heads_fit_context, ensure_layout_fits, read_model_dims
+from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
+from recipe_gkd.actor.student_dims import read_student_dims
 from recipe_gkd.config import Config
 from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss
 from recipe_gkd.config.teachers import TEACHER, names
@@ -63,11 +64,9 @@ def read_student(config: Config) -> Student:
     check_metric_names(config)
     model = config.actor_rollout_ref.model
     path = find_model(model.path)
-    dims = read_model_dims(path, trust_remote_code=model.trust_remote_code)
-    megatron = config.actor_rollout_ref.actor.megatron
-    ensure_layout_fits(dims, megatron)
-    if config.trainer.device == "cpu" or megatron.transformer_impl == "local":
-        ensure_heads_fit_context(dims, megatron)  # otherwise the worker checks it, when it has chosen the kernel
+    dims = read_student_dims(path, config)
+    if isinstance(dims, ModelDims):
+        _check_megatron_layout(dims, config)
     longest = config.data.max_prompt_length + config.data.max_response_length
     if dims.max_positions < longest:
         raise ConfigError(
@@ -86,6 +85,13 @@ def read_student(config: Config) -> Student:
         raise ModelError(f"the tokenizer in {path} cannot be loaded: {error}") from error
     n_tokens = min(count_ids(tokenizer), dims.vocab_size)
     return Student(path, dims.vocab_size, tokenizer, tokenizer_fingerprint(tokenizer), n_tokens)
+
+
+def _check_megatron_layout(dims: ModelDims, config: Config) -> None:
+    megatron = config.actor_rollout_ref.actor.megatron
+    ensure_layout_fits(dims, megatron)
+    if config.trainer.device == "cpu" or megatron.transformer_impl == "local":
+        ensure_heads_fit_context(dims, megatron)  # otherwise the worker checks it, when it has chosen the kernel
 
 
 def check_metric_names(config: Config) -> None:

@@ -176,6 +176,10 @@ def build_backend(config: Config, spec: RankSpec) -> Backend:
         ConfigError: The settings do not fit the model or the number of ranks.
         DeadlineError: A rank did not reach the rendezvous within ``actor_rollout_ref.nccl_timeout``.
     """
+    if config.actor_rollout_ref.actor.strategy == "fsdp":
+        from recipe_gkd.actor.fsdp.backend import FsdpBackend
+
+        return FsdpBackend(config, spec)
     # Before Megatron is imported, because a defective Transformer Engine would make its import fail.
     resolve_transformer_impl(config.actor_rollout_ref.actor.megatron.transformer_impl, spec.device)
     from recipe_gkd.actor.megatron.backend import MegatronBackend

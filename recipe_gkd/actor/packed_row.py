@@ -6,7 +6,7 @@ length of a block, P positions of all blocks with their padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,13 @@ class PackedRow:
 
 
 def attend(
-    kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scale: float | None
+    kernel: AttentionKernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: PackedRow,
+    scale: float | None,
+    window: int | None = None,
 ) -> Tensor:
     """Return causal attention within whole sequences, [N, H, D].
 
@@ -54,12 +60,15 @@ def attend(
         value: Values, [N, G, D].
         row: Positions of the sequences.
         scale: Factor of the scores; None for 1 / sqrt(D).
+        window: Number of last keys that a query attends to, its own included; None for all.
     """
     function = attend_varlen if kernel is AttentionKernel.VARLEN else attend_in_blocks
-    return function(query, key, value, row, scale)
+    return function(query, key, value, row, scale, window)
 
 
-def attend_varlen(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scale: float | None) -> Tensor:
+def attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scale: float | None, window: int | None = None
+) -> Tensor:
     """Return causal attention within whole sequences, [N, H, D], with one kernel for all of them.
 
     Args:
@@ -68,6 +77,7 @@ def attend_varlen(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, sca
         value: Values, [N, G, D].
         row: Positions of the sequences.
         scale: Factor of the scores; None for 1 / sqrt(D).
+        window: Number of last keys that a query attends to, its own included; None for all.
     """
     from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo
 
@@ -80,14 +90,16 @@ def attend_varlen(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, sca
         row.max_length,
         row.max_length,
         scale=scale,
-        window_size=(-1, 0),  # causal
+        window_size=(-1 if window is None else window - 1, 0),  # causal
         enable_gqa=query.size(1) != key.size(1),
     )
     assert isinstance(output, Tensor)  # not a pair, because no further result is requested
     return output
 
 
-def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scale: float | None) -> Tensor:
+def attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scale: float | None, window: int | None = None
+) -> Tensor:
     """Return causal attention within whole sequences, [N, H, D], on any device and in any type.
 
     Args:
@@ -96,25 +108,61 @@ def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, 
         value: Values, [N, G, D].
         row: Positions of the sequences.
         scale: Factor of the scores; None for 1 / sqrt(D).
+        window: Number of last keys that a query attends to, its own included; None for all.
     """
-    if query.device.type == "cuda" and (copies := query.size(1) // key.size(1)) > 1:
-        # With grouped queries in float32, torch would choose the kernel that stores all scores, [R, H, S, S].
+    is_masked = window is not None and window < row.max_length
+    if (query.device.type == "cuda" or is_masked) and (copies := query.size(1) // key.size(1)) > 1:
+        # With grouped queries in float32 or with a mask, torch would choose the kernel that stores all scores,
+        # [R, H, S, S].
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
 
     def attend(q_RSHD: Tensor, k_RSGD: Tensor, v_RSGD: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q_RSHD, k_RSGD, v_RSGD))
+        mask_SS = window_mask(q.size(2), window, q.device) if is_masked else None
         # Attention is causal and padding is on the right, so padding does not affect real positions.
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.size(1) != k.size(1))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask_SS, is_causal=mask_SS is None, scale=scale, enable_gqa=q.size(1) != k.size(1)
+        )
         return out.transpose(1, 2).flatten(0, 1)
 
+    return apply_to_blocks(attend, query, key, value, row)
+
+
+def window_mask(length: int, window: int | None, device: torch.device, *, first: int = 0) -> Tensor:
+    """Return True where a query attends to a key, bool [length - first, length].
+
+    Args:
+        length: Number of keys.
+        window: Number of last keys that a query attends to, its own included; None for all.
+        device: Device of the mask.
+        first: Position of the first query.
+    """
+    keys = torch.arange(length, device=device)
+    distance = keys[first:, None] - keys
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def apply_to_blocks(
+    function: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, row: PackedRow
+) -> Tensor:
+    """Return the results of a causal attention function on the right-padded blocks of a row, [N, H, D].
+
+    Args:
+        function: Returns [R * S, H, D] for queries [R, S, H, D], keys [R, S, G, D] and values [R, S, G, D].
+        query: Queries, [N, H, D].
+        key: Keys, [N, G, D].
+        value: Values, [N, G, D].
+        row: Positions of the sequences, with ``blocks`` or ``uniform_length``.
+    """
     if (length := row.uniform_length) is not None:
-        return attend(*(x.unflatten(0, (-1, length)) for x in (query, key, value)))  # views: nothing is gathered
+        return function(*(x.unflatten(0, (-1, length)) for x in (query, key, value)))  # views: nothing is gathered
     blocks, unpack_index_N = row.blocks, row.unpack_index_N
     rows_P = torch.cat([rows_RS.flatten() for rows_RS in blocks])
     sizes = [rows_RS.numel() for rows_RS in blocks]
     padded = [_Pad.apply(x, rows_P, unpack_index_N).split(sizes) for x in (query, key, value)]
     outputs = [
-        attend(*(x.unflatten(0, rows_RS.shape) for x in parts)) for rows_RS, *parts in zip(blocks, *padded, strict=True)
+        function(*(x.unflatten(0, rows_RS.shape) for x in parts))
+        for rows_RS, *parts in zip(blocks, *padded, strict=True)
     ]
     return _Unpad.apply(torch.cat(outputs), unpack_index_N)
 

@@ -5,7 +5,7 @@
     <default_local_dir>/
         latest_checkpointed_iteration.txt     step of the last complete checkpoint
         global_step_40/
-            actor/                            Megatron's distributed checkpoint
+            actor/                            distributed checkpoint of the backend, Megatron or FSDP
             huggingface/                      if checkpoint.save_contents has hf_model
             trainer.json                      Progress: step, position in the data, properties of the data
         best.json                             list of Best records by trainer.best_metric; the last one is the best

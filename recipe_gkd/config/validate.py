@@ -14,7 +14,30 @@ from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import call_problem, load_attribute, split_spec
 from recipe_gkd.runtime.worker_variables import FIXED, PER_NODE
 
+STRATEGY = "actor_rollout_ref.actor.strategy"
 MEGATRON = "actor_rollout_ref.actor.megatron"
+FSDP = "actor_rollout_ref.actor.fsdp_config"
+
+MEGATRON_LAYOUT: dict[str, object] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "sequence_parallel": False,
+    "override_transformer_config": {},
+    "override_ddp_config": {},
+}
+"""Keys of Megatron's section that a run with FSDP would not follow, and the values that it does follow."""
+
+FSDP_LAYOUT: dict[str, object] = {
+    "fsdp_size": -1,
+    "wrap_policy": None,
+    "gradient_checkpointing": False,
+    "reshard_after_forward": True,
+}
+"""Keys of FSDP's section that a run with Megatron would not follow, and the defaults."""
 
 
 def validate(config: Config) -> None:
@@ -26,6 +49,7 @@ def validate(config: Config) -> None:
     checks = (
         _unsupported_features,
         _schedule,
+        _unused_backend,
         _actor_layout,
         _optimizer,
         _rollout_layout,
@@ -45,15 +69,16 @@ def validate(config: Config) -> None:
 
 def _unsupported_features(config: Config) -> Iterator[str]:
     """Yield a message for each value that other recipes of this family support and this one does not."""
-    megatron = config.actor_rollout_ref.actor.megatron
+    actor = config.actor_rollout_ref.actor
     if config.actor_rollout_ref.hybrid_engine:
         yield (
             "actor_rollout_ref.hybrid_engine=true: actor and rollout workers have separate pools; "
             "set it to false and size the pools with trainer.n_gpus_per_node and rollout.n_gpus_per_node"
         )
-    for name in ("param_offload", "grad_offload", "optimizer_offload"):
-        if getattr(megatron, name):
-            yield f"{MEGATRON}.{name}=true: offloading is not implemented; set it to false"
+    for prefix, section in ((MEGATRON, actor.megatron), (FSDP, actor.fsdp_config)):
+        for name in ("param_offload", "grad_offload", "optimizer_offload"):
+            if getattr(section, name, False):
+                yield f"{prefix}.{name}=true: offloading is not implemented; set it to false"
 
 
 def _schedule(config: Config) -> Iterator[str]:
@@ -72,7 +97,47 @@ def _schedule(config: Config) -> Iterator[str]:
         )
 
 
+def _unused_backend(config: Config) -> Iterator[str]:
+    """Yield a message for each layout key of the training backend that the run does not use."""
+    actor = config.actor_rollout_ref.actor
+    prefix, section, neutral, other = (
+        (MEGATRON, actor.megatron, MEGATRON_LAYOUT, "megatron")
+        if actor.strategy == "fsdp"
+        else (FSDP, actor.fsdp_config, FSDP_LAYOUT, "fsdp")
+    )
+    for name, value in neutral.items():
+        got = getattr(section, name)
+        if got != value:
+            yield (
+                f"{prefix}.{name}={_yaml(got)} has no effect with {STRATEGY}={actor.strategy}; set it to "
+                f"{_yaml(value)}, or set {STRATEGY}={other}"
+            )
+
+
+def _yaml(value: object) -> str:
+    """Return a value as it is written in an override."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _actor_layout(config: Config) -> Iterator[str]:
+    """Yield a message for each size of the training backend that does not fit the actor pool."""
+    yield from (_fsdp_layout if config.actor_rollout_ref.actor.strategy == "fsdp" else _megatron_layout)(config)
+
+
+def _fsdp_layout(config: Config) -> Iterator[str]:
+    size, trainer = config.actor_rollout_ref.actor.fsdp_config.fsdp_size, config.trainer
+    slots = trainer.nnodes * trainer.n_gpus_per_node
+    if size == 0:
+        yield f"{FSDP}.fsdp_size=0: a copy of the model needs at least one rank; set it to -1 (all ranks) or above 0"
+    elif size > 0 and slots % size:
+        yield (
+            f"the actor pool has trainer.nnodes x trainer.n_gpus_per_node = {trainer.nnodes} x "
+            f"{trainer.n_gpus_per_node} = {slots} slots, which is not a multiple of {FSDP}.fsdp_size={size}; change "
+            "the pool, or set fsdp_size=-1 (all ranks)"
+        )
+
+
+def _megatron_layout(config: Config) -> Iterator[str]:
     megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
     slots = trainer.nnodes * trainer.n_gpus_per_node
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size

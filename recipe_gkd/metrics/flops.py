@@ -13,23 +13,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from recipe_gkd.actor.megatron.model_dims import ModelDims
+    from recipe_gkd.actor.student_dims import StudentDims
 
 BACKWARD_OVER_FORWARD = 2
 
 
-def update_flops(dims: ModelDims, lengths: Sequence[int], n_logit_rows: int) -> int:
+def update_flops(dims: StudentDims, lengths: Sequence[int], n_logit_rows: int) -> int:
     """Return the FLOPs of the forward and backward pass over packed sequences.
 
     Args:
-        dims: Dimensions of the model.
+        dims: Dimensions of the model, whose ``flops_problem`` is None.
         lengths: Input tokens of each sequence.
         n_logit_rows: Number of rows for which the output layer computes logits: response tokens.
     """
     return (1 + BACKWARD_OVER_FORWARD) * forward_flops(dims, lengths, n_logit_rows)
 
 
-def forward_flops(dims: ModelDims, lengths: Sequence[int], n_logit_rows: int) -> int:
+def forward_flops(dims: StudentDims, lengths: Sequence[int], n_logit_rows: int) -> int:
     """Return the FLOPs of the forward pass over packed sequences; see :func:`update_flops`."""
     layers = sum(lengths) * sum(_layer_flops_per_token(dims, layer) for layer in range(dims.layers))
     # Each token attends to itself and to all tokens before it. A pair of a query and a key has two products of length
@@ -39,7 +39,7 @@ def forward_flops(dims: ModelDims, lengths: Sequence[int], n_logit_rows: int) ->
     return layers + attention + 2 * n_logit_rows * dims.hidden * dims.vocab_size
 
 
-def _layer_flops_per_token(dims: ModelDims, layer: int) -> int:
+def _layer_flops_per_token(dims: StudentDims, layer: int) -> int:
     """Return the FLOPs of the linear layers of one transformer layer for one token."""
     qkv_columns = (dims.heads + 2 * dims.kv_heads) * dims.head_dim
     projections = 2 * dims.hidden * (qkv_columns + dims.heads * dims.head_dim)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_gkd.config import Config
+from recipe_gkd.config.schema import ActorConfig
 from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.config.teachers import addresses
 from recipe_gkd.metrics.step_time_model import StageSeconds, step_seconds
@@ -16,6 +17,16 @@ LOCAL_HOSTS = ("127.", "localhost")  # prefixes of addresses of this machine, wh
 
 PoolSize = tuple[int, int]  # nodes, devices per node
 Grants = Callable[[PoolSize, PoolSize], bool]  # (actor pool, rollout pool) -> True if the cluster has room for both
+
+
+def _actor_divisor(actor: ActorConfig) -> int:
+    """Return the number of devices of one model replica."""
+    if actor.strategy == "fsdp":
+        return max(1, actor.fsdp_config.fsdp_size)  # -1: the replica has as many devices as the pool
+    megatron = actor.megatron
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    expert_ranks = megatron.expert_model_parallel_size * (megatron.expert_tensor_parallel_size or tp)
+    return pp * math.lcm(tp * megatron.context_parallel_size, expert_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +38,8 @@ class ResourceLayout:
         inflight: True if weights are updated in the middle of responses.
         actor: Nodes and devices per node of the actor pool.
         rollout: Nodes and devices per node of the rollout pool.
-        actor_divisor: Number of devices of one model replica. The size of the actor pool is a multiple of it.
+        actor_divisor: Number of devices of one model replica, 1 if any number will do. The size of the actor pool is a
+            multiple of it.
         rollout_divisor: Number of devices of one engine, which cannot span nodes.
         shared: True if both pools use the same devices.
         n_teachers: Number of teacher workers.
@@ -62,9 +74,6 @@ class ResourceLayout:
             cores: See the attribute.
         """
         trainer, settings = config.trainer, config.actor_rollout_ref
-        megatron = settings.actor.megatron
-        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-        expert_ranks = megatron.expert_model_parallel_size * (megatron.expert_tensor_parallel_size or tp)
         hosts = [host for host, _ in addresses(settings.teacher).values()]
         is_service = settings.teacher.backend == "zmq"
         return cls(
@@ -72,7 +81,7 @@ class ResourceLayout:
             inflight=trainer.inflight_update,
             actor=(trainer.nnodes, trainer.n_gpus_per_node),
             rollout=(config.rollout.nnodes, config.rollout.n_gpus_per_node),
-            actor_divisor=pp * math.lcm(tp * megatron.context_parallel_size, expert_ranks),
+            actor_divisor=_actor_divisor(settings.actor),
             rollout_divisor=settings.rollout.tensor_model_parallel_size,
             shared=config.rollout.share_actor_gpus,
             n_teachers=settings.teacher.n_server_workers if is_service else 1,

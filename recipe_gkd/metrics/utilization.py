@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from recipe_gkd.actor.megatron.model_dims import ModelDims, read_model_dims
+from recipe_gkd.actor.student_dims import StudentDims, read_student_dims
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.metrics.device_peaks import peak_tflops
@@ -24,20 +24,19 @@ class ActorUtilization:
         pool_tflops: Peak rate of all actor devices together, in TFLOP/s.
     """
 
-    def __init__(self, dims: ModelDims, pool_tflops: float) -> None:
+    def __init__(self, dims: StudentDims, pool_tflops: float) -> None:
         self._dims, self._pool_flops = dims, pool_tflops * 1e12
 
     @classmethod
     def of(cls, config: Config, device_names: Sequence[str]) -> ActorUtilization | None:
-        """Return the computation for a run, or None with a line in the log if a peak rate is unknown.
+        """Return the computation for a run, or None with a line in the log if a peak rate or the FLOPs are unknown.
 
         Args:
             config: Configuration of the run. The student's folder exists.
             device_names: Name of each actor device.
         """
-        actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-        peak = config.trainer.device_peak_tflops
-        peaks = {name: peak or peak_tflops(name, actor.megatron.dtype) for name in device_names}
+        peak, dtype = config.trainer.device_peak_tflops, config.actor_rollout_ref.actor.dtype
+        peaks = {name: peak or peak_tflops(name, dtype) for name in device_names}
         if unknown := sorted(name for name, tflops in peaks.items() if tflops is None):
             log.info(
                 "perf/mfu/actor is left out: the peak rate of %s is unknown; set %s to log it",
@@ -47,7 +46,10 @@ class ActorUtilization:
             return None
         if not device_names:
             return None
-        dims = read_model_dims(model.path, trust_remote_code=model.trust_remote_code)
+        dims = read_student_dims(config.actor_rollout_ref.model.path, config)
+        if problem := dims.flops_problem(config.data.max_prompt_length + config.data.max_response_length):
+            log.info("perf/mfu/actor is left out: %s", problem)
+            return None
         return cls(dims, sum(peaks[name] or 0.0 for name in device_names))
 
     def metrics(self, samples: Iterable[Sample], update_s: float) -> dict[str, float]:

@@ -14,11 +14,13 @@ from recipe_gkd.ray_cluster.node_probe import ActorLocation
 
 _DEVICE_MEMORY_ADVICE = {
     "actor": (
-        "lower actor_rollout_ref.actor.max_token_len (or micro_batch_size without use_dynamic_bsz), recompute "
-        "activations with actor_rollout_ref.actor.megatron.override_transformer_config.{recompute_granularity=full,"
-        "recompute_method=uniform,recompute_num_layers=1}, set gkd.fuse_lm_head=true, or raise "
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size or the number of actor GPUs; docs/operations.md "
-        "has a table of the memory that an actor needs"
+        "lower actor_rollout_ref.actor.max_token_len (or micro_batch_size without use_dynamic_bsz), set "
+        "gkd.fuse_lm_head=true, raise the number of actor GPUs, recompute activations or divide the model further: "
+        "with strategy=megatron set actor_rollout_ref.actor.megatron.override_transformer_config."
+        "{recompute_granularity=full,recompute_method=uniform,recompute_num_layers=1} or raise "
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size; with strategy=fsdp set "
+        "actor_rollout_ref.actor.fsdp_config.{gradient_checkpointing=true,reshard_after_forward=true,fsdp_size=-1}; "
+        "docs/operations.md has a table of the memory that an actor needs"
     ),
     "rollout": (
         "lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs, max_num_batched_tokens or "

@@ -5,7 +5,7 @@ The driver runs them before it starts any process, so this module does not impor
 
 from __future__ import annotations
 
-from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.student_dims import StudentDims
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import ConfigError
 
@@ -14,7 +14,7 @@ VLLM_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this (``DEFAULT_VOCAB_PADDING_SIZE`` of ``vocab_parallel_embedding``)."""
 
 
-def check_engine_fits(dims: ModelDims, config: Config) -> None:
+def check_engine_fits(dims: StudentDims, config: Config) -> None:
     """Check lengths, parallelism and KV cache of ``actor_rollout_ref.rollout`` against the model and the device.
 
     Args:
@@ -55,19 +55,19 @@ def check_cpu_budget(tokens: int, max_model_len: int) -> None:
         )
 
 
-def _check_length(dims: ModelDims, config: Config) -> None:
+def _check_length(dims: StudentDims, config: Config) -> None:
     length = engine_length(config)
     if length > dims.max_positions:
         raise ConfigError(
             f"{ROLLOUT}.max_model_len={length} is more than the {dims.max_positions} positions of the student "
-            "(max_position_embeddings in its config.json); lower it, or set it to null"
+            "(max_position_embeddings or n_positions in its config.json); lower it, or set it to null"
         )
 
 
-def _check_parallelism(dims: ModelDims, tp: int) -> None:
+def _check_parallelism(dims: StudentDims, tp: int) -> None:
     """Check that each rank gets whole heads, and an equal share of each layer's columns and of the vocabulary.
 
-    vLLM repeats key/value heads if there are fewer heads than ranks.
+    vLLM repeats key/value heads if there are fewer heads than ranks. Unknown dimensions are 0, which each size divides.
     """
     kv_fits = dims.kv_heads % tp == 0 or tp % dims.kv_heads == 0
     padded = -(-dims.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
@@ -88,14 +88,14 @@ def _check_parallelism(dims: ModelDims, tp: int) -> None:
         )
 
 
-def _check_cache(dims: ModelDims, config: Config) -> None:
+def _check_cache(dims: StudentDims, config: Config) -> None:
     """Check that the KV cache holds the longest sequence. ``dtype=auto`` counts as two bytes, its minimum."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.kv_cache_memory_megabytes is None:
         return
     n_bytes = 4 if rollout.dtype == "float32" else 2
     heads = max(1, dims.kv_heads // rollout.tensor_model_parallel_size)
-    per_token = 2 * dims.layers * heads * dims.head_dim * n_bytes
+    per_token = 2 * dims.n_cached_layers() * heads * dims.head_dim * n_bytes
     needed = engine_length(config) * per_token
     if needed > rollout.kv_cache_memory_megabytes << 20:
         raise ConfigError(

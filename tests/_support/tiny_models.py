@@ -204,6 +204,13 @@ def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
     return reports[0]["sums"]["logits"] if reports else None
 
 
+def with_ids_below(n_token_ids: int, sample: Sample) -> Sample:
+    """Return the sample with smaller ids only."""
+    prompt, response = sample.prompt.ids % n_token_ids, sample.response.ids % n_token_ids
+    ids_TK = np.tile(np.arange(sample.teacher.ids_TK.shape[1], dtype=np.int32), (len(response), 1))
+    return make_sample(sample.prompt.uid, prompt, response, sample.teacher.logps_TK, ids_TK)
+
+
 def _with_loss_in_all_rows(sample: Sample, uid: int) -> Sample:
     """Return a sample of the same tokens whose prompt is one token, so that each row predicts a response token."""
     ids = sample.token_ids

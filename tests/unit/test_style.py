@@ -233,6 +233,18 @@ class TestImports:
         ]
         assert not found
 
+    @pytest.mark.parametrize(("package", "other"), [("megatron", "fsdp"), ("fsdp", "megatron")])
+    def test_training_backends_do_not_import_each_other(self, package: str, other: str) -> None:
+        refused = (f"recipe_gkd.actor.{other}", *(["megatron"] if package == "fsdp" else []))
+        names = [str(path.relative_to(REPO)) for path in (REPO / "recipe_gkd/actor" / package).glob("*.py")]
+        assert names
+        assert not [
+            f"{name} imports {module}"
+            for name in names
+            for module in imports_of(name)
+            if f"{module}.".startswith(tuple(f"{each}." for each in refused))
+        ]
+
     def test_packages_have_no_import_cycle(self) -> None:
         imported: dict[str, set[str]] = defaultdict(set)
         for name in PYTHON_FILES:

@@ -8,16 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
+from recipe_gkd.actor.checkpoint_files import (
+    BACKEND,
+    check_backend,
+    check_contents,
+    check_file_sizes,
+    damage_as_error,
+    read_description,
+    read_on_all_ranks,
+)
 from recipe_gkd.actor.megatron.checkpoint_state import optimizer_kind, restore_rng, rng_state, sharded_state
 from recipe_gkd.actor.megatron.megatron_model import MegatronModel
 from recipe_gkd.actor.megatron.model_dims import ModelDims
-from recipe_gkd.actor.parallel_write import agree
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch
 
+STRATEGY = "megatron"
 # Fields of `ModelDims` that had another name in the checkpoints of earlier versions.
 RENAMED_DIMS = {"mixture": "moe"}
 
@@ -35,16 +44,11 @@ def check_checkpoint(path: Path, model: MegatronModel, contents: Sequence[str]) 
 
     Raises:
         CheckpointError: The checkpoint is missing, incomplete or damaged. Raised on all ranks.
-        CheckpointMismatch: It is of another model, or lacks one of ``contents``. Raised on all ranks.
+        CheckpointMismatch: It is of another model or backend, or lacks one of ``contents``. Raised on all ranks.
     """
-    common: dict[str, Any] = {}
-    failure = None
-    try:
-        common = _read_common(path)
-    except CheckpointError as error:
-        failure = str(error)
-    agree(f"loading the checkpoint {path}", failure, model.device)
-    _check_matches(path, common["about"], model, contents)  # has the same result on all ranks
+    common = read_on_all_ranks(path, _read_common, model.device)
+    check_backend(path, common[BACKEND], STRATEGY)  # this and the following have the same result on all ranks
+    _check_matches(path, common["about"], model, contents)
     return common
 
 
@@ -89,30 +93,21 @@ def load_checkpoint(path: Path, model: MegatronModel, contents: Sequence[str], c
 
 
 def _read_common(path: Path) -> dict[str, Any]:
-    """Read the description of a checkpoint and compare the sizes of its files with it. Not collective."""
-    if not (path / CONFIG_FNAME).is_file():
-        raise CheckpointError(
-            f"{path} is not a complete checkpoint of the actor (it has no {CONFIG_FNAME}); use another checkpoint"
-        )
-    try:
+    """Read the description of a checkpoint and compare the sizes of its files with it. Not collective.
+
+    Returns:
+        Megatron's common state, and the backend that saved the checkpoint. Of another backend only its description.
+    """
+    description = read_description(path)
+    if description[BACKEND] != STRATEGY:
+        return description
+    with damage_as_error(path):
         common = dist_checkpointing.load_common_state_dict(str(path))
         metadata = FileSystemReader(path).read_metadata()
         if "about" not in common or metadata.storage_data is None:
             raise CheckpointError(f"{path} was not written by recipe_gkd; use another checkpoint")
-        sizes: dict[str, int] = {}
-        for entry in metadata.storage_data.values():
-            sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
-        for name, size in sizes.items():
-            found = (path / name).stat().st_size
-            if found < size:
-                raise CheckpointError(
-                    f"{path} is damaged: {name} has {found} bytes, expected {size}; use another checkpoint"
-                )
-    except CheckpointError:
-        raise
-    except Exception as error:  # unpickling damaged bytes may raise any exception
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint") from error
-    return common
+        check_file_sizes(path, metadata.storage_data.values())
+    return common | {BACKEND: STRATEGY}
 
 
 def check_same_dims(path: Path, saved: Mapping[str, Any], dims: ModelDims) -> None:
@@ -140,11 +135,7 @@ def check_same_dims(path: Path, saved: Mapping[str, Any], dims: ModelDims) -> No
 
 def _check_matches(path: Path, about: dict[str, Any], model: MegatronModel, contents: Sequence[str]) -> None:
     check_same_dims(path, about["model"], model.dims)
-    if missing := [part for part in contents if part not in about["contents"]]:
-        raise CheckpointMismatch(
-            f"{path} has no {', '.join(missing)}, only {', '.join(about['contents'])}; change "
-            "actor_rollout_ref.actor.checkpoint.load_contents"
-        )
+    check_contents(path, about["contents"], contents)
     kind = optimizer_kind(model)
     if "optimizer" in contents and about["optimizer_kind"] != kind:
         raise CheckpointMismatch(

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
-from recipe_gkd.actor.megatron.model_dims import ModelDims, MoEConfig
+from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.student_dims import MoEConfig
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"

@@ -13,11 +13,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.megatron.layer_spec import decoder_spec, ensure_megatron_supports_te
-from recipe_gkd.actor.megatron.model_dims import ModelDims, MoEConfig, ensure_heads_fit_context, ensure_layout_fits
+from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
 from recipe_gkd.actor.megatron.overrides import MEGATRON, checked_overrides
 from recipe_gkd.actor.megatron.packed_attention import attention_kernel
 from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding
 from recipe_gkd.actor.megatron.transformer_impl import ResolvedImpl, resolve_transformer_impl
+from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.config.schema import MegatronConfig
 
 

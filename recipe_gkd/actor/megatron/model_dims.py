@@ -6,11 +6,11 @@ unsupported model before it starts a worker.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipe_gkd.actor.student_dims import MoEConfig, StudentDims, load_hf_config, read_config_json
 from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError, ModelError
 
@@ -37,65 +37,26 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig:
-    """Mixture-of-experts part of a model.
-
-    Attributes:
-        layers: One entry per layer: True for a mixture-of-experts layer, False for a dense layer.
-        experts: Number of experts per layer.
-        top_k: Number of experts per token.
-        ffn: Feed-forward columns of one expert.
-        normalized: If true, the router weights of a token's experts sum to 1.
-        shared_ffn: Feed-forward columns of the gated shared expert; None if there is no shared expert.
-    """
-
-    layers: tuple[bool, ...]
-    experts: int
-    top_k: int
-    ffn: int
-    normalized: bool
-    shared_ffn: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelDims:
-    """Dimensions needed to build a model and to convert its weights.
+class ModelDims(StudentDims):
+    """Dimensions needed to build a model and to convert its weights, besides those of :class:`StudentDims`.
 
     Attributes:
         family: One of :data:`FAMILIES`.
-        layers: Number of transformer layers.
-        hidden: Width of the residual stream.
-        ffn: Feed-forward columns of a dense layer.
-        heads: Number of query heads.
-        kv_heads: Number of key/value heads.
-        head_dim: Width of one head.
-        vocab_size: Rows of the embedding in the Hugging Face folder, without Megatron's padding.
         tied: If true, the output layer shares the weights of the embedding.
         qkv_bias: If true, the query, key and value projections have biases.
         qk_norm: If true, queries and keys are normalized per head.
         norm_eps: Epsilon of RMSNorm.
-        max_positions: Maximum sequence length (``max_position_embeddings``).
         rope_base: Base of the rotary embedding.
         rope_llama3_factor: Factor of llama3 rotary scaling; None without scaling.
-        moe: Mixture-of-experts part; None if all layers are dense.
     """
 
     family: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
     tied: bool
     qkv_bias: bool
     qk_norm: bool
     norm_eps: float
-    max_positions: int
     rope_base: float
     rope_llama3_factor: float | None
-    moe: MoEConfig | None = None
 
     def padded_vocab(self, tp_size: int) -> int:
         """Return the rows of Megatron's embedding: ``vocab_size`` rounded up so that ``tp_size`` divides it."""
@@ -113,24 +74,14 @@ def read_model_dims(path: str | Path, *, trust_remote_code: bool = False) -> Mod
     Raises:
         ModelError: The folder has no readable ``config.json``, or the model is not supported.
     """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise ModelError(f"no config.json in {path}; actor_rollout_ref.model.path must be a Hugging Face model folder")
-    try:
-        family = json.loads(file.read_text()).get("model_type")
-        # The family is compared first, because transformers raises an error for a type that it does not support.
-        is_supported = family in FAMILIES
-        hf = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code) if is_supported else None
-    except (OSError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
+    family = read_config_json(path).get("model_type")
+    # The family is compared first, because transformers raises an error for a type that it does not support.
+    if family not in FAMILIES:
         raise ModelError(
-            f"{file} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); expected a file written "
-            "by save_pretrained"
-        ) from error
-    if hf is None:
-        raise ModelError(f"{path} is a {family!r} model; the actor supports: {', '.join(FAMILIES)}")
+            f"{path} is a {family!r} model; the actor supports: {', '.join(FAMILIES)}; for another dense causal "
+            "language model set actor_rollout_ref.actor.strategy=fsdp"
+        )
+    hf = load_hf_config(path, trust_remote_code=trust_remote_code)
     _check_supported(hf, path)
     rope = _rope(hf, path)
     return ModelDims(

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from pydantic.dataclasses import dataclass
 
-from recipe_gkd.config.schema.actor import ActorConfig, CheckpointConfig, MegatronConfig, ModelConfig, OptimConfig
+from recipe_gkd.config.schema.actor import (
+    ActorConfig,
+    CheckpointConfig,
+    FsdpConfig,
+    MegatronConfig,
+    ModelConfig,
+    OptimConfig,
+)
 from recipe_gkd.config.schema.data import DataConfig
 from recipe_gkd.config.schema.fields import STRICT, key, timeout
 from recipe_gkd.config.schema.gkd import AggregationMode, CustomLossConfig, GkdConfig
@@ -27,6 +34,7 @@ __all__ = [
     "Config",
     "CustomLossConfig",
     "DataConfig",
+    "FsdpConfig",
     "GkdConfig",
     "MegatronConfig",
     "ModelConfig",

@@ -14,6 +14,7 @@ CheckpointPart = Literal["model", "optimizer", "extra"]
 DecayStyle = Literal["constant", "linear", "cosine"]
 SavedPart = Literal[CheckpointPart, "hf_model"]
 TrainingDtype = Literal["bfloat16", "float32"]
+Strategy = Literal["megatron", "fsdp"]
 TransformerImpl = Literal["auto", "transformer_engine", "local"]
 
 
@@ -22,7 +23,10 @@ class ModelConfig:
     """Student model, section ``actor_rollout_ref.model``."""
 
     path: str = key("Hugging Face folder of the student, with config, tokenizer and safetensors.")
-    trust_remote_code: bool = key("Allow the tokenizer and the rollout engine to execute code from the model folder.")
+    trust_remote_code: bool = key(
+        "Allow the tokenizer, the rollout engine and an actor with `strategy=fsdp` to execute code from the model "
+        "folder."
+    )
     head_dtype: HeadDtype = key(
         "Data type of the logits. `float32`: the output layer multiplies 16-bit weights, but accumulates and returns "
         "float32, which removes rounding errors of up to 0.06 per log-probability (bfloat16, logits of 16 to 32). "
@@ -78,6 +82,34 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class FsdpConfig:
+    """The actor on PyTorch FSDP, section ``actor_rollout_ref.actor.fsdp_config``."""
+
+    dtype: TrainingDtype = key(
+        "Data type of weights and activations in the forward and backward pass. The sharded weights, the reduction of "
+        "the gradient and the optimizer are float32."
+    )
+    fsdp_size: int = key(
+        "Number of ranks that share one copy of the model; each such group has its own. -1: all ranks share one.",
+        ge=-1,
+        le=MAX_DEVICES,
+    )
+    reshard_after_forward: bool = key(
+        "Free the gathered weights of a layer after its forward pass and gather them again for the backward pass. "
+        "false: more memory, less communication."
+    )
+    wrap_policy: list[str] | None = key(
+        "Names of the module classes whose weights are gathered together. null: the decoder layers that the model "
+        "names itself (`_no_split_modules`). []: the whole model at once."
+    )
+    gradient_checkpointing: bool = key(
+        "Keep only the inputs of the wrapped modules and compute their activations again in the backward pass."
+    )
+    param_offload: bool = key("Move weights and gradients to host memory between updates. Only false is supported.")
+    optimizer_offload: bool = key("Move the optimizer state to host memory between updates. Only false is supported.")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimConfig:
     """Optimizer and learning rate schedule, section ``actor_rollout_ref.actor.optim``."""
 
@@ -113,7 +145,10 @@ class CheckpointConfig:
 class ActorConfig:
     """Actor, the student in training, section ``actor_rollout_ref.actor``."""
 
-    strategy: Literal["megatron"] = key("Training backend.")
+    strategy: Strategy = key(
+        "Training backend. `megatron`: Megatron-core, any parallel layout, for the families of docs/operations.md. "
+        "`fsdp`: PyTorch FSDP2 with data parallelism, for the causal language models of transformers that vLLM serves."
+    )
     micro_batch_size: int = key(
         "Number of samples per micro-batch and rank. Used if `use_dynamic_bsz` is false.", ge=1, le=MAX_BATCH
     )
@@ -128,5 +163,11 @@ class ActorConfig:
     )
     timeout_s: float = timeout("one update, save or load, in seconds. A background save is timed from its start.")
     megatron: MegatronConfig
+    fsdp_config: FsdpConfig
     optim: OptimConfig
     checkpoint: CheckpointConfig
+
+    @property
+    def dtype(self) -> TrainingDtype:
+        """Data type of weights and activations in training."""
+        return self.megatron.dtype if self.strategy == "megatron" else self.fsdp_config.dtype

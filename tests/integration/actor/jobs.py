@@ -57,6 +57,24 @@ def _train(actor: Any, batches: list[list[Sample]]) -> Training:
     return Training(logits, metrics, exported(actor), actor.weights_meta())
 
 
+def train_any(rank: int, world_size: int, port: int, config: Config, batches: list[list[Sample]]) -> Training:
+    """Run an update on each batch, with any backend."""
+    with started(rank, world_size, port, config) as actor:
+        metrics = [update(actor, batch, step) for step, batch in enumerate(batches)]
+        return Training(None, metrics, exported(actor), actor.weights_meta())
+
+
+def weights_around_updates(
+    rank: int, world_size: int, port: int, config: Config, batches: list[list[Sample]], n_token_ids: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights before and after an update on each batch, with any backend."""
+    with started(rank, world_size, port, config, n_token_ids=n_token_ids) as actor:
+        before = exported(actor)
+        for step, batch in enumerate(batches):
+            update(actor, batch, step)
+        return before, exported(actor)
+
+
 def train_on_device(
     rank: int, world_size: int, port: int, config: Config, batches: list[list[Sample]]
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:

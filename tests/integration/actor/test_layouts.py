@@ -12,7 +12,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from recipe_gkd.data.samples import Sample
 from tests._support.layouts import (
     BF16,
     BY_SAMPLES,
@@ -34,6 +33,7 @@ from tests._support.tiny_models import (
     make_sample,
     make_samples,
     transformers_logits,
+    with_ids_below,
     without_empty,
 )
 from tests._support.worker_pool import WorkerPool
@@ -191,7 +191,7 @@ class TestPaddingRows:
     def test_padding_rows_after_updates_are_bitwise_unchanged(
         self, kind: str, overrides: list[str], pool: WorkerPool, folders: dict[str, Path]
     ) -> None:
-        batches = [[_without_padding_ids(sample) for sample in batch] for batch in [*BATCHES, BATCHES[0]]]
+        batches = [[with_ids_below(N_TOKENS, sample) for sample in batch] for batch in [*BATCHES, BATCHES[0]]]
         config = make_config(folders[kind], *overrides, f"{ACTOR}.optim.weight_decay=10", ranks=2)
         results = pool.run(2, jobs.train_with_padding_rows, config, batches, N_TOKENS)
         before, after, _ = results[0]
@@ -202,10 +202,3 @@ class TestPaddingRows:
             assert torch.equal(before[name][N_TOKENS:], after[name][N_TOKENS:])
             changed = (before[name][:N_TOKENS] != after[name][:N_TOKENS]).any(1)
             assert changed.all(), "weight decay changes the rows of all tokens"
-
-
-def _without_padding_ids(sample: Sample) -> Sample:
-    """Return the sample with ids below :data:`N_TOKENS` only."""
-    prompt, response, k = sample.prompt.ids % N_TOKENS, sample.response.ids % N_TOKENS, sample.teacher.ids_TK.shape[1]
-    ids_TK = np.tile(np.arange(k, dtype=np.int32), (len(response), 1))
-    return make_sample(sample.prompt.uid, prompt, response, sample.teacher.logps_TK, ids_TK)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from recipe_gkd.actor.megatron.checkpoint_load import check_same_dims
-from recipe_gkd.actor.megatron.model_dims import ModelDims, MoEConfig
+from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.errors import CheckpointMismatch
 
 DIMS = ModelDims(

@@ -14,6 +14,7 @@ from recipe_gkd.errors import ConfigError
 from tests._support.base_config import CONFIG_NAME, REQUIRED, base_config
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
+FSDP, STRATEGY = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.actor.strategy"
 ROLLOUT = "actor_rollout_ref.rollout"
 TEACHER = "actor_rollout_ref.teacher"
 
@@ -133,6 +134,57 @@ class TestValidation:
     )
     def test_message_names_value_and_remedy(self, override: str, message: str) -> None:
         assert message in rejection(override)
+
+    @pytest.mark.parametrize(
+        ("override", "remedy"),
+        [
+            ("tensor_model_parallel_size=2", "set it to 1"),
+            ("pipeline_model_parallel_size=2", "set it to 1"),
+            ("virtual_pipeline_model_parallel_size=2", "set it to null"),
+            ("context_parallel_size=2", "set it to 1"),
+            ("expert_model_parallel_size=2", "set it to 1"),
+            ("expert_tensor_parallel_size=2", "set it to null"),
+            ("sequence_parallel=true", "set it to false"),
+            ("override_transformer_config={recompute_granularity: full}", "set it to {}"),
+            ("override_ddp_config={overlap_grad_reduce: false}", "set it to {}"),
+        ],
+    )
+    def test_layout_of_megatron_with_fsdp_is_rejected_once(self, override: str, remedy: str) -> None:
+        name, _, value = override.partition("=")
+        message = rejection(f"{STRATEGY}=fsdp", f"++{MEGATRON}.{name}={value}")
+        assert f"{MEGATRON}.{name}=" in message
+        assert message.endswith(f"has no effect with {STRATEGY}=fsdp; {remedy}, or set {STRATEGY}=megatron")
+        assert "\n" not in message  # the checks of Megatron's layout are left out
+
+    @pytest.mark.parametrize(
+        "override",
+        ["fsdp_size=1", "wrap_policy=[Layer]", "gradient_checkpointing=true", "reshard_after_forward=false"],
+    )
+    def test_layout_of_fsdp_with_megatron_is_rejected(self, override: str) -> None:
+        message = rejection(f"{FSDP}.{override}")
+        assert f"{FSDP}.{override.partition('=')[0]}=" in message and f"has no effect with {STRATEGY}=meg" in message
+        base_config(f"{STRATEGY}=fsdp", f"{FSDP}.{override}")
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["fsdp_size=0"], f"{FSDP}.fsdp_size=0: a copy of the model needs at least one rank; set it to -1"),
+            (["fsdp_size=4"], f"= 2 x 3 = 6 slots, which is not a multiple of {FSDP}.fsdp_size=4; change the pool"),
+            (["fsdp_size=-2"], f"{FSDP}.fsdp_size: got -2"),
+            (["param_offload=true"], f"{FSDP}.param_offload=true: offloading is not implemented"),
+            (["optimizer_offload=true"], f"{FSDP}.optimizer_offload=true: offloading is not implemented"),
+        ],
+    )
+    def test_impossible_fsdp_section_is_rejected(self, overrides: list[str], message: str) -> None:
+        pool = (f"{STRATEGY}=fsdp", "trainer.nnodes=2", "trainer.n_gpus_per_node=3")
+        assert message in rejection(*pool, *(f"{FSDP}.{override}" for override in overrides))
+        for size in (-1, 1, 2, 3, 6):
+            base_config(*pool, f"{FSDP}.fsdp_size={size}")
+
+    @pytest.mark.parametrize(("strategy", "dtype"), [("megatron", "bfloat16"), ("fsdp", "float32")])
+    def test_dtype_of_actor_is_that_of_its_backend(self, strategy: str, dtype: str) -> None:
+        config = base_config(f"{STRATEGY}={strategy}", f"{FSDP}.dtype=float32")
+        assert config.actor_rollout_ref.actor.dtype == dtype
 
     @pytest.mark.parametrize(("scheduler", "staleness"), [("sync", "null"), ("n_step_off", "0")])
     def test_inflight_update_without_staleness_is_rejected(self, scheduler: str, staleness: str) -> None:

@@ -28,8 +28,9 @@ from omegaconf import OmegaConf
 from torch.nn.functional import log_softmax
 
 from recipe_gkd.actor.learning_rate import learning_rate
-from recipe_gkd.actor.megatron.model_dims import ModelDims, MoEConfig
+from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.microbatch import micro_batches
+from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.config import Config, limits, ranges
 from recipe_gkd.config.load import compose_config, known_keys, to_config
 from recipe_gkd.config.ranges import numeric_range
@@ -64,6 +65,7 @@ from tests._support.count_consumers import (
 from tests._support.numeric_ends import ends_of
 
 MEGATRON, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+FSDP = "actor_rollout_ref.actor.fsdp_config"
 OPTIM, TEACHER = "actor_rollout_ref.actor.optim", "actor_rollout_ref.teacher"
 KEYS = [name for name in known_keys() if numeric_range(name)]
 
@@ -82,6 +84,7 @@ NEEDS: dict[str, dict[str, Any]] = {
         "trainer.n_gpus_per_node": 2,
         f"{MEGATRON}.pipeline_model_parallel_size": 2,
     },
+    f"{FSDP}.fsdp_size": {"actor_rollout_ref.actor.strategy": "fsdp", "trainer.n_gpus_per_node": 1024},
     f"{OPTIM}.min_lr": {f"{OPTIM}.lr": 1.0},
     "gkd.distill_loss_coef": {"gkd.sft_share": 0.5},
     "trainer.max_staleness": {"trainer.scheduler": "n_step_off"},
@@ -294,7 +297,7 @@ def consumer_of(name: str) -> Callable[[Config, str], None]:
         return chosen
     if last in ("timeout_s", "nccl_timeout", "max_wait_s", "startup_timeout_s"):
         return pass_deadline
-    if last.endswith(("nodes", "n_gpus_per_node", "parallel_size", "n_server_workers")):
+    if last.endswith(("nodes", "n_gpus_per_node", "parallel_size", "n_server_workers", "fsdp_size")):
         return place_pools
     prefixes = {f"{OPTIM}.": take_optimizer_steps, "gkd.": compute_losses, f"{ROLLOUT}.": build_sampling}
     return next((function for prefix, function in prefixes.items() if name.startswith(prefix)), check_count_limit)

@@ -290,3 +290,10 @@ def test_resource_layout_of_config() -> None:
     assert layout == ResourceLayout(
         staleness=3, actor=(1, 8), rollout=(1, 4), actor_divisor=8, rollout_divisor=2, n_teachers=5
     )
+
+
+@pytest.mark.parametrize(("fsdp_size", "divisor"), [(-1, 1), (2, 2)])
+def test_layout_of_fsdp_divides_the_pool_by_the_size_of_a_copy(fsdp_size: int, divisor: int) -> None:
+    actor = "actor_rollout_ref.actor"
+    overrides = (f"{actor}.strategy=fsdp", f"{actor}.fsdp_config.fsdp_size={fsdp_size}", "trainer.n_gpus_per_node=4")
+    assert ResourceLayout.of(base_config(*overrides)).actor_divisor == divisor

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.actor.megatron.model_dims import ModelDims, MoEConfig
+from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.metrics.device_peaks import peak_tflops
 from recipe_gkd.metrics.flops import forward_flops, update_flops
 from recipe_gkd.metrics.utilization import ActorUtilization
@@ -89,7 +90,7 @@ class TestPeakTflops:
 class TestActorUtilization:
     @pytest.fixture
     def config_of(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        monkeypatch.setattr("recipe_gkd.metrics.utilization.read_model_dims", lambda *_, **__: DENSE)
+        monkeypatch.setattr("recipe_gkd.metrics.utilization.read_student_dims", lambda *_: DENSE)
         return lambda *overrides: make_config(Path("none"), *overrides)
 
     def test_mfu_is_flops_over_time_and_peak_of_pool(self) -> None:
@@ -114,6 +115,23 @@ class TestActorUtilization:
             assert utilization is not None
             found.append(utilization.metrics([sample], 1.0)["perf/mfu/actor"])
         assert found[1] == pytest.approx(found[0] * 756 / (756 + 312))
+
+    def test_peak_is_that_of_the_data_type_of_the_backend(self, config_of: Any) -> None:
+        """The base configuration of these tests has float32 for Megatron."""
+        sample = make_sample(0, [1, 2], [3], [[-1.0]], [[0]])
+        found = []
+        for overrides in ([], ["actor_rollout_ref.actor.strategy=fsdp"]):
+            utilization = ActorUtilization.of(config_of(*overrides), ["NVIDIA H100 PCIe"])
+            assert utilization is not None
+            found.append(utilization.metrics([sample], 1.0)["perf/mfu/actor"])
+        assert found[0] == pytest.approx(found[1] * 756 / 51.2)
+
+    def test_model_of_unknown_flops_is_reported_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+        config = make_config(tmp_path, "actor_rollout_ref.actor.strategy=fsdp", "trainer.device_peak_tflops=1")
+        with caplog.at_level(logging.INFO, "recipe_gkd"):
+            assert ActorUtilization.of(config, ["cpu"]) is None
+        assert caplog.messages == ["perf/mfu/actor is left out: the FLOPs of a 'gpt2' model are unknown"]
 
     def test_unknown_device_is_reported_once_unless_key_is_set(
         self, config_of: Any, caplog: pytest.LogCaptureFixture

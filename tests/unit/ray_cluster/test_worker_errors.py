@@ -122,7 +122,11 @@ class TestWorkerGroup:
 class TestDeviceMemory:
     @pytest.mark.parametrize(
         ("pool", "key"),
-        [("actor", "actor_rollout_ref.actor.max_token_len"), ("rollout", "rollout.gpu_memory_utilization")],
+        [
+            ("actor", "actor_rollout_ref.actor.max_token_len"),
+            ("actor", "with strategy=fsdp set actor_rollout_ref.actor.fsdp_config.{gradient_checkpointing=true"),
+            ("rollout", "rollout.gpu_memory_utilization"),
+        ],
     )
     @pytest.mark.parametrize(
         "error",

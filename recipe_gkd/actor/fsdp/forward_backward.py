@@ -1,0 +1,73 @@
+"""Forward and backward pass of a list of micro-batches on a sharded model.
+
+Shape suffixes: T response tokens of a micro-batch, V vocabulary, D hidden size, X either V or D.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from recipe_gkd.actor.backend import LossFunction
+from recipe_gkd.actor.device_batch import DeviceBatch, to_device
+from recipe_gkd.actor.fsdp.fsdp_model import FsdpModel
+from recipe_gkd.actor.fsdp.loading import resharded
+from recipe_gkd.actor.fsdp.output_layer import select_rows
+from recipe_gkd.actor.fsdp.packed_attention import attending
+from recipe_gkd.actor.fsdp.packing import model_input
+from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
+from recipe_gkd.actor.objective import MicroBatchLosses
+from recipe_gkd.actor.prefetch import Prefetcher
+from recipe_gkd.config.schema import GkdConfig
+from recipe_gkd.losses.student_output import HiddenStates, Logits, Student
+
+
+def run_micro_batches(
+    model: FsdpModel, plan: MicroBatchPlan, loss: LossFunction, *, gkd: GkdConfig, timeout_s: float
+) -> list[dict[str, Any]]:
+    """Accumulate the gradient of the objective over micro-batches and ranks. Collective.
+
+    Args:
+        model: Model in training.
+        plan: Micro-batches of this rank. Each is packed in a thread while the one before it is computed.
+        loss: Computes the losses of one micro-batch.
+        gkd: Options of the objective.
+        timeout_s: Longest time to wait until a micro-batch is packed, in seconds.
+
+    Returns:
+        ``sums``, ``maxima``, ``loss_T`` and ``uids_T`` of each micro-batch.
+    """
+    reports = []
+    n_tokens = max(plan.denominators.n_tokens, 1)
+    prefetcher = Prefetcher(plan.stage, count=plan.count, n_readers=1, timeout_s=timeout_s)
+    with resharded(model.module), prefetcher:  # also if a loss raises an error before its backward pass
+        [batches] = prefetcher.readers
+        for staged in batches:
+            batch = to_device(staged, model.device)
+            # The backward pass too: with gradient checkpointing it calls the attention again.
+            with attending(batch.row, plan.attention):
+                losses = loss(run_model(model, batch, gkd), batch)
+                (losses.loss_T.sum() / n_tokens).backward()
+            reports.append(_report(losses, staged.uids_T))
+    return reports
+
+
+def run_model(model: FsdpModel, batch: DeviceBatch, gkd: GkdConfig) -> Student:
+    """Return the output of the model at the rows with a loss: logits, or hidden states if the layer was skipped."""
+    given = model_input(batch, model.style)
+    with select_rows(model.module, given.rows_T, skip=gkd.fuse_lm_head, float32_head=model.float32_head) as rows:
+        output_TX: Tensor = model.module(**given.inputs).logits[0]
+    if rows.weight_VD is None:
+        return Logits(logits_TW=output_TX, tp_group=None, chunk_tokens=gkd.chunk_tokens)
+    return HiddenStates(
+        hidden_TD=output_TX,
+        weight_WD=rows.weight_VD,
+        tp_group=None,
+        chunk_tokens=gkd.chunk_tokens,
+        float32_head=model.float32_head,
+    )
+
+
+def _report(losses: MicroBatchLosses, uids_T: Any) -> dict[str, Any]:
+    return {"sums": losses.sums, "maxima": losses.maxima, "loss_T": losses.loss_T.detach(), "uids_T": uids_T}

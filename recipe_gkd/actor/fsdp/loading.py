@@ -1,0 +1,191 @@
+"""Construction of a sharded model: load on rank 0, then materialize, broadcast and shard one layer at a time.
+
+No device ever holds the whole model, and only rank 0 holds it in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from recipe_gkd.config.schema import FsdpConfig
+from recipe_gkd.errors import ConfigError, ModelError
+
+FSDP = "actor_rollout_ref.actor.fsdp_config"
+
+
+def load_sharded(
+    folder: Path, config: FsdpConfig, mesh: DeviceMesh, device: torch.device, *, trust_remote_code: bool
+) -> Any:
+    """Load a causal language model and shard it. Collective.
+
+    Args:
+        folder: Hugging Face folder of the model.
+        config: Sharding and data types.
+        mesh: Mesh of all ranks.
+        device: Device of the parameters.
+        trust_remote_code: Allow code from the folder.
+
+    Returns:
+        The model in evaluation mode, because dropout would change the distribution that the rollout engine samples.
+
+    Raises:
+        ModelError: The folder cannot be loaded on rank 0. Raised on all ranks.
+        ConfigError: ``wrap_policy`` names no module of the model.
+    """
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+    source, failure = None, None
+    if dist.get_rank() == 0:
+        try:
+            source = _auto_model().from_pretrained(str(folder), local_files_only=True, **options)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            failure = f"{type(error).__name__}: {error}"
+    failures = [failure]
+    dist.broadcast_object_list(failures)
+    if failures[0] is not None:
+        raise ModelError(
+            f"transformers cannot load the model in {folder}: {failures[0]}; check the folder with "
+            "AutoModelForCausalLM.from_pretrained"
+        )
+    with torch.device("meta"):
+        module = _auto_model().from_config(_read_config(folder, trust_remote_code), **options)
+    shard(module, source, config, mesh, device)
+    return module.eval().requires_grad_(True)
+
+
+def shard(module: Any, source: nn.Module | None, config: FsdpConfig, mesh: DeviceMesh, device: torch.device) -> None:
+    """Materialize a model on the device "meta" and shard it. Collective.
+
+    Args:
+        module: Model without data.
+        source: The same model with data on rank 0; None elsewhere.
+        config: Sharding and data types.
+        mesh: Mesh of all ranks.
+        device: Device of the parameters.
+
+    Raises:
+        ConfigError: ``wrap_policy`` names no module of the model.
+    """
+    is_half = config.dtype != "float32"
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.dtype) if is_half else None, reduce_dtype=torch.float32
+    )
+    data = {} if source is None else _tensors(source)
+    fill = partial(_broadcast_from_source, data, device)
+    materialized: dict[int, Tensor] = {}
+    for layer in [*_layers(module, config.wrap_policy), module]:
+        _materialize(module, layer, fill, materialized)
+        if config.gradient_checkpointing and layer is not module:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        reshard = config.reshard_after_forward and layer is not module
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for part in fsdp_modules(module):
+        # The objective is divided by the tokens of the global batch, so gradients are summed. gloo can only sum.
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
+    """Return the modules to which ``fully_shard`` was applied."""
+    return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def model_class(module: nn.Module) -> Any:
+    """Return the class of a model of transformers. ``fully_shard`` derives another class from it."""
+    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
+
+
+def model_name(module: nn.Module) -> str:
+    """Return the name of :func:`model_class`."""
+    return str(model_class(module).__name__)
+
+
+@contextmanager
+def resharded(module: nn.Module) -> Iterator[None]:
+    """Free the gathered weights at the end, so that weights that are loaded later are not ignored.
+
+    Without a backward pass, FSDP keeps those of the root.
+    """
+    try:
+        yield
+    finally:
+        for part in fsdp_modules(module):
+            part.reshard()
+
+
+def _auto_model() -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> Any:
+    import transformers
+
+    return transformers.AutoConfig.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+    )
+
+
+def _layers(module: Any, wrap_policy: Sequence[str] | None) -> list[nn.Module]:
+    """Return the modules whose weights are gathered together, in the order of the model."""
+    names = set(wrap_policy if wrap_policy is not None else module._no_split_modules or ())
+    found = [part for part in module.modules() if type(part).__name__ in names]
+    if not found and wrap_policy:
+        known = sorted({type(part).__name__ for part in module.modules() if isinstance(part, nn.Module)})
+        raise ConfigError(
+            f"{FSDP}.wrap_policy={list(wrap_policy)} names no module of {model_name(module)}; its module classes "
+            f"are {', '.join(known)}"
+        )
+    return found
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name, each tied tensor under all its names."""
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return tensors | dict(module.named_buffers(remove_duplicate=False))
+
+
+def _materialize(
+    root: nn.Module, layer: nn.Module, fill: Callable[[str, Tensor], Tensor], materialized: dict[int, Tensor]
+) -> None:
+    """Replace parameters and buffers of a layer on the device "meta", keeping tied tensors tied.
+
+    Args:
+        root: The whole model, for the names.
+        layer: Layer to change. Its parts with data are not changed.
+        fill: Returns the tensor with data for a name and a tensor without.
+        materialized: New tensor by id of the old one.
+    """
+    prefixes = {id(part): name for name, part in root.named_modules()}
+    for part in layer.modules():
+        prefix = f"{prefixes[id(part)]}." if prefixes[id(part)] else ""
+        for tensors in (part._parameters, part._buffers):
+            for name, old in tensors.items():
+                if old is None or not old.is_meta:
+                    continue
+                if id(old) not in materialized:
+                    new = fill(prefix + name, old)
+                    materialized[id(old)] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
+                tensors[name] = materialized[id(old)]  # type: ignore[assignment]
+
+
+def _broadcast_from_source(data: Mapping[str, Tensor], device: torch.device, name: str, like: Tensor) -> Tensor:
+    """Return the tensor of rank 0 with this name, on every rank. Collective."""
+    tensor = data[name].detach().to(device, copy=True) if data else torch.empty_like(like, device=device)
+    if tensor.dtype == torch.bool:  # gloo cannot send it
+        as_bytes = tensor.to(torch.uint8)
+        dist.broadcast(as_bytes, 0)
+        return as_bytes.bool()
+    dist.broadcast(tensor, 0)
+    return tensor

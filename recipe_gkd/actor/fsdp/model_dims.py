@@ -1,0 +1,195 @@
+"""Dimensions of a causal language model of transformers, and the models that this backend cannot train.
+
+This module imports transformers only when it reads a folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipe_gkd.actor.student_dims import StudentDims, load_hf_config, read_config_json
+from recipe_gkd.config.limits import MAX_INT32
+from recipe_gkd.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+GATED_FAMILIES = frozenset({
+    "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite",
+    "hunyuan_v1_dense", "llama", "ministral", "ministral3", "mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2",
+    "qwen3", "seed_oss", "smollm3",
+})  # fmt: skip
+"""Values of ``model_type`` whose layers have the matrix products that :mod:`recipe_gkd.metrics.flops` counts."""
+
+POSITION_KEYS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+"""Names of the maximum sequence length. vLLM takes the smallest too (``derive_max_model_len_and_key``)."""
+
+_EXPERTS = re.compile(r"(^|_)(num|n)_(\w+_)?experts$")
+"""Names of the number of experts: ``num_experts``, ``num_local_experts``, ``n_routed_experts``, ``moe_num_experts``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalLMDims(StudentDims):
+    """Dimensions of a model of any architecture.
+
+    Attributes:
+        family: ``model_type`` of the text model.
+        cached_layers: See :meth:`n_cached_layers`. 0 if unknown.
+        window: Number of tokens that some layers attend to; 0 if all layers attend to all tokens.
+    """
+
+    family: str
+    cached_layers: int
+    window: int
+
+    def n_cached_layers(self) -> int:
+        """Return the number of layers that keep the keys and values of all tokens of a sequence."""
+        return self.cached_layers
+
+    def flops_problem(self, max_tokens: int) -> str | None:
+        """Return why :mod:`recipe_gkd.metrics.flops` does not fit this model; None if it does."""
+        if self.family not in GATED_FAMILIES or not all((self.heads, self.kv_heads, self.head_dim, self.ffn)):
+            return f"the FLOPs of a {self.family!r} model are unknown"
+        if 0 < self.window < max_tokens:
+            return f"layers with a sliding window of {self.window} tokens are not counted"
+        return None
+
+
+def read_causal_lm_dims(path: str | Path, *, trust_remote_code: bool = False) -> CausalLMDims:
+    """Return the dimensions of a causal language model.
+
+    Args:
+        path: Model folder with a ``config.json``.
+        trust_remote_code: Passed to transformers.
+
+    Raises:
+        ModelError: The folder has no readable ``config.json``, or this backend does not support the model.
+    """
+    content = read_config_json(path)
+    _check_not_quantized(content, path)
+    hf = load_hf_config(path, trust_remote_code=trust_remote_code)
+    _check_is_causal_lm(hf, path, trust_remote_code=trust_remote_code)
+    text = hf.get_text_config(decoder=True)
+    _check_dense(text, path)
+    _check_stored_as_trained((hf.model_type, text.model_type), path)
+    vocab_size = _number(text, "vocab_size")
+    if not vocab_size:
+        raise ModelError(f"{path}: config.json has no vocab_size; expected the number of rows of the output layer")
+    heads, hidden = _number(text, "num_attention_heads"), _number(text, "hidden_size")
+    kv_heads = _n_kv_heads(text, heads)
+    head_dim = _number(text, "head_dim", "hidden_size_per_head") or (hidden // heads if heads else 0)
+    return CausalLMDims(
+        family=text.model_type,
+        layers=_number(text, "num_hidden_layers"),
+        hidden=hidden,
+        ffn=_number(text, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim if kv_heads else 0,
+        vocab_size=vocab_size,
+        max_positions=min(filter(None, (_number(text, name) for name in POSITION_KEYS)), default=MAX_INT32),
+        cached_layers=_n_cached_layers(text),
+        window=_window(text),
+    )
+
+
+def _check_not_quantized(content: Mapping[str, Any], path: str | Path) -> None:
+    parts = [content, *(part for part in content.values() if isinstance(part, dict))]
+    for part in parts:
+        if found := part.get("quantization_config") or part.get("compression_config"):
+            method = found.get("quant_method") if isinstance(found, dict) else found
+            raise ModelError(
+                f"{path} has quantized weights (quant_method={method} in config.json), which cannot be trained; use "
+                "the model's folder with bfloat16 or float32 weights"
+            )
+
+
+def _check_is_causal_lm(hf: PretrainedConfig, path: str | Path, *, trust_remote_code: bool) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    has_own_class = trust_remote_code and "AutoModelForCausalLM" in (getattr(hf, "auto_map", None) or {})
+    if hf.is_encoder_decoder or not (hf.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or has_own_class):
+        raise ModelError(
+            f"{path} is a {hf.model_type!r} model, which transformers does not load as a decoder with "
+            "AutoModelForCausalLM; actor_rollout_ref.actor.strategy=fsdp needs a causal language model, such as Llama, "
+            "Gemma or OPT (for code in the model folder set actor_rollout_ref.model.trust_remote_code=true)"
+        )
+
+
+def _check_dense(text: PretrainedConfig, path: str | Path) -> None:
+    for name, value in _entries(text.to_dict()):
+        counts = value if isinstance(value, list | tuple) else [value]
+        if _EXPERTS.search(name) and any(isinstance(count, int) and count > 1 for count in counts):
+            raise ModelError(
+                f"{path} is a mixture-of-experts model ({text.model_type}, {name}={value} in config.json), which "
+                "actor_rollout_ref.actor.strategy=fsdp does not train, because transformers fuses the weights of the "
+                "experts; choose a dense model, or strategy=megatron for Qwen2-MoE, Qwen3-MoE or Mixtral"
+            )
+
+
+def _entries(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each entry, those of nested sections included."""
+    for name, value in content.items():
+        if isinstance(value, dict):
+            yield from _entries(value)
+        else:
+            yield str(name), value
+
+
+def _check_stored_as_trained(model_types: tuple[str, ...], path: str | Path) -> None:
+    """Check that the tensors of the folder are those of the model, so that vLLM accepts the tensors of the model."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    for model_type in model_types:
+        if any(isinstance(step, WeightConverter) for step in get_checkpoint_conversion_mapping(model_type) or ()):
+            raise ModelError(
+                f"{path} is a {model_type!r} model, whose weights transformers splits or joins when it loads them; "
+                "actor_rollout_ref.actor.strategy=fsdp cannot send them to the rollout engine; choose another model"
+            )
+
+
+def _number(text: PretrainedConfig, *names: str) -> int:
+    """Return the first of the named values that is a positive integer; 0 without one."""
+    for name in names:
+        try:
+            value = getattr(text, name, None)
+        except RuntimeError:  # transformers raises it for a value that differs between layers
+            continue
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return 0
+
+
+def _n_kv_heads(text: PretrainedConfig, heads: int) -> int:
+    """Return the number of key/value heads; 0 if keys and values are stored in another form."""
+    if _number(text, "kv_lora_rank"):  # multi-head latent attention
+        return 0
+    # As in vLLM's FalconModelArchConfigConvertor: a Falcon model of the new architecture ignores multi_query.
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        return 1
+    return _number(text, "n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num") or heads
+
+
+def _layer_kinds(text: PretrainedConfig) -> list[str]:
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+    return [str(kind) for kind in kinds]
+
+
+def _n_cached_layers(text: PretrainedConfig) -> int:
+    if kinds := _layer_kinds(text):
+        full = sum(kind in ("full_attention", "attention") for kind in kinds)
+        return max(0, full - _number(text, "num_kv_shared_layers"))
+    return 0 if _window(text) else _number(text, "num_hidden_layers")
+
+
+def _window(text: PretrainedConfig) -> int:
+    kinds = _layer_kinds(text)
+    return 0 if kinds and "sliding_attention" not in kinds else _number(text, "sliding_window")

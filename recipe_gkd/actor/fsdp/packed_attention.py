@@ -1,0 +1,241 @@
+"""Attention function for the models of transformers on one packed row of sequences.
+
+transformers calls it in each attention layer of a model whose attention implementation is ``PACKED_ATTENTION``.
+
+Shape suffixes: N tokens of a packed row, H query heads, G key/value heads, D head width, R sequences of a block, S
+length of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from recipe_gkd.actor.attention_kernels import AttentionKernel
+from recipe_gkd.actor.packed_row import PackedRow, apply_to_blocks, attend, window_mask
+from recipe_gkd.errors import ModelError
+
+PACKED_ATTENTION = "recipe_gkd_packed"
+"""Name of the attention function in transformers. It has no mask function, so a model creates no mask."""
+RECORDED_ATTENTION = "recipe_gkd_packed_recorded"
+"""Name of the same attention function with a mask function that records the requested masks."""
+SCORE_OPTIONS = frozenset({"softcap", "s_aux"})
+"""Supported options that change the scores. Fused kernels do not have them."""
+_WITHOUT_EFFECT = frozenset({
+    "dropout", "position_ids", "position_embeddings", "use_cache", "past_key_values", "cache_position",
+    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep",
+    "deterministic", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+})  # fmt: skip
+"""Options that do not change the result: the model is in evaluation mode and has no cache."""
+_MAX_SCORES = 1 << 26
+"""Maximum number of scores that are stored at a time, if an option needs them."""
+_FAR = 1 << 40
+"""Distance between query and key that no window reaches."""
+
+
+@dataclass
+class AttentionUse:
+    """Requirements of a model's attention layers, recorded during a forward pass.
+
+    Attributes:
+        head_dims: Widths of the heads of queries and keys.
+        windows: Sliding windows that layers passed to the attention function.
+        mask_windows: Sliding windows of the masks that the model requested.
+        options: Names of the other options.
+    """
+
+    head_dims: set[int] = field(default_factory=set)
+    windows: set[int] = field(default_factory=set)
+    mask_windows: set[int] = field(default_factory=set)
+    options: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Current:
+    row: PackedRow
+    kernel: AttentionKernel
+    use: AttentionUse | None
+
+
+# Not a context variable: with gradient checkpointing, autograd calls the attention in a thread of its own.
+_current: list[_Current] = []
+
+
+@contextmanager
+def attending(row: PackedRow, kernel: AttentionKernel, use: AttentionUse | None = None) -> Iterator[None]:
+    """Return the context of the forward and backward pass of a packed row. Without packed attention it has no effect.
+
+    Args:
+        row: Positions of the sequences.
+        kernel: ``VARLEN`` or ``SDPA_BLOCKS``, with the indices in ``row`` that it reads. Options of
+            ``SCORE_OPTIONS`` need those of ``SDPA_BLOCKS``.
+        use: Receives the requirements of the layers.
+    """
+    _current.append(_Current(row, kernel, use))
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+@cache
+def register_packed_attention() -> None:
+    """Add both attention functions to those of transformers."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    for name in (PACKED_ATTENTION, RECORDED_ATTENTION):
+        AttentionInterface.register(name, packed_attention)
+    AttentionMaskInterface.register(RECORDED_ATTENTION, _record_mask)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Return causal attention within the sequences of the current row, [1, N, H, D], and no attention weights.
+
+    Args:
+        module: Attention layer.
+        query: Queries, [1, H, N, D].
+        key: Keys, [1, G, N, D].
+        value: Values, [1, G, N, D].
+        attention_mask: None. A mask that the model computes itself is not supported.
+        scaling: Factor of the scores; None for 1 / sqrt(D).
+        options: ``sliding_window``, ``softcap`` (Gemma 2, arXiv:2408.00118: ``softcap * tanh(score / softcap)``),
+            ``s_aux`` (one more score per head that takes probability, as in gpt-oss), and options without effect.
+
+    Raises:
+        ModelError: The layer passes an option that is not supported.
+    """
+    if not _current:
+        raise RuntimeError("packed attention was called outside of its context `attending`")
+    current = _current[-1]
+    window, softcap, sinks_H = (options.get(name) for name in ("sliding_window", "softcap", "s_aux"))
+    _check(module, query, key, {**options, "attention_mask": attention_mask}, current.use)
+    if current.use is not None:
+        current.use.head_dims.add(query.size(-1))
+        current.use.windows |= set() if window is None else {window}
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H or G, D]
+    if softcap is None and sinks_H is None:
+        return _attend(current, query, key, value, scaling, window)[None], None
+    scale = 1 / math.sqrt(query.size(-1)) if scaling is None else scaling
+    scores = _Scores(scale, window, softcap, sinks_H)
+    return apply_to_blocks(partial(_attend_with_scores, scores), query, key, value, current.row)[None], None
+
+
+def _attend(
+    current: _Current, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    """Return the result of the kernel, [N, H, D]. Fused kernels need values as wide as the queries."""
+    width = value.size(-1)
+    if current.kernel is AttentionKernel.VARLEN and width < query.size(-1):
+        value = F.pad(value, (0, query.size(-1) - width))
+    return attend(current.kernel, query, key, value, current.row, scale, window)[..., :width]
+
+
+def _check(
+    module: torch.nn.Module, query: Tensor, key: Tensor, options: dict[str, Any], use: AttentionUse | None
+) -> None:
+    """Record the options of a layer, and raise an error if one is not supported."""
+    given = {name for name, value in options.items() if value is not None}
+    given -= _WITHOUT_EFFECT | {"sliding_window", "is_causal"}
+    is_causal = options.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal and query.size(2) > 1:  # models may pass False for one token
+        given.add("is_causal=False")
+    if use is not None:
+        use.options |= given
+    if unsupported := sorted(given - SCORE_OPTIONS):
+        raise ModelError(
+            f"{type(module).__name__} passes {', '.join(unsupported)} to its attention function; packed rows support "
+            "causal attention with the options sliding_window, softcap and s_aux"
+        )
+    if query.size(0) != 1 or key.shape[::2] != query.shape[::2]:
+        raise ModelError(
+            f"{type(module).__name__} attends from {list(query.shape)} to {list(key.shape)}; packed rows support "
+            "self-attention in one row, without a cache"
+        )
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Computation of the scores of a query.
+
+    Attributes:
+        scale: Factor of the scores.
+        window: Number of last keys that a query attends to, its own included; None for all.
+        softcap: Bound of the scores; None for none.
+        sinks_H: Score of each head that belongs to no key, [H]; None for none.
+    """
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks_H: Tensor | None
+
+
+def _attend_with_scores(options: _Scores, q_RSHD: Tensor, k_RSGD: Tensor, v_RSGD: Tensor) -> Tensor:
+    """Return causal attention, [R * S, H, D]. At most ``_MAX_SCORES`` scores, or those of one position, are stored."""
+    copies = q_RSHD.size(2) // k_RSGD.size(2)
+    q, k, v = (x.transpose(1, 2) for x in (q_RSHD, *(x.repeat_interleave(copies, 2) for x in (k_RSGD, v_RSGD))))
+    n_sequences, n_heads, length, _ = q.shape
+    step = max(1, _MAX_SCORES // (n_sequences * n_heads * length))
+    outputs = []
+    for first in range(0, length, step):
+        last = min(first + step, length)
+        start = 0 if options.window is None else max(0, first - options.window + 1)
+        compute = partial(_attend_rows, options, first - start)
+        arguments = q[:, :, first:last], k[:, :, start:last], v[:, :, start:last]
+        outputs.append(checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(outputs, dim=2).transpose(1, 2).flatten(0, 1)
+
+
+def _attend_rows(options: _Scores, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return the output of consecutive queries, of which the first is at position ``first`` of the keys."""
+    scores = (query @ key.mT).float() * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~window_mask(key.size(2), options.window, key.device, first=first), -torch.inf)
+    if (sinks_H := options.sinks_H) is not None:
+        sinks = sinks_H.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return weights.to(value.dtype) @ value
+
+
+def _record_mask(*, mask_function: Any, device: torch.device | str = "cpu", **_: Any) -> None:
+    """Record the window of a mask that the model requests for a single sequence, and return no mask."""
+    use = _current[-1].use if _current else None
+    if use is None:
+        return
+    zero = torch.tensor(0, device=device)
+
+    def attends(distance: int) -> bool:
+        return bool(mask_function(zero, zero, zero + _FAR, zero + _FAR - distance))
+
+    if attends(-1):
+        use.options.add("is_causal=False")
+    if attends(_FAR):
+        return
+    near, far = 0, _FAR  # the window is in (near, far]
+    while far - near > 1:
+        middle = (near + far) // 2
+        near, far = (middle, far) if attends(middle) else (near, middle)
+    use.mask_windows.add(far)

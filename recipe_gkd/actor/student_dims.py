@@ -1,0 +1,144 @@
+"""Dimensions of the student that the driver needs, for both training backends.
+
+This module imports transformers only when it reads a folder, so that the driver rejects an unsuitable model before it
+starts a worker.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipe_gkd.config.schema import Config
+from recipe_gkd.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Mixture-of-experts part of a model.
+
+    Attributes:
+        layers: One entry per layer: True for a mixture-of-experts layer, False for a dense layer.
+        experts: Number of experts per layer.
+        top_k: Number of experts per token.
+        ffn: Feed-forward columns of one expert.
+        normalized: If true, the router weights of a token's experts sum to 1.
+        shared_ffn: Feed-forward columns of the gated shared expert; None if there is no shared expert.
+    """
+
+    layers: tuple[bool, ...]
+    experts: int
+    top_k: int
+    ffn: int
+    normalized: bool
+    shared_ffn: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudentDims:
+    """Dimensions by which the driver checks the rollout engine and counts FLOPs.
+
+    A dimension that an architecture does not have, or names in an unknown way, is 0.
+
+    Attributes:
+        layers: Number of transformer layers.
+        hidden: Width of the residual stream.
+        ffn: Feed-forward columns of a dense layer.
+        heads: Number of query heads.
+        kv_heads: Number of key/value heads.
+        head_dim: Width of one head.
+        vocab_size: Rows of the output layer in the Hugging Face folder.
+        max_positions: Maximum sequence length.
+        moe: Mixture-of-experts part; None if all layers are dense.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    moe: MoEConfig | None = None
+
+    def n_cached_layers(self) -> int:
+        """Return the number of layers that keep the keys and values of all tokens of a sequence."""
+        return self.layers
+
+    def flops_problem(self, max_tokens: int) -> str | None:
+        """Return why :mod:`recipe_gkd.metrics.flops` does not fit this model; None if it does.
+
+        Args:
+            max_tokens: Length of the longest sequence of the run.
+        """
+        return None
+
+
+def read_student_dims(path: str | Path, config: Config) -> StudentDims:
+    """Return the dimensions of the student for the training backend of a run.
+
+    Args:
+        path: Model folder with a ``config.json``.
+        config: Configuration of the run. ``actor_rollout_ref.actor.strategy`` selects the supported models.
+
+    Raises:
+        ModelError: The folder has no readable ``config.json``, or the backend does not support the model.
+    """
+    trust_remote_code = config.actor_rollout_ref.model.trust_remote_code
+    if config.actor_rollout_ref.actor.strategy == "fsdp":
+        from recipe_gkd.actor.fsdp.model_dims import read_causal_lm_dims
+
+        return read_causal_lm_dims(path, trust_remote_code=trust_remote_code)
+    from recipe_gkd.actor.megatron.model_dims import read_model_dims
+
+    return read_model_dims(path, trust_remote_code=trust_remote_code)
+
+
+def read_config_json(path: str | Path) -> dict[str, Any]:
+    """Return the content of ``config.json`` of a model folder.
+
+    Raises:
+        ModelError: The file is missing or is no JSON object.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ModelError(f"no config.json in {path}; actor_rollout_ref.model.path must be a Hugging Face model folder")
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise _unreadable(file, error) from error
+    if not isinstance(content, dict):
+        raise _unreadable(file, TypeError(f"got a {type(content).__name__} instead of an object"))
+    return content
+
+
+def load_hf_config(path: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
+    """Return the configuration of a model folder as transformers reads it.
+
+    Args:
+        path: Model folder.
+        trust_remote_code: Allow code from the folder.
+
+    Raises:
+        ModelError: transformers rejects the file, or does not support its ``model_type``.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, AttributeError, ImportError, StrictDataclassError) as error:
+        raise _unreadable(Path(path) / "config.json", error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> ModelError:
+    return ModelError(
+        f"{file} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); expected a file written "
+        "by save_pretrained"
+    )

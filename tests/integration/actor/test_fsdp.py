@@ -1,0 +1,89 @@
+"""The FSDP backend: equality with a reference training and with Megatron, on any number of ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests._support.tiny_models import ACTOR, make_config, make_samples, with_ids_below
+from tests._support.worker_pool import WorkerPool
+from tests.integration.actor import jobs
+from tests.integration.actor.reference import assert_metrics, assert_weights, reference_training
+
+pytestmark = pytest.mark.timeout(150)
+
+FSDP = [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.dtype=float32"]
+BATCHES = [make_samples(9, seed=seed) for seed in range(5)]
+SETTINGS: dict[str, tuple[str, int, list[str]]] = {
+    "one process": ("qwen2", 1, []),
+    "untied, fused head, by samples": (
+        "qwen2_untied", 1, ["gkd.fuse_lm_head=true", f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.micro_batch_size=2"]
+    ),
+    "two shards": ("qwen2", 2, []),
+    "two shards, fused head, checkpointed": (
+        "qwen2", 2, ["gkd.fuse_lm_head=true", f"{ACTOR}.fsdp_config.gradient_checkpointing=true"]
+    ),
+    "two copies": ("llama", 2, [f"{ACTOR}.fsdp_config.fsdp_size=1"]),
+    "whole model as one unit, kept": (
+        "qwen3", 2, [f"{ACTOR}.fsdp_config.wrap_policy=[]", f"{ACTOR}.fsdp_config.reshard_after_forward=false"]
+    ),
+}  # fmt: skip
+
+
+@cache
+def reference(folder: Path) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Return metrics and weights of a plain training of transformers on :data:`BATCHES`."""
+    return reference_training(folder, BATCHES)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_training_equals_reference(name: str, pool: WorkerPool, folders: dict[str, Path]) -> None:
+    kind, ranks, overrides = SETTINGS[name]
+    want_metrics, want_weights = reference(folders[kind])
+    results = pool.run(ranks, jobs.train_any, make_config(folders[kind], *FSDP, *overrides, ranks=ranks), BATCHES)
+    for result in results:
+        assert_metrics(result.metrics, want_metrics, rel=1e-4)
+    weights, meta = results[0].weights, results[0].meta
+    assert not any(result.weights for result in results[1:]), "only rank 0 may yield weights"
+    assert [(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()] == meta
+    assert_weights(weights, want_weights)
+
+
+@pytest.mark.parametrize("overrides", [[], ["gkd.fuse_lm_head=true", "actor_rollout_ref.model.head_dtype=float32"]])
+def test_training_bfloat16_is_close_to_reference(
+    overrides: list[str], pool: WorkerPool, folders: dict[str, Path]
+) -> None:
+    want_metrics, _ = reference(folders["qwen2"])
+    bfloat16 = f"{ACTOR}.fsdp_config.dtype=bfloat16"
+    config = make_config(folders["qwen2"], *FSDP, bfloat16, *overrides, ranks=2)
+    result = pool.run(2, jobs.train_any, config, BATCHES[:2])[0]
+    assert {dtype for _, _, dtype in result.meta} == {"bfloat16"}
+    for one, other in zip(result.metrics, want_metrics[:2], strict=True):
+        assert one["actor/kl_loss"] == pytest.approx(other["actor/kl_loss"], rel=1e-2)
+        assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=3e-2)
+
+
+def test_update_with_idle_rank_or_empty_batch_succeeds(pool: WorkerPool, folders: dict[str, Path]) -> None:
+    """One sample for two ranks, no sample, a full batch."""
+    batches = [make_samples(9)[:1], [], make_samples(9)]
+    config = make_config(folders["qwen2"], *FSDP, ranks=2)
+    whole = pool.run(1, jobs.train_any, make_config(folders["qwen2"], *FSDP), batches)[0]
+    shared = pool.run(2, jobs.train_any, config, batches)[0]
+    assert shared.metrics[1]["actor/grad_norm"] == 0
+    for one, other in zip(shared.metrics, whole.metrics, strict=True):
+        assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
+    assert_weights(shared.weights, whole.weights)
+
+
+def test_padding_rows_after_updates_are_bitwise_unchanged(pool: WorkerPool, folders: dict[str, Path]) -> None:
+    n_token_ids = 61
+    batches = [[with_ids_below(n_token_ids, sample) for sample in batch] for batch in BATCHES[:2]]
+    config = make_config(folders["qwen2_untied"], *FSDP, f"{ACTOR}.optim.weight_decay=0.5", ranks=2)
+    before, after = pool.run(2, jobs.weights_around_updates, config, batches, n_token_ids)[0]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(before[name][n_token_ids:], after[name][n_token_ids:])
+        assert not torch.equal(before[name][:n_token_ids], after[name][:n_token_ids])

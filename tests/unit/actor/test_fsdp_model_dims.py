@@ -1,0 +1,208 @@
+"""Dimensions of causal language models of transformers, and the models that the FSDP backend refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe_gkd.actor.fsdp.model_dims import GATED_FAMILIES, CausalLMDims, read_causal_lm_dims
+from recipe_gkd.actor.student_dims import read_student_dims
+from recipe_gkd.config.limits import MAX_INT32
+from recipe_gkd.errors import ConfigError, ModelError
+from recipe_gkd.preflight import read_student
+from recipe_gkd.rollout.limits import check_engine_fits
+from tests._support.base_config import base_config
+
+ROLLOUT = "actor_rollout_ref.rollout"
+FSDP = "actor_rollout_ref.actor.strategy=fsdp"
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 100}
+GQA = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 100,
+}  # fmt: skip
+PHI = GQA | {"model_type": "phi", "num_key_value_heads": 4}
+OPT = {
+    "model_type": "opt", "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "vocab_size": 100, "word_embed_proj_dim": 32,
+}  # fmt: skip
+BLOOM = {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100}
+FALCON = {
+    "model_type": "falcon", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,
+    "multi_query": True, "new_decoder_architecture": False, "max_position_embeddings": 64, "ffn_hidden_size": 128,
+}  # fmt: skip
+MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 100, "intermediate_size": 64}
+
+
+def family(model_type: str, **changes: Any) -> dict[str, Any]:
+    return GQA | {"model_type": model_type} | changes
+
+
+def write(folder: Path, content: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def config_of(folder: Path, *overrides: str) -> Any:
+    lengths = ("data.max_prompt_length=16", "data.max_response_length=16")
+    return base_config(FSDP, "trainer.device=cpu", *lengths, f"actor_rollout_ref.model.path={folder}", *overrides)
+
+
+def dims(**values: int) -> dict[str, int]:
+    """Return the dimensions that most of the models have in common, with changes."""
+    return {
+        "layers": 2, "hidden": 32, "ffn": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab_size": 100,
+        "max_positions": 64, "cached_layers": 2, "window": 0,
+    } | values  # fmt: skip
+
+
+class TestReadCausalLMDims:
+    @pytest.mark.parametrize(
+        ("content", "expected"),
+        [
+            (GPT2, dims(ffn=0, kv_heads=4)),
+            (OPT, dims(kv_heads=4)),
+            (PHI, dims(kv_heads=4)),
+            (family("gemma", head_dim=12), dims(head_dim=12)),
+            (family("gemma2", head_dim=12, sliding_window=16), dims(head_dim=12, window=16, cached_layers=1)),
+            (family("olmo"), dims()),
+            (family("mistral", sliding_window=None, head_dim=None), dims()),
+            (family("mistral", sliding_window=16), dims(window=16, cached_layers=0)),
+            (family("qwen2", sliding_window=16, use_sliding_window=False), dims()),
+            (BLOOM, dims(ffn=0, kv_heads=4, max_positions=MAX_INT32)),
+            (FALCON, dims(ffn=128, kv_heads=1)),
+            (
+                MAMBA,
+                dims(ffn=64, heads=0, kv_heads=0, head_dim=0, max_positions=MAX_INT32, cached_layers=0),
+            ),
+            (
+                {"model_type": "gemma3", "text_config": family("gemma3_text", head_dim=12, sliding_window=16)},
+                dims(head_dim=12, window=16, cached_layers=0),
+            ),
+        ],
+        ids=lambda given: given.get("model_type", "dims"),
+    )
+    def test_dims_of_architecture(self, content: dict[str, Any], expected: dict[str, int], tmp_path: Path) -> None:
+        found = read_causal_lm_dims(write(tmp_path, content))
+        assert {name: getattr(found, name) for name in expected} == expected
+        assert found.n_cached_layers() == expected["cached_layers"] and found.moe is None
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (family("mixtral", num_local_experts=4), "is a mixture-of-experts model .*num_local_experts=4.*=megatron"),
+            (family("qwen3_moe", num_experts=4), "is a mixture-of-experts model"),
+            (family("gpt_oss", num_local_experts=4, head_dim=8), "is a mixture-of-experts model"),
+            ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 4}}, "mixture-of-experts .*moe_num_experts=4"),
+            (family("olmo_hybrid"), "'olmo_hybrid' model, whose weights transformers splits or joins"),
+            ({"model_type": "t5"}, "is a 't5' model, which transformers does not load .*needs a causal language"),
+            ({"model_type": "bart"}, "is a 'bart' model, which transformers does not load as a decoder"),
+            ({"model_type": "vit"}, "is a 'vit' model"),
+            (family("llama", quantization_config={"quant_method": "gptq", "bits": 4}), "quant_method=gptq .*bfloat16"),
+            (
+                {"model_type": "gemma3", "text_config": family("x", quantization_config={"quant_method": "awq"})},
+                "quant_method=awq",
+            ),
+            ({"model_type": "unknown"}, "config.json cannot be read .*unknown"),
+            (family("llama", hidden_size="wide"), "config.json cannot be read .*'hidden_size' expected int"),
+            ([], "config.json cannot be read .*got a list"),
+        ],
+    )
+    def test_unsupported_model_raises(self, content: Any, message: str, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=message):
+            read_causal_lm_dims(write(tmp_path, content))
+
+    def test_folder_without_config_raises(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=r"no config.json in .*; actor_rollout_ref.model.path must be"):
+            read_causal_lm_dims(tmp_path)
+
+    def test_model_with_own_code_needs_permission(self, tmp_path: Path) -> None:
+        content = GQA | {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Lm"}}
+        (write(tmp_path, content) / "own.py").write_text(
+            "from transformers import PretrainedConfig\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
+        )
+        assert read_causal_lm_dims(tmp_path, trust_remote_code=True).heads == 4
+        with pytest.raises(ModelError, match="trust_remote_code=True"):
+            read_causal_lm_dims(tmp_path)
+
+    def test_import_imports_no_torch(self) -> None:
+        module = "recipe_gkd.actor.fsdp.model_dims"
+        program = f"import sys; import {module}; sys.exit(bool({{'megatron', 'torch'}} & set(sys.modules)))"
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+class TestFlopsProblem:
+    @pytest.mark.parametrize("model_type", sorted(GATED_FAMILIES))
+    def test_gated_family_has_the_matrix_products_that_are_counted(self, model_type: str, tmp_path: Path) -> None:
+        import torch
+        import transformers
+
+        from recipe_gkd.metrics.flops import _layer_flops_per_token
+
+        folder = write(tmp_path, family(model_type, head_dim=12, pad_token_id=0))
+        found = read_causal_lm_dims(folder)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model: Any = transformers.AutoModelForCausalLM.from_config(config)
+        head = model.get_output_embeddings()
+        linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear) and part is not head]
+        n_products = sum(layer.weight.numel() for layer in linear)
+        assert sum(_layer_flops_per_token(found, layer) for layer in range(2)) == 2 * n_products
+        assert head.weight.shape == (found.vocab_size, found.hidden)
+        assert found.flops_problem(1) is None
+
+    def test_other_layers_are_named(self, tmp_path: Path) -> None:
+        assert read_causal_lm_dims(write(tmp_path, GPT2)).flops_problem(1) == "the FLOPs of a 'gpt2' model are unknown"
+        mistral = read_causal_lm_dims(write(tmp_path, family("mistral", sliding_window=16)))
+        assert mistral.flops_problem(16) is None
+        assert mistral.flops_problem(17) == "layers with a sliding window of 16 tokens are not counted"
+
+
+class TestDriver:
+    def test_strategy_selects_the_supported_models(self, tmp_path: Path) -> None:
+        folder = write(tmp_path, GPT2)
+        assert isinstance(read_student_dims(folder, config_of(folder)), CausalLMDims)
+        megatron = base_config(f"actor_rollout_ref.model.path={folder}")
+        with pytest.raises(ModelError, match=r"is a 'gpt2' model; .*set actor_rollout_ref\.actor\.strategy=fsdp"):
+            read_student_dims(folder, megatron)
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["data.max_prompt_length=60"], r"has 64 positions, but data\.max_prompt_length .* = 76"),
+            ([f"{ROLLOUT}.max_model_len=65"], r"max_model_len=65 is more than the 64 positions"),
+            (
+                [f"{ROLLOUT}.tensor_model_parallel_size=3", "rollout.n_gpus_per_node=3"],
+                re.escape("size is 3; it must divide the model's 4 heads, 128 ids (padded to a multiple of 64), 4 key"),
+            ),
+            ([], "has neither model.safetensors"),  # the next check: the layout of Megatron is not checked
+        ],
+    )
+    def test_read_student_checks_lengths_and_engine(self, overrides: list[str], message: str, tmp_path: Path) -> None:
+        folder = write(tmp_path, GPT2)
+        with pytest.raises((ConfigError, ModelError), match=message):
+            read_student(config_of(folder, *overrides))
+
+    @pytest.mark.parametrize(
+        ("content", "fits"),
+        [(MAMBA, True), (family("mistral", sliding_window=16), True), (GPT2, False), (family("mistral"), False)],
+        ids=["mamba", "mistral_window", "gpt2", "mistral"],
+    )
+    def test_cache_is_checked_for_layers_that_keep_all_tokens(
+        self, content: dict[str, Any], fits: bool, tmp_path: Path
+    ) -> None:
+        sizes = {"n_positions" if content is GPT2 else "max_position_embeddings": 1 << 20}
+        found = read_causal_lm_dims(write(tmp_path, {"sliding_window": None} | content | sizes))
+        config = config_of(tmp_path, "data.max_response_length=10000", f"{ROLLOUT}.kv_cache_memory_megabytes=1")
+        if fits:
+            check_engine_fits(found, config)
+        else:
+            with pytest.raises(ConfigError, match="kv_cache_memory_megabytes=1 does not hold one sequence of 10016"):
+                check_engine_fits(found, config)
