@@ -131,6 +131,9 @@ class Backend(Protocol):
         not be used after the next update.
         """
 
+    def extra_files(self) -> dict[str, bytes]:
+        """Return content by relative path of files beside the weights of a Hugging Face folder; only on rank 0."""
+
     def plan_save(self, path: Path, step: int, contents: Sequence[str]) -> ShardedSave:
         """Prepare the save of a checkpoint into an empty folder.
 

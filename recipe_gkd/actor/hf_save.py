@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
@@ -68,7 +69,8 @@ def save_hf_folder(backend: Backend, path: Path, source: Path, timeout_s: float)
             failure=failure,
         ).wait()
 
-    write_hf_folder(path, source, backend.weights_meta(), backend.export_weights, run)
+    extra_files = backend.extra_files()
+    write_hf_folder(path, source, backend.weights_meta(), backend.export_weights, run, extra_files=extra_files)
 
 
 def write_hf_folder(
@@ -79,6 +81,7 @@ def write_hf_folder(
     run: RunOnFirstRank,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
+    extra_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Write a folder under a temporary name, and rename it when everything is on the disk. Collective.
 
@@ -89,9 +92,10 @@ def write_hf_folder(
         export: Called with a range of weights on all ranks; returns their tensors on rank 0, and nothing elsewhere.
         run: Runs each function that writes.
         max_file_bytes: Maximum size of a file. A larger weight gets a file of its own.
+        extra_files: Content of other files on rank 0, by relative path.
     """
     partial_path = path.with_name(path.name + ".partial")
-    run(partial(_create_folder, partial_path, source, weights[0][0][2]), None)
+    run(partial(_create_folder, partial_path, source, weights[0][0][2], extra_files), None)
     files = plan_files(weights, max_file_bytes)
     for file in files:
         tensors: dict[str, Tensor] = {}
@@ -123,14 +127,17 @@ def plan_files(weights: Sequence[Sequence[TensorMeta]], max_file_bytes: int) -> 
     ]
 
 
-def _create_folder(folder: Path, source: Path, dtype: str) -> None:
-    """Create a folder with all files of ``source`` except its weights."""
+def _create_folder(folder: Path, source: Path, dtype: str, extra_files: Mapping[str, bytes]) -> None:
+    """Create a folder with all files of ``source`` except its weights, and with ``extra_files``."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for file in source.iterdir():
         if file.is_file() and not _is_weights(file.name):
             shutil.copyfile(file, folder / file.name)  # with the permissions of the umask
     _set_dtype(folder / "config.json", dtype)
+    for name, content in extra_files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
     sync_tree(folder)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipe_gkd.config.objective import objective_problems
+from recipe_gkd.config.objective import objective_problems, uses_sampled_token_loss
 from recipe_gkd.config.schema import BUILT_IN_LOGGERS, Config
 from recipe_gkd.config.teachers import teacher_problems
 from recipe_gkd.errors import ConfigError
@@ -17,6 +17,7 @@ from recipe_gkd.runtime.worker_variables import FIXED, PER_NODE
 STRATEGY = "actor_rollout_ref.actor.strategy"
 MEGATRON = "actor_rollout_ref.actor.megatron"
 FSDP = "actor_rollout_ref.actor.fsdp_config"
+LORA = "actor_rollout_ref.actor.lora"
 
 MEGATRON_LAYOUT: dict[str, object] = {
     "tensor_model_parallel_size": 1,
@@ -51,6 +52,7 @@ def validate(config: Config) -> None:
         _schedule,
         _unused_backend,
         _actor_layout,
+        _lora,
         _optimizer,
         _rollout_layout,
         _shared_gpus,
@@ -163,6 +165,32 @@ def _megatron_layout(config: Config) -> Iterator[str]:
         yield (
             f"{MEGATRON}.virtual_pipeline_model_parallel_size={megatron.virtual_pipeline_model_parallel_size} needs "
             f"{MEGATRON}.pipeline_model_parallel_size > 1; it is 1"
+        )
+
+
+def _lora(config: Config) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    lora = actor.lora
+    if not lora.rank:
+        for name, default in (("target_modules", None), ("dropout", 0.0)):
+            if (got := getattr(lora, name)) != default:
+                yield (
+                    f"{LORA}.{name}={_yaml(got)} has no effect with {LORA}.rank={_yaml(lora.rank)}; set it to "
+                    f"{_yaml(default)}, or set a rank, such as {LORA}.rank=16"
+                )
+        return
+    if actor.strategy != "fsdp":
+        yield (
+            f"{LORA}.rank={lora.rank} with {STRATEGY}={actor.strategy}: only the layers of transformers can have "
+            f"adapters; set {STRATEGY}=fsdp, or {LORA}.rank=null"
+        )
+    if lora.target_modules == []:
+        yield f"{LORA}.target_modules=[]: no layer gets an adapter; name layers, or set it to null (all linear layers)"
+    if lora.dropout and (config.gkd.use_rl_loss or uses_sampled_token_loss(config.gkd)):
+        yield (
+            f"{LORA}.dropout={lora.dropout:g} with a policy loss, or with gkd.distill_loss_type="
+            f"{config.gkd.distill_loss_type}: such a loss needs the distribution that sampled the tokens, and the "
+            f"rollout workers have no dropout; set {LORA}.dropout=0"
         )
 
 

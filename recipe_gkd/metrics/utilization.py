@@ -46,6 +46,9 @@ class ActorUtilization:
             return None
         if not device_names:
             return None
+        if config.actor_rollout_ref.actor.lora.rank:
+            log.info("perf/mfu/actor is left out: its FLOPs include weight gradients, which frozen weights do not have")
+            return None
         dims = read_student_dims(config.actor_rollout_ref.model.path, config)
         if problem := dims.flops_problem(config.data.max_prompt_length + config.data.max_response_length):
             log.info("perf/mfu/actor is left out: %s", problem)

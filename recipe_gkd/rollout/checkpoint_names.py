@@ -11,7 +11,10 @@ from recipe_gkd.errors import ModelError, WeightSyncError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from teacher.weight_files import WeightFileError, open_weights, weight_files
 
-_NOT_WEIGHTS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+_NOT_WEIGHTS = re.compile(
+    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
+    r"|(^|\.)(attn|attention)\.(masked_)?bias$"  # the causal mask of GPT-2, GPT-J and GPT-NeoX in older folders
+)
 _MAX_SHOWN_PROBLEMS = 5
 
 
@@ -41,7 +44,8 @@ def check_announced(meta: Sequence[TensorMeta], folder: str, shapes: dict[str, t
     """Check that the announced weights are those of the rollout model.
 
     vLLM joins several weights to one parameter, and does not detect that one of them is missing. The folder may have
-    weights that are not trained: a tied output layer, and layers after the last one (for multi-token prediction).
+    weights that are not trained: a tied output layer, layers after the last one (for multi-token prediction), and
+    constants. Without ``tie_word_embeddings`` in its ``config.json``, the output layer may be tied.
 
     Args:
         meta: Weights that the actor announces.
@@ -55,7 +59,7 @@ def check_announced(meta: Sequence[TensorMeta], folder: str, shapes: dict[str, t
         return
     config = json.loads((Path(folder) / "config.json").read_text())
     announced = {name: tuple(shape) for name, shape, _ in meta}
-    tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+    tied = {"lm_head.weight"} if config.get("tie_word_embeddings", True) else set()
     expected = {name for name in shapes if not _is_untrained(name, config.get("num_hidden_layers"))}
     problems = [
         *(f"{name} is missing" for name in sorted(expected - announced.keys() - tied)),

@@ -18,6 +18,7 @@ from recipe_gkd.actor.fsdp.checkpoint_save import FsdpSave
 from recipe_gkd.actor.fsdp.forward_backward import run_micro_batches
 from recipe_gkd.actor.fsdp.fsdp_model import FsdpModel
 from recipe_gkd.actor.fsdp.loading import load_sharded, model_name
+from recipe_gkd.actor.fsdp.lora import adapted_layers, adapter_dropout, adapter_files
 from recipe_gkd.actor.fsdp.optimizer import clip_and_step, gradient_norm, keep_padding_rows, make_optimizer
 from recipe_gkd.actor.fsdp.output_layer import ensure_output_layer_is_last
 from recipe_gkd.actor.fsdp.style_check import choose_style
@@ -52,11 +53,21 @@ class FsdpBackend:
     def __init__(self, config: Config, spec: RankSpec) -> None:
         self._gkd, self._actor = config.gkd, config.actor_rollout_ref.actor
         fsdp, student = self._actor.fsdp_config, config.actor_rollout_ref.model
+        self._path = student.path
         self.layout, self.device = Layout.data_parallel(spec.rank, spec.world_size), spec.torch_device
         self.dtype = getattr(torch, fsdp.dtype)
         join_ranks(config, spec)
         mesh = _mesh(spec, fsdp.fsdp_size)
-        module = load_sharded(Path(student.path), fsdp, mesh, self.device, trust_remote_code=student.trust_remote_code)
+        module, self._names = load_sharded(
+            Path(student.path),
+            fsdp,
+            mesh,
+            self.device,
+            trust_remote_code=student.trust_remote_code,
+            lora=self._actor.lora,
+            seed=config.data.seed,
+        )
+        torch.manual_seed(config.data.seed + spec.rank)  # each rank has its own dropout of the adapters
         self.vocab_size = module.get_output_embeddings().weight.shape[0]
         if config.gkd.fuse_lm_head:
             ensure_output_layer_is_last(module, self.device)
@@ -83,6 +94,8 @@ class FsdpBackend:
             f"{model_name(model.module)} of transformers, FSDP ({dims}), sequences {model.style.value}, attention: "
             f"{self.attention.value}"
         )
+        if layers := adapted_layers(model.module):
+            summary += f", LoRA of rank {self._actor.lora.rank} on {len(layers)} layers"
         n_parameters = sum(parameter.numel() for parameter in _local(model.module))
         return BackendReport(n_parameters=n_parameters, summary=summary, warnings=self._warnings)
 
@@ -96,7 +109,8 @@ class FsdpBackend:
 
     def accumulate(self, plan: MicroBatchPlan, loss: LossFunction) -> list[dict[str, Any]]:
         """Add the gradient of the objective; see :class:`~recipe_gkd.actor.backend.Backend`."""
-        return run_micro_batches(self.model, plan, loss, gkd=self._gkd, timeout_s=self._actor.timeout_s)
+        with adapter_dropout(self.model.module):
+            return run_micro_batches(self.model, plan, loss, gkd=self._gkd, timeout_s=self._actor.timeout_s)
 
     def gradient_norm(self) -> float:
         """Return the global norm of the gradient, the same on every rank."""
@@ -108,13 +122,20 @@ class FsdpBackend:
             clip_and_step(self.model.optimizer, norm, lr, optim)
 
     def weights_meta(self) -> list[list[TensorMeta]]:
-        """Return Hugging Face name, complete shape and dtype of each tensor, in order."""
-        return weights_meta(self.model.module, self.dtype)
+        """Return the name in the model folder, complete shape and dtype of each tensor, in order."""
+        return weights_meta(self.model.module, self._names, self.dtype)
 
     def export_weights(self, first: int = 0, last: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield complete tensors on rank 0; see :func:`recipe_gkd.actor.fsdp.weights.export_weights`."""
         is_first_rank = self.layout.rank == 0
-        return export_weights(self.model.module, self.dtype, is_first_rank=is_first_rank, first=first, last=last)
+        return export_weights(
+            self.model.module, self._names, self.dtype, is_first_rank=is_first_rank, first=first, last=last
+        )
+
+    def extra_files(self) -> dict[str, bytes]:
+        """Return the files of the folder ``adapter`` on rank 0, which peft loads; nothing without LoRA."""
+        content = adapter_files(self.model.module, self._path)
+        return {f"adapter/{name}": data for name, data in content.items()} if self.layout.rank == 0 else {}
 
     def plan_save(self, path: Path, step: int, contents: Sequence[str]) -> FsdpSave:
         """Prepare the save of a checkpoint; see :class:`~recipe_gkd.actor.backend.Backend`."""

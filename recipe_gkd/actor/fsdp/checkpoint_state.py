@@ -25,6 +25,7 @@ from torch import Tensor
 from recipe_gkd.actor.checkpoint_files import BACKEND
 from recipe_gkd.actor.fsdp.fsdp_model import FsdpModel
 from recipe_gkd.actor.fsdp.loading import fsdp_modules
+from recipe_gkd.actor.fsdp.lora import adapter_dims
 
 STRATEGY = "fsdp"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -101,9 +102,10 @@ def describe(model: FsdpModel, step: int, contents: Sequence[str]) -> dict[str, 
 
 
 def model_dims(model: FsdpModel) -> dict[str, Any]:
-    """Return the dimensions of the model that a checkpoint must have; see :data:`COMPARED_DIMS`."""
+    """Return the dimensions of the model and of its adapters that a checkpoint must have; see :data:`COMPARED_DIMS`."""
     config = model.module.config.get_text_config()
     dims = {name: getattr(config, name, None) for name in COMPARED_DIMS}
+    dims |= adapter_dims(model.module)
     return dict(json.loads(json.dumps(dims)))  # a tuple equals the list that is read from a checkpoint
 
 

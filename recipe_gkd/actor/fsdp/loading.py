@@ -18,15 +18,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from recipe_gkd.config.schema import FsdpConfig
+from recipe_gkd.actor.fsdp.lora import add_adapters
+from recipe_gkd.actor.fsdp.weights import names_in_folder
+from recipe_gkd.config.schema import FsdpConfig, LoraConfig
 from recipe_gkd.errors import ConfigError, ModelError
+from teacher.weight_files import WeightFileError
 
 FSDP = "actor_rollout_ref.actor.fsdp_config"
 
 
 def load_sharded(
-    folder: Path, config: FsdpConfig, mesh: DeviceMesh, device: torch.device, *, trust_remote_code: bool
-) -> Any:
+    folder: Path,
+    config: FsdpConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    trust_remote_code: bool,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
+) -> tuple[Any, dict[str, str]]:
     """Load a causal language model and shard it. Collective.
 
     Args:
@@ -35,32 +45,43 @@ def load_sharded(
         mesh: Mesh of all ranks.
         device: Device of the parameters.
         trust_remote_code: Allow code from the folder.
+        lora: Adapters; None for none.
+        seed: Seed of the adapters.
 
     Returns:
-        The model in evaluation mode, because dropout would change the distribution that the rollout engine samples.
+        The model in evaluation mode, because dropout would change the distribution that the rollout engine samples,
+        and the result of :func:`~recipe_gkd.actor.fsdp.weights.names_in_folder`.
 
     Raises:
-        ModelError: The folder cannot be loaded on rank 0. Raised on all ranks.
-        ConfigError: ``wrap_policy`` names no module of the model.
+        ModelError: The folder cannot be loaded on rank 0, or lacks weights. Raised on all ranks.
+        ConfigError: ``wrap_policy`` or ``lora.target_modules`` names no module of the model.
     """
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
-    source, failure = None, None
+    source, failure, names = None, None, None
     if dist.get_rank() == 0:
         try:
             source = _auto_model().from_pretrained(str(folder), local_files_only=True, **options)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            names = names_in_folder(source, folder)
+        except (OSError, ValueError, KeyError, RuntimeError, WeightFileError) as error:
             failure = f"{type(error).__name__}: {error}"
-    failures = [failure]
-    dist.broadcast_object_list(failures)
-    if failures[0] is not None:
+    results: list[Any] = [failure, names]
+    dist.broadcast_object_list(results)
+    if results[0] is not None:
         raise ModelError(
-            f"transformers cannot load the model in {folder}: {failures[0]}; check the folder with "
+            f"transformers cannot load the model in {folder}: {results[0]}; check the folder with "
             "AutoModelForCausalLM.from_pretrained"
         )
     with torch.device("meta"):
         module = _auto_model().from_config(_read_config(folder, trust_remote_code), **options)
+    # transformers would give the embedding of the padding token no gradient. Here it is a token that can be sampled.
+    module.get_input_embeddings().padding_idx = None
+    module.requires_grad_(True)
+    if lora is not None and lora.rank:
+        for model in (module, source):
+            if model is not None:
+                add_adapters(model, lora, seed)
     shard(module, source, config, mesh, device)
-    return module.eval().requires_grad_(True)
+    return module.eval(), results[1]
 
 
 def shard(module: Any, source: nn.Module | None, config: FsdpConfig, mesh: DeviceMesh, device: torch.device) -> None:
@@ -84,7 +105,7 @@ def shard(module: Any, source: nn.Module | None, config: FsdpConfig, mesh: Devic
     fill = partial(_broadcast_from_source, data, device)
     materialized: dict[int, Tensor] = {}
     for layer in [*_layers(module, config.wrap_policy), module]:
-        _materialize(module, layer, fill, materialized)
+        _materialize(module, layer, fill, materialized, getattr(torch, config.dtype))
         if config.gradient_checkpointing and layer is not module:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         reshard = config.reshard_after_forward and layer is not module
@@ -126,6 +147,7 @@ def resharded(module: nn.Module) -> Iterator[None]:
 def _auto_model() -> Any:
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()  # it would be part of the run's log
     return transformers.AutoModelForCausalLM
 
 
@@ -157,7 +179,11 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _materialize(
-    root: nn.Module, layer: nn.Module, fill: Callable[[str, Tensor], Tensor], materialized: dict[int, Tensor]
+    root: nn.Module,
+    layer: nn.Module,
+    fill: Callable[[str, Tensor], Tensor],
+    materialized: dict[int, Tensor],
+    frozen_dtype: torch.dtype,
 ) -> None:
     """Replace parameters and buffers of a layer on the device "meta", keeping tied tensors tied.
 
@@ -166,6 +192,7 @@ def _materialize(
         layer: Layer to change. Its parts with data are not changed.
         fill: Returns the tensor with data for a name and a tensor without.
         materialized: New tensor by id of the old one.
+        frozen_dtype: Data type of parameters that are not trained.
     """
     prefixes = {id(part): name for name, part in root.named_modules()}
     for part in layer.modules():
@@ -176,8 +203,15 @@ def _materialize(
                     continue
                 if id(old) not in materialized:
                     new = fill(prefix + name, old)
-                    materialized[id(old)] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
+                    materialized[id(old)] = _parameter(new, old, frozen_dtype) if isinstance(old, nn.Parameter) else new
                 tensors[name] = materialized[id(old)]  # type: ignore[assignment]
+
+
+def _parameter(data: Tensor, like: nn.Parameter, frozen_dtype: torch.dtype) -> nn.Parameter:
+    """Return a parameter that is trained, or frozen, as the given one. Frozen ones need no float32 copy."""
+    if like.requires_grad or not data.is_floating_point():
+        return nn.Parameter(data, requires_grad=like.requires_grad)
+    return nn.Parameter(data.to(frozen_dtype), requires_grad=False)
 
 
 def _broadcast_from_source(data: Mapping[str, Tensor], device: torch.device, name: str, like: Tensor) -> Tensor:

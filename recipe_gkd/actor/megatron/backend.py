@@ -98,6 +98,10 @@ class MegatronBackend:
         """Yield complete tensors on rank 0; see :func:`recipe_gkd.actor.megatron.export.export_weights`."""
         return export_weights(self.model, first, last)
 
+    def extra_files(self) -> dict[str, bytes]:
+        """Return nothing: a Hugging Face folder has no other files of this backend."""
+        return {}
+
     def plan_save(self, path: Path, step: int, contents: Sequence[str]) -> MegatronSave:
         """Prepare the save of a checkpoint; see :class:`~recipe_gkd.actor.backend.Backend`."""
         return MegatronSave(self.model, path, step, contents)

@@ -10,6 +10,8 @@ from recipe_gkd.config.limits import MAX_BATCH, MAX_COEFFICIENT, MAX_DEVICES, MA
 from recipe_gkd.config.schema.fields import STRICT, key, timeout
 from teacher.engines.head_dtype import HeadDtype
 
+MAX_LORA_RANK = 1 << 14
+
 CheckpointPart = Literal["model", "optimizer", "extra"]
 DecayStyle = Literal["constant", "linear", "cosine"]
 SavedPart = Literal[CheckpointPart, "hf_model"]
@@ -110,6 +112,26 @@ class FsdpConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoraConfig:
+    """Low-rank adapters of the actor with ``strategy=fsdp``, section ``actor_rollout_ref.actor.lora``."""
+
+    rank: int | None = key(
+        "Rank of the adapters (LoRA). All other weights are frozen; the rollout workers and a saved Hugging Face "
+        "folder get merged weights, and checkpoints contain the adapters only. null or 0: all weights are trained.",
+        ge=0,
+        le=MAX_LORA_RANK,
+    )
+    alpha: int = key("Numerator of the adapters' scale, alpha / rank.", ge=1, le=MAX_INT32)
+    target_modules: list[str] | None = key(
+        "Last parts of the names of the linear layers that get an adapter, such as `q_proj`. null: all linear layers "
+        "except the output layer."
+    )
+    dropout: float = key(
+        "Dropout of the adapters' inputs in the training passes. The rollout workers generate without it.", ge=0, lt=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimConfig:
     """Optimizer and learning rate schedule, section ``actor_rollout_ref.actor.optim``."""
 
@@ -164,6 +186,7 @@ class ActorConfig:
     timeout_s: float = timeout("one update, save or load, in seconds. A background save is timed from its start.")
     megatron: MegatronConfig
     fsdp_config: FsdpConfig
+    lora: LoraConfig
     optim: OptimConfig
     checkpoint: CheckpointConfig
 

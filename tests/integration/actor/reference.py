@@ -49,6 +49,22 @@ def reference_training(
         dtype=torch.float64,
         experts_implementation="eager",  # the grouped implementation does not support float64
     )
+    metrics = train_reference(model, batches, objective or forward_kl, lr=lr, clip=clip, decay=decay)
+    with tempfile.TemporaryDirectory() as path:  # saving converts a mixture-of-experts model's weights and their names
+        model.save_pretrained(path)
+        return metrics, load_file(Path(path) / "model.safetensors")
+
+
+def train_reference(
+    model: torch.nn.Module,
+    batches: Sequence[list[Sample]],
+    objective: Objective,
+    *,
+    lr: float = 0.01,
+    clip: float = 0.5,
+    decay: float = 0.05,
+) -> list[dict[str, float]]:
+    """Train a model with one step per batch, and return the metrics of each step; see :func:`reference_training`."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -56,7 +72,7 @@ def reference_training(
     metrics = []
     for batch in batches:
         samples = without_empty(batch)
-        losses = (objective or forward_kl)([(sample, predicting(model, sample)) for sample in samples])
+        losses = objective([(sample, predicting(model, sample)) for sample in samples])
         loss = losses["actor/loss"]
         adam.zero_grad()
         loss.backward()
@@ -65,9 +81,7 @@ def reference_training(
         n_tokens = float(sum(len(sample.response.ids) for sample in samples))
         found = {name: value.item() for name, value in losses.items()}
         metrics.append(found | {"actor/grad_norm": norm.item(), "actor/n_tokens": n_tokens})
-    with tempfile.TemporaryDirectory() as path:  # saving converts a mixture-of-experts model's weights and their names
-        model.save_pretrained(path)
-        return metrics, load_file(Path(path) / "model.safetensors")
+    return metrics
 
 
 def predicting(model: torch.nn.Module, sample: Sample) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -87,3 +89,13 @@ def test_padding_rows_after_updates_are_bitwise_unchanged(pool: WorkerPool, fold
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(before[name][n_token_ids:], after[name][n_token_ids:])
         assert not torch.equal(before[name][:n_token_ids], after[name][:n_token_ids])
+
+
+def test_padding_token_is_trained_like_any_other(pool: WorkerPool, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Transformers gives the embedding of the padding token no gradient, but a student can sample this token."""
+    folder = shutil.copytree(folders["qwen2"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": 5}))
+    want_metrics, _ = reference(folders["qwen2"])
+    got = pool.run(1, jobs.train_any, make_config(folder, *FSDP), BATCHES[:1])[0]
+    assert_metrics(got.metrics, want_metrics[:1])

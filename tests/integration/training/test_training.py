@@ -231,6 +231,36 @@ class TestResume:
 
 
 @pytest.mark.slow
+class TestFsdp:
+    def test_run_begins_as_with_megatron_and_resumes(
+        self, start_run: StartRun, validation: list[str], reference_run: Run
+    ) -> None:
+        settings = (
+            "actor_rollout_ref.actor.strategy=fsdp",
+            "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+            "trainer.scheduler=sync",
+            "trainer.total_epochs=2",
+            *validation,
+            *FULL_OBJECTIVE,
+        )
+        run = start_run(*settings, "trainer.save_freq=4").finish()
+        assert run.status == 0, run.output
+        for metric in ("actor/kl_loss", "actor/pg_loss", "actor/sft_loss", "actor/grad_norm", "reward/mean"):
+            assert run.metrics[0][metric] == pytest.approx(reference_run.metrics[0][metric], rel=1e-4, abs=1e-7)
+        assert all(0 <= line["actor/rollout_kl"] < 1e-8 for line in run.metrics)
+        resumed = start_run(
+            *settings,
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={run.folder}/global_step_4",
+            folder=run.folder / "again",
+        ).finish()
+        assert resumed.status == 0, resumed.output
+        for line, expected in zip(resumed.metrics, run.metrics[4:], strict=True):
+            assert line["actor/kl_loss"] == pytest.approx(expected["actor/kl_loss"], rel=1e-5)
+        assert run.leftovers() == resumed.leftovers() == []
+
+
+@pytest.mark.slow
 class TestTeacher:
     def test_student_as_its_own_teacher_has_no_loss(self, start_run: StartRun, student_service: Teacher) -> None:
         run = start_run(

@@ -21,6 +21,7 @@ from recipe_gkd.actor.fsdp.style_check import StyleChoice, choose_style
 from recipe_gkd.actor.microbatch import pack
 from recipe_gkd.actor.staging import stage
 from recipe_gkd.errors import ModelError
+from tests._support.causal_models import random_causal_lm
 from tests._support.tiny_models import make_sample
 
 CPU, SINGLE = torch.device("cpu"), torch.float32
@@ -61,17 +62,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], RowStyle]] = {
 
 def fresh(name: str, **more: Any) -> Any:
     """Return a random model."""
-    import transformers
-
     class_name, options, _ = MODELS[name]
-    model_class = getattr(transformers, class_name)
-    torch.manual_seed(0)
-    model = model_class(model_class.config_class(**(options | more))).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # biases would be 0
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+    return random_causal_lm(class_name, options | more)
 
 
 @cache
@@ -185,7 +177,9 @@ class TestPackedAttention:
             model(**model_input(make_batch([3]), PACKED).inputs)
 
     @pytest.mark.parametrize(
-        "option", [{"position_bias": torch.zeros(1)}, {"is_causal": False}, {"cache": object()}], ids=str
+        "option",
+        [{"position_bias": torch.zeros(1)}, {"is_causal": False}, {"cache": object()}],
+        ids=lambda option: next(iter(option)),
     )
     def test_unsupported_option_is_refused_with_its_name(self, option: dict[str, Any]) -> None:
         heads = torch.zeros(1, 2, 3, 8)

@@ -66,6 +66,7 @@ from tests._support.numeric_ends import ends_of
 
 MEGATRON, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 FSDP = "actor_rollout_ref.actor.fsdp_config"
+LORA = "actor_rollout_ref.actor.lora"
 OPTIM, TEACHER = "actor_rollout_ref.actor.optim", "actor_rollout_ref.teacher"
 KEYS = [name for name in known_keys() if numeric_range(name)]
 
@@ -85,6 +86,9 @@ NEEDS: dict[str, dict[str, Any]] = {
         f"{MEGATRON}.pipeline_model_parallel_size": 2,
     },
     f"{FSDP}.fsdp_size": {"actor_rollout_ref.actor.strategy": "fsdp", "trainer.n_gpus_per_node": 1024},
+    f"{LORA}.rank": {"actor_rollout_ref.actor.strategy": "fsdp"},
+    f"{LORA}.alpha": {"actor_rollout_ref.actor.strategy": "fsdp", f"{LORA}.rank": 1},
+    f"{LORA}.dropout": {"actor_rollout_ref.actor.strategy": "fsdp", f"{LORA}.rank": 1},
     f"{OPTIM}.min_lr": {f"{OPTIM}.lr": 1.0},
     "gkd.distill_loss_coef": {"gkd.sft_share": 0.5},
     "trainer.max_staleness": {"trainer.scheduler": "n_step_off"},
@@ -279,6 +283,24 @@ def plan_weight_buckets(config: Config, name: str) -> None:
     assert sum(bucket.n_bytes for bucket in buckets) == (4 << 20) + 16
 
 
+def adapt_linear_layer(config: Config, name: str) -> None:
+    """Check that a layer with an adapter has finite outputs, gradients and merged weights."""
+    from recipe_gkd.actor.fsdp.lora import adapted_layers, adapter_dropout, add_adapters, merged_weight
+
+    lora = config.actor_rollout_ref.actor.lora
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model.get_output_embeddings = lambda: None
+    if not lora.rank:
+        return
+    add_adapters(model, lora, config.data.seed)
+    with adapter_dropout(model):
+        output = model(torch.ones(1, 4))
+    output.sum().backward()
+    [layer] = adapted_layers(model).values()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    assert all(tensor.isfinite().all() for tensor in (output, merged_weight(layer), *gradients))
+
+
 def consumer_of(name: str) -> Callable[[Config, str], None]:
     last = name.rsplit(".", 1)[-1]
     groups: dict[Callable[[Config, str], None], list[str]] = {
@@ -299,7 +321,12 @@ def consumer_of(name: str) -> Callable[[Config, str], None]:
         return pass_deadline
     if last.endswith(("nodes", "n_gpus_per_node", "parallel_size", "n_server_workers", "fsdp_size")):
         return place_pools
-    prefixes = {f"{OPTIM}.": take_optimizer_steps, "gkd.": compute_losses, f"{ROLLOUT}.": build_sampling}
+    prefixes = {
+        f"{LORA}.": adapt_linear_layer,
+        f"{OPTIM}.": take_optimizer_steps,
+        "gkd.": compute_losses,
+        f"{ROLLOUT}.": build_sampling,
+    }
     return next((function for prefix, function in prefixes.items() if name.startswith(prefix)), check_count_limit)
 
 

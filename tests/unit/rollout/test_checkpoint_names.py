@@ -63,8 +63,10 @@ class TestCheckAnnounced:
             {"lm_head.weight": (8, 4)},
             {"model.layers.1.mlp.up_proj.weight": (6, 4)},
             {"model.layers.0.self_attn.rotary_emb.inv_freq": (2,)},
+            {"h.0.attn.bias": (1, 1, 4, 4), "h.0.attn.masked_bias": ()},
+            {"gpt_neox.layers.0.attention.bias": (1, 1, 4, 4)},
         ],
-        ids=["tied head", "layer after the last", "not a weight"],
+        ids=["tied head", "layer after the last", "rotary embedding", "mask of GPT-2", "mask of GPT-NeoX"],
     )
     def test_check_announced_untrained_weights_may_be_missing(
         self, tmp_path: Path, extra: dict[str, tuple[int, ...]]
@@ -78,6 +80,13 @@ class TestCheckAnnounced:
         path = make_folder(tmp_path, {"lm_head.weight": (8, 4)}, tied=False)
         with pytest.raises(WeightSyncError, match=r"lm_head.weight is missing; both pools must be built from the same"):
             check_announced(META, path, folder_shapes(path))
+
+    def test_check_announced_head_without_tie_word_embeddings_may_be_missing(self, tmp_path: Path) -> None:
+        """OPT and GPT-2 tie it, and their published ``config.json`` does not state it."""
+        path = make_folder(tmp_path, {"lm_head.weight": (8, 4), "h.0.attn.c_attn.bias": (4,)})
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(WeightSyncError, match=r"/: h.0.attn.c_attn.bias is missing; both pools"):
+            check_announced(META, f"{path}/", folder_shapes(path))
 
     def test_check_announced_names_all_problems(self, tmp_path: Path) -> None:
         path = make_folder(tmp_path)

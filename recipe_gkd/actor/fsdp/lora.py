@@ -1,0 +1,161 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) on linear layers, with the layers of peft.
+
+Shape suffixes: R rank, I inputs, O outputs of a layer.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from recipe_gkd.config.schema import LoraConfig
+from recipe_gkd.errors import ConfigError
+
+LORA = "actor_rollout_ref.actor.lora"
+ADAPTER = "default"
+"""Name of the only adapter of a layer, as in peft."""
+
+
+def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
+    """Add adapters to a model, and freeze all its other parameters.
+
+    Args:
+        model: Model of transformers, on the device "meta" or with data.
+        config: Rank and target layers.
+        seed: Seed of the factor that is not zero.
+
+    Raises:
+        ConfigError: ``target_modules`` has a name that no linear layer of the model has.
+    """
+    import peft
+
+    options = peft.LoraConfig(
+        r=config.rank or 0,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=target_layers(model, config.target_modules),
+        task_type="CAUSAL_LM",
+    )
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[]), device, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft corrects the orientation of GPT-2's weights, with a warning
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(options, model, adapter_name=ADAPTER)
+
+
+def target_layers(model: Any, names: Sequence[str] | None) -> list[str]:
+    """Return the complete names of the layers that get an adapter.
+
+    Args:
+        model: Model of transformers.
+        names: Last parts of names; None for all linear layers except the output layer.
+
+    Raises:
+        ConfigError: No linear layer has one of ``names``.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    output = model.get_output_embeddings()
+    linear = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, (nn.Linear, Conv1D)) and part is not output
+    ]  # fmt: skip
+    if names is None:
+        return linear
+    ending = {name: [each for each in linear if f".{each}".endswith(f".{name}")] for name in names}
+    if unknown := [name for name, found in ending.items() if not found]:
+        known = sorted({name.rpartition(".")[2] for name in linear})
+        raise ConfigError(
+            f"{LORA}.target_modules={list(names)}: {type(model).__name__} has no linear layer "
+            f"{' or '.join(unknown)}, apart from the output layer, which cannot have an adapter; its linear layers are "
+            f"{', '.join(known)}"
+        )
+    return [each for each in linear if any(each in found for found in ending.values())]
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers with an adapter, by name. ``base_layer`` of each is the model's own layer."""
+    return {name: part for name, part in model.named_modules() if hasattr(part, "lora_A")}
+
+
+def base_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers under their names in the model without adapters.
+
+    Adapters are not included, and weights are not merged.
+    """
+    layers = adapted_layers(model)
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        layer, _, rest = name.partition(".base_layer.")
+        if rest and layer in layers:
+            state[f"{layer}.{rest}"] = tensor
+        elif name.partition(".lora_")[0] not in layers:
+            state[name] = tensor
+    return state
+
+
+def layers_by_weight(model: nn.Module) -> dict[int, Any]:
+    """Return the layers with an adapter, by the id of the weight that it is merged with."""
+    return {id(layer.base_layer.weight): layer for layer in adapted_layers(model).values()}
+
+
+def merged_weight(layer: Any) -> Tensor:
+    """Return the complete weight of a layer with its adapter, ``W + alpha / rank B A``, in float32. Collective."""
+    factors = (layer.base_layer.weight, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
+    weight, a_RI, b_OR = (_complete(factor).float() for factor in factors)
+    delta_OI = b_OR @ a_RI * layer.scaling[ADAPTER]
+    return weight + (delta_OI.T if layer.fan_in_fan_out else delta_OI)
+
+
+def _complete(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def adapter_files(model: Any, base: str) -> dict[str, bytes]:
+    """Return content by name of a folder that peft loads: the adapters in float32, not merged. Collective.
+
+    Args:
+        model: Sharded model.
+        base: Model folder, for the description.
+    """
+    layers = adapted_layers(model)
+    tensors = {
+        f"base_model.model.{name}.{factor}.weight": _complete(getattr(layer, factor)[ADAPTER].weight).cpu()
+        for name, layer in layers.items()
+        for factor in ("lora_A", "lora_B")
+    }
+    if not layers:
+        return {}
+    options = model.peft_config[ADAPTER].to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
+    options["target_modules"] = sorted(layers)
+    content = {"adapter_config.json": (json.dumps(options, indent=2) + "\n").encode()}
+    return content | {"adapter_model.safetensors": safetensors.torch.save(tensors, metadata={"format": "pt"})}
+
+
+@contextmanager
+def adapter_dropout(model: nn.Module) -> Iterator[None]:
+    """Enable the dropout of the adapters' inputs, and no other dropout, inside of this context."""
+    parts = [layer.lora_dropout for layer in adapted_layers(model).values()]
+    for part in parts:
+        part.train()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.eval()
+
+
+def adapter_dims(model: nn.Module) -> dict[str, Any]:
+    """Return the settings that a checkpoint of adapters must have; nothing for a model without adapters."""
+    layers = list(adapted_layers(model).values())
+    return {"lora_alpha": layers[0].lora_alpha[ADAPTER]} if layers else {}

@@ -1,0 +1,99 @@
+"""Names under which the FSDP backend exports the tensors of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from recipe_gkd.actor.fsdp.loading import load_sharded
+from recipe_gkd.actor.fsdp.weights import export_weights, names_in_folder, weights_meta
+from recipe_gkd.errors import ModelError
+from teacher.weight_files import WeightFileError
+from tests._support.base_config import base_config
+from tests._support.causal_models import random_causal_lm
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+TIED_LLAMA = SIZES | {"tie_word_embeddings": True}
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16}
+BUFFER = "model.layers.0.mlp.act_fn.beta"
+"""Persistent buffer of Apertus."""
+
+
+def saved(folder: Path, class_name: str, options: dict[str, Any], change: Callable[[str], str | None] = str) -> Any:
+    """Return a model that was loaded from ``folder``, after its tensors were renamed there, or removed for None."""
+    import transformers
+
+    random_causal_lm(class_name, options).save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    renamed = {change(name): tensor for name, tensor in state.items()}
+    save_file({name: tensor for name, tensor in renamed.items() if name is not None}, folder / "model.safetensors")
+    return getattr(transformers, class_name).from_pretrained(folder)
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("class_name", "options", "change", "name", "exported"),
+    [
+        ("LlamaForCausalLM", SIZES, str, "lm_head.weight", "lm_head.weight"),
+        ("GPTNeoXForCausalLM", SIZES, str, "lm_head.weight", "embed_out.weight"),
+        (
+            "GPT2LMHeadModel", GPT2, lambda name: name.removeprefix("transformer."),
+            "transformer.h.0.ln_1.bias", "h.0.ln_1.bias",
+        ),
+        (
+            "LlamaForCausalLM", TIED_LLAMA, lambda name: name.replace("model.embed_tokens", "lm_head"),
+            "lm_head.weight", "lm_head.weight",
+        ),
+        ("ApertusForCausalLM", SIZES, str, BUFFER, BUFFER),
+    ],
+    ids=["same names", "other name", "without the prefix", "tied, only the head is stored", "with a buffer"],
+)  # fmt: skip
+def test_export_has_the_tensors_of_the_folder(
+    class_name: str,
+    options: dict[str, Any],
+    change: Callable[[str], str | None],
+    name: str,
+    exported: str,
+    tmp_path: Path,
+) -> None:
+    model = saved(tmp_path, class_name, options, change)
+    names = names_in_folder(model, tmp_path)
+    assert names[name] == exported
+    found = dict(export_weights(model, names, torch.float32, is_first_rank=True))
+    assert found.keys() == stored(tmp_path).keys()
+    for key, tensor in stored(tmp_path).items():
+        assert torch.equal(found[key], tensor), key
+    meta = [entry for tensors in weights_meta(model, names, torch.bfloat16) for entry in tensors]
+    assert [(key, tuple(tensor.shape)) for key, tensor in found.items()] == [entry[:2] for entry in meta]
+    assert {dtype for _, _, dtype in meta} == {"bfloat16"}
+
+
+def test_buffer_that_is_not_stored_is_not_exported(tmp_path: Path) -> None:
+    model = saved(tmp_path, "ApertusForCausalLM", SIZES, lambda name: None if name == BUFFER else name)
+    assert BUFFER in model.state_dict() and BUFFER not in names_in_folder(model, tmp_path)
+
+
+def test_folder_that_lacks_a_weight_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this check, transformers warns, and gives the weight random values."""
+    model = saved(tmp_path, "LlamaForCausalLM", SIZES, lambda name: None if name == "model.norm.weight" else name)
+    message = r"lack 1 weights of LlamaForCausalLM, such as model\.norm\.weight"
+    with pytest.raises(WeightFileError, match=message):
+        names_in_folder(model, tmp_path)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda results: None)
+    fsdp, no_mesh = base_config().actor_rollout_ref.actor.fsdp_config, cast(Any, None)
+    with pytest.raises(ModelError, match=message):
+        load_sharded(tmp_path, fsdp, mesh=no_mesh, device=torch.device("cpu"), trust_remote_code=False)
