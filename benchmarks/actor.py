@@ -1,6 +1,6 @@
 """Measure an update of the actor: its time over that of transformers, and the host's work on the data per token.
 
-    OMP_NUM_THREADS=1 python benchmarks/actor.py [--quick] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/actor.py [--strategy megatron|fsdp] [--quick] [--json FILE]
 
 A model of 0.46M parameters is trained by two programs in one process, with the same weights, samples and distillation
 loss, in float32:
@@ -38,7 +38,8 @@ import transformers
 from torch import Tensor
 
 from recipe_gkd.actor import update
-from recipe_gkd.actor.megatron import forward_backward
+from recipe_gkd.actor.fsdp import forward_backward as fsdp
+from recipe_gkd.actor.megatron import forward_backward as megatron
 from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
 from recipe_gkd.actor.microbatch import shard_batch
 from recipe_gkd.actor.prefetch import Prefetcher
@@ -93,12 +94,13 @@ class Program(Protocol):
 class Actor:
     """The project's actor on one rank, in this process."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, strategy: str, *overrides: str) -> None:
         config = load_config(
             "on_policy_distill_trainer",
             [
+                f"{ACTOR}.strategy={strategy}",
                 "data.train_files=unused", f"actor_rollout_ref.model.path={folder}", "trainer.device=cpu",
-                f"{ACTOR}.megatron.dtype=float32", f"{ACTOR}.optim.lr={LR}",
+                f"{ACTOR}.megatron.dtype=float32", f"{ACTOR}.fsdp_config.dtype=float32", f"{ACTOR}.optim.lr={LR}",
                 f"{ACTOR}.optim.betas=[{BETAS[0]},{BETAS[1]}]", f"{ACTOR}.optim.weight_decay={WEIGHT_DECAY}",
                 f"{ACTOR}.optim.clip_grad={MAX_NORM}", f"{ACTOR}.optim.lr_decay_style=constant", *overrides,
             ],
@@ -153,9 +155,9 @@ class Transformers:
 # ---- measurements
 
 
-def compare_steps(folder: Path, lengths: Sequence[int], rounds: int) -> dict[str, float]:
+def compare_steps(folder: Path, lengths: Sequence[int], rounds: int, strategy: str) -> dict[str, float]:
     """Return the median time of both programs in seconds, and the median ratio."""
-    samples, actor = make_samples(lengths, STEP_TOP_K), Actor(folder)
+    samples, actor = make_samples(lengths, STEP_TOP_K), Actor(folder, strategy)
     programs: dict[str, Program] = {"actor": actor, "transformers": Transformers(folder)}
     first = [program.update(samples) for program in programs.values()]
     for name in ("actor/loss", "actor/grad_norm"):
@@ -175,11 +177,11 @@ def compare_steps(folder: Path, lengths: Sequence[int], rounds: int) -> dict[str
     return medians | {"ratio": statistics.median(ratios), "tokens": sum(sizes), "tokens_over_padded": real}
 
 
-def measure_host(folder: Path, n_samples: int, k: int, rounds: int) -> dict[str, float]:
+def measure_host(folder: Path, n_samples: int, k: int, rounds: int, strategy: str) -> dict[str, float]:
     """Return the host's time per response token of each part, and their sum ``host``, in microseconds."""
     samples = make_samples([HOST_RESPONSE_TOKENS] * n_samples, k)
     n_tokens = sum(len(sample.response.ids) for sample in samples)
-    actor = Actor(folder, f"{ACTOR}.max_token_len={HOST_MAX_TOKENS}")
+    actor = Actor(folder, strategy, f"{ACTOR}.max_token_len={HOST_MAX_TOKENS}")
     found = []
     for _ in range(rounds + 1):
         seconds: dict[str, float] = defaultdict(float)
@@ -207,7 +209,8 @@ def timed_parts(seconds: dict[str, float]) -> Iterator[None]:
     parts = [
         (update, "plan_micro_batches", "planning", time.perf_counter),
         (Prefetcher, "_wait", "waiting", time.perf_counter),
-        (forward_backward, "to_device", "staging", time.perf_counter),
+        (megatron, "to_device", "staging", time.perf_counter),
+        (fsdp, "to_device", "staging", time.perf_counter),
         (MicroBatchPlan, "stage", "packing", time.thread_time),
     ]
     patches = [
@@ -236,6 +239,7 @@ def long_tailed_lengths(count: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", choices=["megatron", "fsdp"], default="megatron", help="backend of the actor")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of the comparison (default: 20)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--quick", action="store_true", help="small sizes, as a smoke test")
@@ -251,10 +255,10 @@ def main() -> None:
         write_model(folder)
         shapes = {"": [96] * n_samples, "_uneven": long_tailed_lengths(n_samples)}
         for suffix, lengths in shapes.items():
-            row = compare_steps(folder, lengths, rounds)
+            row = compare_steps(folder, lengths, rounds, given.strategy)
             found |= {f"step_over_transformers{suffix}": row.pop("ratio"), f"step{suffix}": row}
         for k in (64, 256):
-            row = measure_host(folder, 2 * n_samples, k, host_rounds)
+            row = measure_host(folder, 2 * n_samples, k, host_rounds, given.strategy)
             found |= {f"host_us_per_token_k{k}": row.pop("host"), f"packing_us_per_token_k{k}": row.pop("packing")}
             found[f"host_parts_us_per_token_k{k}"] = row
     print(json.dumps(found, indent=1))

@@ -74,25 +74,45 @@ def exported(actor: StudentActor) -> dict[str, Tensor]:
 
 def check_actor(context: Context) -> str:
     """Compare an update in bfloat16, with the layers of a real run, with a reference in float64."""
-    return _check_dtype(context, "bfloat16", "auto")
+    return _check_dtype(context, "bfloat16")
 
 
 def check_actor_float32(context: Context) -> str:
     """Compare an update in float32. Transformer Engine is not used, because it multiplies float32 matrices in TF32."""
-    return _check_dtype(context, "float32", "local")
+    return _check_dtype(context, "float32", f"{_ACTOR}.megatron.transformer_impl=local")
 
 
-def _check_dtype(context: Context, dtype: str, transformer_impl: str) -> str:
+def check_actor_fsdp(context: Context) -> str:
+    """Compare an update in bfloat16 with the FSDP backend."""
+    return _check_dtype(context, "bfloat16", f"{_ACTOR}.strategy=fsdp")
+
+
+def check_actor_lora(context: Context) -> str:
+    """Compare the loss of a new adapter, which does not change the model, and check that an update changes it."""
     folder, samples = write_model(context.folder / "model", seed=0), make_samples(_LENGTHS)
     reference = reference_update(folder, samples)
-    megatron = f"{_ACTOR}.megatron"
+    dtype = "bfloat16"
+    overrides = (f"{_ACTOR}.strategy=fsdp", f"{_ACTOR}.fsdp_config.dtype={dtype}", f"{_ACTOR}.lora.rank=4")
+    with running_actor(actor_config(folder, context.device, *overrides)) as actor:
+        found = _update(actor, samples)
+        metrics = actor.update(samples, 1)
+    loss_limit, *_ = _LIMITS[dtype]
+    context.compare("loss of a new adapter", abs(found.loss / reference.loss - 1), loss_limit)
+    changed = sorted(name for name, step in found.step.items() if bool(step.any()))
+    if not changed or any("proj" not in name for name in changed):
+        raise CheckFailed(f"an update of adapters changed {', '.join(changed) or 'no weight'}, expected linear layers")
+    if not metrics["actor/kl_loss"] < found.loss:
+        raise CheckFailed(f"the loss after an update is {metrics['actor/kl_loss']:.4f}, before {found.loss:.4f}")
+    return f"{len(changed)} merged weights changed; loss {found.loss:.4f}, then {metrics['actor/kl_loss']:.4f}"
+
+
+def _check_dtype(context: Context, dtype: str, *overrides: str) -> str:
+    folder, samples = write_model(context.folder / "model", seed=0), make_samples(_LENGTHS)
+    reference = reference_update(folder, samples)
+    dtypes = (f"{_ACTOR}.megatron.dtype={dtype}", f"{_ACTOR}.fsdp_config.dtype={dtype}")
     for fused in (False, True):
-        overrides = (
-            f"{megatron}.dtype={dtype}",
-            f"{megatron}.transformer_impl={transformer_impl}",
-            f"gkd.fuse_lm_head={str(fused).lower()}",
-        )
-        with running_actor(actor_config(folder, context.device, *overrides)) as actor:
+        config = actor_config(folder, context.device, *dtypes, *overrides, f"gkd.fuse_lm_head={str(fused).lower()}")
+        with running_actor(config) as actor:
             found = _update(actor, samples)
         _compare(context, f"{dtype}{', fused' if fused else ''}", found, reference, dtype)
     return f"{len(samples)} samples; in float64 loss {reference.loss:.4f}, gradient norm {reference.grad_norm:.3f}"

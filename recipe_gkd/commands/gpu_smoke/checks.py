@@ -112,6 +112,16 @@ CHECKS = (
         function="actor_checks:check_actor_float32",
     ),
     Check(
+        name="actor_fsdp",
+        title="the same in bfloat16 with the FSDP backend",
+        function="actor_checks:check_actor_fsdp",
+    ),
+    Check(
+        name="actor_lora",
+        title="loss of a new adapter (LoRA), and merged weights after an update",
+        function="actor_checks:check_actor_lora",
+    ),
+    Check(
         name="actor_tp2",
         title="the same update in bfloat16 with two tensor-parallel ranks and sequence parallelism",
         function="actor_checks:check_actor_tp2",
