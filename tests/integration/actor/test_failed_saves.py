@@ -48,6 +48,7 @@ class TestSave:
         for message in pool.run(2, save_jobs.save_with_error, config, tmp_path / "file" / "checkpoint"):
             assert "failed: actor rank 0: NotADirectoryError" in message
 
+    @pytest.mark.slow
     def test_save_slower_than_collective_timeout_succeeds(
         self, pool: WorkerPool, folders: dict[str, Path], tmp_path: Path
     ) -> None:

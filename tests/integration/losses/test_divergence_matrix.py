@@ -68,7 +68,7 @@ class TestMatrix:
                 check(got, dense_of_matrix(k, divergence), dtype, divergence, f"chunks {chunk_tokens}")
 
     @DTYPES
-    @pytest.mark.parametrize("world_size", [2, 4])
+    @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
     def test_tensor_parallel_equals_dense_float64(self, pool: WorkerPool, world_size: int, dtype: torch.dtype) -> None:
         ranks = [[torch.from_numpy(part) for part in parts] for parts in pool.run(world_size, matrix_shard, dtype)]
         for number, (k, divergence) in enumerate(matrix()):

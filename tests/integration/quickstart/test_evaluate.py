@@ -15,6 +15,7 @@ from recipe_gkd.quickstart.models import RECIPES
 from recipe_gkd.quickstart.prepare import prepare
 
 
+@pytest.mark.slow  # launch/quickstart.sh runs the command too.
 @pytest.mark.timeout(180)
 def test_evaluate_command_generates_the_responses_of_transformers(tmp_path: Path) -> None:
     """The command evaluates two untrained models in one process."""
