@@ -93,3 +93,31 @@ class HiddenStates:
         """Return this rank's columns of the logits at the given positions, detached, [R, W]."""
         hidden_RD = self.hidden_TD[rows_R]
         return matmul_float32(hidden_RD, self.weight_WD) if self.float32_head else hidden_RD @ self.weight_WD.T
+
+
+def student_output(
+    output_TX: Tensor,
+    weight_WD: Tensor | None,
+    *,
+    tp_group: ProcessGroup | None,
+    chunk_tokens: int | None,
+    float32_head: bool,
+) -> Student:
+    """Return the output of a model whose output layer may have been skipped.
+
+    Args:
+        output_TX: Logits [T, W], or hidden states [T, D].
+        weight_WD: This rank's rows of the output layer if ``output_TX`` are hidden states; else None.
+        tp_group: Group over which the vocabulary is sharded; None if it is whole.
+        chunk_tokens: ``gkd.chunk_tokens``.
+        float32_head: See :class:`HiddenStates`.
+    """
+    if weight_WD is None:
+        return Logits(logits_TW=output_TX, tp_group=tp_group, chunk_tokens=chunk_tokens)
+    return HiddenStates(
+        hidden_TD=output_TX,
+        weight_WD=weight_WD,
+        tp_group=tp_group,
+        chunk_tokens=chunk_tokens,
+        float32_head=float32_head,
+    )

@@ -20,7 +20,7 @@ from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
 from recipe_gkd.actor.objective import MicroBatchLosses
 from recipe_gkd.actor.prefetch import Prefetcher
 from recipe_gkd.config.schema import GkdConfig
-from recipe_gkd.losses.student_output import HiddenStates, Logits, Student
+from recipe_gkd.losses.student_output import Student, student_output
 
 
 def run_micro_batches(
@@ -58,11 +58,9 @@ def run_model(model: FsdpModel, batch: DeviceBatch, gkd: GkdConfig) -> Student:
     given = model_input(batch, model.style)
     with select_rows(model.module, given.rows_T, skip=gkd.fuse_lm_head, float32_head=model.float32_head) as rows:
         output_TX: Tensor = model.module(**given.inputs).logits[0]
-    if rows.weight_VD is None:
-        return Logits(logits_TW=output_TX, tp_group=None, chunk_tokens=gkd.chunk_tokens)
-    return HiddenStates(
-        hidden_TD=output_TX,
-        weight_WD=rows.weight_VD,
+    return student_output(
+        output_TX,
+        rows.weight_VD,
         tp_group=None,
         chunk_tokens=gkd.chunk_tokens,
         float32_head=model.float32_head,

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recipe_gkd.actor.fsdp.lora import add_adapters
 from recipe_gkd.actor.fsdp.weights import names_in_folder
+from recipe_gkd.actor.student_dims import load_hf_config
 from recipe_gkd.config.schema import FsdpConfig, LoraConfig
 from recipe_gkd.errors import ConfigError, ModelError
 from teacher.weight_files import WeightFileError
@@ -72,7 +73,7 @@ def load_sharded(
             "AutoModelForCausalLM.from_pretrained"
         )
     with torch.device("meta"):
-        module = _auto_model().from_config(_read_config(folder, trust_remote_code), **options)
+        module = _auto_model().from_config(load_hf_config(folder, trust_remote_code=trust_remote_code), **options)
     # transformers would give the embedding of the padding token no gradient. Here it is a token that can be sampled.
     module.get_input_embeddings().padding_idx = None
     module.requires_grad_(True)
@@ -149,14 +150,6 @@ def _auto_model() -> Any:
 
     transformers.utils.logging.disable_progress_bar()  # it would be part of the run's log
     return transformers.AutoModelForCausalLM
-
-
-def _read_config(folder: Path, trust_remote_code: bool) -> Any:
-    import transformers
-
-    return transformers.AutoConfig.from_pretrained(
-        str(folder), local_files_only=True, trust_remote_code=trust_remote_code
-    )
 
 
 def _layers(module: Any, wrap_policy: Sequence[str] | None) -> list[nn.Module]:

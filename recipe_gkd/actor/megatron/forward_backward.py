@@ -7,6 +7,7 @@ either W or D.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
 from recipe_gkd.actor.prefetch import Prefetcher
 from recipe_gkd.actor.staging import StagedBatch
 from recipe_gkd.config.schema import GkdConfig
-from recipe_gkd.losses.student_output import HiddenStates, Logits, Student
+from recipe_gkd.losses.student_output import student_output
 
 
 def run_micro_batches(
@@ -50,6 +51,10 @@ def run_micro_batches(
         elsewhere.
     """
     device = model.device
+    tp_group = tensor_group(model.layout)
+    as_student = partial(
+        student_output, tp_group=tp_group, chunk_tokens=gkd.chunk_tokens, float32_head=model.float32_head
+    )
 
     def forward(batches: Iterator[StagedBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         staged = next(batches)
@@ -63,7 +68,7 @@ def run_micro_batches(
 
         def compute_loss(output_1TX: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             """Return the sum over tokens, their number as int, and the report, as Megatron's schedules expect."""
-            losses = loss(_student(model, gkd, output_1TX.squeeze(0), weight_WD), batch)
+            losses = loss(as_student(output_1TX.squeeze(0), weight_WD), batch)
             n_tokens = torch.full((), len(losses.loss_T), dtype=torch.int, device=device)
             report = {"sums": losses.sums, "maxima": losses.maxima, "loss_T": losses.loss_T.detach(), "uids_T": uids_T}
             return losses.loss_T.sum(), n_tokens, report
@@ -80,17 +85,3 @@ def run_micro_batches(
             micro_batch_size=1,
             forward_only=forward_only,
         )
-
-
-def _student(model: MegatronModel, gkd: GkdConfig, output_TX: Tensor, weight_WD: Tensor | None) -> Student:
-    """Return the output of the model: logits, or hidden states if the output layer was skipped and has weights."""
-    tp_group = tensor_group(model.layout)
-    if weight_WD is None:
-        return Logits(logits_TW=output_TX, tp_group=tp_group, chunk_tokens=gkd.chunk_tokens)
-    return HiddenStates(
-        hidden_TD=output_TX,
-        weight_WD=weight_WD,
-        tp_group=tp_group,
-        chunk_tokens=gkd.chunk_tokens,
-        float32_head=model.float32_head,
-    )
