@@ -16,7 +16,8 @@ The formula counts, in bytes per rank, for bfloat16 with the distributed optimiz
   response tokens, 4 V / TP. The table is for micro-batches of response tokens only. gkd.fuse_lm_head=true removes them.
 
 Not counted: CUDA's context and NCCL's buffers (1 to 3 GiB), fragmentation, temporary tensors of one layer, and other
-processes on the GPU, such as a rollout engine with rollout.share_actor_gpus=true.
+processes on the GPU. With actor_rollout_ref.hybrid_engine=true these include a rollout engine: a run then logs what
+actor and engine hold in each phase (recipe_gkd/memory_budget), and is refused if that alone does not fit.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Distill a small teacher into a student on the CPU of this machine, with Megatron-core, vLLM, Ray and a ZeroMQ teacher.
 #
-#   bash launch/quickstart.sh [--fresh] [key=value ...]
+#   bash launch/quickstart.sh [--fresh] [--config-name NAME] [--run-folder] [key=value ...]
 #
 # Sets up .venv, creates an arithmetic task with a trained teacher and a partly trained student, starts the teacher,
 # distills, evaluates, prints a table and writes outputs/quickstart/report.json. Completed stages are not repeated.
 #
-#   --fresh       remove the previous results under outputs/quickstart (.venv is kept)
-#   key=value     any key of `python -m recipe_gkd.config`, such as trainer.scheduler=two_step_off; each set of
-#                 keys is a separate run under outputs/quickstart/runs/
+#   --fresh              remove the previous results under outputs/quickstart (.venv is kept)
+#   --config-name NAME   configuration: quickstart (default), or quickstart_simple: FSDP and one pool of devices
+#   key=value            any key of `python -m recipe_gkd.config`, such as trainer.scheduler=two_step_off; each
+#                        configuration with its keys is a separate run under outputs/quickstart/runs/
+#   --run-folder         print the folder of the run with the other arguments, and exit
 #
 # Environment: QUICKSTART_DIR (outputs/quickstart), PROXY_FRONTEND_PORT (15555), PROXY_BACKEND_PORT (15556),
 #   N_WORKERS (1).
@@ -16,23 +18,34 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/foreground.bash
 
-fresh=0 overrides=()
-for argument in "$@"; do
-  case "$argument" in
+refuse() { echo "quickstart.sh: $*" >&2; exit 2; }
+
+fresh=0 only_folder=0 config=quickstart overrides=()
+while [ $# -gt 0 ]; do
+  case "$1" in
     -h|--help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     --fresh) fresh=1 ;;
-    *=*) overrides+=("$argument") ;;
-    *) echo "quickstart.sh: unknown argument $argument (see --help)" >&2; exit 2 ;;
+    --run-folder) only_folder=1 ;;
+    --config-name) [ $# -ge 2 ] || refuse "--config-name needs a name (see --help)"; config=$2; shift ;;
+    --config-name=*) config=${1#*=} ;;
+    trainer.experiment_name=*|trainer.default_local_dir=*|++trainer.experiment_name=*|++trainer.default_local_dir=*)
+      refuse "${1%%=*} is set by this script, which evaluates the run in its folder; leave it out, or set QUICKSTART_DIR" ;;
+    *=*) overrides+=("$1") ;;
+    *) refuse "unknown argument $1 (see --help)" ;;
   esac
+  shift
 done
+config=${config%.yaml}
+case "$config" in quickstart*) [ -e "config/$config.yaml" ] ;; *) false ;; esac \
+  || refuse "--config-name: got $config, expected one of: $(basename -as .yaml config/quickstart*.yaml | paste -sd' ')"
 
 export QUICKSTART_DIR=${QUICKSTART_DIR:-outputs/quickstart} OMP_NUM_THREADS=1
 export PROXY_FRONTEND_PORT=${PROXY_FRONTEND_PORT:-15555} PROXY_BACKEND_PORT=${PROXY_BACKEND_PORT:-15556}
 python=.venv/bin/python
-name=default
-if [ ${#overrides[@]} -gt 0 ]; then name=$(printf '%s,' "${overrides[@]}" | sed 's/,$//' | tr -c 'A-Za-z0-9=._,-' '_'); fi
+name=$(printf '%s,' "$config" "${overrides[@]}" | sed 's/,$//' | tr -c 'A-Za-z0-9=._,-' '_')
 if [ ${#name} -gt 100 ]; then name=${name:0:89}-$(printf '%s' "$name" | cksum | cut -d' ' -f1); fi
 run=$QUICKSTART_DIR/runs/$name
+if [ $only_folder = 1 ]; then echo "$run"; exit 0; fi
 teacher_dir=$QUICKSTART_DIR/teacher_service
 stages=$run/stages.jsonl
 
@@ -89,7 +102,7 @@ if [ -e "$run/run.log" ] && ! newer "$run/run.log"; then find "$run" -mindepth 1
 before=("$QUICKSTART_DIR/teacher" "$QUICKSTART_DIR/teacher.json" "$QUICKSTART_DIR/student" "$QUICKSTART_DIR/student_before.json")
 newer "${before[3]}" || stage "evaluation before" evaluate "${before[@]}"
 stage "teacher service" --cleanup stop_teacher start_teacher
-stage "distillation" "$python" -m recipe_gkd.main_gkd --config-name quickstart "trainer.experiment_name='$name'" \
+stage "distillation" "$python" -m recipe_gkd.main_gkd --config-name "$config" "trainer.experiment_name='$name'" \
   actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT" "${overrides[@]}"
 stop_teacher
 stage "evaluation after" evaluate "$(student_after)" "$run/student_after.json"

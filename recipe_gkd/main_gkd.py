@@ -31,6 +31,7 @@ from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.exit_messages import report_error, report_stop
 from recipe_gkd.errors import DataError
+from recipe_gkd.hybrid import teacher_asleep
 from recipe_gkd.preflight import Student, check_stop_ids, check_teachers, read_student, with_model_path
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.rewards import RewardItems, RewardScorer
@@ -232,13 +233,16 @@ async def _train(
 ) -> None:
     """Start the workers, resume from the first checkpoint of the plan that they can load, and train."""
     planned_steps = plan.last_step(plan.progress)
-    async with start_workers(
-        config,
-        choose_device(config.trainer.device),
-        total_steps=planned_steps,
-        stop_token_ids=plan.stop_token_ids,
-        n_tokens=plan.n_tokens,
-    ) as workers:
+    async with (
+        teacher_asleep(config, teachers),
+        start_workers(
+            config,
+            choose_device(config.trainer.device),
+            total_steps=planned_steps,
+            stop_token_ids=plan.stop_token_ids,
+            n_tokens=plan.n_tokens,
+        ) as workers,
+    ):
         folder.accept()
         if plan.points:
             start = await _resume(config, workers, plan.points, folder.path)

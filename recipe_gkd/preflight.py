@@ -22,6 +22,7 @@ from recipe_gkd.model_files import check_tokenizer_files, check_weight_files
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
 from recipe_gkd.teacher_routing.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
+from teacher.client import TeacherClient
 from teacher.fingerprint import count_ids, tokenizer_fingerprint
 from teacher.records import TeacherInfo, TeacherSequence
 
@@ -225,6 +226,8 @@ def check_teacher(name: str, client: TeacherBackend, student: Student, config: C
     _check_limits(label, info, config)
     if config.gkd.distill_temperature != 1:  # some engines score at temperature 1 only, and refuse this request
         timeout_s = config.actor_rollout_ref.teacher.timeout_s
+        if config.actor_rollout_ref.teacher.sleep_between_batches and isinstance(client, TeacherClient):
+            client.wake(timeout_s)  # a run that was killed has left it asleep
         two_tokens = TeacherSequence(np.zeros(2, np.int32), prompt_len=1)
         request = client.submit([two_tokens], timeout_s, temperature=config.gkd.distill_temperature)
         wait([request], timeout_s + RESULT_MARGIN_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,8 +16,9 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptLoader
-from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.data.samples import Prompt, Response, Sample
 from recipe_gkd.errors import GkdError
+from recipe_gkd.hybrid import open_devices
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.metrics.timeline import Timeline
@@ -77,6 +78,7 @@ def pipeline_config(config: Config, n_replicas: int) -> PipelineConfig:
         responses_per_prompt=settings.rollout.n,
         requests_per_batch=settings.teacher.n_server_workers * settings.teacher.num_microbatches,
         inflight_update=config.trainer.inflight_update,
+        on_request=settings.hybrid_engine or settings.teacher.sleep_between_batches,
     )
 
 
@@ -129,6 +131,7 @@ class Trainer:
         self.progress = start.progress
         self.best = BestTracker(config.trainer.best_metric, start.best)
         self.teachers.resume(start.progress.skipped_samples)
+        self.devices = open_devices(config, workers, teachers, loader.data.ids[0].tolist())
         self.root = folder_of(config.trainer).absolute()
         self.saver = CheckpointSaver(config, self.root, self.call_actors, best=start.best)
         self.last_step = loader.last_step(self.progress.prompts_trained, self.progress.step)
@@ -145,6 +148,7 @@ class Trainer:
             await self.loop()
             await self.saver.finish_run(self.progress.step)
         except BaseException as error:
+            await self.devices.close()
             await self.saver.give_up(workers_failed=isinstance(error, GkdError))
             raise
 
@@ -162,8 +166,8 @@ class Trainer:
         """Return the schedule of the rest of the run. It has not started."""
         stages = PipelineStages(
             generate=self.generate,
-            score=self.teachers.score,
-            sync=self.workers.weights.sync,
+            score=self.score,
+            sync=self.devices.sync,
             compute_rewards=self.reward_context.compute_rewards if self.reward_context is not None else None,
             replace=self.workers.replace_dead_rollouts,
         )
@@ -173,9 +177,10 @@ class Trainer:
 
     async def _train(self, pipeline: Pipeline, batch: ReadyBatch) -> None:
         batch.metrics |= self.teachers.step_metrics(batch.samples, batch.step, before=self.progress.skipped_samples)
-        async with pipeline.actor_update(batch):
+        async with pipeline.actor_update(batch), self.devices.turn("update"):
             with span(batch.metrics, "timing/update_actor"):
                 batch.metrics |= await self.update(batch)
+            batch.metrics |= await self.devices.take_metrics()
         self.advance(batch)
 
     async def _validate_before_training(self, run: _Run) -> None:
@@ -218,9 +223,17 @@ class Trainer:
         step = self.progress.step
         return interval > 0 and (step == self.last_step or step % interval == 0)
 
-    def generate(self, rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Response]]:
-        """Return an iterator over the responses of one rollout worker; see :func:`generate_responses`."""
-        return generate_responses(self.workers, self.config, self.loader.data, rank, prompts, step)
+    async def generate(self, rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Response]]:
+        """Yield the responses of one rollout worker; see :func:`generate_responses`."""
+        async with self.devices.turn("generate"):
+            async for responses in generate_responses(self.workers, self.config, self.loader.data, rank, prompts, step):
+                yield responses
+        self.devices.prepare_update()
+
+    async def score(self, group: Sequence[tuple[Prompt, Response]], step: int) -> list[Sample]:
+        """Return the samples of a group of responses; see :meth:`~recipe_gkd.teacher_routing.Teachers.score`."""
+        async with self.devices.turn("score"):
+            return await self.teachers.score(group, step)
 
     async def update(self, batch: ReadyBatch) -> dict[str, float]:
         """Do one optimizer step on ``batch`` and return its metrics."""
@@ -230,7 +243,14 @@ class Trainer:
         """Validate the actor's current weights. Generation for training continues while rewards are computed."""
         assert self.reward_context is not None and self.reward_context.validation is not None  # ensured by the config
         validation, scorer = self.reward_context.validation, self.reward_context.scorer
-        generate = partial(generate_validation_responses, self.workers, validation.timeout_s)
+
+        async def generate(rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Response]]:
+            async with self.devices.turn("generate"):
+                async for responses in generate_validation_responses(
+                    self.workers, validation.timeout_s, rank, prompts, step
+                ):
+                    yield responses
+
         responses = await pipeline.generate_for_validation(
             validation.prompts, generate, responses_per_prompt=validation.n
         )
@@ -240,7 +260,9 @@ class Trainer:
         """Call a method on every actor rank and return the results in the order of the ranks."""
         timeout_s = timeout_s or self.config.actor_rollout_ref.actor.timeout_s
         phase = f"{method}, step {self.progress.step}"
-        return await self.workers.actors.call(method, *args, timeout_s=timeout_s, phase=phase)
+        needs_states = method != "finish_saves"
+        async with self.devices.turn("update") if needs_states else nullcontext():
+            return await self.workers.actors.call(method, *args, timeout_s=timeout_s, phase=phase)
 
 
 @asynccontextmanager

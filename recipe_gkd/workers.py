@@ -20,14 +20,20 @@ from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.checkpoints.folders import PROBE
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
+from recipe_gkd.config.hybrid_engine import hybrid_cuda_problems
 from recipe_gkd.config.startup import startup_timeout_s
-from recipe_gkd.config.validate import shared_cuda_problems
 from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError, ResourceError, WorkerDied
+from recipe_gkd.memory_budget import check_budget
 from recipe_gkd.ray_cluster.capacity import ClusterCapacity, cluster_capacity
 from recipe_gkd.ray_cluster.node_checks import check_nodes
-from recipe_gkd.ray_cluster.placement import check_devices, collect_device_reports, placement_table
+from recipe_gkd.ray_cluster.placement import (
+    check_devices,
+    collect_device_reports,
+    environments_of_guests,
+    placement_table,
+)
 from recipe_gkd.ray_cluster.pools import Pool, create_pools, pool_specs
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
@@ -55,6 +61,7 @@ class Workers:
         weights: Transfer of weights from the actors to the rollout workers.
         dp_ranks: Data-parallel rank of each actor rank.
         restarts: Replacement of dead rollout workers.
+        engine_dtype: Data type of the rollout engines.
         actor_devices: Name of the device of each actor rank, such as ``NVIDIA H100 80GB HBM3`` or ``cpu``.
         capacity: Resources that the cluster could grant instead, for advice. None if they are unknown.
     """
@@ -64,6 +71,7 @@ class Workers:
     weights: WeightSynchronizer
     dp_ranks: list[int]
     restarts: RolloutRestarts
+    engine_dtype: str = ""
     actor_devices: Sequence[str] = ()
     capacity: ClusterCapacity | None = None
 
@@ -101,14 +109,15 @@ async def start_workers(
             samples. None if there is no padding.
 
     Raises:
-        ConfigError: The pools cannot share the GPUs. No worker was started.
-        ResourceError: The cluster is too small. No worker was started.
+        ConfigError: Actor and rollout engines cannot share CUDA devices as configured. No worker was started.
+        ResourceError: The cluster is too small, or the memory of a slot for a phase of the hybrid engine. No worker was
+            started.
         GkdError: A worker failed to start.
     """
-    if device == "cuda" and (problems := list(shared_cuda_problems(config))):
+    if device == "cuda" and (problems := list(hybrid_cuda_problems(config))):
         raise ConfigError("\n".join(problems))
     timeout_s = startup_timeout_s(config, device)
-    pools = actor_pool, rollout_pool = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
+    pools = actor_pool, rollout_pool = await _reserve_pools(config, device, timeout_s=timeout_s)
     n_actors, n_rollouts = actor_pool.spec.n_workers, rollout_pool.spec.n_workers
     with_forwarded = partial(worker_variables, environment=os.environ, extra=config.ray_init.env_vars)
 
@@ -120,13 +129,18 @@ async def start_workers(
 
     def start_rollout(rank: int) -> Any:
         arguments = dict(config=config, rank=rank, device=device, stop_token_ids=stop_token_ids, n_tokens=n_tokens)
-        return rollout_pool.spawn(RolloutWorker, rank, arguments, env=with_forwarded(rollout_environment(device)))
+        env = with_forwarded(rollout_environment(device)) | guest_environments.get(rank, {})
+        return rollout_pool.spawn(RolloutWorker, rank, arguments, env=env)
 
     phase = "start of the workers"
+    guest_environments: dict[int, dict[str, str]] = {}
     actors = WorkerGroup("actor", [start_actor(rank) for rank in range(n_actors)])
-    rollouts = WorkerGroup("rollout", [start_rollout(rank) for rank in range(n_rollouts)])
+    rollouts = WorkerGroup("rollout", [])
     restarts = RolloutRestarts(rollouts, start_rollout, allowed=config.trainer.max_worker_restarts, timeout_s=timeout_s)
     try:
+        if rollout_pool.spec.is_guest and device == "cuda":
+            guest_environments = await environments_of_guests(actors, n_guests=n_rollouts, timeout_s=timeout_s)
+        rollouts.handles = [start_rollout(rank) for rank in range(n_rollouts)]
         await check_nodes(config, device, pools, timeout_s=timeout_s)  # while the workers' processes start
         workers = await _connect(config, device, actors, rollouts, restarts)
         workers.capacity = await _capacity(pools)
@@ -139,6 +153,18 @@ async def start_workers(
         await _end(actors, rollouts, restarts, pools)
 
 
+async def _reserve_pools(config: Config, device: str, *, timeout_s: float) -> tuple[Pool, ...]:
+    """Reserve both pools, and check that the phases of the hybrid engine fit into the memory of their slots."""
+    pools = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
+    try:
+        await check_budget(config, device, pools, timeout_s=timeout_s)
+    except BaseException:
+        for pool in pools:
+            pool.release()
+        raise
+    return pools
+
+
 async def _connect(
     config: Config, device: str, actors: WorkerGroup, rollouts: WorkerGroup, restarts: RolloutRestarts
 ) -> Workers:
@@ -148,7 +174,7 @@ async def _connect(
     # Check the devices first. A wrong placement makes engines fail with errors that do not name it.
     reports = await collect_device_reports([actors, rollouts], timeout_s=timeout_s)
     log.info("workers:\n%s", placement_table(reports))
-    check_devices(reports, shared=config.rollout.share_actor_gpus)
+    check_devices(reports, is_hybrid=config.actor_rollout_ref.hybrid_engine)
     await _check_shared_folder(config, actors)
     ranks, engines = await _set_up(config, device, actors, rollouts)
     await restarts.record_processes(range(len(rollouts)))
@@ -159,14 +185,21 @@ async def _connect(
             tensor_parallel_size=rollout.tensor_model_parallel_size,
             bucket_bytes=int(rollout.update_weights_bucket_megabytes * (1 << 20)),
             timeout_s=config.actor_rollout_ref.nccl_timeout,
-            transport=_transport(config, device),
+            transport=_transport(config),
             inflight=config.trainer.inflight_update,
             engine_dtype=engines[0]["dtype"],
         ),
         repair=restarts.replace_dead,
     )
-    actor_devices = [report["device_name"] for report in ranks]
-    return Workers(actors, rollouts, weights, [report["dp_rank"] for report in ranks], restarts, actor_devices)
+    return Workers(
+        actors,
+        rollouts,
+        weights,
+        dp_ranks=[report["dp_rank"] for report in ranks],
+        restarts=restarts,
+        engine_dtype=engines[0]["dtype"],
+        actor_devices=[report["device_name"] for report in ranks],
+    )
 
 
 async def _with_diagnosis(error: Exception, phase: str, groups: list[WorkerGroup], root: Path) -> Exception:
@@ -206,25 +239,28 @@ async def _capacity(pools: Sequence[Pool]) -> ClusterCapacity | None:
         return None
 
 
-def _transport(config: Config, device: str) -> str:
+def _transport(config: Config) -> str:
     """Return the weight transport. ``auto`` avoids NCCL on shared GPUs, because it allows one rank per GPU."""
     transport = config.actor_rollout_ref.rollout.weight_transport
     if transport == "auto":
-        return "ipc" if config.rollout.share_actor_gpus and device == "cuda" else "collective"
+        return "ipc" if config.actor_rollout_ref.hybrid_engine and config.trainer.nnodes == 1 else "collective"
     return transport
 
 
 async def _set_up(
     config: Config, device: str, actors: WorkerGroup, rollouts: WorkerGroup
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Set up all workers and return their reports. On shared GPUs the rollout workers start after the actors.
+    """Set up all workers and return their reports. Engines of the hybrid engine start after the actors, and then sleep.
 
     vLLM measures the free memory of the GPU at its start, and fails if another process changes it meanwhile.
     """
     timeout_s = startup_timeout_s(config, device)
-    if device == "cuda" and config.rollout.share_actor_gpus:
+    if config.actor_rollout_ref.hybrid_engine:
         ranks = await _set_up_actors(actors, timeout_s)
-        return ranks, await rollouts.call("setup", timeout_s=timeout_s, phase="start")
+        engines = await rollouts.call("setup", timeout_s=timeout_s, phase="start")
+        # The actor may load a checkpoint now, with all its states on the device.
+        await rollouts.call("sleep", timeout_s=timeout_s, phase="sleep of the rollout engines")
+        return ranks, engines
     setup = rollouts.call("setup", timeout_s=timeout_s, phase="start")
     ranks, engines = await asyncio.gather(_set_up_actors(actors, timeout_s), setup)
     return ranks, engines

@@ -1,4 +1,4 @@
-"""Command line of the teacher service: ``python -m teacher proxy|worker|check|status|keys``."""
+"""Command line of the teacher service: ``python -m teacher proxy|worker|check|status|sleep|wake|keys``."""
 
 from __future__ import annotations
 

@@ -193,16 +193,15 @@ check_machine() {
 
 # launch_workers PROXY_IP: Launch N_WORKERS workers, each on TP_SIZE of `gpus` if there are GPUs.
 launch_workers() {
-  local i
+  local i sleep_flags=('' --sleep-mode)
   for ((i = 0; i < N_WORKERS; i++)); do
     local devices="${gpus[*]:i*TP_SIZE:TP_SIZE}"
-    launch_env=()
-    if [[ -n $devices ]]; then launch_env=(CUDA_VISIBLE_DEVICES="${devices// /,}"); fi
+    launch_env=(${devices:+"CUDA_VISIBLE_DEVICES=${devices// /,}"})
     launch "worker-$i" worker --server-ip "$1" --backend-port "$PROXY_BACKEND_PORT" \
       --ckpt-path "$CKPT_PATH" --model-name "$MODEL_NAME" --backend "$BACKEND" --tp-size "$TP_SIZE" \
-      --n-logprobs "$N_LOGPROBS" --dtype "$DTYPE" --head-dtype "$HEAD_DTYPE" \
-      --max-model-len "$MAX_MODEL_LEN" --logits-mib "$LOGITS_MIB" \
-      --max-result-mib "$MAX_RESULT_MIB" --kv-cache-mib "$KV_CACHE_MIB" --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
+      --n-logprobs "$N_LOGPROBS" --dtype "$DTYPE" --head-dtype "$HEAD_DTYPE" --max-model-len "$MAX_MODEL_LEN" \
+      --logits-mib "$LOGITS_MIB" --max-result-mib "$MAX_RESULT_MIB" --kv-cache-mib "$KV_CACHE_MIB" \
+      --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION" ${sleep_flags[SLEEP_MODE]}
   done
 }
 
@@ -349,6 +348,7 @@ refuse_renamed_variables() {
 check_numbers() {
   require_number TP_SIZE N_LOGPROBS N_WORKERS MAX_MODEL_LEN LOGITS_MIB MAX_RESULT_MIB KV_CACHE_MIB PROXY_BACKEND_PORT \
     ${START_TIMEOUT_S:+START_TIMEOUT_S} STOP_TIMEOUT_S "$@"
+  [[ $SLEEP_MODE == [01] ]] || die "SLEEP_MODE must be 0 or 1, got '$SLEEP_MODE'"
   ((N_WORKERS >= 1 && TP_SIZE >= 1)) || die "N_WORKERS and TP_SIZE must be 1 or more"
 }
 
@@ -359,15 +359,14 @@ check_auth_dir() {
 }
 
 worker_options="CKPT_PATH MODEL_NAME BACKEND TP_SIZE N_LOGPROBS N_WORKERS DTYPE HEAD_DTYPE MAX_MODEL_LEN LOGITS_MIB \
-MAX_RESULT_MIB KV_CACHE_MIB GPU_MEMORY_UTILIZATION PROXY_BACKEND_PORT AUTH_DIR STALL_TIMEOUT_S LOG_FORMAT LOG_LEVEL \
+MAX_RESULT_MIB KV_CACHE_MIB GPU_MEMORY_UTILIZATION SLEEP_MODE PROXY_BACKEND_PORT AUTH_DIR STALL_TIMEOUT_S LOG_FORMAT LOG_LEVEL \
 RUN_DIR PYTHON START_TIMEOUT_S STOP_TIMEOUT_S"
 
 worker_defaults() {
   CKPT_PATH=${CKPT_PATH:-} MODEL_NAME=${MODEL_NAME:-} BACKEND=${BACKEND:-vllm} TP_SIZE=${TP_SIZE:-1}
   N_LOGPROBS=${N_LOGPROBS:-256} N_WORKERS=${N_WORKERS:-1} DTYPE=${DTYPE:-auto} HEAD_DTYPE=${HEAD_DTYPE:-auto}
-  MAX_MODEL_LEN=${MAX_MODEL_LEN:-0} LOGITS_MIB=${LOGITS_MIB:-1024}
-  MAX_RESULT_MIB=${MAX_RESULT_MIB:-2048} KV_CACHE_MIB=${KV_CACHE_MIB:-0}
-  GPU_MEMORY_UTILIZATION=${GPU_MEMORY_UTILIZATION:-0.85}
+  MAX_MODEL_LEN=${MAX_MODEL_LEN:-0} LOGITS_MIB=${LOGITS_MIB:-1024} MAX_RESULT_MIB=${MAX_RESULT_MIB:-2048}
+  KV_CACHE_MIB=${KV_CACHE_MIB:-0} GPU_MEMORY_UTILIZATION=${GPU_MEMORY_UTILIZATION:-0.85} SLEEP_MODE=${SLEEP_MODE:-0}
   PROXY_BACKEND_PORT=${PROXY_BACKEND_PORT:-15556} AUTH_DIR=${AUTH_DIR:-} STALL_TIMEOUT_S=${STALL_TIMEOUT_S:-60}
   LOG_FORMAT=${LOG_FORMAT:-text} LOG_LEVEL=${LOG_LEVEL:-} RUN_DIR=${RUN_DIR:-} PYTHON=${PYTHON:-}
   START_TIMEOUT_S=${START_TIMEOUT_S:-} STOP_TIMEOUT_S=${STOP_TIMEOUT_S:-10}
@@ -389,6 +388,7 @@ Options, as flags or environment variables (--n-logprobs 64 is N_LOGPROBS=64; fl
   MAX_RESULT_MIB          host memory for results in progress          [2048]
   KV_CACHE_MIB            size of the KV cache                         [0: vLLM's choice on a GPU, 256 on a CPU]
   GPU_MEMORY_UTILIZATION  fraction of a GPU for weights and KV cache   [0.85]
+  SLEEP_MODE              1: allow `python -m teacher sleep` and `wake`; weights then go to host memory  [0]
   PROXY_BACKEND_PORT      the proxy's port for workers                 [15556]
   AUTH_DIR                keys, created by `python -m teacher keys --auth-dir AUTH_DIR`  [none]
   STALL_TIMEOUT_S         maximum duration of an engine step; a longer one ends its worker, others get its requests  [60]

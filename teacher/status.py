@@ -17,6 +17,7 @@ class WorkerStatus:
 
     Attributes:
         name: Host and pid.
+        state: ``"awake"``, ``"falling asleep"``, ``"asleep"`` or ``"waking"``.
         joined_s: Time since its registration, in seconds.
         since_last_message_s: Time since its last message, in seconds.
         requests: Requests in flight.
@@ -29,6 +30,7 @@ class WorkerStatus:
     """
 
     name: str
+    state: str
     joined_s: float
     since_last_message_s: float
     requests: int
@@ -110,6 +112,8 @@ class ServiceStatus:
         protocol_version: Protocol version of the proxy.
         uptime_s: Time since the proxy started, in seconds.
         draining: True after a stop signal: requests in flight are finished, new ones are not accepted.
+        state: ``"awake"``; ``"finishing"``, ``"falling asleep"`` or ``"asleep"``, in which new requests are refused; or
+            ``"waking"``.
         queue_requests: Requests that are not assigned to a worker.
         queue_tokens: Tokens of these requests.
         queue_oldest_s: Age of the oldest of these requests, in seconds.
@@ -127,6 +131,7 @@ class ServiceStatus:
     protocol_version: int
     uptime_s: float
     draining: bool
+    state: str
     queue_requests: int
     queue_tokens: int
     queue_oldest_s: float

@@ -12,6 +12,11 @@ any             ``stop`` is readable                    (ended)         Goodbye 
 any             engine failed                           (ended)         Goodbye is sent; the error is raised
 ==============  ======================================  ==============  =============================================
 
+In each of these states the engine is awake or asleep. SetAsleep changes that after the open requests are finished. The
+reply is sent when the engine has released its memory, or has restored and verified its model. A model that is not the
+same as before is an engine failure. While the engine sleeps, heartbeats continue and requests are refused. The state
+outlives a lost connection: Ready contains it.
+
 Dropped requests are not lost: the proxy assigns them to other workers. An engine call that hangs ends the process
 (``stall_watchdog``), so that a supervisor can start another one.
 """
@@ -27,14 +32,14 @@ from pathlib import Path
 
 import zmq
 
-from teacher.engines.base import ScoringEngine
+from teacher.engines.base import ScoringEngine, SleepingEngine
 from teacher.errors import TeacherProtocolError, TeacherRequestError, TeacherUnavailable
 from teacher.stall_watchdog import stall_watchdog
 from teacher.stop_signal import Stoppable
 from teacher.wire import protocol
 from teacher.wire.connection import WORKER, Connection
 from teacher.wire.frames import Frame
-from teacher.wire.messages import Cancel, Failure, Heartbeat, Probe, Ready, Reregister, Score, Welcome
+from teacher.wire.messages import Cancel, Failure, Heartbeat, Probe, Ready, Reregister, Score, SetAsleep, Welcome
 from teacher.wire.sockets import BACKEND_PORT, WORKER_HEARTBEAT
 from teacher.worker_jobs import WorkerJobs
 
@@ -84,6 +89,9 @@ class Worker:
         self._jobs = WorkerJobs(engine, lambda frames: self._connection.send(frames))
         self.address = self._connection.address
         self._is_registered = False
+        self._sleeper = engine if isinstance(engine, SleepingEngine) and engine.has_sleep_mode else None
+        self._is_asleep = False
+        self._state_request: SetAsleep | None = None
 
     def run(
         self, stop: Stoppable, *, register_timeout_s: float = 30.0, on_registered: Callable[[], None] = lambda: None
@@ -125,6 +133,8 @@ class Worker:
                 self._jobs.fill_engine()
             if self._engine.has_work():
                 self._step()
+            if self._state_request is not None and not self._jobs:
+                self._change_state(self._state_request)
             self._heartbeats.send_if_due(is_registered=self._is_registered)
             if self._is_registered and not was_registered:
                 was_registered = True
@@ -147,10 +157,19 @@ class Worker:
         while self._connection.receive() is not None:
             pass
         self._drop_requests()
-        self._connection.send(protocol.encode_ready(_make_ready(self._engine, self._stall_timeout_s)))
+        ready = Ready(
+            self._engine.info,
+            self._engine.capacity_tokens,
+            f"{socket.gethostname()}:{os.getpid()}",
+            self._stall_timeout_s or 0.0,
+            has_sleep_mode=self._sleeper is not None,
+            is_asleep=self._is_asleep,
+        )
+        self._connection.send(protocol.encode_ready(ready))
 
     def _drop_requests(self) -> None:
         self._is_registered = False
+        self._state_request = None
         self._jobs.clear()
 
     def _receive(self, frames: list[Frame]) -> None:
@@ -164,8 +183,13 @@ class Worker:
         if isinstance(message, Failure) and message.request_id == 0:
             raise type(message.error)(f"the proxy at {self.address} refused this worker: {message.error}")
         match message:
+            case Score() if self._is_asleep:  # the proxy does not send any
+                refusal = TeacherUnavailable("this worker sleeps; wake it with `python -m teacher wake`")
+                self._connection.send(protocol.encode_error(message.request_id, refusal))
             case Score():
                 self._jobs.add(message)
+            case SetAsleep():
+                self._state_request = message
             case Cancel():
                 self._jobs.cancel(message.request_id)
             case Reregister():
@@ -177,6 +201,20 @@ class Worker:
                 pass
             case _:
                 logger.warning("dropped a %s message from %s", type(message).__name__, self.address)
+
+    def _change_state(self, request: SetAsleep) -> None:
+        """Let the engine sleep or wake up, and reply. The time limit includes the transfer of all weights."""
+        self._state_request = None
+        if self._sleeper is None:
+            error = TeacherRequestError("this worker has no sleep mode; start it with SLEEP_MODE=1 (--sleep-mode)")
+            self._connection.send(protocol.encode_error(request.request_id, error))
+            return
+        if request.asleep != self._is_asleep:
+            limit_s = self._stall_timeout_s and max(self._stall_timeout_s, request.timeout_s)
+            with stall_watchdog(limit_s):
+                self._sleeper.sleep() if request.asleep else self._sleeper.wake()
+            self._is_asleep = request.asleep
+        self._connection.send(protocol.encode_asleep_set(request.request_id, asleep=request.asleep, n_workers=1))
 
     def _step(self) -> None:
         started_at = time.monotonic()
@@ -220,8 +258,3 @@ class _HeartbeatSender:
             self._next_at = now + WORKER_HEARTBEAT.interval_s
             if is_registered:
                 self._send(protocol.encode_heartbeat(self._progress))
-
-
-def _make_ready(engine: ScoringEngine, stall_timeout_s: float | None) -> Ready:
-    name = f"{socket.gethostname()}:{os.getpid()}"
-    return Ready(engine.info, engine.capacity_tokens, name, stall_timeout_s or 0.0)

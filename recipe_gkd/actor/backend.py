@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.device_batch import DeviceBatch
 from recipe_gkd.actor.megatron.transformer_impl import resolve_transformer_impl
+from recipe_gkd.actor.offload import OffloadedStates
 from recipe_gkd.actor.ranks import Layout, RankSpec
 from recipe_gkd.config.schema import Config, OptimConfig
+from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.losses.student_output import Student
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
@@ -63,7 +65,7 @@ class ShardedSave(Protocol):
 
 
 class Backend(Protocol):
-    """The student in training on one rank. All methods are collective, except :meth:`report` and :meth:`in_use`.
+    """The student in training on one rank. All methods are collective unless they state otherwise.
 
     Attributes:
         layout: Coordinates of this rank.
@@ -75,6 +77,8 @@ class Backend(Protocol):
         micro_batch_multiple: The number of micro-batches is rounded up to a multiple of this, with empty ones.
         tp_group: Group that divides the vocabulary; None if it is whole.
         cp_group: Group that divides the sequences; None if they are whole.
+        states: States that leave the device between the calls that need them. :meth:`step` needs those that the caller
+            does not bring back.
     """
 
     layout: Layout
@@ -86,12 +90,13 @@ class Backend(Protocol):
     micro_batch_multiple: int
     tp_group: ProcessGroup | None
     cp_group: ProcessGroup | None
+    states: OffloadedStates
 
     def report(self) -> BackendReport:
-        """Describe the model."""
+        """Describe the model. Not collective."""
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Return the context in which all other methods must be called."""
+        """Return the context in which all other methods must be called. Not collective."""
 
     def zero_grad(self) -> None:
         """Set the gradient to zero."""
@@ -108,6 +113,15 @@ class Backend(Protocol):
             empty list.
         """
 
+    def evaluate(self, plan: MicroBatchPlan, loss: LossFunction) -> list[dict[str, Any]]:
+        """Compute the losses of all micro-batches without a gradient, with the arguments and result of `accumulate`.
+
+        It needs the weights, but not the gradient buffers.
+        """
+
+    def free_gradients(self) -> None:
+        """Free gradients that are not in permanent buffers. Call it after an update. Not collective."""
+
     def gradient_norm(self) -> float:
         """Return the global norm of the gradient, the same on every rank."""
 
@@ -119,6 +133,15 @@ class Backend(Protocol):
             lr: Learning rate of this step.
             optim: Other hyperparameters.
             n_token_ids: Number of token ids. Rows of the vocabulary from this index on remain bitwise unchanged.
+        """
+
+    def state_tensors(self, state: ActorState) -> Iterable[Tensor]:
+        """Return the tensors of a state on this rank, without scalars and without those of another state.
+
+        Tensors may share storages. A storage has tensors of one state only. Not collective.
+
+        Args:
+            state: ``params``, ``grads`` or ``optimizer``. ``grads`` are permanent buffers only.
         """
 
     def weights_meta(self) -> list[list[TensorMeta]]:

@@ -15,7 +15,16 @@ MAXIMA = ("actor/rollout_probs_diff_max",)
 """Metrics that are maxima over the sampled tokens of the global batch, all at least 0."""
 
 # Metrics of an update that are not quotients.
-OTHER_METRICS = ("actor/n_tokens", "actor/distill_coef", "actor/grad_norm", "actor/lr", "actor/micro_batches", *MAXIMA)
+OTHER_METRICS = (
+    "actor/n_tokens",
+    "actor/distill_coef",
+    "actor/grad_norm",
+    "actor/lr",
+    "actor/micro_batches",
+    "actor/oom_splits",
+    "actor/max_token_len",
+    *MAXIMA,
+)
 
 
 def quotients(gkd: GkdConfig, teachers: Sequence[str]) -> dict[str, tuple[str, str]]:

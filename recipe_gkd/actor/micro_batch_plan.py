@@ -6,7 +6,7 @@ The arrays of a micro-batch are packed when it is about to be computed; see :mod
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,9 @@ class MicroBatchPlan:
         device: Training device.
         attention: Attention kernel. Only the row indices that it reads are prepared.
         allocate: Allocates the large arrays.
+        before_reduction: Called on each rank after the last backward pass and before any gradient is reduced, which
+            then cannot overlap with the computation. No rank waits for another one before this call. It may raise an
+            error, after which the backend can be used again. None: gradients are reduced as early as possible.
     """
 
     groups: Sequence[Sequence[Sample]]
@@ -51,6 +54,7 @@ class MicroBatchPlan:
     device: torch.device
     attention: AttentionKernel
     allocate: Allocate = np.empty
+    before_reduction: Callable[[], None] | None = None
 
     def stage(self, index: int) -> StagedBatch:
         """Pack a micro-batch and prepare its copy to the device. Safe in any thread, one at a time."""
@@ -80,6 +84,7 @@ def plan_micro_batches(
     *,
     loss_agg_mode: AggregationMode,
     allocate: Allocate = np.empty,
+    before_reduction: Callable[[], None] | None = None,
 ) -> MicroBatchPlan:
     """Check this rank's samples, divide them into micro-batches and count the tokens of the global batch. Collective.
 
@@ -92,6 +97,7 @@ def plan_micro_batches(
         step: Optimizer step, for messages.
         loss_agg_mode: ``gkd.loss_agg_mode``.
         allocate: Allocates the large arrays of the micro-batches.
+        before_reduction: See :class:`MicroBatchPlan`.
 
     Raises:
         DataError: A sample that this rank checks is invalid.
@@ -126,6 +132,7 @@ def plan_micro_batches(
         device=device,
         attention=backend.attention,
         allocate=allocate,
+        before_reduction=before_reduction,
     )
 
 

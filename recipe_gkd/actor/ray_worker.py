@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from recipe_gkd.config.schema import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
 from recipe_gkd.ray_cluster.placement import device_report
+from recipe_gkd.runtime.out_of_memory import Phase, out_of_memory_explained
+from recipe_gkd.runtime.phase_memory import peak_bytes, reset_peak
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.sender_api import WeightSenderApi
 from recipe_gkd.weight_sync.stats import TransferStats
@@ -86,7 +89,8 @@ class ActorWorker:
             rendezvous=self._store or (master_addr, master_port),
         )
         self.actor = StudentActor(self._config, rank_spec, total_steps=self._total_steps, n_token_ids=self._n_token_ids)
-        report = self.actor.setup()
+        with self._memory_explained("start"):
+            report = self.actor.setup()
         self.weights = WeightSenderApi(
             self.actor,
             rank=report["rank"],
@@ -98,6 +102,28 @@ class ActorWorker:
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         """Run one optimizer step on this data-parallel rank's shard."""
         return self.actor.update(samples, step)
+
+    def prepare_update(self) -> None:
+        """Begin to move offloaded weights and gradients to the device."""
+        with self._memory_explained("update"):
+            self.actor.prepare_update()
+
+    def release_states(self) -> None:
+        """Release all memory of the device that this rank does not need between two calls."""
+        self.actor.release_states()
+
+    def log_probs(self, ids: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token of a sequence after the first."""
+        with self._memory_explained("log-probabilities"):
+            return self.actor.log_probs(ids)
+
+    def reset_peak_memory(self) -> None:
+        """Start a phase; see :func:`~recipe_gkd.runtime.phase_memory.reset_peak`."""
+        reset_peak(self._device)
+
+    def peak_memory(self) -> int:
+        """Return the memory of a phase in bytes; see :func:`~recipe_gkd.runtime.phase_memory.peak_bytes`."""
+        return peak_bytes(self._device)
 
     def weights_meta(self) -> list[TensorMeta]:
         """Return name, shape and dtype of each exported tensor."""
@@ -113,15 +139,18 @@ class ActorWorker:
 
     def send_weights(self, version: int, bucket_bytes: int) -> TransferStats | None:
         """Send the weights as ``version`` in buckets; return the statistics on rank 0."""
-        return self.weights.send(version, bucket_bytes)
+        with self._memory_explained("weight sync"):
+            return self.weights.send(version, bucket_bytes)
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face folder."""
-        self.actor.save_hf(path)
+        with self._memory_explained("save"):
+            self.actor.save_hf(path)
 
     def save_checkpoint(self, path: str) -> None:
         """Write a checkpoint, in the background if so configured."""
-        self.actor.save_checkpoint(path)
+        with self._memory_explained("save"):
+            self.actor.save_checkpoint(path)
 
     def finish_saves(self, wait: bool = True) -> bool:
         """Complete the save in the background; return True if no save is in progress any more."""
@@ -129,11 +158,18 @@ class ActorWorker:
 
     def load_checkpoint(self, path: str) -> int:
         """Restore a checkpoint and return the number of completed updates."""
-        return self.actor.load_checkpoint(path)
+        with self._memory_explained("load"):
+            return self.actor.load_checkpoint(path)
 
     def set_total_steps(self, total_steps: int) -> None:
         """Set the step at which the decay of the learning rate ends."""
         self.actor.set_total_steps(total_steps)
+
+    def _memory_explained(self, phase: Phase) -> AbstractContextManager[None]:
+        """Return a context in which a lack of memory becomes an error with the keys to change."""
+        return out_of_memory_explained(
+            pool="actor", phase=phase, label=f"actor rank {self._rank}", sizes=self.actor.state_sizes
+        )
 
     def shutdown(self) -> None:
         """Close the weight transport and shut the actor down."""

@@ -13,9 +13,12 @@ from torch import Tensor
 from recipe_gkd.actor.backend import Backend, build_backend
 from recipe_gkd.actor.checkpoint_writer import CheckpointWriter
 from recipe_gkd.actor.hf_save import save_hf_folder
+from recipe_gkd.actor.log_probs import sequence_log_probs
+from recipe_gkd.actor.offload import state_sizes
 from recipe_gkd.actor.ranks import Layout, RankSpec
 from recipe_gkd.actor.update import Updater
 from recipe_gkd.config.schema import Config
+from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import CheckpointError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
@@ -32,6 +35,8 @@ class StudentActor:
         for name, tensor in actor.export_weights(): ...
         actor.save_checkpoint(path); actor.load_checkpoint(path); actor.save_hf(path)
         actor.shutdown()
+
+    The states of ``ActorConfig.offloaded_states`` are on the device only during the calls that need them.
 
     On a CPU, a collective that not all ranks reach raises an error after
     :func:`~recipe_gkd.actor.ranks.collective_timeout_s`. On CUDA nothing is raised: NCCL's watchdog ends the process
@@ -78,6 +83,7 @@ class StudentActor:
         started = time.monotonic()
         self.backend = build_backend(self._config, self._rank_spec)
         self._updater = Updater(self.backend, self._config, self._n_token_ids or self.backend.vocab_size)
+        self.backend.states.leave()
         layout, report = self.layout, self.backend.report()
         return {
             "rank": layout.rank,
@@ -97,6 +103,11 @@ class StudentActor:
         """Coordinates of this rank. Available after :meth:`setup`."""
         return self.backend.layout
 
+    def state_sizes(self) -> dict[str, int]:
+        """Return the bytes of each state that is on the device, by name. Empty before the model is built."""
+        backend = getattr(self, "backend", None)
+        return {} if backend is None else state_sizes(backend.state_tensors, self.device)
+
     def shutdown(self) -> None:
         """Complete a background save and destroy the process groups. The process may set up another actor after it."""
         try:
@@ -107,6 +118,20 @@ class StudentActor:
     def set_total_steps(self, total_steps: int) -> None:
         """Set the step at which the decay of the learning rate ends."""
         self._total_steps = total_steps
+
+    def prepare_update(self) -> None:
+        """Begin to move offloaded weights and gradients to the device, while the next batch is not ready."""
+        self.backend.states.prefetch("params", "grads")
+
+    def release_states(self) -> None:
+        """Release all memory of the device that this rank does not need between two calls.
+
+        Offloaded states leave it, if :meth:`prepare_update` was not followed by an update, and cached memory of
+        activations is returned to the device, where a rollout engine needs it.
+        """
+        self.backend.states.leave()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         """Run one optimizer step, which changes the weights from version ``step`` to ``step + 1``.
@@ -120,18 +145,24 @@ class StudentActor:
             Metrics of the global batch, equal on all ranks: those of
             :func:`~recipe_gkd.actor.loss_metrics.compute_loss_metrics`, ``actor/grad_norm`` before clipping,
             ``actor/lr``, ``actor/micro_batches`` per rank, and ``perf/max_memory_allocated_gb``, the largest peak of a
-            rank so far.
+            rank so far. With ``trainer.oom=split`` also ``actor/oom_splits``, the number of failed attempts of all
+            updates, and ``actor/max_token_len``.
 
         Raises:
             DataError: A sample of this rank is invalid. The weights are unchanged and the actor remains usable, also
                 after the following errors.
-            SecondaryFailure: A sample of another rank is invalid.
-            WorkerError: The loss or the gradient is not finite.
+            SecondaryFailure: A sample of another rank is invalid, or it ran out of memory.
+            WorkerError: The loss or the gradient is not finite, or this rank ran out of memory. After the latter the
+                actor is usable only with ``trainer.oom=split``, if the optimizer step had not begun.
         """
         self._ensure_usable()
         self._step = step
-        with self.backend.in_use():
-            metrics = self._updater.update(samples, step, self._total_steps)
+        # Weights are changed, and the optimizer state is needed, only within the step at the end of the update.
+        with self.backend.in_use(), self.backend.states.on_device("params", "grads", read_only=True):
+            try:
+                metrics = self._updater.update(samples, step, self._total_steps)
+            finally:
+                self.backend.free_gradients()
         self._step = step + 1
         return metrics
 
@@ -143,9 +174,38 @@ class StudentActor:
         """Return an iterator over names and complete tensors; see :class:`recipe_gkd.actor.backend.Backend`.
 
         It yields nothing on ranks other than global rank 0, which must exhaust it as well. No update may run meanwhile.
+        Offloaded weights leave the device when the iterator is exhausted or closed.
         """
         self._ensure_usable()
-        return self.backend.export_weights()
+        return self._export()
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        states = self.backend.states
+        with states.on_device("params", read_only=True):
+            for name, tensor in self.backend.export_weights():
+                # The receiver may hold memory on the host longer, or share it with NumPy, so that it cannot leave.
+                is_copied = self.device.type == "cpu" and states.is_offloaded("params")
+                yield name, tensor.clone() if is_copied else tensor
+
+    def log_probs(self, ids: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token of a sequence after the first, at temperature 1.
+
+        It needs no memory for gradients or optimizer state.
+
+        Args:
+            ids: Token ids, equal on all ranks.
+
+        Returns:
+            Float32 values, one less than ``ids``, equal on all ranks.
+
+        Raises:
+            DataError: There are fewer than two ids, or one is not a token id. Raised on all ranks; the actor remains
+                usable.
+        """
+        self._ensure_usable()
+        n_token_ids = self._n_token_ids or self.backend.vocab_size
+        with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
+            return sequence_log_probs(self.backend, self._config.gkd, ids, n_token_ids)
 
     def save_hf(self, path: str | Path) -> None:
         """Write a Hugging Face folder, which is complete when this method returns.
@@ -159,7 +219,7 @@ class StudentActor:
         """
         self._ensure_usable()
         source = Path(self._config.actor_rollout_ref.model.path)
-        with self.backend.in_use():
+        with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
             save_hf_folder(self.backend, Path(path), source, self._actor_config.timeout_s)
 
     def save_checkpoint(self, path: str | Path) -> None:
@@ -180,7 +240,9 @@ class StudentActor:
         options = self._actor_config.checkpoint
         contents = [part for part in options.save_contents if part != "hf_model"]  # written by save_hf
         with self.backend.in_use():
-            self._writer.save(Path(path), self.backend, self._step, contents)
+            # The processes that write have their own view of the memory, so the states may leave at once.
+            with self.backend.states.on_device(*_states_of(contents), read_only=True):
+                self._writer.save(Path(path), self.backend, self._step, contents)
             if not options.async_save:
                 self._writer.finish()
 
@@ -217,7 +279,9 @@ class StudentActor:
         with self.backend.in_use():
             common = self.backend.check_checkpoint(path, contents)
             self._partially_loaded = path
-            self._step = self.backend.load_checkpoint(path, contents, common)
+            # Also without `optimizer` among the contents: its float32 weights are then those of the loaded model.
+            with self.backend.states.on_device("params", "optimizer"):
+                self._step = self.backend.load_checkpoint(path, contents, common)
             self._partially_loaded = None
         return self._step
 
@@ -227,3 +291,8 @@ class StudentActor:
                 f"the weights were partly restored from {self._partially_loaded}, which is damaged; load another "
                 "checkpoint"
             )
+
+
+def _states_of(contents: Sequence[str]) -> list[ActorState]:
+    """Return the states that a save of these parts of a checkpoint reads."""
+    return ["params", "optimizer"] if "optimizer" in contents else ["params"]

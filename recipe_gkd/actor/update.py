@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 import resource
 from collections.abc import Sequence
@@ -16,14 +18,20 @@ from recipe_gkd.actor.backend import Backend, LossFunction
 from recipe_gkd.actor.host_arrays import ArrayPool
 from recipe_gkd.actor.learning_rate import learning_rate
 from recipe_gkd.actor.loss_metrics import MAXIMA, compute_loss_metrics, sum_names
-from recipe_gkd.actor.micro_batch_plan import plan_micro_batches
+from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan, plan_micro_batches
 from recipe_gkd.actor.objective import Objective
+from recipe_gkd.actor.offload import state_sizes
+from recipe_gkd.actor.token_limit import AttemptFailed, TokenLimit, Vote, next_limit
 from recipe_gkd.config.objective import uses_custom_loss
 from recipe_gkd.config.schema import ActorConfig, Config, GkdConfig
 from recipe_gkd.config.teachers import names as teacher_names
 from recipe_gkd.data.samples import Sample
-from recipe_gkd.errors import WorkerError
+from recipe_gkd.errors import GkdError, SecondaryFailure, WorkerError
+from recipe_gkd.runtime.out_of_memory import advice, describe, free_frames, is_out_of_memory
 
+log = logging.getLogger(__name__)
+
+MAX_TOKEN_LEN = "actor_rollout_ref.actor.max_token_len"
 MAX_UIDS_IN_MESSAGE = 8
 
 
@@ -43,7 +51,8 @@ class Updater:
     def __init__(self, backend: Backend, config: Config, n_token_ids: int) -> None:
         self._backend, self._gkd, self._n_token_ids = backend, config.gkd, n_token_ids
         self._teachers = teacher_names(config.actor_rollout_ref.teacher)
-        self._pool = ArrayPool()
+        self._pool, self._limit = ArrayPool(), TokenLimit()
+        self._splits = config.trainer.oom == "split"
         self.config: ActorConfig = config.actor_rollout_ref.actor
         self.loss: LossFunction = Objective(
             gkd=config.gkd,
@@ -61,18 +70,22 @@ class Updater:
             step: Optimizer step, counted from 0.
             total_steps: Step at which the decay of the learning rate ends.
         """
-        backend, optim = self._backend, self.config.optim
-        lr = learning_rate(step, total_steps, optim)
-        plan = plan_micro_batches(
-            backend,
-            self.config,
-            samples,
-            step,
-            loss_agg_mode=self._gkd.loss_agg_mode,
-            allocate=self._pool.empty,
+        try:
+            return self._update(samples, step, learning_rate(step, total_steps, self.config.optim))
+        except Exception as error:
+            if isinstance(error, GkdError) or not is_out_of_memory(error):
+                raise
+            problem = self._describe(error, step)
+            free_frames(error)
+        self._free_memory()
+        remedy = (
+            "" if self._splits else "; or set trainer.oom=split, which repeats the update with smaller micro-batches"
         )
-        backend.zero_grad()
-        reports = backend.accumulate(plan, self.loss)
+        raise WorkerError(f"{problem}\n{advice('actor', 'update')}{remedy}")
+
+    def _update(self, samples: Sequence[Sample], step: int, lr: float) -> dict[str, float]:
+        backend, optim = self._backend, self.config.optim
+        plan, reports = self._accumulate(samples, step)
         sums, maxima = self._reduce_over_ranks(reports)
         if not math.isfinite(sums["loss"]):
             uids = [uid for report in reports for uid in report["uids_T"][_is_not_finite(report["loss_T"])]]
@@ -84,11 +97,104 @@ class Updater:
             raise self._not_finite_error(problem, uids)
         if sums["n_tokens"]:
             backend.step(norm, lr=lr, optim=optim, n_token_ids=self._n_token_ids)
-        return compute_loss_metrics(self._gkd, self._teachers, sums, maxima) | {
+        metrics = compute_loss_metrics(self._gkd, self._teachers, sums, maxima) | {
             "actor/grad_norm": norm,
             "actor/lr": lr,
             "actor/micro_batches": float(plan.count),
         }
+        if self._splits:
+            metrics["actor/oom_splits"] = float(self._limit.n_splits)
+            metrics["actor/max_token_len"] = float(self._limit.applied_to(self.config).max_token_len)
+        return metrics
+
+    def _accumulate(self, samples: Sequence[Sample], step: int) -> tuple[MicroBatchPlan, list[dict[str, Any]]]:
+        """Compute the gradient of the objective, with smaller micro-batches after a lack of memory. Collective.
+
+        Returns:
+            The micro-batches, and the report of each.
+
+        Raises:
+            WorkerError: With ``trainer.oom=split``, a micro-batch of one sample needs more memory than this rank has.
+            SecondaryFailure: It is a micro-batch of another rank.
+        """
+        before = self._limit
+        while True:
+            config = self._limit.applied_to(self.config)
+            vote = Vote(self._backend.layout, self._backend.device, config.max_token_len) if self._splits else None
+            plan = plan_micro_batches(
+                self._backend,
+                config,
+                samples,
+                step,
+                loss_agg_mode=self._gkd.loss_agg_mode,
+                allocate=self._pool.empty,
+                before_reduction=vote.succeed if vote else None,
+            )
+            self._backend.zero_grad()
+            problem = ""
+            try:
+                return plan, self._backend.accumulate(plan, self.loss)
+            except Exception as error:
+                if vote is None or not (isinstance(error, AttemptFailed) or _can_repeat(error, vote)):
+                    raise
+                if not isinstance(error, AttemptFailed):
+                    problem = self._describe(error, step)
+                free_frames(error)
+            # Outside of the handler, so that nothing refers to the error and its tensors.
+            self._free_memory()
+            if problem:
+                vote.fail(next_limit(plan.groups, config.max_token_len))
+            self._limit = self._lowered(before, vote, config.max_token_len, step, problem)
+
+    def _lowered(self, before: TokenLimit, vote: Vote, limit: int, step: int, problem: str) -> TokenLimit:
+        """Return the limit of the next attempt.
+
+        Args:
+            before: Limit of the first attempt, which is kept if the update fails.
+            vote: Result of the attempt that failed.
+            limit: Tokens per micro-batch of this attempt.
+            step: Optimizer step, for messages.
+            problem: Message of this rank; empty if it did not fail.
+
+        Raises:
+            WorkerError, SecondaryFailure: See :meth:`_accumulate`.
+        """
+        if not vote.limit:
+            self._limit = before
+            if problem:
+                raise WorkerError(
+                    f"{problem}\nEach micro-batch of this rank has one sample, so trainer.oom=split cannot make it "
+                    f"smaller. The weights are unchanged.\n{advice('actor', 'update')}, or lower "
+                    "data.max_response_length"
+                )
+            raise SecondaryFailure(
+                f"update {step}: actor rank {vote.failed_rank} ran out of memory with one sample per micro-batch; see "
+                "the error of that rank"
+            )
+        if vote.failed_rank == self._backend.layout.rank:
+            log.warning(
+                f"{problem}\nNothing was applied. The update is repeated, and {MAX_TOKEN_LEN} is lowered from {limit} "
+                f"to {vote.limit} for the rest of the run. Set {MAX_TOKEN_LEN}={vote.limit} in the next run, because "
+                "each failed attempt costs time"
+            )
+        return TokenLimit(lowered=vote.limit, n_splits=self._limit.n_splits + 1)
+
+    def _describe(self, error: Exception, step: int) -> str:
+        """Return the message about a lack of memory. Call it before anything is freed."""
+        backend, limit = self._backend, self._limit.applied_to(self.config).max_token_len
+        sizes = state_sizes(backend.state_tensors, backend.device)
+        if self.config.use_dynamic_bsz and not self._gkd.fuse_lm_head:
+            n_bytes = limit * backend.vocab_size * backend.dtype.itemsize // backend.layout.tp_size
+            sizes[f"logits of a full micro-batch ({limit} tokens x {backend.vocab_size} ids)"] = n_bytes
+        return f"update {step}: actor rank {backend.layout.rank}: {describe(error, sizes)}"
+
+    def _free_memory(self) -> None:
+        """Free what an attempt left: the gradient, buffers, reference cycles, and the cache of the allocator."""
+        self._pool = ArrayPool()
+        self._backend.zero_grad()
+        gc.collect()
+        if self._backend.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _reduce_over_ranks(self, reports: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
         """Return sums over the global batch and maxima over it and over the ranks, equal on all ranks. Collective."""
@@ -139,6 +245,11 @@ def not_finite_advice(gkd: GkdConfig) -> str:
         f"Check {custom_loss}the teacher's log-probabilities of these samples, or lower "
         "actor_rollout_ref.actor.optim.lr"
     )
+
+
+def _can_repeat(error: Exception, vote: Vote) -> bool:
+    """Return True if the error is a lack of memory before the ranks have voted."""
+    return not vote.is_done and not isinstance(error, GkdError) and is_out_of_memory(error)
 
 
 def _is_not_finite(loss_T: Tensor) -> np.ndarray:

@@ -31,6 +31,7 @@ from recipe_gkd.ray_cluster.placement import (
     check_devices,
     collect_device_reports,
     device_report,
+    environments_of_guests,
     placement_table,
 )
 from recipe_gkd.ray_cluster.pools import create_pools, pool_specs
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             device = choose_device(config.trainer.device)
             reports = asyncio.run(probe_placement(config, device))
         print(placement_table(reports))
-        check_devices(reports, shared=config.rollout.share_actor_gpus)
+        check_devices(reports, is_hybrid=config.actor_rollout_ref.hybrid_engine)
     except Exception as error:  # noqa: BLE001 - the command prints one error instead of a traceback
         print(f"\nerror: {as_known_error(error, 'check-devices')}", file=sys.stderr)
         return 1
@@ -94,17 +95,17 @@ async def probe_placement(config: Config, device: str) -> Reports:
     timeout_s = startup_timeout_s(config, device)
     pools = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
     with_forwarded = partial(worker_variables, environment=os.environ, extra=config.ray_init.env_vars)
-    groups = [
-        WorkerGroup(
-            pool.spec.name,
-            [
-                pool.spawn(ProbeActor, rank, {"device": device}, env=with_forwarded(env))
-                for rank in range(pool.spec.n_workers)
-            ],
-        )
-        for pool, env in zip(pools, (actor_environment(device), rollout_environment(device)), strict=True)
-    ]
+    groups = [WorkerGroup(pool.spec.name, []) for pool in pools]
+    guest_environments: dict[int, dict[str, str]] = {}
     try:
+        for pool, group, environment in zip(pools, groups, (actor_environment, rollout_environment), strict=True):
+            if pool.spec.is_guest and device == "cuda":
+                guest_environments = await environments_of_guests(
+                    groups[0], n_guests=pool.spec.n_workers, timeout_s=timeout_s
+                )
+            for rank in range(pool.spec.n_workers):
+                env = with_forwarded(environment(device)) | (guest_environments.get(rank, {}))
+                group.handles.append(pool.spawn(ProbeActor, rank, {"device": device}, env=env))
         await check_nodes(config, device, pools, timeout_s=timeout_s)  # while the processes start
         return await collect_device_reports(groups, timeout_s=timeout_s)
     finally:

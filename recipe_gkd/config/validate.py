@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from recipe_gkd.config.hybrid_engine import hybrid_problems, teacher_sleep_problems
 from recipe_gkd.config.objective import objective_problems, uses_sampled_token_loss
 from recipe_gkd.config.schema import BUILT_IN_LOGGERS, Config
 from recipe_gkd.config.teachers import teacher_problems
@@ -29,6 +30,9 @@ MEGATRON_LAYOUT: dict[str, object] = {
     "sequence_parallel": False,
     "override_transformer_config": {},
     "override_ddp_config": {},
+    "param_offload": False,
+    "grad_offload": False,
+    "optimizer_offload": False,
 }
 """Keys of Megatron's section that a run with FSDP would not follow, and the values that it does follow."""
 
@@ -37,6 +41,8 @@ FSDP_LAYOUT: dict[str, object] = {
     "wrap_policy": None,
     "gradient_checkpointing": False,
     "reshard_after_forward": True,
+    "param_offload": False,
+    "optimizer_offload": False,
 }
 """Keys of FSDP's section that a run with Megatron would not follow, and the defaults."""
 
@@ -48,14 +54,15 @@ def validate(config: Config) -> None:
         ConfigError: At least one combination cannot work. The message lists all of them.
     """
     checks = (
-        _unsupported_features,
         _schedule,
         _unused_backend,
         _actor_layout,
         _lora,
         _optimizer,
         _rollout_layout,
-        _shared_gpus,
+        hybrid_problems,
+        teacher_sleep_problems,
+        _out_of_memory,
         _lengths,
         _ray,
         _resume,
@@ -67,20 +74,6 @@ def validate(config: Config) -> None:
     )
     if problems := [problem for check in checks for problem in check(config)]:
         raise ConfigError("\n".join(problems))
-
-
-def _unsupported_features(config: Config) -> Iterator[str]:
-    """Yield a message for each value that other recipes of this family support and this one does not."""
-    actor = config.actor_rollout_ref.actor
-    if config.actor_rollout_ref.hybrid_engine:
-        yield (
-            "actor_rollout_ref.hybrid_engine=true: actor and rollout workers have separate pools; "
-            "set it to false and size the pools with trainer.n_gpus_per_node and rollout.n_gpus_per_node"
-        )
-    for prefix, section in ((MEGATRON, actor.megatron), (FSDP, actor.fsdp_config)):
-        for name in ("param_offload", "grad_offload", "optimizer_offload"):
-            if getattr(section, name, False):
-                yield f"{prefix}.{name}=true: offloading is not implemented; set it to false"
 
 
 def _schedule(config: Config) -> Iterator[str]:
@@ -209,48 +202,40 @@ def _rollout_layout(config: Config) -> Iterator[str]:
             "step has at least one token per response; raise the former, lower the latter, or set "
             "max_num_batched_tokens to null"
         )
-    tp, per_node = rollout.tensor_model_parallel_size, config.rollout.n_gpus_per_node
+    tp, (_, per_node) = rollout.tensor_model_parallel_size, config.rollout_pool
     if per_node % tp:
+        pool = "trainer" if config.actor_rollout_ref.hybrid_engine else "rollout"
         yield (
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp} does not divide rollout.n_gpus_per_node="
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp} does not divide {pool}.n_gpus_per_node="
             f"{per_node}, and an engine cannot span nodes; change one of the two"
         )
 
 
-def _shared_gpus(config: Config) -> Iterator[str]:
-    trainer, rollout = config.trainer, config.rollout
-    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if not rollout.share_actor_gpus:
+def _out_of_memory(config: Config) -> Iterator[str]:
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    if trainer.oom != "split":
         return
-    if (trainer.nnodes, trainer.n_gpus_per_node) != (rollout.nnodes, rollout.n_gpus_per_node) or tp > 1:
+    if not actor.use_dynamic_bsz:
         yield (
-            f"rollout.share_actor_gpus=true places one rollout worker beside each actor rank, but the actor pool has "
-            f"{trainer.nnodes} x {trainer.n_gpus_per_node} slots, the rollout pool {rollout.nnodes} x "
-            f"{rollout.n_gpus_per_node}, and an engine {tp}; give both pools the same size, and "
-            "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+            "trainer.oom=split with actor_rollout_ref.actor.use_dynamic_bsz=false: micro-batches have a fixed number "
+            "of samples, so lowering max_token_len has no effect; set use_dynamic_bsz=true, or trainer.oom=fail"
         )
-    if trainer.device == "cuda":
-        yield from shared_cuda_problems(config)
-
-
-def shared_cuda_problems(config: Config) -> Iterator[str]:
-    """Yield a message for each value that cannot work if both pools share CUDA devices.
-
-    With ``trainer.device=auto`` the device is only known after the connection to Ray.
-    """
-    rollout = config.actor_rollout_ref.rollout
-    if not config.rollout.share_actor_gpus:
-        return
-    if rollout.kv_cache_memory_megabytes is None:
-        yield (
-            "rollout.share_actor_gpus=true on CUDA without actor_rollout_ref.rollout.kv_cache_memory_megabytes: vLLM "
-            "derives the size of the KV cache from the memory of a GPU that it has for itself; set it to the memory "
-            "that the actor leaves, because actor and rollout engine both stay in the memory"
+    megatron, n_ranks = actor.megatron, trainer.nnodes * trainer.n_gpus_per_node
+    sizes = {
+        f"{MEGATRON}.{name}": getattr(megatron, name)
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
         )
-    if rollout.weight_transport == "collective":
+    }
+    if actor.strategy == "fsdp":
+        sizes = {f"{FSDP}.fsdp_size": n_ranks if actor.fsdp_config.fsdp_size == -1 else actor.fsdp_config.fsdp_size}
+    if together := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
         yield (
-            "rollout.share_actor_gpus=true with actor_rollout_ref.rollout.weight_transport=collective: NCCL does not "
-            "connect two processes on one GPU; set it to auto or ipc"
+            f"trainer.oom=split with {', '.join(together)}: ranks that share a model wait for each other within a "
+            "pass, so one of them cannot leave it; set trainer.oom=fail, or these sizes to 1"
         )
 
 

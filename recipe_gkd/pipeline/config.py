@@ -19,6 +19,8 @@ class PipelineConfig:
         requests_per_batch: Maximum number of teacher requests per batch. All requests have the same number of
             responses, except the last one, which may have fewer.
         inflight_update: If True, a weight sync may start while responses are in flight.
+        on_request: If True, a batch is dispatched only when the trainer asks for it, after checkpoint and validation
+            of the step before. Only for ``max_staleness`` 0. The stages then use the same devices in turn.
     """
 
     max_staleness: int
@@ -27,3 +29,4 @@ class PipelineConfig:
     responses_per_prompt: int = 1
     requests_per_batch: int = 1
     inflight_update: bool = False
+    on_request: bool = False

@@ -104,6 +104,8 @@ class Pipeline:
     async def __aiter__(self) -> AsyncIterator[ReadyBatch]:
         while True:
             requested_at = now()
+            self._state.n_requested += 1
+            self._state.notify()
             assembly = await self._dispatched.get()
             if assembly is None:
                 return

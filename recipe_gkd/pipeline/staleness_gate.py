@@ -20,10 +20,14 @@ class StalenessGate:
 
     def __init__(self, state: PipelineState, lock: ActorLock) -> None:
         self._state, self._lock = state, lock
+        self._n_admitted = 0
 
     async def admit(self, batch: PromptBatch) -> None:
         """Wait until ``batch`` may be dispatched, and count its prompts as in flight."""
         state = self._state
+        if state.config.on_request:
+            await state.until(lambda: state.n_requested > self._n_admitted)
+        self._n_admitted += 1
         state.next_step, oldest_version = batch.step, batch.step - state.config.max_staleness
         if state.config.inflight_update:  # this sync does not have to wait for free capacity
             await self._ensure_fresh_weights(oldest_version)

@@ -55,6 +55,7 @@ class PipelineState:
         syncing: True during a weight sync.
         reserved: True while validation reserves the rollout replicas.
         n_in_flight: Number of prompts whose responses are being generated.
+        n_requested: Number of batches that the trainer has asked for.
         n_parked: Number of unfinished prompts that wait for the replacement of a worker.
         needed_versions: Lowest acceptable versions of the tasks that cannot generate before a sync.
         deaths: Error of each dead replica, also after its replacement until it has weights.
@@ -73,6 +74,7 @@ class PipelineState:
     reserved: bool = False
     n_in_flight: int = 0
     n_parked: int = 0
+    n_requested: int = 0
     needed_versions: list[int] = field(default_factory=list)
     deaths: dict[int, WorkerDied] = field(default_factory=dict)
     last_dispatch_at: float = 0.0

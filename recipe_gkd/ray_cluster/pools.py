@@ -3,8 +3,9 @@
 A pool is ``nnodes`` bundles of ``n_per_node`` slots. A slot is one GPU and one CPU. With ``trainer.device=cpu`` it is
 one CPU, so that the same numbers give the same processes.
 
-Pools that share their slots (``rollout.share_actor_gpus``) are one placement group with one bundle per slot. In a
-larger bundle, Ray would choose the GPU of each half slot freely.
+With ``hybrid_engine`` the rollout workers are guests in the slots of the actor pool. The actor ranks hold the slots. A
+rollout worker requests nothing from Ray: it is started on the node of its actor ranks, with their GPUs visible. Ray
+itself could not place an engine on parts of several GPUs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -35,7 +35,7 @@ class PoolSpec:
         device: ``"cpu"`` or ``"cuda"``.
         size_keys: Config keys that set the size, for messages.
         slots_per_worker: Slots that a worker occupies.
-        shared: True if a worker of this pool and a worker of the other pool divide each slot.
+        is_guest: True if the workers use the slots of the other pool and hold none themselves.
     """
 
     name: str
@@ -44,7 +44,7 @@ class PoolSpec:
     device: str
     size_keys: str
     slots_per_worker: int = 1
-    shared: bool = False
+    is_guest: bool = False
 
     @property
     def n_workers(self) -> int:
@@ -73,7 +73,7 @@ class Pool:
 
     Attributes:
         spec: Size of the pool.
-        group: Ray's reservation. Pools that share their slots have the same group.
+        group: Ray's reservation. Guests have that of the actor pool.
     """
 
     spec: PoolSpec
@@ -93,8 +93,8 @@ class Pool:
         Returns:
             Handle of the Ray actor.
         """
-        bundle = rank if self.spec.shared else rank * self.spec.slots_per_worker // self.spec.n_per_node
-        slots = self.spec.slots_per_worker * (0.5 if self.spec.shared else 1)
+        bundle = rank * self.spec.slots_per_worker // self.spec.n_per_node
+        slots = 0 if self.spec.is_guest else self.spec.slots_per_worker
         remote: Any = ray.remote(
             num_cpus=slots,
             num_gpus=slots * self.spec.slot.get("GPU", 0),
@@ -111,12 +111,12 @@ class Pool:
 
 def pool_specs(config: Config, device: str) -> tuple[PoolSpec, PoolSpec]:
     """Return the configured sizes of the actor pool and of the rollout pool."""
-    trainer, rollout = config.trainer, config.rollout
-    shared, tp = rollout.share_actor_gpus, config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    trainer, is_hybrid = config.trainer, config.actor_rollout_ref.hybrid_engine
+    (rollout_nodes, rollout_each), tp = config.rollout_pool, config.actor_rollout_ref.rollout.tensor_model_parallel_size
     keys = "trainer.nnodes x trainer.n_gpus_per_node", "rollout.nnodes x rollout.n_gpus_per_node"
     return (
-        PoolSpec("actor", trainer.nnodes, trainer.n_gpus_per_node, device, keys[0], shared=shared),
-        PoolSpec("rollout", rollout.nnodes, rollout.n_gpus_per_node, device, keys[1], tp, shared),
+        PoolSpec("actor", trainer.nnodes, trainer.n_gpus_per_node, device, keys[0]),
+        PoolSpec("rollout", rollout_nodes, rollout_each, device, keys[not is_hybrid], tp, is_guest=is_hybrid),
     )
 
 
@@ -134,20 +134,12 @@ async def create_pools(specs: tuple[PoolSpec, ...], *, timeout_s: float) -> tupl
         ResourceError: The cluster is too small, or other jobs held its resources until the deadline. The message lists
             the request and the resources of each node. Nothing remains reserved.
     """
-    nodes = {node["NodeID"]: dict(node["Resources"]) for node in ray.nodes() if node["Alive"]}
-    resources = list(nodes.values())
-    chosen = choose_nodes(specs, resources)
-    if chosen is None:
-        raise ResourceError(
-            f"not enough {specs[0].slot_kind} for the two pools.\n{_describe_shortage(specs, resources)}"
-        )
-    if specs[0].shared:
-        # The reservation names its nodes, so Ray cannot choose others. Prefer nodes that are free now.
-        free = available_resources_per_node()
-        chosen = choose_nodes(specs, [free.get(node, {}) for node in nodes]) or chosen
+    resources = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    if choose_nodes(specs, resources) is None:
+        raise ResourceError(f"not enough {specs[0].slot_kind} for the workers.\n{_describe_shortage(specs, resources)}")
     groups = [
-        _reserve(spec, [list(nodes)[i] for i in indices])
-        for spec, indices in zip(_distinct(specs), chosen, strict=True)
+        placement_group(spec.bundles, strategy="STRICT_SPREAD" if spec.nnodes > 1 else "STRICT_PACK")
+        for spec in _hosts(specs)
     ]
     try:
         async with asyncio.timeout(timeout_s):
@@ -171,19 +163,19 @@ def choose_nodes(specs: tuple[PoolSpec, ...], nodes: list[dict[str, float]]) -> 
     """Assign each bundle of each pool to a node.
 
     Bundles of one pool get different nodes. The largest bundles are placed first, each on the node with the least
-    remaining capacity (best fit). Pools that share their slots count as one pool.
+    remaining capacity (best fit). Guests need no bundles.
 
     Args:
         specs: Sizes of the pools.
         nodes: Ray resources of each node.
 
     Returns:
-        For each distinct pool, the index of the node of each bundle. None if the pools do not fit.
+        For each pool that holds slots, the index of the node of each bundle. None if the pools do not fit.
     """
     free = [Counter(node) for node in nodes]
-    distinct = _distinct(specs)
+    hosts = _hosts(specs)
     chosen: dict[str, list[int]] = {}
-    for spec in sorted(distinct, key=lambda spec: -spec.n_per_node):
+    for spec in sorted(hosts, key=lambda spec: -spec.n_per_node):
         used = chosen.setdefault(spec.name, [])
         for bundle in spec.bundles:
             candidates = [
@@ -193,20 +185,12 @@ def choose_nodes(specs: tuple[PoolSpec, ...], nodes: list[dict[str, float]]) -> 
                 return None
             used.append(best := min(candidates, key=lambda i: free[i]["GPU"] or free[i]["CPU"]))
             free[best].subtract(bundle)
-    return [chosen[spec.name] for spec in distinct]
+    return [chosen[spec.name] for spec in hosts]
 
 
-def _distinct(specs: tuple[PoolSpec, ...]) -> tuple[PoolSpec, ...]:
-    return specs[:1] if specs[0].shared else specs
-
-
-def _reserve(spec: PoolSpec, node_ids: list[str]) -> PlacementGroup:
-    """Create a placement group whose bundles are in rank order: one per node, or one per slot if slots are shared."""
-    if not spec.shared:
-        return placement_group(spec.bundles, strategy="STRICT_SPREAD" if spec.nnodes > 1 else "STRICT_PACK")
-    # Only a label selector keeps the slots of one node together.
-    selectors = [{"ray.io/node-id": node_id} for node_id in node_ids for _ in range(spec.n_per_node)]
-    return placement_group([spec.slot] * len(selectors), strategy="PACK", bundle_label_selector=selectors)
+def _hosts(specs: tuple[PoolSpec, ...]) -> tuple[PoolSpec, ...]:
+    """Return the pools that hold slots."""
+    return tuple(spec for spec in specs if not spec.is_guest)
 
 
 def _nodes_of(groups: list[PlacementGroup]) -> set[str]:
@@ -222,8 +206,8 @@ def _describe_shortage(specs: tuple[PoolSpec, ...], nodes: list[dict[str, float]
         for i, node in enumerate(nodes)
     )
     remedy = "request less, or start Ray with more"
-    if specs[0].shared:
-        requested += "\n  (rollout.share_actor_gpus=true: both pools use the same slots)"
+    if specs[-1].is_guest:
+        requested += "\n  (actor_rollout_ref.hybrid_engine=true: rollout workers use the slots of the actor pool)"
     if specs[0].device == "cpu":
         remedy += " (ray_init.num_cpus=N lets N one-thread workers share this machine's cores)"
     return f"requested:\n{requested}\nthe cluster has:\n{available}\n{remedy}"

@@ -11,23 +11,7 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 
 from recipe_gkd.errors import GkdError, SecondaryFailure, WorkerDied, WorkerError
 from recipe_gkd.ray_cluster.node_probe import ActorLocation
-
-_DEVICE_MEMORY_ADVICE = {
-    "actor": (
-        "lower actor_rollout_ref.actor.max_token_len (or micro_batch_size without use_dynamic_bsz), set "
-        "gkd.fuse_lm_head=true, raise the number of actor GPUs, recompute activations or divide the model further: "
-        "with strategy=megatron set actor_rollout_ref.actor.megatron.override_transformer_config."
-        "{recompute_granularity=full,recompute_method=uniform,recompute_num_layers=1} or raise "
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size; with strategy=fsdp set "
-        "actor_rollout_ref.actor.fsdp_config.{gradient_checkpointing=true,reshard_after_forward=true,fsdp_size=-1}; "
-        "docs/operations.md has a table of the memory that an actor needs"
-    ),
-    "rollout": (
-        "lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs, max_num_batched_tokens or "
-        "update_weights_bucket_megabytes, or raise actor_rollout_ref.rollout.tensor_model_parallel_size"
-    ),
-}
-"""Pool -> keys to change when a GPU of the pool has no memory left."""
+from recipe_gkd.runtime.out_of_memory import ADVICE, advice, is_out_of_memory
 
 _MAX_REASON_CHARS = 1000
 """Ray's text about a lack of memory lists the processes of the node."""
@@ -43,26 +27,16 @@ def is_death(error: BaseException) -> bool:
     return isinstance(error, RayActorError | OutOfMemoryError)
 
 
-def lacks_device_memory(error: BaseException) -> bool:
-    """Return True if torch, CUDA or NCCL reports that a GPU has no memory left.
-
-    torch raises ``torch.OutOfMemoryError`` for its own allocations. Libraries that allocate by themselves are reported
-    as ``torch.AcceleratorError`` or ``torch.distributed.DistBackendError``. torch is not imported for this test.
-    """
-    is_torch = any(base.__module__.split(".")[0] == "torch" for base in type(error).__mro__)
-    return is_torch and ("OutOfMemory" in type(error).__name__ or "out of memory" in str(error).lower())
-
-
 def root_cause(failures: dict[int, BaseException]) -> tuple[int, BaseException]:
     """Return the rank and the error of the failure that explains the others.
 
-    A lack of device memory comes first, then errors that a worker raised on purpose, then deaths. Other errors come
+    A lack of memory comes first, then errors that a worker raised on purpose, then deaths. Other errors come
     last, because they may only be consequences, such as a broken collective. Equal failures are taken in rank order.
     """
 
     def order(error: BaseException) -> int:
         cause = unwrap(error)
-        if lacks_device_memory(cause):
+        if is_out_of_memory(cause):
             return 0
         if isinstance(cause, GkdError):
             return 3 if isinstance(cause, SecondaryFailure) else 1
@@ -98,8 +72,7 @@ def to_worker_error(error: BaseException, phase: str, label: str, location: Acto
         :class:`WorkerDied` if the worker's process has ended or cannot be reached, else a :class:`WorkerError`.
     """
     if location is None or not (is_death(error) or location.dead):
-        advice = _DEVICE_MEMORY_ADVICE.get(label.partition(" worker ")[0]) if lacks_device_memory(error) else None
-        remedy = f"\n{advice}" if advice else ""
+        remedy = f"\n{_memory_advice(label, phase)}" if is_out_of_memory(error) else ""
         return WorkerError(f"{phase}: {label} failed: {type(error).__name__}: {error}{remedy}")
     # ActorUnavailableError does not prove that the process has ended. Ray raises it when a whole node dies.
     event = "died or cannot be reached" if isinstance(error, ActorUnavailableError) else "died"
@@ -107,6 +80,13 @@ def to_worker_error(error: BaseException, phase: str, label: str, location: Acto
         f"{phase}: {label} {event}, on node {location.node_ip or '(none yet)'} {location.node_id[:8]} "
         f"({_reason(error)}); its log is in /tmp/ray/session_latest/logs on that node{_advice(error)}"
     )
+
+
+def _memory_advice(label: str, phase: str) -> str:
+    """Return the keys to change when the worker ``label`` has no memory left in a phase."""
+    pool = label.partition(" worker ")[0]
+    named = (kind for of_pool, kind in ADVICE if of_pool == pool and phase.startswith(kind))
+    return advice(pool, next(named, "start"))
 
 
 def _reason(error: BaseException) -> str:

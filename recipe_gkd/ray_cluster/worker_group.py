@@ -144,6 +144,8 @@ class WorkerGroup:
 
     async def _gather(self, calls: dict[int, Awaitable[Any]], *, timeout_s: float, phase: str) -> list[Any]:
         """Await ``calls``, rank -> call. Return the results in the order of ``calls``."""
+        if not calls:  # an error preceded the start of the workers
+            return []
         tasks = {asyncio.ensure_future(_await(call)): rank for rank, call in calls.items()}
         actor_ids = {rank: self._actor_id(rank) for rank in calls}  # The workers may be replaced meanwhile.
         try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,8 @@ from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.engine_commands import Command, CommandQueue, settle
 from recipe_gkd.rollout.engine_factory import build_engine, describe_engine, watch_ranks
 from recipe_gkd.rollout.engine_options import EngineOptions
-from recipe_gkd.rollout.engine_requests import Deliver, RequestTable, add_request
+from recipe_gkd.rollout.engine_requests import Deliver, RequestTable, add_log_probs_request, add_request
+from recipe_gkd.runtime.out_of_memory import Phase, advice, describe, is_out_of_memory
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine
@@ -107,6 +109,28 @@ class RolloutEngine:
                 raise
 
         return ids, self.run(add)
+
+    def log_probs(self, ids: Sequence[int]) -> Future[list[float]]:
+        """Compute the log-probability of each token of a sequence after the first; see :func:`add_log_probs_request`.
+
+        Returns:
+            Future of the values. It fails with :class:`WorkerError` if the sequence is too short or too long. To cancel
+            it drops the request.
+        """
+        [request_id] = self._requests.new_ids(1)
+        done: Future[list[float]] = Future()
+
+        def add(engine: LLMEngine) -> None:
+            add_log_probs_request(engine, request_id, ids, self.options.max_model_len)
+            self._requests.add_log_probs(request_id, done)
+
+        def fail(added: Future[None]) -> None:
+            if (error := added.exception()) is not None:
+                settle(done, error=error)
+
+        self.run(add).add_done_callback(fail)
+        done.add_done_callback(lambda ended: self.abort([request_id]) if ended.cancelled() else None)
+        return done
 
     def abort(self, request_ids: Sequence[str]) -> Future[None]:
         """Drop requests that are in flight, with their tokens. Their callbacks are not called."""
@@ -230,4 +254,9 @@ class RolloutEngine:
 
 def _to_worker_died(error: Exception) -> WorkerDied:
     text = str(error) if isinstance(error, WorkerDied) else f"{type(error).__name__}: {error}"
+    if not isinstance(error, WorkerDied) and is_out_of_memory(error):
+        calls = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        # Commands that allocate memory belong to a weight update; `step` generates.
+        phase: Phase = "weight sync" if RolloutEngine._run_command.__name__ in calls else "generate"
+        text = f"{phase}: {describe(error)}\n{advice('rollout', phase)}"
     return WorkerDied(f"the rollout engine failed: {text}")

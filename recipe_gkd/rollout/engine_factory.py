@@ -9,13 +9,29 @@ from typing import TYPE_CHECKING, Any
 from recipe_gkd.errors import GkdError, ModelError, WorkerError
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.limits import check_cpu_budget
+from recipe_gkd.runtime.out_of_memory import advice, describe, is_out_of_memory, memory_in_use
 from recipe_gkd.runtime.scratch import scratch_folder
 from teacher.engines.head_dtype import head_overrides
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine
 
+ROLLOUT = "actor_rollout_ref.rollout"
 _CPU_BATCHED_TOKENS = 4096
+_TOO_SMALL = (
+    f"the weights leave too little memory for the KV cache: raise {ROLLOUT}.gpu_memory_utilization or "
+    f"kv_cache_memory_megabytes if the device has more, lower {ROLLOUT}.max_num_batched_tokens or the lengths in "
+    f"section data, or raise {ROLLOUT}.tensor_model_parallel_size"
+)
+_REFUSALS = {
+    "is less than desired GPU memory utilization": (
+        f"lower {ROLLOUT}.gpu_memory_utilization, end other processes on this device, or offload the states of an "
+        "actor that shares it"
+    ),
+    "No available memory for the cache blocks": _TOO_SMALL,
+    "larger than the available KV cache": _TOO_SMALL,
+}
+"""Text of vLLM's v1/worker/utils.py and v1/core/kv_cache_utils.py -> keys to change."""
 
 
 def build_engine(options: EngineOptions) -> LLMEngine:
@@ -33,9 +49,18 @@ def build_engine(options: EngineOptions) -> LLMEngine:
         raise
     except Exception as error:
         raise WorkerError(
-            f"vLLM could not be started on {options.model_path}: {type(error).__name__}: {error}; its options are the "
-            "keys of actor_rollout_ref.rollout"
+            f"vLLM could not be started on {options.model_path}: {type(error).__name__}: {error}{_remedy(error)}"
         ) from error
+
+
+def _remedy(error: Exception) -> str:
+    """Return what to change after a failed start, as the end of a message."""
+    if is_out_of_memory(error):
+        return f"\n{describe(error)}\n{advice('rollout', 'start')}"
+    for text, keys in _REFUSALS.items():
+        if text in str(error):
+            return f"\nmemory: {'; '.join(memory_in_use())}\n{keys}"
+    return f"; its options are the keys of {ROLLOUT}"
 
 
 def _check_model_folder(folder: Path) -> None:
@@ -62,6 +87,7 @@ def _build(options: EngineOptions) -> LLMEngine:
         kv_cache_memory_bytes=options.kv_cache_bytes,
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
+        enable_sleep_mode=options.enable_sleep_mode,
         **step_budget(options, vllm.default_batched_tokens(options.tensor_parallel_size)),
         skip_tokenizer_init=True,
         logprobs_mode="raw_logprobs",  # at temperature 1 and over all tokens, independent of the sampling parameters

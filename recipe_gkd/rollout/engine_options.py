@@ -9,9 +9,9 @@ from recipe_gkd.rollout.limits import engine_length
 from teacher.engines.head_dtype import wants_float32_head
 
 _CPU_KV_CACHE_MEBIBYTES = 256
-_SHARED_GPU_UTILIZATION = 0.01
-"""On a shared GPU vLLM gets the size of its KV cache. It then uses ``gpu_memory_utilization`` only for a check at its
-start (``request_memory``), which would fail because of the memory that the actor uses."""
+_UTILIZATION_WITH_FIXED_CACHE = 0.01
+"""If vLLM gets the size of its KV cache, it uses ``gpu_memory_utilization`` only for a check at its start
+(``request_memory``). On a GPU that it shares with an actor the check would count the actor's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class EngineOptions:
         float32_head: If True, logits are computed in float32 from weights of any data type.
         max_num_seqs: Maximum number of sequences in a step.
         max_num_batched_tokens: Maximum number of tokens in a step; None selects the default of the device.
+        enable_sleep_mode: If True, vLLM allocates weights and KV cache so that a sleep can release them. CUDA only.
         max_model_len: Maximum length of a sequence, in tokens.
         kv_cache_bytes: Size of the KV cache; None leaves it to ``gpu_memory_utilization``.
         gpu_memory_utilization: Fraction of the GPU memory for the engine.
@@ -48,6 +49,7 @@ class EngineOptions:
     n_tokens: int | None = None
     float32_head: bool = False
     max_num_batched_tokens: int | None = None
+    enable_sleep_mode: bool = False
 
     @classmethod
     def from_config(cls, config: Config, device: str, n_tokens: int | None = None) -> EngineOptions:
@@ -59,6 +61,7 @@ class EngineOptions:
             n_tokens: See the attribute.
         """
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        hybrid = config.actor_rollout_ref.hybrid_engine
         mebibytes = rollout.kv_cache_memory_megabytes or (_CPU_KV_CACHE_MEBIBYTES if device == "cpu" else None)
         return cls(
             model_path=model.path,
@@ -68,12 +71,13 @@ class EngineOptions:
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=engine_length(config),
             kv_cache_bytes=None if mebibytes is None else mebibytes << 20,
-            gpu_memory_utilization=_SHARED_GPU_UTILIZATION
-            if config.rollout.share_actor_gpus
+            gpu_memory_utilization=_UTILIZATION_WITH_FIXED_CACHE
+            if hybrid and rollout.kv_cache_memory_megabytes is not None
             else rollout.gpu_memory_utilization,
             enforce_eager=rollout.enforce_eager or device == "cpu",
             trust_remote_code=model.trust_remote_code,
             n_tokens=n_tokens,
             float32_head=wants_float32_head(model.head_dtype, rollout.dtype, device),
             max_num_batched_tokens=rollout.max_num_batched_tokens,
+            enable_sleep_mode=device == "cuda" and hybrid and rollout.sleep_level > 0,
         )

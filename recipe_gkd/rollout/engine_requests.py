@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import GkdError, WorkerError
+from recipe_gkd.rollout.engine_commands import settle
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine, RequestOutput
 
 Deliver = Callable[[list[Response] | GkdError], None]
 """Callback on the engine's thread: it gets the responses that have just finished, or once the error that ended all."""
+Convert = Callable[["RequestOutput", int], Any]
+"""Conversion of a finished output and the engine's weights version to a result for the callback."""
 
 
 class RequestTable:
-    """Requests in flight, with the uid and the callback of each."""
+    """Requests in flight, with the conversion of the output and the callback of each."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, tuple[int, Deliver]] = {}
+        self._requests: dict[str, tuple[Convert, Callable[[Any], None]]] = {}
         self._numbers = itertools.count()
 
     def new_ids(self, n: int) -> list[str]:
@@ -35,31 +40,42 @@ class RequestTable:
         return list(self._requests)
 
     def add(self, request_id: str, uid: int, deliver: Deliver) -> None:
-        """Register a request."""
-        self._requests[request_id] = uid, deliver
+        """Register the request of a response."""
+        self._requests[request_id] = partial(to_response, uid), deliver
+
+    def add_log_probs(self, request_id: str, done: Future[list[float]]) -> None:
+        """Register a request of :func:`add_log_probs_request`, and the future of its result."""
+
+        def deliver(result: list[list[float]] | GkdError) -> None:
+            if isinstance(result, GkdError):
+                settle(done, error=result)
+            else:
+                settle(done, result=result[0])
+
+        self._requests[request_id] = to_log_probs, deliver
 
     def remove(self, request_ids: Sequence[str]) -> list[str]:
         """Remove requests, and return the ids of those that were in flight."""
         return [request_id for request_id in request_ids if self._requests.pop(request_id, None)]
 
     def deliver_finished(self, outputs: Sequence[RequestOutput], version: int) -> None:
-        """Remove finished requests, and pass their responses to their callbacks.
+        """Remove finished requests, and pass their results to their callbacks.
 
         Args:
             outputs: Finished outputs of one engine step.
             version: Weights version of the engine.
         """
-        finished: dict[Deliver, list[Response]] = {}
+        finished: dict[Callable[[Any], None], list[Any]] = {}
         for output in outputs:
             if owner := self._requests.pop(output.request_id, None):
-                uid, deliver = owner
-                finished.setdefault(deliver, []).append(to_response(uid, output, version))
-        for deliver, responses in finished.items():
-            deliver(responses)
+                convert, deliver = owner
+                finished.setdefault(deliver, []).append(convert(output, version))
+        for deliver, results in finished.items():
+            deliver(results)
 
     def fail_all(self, failure: GkdError) -> None:
         """Remove all requests, and pass ``failure`` once to each callback. Safe while another thread delivers."""
-        owners: dict[Deliver, None] = {}
+        owners: dict[Callable[[Any], None], None] = {}
         while self._requests:
             with suppress(KeyError):
                 owners[self._requests.popitem()[1][1]] = None
@@ -95,6 +111,46 @@ def add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dict
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     engine.add_request(request_id, {"prompt_token_ids": prompt.ids.tolist()}, sampling)
+
+
+def add_log_probs_request(engine: LLMEngine, request_id: str, ids: Sequence[int], max_len: int) -> None:
+    """Add a request for the log-probabilities of given tokens, at temperature 1 and over all tokens.
+
+    vLLM computes them with the ``compute_logits`` with which it generates, so ids of the padding have probability 0. It
+    computes all positions, and does not read its prefix cache.
+
+    Args:
+        engine: The engine.
+        request_id: Id of the request.
+        ids: Token ids.
+        max_len: Maximum length of a sequence, in tokens.
+
+    Raises:
+        WorkerError: There are fewer than two ids, or too many.
+    """
+    from recipe_gkd.rollout.vllm_compat import RequestOutputKind, SamplingParams
+
+    if not 1 < len(ids) < max_len:
+        raise WorkerError(
+            f"log-probabilities of {len(ids)} tokens were requested; expected 2 to {max_len - 1} tokens; pass another "
+            "sequence, or raise actor_rollout_ref.rollout.max_model_len"
+        )
+    sampling = SamplingParams(
+        temperature=0.0,  # of the one token that vLLM must generate
+        max_tokens=1,
+        prompt_logprobs=0,  # of the tokens of the prompt only
+        skip_reading_prefix_cache=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    engine.add_request(request_id, {"prompt_token_ids": list(ids)}, sampling)
+
+
+def to_log_probs(output: RequestOutput, version: int) -> list[float]:
+    """Return the log-probability of each token of a prompt after the first. ``version`` is not used."""
+    assert output.prompt_token_ids is not None and output.prompt_logprobs is not None
+    rest = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return [float(by_id[token_id].logprob) for token_id, by_id in rest if by_id is not None]
 
 
 def to_response(uid: int, output: RequestOutput, version: int) -> Response:

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
-from recipe_gkd.errors import DeadlineError, GkdError
+from recipe_gkd.errors import DeadlineError, GkdError, WorkerError
 from recipe_gkd.ray_cluster.placement import device_report
 from recipe_gkd.rollout.checkpoint_names import check_announced, folder_shapes
 from recipe_gkd.rollout.engine import RolloutEngine
 from recipe_gkd.rollout.engine_options import EngineOptions
+from recipe_gkd.rollout.engine_sleep import EngineSleep, Part
 from recipe_gkd.rollout.sampling import SamplingName, sampling_from
 from recipe_gkd.rollout.update_gate import UpdateGate
 from recipe_gkd.rollout.weight_updates import WeightUpdates
+from recipe_gkd.runtime.phase_memory import peak_bytes, reset_peak
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
@@ -42,6 +44,7 @@ class RolloutWorker:
         await worker.begin_weight_update(version, meta)             # new calls of generate wait from here ...
         await worker.receive_weights(version, meta, bucket_bytes)
         await worker.commit_weights(version)                        # ... to here, or to drop_weights()
+        await worker.sleep(); await worker.wake("weights"); await worker.wake("kv_cache")  # with hybrid_engine
         await worker.shutdown()
 
     Args:
@@ -70,9 +73,10 @@ class RolloutWorker:
         self._name = f"rollout worker {rank}"
         self._engine = RolloutEngine(EngineOptions.from_config(config, device, n_tokens))
         # On a CPU each slot of the node's pool is a process that receives all weights; on CUDA each has its own memory.
-        n_sharing_host = config.rollout.n_gpus_per_node if device == "cpu" else 1
+        n_sharing_host = config.rollout_pool[1] if device == "cpu" else 1
         self._updates = WeightUpdates(self._name, n_sharing_host)
         self._gate = UpdateGate(self._engine, self._updates)
+        self._sleep = EngineSleep(self._name, self._updates)
 
     async def device_report(self) -> dict[str, Any]:
         """Return the node and the device of this worker; see :func:`device_report`."""
@@ -122,14 +126,11 @@ class RolloutWorker:
         Raises:
             WeightSyncError: This worker has no weights version, or a failed update made it invalid.
             DeadlineError: ``timeout_s`` has passed.
-            WorkerError: The engine failed.
+            WorkerError: The engine failed, or sleeps.
         """
         timeout_s = timeout_s or self._config.actor_rollout_ref.rollout.timeout_s
         started = time.monotonic()
-        await self._wait(
-            self._gate.wait_until_open(), started, timeout_s, "the weight update before this call did not end"
-        )
-        self._updates.ensure_valid()
+        await self._ensure_ready(started, timeout_s)
         loop = asyncio.get_running_loop()
         finished: asyncio.Queue[list[Response] | GkdError] = asyncio.Queue()
 
@@ -163,6 +164,75 @@ class RolloutWorker:
             raise type(failure)(f"{self._name}: {failure}")
         return [response for result in results if not isinstance(result, GkdError) for response in result]
 
+    async def log_probs(self, ids: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token of a sequence after the first under the current weights.
+
+        Args:
+            ids: Token ids, at least two.
+
+        Returns:
+            Values at temperature 1 over all tokens of the tokenizer, one less than ``ids``.
+
+        Raises:
+            WeightSyncError: This worker has no weights version, or is invalid.
+            DeadlineError: ``rollout.timeout_s`` has passed.
+            WorkerError: The engine failed or sleeps, or the sequence is too short or too long.
+        """
+        started, timeout_s = time.monotonic(), self._config.actor_rollout_ref.rollout.timeout_s
+        await self._ensure_ready(started, timeout_s)
+        with self._gate.generation():
+            done = asyncio.wrap_future(self._engine.log_probs(ids))
+            return await self._wait(done, started, timeout_s, f"{len(ids)} log-probabilities were not computed")
+
+    async def _ensure_ready(self, started: float, timeout_s: float) -> None:
+        """Wait for the end of the current weight update, and ensure that the engine can generate."""
+        await self._wait(
+            self._gate.wait_until_open(), started, timeout_s, "the weight update before this call did not end"
+        )
+        self._updates.ensure_valid()
+        self._sleep.ensure_awake()
+
+    # Sleep.
+
+    async def sleep(self) -> dict[str, Any]:
+        """Release the memory of the engine, as ``rollout.sleep_level`` requires; see :meth:`EngineSleep.sleep`.
+
+        Without ``hybrid_engine`` nothing happens.
+
+        Raises:
+            WorkerError: A call of :meth:`generate` or :meth:`log_probs` is in flight.
+            WorkerDied: The engine failed.
+        """
+        settings = self._config.actor_rollout_ref
+        level = settings.rollout.sleep_level if settings.hybrid_engine else 0
+        if level and (n := self._gate.n_generating):
+            raise WorkerError(
+                f"{self._name} cannot sleep: {n} calls of generate or log_probs are in flight; wait for them or cancel "
+                "them"
+            )
+        self._sleep.refuse_requests(level)
+        return await self._run(lambda engine: self._sleep.sleep(engine, level))
+
+    async def wake(self, part: Part) -> dict[str, Any]:
+        """Allocate the weights or the KV cache again; see :meth:`EngineSleep.wake`."""
+        return await self._run(lambda engine: self._sleep.wake(engine, part))
+
+    async def reset_peak_memory(self) -> None:
+        """Start a phase on all processes of the engine; see :func:`reset_peak`."""
+        reset_peak(self._device)
+        await self._run(lambda engine: engine.collective_rpc("gkd_reset_peak_memory"))
+
+    async def peak_memory(self) -> int:
+        """Return the memory of a phase in bytes; see :func:`peak_bytes`.
+
+        On a CPU it is the sum of all processes of the engine, on CUDA the maximum of its GPUs.
+        """
+        ranks = await self._run(lambda engine: engine.collective_rpc("gkd_peak_memory"))
+        if self._device != "cpu":
+            return int(max(ranks))
+        # With one rank, vLLM's worker is in this process.
+        return int(sum(ranks)) + (peak_bytes(self._device) if len(ranks) > 1 else 0)
+
     # Weight updates.
 
     async def open_weight_transport(
@@ -183,10 +253,11 @@ class RolloutWorker:
                 they stay paused for the next update, and end with :class:`WeightSyncError` if that fails too.
 
         Raises:
-            WeightSyncError: The announced weights are not those of the rollout model.
+            WeightSyncError: The announced weights are not those of the rollout model, or the engine sleeps.
             ResourceError: The update does not fit into the memory.
             DeadlineError: The running requests did not finish in time.
         """
+        self._sleep.ensure_weights_are_allocated()
         check_announced(meta, self._config.actor_rollout_ref.model.path, self._folder_shapes)
         started, timeout_s = time.monotonic(), self._config.actor_rollout_ref.nccl_timeout
         stopped = self._gate.begin(inflight=inflight)

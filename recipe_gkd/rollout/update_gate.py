@@ -41,6 +41,11 @@ class UpdateGate:
         self._paused = False
         self._was_invalid = False
 
+    @property
+    def n_generating(self) -> int:
+        """Number of calls that generate."""
+        return self._n_generating
+
     async def wait_until_open(self) -> None:
         """Wait for the end of the current update."""
         await self._open.wait()

@@ -7,6 +7,7 @@ from typing import Any
 
 from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.vllm_compat import unpinned_nccl_env
+from recipe_gkd.rollout.vllm_sleep import SleepCalls
 from recipe_gkd.rollout.vllm_weights import BucketReceiver, CheckMemory
 from teacher.engines.vllm_worker import LogitsCalls
 
@@ -97,5 +98,5 @@ class WeightUpdateCalls:
         return report | receiver.outcome
 
 
-class WorkerCalls(WeightUpdateCalls, LogitsCalls):
+class WorkerCalls(WeightUpdateCalls, SleepCalls, LogitsCalls):
     """Extension class for ``worker_extension_cls``: vLLM adds it to the bases of its worker class."""

@@ -61,7 +61,8 @@ __all__ = [
     "CompletionOutput", "EngineArgs", "FlatLogprobs", "LLMEngine", "RequestOutput", "RequestOutputKind",
     "SamplingParams", "WeightTransferConfig", "WeightTransferEngine", "WeightTransferEngineFactory",
     "WeightTransferInitInfo", "WeightTransferUpdateInfo", "check_platform", "default_batched_tokens",
-    "detach_expert_kernels", "finalize_layerwise_reload", "initialize_layerwise_reload", "keep_files_in",
+    "detach_expert_kernels", "finalize_layerwise_reload", "initialize_layerwise_reload", "is_released_with_weights",
+    "keep_files_in",
     "kv_cache_tokens", "model_parameter_names", "refresh_tied_head", "restore_expert_kernels",
     "set_current_vllm_config", "unpinned_nccl_env", "watch_ranks",
 ]  # fmt: skip
@@ -69,12 +70,16 @@ __all__ = [
 _REQUIRED_ATTRIBUTES: dict[Any, tuple[str, ...]] = {
     LLMEngine: (
         "from_engine_args", "add_request", "abort_request", "step", "has_unfinished_requests", "collective_rpc",
-        "set_weight_version", "get_weight_version", "reset_prefix_cache",
+        "set_weight_version", "get_weight_version", "reset_prefix_cache", "sleep", "wake_up",
+        "get_num_unfinished_requests",
     ),
-    SamplingParams: ("seed", "flat_logprobs", "output_kind", "stop_token_ids", "detokenize"),
+    SamplingParams: (
+        "seed", "flat_logprobs", "output_kind", "stop_token_ids", "detokenize", "prompt_logprobs",
+        "skip_reading_prefix_cache",
+    ),
     EngineArgs: (
         "kv_cache_memory_bytes", "worker_extension_cls", "weight_transfer_config", "skip_tokenizer_init",
-        "logprobs_mode", "hf_overrides", "get_batch_defaults",
+        "logprobs_mode", "hf_overrides", "get_batch_defaults", "enable_sleep_mode",
     ),
     WeightTransferEngine: ("init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update"),
     WeightTransferEngineFactory: ("register_engine",),
@@ -165,6 +170,19 @@ def kv_cache_tokens(engine: LLMEngine) -> int:
     """Return the capacity of the KV cache, in tokens."""
     cache = engine.vllm_config.cache_config
     return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+
+
+def is_released_with_weights(tensor: torch.Tensor) -> bool:
+    """Return True if vLLM's sleep mode releases the memory of a tensor together with the weights. False on a CPU."""
+    if not tensor.is_cuda:
+        return False
+    from vllm.device_allocator.cumem import CuMemAllocator  # needs CUDA
+
+    address = tensor.untyped_storage().data_ptr()
+    return any(
+        data.tag == "weights" and start <= address < start + data.handle[1]
+        for start, data in CuMemAllocator.get_instance().pointer_to_data.items()
+    )
 
 
 def model_parameter_names(model: torch.nn.Module) -> set[str]:

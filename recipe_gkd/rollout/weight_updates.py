@@ -4,7 +4,8 @@
 State     Entered by                               Left by
 ========= ======================================== ==================================================================
 invalid   construction; a failed update after      ``set_version``, or ``commit`` of a complete update
-          which the weights may be mixed
+          which the weights may be mixed; a sleep    (not if it is invalid permanently)
+          that releases or changes the weights
 valid     ``set_version``, ``commit``              ``receive`` of an update that is then dropped or fails, if it was
                                                    loaded in place
 received  ``receive``; the old version is still    ``commit`` (valid, new version) or ``drop`` (valid with the old
@@ -48,6 +49,7 @@ class WeightUpdates:
     def __init__(self, name: str, n_sharing_host: int = 1) -> None:
         self.name, self._n_sharing_host = name, n_sharing_host
         self.invalid_because: str | None = "it has no weights version yet; run a complete weight sync first"
+        self._permanently_invalid_because: str | None = None
         self._received: int | None = None
         self._memory_is_checked = False
 
@@ -59,7 +61,18 @@ class WeightUpdates:
     def set_version(self, engine: LLMEngine, version: int) -> None:
         """Declare the current weights of the engine to be ``version``."""
         engine.set_weight_version(str(version))
-        self.invalid_because = None
+        self.invalid_because = self._permanently_invalid_because
+
+    def invalidate(self, reason: str, *, permanently: bool = False) -> None:
+        """Reject requests from now on.
+
+        Args:
+            reason: Reason for error messages, with a remedy.
+            permanently: If True, an update does not repair the engine.
+        """
+        self.invalid_because = reason
+        if permanently:
+            self._permanently_invalid_because = reason
 
     def join(
         self,
@@ -158,7 +171,8 @@ class WeightUpdates:
         """Load the received update. Requests in flight continue with the new weights at their next token.
 
         Raises:
-            WeightSyncError: ``version`` was not received, a weight is missing, or vLLM kept its prefix cache.
+            WeightSyncError: ``version`` was not received, a weight is missing, vLLM kept its prefix cache, or the
+                engine is invalid permanently.
             WorkerDied: A rank has lost its CUDA device.
         """
         if self._received != version:
@@ -172,6 +186,7 @@ class WeightUpdates:
         if not engine.reset_prefix_cache(reset_running_requests=True):  # running requests compute their cache again
             self.ensure_valid()
         self.set_version(engine, version)
+        self.ensure_valid()
 
     def drop(self, engine: LLMEngine) -> None:
         """Discard an update in any state, and leave the transport.

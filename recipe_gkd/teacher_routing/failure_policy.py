@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 WARN_INTERVAL_S = 60.0
 MIN_RETRY_INTERVAL_S = 1.0
+READY_TIMEOUT_S = 10.0
+"""Time that a service gets to repeat a sleep or wake-up without the workers that failed."""
 
 SendRequest = Callable[[float], Awaitable[list[ScoredSequence]]]
 """Function that sends a request with a time limit in seconds."""
@@ -117,6 +119,36 @@ class FailurePolicy:
                 if failed_at is not None:
                     log.warning("%s: scored, %.0f s after its first failure", request, now() - failed_at)
                 return scored
+
+    async def repeat(self, call: Callable[[float], Awaitable[None]], name: str) -> None:
+        """Call the services of all teachers, and repeat a call that failed because a service or worker is down.
+
+        The call is repeated once, because a service continues without a worker that died. With ``on_failure=wait`` it
+        is repeated for up to ``max_wait_s``.
+
+        Args:
+            call: Function that makes the call within the given time, in seconds.
+            name: Name of the call, for messages.
+
+        Raises:
+            TeacherError: The call failed.
+        """
+        max_wait_s = self._config.max_wait_s if self._config.on_failure == "wait" else 0.0
+        first: TeacherError | None = None
+        give_up_at, timeout_s = 0.0, self._config.timeout_s
+        while True:
+            try:
+                await call(timeout_s)
+                return
+            except (TeacherTimeout, TeacherUnavailable) as error:
+                if first is None:
+                    first, give_up_at = error, now() + max_wait_s
+                    # Without `wait` only the answer of workers that are ready is awaited.
+                    timeout_s = timeout_s if max_wait_s else min(timeout_s, READY_TIMEOUT_S)
+                elif now() >= give_up_at:
+                    raise type(error)(f"{error}; the first attempt failed with: {first}") from error
+                log.warning("teacher %s: repeating: %s: %s", name, type(error).__name__, error)
+                await asyncio.sleep(MIN_RETRY_INTERVAL_S)  # the service does not report its return, so it is polled
 
     def _retry_timeout_s(self, left_s: float, error: TeacherError) -> float:
         """Return the time limit of a retry, in seconds.

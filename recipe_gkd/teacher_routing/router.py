@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from recipe_gkd.teacher_routing.failure_policy import FailurePolicy, TeacherRequ
 from recipe_gkd.teacher_routing.outages import OutageMonitor
 from recipe_gkd.teacher_routing.routes import Routes
 from teacher.client import TeacherClient
+from teacher.errors import TeacherError
 from teacher.records import ScoredSequence, TeacherSequence
 
 Pair = tuple[Prompt, Response]
@@ -59,6 +62,7 @@ class Teachers:
 
         with open_teachers(config, routes) as teachers:
             teachers.resume(n_skipped)                     # only in a resumed run
+            await teachers.wake()                          # only with teacher.sleep_between_batches, as is sleep()
             samples = await teachers.score(pairs, step)    # concurrently, several times per step
             metrics = teachers.step_metrics(samples, step, before=n_skipped)  # once per step
 
@@ -90,6 +94,44 @@ class Teachers:
     def resume(self, n_skipped: int) -> None:
         """Set the number of samples that the run has skipped before its checkpoint."""
         self._policy.n_skipped = n_skipped
+
+    async def sleep(self) -> None:
+        """Let the services of all teachers release their devices, at the same time. Other backends are skipped.
+
+        Open requests are finished first. A service that sleeps refuses requests. A failed call is repeated; see
+        :meth:`FailurePolicy.repeat`.
+
+        Raises:
+            TeacherError: A service did not fall asleep within ``teacher.timeout_s``. The error names its address.
+        """
+        await self._policy.repeat(partial(self._call_services, TeacherClient.submit_sleep), "sleep")
+
+    async def wake(self, timeout_s: float | None = None) -> None:
+        """Let the services of all teachers restore and verify their models, at the same time.
+
+        Args:
+            timeout_s: Deadline of a single attempt. None: ``teacher.timeout_s``, and a failed call is repeated; see
+                :meth:`FailurePolicy.repeat`.
+
+        Raises:
+            TeacherError: A service did not wake up in time, or a worker woke with another model. The error names the
+                address and the workers.
+        """
+        if timeout_s is not None:
+            await self._call_services(TeacherClient.submit_wake, timeout_s)
+        else:
+            await self._policy.repeat(partial(self._call_services, TeacherClient.submit_wake), "wake")
+
+    async def _call_services(self, submit: Callable[[TeacherClient, float], Future[int]], timeout_s: float) -> None:
+        """Start one call per address and wait for all. The error has the messages of all services that failed."""
+        services = {client.address: client for client in self.clients.values() if isinstance(client, TeacherClient)}
+        calls = [asyncio.wrap_future(submit(client, timeout_s)) for client in services.values()]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if len(errors) > 1 and isinstance(errors[0], TeacherError):
+            raise type(errors[0])("; also: ".join(map(str, errors))) from errors[0]
+        if errors:
+            raise errors[0]
 
     async def score(self, pairs: Sequence[Pair], step: int) -> list[Sample]:
         """Return the pairs with the teachers' top-k at every response position, in the same order.

@@ -49,6 +49,14 @@ class AsyncTeacherClient:
         """Return workers, queue, clients and totals of the service. See `TeacherClient.status`."""
         return await asyncio.wrap_future(self._client.submit_status(timeout_s))
 
+    async def sleep(self, timeout_s: float | None = None) -> int:
+        """Let all workers release the memory of their devices. See `TeacherClient.sleep`."""
+        return await asyncio.wrap_future(self._client.submit_sleep(timeout_s))
+
+    async def wake(self, timeout_s: float | None = None) -> int:
+        """Let all workers restore and verify their models. See `TeacherClient.wake`."""
+        return await asyncio.wrap_future(self._client.submit_wake(timeout_s))
+
     async def score(
         self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None, *, temperature: float = 1.0
     ) -> list[ScoredSequence]:

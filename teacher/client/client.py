@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 from teacher.wire import protocol
 from teacher.wire.connection import CLIENT, Connection
-from teacher.wire.messages import LIMITS, Info, Status, WireDtype, check_top_k, check_wire_dtype
+from teacher.wire.messages import LIMITS, AsleepSet, Info, Status, WireDtype, check_top_k, check_wire_dtype
 from teacher.wire.sockets import FRONTEND_PORT
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -132,6 +133,38 @@ class TeacherClient:
         """
         return self.submit_status(timeout_s).result()
 
+    def sleep(self, timeout_s: float | None = None) -> int:
+        """Let all workers of the service release the memory of their devices, and return the number of workers.
+
+        Open requests of all clients are finished first. From now on new requests fail with `TeacherUnavailable`,
+        until `wake`.
+
+        Args:
+            timeout_s: Time limit in seconds, or None for the client's default.
+
+        Raises:
+            TeacherRequestError: A worker was started without its sleep mode. All workers stay awake.
+            TeacherTimeout: Requests were open until the deadline, and the service stays awake; or workers did not
+                release their memory in time, and the error names them.
+            TeacherUnavailable: The service cannot be reached, a worker failed, or another client woke it.
+        """
+        return self.submit_sleep(timeout_s).result()
+
+    def wake(self, timeout_s: float | None = None) -> int:
+        """Let all workers restore and verify their models, and return the number of workers.
+
+        Without a worker it waits for one.
+
+        Args:
+            timeout_s: Time limit in seconds, or None for the client's default.
+
+        Raises:
+            TeacherUnavailable: A worker failed, for example because its model is not the same as before. It has ended;
+                the other workers serve. Or the service has no worker, or cannot be reached.
+            TeacherTimeout: Workers did not restore their models in time. The error names them.
+        """
+        return self.submit_wake(timeout_s).result()
+
     def submit(
         self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None, *, temperature: float = 1.0
     ) -> Future[list[ScoredSequence]]:
@@ -191,6 +224,30 @@ class TeacherClient:
         """
         call = ProxyCall(
             "status", _check_timeout_s(timeout_s), protocol.encode_status_request, Status, lambda reply: reply.status
+        )
+        self._io_threads[0].start(call)
+        return call.future
+
+    def submit_sleep(self, timeout_s: float | None = None) -> Future[int]:
+        """Return the future of `sleep`.
+
+        Raises:
+            TeacherError: The timeout is out of range, or the client is closed.
+        """
+        return self._set_asleep("sleep", timeout_s, asleep=True)
+
+    def submit_wake(self, timeout_s: float | None = None) -> Future[int]:
+        """Return the future of `wake`.
+
+        Raises:
+            TeacherError: The timeout is out of range, or the client is closed.
+        """
+        return self._set_asleep("wake-up", timeout_s, asleep=False)
+
+    def _set_asleep(self, description: str, timeout_s: float | None, *, asleep: bool) -> Future[int]:
+        encode = functools.partial(protocol.encode_set_asleep, asleep=asleep)
+        call = ProxyCall(
+            description, self._resolve_timeout_s(timeout_s), encode, AsleepSet, lambda reply: int(reply.n_workers)
         )
         self._io_threads[0].start(call)
         return call.future

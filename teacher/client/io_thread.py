@@ -25,7 +25,7 @@ from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout, T
 from teacher.wire import protocol
 from teacher.wire.connection import Connection
 from teacher.wire.frames import Frame
-from teacher.wire.messages import Failure, Info, Probe, RetryLater, ScoreReply, Status
+from teacher.wire.messages import AsleepSet, Failure, Info, Probe, RetryLater, ScoreReply, Status
 from teacher.wire.sockets import DIAGNOSIS_HINT
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class ClientIOThread:
             else:
                 self._fail_call(request, error)
             return
-        if isinstance(message, ScoreReply | Info | Status):
+        if isinstance(message, ScoreReply | Info | Status | AsleepSet):
             if (request := self._inflight.remove(message.request_id)) is not None:
                 try:
                     request.call.accept(request.request_id, message)

@@ -1,4 +1,4 @@
-"""Commands `check` and `status`, which query a running service."""
+"""Commands `check`, `status`, `sleep` and `wake`, which query or change a running service."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     add_service(status, timeout_s=5.0)
     status.add_argument("--json", action="store_true", help="print one object per line instead of a table")
     status.add_argument("--watch", type=seconds, metavar="SECONDS", help="repeat at this interval, until Ctrl-C")
+    text = "finish the open requests, then release the device memory of all workers (started with --sleep-mode)"
+    sleep = add_command(commands, "sleep", _sleep, text, log_level="ERROR")
+    add_service(sleep, timeout_s=600.0)
+    text = "restore and verify the models of all workers that sleep"
+    wake = add_command(commands, "wake", _wake, text, log_level="ERROR")
+    add_service(wake, timeout_s=600.0)
 
 
 def _client(args: argparse.Namespace) -> TeacherClient:
@@ -55,6 +61,22 @@ def _status(args: argparse.Namespace) -> int:
         status = client.status(args.timeout_s)
         _print(status, client.address, args)
         return 0 if status.workers else 1
+
+
+def _sleep(args: argparse.Namespace) -> int:
+    began = time.monotonic()
+    with _client(args) as client:
+        n_workers = client.sleep()
+        print(f"{client.address}: {n_workers} workers sleep, after {time.monotonic() - began:.1f} s")
+    return 0
+
+
+def _wake(args: argparse.Namespace) -> int:
+    began = time.monotonic()
+    with _client(args) as client:
+        n_workers = client.wake()
+        print(f"{client.address}: {n_workers} workers are awake and verified, after {time.monotonic() - began:.1f} s")
+    return 0
 
 
 def _print(status: ServiceStatus, address: str, args: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ def format_status(status: ServiceStatus, address: str) -> str:
 
 def _head(status: ServiceStatus, address: str) -> list[str]:
     model = f"{status.model_name}, top {status.n_logprobs}" if status.model_name else "no model yet"
-    state = "; STOPPING: accepts no new requests" if status.draining else ""
+    state = "; STOPPING: accepts no new requests" if status.draining else _SLEEP.get(status.state, "")
     queue = f"{status.queue_requests:,} requests, {status.queue_tokens:,} of {status.max_queue_tokens:,} tokens"
     oldest = f", oldest {duration(status.queue_oldest_s)}" if status.queue_requests else ""
     return [
@@ -45,12 +45,19 @@ def _head(status: ServiceStatus, address: str) -> list[str]:
     ]
 
 
-_WORKER_HEAD = ("worker", "age", "last message", "requests", "tokens in flight", "tokens/s", "busy", "scored")
+_SLEEP = {
+    "finishing": "; FALLS ASLEEP after the open requests",
+    "falling asleep": "; FALLS ASLEEP",
+    "asleep": "; SLEEPS: refuses requests until `python -m teacher wake`",
+    "waking": "; WAKES UP",
+}
+_WORKER_HEAD = ("worker", "state", "age", "last message", "requests", "tokens in flight", "tokens/s", "busy", "scored")
 
 
 def _worker(worker: WorkerStatus) -> tuple[str, ...]:
     return (
         worker.name,
+        worker.state,
         duration(worker.joined_s),
         duration(worker.since_last_message_s),
         f"{worker.requests:,}",

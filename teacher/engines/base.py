@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from teacher.errors import TeacherRequestError
 from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
@@ -28,6 +28,7 @@ class EngineConfig:
         max_result_mib: Host memory for the results of all sequences in the engine, in MiB. A sequence whose result
             alone needs more is rejected.
         gpu_memory_utilization: Fraction of the GPU memory for weights and KV cache. Not used on a CPU.
+        sleep_mode: Allow `SleepingEngine.sleep`. On CUDA it determines how memory is allocated.
     """
 
     ckpt_path: str
@@ -41,6 +42,7 @@ class EngineConfig:
     kv_cache_mib: int = 0
     max_result_mib: int = 2048
     gpu_memory_utilization: float = 0.85
+    sleep_mode: bool = False
 
 
 class ScoringEngine(Protocol):
@@ -110,4 +112,32 @@ class ScoringEngine(Protocol):
 
     def close(self) -> None:
         """Free the model."""
+        ...
+
+
+@runtime_checkable
+class SleepingEngine(Protocol):
+    """Engine that can release the memory of its devices and restore it. An exception means that the engine is dead.
+
+    Lifecycle::
+
+        engine.sleep()       # without work
+        engine.wake()        # the model is verified
+    """
+
+    @property
+    def has_sleep_mode(self) -> bool:
+        """True if this engine was started with its sleep mode."""
+        ...
+
+    def sleep(self) -> None:
+        """Release the memory of the devices. The engine must have no work."""
+        ...
+
+    def wake(self) -> None:
+        """Restore the model and verify it.
+
+        Raises:
+            TeacherError: The model is not the same as before the sleep.
+        """
         ...

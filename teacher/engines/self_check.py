@@ -1,4 +1,4 @@
-"""Checks of the scores of a short probe sequence. An engine runs them at start-up."""
+"""Checks of the scores of a short probe sequence. An engine runs them at start-up and after a wake-up."""
 
 from __future__ import annotations
 
@@ -52,6 +52,27 @@ def check_temperature(unscaled: ScoredSequence, scored: ScoredSequence) -> None:
     if not abs(got - expected) <= 0.5 * expected + 1e-3:
         raise RuntimeError(
             f"log-probabilities at temperature {PROBE_TEMPERATURE:g} differ by {got:.4g}, expected {expected:.4g}"
+        )
+
+
+def check_unchanged(before: ScoredSequence, after: ScoredSequence, tolerance: float) -> None:
+    """Check that the scores of a sequence are still the same.
+
+    Args:
+        before: Scores at the start.
+        after: Scores now.
+        tolerance: Largest difference of a log-probability, in nats.
+
+    Raises:
+        RuntimeError: They differ.
+    """
+    old, new = (np.column_stack([each.topk_logps_TK, each.sampled_logps_T]) for each in (before, after))
+    with np.errstate(invalid="ignore"):
+        differences = np.where(old == new, 0.0, np.abs(old - new))  # equal infinities have no difference
+    if not differences.max() <= tolerance:  # also true for NaN
+        raise RuntimeError(
+            f"log-probabilities of the probe differ from those at the start by {differences.max():.3g}, expected at "
+            f"most {tolerance:g}"
         )
 
 

@@ -7,6 +7,7 @@ internals of vLLM:
 - one replaced function (`vllm_setup.keep_file_store_in`);
 - the layout of the KV cache (`vllm_internals.read_kv_cache`);
 - the model's `compute_logits` (`vllm_worker`);
+- weights and KV cache of the model runner (`vllm_memory`), for `SLEEP_MODE` (`vllm_sleep`);
 - on CUDA, the number of rows of logits that the V2 model runner computes at a time (`vllm_worker`).
 
 `VllmEngine._self_check` scores a sequence at start-up, and refuses to serve if the result is not as expected. If only
@@ -19,6 +20,7 @@ No state except the model therefore outlives a request, and a change of temperat
 
 from __future__ import annotations
 
+import functools
 import logging
 import tempfile
 from pathlib import Path
@@ -29,6 +31,7 @@ import numpy as np
 from teacher.engines.base import EngineConfig
 from teacher.engines.checkpoint import read_checkpoint
 from teacher.engines.limits import check_sequence
+from teacher.engines.out_of_memory import out_of_memory_explained
 from teacher.engines.self_check import PROBE_TEMPERATURE, check_padding, check_temperature, check_top_k
 from teacher.engines.sizes import ResultMemory, StepSize, describe_memory_shortage
 from teacher.engines.tokenizer import count_tokens, load_tokenizer
@@ -46,9 +49,10 @@ from teacher.engines.vllm_internals import (
     make_llm_engine,
     plan_engine,
 )
+from teacher.engines.vllm_memory import TeacherCalls
 from teacher.engines.vllm_queue import SequenceQueue
 from teacher.engines.vllm_setup import keep_file_store_in
-from teacher.engines.vllm_worker import LogitsCalls
+from teacher.engines.vllm_sleep import SleepMode
 from teacher.errors import TeacherError, TeacherRequestError
 from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
@@ -86,8 +90,7 @@ class VllmEngine:
             )
 
         with exempt_imports_from_gc():
-            from vllm import SamplingParams, __version__
-            from vllm.sampling_params import RequestOutputKind
+            from vllm import __version__
 
         args, step, runner = plan_engine(config, vocab_size, on_cpu=on_cpu)
         keep_prompt_logprobs_as_tensors()
@@ -96,15 +99,11 @@ class VllmEngine:
         self._temperature = 1.0
         self._temperature_error = ""
         self._memory = ResultMemory(self._k, 8 if runner == "cuda_v2" else 4, config.max_result_mib * 2**20)
-        self._engine = make_llm_engine(args)
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            prompt_logprobs=self._k,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        self._queue = SequenceQueue(self._engine, params, self._memory)
+        self._sizes = {"logits of a step": config.logits_mib * 2**20, "results": config.max_result_mib * 2**20}
+        with out_of_memory_explained("start", self._sizes):
+            self._engine = make_llm_engine(args)
+        self._sizes |= self._engine.collective_rpc(TeacherCalls.count_memory.__name__)[0]
+        self._queue = SequenceQueue(self._engine, _sampling_params(self._k), self._memory)
         self._info = ModelInfo(
             model_name=config.model_name or Path(config.ckpt_path).resolve().name,
             vocab_size=vocab_size,
@@ -121,7 +120,40 @@ class VllmEngine:
             self._check_device_memory(config, step)
         if __version__.partition("+")[0] != TESTED_VLLM:
             logger.warning("vLLM %s is installed, this engine was tested with %s", __version__, TESTED_VLLM)
-        self._self_check()
+        with out_of_memory_explained("start", self._sizes):
+            self._self_check()
+            score_probe = functools.partial(self._score_probe_at, 1.0)
+            self._sleep_mode = SleepMode(self._engine, score_probe, on_cpu=on_cpu) if config.sleep_mode else None
+
+    @property
+    def has_sleep_mode(self) -> bool:
+        """True if the engine was started with `SLEEP_MODE=1`."""
+        return self._sleep_mode is not None
+
+    def sleep(self) -> None:
+        """Release the memory of the devices. See `vllm_sleep`.
+
+        Raises:
+            TeacherError: The engine has no sleep mode, or the host has no memory for the weights.
+        """
+        with out_of_memory_explained("sleep", self._sizes):
+            self._require_sleep_mode().sleep()
+
+    def wake(self) -> None:
+        """Restore the model and verify it.
+
+        Raises:
+            TeacherError: The model is not the same as before the sleep, or a device has no memory for it.
+        """
+        with out_of_memory_explained("wake-up", self._sizes):
+            self._require_sleep_mode().wake()
+
+    def _require_sleep_mode(self) -> SleepMode:
+        if self._sleep_mode is None:
+            raise TeacherError("this worker has no sleep mode; start it with SLEEP_MODE=1 (--sleep-mode)")
+        if self.has_work():
+            raise TeacherError(f"{len(self._queue)} sequences are in the engine; finish them first")
+        return self._sleep_mode
 
     @property
     def info(self) -> ModelInfo:
@@ -140,7 +172,7 @@ class VllmEngine:
 
     def _set_logits(self, temperature: float, n_tokens: int) -> None:
         padded = n_tokens < self._info.vocab_size
-        self._engine.collective_rpc(LogitsCalls.set_logits.__name__, args=(temperature, n_tokens if padded else None))
+        self._engine.collective_rpc(TeacherCalls.set_logits.__name__, args=(temperature, n_tokens if padded else None))
 
     def check(self, sequence: TeacherSequence, temperature: float) -> None:
         """Validate a sequence.
@@ -170,7 +202,9 @@ class VllmEngine:
     def step(self) -> list[tuple[int, ScoredSequence | TeacherRequestError]]:
         """Run one step, and return the keys and results of the sequences that it completed."""
         done: list[tuple[int, ScoredSequence | TeacherRequestError]] = [*self._queue.admit()]
-        for output in self._engine.step() if self.has_work() else []:
+        with out_of_memory_explained("engine step", self._sizes):
+            outputs = self._engine.step() if self.has_work() else []
+        for output in outputs:
             key = int(output.request_id)
             if output.finished and (sequence := self._queue.complete(key)) is not None:
                 done.append((key, _scored(sequence, output.prompt_logprobs, self._k)))
@@ -186,7 +220,7 @@ class VllmEngine:
     def _check_device_memory(self, config: EngineConfig, step: StepSize) -> None:
         """Log a warning if a GPU lacks memory for logits and results, which vLLM does not reserve."""
         needed = config.logits_mib * 2**20 + self._memory.device_bytes(step, self._info.max_model_len)
-        free, total = min(self._engine.collective_rpc(LogitsCalls.device_memory.__name__))
+        free, total = min(self._engine.collective_rpc(TeacherCalls.device_memory.__name__))
         if shortage := describe_memory_shortage(free, needed, total, config.gpu_memory_utilization):
             logger.warning("%s", shortage)
 
@@ -231,6 +265,20 @@ class VllmEngine:
         if isinstance(result, TeacherRequestError):
             raise RuntimeError(str(result))
         return result
+
+
+def _sampling_params(k: int) -> Any:
+    """Return vLLM's `SamplingParams` of all requests."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=k,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def _dtypes(model_config: Any) -> str:

@@ -11,7 +11,7 @@ from teacher.engines.base import EngineConfig
 from teacher.engines.head_dtype import head_overrides, wants_float32_head
 from teacher.engines.sizes import ModelRunner, StepMemory, StepSize
 from teacher.engines.vllm_install import TESTED_VLLM, vllm_version
-from teacher.engines.vllm_worker import LogitsCalls
+from teacher.engines.vllm_memory import TeacherCalls
 from teacher.errors import TeacherError
 
 _CPU_KV_CACHE_MIB = 256
@@ -117,9 +117,10 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
         enforce_eager=True,
         tensor_parallel_size=config.tp_size,
         distributed_executor_backend="uni" if config.tp_size == 1 else "mp",
-        worker_extension_cls=f"{LogitsCalls.__module__}.{LogitsCalls.__name__}",
+        worker_extension_cls=f"{TeacherCalls.__module__}.{TeacherCalls.__name__}",
         kv_cache_memory_bytes=kv_cache_mib * 2**20 or None,
         gpu_memory_utilization=config.gpu_memory_utilization,
+        enable_sleep_mode=config.sleep_mode and not on_cpu,  # vLLM refuses it on a CPU
         disable_log_stats=True,
         use_tqdm_on_load=False,
         seed=0,
@@ -174,7 +175,7 @@ def limit_logit_rows(engine: Any, step: StepSize) -> None:
         TeacherError: The constant that determines them does not exist in this version of vLLM.
     """
     try:
-        engine.collective_rpc(LogitsCalls.set_logit_rows.__name__, args=(step.logit_rows,))
+        engine.collective_rpc(TeacherCalls.set_logit_rows.__name__, args=(step.logit_rows,))
     except (RuntimeError, ImportError) as error:
         raise TeacherError(f"vLLM {vllm_version()} does not fit ({error}); install vLLM {TESTED_VLLM}") from error
 

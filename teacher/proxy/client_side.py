@@ -16,11 +16,12 @@ from teacher.proxy.drain import DRAIN_REASON, Drain
 from teacher.proxy.jobs import Job, RegisteredWorker, RequestKey
 from teacher.proxy.outbox import Outbox
 from teacher.proxy.proxy_sockets import ProxySockets, send_to_peer
+from teacher.proxy.sleep_control import ASLEEP, SleepControl
 from teacher.proxy.status_tracker import StatusTracker
 from teacher.records import TeacherInfo
 from teacher.wire import protocol
 from teacher.wire.frames import Frame
-from teacher.wire.messages import PROTOCOL_VERSION, Cancel, Hello, Message, Score, StatusRequest
+from teacher.wire.messages import PROTOCOL_VERSION, Cancel, Hello, Message, Score, SetAsleep, StatusRequest
 from teacher.wire.sockets import DIAGNOSIS_HINT
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,16 @@ _MIN_STATUS_AGE_PER_REQUEST_S = 1e-5
 class ClientSide:
     """Handling of client messages, and replies to clients."""
 
-    def __init__(self, sockets: ProxySockets, dispatcher: Dispatcher, tracker: StatusTracker, drain: Drain) -> None:
+    def __init__(
+        self,
+        sockets: ProxySockets,
+        dispatcher: Dispatcher,
+        tracker: StatusTracker,
+        drain: Drain,
+        sleep: SleepControl,
+    ) -> None:
         self._frontend, self._backend = sockets.frontend, sockets.backend
-        self._dispatcher, self._tracker, self._drain = dispatcher, tracker, drain
+        self._dispatcher, self._tracker, self._drain, self._sleep = dispatcher, tracker, drain, sleep
         self._outbox = Outbox(sockets.frontend)
         self._hello_deadlines: dict[RequestKey, float] = {}
 
@@ -60,6 +68,8 @@ class ClientSide:
                 self._cancel(RequestKey(client, message.request_id))
             case Hello():
                 self._on_hello(RequestKey(client, message.request_id), now + message.timeout_s)
+            case SetAsleep():
+                self._on_set_asleep(RequestKey(client, message.request_id), message, now)
             case StatusRequest():
                 if now - self._tracker.latest_at > _MIN_STATUS_AGE_PER_REQUEST_S * len(self._dispatcher.open_jobs):
                     self._tracker.refresh(now, draining=self._drain.is_active)
@@ -77,11 +87,23 @@ class ClientSide:
         if self._drain.is_active:
             self._retry_later(key, DRAIN_REASON)
             return
+        if self._sleep.refuses_requests and not self._dispatcher.is_open(key):
+            self.reply_error(key, TeacherUnavailable(ASLEEP))
+            return
         try:
             self._dispatcher.add_job(key, frames, message.n_tokens, now + message.timeout_s, now)
         except QueueFull as full:
             self._tracker.count(retried_later=1)
             self._retry_later(key, str(full))
+
+    def _on_set_asleep(self, key: RequestKey, message: SetAsleep, now: float) -> None:
+        if self._drain.is_active:
+            self._retry_later(key, DRAIN_REASON)
+            return
+        try:
+            self._sleep.request(key, message, now)
+        except TeacherError as error:
+            self.reply_error(key, error)
 
     def _on_hello(self, key: RequestKey, deadline: float) -> None:
         if len(self._hello_deadlines) >= _MAX_WAITING_HELLOS:
@@ -92,6 +114,7 @@ class ClientSide:
 
     def _cancel(self, key: RequestKey) -> None:
         self._hello_deadlines.pop(key, None)
+        self._sleep.cancel(key)
         if (canceled := self._dispatcher.cancel(key)) is not None:
             self._tracker.count(canceled=1)
             self._cancel_at_worker(*canceled)
@@ -136,8 +159,27 @@ class ClientSide:
 
     def next_deadline(self) -> float | None:
         """Return the earliest time at which ``expire`` or ``flush`` has work, None if there is none."""
-        times = [*self._hello_deadlines.values(), self._dispatcher.next_deadline(), self._outbox.retry_at()]
+        times = [
+            *self._hello_deadlines.values(),
+            self._dispatcher.next_deadline(),
+            self._outbox.retry_at(),
+            self._sleep.next_deadline(),
+        ]
         return min((time for time in times if time is not None), default=None)
+
+    def answer_sleep_requests(self, now: float) -> None:
+        """Reply to the requests to sleep or wake up that are complete, failed or late."""
+        for key, reply in list(self._sleep.replies(now)):
+            if isinstance(reply, TeacherError):
+                self.reply_error(key, reply)
+            else:
+                frames = protocol.encode_asleep_set(key.request_id, asleep=reply.asleep, n_workers=reply.n_workers)
+                self.reply(key.client, frames)
+
+    def refuse_waiting(self) -> None:
+        """Fail all requests that no worker has, because the service sleeps."""
+        for job in self._dispatcher.drop_waiting():
+            self.reply_error(job.key, TeacherUnavailable(ASLEEP))
 
     def return_waiting(self) -> None:
         """Return all requests that no worker has, and all hellos, to their clients."""
@@ -159,7 +201,8 @@ class ClientSide:
 
     def probe(self) -> None:
         """Detect disconnected clients with open requests. libzmq reports a disconnection only to a sender."""
-        for client in {job.key.client for job in self._dispatcher.open_jobs} - self.blocked_clients:
+        waiting = {job.key.client for job in self._dispatcher.open_jobs} | {key.client for key in self._sleep.waiting}
+        for client in waiting - self.blocked_clients:
             if not send_to_peer(self._frontend, client, protocol.encode_probe()):
                 self._on_client_lost(client, "its connection ended")
 
@@ -169,6 +212,7 @@ class ClientSide:
         if keys:
             name = self._tracker.name_of(client)
             logger.warning("canceled %d requests of the lost client %s: %s", len(keys), name, reason)
+        keys += [key for key in self._sleep.waiting if key.client == client]
         for key in keys:
             self._cancel(key)
 

@@ -127,7 +127,7 @@ class Dispatcher:
         Returns:
             The worker and its new job, None if no job can be assigned.
         """
-        candidates = list(self.workers.values())
+        candidates = [worker for worker in self.workers.values() if worker.can_score]
         if self._quarantined and candidates:
             least_loaded = min(candidates, key=lambda worker: worker.load_tokens)
             if not least_loaded.in_flight:
@@ -164,6 +164,10 @@ class Dispatcher:
         job = Job(next(self._job_ids), key, frames, n_tokens, deadline, arrived_at=now)
         self._open.add(job)
         self.queue.add(job)
+
+    def is_open(self, key: RequestKey) -> bool:
+        """Return True if the request is waiting, quarantined or in flight."""
+        return key in self._open
 
     def cancel(self, key: RequestKey) -> tuple[Job, RegisteredWorker | None] | None:
         """Close a request. Return its job and the worker that had it, None if the request is not open."""

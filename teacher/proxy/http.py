@@ -134,6 +134,7 @@ def _health(source: StatusSource) -> tuple[HTTPStatus, bytes]:
     body = {
         "status": problem or "ok",
         "model_name": status.model_name,
+        "state": status.state,
         "workers": len(status.workers),
         "queue_requests": status.queue_requests,
         "queue_tokens": status.queue_tokens,

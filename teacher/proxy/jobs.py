@@ -53,6 +53,20 @@ class Job:
         return self.n_losses >= MAX_LOSSES - 1
 
 
+class StateChange(NamedTuple):
+    """Change of a worker between awake and asleep.
+
+    Attributes:
+        change_id: Request id between proxy and worker.
+        asleep: State after the change.
+        until: Deadline of the change by ``time.monotonic()``. The worker may be silent until then.
+    """
+
+    change_id: int
+    asleep: bool
+    until: float
+
+
 @dataclass(eq=False)
 class RegisteredWorker:
     """A registered worker and its jobs.
@@ -63,6 +77,9 @@ class RegisteredWorker:
         info: Model.
         capacity_tokens: Tokens that it accepts at a time.
         stall_timeout_s: Its own time limit of an engine step, in seconds; 0 for no limit.
+        has_sleep_mode: True if it can sleep.
+        is_asleep: True if it sleeps, as far as the proxy was told.
+        change: Change of this state that is not confirmed yet.
         in_flight: Its jobs by job id, oldest first.
         load_tokens: Tokens of its jobs.
     """
@@ -72,8 +89,23 @@ class RegisteredWorker:
     info: ModelInfo
     capacity_tokens: int
     stall_timeout_s: float = 0.0
+    has_sleep_mode: bool = False
+    is_asleep: bool = False
+    change: StateChange | None = None
     in_flight: dict[int, Job] = field(default_factory=dict)
     load_tokens: int = 0
+
+    @property
+    def can_score(self) -> bool:
+        """True if it is awake and is to stay so."""
+        return not self.is_asleep and self.change is None
+
+    @property
+    def state(self) -> str:
+        """``"awake"``, ``"asleep"``, ``"falling asleep"`` or ``"waking"``."""
+        if self.change is not None:
+            return "falling asleep" if self.change.asleep else "waking"
+        return "asleep" if self.is_asleep else "awake"
 
     def has_room(self) -> bool:
         """Return True if it may get another job: it has fewer than two, or is below its capacity."""

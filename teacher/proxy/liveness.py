@@ -1,7 +1,8 @@
 """Detection of lost workers and clients, once per second.
 
 A worker is lost if its connection ended, or if it was silent for too long. A worker sends heartbeats between engine
-steps, so a long silence means that a step hangs.
+steps, so a long silence means that a step hangs. While it falls asleep or wakes up it is silent, until the deadline of
+this change. While it sleeps it sends heartbeats.
 """
 
 from __future__ import annotations
@@ -57,4 +58,7 @@ class LivenessMonitor:
             if not send_to_peer(self._backend, identity, protocol.encode_probe()):
                 self._workers.remove(identity, CONNECTION_LOST)
             elif (silence_s := self._tracker.silence_s(identity, now)) > max_silence_s:
-                self._workers.remove(identity, f"hung: its engine finished no step for {silence_s:.0f} s")
+                if worker.change is None:
+                    self._workers.remove(identity, f"hung: its engine finished no step for {silence_s:.0f} s")
+                elif now > worker.change.until + max_silence_s:
+                    self._workers.remove(identity, f"hung: {worker.state} for {silence_s:.0f} s")

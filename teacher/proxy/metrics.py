@@ -77,6 +77,10 @@ class StatusCollector(Collector):
         yield _single(GaugeMetricFamily, "workers", "Registered workers.", len(status.workers))
         for field, (name, text) in _SERVICE.items():
             yield _single(GaugeMetricFamily, name, text, getattr(status, field))
+        asleep = status.state not in ("awake", "waking")
+        yield _single(GaugeMetricFamily, "asleep", "1 while the service sleeps and refuses requests, else 0.", asleep)
+        n_asleep = sum(worker.state == "asleep" for worker in status.workers)
+        yield _single(GaugeMetricFamily, "workers_asleep", "Workers that have released their devices.", n_asleep)
         yield from _labeled(GaugeMetricFamily, "worker", _WORKER, status.workers)
         yield from _labeled(CounterMetricFamily, "worker", _WORKER_COUNTS, status.workers)
         yield from _labeled(GaugeMetricFamily, "client", _CLIENT, status.clients)

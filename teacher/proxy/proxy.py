@@ -9,6 +9,7 @@ unchanged. Each policy has its own module:
 ``worker_side``     worker messages, registration, results, lost workers; states of a worker
 ``liveness``        periodic detection of lost workers and clients
 ``drain``           orderly stop; states of the proxy
+``sleep_control``   sleep and wake-up; states of the service
 ``status_tracker``  totals and status
 ==================  ================================================================================================
 """
@@ -28,6 +29,7 @@ from teacher.proxy.dispatch import Dispatcher
 from teacher.proxy.drain import Drain
 from teacher.proxy.liveness import STALL_TIMEOUT_S, LivenessMonitor
 from teacher.proxy.proxy_sockets import ProxySockets, SocketSettings, peer_name
+from teacher.proxy.sleep_control import SleepControl
 from teacher.proxy.status_tracker import StatusTracker
 from teacher.proxy.worker_side import WorkerSide
 from teacher.status import ServiceStatus
@@ -84,10 +86,12 @@ class Proxy:
         self._sockets = ProxySockets(bind, frontend_port, backend_port, sockets or SocketSettings())
         self.frontend_port, self.backend_port = self._sockets.frontend_port, self._sockets.backend_port
         self._dispatcher = Dispatcher(QueueLimits(max_tokens=max_queue_tokens))
-        self._tracker = StatusTracker(self._dispatcher)
+        self._sleep = SleepControl(self._dispatcher)
+        self._tracker = StatusTracker(self._dispatcher, self._sleep)
         self._drain = Drain()
-        self._clients = ClientSide(self._sockets, self._dispatcher, self._tracker, self._drain)
-        self._workers = WorkerSide(self._sockets, self._dispatcher, self._tracker, self._drain, self._clients)
+        parts = (self._sockets, self._dispatcher, self._tracker, self._drain, self._sleep)
+        self._clients = ClientSide(*parts)
+        self._workers = WorkerSide(*parts, self._clients)
         self._liveness = LivenessMonitor(
             self._sockets,
             self._dispatcher,
@@ -133,6 +137,8 @@ class Proxy:
         if self._liveness.check_if_due(now := time.monotonic()):
             self._tracker.refresh(now, draining=self._drain.is_active)
         self._clients.flush()
+        self._workers.send_state_commands(now := time.monotonic())
+        self._clients.answer_sleep_requests(now)
         self._workers.assign()
 
     def _poll_timeout_ms(self) -> int:

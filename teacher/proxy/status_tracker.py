@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from teacher.proxy.dispatch import Dispatcher
 from teacher.proxy.jobs import Job, RegisteredWorker
+from teacher.proxy.sleep_control import SleepControl
 from teacher.status import ClientStatus, ServiceStatus, ServiceTotals, WorkerStatus
 from teacher.wire.frames import Frame
 from teacher.wire.messages import PROTOCOL_VERSION, Failure, Heartbeat, ScoreReply
@@ -57,8 +58,8 @@ class StatusTracker:
         latest_at: Time of the last ``refresh``.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, dispatcher: Dispatcher, sleep: SleepControl) -> None:
+        self._dispatcher, self._sleep = dispatcher, sleep
         self._started_at = time.monotonic()
         self._totals = ServiceTotals()
         self._clients: dict[bytes, _ClientRecord] = {}
@@ -153,6 +154,7 @@ class StatusTracker:
             protocol_version=PROTOCOL_VERSION,
             uptime_s=now - self._started_at,
             draining=draining,
+            state=self._sleep.state,
             queue_requests=len(waiting),
             queue_tokens=sum(job.n_tokens for job in waiting),
             queue_oldest_s=_oldest_s(waiting, now),
@@ -172,6 +174,7 @@ class StatusTracker:
         progress = record.heartbeats[-1][1] if record.heartbeats else _NO_PROGRESS
         return WorkerStatus(
             name=worker.name,
+            state=worker.state,
             joined_s=now - record.joined_at,
             since_last_message_s=now - record.last_message_at,
             requests=len(worker.in_flight),

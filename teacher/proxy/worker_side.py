@@ -10,6 +10,7 @@ unknown       Ready with another model                         unknown       Fai
 unknown       any other message                                unknown       Reregister, once per heartbeat timeout
 registered    ScoreReply or Failure                            registered    result is sent to the client
 registered    Heartbeat                                        registered    progress is recorded
+registered    AsleepSet                                        registered    state is recorded (``sleep_control``)
 registered    Ready                                            registered    its requests are requeued; Welcome
 registered    Goodbye                                          unknown       its requests are requeued
 registered    connection lost, or silent (``liveness``)        unknown       its requests are requeued with a loss
@@ -27,11 +28,12 @@ from teacher.proxy.dispatch import Dispatcher
 from teacher.proxy.drain import Drain
 from teacher.proxy.jobs import RegisteredWorker
 from teacher.proxy.proxy_sockets import ProxySockets, send_to_peer
+from teacher.proxy.sleep_control import SleepControl
 from teacher.proxy.status_tracker import StatusTracker
 from teacher.records import ModelInfo
 from teacher.wire import protocol
 from teacher.wire.frames import Frame
-from teacher.wire.messages import Failure, Goodbye, Heartbeat, Message, Ready, ScoreReply
+from teacher.wire.messages import AsleepSet, Failure, Goodbye, Heartbeat, Message, Ready, ScoreReply
 from teacher.wire.sockets import WORKER_HEARTBEAT
 
 logger = logging.getLogger(__name__)
@@ -49,10 +51,12 @@ class WorkerSide:
         dispatcher: Dispatcher,
         tracker: StatusTracker,
         drain: Drain,
+        sleep: SleepControl,
         clients: ClientSide,
     ) -> None:
         self._backend = sockets.backend
         self._dispatcher, self._tracker, self._drain, self._clients = dispatcher, tracker, drain, clients
+        self._sleep = sleep
         self._next_reregister_at: dict[bytes, float] = {}
 
     # --- messages from workers ---
@@ -67,7 +71,7 @@ class WorkerSide:
             self._register(identity, message, now)
         elif isinstance(message, Goodbye):
             self.remove(identity, f"left: {message.reason}", signed_off=not message.broken)
-        elif not isinstance(message, ScoreReply | Failure | Heartbeat):
+        elif not isinstance(message, ScoreReply | Failure | Heartbeat | AsleepSet):
             raise TeacherProtocolError(
                 f"a worker cannot send {type(message).__name__}; if it is a client, set it to the proxy's client port"
             )
@@ -75,6 +79,9 @@ class WorkerSide:
             self._request_registration(identity, now)
         elif isinstance(message, Heartbeat):
             self._tracker.record_worker(identity, now, message)
+        elif isinstance(message, AsleepSet):
+            self._tracker.record_worker(identity, now)
+            self._sleep.on_reply(identity, message)
         else:
             self._on_result(identity, message, frames, now)
 
@@ -104,8 +111,13 @@ class WorkerSide:
         if identity in self._dispatcher.workers:  # a worker that sends Ready has dropped all its requests
             self.remove(identity, "registered again", signed_off=True)
         self._next_reregister_at.pop(identity, None)
-        worker = RegisteredWorker(identity, ready.name, ready.info, ready.capacity_tokens, ready.stall_timeout_s)
+        worker = RegisteredWorker(
+            *(identity, ready.name, ready.info, ready.capacity_tokens, ready.stall_timeout_s),
+            has_sleep_mode=ready.has_sleep_mode,
+            is_asleep=ready.is_asleep,
+        )
         try:
+            self._sleep.check_worker(worker)
             self._dispatcher.add_worker(worker)
         except TeacherError as error:
             logger.warning("refused worker %s: %s", ready.name, error)
@@ -116,6 +128,11 @@ class WorkerSide:
             "worker %s joined with %s", ready.name, _summary(ready.info), extra={"fields": {"worker": ready.name}}
         )
         send_to_peer(self._backend, identity, protocol.encode_welcome())
+        if self._sleep.adopt_state_of(worker):
+            logger.warning(
+                "worker %s registered asleep, so the service sleeps; see `python -m teacher wake`", worker.name
+            )
+            self._clients.refuse_waiting()
         self._clients.answer_hellos()
 
     def _request_registration(self, identity: bytes, now: float) -> None:
@@ -140,6 +157,14 @@ class WorkerSide:
             if not send_to_peer(self._backend, worker.identity, frames):
                 self.remove(worker.identity, CONNECTION_LOST)
 
+    def send_state_commands(self, now: float) -> None:
+        """Send the changes between awake and asleep that workers are to begin."""
+        for worker, change, timeout_s in list(self._sleep.commands(now)):
+            logger.info("worker %s: %s", worker.name, worker.state)
+            frames = protocol.encode_set_asleep(change.change_id, timeout_s, asleep=change.asleep)
+            if not send_to_peer(self._backend, worker.identity, frames):
+                self.remove(worker.identity, CONNECTION_LOST)
+
     def remove(self, identity: bytes, reason: str, *, signed_off: bool = False) -> None:
         """Remove a worker and requeue its requests. An unknown worker is ignored.
 
@@ -151,6 +176,8 @@ class WorkerSide:
         worker = self._dispatcher.workers.get(identity)
         if worker is None:
             return
+        if not signed_off:
+            self._sleep.on_lost(worker, reason)
         removed = self._dispatcher.remove_worker(identity, reason, signed_off=signed_off)
         n_requeued, n_workers = len(removed.requeued), len(self._dispatcher.workers)
         logger.log(

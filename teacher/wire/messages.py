@@ -13,7 +13,7 @@ from teacher.errors import TeacherError, TeacherRequestError
 from teacher.records import ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Peers of different versions refuse each other. A peer that ignores a field would return scores of another request."""
 
 WireDtype = Literal["float32", "float16"]
@@ -79,6 +79,8 @@ class Kind(StrEnum):
     CANCEL = "cancel"  # client -> proxy -> worker
     RETRY_LATER = "retry_later"  # proxy -> client
     ERROR = "error"  # worker -> proxy -> client, and proxy or worker -> sender of an invalid message
+    SET_ASLEEP = "set_asleep"  # client -> proxy -> all workers
+    ASLEEP_SET = "asleep_set"  # worker -> proxy -> client
     READY = "ready"  # worker -> proxy
     WELCOME = "welcome"  # proxy -> worker
     HEARTBEAT = "heartbeat"  # worker -> proxy
@@ -177,6 +179,36 @@ class RetryLater:
 
 
 @dataclass(frozen=True)
+class SetAsleep:
+    """Request to release the memory of all devices (sleep), or to restore and verify the model (wake up).
+
+    Attributes:
+        request_id: Id chosen by the sender. The proxy sends workers a request of its own.
+        timeout_s: Remaining time until the deadline, in seconds.
+        asleep: True to sleep, False to wake up.
+    """
+
+    request_id: int
+    timeout_s: float
+    asleep: bool
+
+
+@dataclass(frozen=True)
+class AsleepSet:
+    """Reply to ``SetAsleep`` after all workers, or this worker, have the requested state.
+
+    Attributes:
+        request_id: Id of the request.
+        asleep: State of the workers.
+        n_workers: Number of workers.
+    """
+
+    request_id: int
+    asleep: bool
+    n_workers: int
+
+
+@dataclass(frozen=True)
 class Failure:
     """Error of one request. With request id 0: refusal of a worker's registration."""
 
@@ -193,12 +225,16 @@ class Ready:
         capacity_tokens: Tokens that the worker accepts at a time.
         name: Host and pid, for logs and the status.
         stall_timeout_s: Time limit of an engine step, in seconds, after which the worker ends itself; 0 for no limit.
+        has_sleep_mode: True if the worker can sleep.
+        is_asleep: True if it sleeps, from before a lost connection.
     """
 
     info: ModelInfo
     capacity_tokens: int
     name: str
     stall_timeout_s: float
+    has_sleep_mode: bool = False
+    is_asleep: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,6 +291,8 @@ Message = (
     | ScoreReply
     | Cancel
     | RetryLater
+    | SetAsleep
+    | AsleepSet
     | Failure
     | Ready
     | Welcome

@@ -2,7 +2,7 @@
 
 A message is one msgpack header frame, followed by raw little-endian array frames::
 
-    header = {"v": 6, "kind": "score", "id": 7, ..., "arrays": [["i4", 12], ["f4", 5, 64], ...]}
+    header = {"v": 7, "kind": "score", "id": 7, ..., "arrays": [["i4", 12], ["f4", 5, 64], ...]}
     frames = [msgpack(header), array 0, array 1, ...]
 
 Arrays are ragged: one (request) or three (reply) per sequence, response positions only, without padding. Nothing is
@@ -36,6 +36,7 @@ from teacher.wire.header import Header, short
 from teacher.wire.messages import (
     LIMITS,
     PROTOCOL_VERSION,
+    AsleepSet,
     Cancel,
     Failure,
     Goodbye,
@@ -50,6 +51,7 @@ from teacher.wire.messages import (
     RetryLater,
     Score,
     ScoreReply,
+    SetAsleep,
     Status,
     StatusRequest,
     Welcome,
@@ -162,6 +164,16 @@ def encode_cancel(request_id: int) -> list[Frame]:
 def encode_retry_later(request_id: int, reason: str) -> list[Frame]:
     """Encode ``RetryLater``."""
     return pack(Kind.RETRY_LATER, request_id, reason=reason[: LIMITS.text_chars])
+
+
+def encode_set_asleep(request_id: int, timeout_s: float, *, asleep: bool) -> list[Frame]:
+    """Encode ``SetAsleep``."""
+    return pack(Kind.SET_ASLEEP, request_id, timeout_s=timeout_s, asleep=asleep)
+
+
+def encode_asleep_set(request_id: int, *, asleep: bool, n_workers: int) -> list[Frame]:
+    """Encode ``AsleepSet``."""
+    return pack(Kind.ASLEEP_SET, request_id, asleep=asleep, n_workers=n_workers)
 
 
 def encode_error(request_id: int, error: TeacherError) -> list[Frame]:
@@ -312,6 +324,8 @@ def _decode_ready(header: Header, arrays: list[np.ndarray]) -> Ready:
         capacity_tokens=checked.integer(header, "capacity_tokens", 1, 2**40),
         name=checked.text(header, "name"),
         stall_timeout_s=checked.number(header, "stall_timeout_s", -1, LIMITS.stall_timeout_s),
+        has_sleep_mode=checked.boolean(header, "has_sleep_mode"),
+        is_asleep=checked.boolean(header, "is_asleep"),
     )
 
 
@@ -360,6 +374,16 @@ _LAYOUTS: dict[str, _Layout] = {
     Kind.CANCEL.value: _Layout(lambda h, _: Cancel(checked.request_id(h))),
     Kind.RETRY_LATER.value: _Layout(
         lambda h, _: RetryLater(checked.request_id(h), checked.text(h, "reason")), _keys("reason")
+    ),
+    Kind.SET_ASLEEP.value: _Layout(
+        lambda h, _: SetAsleep(checked.request_id(h), checked.timeout_s(h), checked.boolean(h, "asleep")),
+        _keys("timeout_s", "asleep"),
+    ),
+    Kind.ASLEEP_SET.value: _Layout(
+        lambda h, _: AsleepSet(
+            checked.request_id(h), checked.boolean(h, "asleep"), checked.integer(h, "n_workers", 0, 2**40)
+        ),
+        _keys("asleep", "n_workers"),
     ),
     Kind.READY.value: _Layout(_decode_ready, _keys(*(field.name for field in fields(Ready)))),
     Kind.WELCOME.value: _Layout(lambda *_: Welcome()),

@@ -46,14 +46,21 @@ def expected_scores(sequence: TeacherSequence, temperature: float = 1.0) -> Scor
 class FakeEngine:
     """Engine that scores one sequence per step while `gate` is set, newest first, so that results are out of order.
 
-    A step raises for token 99 and refuses token 98. ``check`` refuses the temperature TOO_COLD.
+    A step raises for token 99 and refuses token 98. ``check`` refuses the temperature TOO_COLD. ``sleep`` and ``wake``
+    last until `sleep_gate` is set.
 
     Attributes:
         gate: Event that lets steps score.
         added: Semaphore that counts the added sequences.
         n_scored: Number of scored sequences.
         temperatures: All temperatures so far, the current one last.
+        has_sleep_mode: True if it was started with its sleep mode.
+        is_asleep: True between ``sleep`` and ``wake``.
+        sleep_gate: Event that ends ``sleep`` and ``wake``.
+        wake_error: Error of ``wake``.
     """
+
+    has_sleep_mode = True
 
     def __init__(self, info: ModelInfo = INFO, capacity_tokens: int = 1000) -> None:
         self.info, self.capacity_tokens = info, capacity_tokens
@@ -62,6 +69,10 @@ class FakeEngine:
         self.added = threading.Semaphore(0)
         self.n_scored = 0
         self.temperatures = [1.0]
+        self.is_asleep = False
+        self.sleep_gate = threading.Event()
+        self.sleep_gate.set()
+        self.wake_error: TeacherError | None = None
         self._waiting: dict[int, TeacherSequence] = {}
 
     @property
@@ -82,6 +93,7 @@ class FakeEngine:
             raise TeacherRequestError(f"token id {sequence.token_ids.max()} is outside the vocabulary")
 
     def add(self, key: int, sequence: TeacherSequence) -> None:
+        assert not self.is_asleep
         self._waiting[key] = sequence
         self.added.release()
 
@@ -102,6 +114,17 @@ class FakeEngine:
             return [(key, TeacherRequestError("the engine refused the request: 98"))]
         self.n_scored += 1
         return [(key, expected_scores(sequence, self.temperature))]
+
+    def sleep(self) -> None:
+        assert not self.is_asleep and not self._waiting
+        assert self.sleep_gate.wait(timeout=10)
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        assert self.is_asleep and self.sleep_gate.wait(timeout=10)
+        if self.wake_error is not None:
+            raise self.wake_error
+        self.is_asleep = False
 
     def close(self) -> None:
         self._waiting.clear()

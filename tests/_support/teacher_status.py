@@ -11,6 +11,7 @@ def worker_status(name: str) -> WorkerStatus:
     """Return the status of a worker."""
     return WorkerStatus(
         name=name,
+        state="awake",
         joined_s=100.5,
         since_last_message_s=0.25,
         requests=3,
@@ -32,6 +33,7 @@ STATUS = ServiceStatus(
     protocol_version=4,
     uptime_s=1000.0,
     draining=False,
+    state="awake",
     queue_requests=11,
     queue_tokens=1100,
     queue_oldest_s=2.5,

@@ -57,6 +57,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(rollout_restarts, "run_on_node", run_on_node)
     monkeypatch.setattr("recipe_gkd.diagnostics.collect.locate", locate)
     monkeypatch.setattr(workers, "check_nodes", check_nodes)
+    monkeypatch.setattr(workers, "check_budget", check_nodes)
     monkeypatch.setattr(workers, "check_devices", lambda *_, **__: None)
     monkeypatch.setattr(workers, "placement_table", lambda _: "")
     monkeypatch.setattr(workers, "cluster_capacity", lambda _: None)
@@ -164,7 +165,7 @@ class TestStartWorkers:
     def test_repeated_cancellation_kills_processes(
         self, ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        closing, n_ended = asyncio.Event(), []
+        started, closing, n_ended = asyncio.Event(), asyncio.Event(), []
 
         async def reply(kind: str, method: str) -> Any:
             if method == "shutdown":
@@ -180,9 +181,13 @@ class TestStartWorkers:
                 n_ended.append(args[0])
             return []
 
+        async def body() -> None:
+            started.set()
+            await asyncio.sleep(3600)
+
         async def scenario() -> None:
-            training = asyncio.ensure_future(train(tmp_path, monkeypatch, reply, lambda: asyncio.sleep(3600)))
-            await asyncio.sleep(0.5)
+            training = asyncio.ensure_future(train(tmp_path, monkeypatch, reply, body))
+            await asyncio.wait_for(started.wait(), DEADLINE_S)
             training.cancel()
             await asyncio.wait_for(closing.wait(), DEADLINE_S)
             for _ in range(2):
@@ -244,9 +249,9 @@ class TestNodes:
             asyncio.run(train(tmp_path, monkeypatch, reply, lambda: asyncio.sleep(0)))
         assert not {"setup", "device_report"} & {*called}
 
-    @pytest.mark.parametrize(("shared", "device"), [("true", "cuda"), ("true", "cpu"), ("false", "cuda")])
-    def test_rollouts_on_shared_gpus_start_after_the_actors(
-        self, ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str, device: str
+    @pytest.mark.parametrize(("is_hybrid", "device"), [("true", "cuda"), ("true", "cpu"), ("false", "cuda")])
+    def test_engines_of_hybrid_engine_start_after_the_actors(
+        self, ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_hybrid: str, device: str
     ) -> None:
         events: list[str] = []
 
@@ -256,28 +261,30 @@ class TestNodes:
                 await asyncio.sleep(0.05)
                 events.append(f"{kind} ends")
             address = ("127.0.0.1", 1)
-            return address if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0, "device_name": "x"}
+            report = {"dtype": "float32", "dp_rank": 0, "device_name": "x", "assigned": ["3"]}
+            return address if method == "rendezvous" else report
 
         def config_of(folder: Path) -> Config:
-            keys = f"rollout.share_actor_gpus={shared}", "actor_rollout_ref.rollout.kv_cache_memory_megabytes=64"
+            keys = f"actor_rollout_ref.hybrid_engine={is_hybrid}", "trainer.scheduler=sync"
             return base_config("trainer.save_freq=-1", f"trainer.default_local_dir={folder}", *keys)
 
         monkeypatch.setattr("tests.unit.test_workers.make_config", config_of)
         asyncio.run(train(tmp_path, monkeypatch, reply, lambda: asyncio.sleep(0), device))
         in_turn = ["ActorWorker begins", "ActorWorker ends", "RolloutWorker begins", "RolloutWorker ends"]
-        assert (events == in_turn) is (shared == "true" and device == "cuda")
+        assert (events == in_turn) is (is_hybrid == "true")
 
-    def test_shared_gpus_without_cache_size_are_refused_before_any_worker(
+    def test_hybrid_engine_over_nccl_is_refused_before_any_worker(
         self, ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async def refuse(specs: Any, *, timeout_s: float) -> None:
             raise AssertionError("pools were reserved")
 
         async def start() -> None:
-            config = base_config("rollout.share_actor_gpus=true", f"trainer.default_local_dir={tmp_path}")
+            keys = "actor_rollout_ref.rollout.weight_transport=collective", "trainer.scheduler=sync"
+            config = base_config("actor_rollout_ref.hybrid_engine=true", f"trainer.default_local_dir={tmp_path}", *keys)
             async with start_workers(config, "cuda", total_steps=1, stop_token_ids=(), n_tokens=None):
                 pass
 
         monkeypatch.setattr(workers, "create_pools", refuse)
-        with pytest.raises(ConfigError, match="kv_cache_memory_megabytes"):
+        with pytest.raises(ConfigError, match="set it to auto or ipc"):
             asyncio.run(start())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from recipe_gkd.actor.backend import BackendReport, LossFunction
 from recipe_gkd.actor.fsdp.checkpoint_load import check_checkpoint, load_checkpoint
 from recipe_gkd.actor.fsdp.checkpoint_save import FsdpSave
-from recipe_gkd.actor.fsdp.forward_backward import run_micro_batches
+from recipe_gkd.actor.fsdp.forward_backward import evaluate_micro_batches, run_micro_batches
 from recipe_gkd.actor.fsdp.fsdp_model import FsdpModel
 from recipe_gkd.actor.fsdp.loading import load_sharded, model_name
 from recipe_gkd.actor.fsdp.lora import adapted_layers, adapter_dropout, adapter_files
+from recipe_gkd.actor.fsdp.offloaded_tensors import state_tensors
 from recipe_gkd.actor.fsdp.optimizer import clip_and_step, gradient_norm, keep_padding_rows, make_optimizer
 from recipe_gkd.actor.fsdp.output_layer import ensure_output_layer_is_last
 from recipe_gkd.actor.fsdp.style_check import choose_style
 from recipe_gkd.actor.fsdp.weights import export_weights, weights_meta
 from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
+from recipe_gkd.actor.offload import OffloadedStates
 from recipe_gkd.actor.ranks import Layout, RankSpec, join_ranks, leave_ranks
 from recipe_gkd.config.schema import Config, OptimConfig
+from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from teacher.engines.head_dtype import wants_float32_head
 
@@ -86,6 +89,7 @@ class FsdpBackend:
         )
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the weights of rank 0 before they were sharded
+        self.states = OffloadedStates(self.state_tensors, self._actor.offloaded_states, self.device)
 
     def report(self) -> BackendReport:
         """Describe the model."""
@@ -112,14 +116,26 @@ class FsdpBackend:
         with adapter_dropout(self.model.module):
             return run_micro_batches(self.model, plan, loss, gkd=self._gkd, timeout_s=self._actor.timeout_s)
 
+    def evaluate(self, plan: MicroBatchPlan, loss: LossFunction) -> list[dict[str, Any]]:
+        """Compute the losses without a gradient; see :class:`~recipe_gkd.actor.backend.Backend`."""
+        return evaluate_micro_batches(self.model, plan, loss, gkd=self._gkd)
+
+    def free_gradients(self) -> None:
+        """Free the gradients, none of which is in a permanent buffer."""
+        self.zero_grad()
+
     def gradient_norm(self) -> float:
         """Return the global norm of the gradient, the same on every rank."""
         return gradient_norm(self.model.optimizer)
 
     def step(self, norm: float, *, lr: float, optim: OptimConfig, n_token_ids: int) -> None:
         """Clip the gradient and update the weights; see :class:`~recipe_gkd.actor.backend.Backend`."""
-        with keep_padding_rows(self.model.module, n_token_ids):
+        with self.states.on_device("params", "optimizer"), keep_padding_rows(self.model.module, n_token_ids):
             clip_and_step(self.model.optimizer, norm, lr, optim)
+
+    def state_tensors(self, state: ActorState) -> Iterable[Tensor]:
+        """Return the tensors of a state on this rank; see :class:`~recipe_gkd.actor.backend.Backend`."""
+        return state_tensors(self.model, state)
 
     def weights_meta(self) -> list[list[TensorMeta]]:
         """Return the name in the model folder, complete shape and dtype of each tensor, in order."""
@@ -150,7 +166,8 @@ class FsdpBackend:
         return load_checkpoint(path, self.model, contents, common)
 
     def shutdown(self) -> None:
-        """Destroy the process groups."""
+        """Free host memory and destroy the process groups."""
+        self.states.close()
         leave_ranks()
 
 

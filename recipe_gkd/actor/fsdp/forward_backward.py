@@ -5,8 +5,11 @@ Shape suffixes: T response tokens of a micro-batch, V vocabulary, D hidden size,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recipe_gkd.actor.backend import LossFunction
@@ -40,10 +43,17 @@ def run_micro_batches(
     """
     reports = []
     n_tokens = max(plan.denominators.n_tokens, 1)
-    prefetcher = Prefetcher(plan.stage, count=plan.count, n_readers=1, timeout_s=timeout_s)
-    with resharded(model.module), prefetcher:  # also if a loss raises an error before its backward pass
+    # FSDP reduces gradients only in a backward pass, so the pass that does it is one more, of an empty micro-batch.
+    has_copies = plan.before_reduction is not None and model.mesh.ndim > 1
+    prefetcher = Prefetcher(plan.stage, count=plan.count + has_copies, n_readers=1, timeout_s=timeout_s)
+    # `resharded`: also if a loss raises an error before its backward pass
+    with resharded(model.module), _reset_after_error(model.module), prefetcher:
         [batches] = prefetcher.readers
-        for staged in batches:
+        model.module.set_requires_all_reduce(not has_copies)
+        for index, staged in enumerate(batches):
+            if index == plan.count and plan.before_reduction is not None:
+                plan.before_reduction()
+                model.module.set_requires_all_reduce(True)
             batch = to_device(staged, model.device)
             # The backward pass too: with gradient checkpointing it calls the attention again.
             with attending(batch.row, plan.attention):
@@ -51,6 +61,44 @@ def run_micro_batches(
                 (losses.loss_T.sum() / n_tokens).backward()
             reports.append(_report(losses, staged.uids_T))
     return reports
+
+
+@torch.no_grad()
+def evaluate_micro_batches(
+    model: FsdpModel, plan: MicroBatchPlan, loss: LossFunction, *, gkd: GkdConfig
+) -> list[dict[str, Any]]:
+    """Compute the losses of micro-batches without a gradient. Collective.
+
+    Args:
+        model: Model in training.
+        plan: Micro-batches of this rank.
+        loss: Computes the losses of one micro-batch.
+        gkd: Options of the objective.
+
+    Returns:
+        ``sums``, ``maxima``, ``loss_T`` and ``uids_T`` of each micro-batch.
+    """
+    reports = []
+    with resharded(model.module):
+        for index in range(plan.count):
+            staged = plan.stage(index)
+            batch = to_device(staged, model.device)
+            with attending(batch.row, plan.attention):
+                reports.append(_report(loss(run_model(model, batch, gkd), batch), staged.uids_T))
+    return reports
+
+
+@contextmanager
+def _reset_after_error(module: Any) -> Iterator[None]:
+    """Discard what a pass that did not end leaves in FSDP's state: gathered weights, gradients, positions."""
+    try:
+        yield
+    except BaseException:
+        for parameter in module.parameters():  # also of the layer whose backward pass did not end, which is gathered
+            parameter.grad = None
+        if module._get_fsdp_state()._is_root:  # None before the first forward pass
+            module.reset_iter_state()
+        raise
 
 
 def run_model(model: FsdpModel, batch: DeviceBatch, gkd: GkdConfig) -> Student:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,20 @@ from recipe_gkd.actor.backend import BackendReport, LossFunction
 from recipe_gkd.actor.megatron import patches
 from recipe_gkd.actor.megatron.checkpoint_load import check_checkpoint, load_checkpoint
 from recipe_gkd.actor.megatron.checkpoint_save import MegatronSave
+from recipe_gkd.actor.megatron.data_parallel import complete_weights
 from recipe_gkd.actor.megatron.export import export_weights, weights_meta
 from recipe_gkd.actor.megatron.forward_backward import run_micro_batches
 from recipe_gkd.actor.megatron.layer_report import layer_report
 from recipe_gkd.actor.megatron.megatron_model import build_megatron_model
+from recipe_gkd.actor.megatron.offloaded_tensors import state_tensors
 from recipe_gkd.actor.megatron.optimizer import clip_and_step, gradient_norm, set_hyperparameters
 from recipe_gkd.actor.megatron.padding_rows import keep_padding_rows
 from recipe_gkd.actor.megatron.parallel import check_world_size, context_group, destroy_parallel, tensor_group
 from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
+from recipe_gkd.actor.offload import OffloadedStates
 from recipe_gkd.actor.ranks import RankSpec
 from recipe_gkd.config.schema import Config, OptimConfig
+from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 
@@ -60,6 +64,7 @@ class MegatronBackend:
         self.row_multiple = self.layout.tp_size if megatron.sequence_parallel else 1
         # Interleaved stages process micro-batches in rounds of `pp_size`.
         self.micro_batch_multiple = self.layout.pp_size if megatron.virtual_pipeline_model_parallel_size else 1
+        self.states = OffloadedStates(self.state_tensors, self._actor.offloaded_states, self.device)
 
     def report(self) -> BackendReport:
         """Describe the model."""
@@ -80,6 +85,16 @@ class MegatronBackend:
         """Add the gradient of the objective; see :class:`~recipe_gkd.actor.backend.Backend`."""
         return run_micro_batches(self.model, plan, loss, gkd=self._gkd, timeout_s=self._actor.timeout_s)
 
+    def evaluate(self, plan: MicroBatchPlan, loss: LossFunction) -> list[dict[str, Any]]:
+        """Compute the losses without a gradient; see :class:`~recipe_gkd.actor.backend.Backend`."""
+        options: dict[str, Any] = {"gkd": self._gkd, "timeout_s": self._actor.timeout_s}
+        with torch.no_grad():
+            return run_micro_batches(self.model, plan, loss, **options, forward_only=True)
+
+    def free_gradients(self) -> None:
+        """Free the float32 copies of gradients that ``grad_reduce_in_fp32=false`` creates."""
+        self.model.optimizer.zero_grad()  # it leaves the buffers unchanged
+
     def gradient_norm(self) -> float:
         """Return the global norm of the gradient, the same on every rank."""
         return gradient_norm(self.model.optimizer)
@@ -87,8 +102,15 @@ class MegatronBackend:
     def step(self, norm: float, *, lr: float, optim: OptimConfig, n_token_ids: int) -> None:
         """Clip the gradient and update the weights; see :class:`~recipe_gkd.actor.backend.Backend`."""
         set_hyperparameters(self.model.optimizer, lr, optim)
-        with keep_padding_rows(self.model, n_token_ids):
-            clip_and_step(self.model.optimizer, norm, optim.clip_grad)
+        with self.states.on_device("params", "grads", "optimizer"):
+            with keep_padding_rows(self.model, n_token_ids):
+                clip_and_step(self.model.optimizer, norm, optim.clip_grad)
+            if self.states.is_offloaded("params"):
+                complete_weights(self.model.wrapped)  # before the host copy is made
+
+    def state_tensors(self, state: ActorState) -> Iterable[Tensor]:
+        """Return the tensors of a state on this rank; see :class:`~recipe_gkd.actor.backend.Backend`."""
+        return state_tensors(self.model, state)
 
     def weights_meta(self) -> list[list[TensorMeta]]:
         """Return Hugging Face name, complete shape and dtype of the tensors of each weight, in order."""
@@ -115,5 +137,6 @@ class MegatronBackend:
         return load_checkpoint(path, self.model, contents, common)
 
     def shutdown(self) -> None:
-        """Destroy the process groups."""
+        """Free host memory and destroy the process groups."""
+        self.states.close()
         destroy_parallel()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -97,6 +99,45 @@ def enable_overlap(config: TransformerConfig, wrapped: Sequence[DistributedDataP
     if wrapped[0].ddp_config.overlap_grad_reduce:
         callbacks = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = callbacks if len(callbacks) > 1 else callbacks[0]
+
+
+@contextmanager
+def reduced_after(
+    wrapped: Sequence[DistributedDataParallel], before_reduction: Callable[[], None] | None
+) -> Iterator[None]:
+    """Let the pipeline schedule of a model without pipeline stages reduce the gradient after all backward passes.
+
+    In the context, data-parallel ranks do not communicate before ``before_reduction``. The price is that no
+    communication overlaps with the last backward pass, or with the first forward pass.
+
+    Args:
+        wrapped: Model chunks with their gradient buffers.
+        before_reduction: Called after the last backward pass. An error in it, or before it, leaves no communication in
+            flight; the gradient buffers must then be set to zero. None: the context has no effect.
+    """
+    if before_reduction is None:
+        yield
+        return
+    complete_weights(wrapped)  # `overlap_param_gather` would gather them in the forward pass
+    config = wrapped[0].config
+    no_sync, finalize = config.no_sync_func, config.finalize_model_grads_func
+
+    def reduce(*args: Any, **kwargs: Any) -> None:
+        before_reduction()
+        for chunk in wrapped:
+            if chunk.ddp_config.overlap_grad_reduce:
+                chunk.start_grad_sync()  # else `finalize` starts it
+        finalize(*args, **kwargs)
+
+    with ExitStack() as stack:
+        for chunk in wrapped:
+            stack.enter_context(chunk.no_sync())
+        # The schedule would leave the context of its own callback before the last backward pass.
+        config.no_sync_func, config.finalize_model_grads_func = None, reduce
+        try:
+            yield
+        finally:
+            config.no_sync_func, config.finalize_model_grads_func = no_sync, finalize
 
 
 def complete_weights(wrapped: Sequence[DistributedDataParallel]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from recipe_gkd.actor.backend import LossFunction
 from recipe_gkd.actor.device_batch import to_device
+from recipe_gkd.actor.megatron.data_parallel import reduced_after
 from recipe_gkd.actor.megatron.logit_rows import select_logit_rows
 from recipe_gkd.actor.megatron.megatron_model import MegatronModel
 from recipe_gkd.actor.megatron.packed_attention import PackedSequences
@@ -75,7 +76,8 @@ def run_micro_batches(
 
         return output_1TX, compute_loss
 
-    with Prefetcher(plan.stage, count=plan.count, n_readers=len(model.wrapped), timeout_s=timeout_s) as prefetcher:
+    prefetcher = Prefetcher(plan.stage, count=plan.count, n_readers=len(model.wrapped), timeout_s=timeout_s)
+    with reduced_after(model.wrapped, plan.before_reduction), prefetcher:
         return get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=prefetcher.readers,

@@ -118,6 +118,33 @@ def _check_dtype(context: Context, dtype: str, *overrides: str) -> str:
     return f"{len(samples)} samples; in float64 loss {reference.loss:.4f}, gradient norm {reference.grad_norm:.3f}"
 
 
+def check_actor_offload(context: Context) -> str:
+    """Compare updates of an actor whose states leave the device between them with those of one whose states stay."""
+    folder, dtype = write_model(context.folder / "model", seed=0), "bfloat16"
+    layers = (f"{_ACTOR}.megatron.dtype={dtype}", f"{_ACTOR}.megatron.transformer_impl=local")
+    keys = [f"{_ACTOR}.megatron.{state}_offload=true" for state in ("param", "grad", "optimizer")]
+    weights = []
+    for overrides in ([], keys):
+        with running_actor(actor_config(folder, context.device, *layers, *overrides)) as actor:
+            for step in range(2):
+                actor.update(make_samples(_LENGTHS, seed=step), step)
+            weights.append(exported(actor))
+            if overrides and context.device == "cuda":
+                _check_released(context, actor)
+    context.compare("weights after two updates", _distance(*weights), 0.0)
+    return "weights after two updates are equal with and without offload"
+
+
+def _check_released(context: Context, actor: StudentActor) -> None:
+    """Check that the memory of a GPU shrinks by the size of the states when they leave."""
+    with actor.backend.states.on_device("params", "grads", "optimizer", read_only=True):
+        n_bytes, allocated = sum(actor.state_sizes().values()), torch.cuda.memory_allocated()
+    released = allocated - torch.cuda.memory_allocated()
+    context.figures["bytes of the states, and released"] = [n_bytes, released]
+    if released < n_bytes:
+        raise CheckFailed(f"the states have {n_bytes} bytes, but only {released} were released")
+
+
 def check_actor_tp2(context: Context) -> str:
     """Compare an update of two ranks with the reference."""
     folder, samples = write_model(context.folder / "model", seed=0), make_samples(_LENGTHS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,12 +19,14 @@ from recipe_gkd.config import load_config
 from recipe_gkd.data.samples import Response
 from recipe_gkd.rollout.engine import RolloutEngine
 from recipe_gkd.rollout.engine_options import EngineOptions
+from recipe_gkd.rollout.engine_sleep import EngineSleep
 from recipe_gkd.rollout.weight_updates import WeightUpdates
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.sender_api import WeightSenderApi
 
 _N_PROMPTS = 12
 _RESPONSE_TOKENS = 24
+_CACHE_MIB = 64
 _BUCKET_BYTES = 100_000
 _TIMEOUT_S = 60.0
 _OLD, _NEW = 0, 1
@@ -77,18 +79,50 @@ def _check_engine(context: Context, tensor_parallel_size: int) -> str:
     return f"{_N_PROMPTS} responses after each of 3 syncs over {transport} agree with those of freshly loaded engines"
 
 
+def check_rollout_sleep(context: Context) -> str:
+    """Check that an engine wakes from both sleep levels as it was, with a weight sync after level 2."""
+    folder = write_model(context.folder / "model", seed=_NEW)
+    hybrid = ("actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync")
+    with (
+        _running_engine(context, folder, 1, *hybrid) as engine,
+        running_peer(_serve_weights, "ipc", context.device, 0, timeout_s=2 * _TIMEOUT_S) as peer,
+    ):
+        fresh = _generate(engine)
+        updates = _join(engine, peer, "ipc", 1)
+        state = EngineSleep("the rollout engine", updates)
+
+        def run(command: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+            outcome: dict[str, Any] = engine.run(command).result(timeout=2 * _TIMEOUT_S)
+            return outcome
+
+        for level in (1, 2):
+            released = run(lambda inner, level=level: state.sleep(inner, level))["released_bytes"]  # type: ignore[misc]
+            context.figures[f"level {level}: released MiB"] = released >> 20
+            if released < 0.9 * (_CACHE_MIB << 20):
+                raise CheckFailed(f"sleep level {level} released {released >> 20} MiB, expected about {_CACHE_MIB}")
+            run(lambda inner: state.wake(inner, "weights"))
+            if level == 2:
+                _sync(engine, updates, peer, (folder, 1, True))
+            run(lambda inner: state.wake(inner, "kv_cache"))
+            _compare(context, f"after sleep level {level}", _generate(engine), fresh)
+        peer.send(None)
+    return f"{_N_PROMPTS} responses after sleep levels 1 and 2 agree with those before"
+
+
 @contextmanager
-def _running_engine(context: Context, folder: Path, tensor_parallel_size: int) -> Iterator[RolloutEngine]:
+def _running_engine(
+    context: Context, folder: Path, tensor_parallel_size: int, *overrides: str
+) -> Iterator[RolloutEngine]:
     rollout = "actor_rollout_ref.rollout"
     config = load_config(
         "on_policy_distill_trainer",
         [
             "data.train_files=unused", f"actor_rollout_ref.model.path={folder}", f"trainer.device={context.device}",
             f"data.max_prompt_length={MAX_LENGTH // 2}", f"data.max_response_length={MAX_LENGTH // 2}",
-            f"{rollout}.dtype={_dtype(context)}", f"{rollout}.kv_cache_memory_megabytes=64",
+            f"{rollout}.dtype={_dtype(context)}", f"{rollout}.kv_cache_memory_megabytes={_CACHE_MIB}",
             f"{rollout}.gpu_memory_utilization=0.2", f"{rollout}.max_num_seqs=16",
             f"{rollout}.tensor_model_parallel_size={tensor_parallel_size}",
-            f"rollout.n_gpus_per_node={tensor_parallel_size}",
+            f"rollout.n_gpus_per_node={tensor_parallel_size}", *overrides,
         ],
     )  # fmt: skip
     engine = RolloutEngine(EngineOptions.from_config(config, context.device))

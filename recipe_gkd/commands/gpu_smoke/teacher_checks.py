@@ -23,7 +23,7 @@ def dtype_of(context: Context) -> str:
 
 
 def check_teacher(context: Context) -> str:
-    """Score random sequences, and compare the top-k and the given tokens."""
+    """Score random sequences, and compare the top-k and the given tokens; score them again after a sleep."""
     folder = write_model(context.folder / "model", seed=0, with_tokenizer=True)
     model = read_model(folder, torch.float64)
     rng = np.random.default_rng(0)
@@ -32,6 +32,7 @@ def check_teacher(context: Context) -> str:
         for length in _LENGTHS
     ]
     settings = {"DTYPE": dtype_of(context), "N_LOGPROBS": TOP_K, "KV_CACHE_MIB": 64, "GPU_MEMORY_UTILIZATION": 0.2}
+    settings["SLEEP_MODE"] = 1
     start_timeout_s = 0.8 * context.deadline_s
     with (
         running_service(folder, context.folder / "service", timeout_s=start_timeout_s, **settings) as port,
@@ -39,10 +40,18 @@ def check_teacher(context: Context) -> str:
     ):
         context.figures["engine"] = client.hello().engine
         scored = client.submit(sequences).result(timeout=60)
+        client.sleep(timeout_s=60)
+        client.wake(timeout_s=60)
+        after_sleep = client.submit(sequences).result(timeout=60)
     errors = np.concatenate([_errors(model, *pair) for pair in zip(sequences, scored, strict=True)])
     mean_limit, limit = _LIMITS[dtype_of(context)]
     context.compare("log-probabilities (mean)", float(errors.mean()), mean_limit)
     context.compare("log-probabilities (maximum)", float(errors.max()), limit)
+    changes = [
+        float(np.abs(after.sampled_logps_T - before.sampled_logps_T).max())
+        for before, after in zip(scored, after_sleep, strict=True)
+    ]
+    context.compare("log-probabilities after a sleep", max(changes), mean_limit)
     return f"{sum(_LENGTHS)} tokens, k = {TOP_K}, {context.figures['engine']}"
 
 

@@ -16,26 +16,47 @@ from recipe_gkd.commands.gpu_smoke.tiny_models import write_model
 from recipe_gkd.quickstart.task import make_splits, write_parquet
 
 _STEPS = 3
+_TURNS = ("timing/engine_sleep", "timing/engine_wake", "timing/teacher_sleep", "timing/teacher_wake")
 _BATCH_SIZE = 8
 
 
+HYBRID = (
+    "actor_rollout_ref.hybrid_engine=true",
+    "actor_rollout_ref.teacher.sleep_between_batches=true",
+    *(f"actor_rollout_ref.actor.megatron.{state}_offload=true" for state in ("param", "grad", "optimizer")),
+)
+
+
 def check_training(context: Context) -> str:
-    """Run three steps, and check metrics, checkpoint and the written model."""
+    """Run three steps on separate pools, and check metrics, checkpoint and the written model."""
+    return _check_training(context)
+
+
+def check_training_hybrid(context: Context) -> str:
+    """Run three steps of actor, rollout engine and teacher that take turns on one device."""
+    return _check_training(context, *HYBRID)
+
+
+def _check_training(context: Context, *more: str) -> str:
     student = write_model(context.folder / "student", seed=1, with_tokenizer=True)
     model = write_model(context.folder / "teacher", seed=2, with_tokenizer=True)
     data = context.folder / "train.parquet"
     write_parquet(make_splits(0, n_train=_STEPS * _BATCH_SIZE, n_held_out=8, n_dev=8).train, data)
     settings = {"DTYPE": dtype_of(context), "N_LOGPROBS": TOP_K, "KV_CACHE_MIB": 64, "GPU_MEMORY_UTILIZATION": 0.2}
+    if more:
+        settings["SLEEP_MODE"] = 1
     run = context.folder / "run"
     timeout_s = 0.4 * context.deadline_s
     with running_service(model, context.folder / "service", timeout_s=timeout_s, **settings) as port:
-        _train(context, overrides(context, student, data, run, port))
+        _train(context, [*overrides(context, student, data, run, port), *more])
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    if more:
+        _check_turns(context, lines)
     return _check_run(context, lines, run)
 
 
 def overrides(context: Context, student: Path, data: Path, run: Path, port: int) -> list[str]:
-    """Return the keys of the run. With one GPU both pools share it.
+    """Return the keys of the run.
 
     Args:
         context: Context of the check.
@@ -45,13 +66,12 @@ def overrides(context: Context, student: Path, data: Path, run: Path, port: int)
         port: Port of the teacher service.
     """
     rollout, actor, dtype = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", dtype_of(context)
-    shared = context.device == "cuda" and context.n_gpus == 1
     return [
         f"data.train_files={data}", "data.max_prompt_length=16", "data.max_response_length=24",
         f"data.train_batch_size={_BATCH_SIZE}", f"actor_rollout_ref.model.path={student}",
         "actor_rollout_ref.nccl_timeout=120", f"{actor}.megatron.dtype={dtype}", f"{actor}.optim.lr=0.001",
         f"{rollout}.dtype={dtype}", f"{rollout}.kv_cache_memory_megabytes=64", f"{rollout}.max_num_seqs=16",
-        f"{rollout}.gpu_memory_utilization=0.2", f"rollout.share_actor_gpus={str(shared).lower()}",
+        f"{rollout}.gpu_memory_utilization=0.2",
         f"actor_rollout_ref.teacher.server_port={port}", f"trainer.device={context.device}",
         f"trainer.default_local_dir={run}", f"trainer.total_training_steps={_STEPS}",
         # Responses are then sampled with the weights of the last sync, so each step compares them with the actor's.
@@ -74,6 +94,16 @@ def _train(context: Context, keys: list[str]) -> None:
     if done.returncode:
         text = "\n".join(last_lines(log, 20))
         raise CheckFailed(f"the training command ended with exit status {done.returncode}:\n{text}")
+
+
+def _check_turns(context: Context, lines: list[dict[str, float]]) -> None:
+    """Check that engine and teacher slept in every step, and that the engine woke with the actor's weights."""
+    for name in (*(f"perf/memory_gb/{phase}" for phase in ("generate", "update", "sync")), *_TURNS):
+        context.figures[name] = [line.get(name, 0.0) for line in lines]
+        if not all(context.figures[name]):
+            raise CheckFailed(f"{name} is {context.figures[name]}, expected a positive number in each step")
+    limit = 0.25 if dtype_of(context) == "bfloat16" else 1e-3
+    context.compare("weights/wake_log_prob_diff", max(line["weights/wake_log_prob_diff"] for line in lines), limit)
 
 
 def _check_run(context: Context, lines: list[dict[str, float]], run: Path) -> str:

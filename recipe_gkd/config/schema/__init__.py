@@ -56,11 +56,17 @@ __all__ = [
 class ActorRolloutRefConfig:
     """Student, rollout and teacher, section ``actor_rollout_ref``."""
 
-    hybrid_engine: bool = key("Run actor and rollout in one process. Only false is supported.")
+    hybrid_engine: bool = key(
+        "Place the rollout engines on the devices of the actor pool and let both take turns: engines sleep while the "
+        "actor trains. `rollout.nnodes` and `rollout.n_gpus_per_node` have no effect then. Needs "
+        "`trainer.scheduler=sync`. The `*_offload` keys of the actor determine what leaves the devices for the "
+        "engines, and `actor_rollout_ref.rollout.sleep_level` what leaves them for the actor."
+    )
     nccl_timeout: float = timeout(
-        "each phase of a weight sync (connect, begin, transfer, commit), in seconds. Collectives of the actor get 60 s "
-        "more. On CUDA they get at least 60 s more than `actor.timeout_s` and `trainer.startup_timeout_s`, so that a "
-        "hang is diagnosed before NCCL ends the processes."
+        "each phase of a weight sync (connect, begin, transfer, commit), and each sleep, wake-up and verification "
+        "of the rollout engines (`hybrid_engine`), in seconds. Collectives of the actor get 60 s more. On CUDA "
+        "they get at least 60 s more than `actor.timeout_s` and `trainer.startup_timeout_s`, so that a hang is "
+        "diagnosed before NCCL ends the processes."
     )
     model: ModelConfig
     actor: ActorConfig
@@ -79,3 +85,9 @@ class Config:
     custom_reward_function: RewardFunctionConfig
     trainer: TrainerConfig
     ray_init: RayInitConfig
+
+    @property
+    def rollout_pool(self) -> tuple[int, int]:
+        """Number of nodes of the rollout workers, and of their devices on each node."""
+        pool = self.trainer if self.actor_rollout_ref.hybrid_engine else self.rollout
+        return pool.nnodes, pool.n_gpus_per_node

@@ -17,6 +17,7 @@ DecayStyle = Literal["constant", "linear", "cosine"]
 SavedPart = Literal[CheckpointPart, "hf_model"]
 TrainingDtype = Literal["bfloat16", "float32"]
 Strategy = Literal["megatron", "fsdp"]
+ActorState = Literal["params", "grads", "optimizer"]
 TransformerImpl = Literal["auto", "transformer_engine", "local"]
 
 
@@ -69,9 +70,17 @@ class MegatronConfig:
         "those of torch; Transformer Engine is not loaded, also not for the optimizer. `auto`: `transformer_engine` on "
         "CUDA if it is installed, else `local`."
     )
-    param_offload: bool = key("Move parameters to host memory between updates. Only false is supported.")
-    grad_offload: bool = key("Move gradients to host memory between updates. Only false is supported.")
-    optimizer_offload: bool = key("Move the optimizer state to host memory between updates. Only false is supported.")
+    param_offload: bool = key(
+        "Keep the weights in host memory except during updates, weight syncs, saves and loads. On a CPU they are kept "
+        "in a file of the temporary folder, as are the other offloaded states."
+    )
+    grad_offload: bool = key(
+        "Free the memory of the gradients between updates. They are not kept, because an update starts with zeros."
+    )
+    optimizer_offload: bool = key(
+        "Keep the optimizer state, including the float32 weights of 16-bit training, in host memory except during "
+        "optimizer steps, saves and loads."
+    )
     override_transformer_config: dict[str, Any] = key(
         "Fields of Megatron's TransformerConfig that are set directly, such as `recompute_granularity`. Fields that "
         "follow from the model or from another key are refused."
@@ -107,8 +116,14 @@ class FsdpConfig:
     gradient_checkpointing: bool = key(
         "Keep only the inputs of the wrapped modules and compute their activations again in the backward pass."
     )
-    param_offload: bool = key("Move weights and gradients to host memory between updates. Only false is supported.")
-    optimizer_offload: bool = key("Move the optimizer state to host memory between updates. Only false is supported.")
+    param_offload: bool = key(
+        "Keep the float32 weights in host memory except during updates, weight syncs, saves and loads. On a CPU they "
+        "are kept in a file of the temporary folder, as is the optimizer state. Gradients are always freed after an "
+        "update."
+    )
+    optimizer_offload: bool = key(
+        "Keep the optimizer state in host memory except during optimizer steps, saves and loads."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -194,3 +209,14 @@ class ActorConfig:
     def dtype(self) -> TrainingDtype:
         """Data type of weights and activations in training."""
         return self.megatron.dtype if self.strategy == "megatron" else self.fsdp_config.dtype
+
+    @property
+    def offloaded_states(self) -> frozenset[ActorState]:
+        """States that are not on the device between the calls that need them."""
+        section = self.megatron if self.strategy == "megatron" else self.fsdp_config
+        keys: dict[ActorState, str] = {
+            "params": "param_offload",
+            "grads": "grad_offload",
+            "optimizer": "optimizer_offload",
+        }
+        return frozenset(state for state, name in keys.items() if getattr(section, name, False))

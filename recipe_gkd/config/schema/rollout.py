@@ -19,6 +19,7 @@ from recipe_gkd.config.schema.fields import STRICT, key, timeout
 
 RolloutDtype = Literal["auto", "bfloat16", "float16", "float32"]
 WeightTransport = Literal["auto", "collective", "ipc"]
+SleepLevel = Literal[0, 1, 2]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -48,11 +49,13 @@ class RolloutEngineConfig:
         "Data type of the rollout engine. `auto`: the type in the model's config, or 16 bits if that is float32."
     )
     gpu_memory_utilization: float = key(
-        "Fraction of a GPU's memory that vLLM uses. No effect on a CPU, or with `rollout.share_actor_gpus`.", gt=0, le=1
+        "Fraction of a GPU's memory that vLLM uses. With `hybrid_engine` it must leave room for the actor's states "
+        "that are not offloaded, and for the CUDA contexts of actor and teacher. No effect on a CPU.",
+        gt=0,
+        le=1,
     )
     kv_cache_memory_megabytes: int | None = key(
-        "Size of the KV cache in MiB. null: on CUDA derived from `gpu_memory_utilization`, on a CPU 256. Required on "
-        "CUDA with `rollout.share_actor_gpus`.",
+        "Size of the KV cache in MiB. null: on CUDA derived from `gpu_memory_utilization`, on a CPU 256.",
         ge=1,
         le=1 << 24,
     )
@@ -85,7 +88,12 @@ class RolloutEngineConfig:
     )
     weight_transport: WeightTransport = key(
         "Transport of weight updates. `collective`: NCCL or gloo; `ipc`: shared memory of one node; `auto`: `ipc` if "
-        "`rollout.share_actor_gpus` is true on CUDA, else `collective`."
+        "`hybrid_engine` is true and all workers are on one node, else `collective`."
+    )
+    sleep_level: SleepLevel = key(
+        "What an engine releases while the actor trains (`hybrid_engine`). 2: weights and KV cache; the next weight "
+        "sync sends the weights. 1: the KV cache, and the weights move to host memory. 0: nothing. On a CPU vLLM "
+        "cannot release weights, so 1 and 2 release the KV cache."
     )
     timeout_s: float = timeout("the responses of one batch, in seconds.")
     val_kwargs: ValidationSamplingConfig
@@ -93,13 +101,9 @@ class RolloutEngineConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutPoolConfig:
-    """Size of the rollout pool, section ``rollout``."""
+    """Size of the rollout pool, section ``rollout``. Not used with ``actor_rollout_ref.hybrid_engine``."""
 
     nnodes: int = key("Number of nodes of the rollout pool.", ge=1, le=MAX_NODES)
     n_gpus_per_node: int = key(
         "Number of GPUs per node of the rollout pool (CPU slots if `trainer.device` is `cpu`).", ge=1, le=MAX_DEVICES
-    )
-    share_actor_gpus: bool = key(
-        "Place each rollout worker on the GPU of an actor rank. Both pools must have the same size. Both models stay "
-        "in the memory, so on CUDA `actor_rollout_ref.rollout.kv_cache_memory_megabytes` is required."
     )

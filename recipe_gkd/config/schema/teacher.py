@@ -74,3 +74,7 @@ class TeacherConfig:
         ge=0,
         le=MAX_STEPS,
     )
+    sleep_between_batches: bool = key(
+        "Let the teacher service release its GPUs except while it scores, so that teacher, rollout and actor can share "
+        "them. Needs `trainer.scheduler=sync`, and a service that scores for this run only."
+    )

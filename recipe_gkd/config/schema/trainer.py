@@ -15,6 +15,7 @@ from recipe_gkd.runtime.user_code import split_spec
 Device = Literal["auto", "cuda", "cpu"]
 ResumeMode = Literal["disable", "auto", "resume_path"]
 Scheduler = Literal["sync", "one_step_off", "two_step_off", "n_step_off"]
+OomPolicy = Literal["fail", "split"]
 
 BuiltInLogger = Literal["console", "jsonl", "tensorboard"]
 BUILT_IN_LOGGERS: tuple[str, ...] = get_args(BuiltInLogger)
@@ -118,6 +119,12 @@ class TrainerConfig:
     check_nodes: bool = key(
         "Refuse to start if a node has a problem that would make workers fail: an old CUDA driver, no C compiler or "
         "Python headers, a small /dev/shm, a full disk. false: log these problems as warnings."
+    )
+    oom: OomPolicy = key(
+        "Reaction of an actor that runs out of memory during an update. `fail`: the run ends. `split`: "
+        "`actor.max_token_len` is lowered by halving for the rest of the run and the update is repeated, with the same "
+        "result up to the order of sums. Needs ranks that do not wait for each other within a pass (data parallelism "
+        "only; with FSDP on several ranks `fsdp_size=1`): see docs/operations.md."
     )
     max_worker_restarts: int = key(
         "Maximum number of dead rollout workers that are replaced during a run. The next death ends the run.",

@@ -35,6 +35,10 @@ INJECTION_POINTS = {
     "update": "recipe_gkd.actor.student_actor:StudentActor.update",
     "gather": "recipe_gkd.actor.megatron.export:_exchange",
     "broadcast": "recipe_gkd.weight_sync.collective:CollectiveTransport.broadcast",
+    "ipc": "recipe_gkd.weight_sync.ipc:IpcTransport.broadcast",
+    "sleep": "recipe_gkd.rollout.engine_sleep:EngineSleep.sleep",
+    "wake": "recipe_gkd.rollout.engine_sleep:EngineSleep.wake",
+    "log_probs": "recipe_gkd.rollout.engine:RolloutEngine.log_probs",
 }
 """Name of a point -> function of the worker that sends the signal before it runs."""
 

@@ -47,6 +47,7 @@ def checkout(tmp_path: Path) -> Path:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
         (tmp_path / path).chmod(0o700)
+    shutil.copytree(REPO / "config", tmp_path / "config")
     (tmp_path / "events").touch()
     (tmp_path / "model").mkdir()
     return tmp_path
@@ -56,7 +57,7 @@ def events(checkout: Path) -> list[str]:
     return (checkout / "events").read_text().splitlines()
 
 
-SCRIPTS = ["run_qwen2.5_one_node.sh", "quickstart.sh"]
+SCRIPTS = ["run_qwen2.5_one_node.sh", "run_simple.sh", "quickstart.sh"]
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
@@ -66,7 +67,8 @@ def start(checkout: Path) -> Iterator[Start]:
     scripts: list[subprocess.Popen[bytes]] = []
 
     def start(script: str, *, until: str = "training ", **variables: str) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"TEACHER": "model", "TRAIN_FILES": "x", "QUICKSTART_DIR": "outputs/q"} | variables
+        settings = {"STUDENT": "x", "TEACHER": "model", "TRAIN_FILES": "x", "QUICKSTART_DIR": "outputs/q"}
+        environment = os.environ | settings | variables
         command = ["bash", f"launch/{script}"]
         scripts.append(
             subprocess.Popen(command, cwd=checkout, env=environment, stdout=subprocess.DEVNULL, process_group=0)
@@ -84,7 +86,7 @@ def start(checkout: Path) -> Iterator[Start]:
             pytest.fail("the training outlived its script")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["run_qwen2.5_one_node.sh", "quickstart.sh"])
 @pytest.mark.parametrize("name", ["TERM", "INT", "HUP"])
 def test_signal_ends_training_then_teacher(script: str, name: str, start: Start, checkout: Path) -> None:
     running = start(script)
@@ -125,7 +127,7 @@ def test_failed_teacher_start_does_not_stop_teacher(script: str, start: Start, c
 
 def test_fresh_quickstart_does_not_affect_running_one(start: Start, checkout: Path) -> None:
     running = start("quickstart.sh")
-    kept = checkout / "outputs" / "q" / "runs" / "default" / "checkpoint"
+    kept = checkout / "outputs" / "q" / "runs" / "quickstart" / "checkpoint"
     kept.touch()
     command = ["bash", "launch/quickstart.sh", "--fresh"]
     environment = os.environ | {"QUICKSTART_DIR": "outputs/q"}

@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests._support.repository import REPO
 
 PROGRAM = REPO / "benchmarks" / "losses.py"
 
 
+@pytest.mark.slow
 def test_quick_benchmark_writes_all_keys(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), "--quick", "--repeats", "1", "--json", str(tmp_path / "figures.json")]
     subprocess.run(command, check=True, timeout=120, capture_output=True)

@@ -34,6 +34,7 @@ def test_prepare_again_skips_complete_folders(prepared: Path, instant_recipes: d
     assert _times(prepared) == before
 
 
+@pytest.mark.slow
 def test_prepare_again_replaces_only_an_incomplete_folder(prepared: Path, instant_recipes: dict[Role, Recipe]) -> None:
     before = _times(prepared)
     (prepared / "student" / RECORD).write_text('{"key": "cut sho')
@@ -49,6 +50,7 @@ def test_prepare_again_replaces_only_an_incomplete_folder(prepared: Path, instan
     assert not (prepared / "student" / "left_over").exists()
 
 
+@pytest.mark.slow
 def test_prepare_model_outside_its_band_raises_without_its_folder(tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPES["student"], steps_between_evaluations=1, max_steps=1)
     others = set(multiprocessing.active_children())

@@ -37,8 +37,12 @@ def _results(metrics: list[dict[str, Any]], **more: Any) -> RunResults:
 
 
 def test_build_report_summarizes_a_run() -> None:
-    metrics = [_step(1), _step(2, **{"timing/gen": 0.75})]
+    metrics = [
+        _step(1, **{"perf/max_memory_allocated_gb": 0.5, "perf/memory_gb/update": 2.5}),
+        _step(2, **{"timing/gen": 0.75, "perf/memory_gb/update": 2.25}),
+    ]
     report = build_report(_results(metrics, stages=STAGES, prepared={"teacher": {"steps": 9}}, versions={"torch": "1"}))
+    assert report["memory_gb"] == {"actor": 0.5, "update": 2.5}
     assert report["accuracy"] == {"teacher": 0.99, "student_before": 0.2, "student_after": 0.95}
     assert (report["steps"], report["tokens"], report["problems"]) == (2, 2000, 200)
     assert report["kl_loss"] == {"first": 1.0, "last": 0.5}
@@ -108,3 +112,4 @@ def test_command_writes_json_and_prints_the_table(tmp_path: Path, capsys: pytest
     assert "student after" in capsys.readouterr().out
     report = json.loads((tmp_path / "o" / "r.json").read_text())
     assert {"python", "torch", "transformers"} <= set(report["versions"])
+    assert " cores of " in report["machine"]

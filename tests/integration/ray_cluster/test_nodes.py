@@ -25,15 +25,11 @@ def facts() -> dict[str, Any]:
 
 
 class TestPools:
-    def test_shared_gpu_has_actor_and_rollout_worker_of_one_rank(self, facts: dict[str, Any]) -> None:
+    def test_hybrid_engine_places_rollout_worker_on_gpu_of_its_actor_rank(self, facts: dict[str, Any]) -> None:
         actors, rollouts = ([(node, gpu) for node, gpu, _ in facts[pool]] for pool in ("actors", "rollouts"))
         assert actors == rollouts
         assert actors[0][0] == actors[1][0] != actors[2][0] == actors[3][0]
         assert len(set(actors)) == 4
-
-    def test_shared_pools_avoid_the_node_of_another_job(self, facts: dict[str, Any]) -> None:
-        held = [node for node, _ in facts["shared_pools"]]
-        assert [nodes for _, nodes in facts["shared_pools"]] == [[node] for node in reversed(held)]
 
     def test_too_few_nodes_lists_request_and_cluster(self, facts: dict[str, Any]) -> None:
         assert "actor pool: 3 x 1 CPU slots" in facts["refusal"] and "node 1: 3 CPU, 2 GPU" in facts["refusal"]

@@ -24,7 +24,7 @@ class Worker:
         self.rank = rank
 
     def report(self) -> dict[str, Any]:
-        cpus = ray.get_runtime_context().get_assigned_resources()["CPU"]
+        cpus = ray.get_runtime_context().get_assigned_resources().get("CPU")
         return dict(rank=self.rank, env=os.environ.get("MARK"), cpus=cpus)
 
 
@@ -75,11 +75,12 @@ class TestSpawn:
         assert ray.get(successor.report.remote(), timeout=30)["rank"] == 7
         release(pools, [successor, handles[1]])
 
-    def test_shared_slots_hold_one_actor_and_one_rollout_worker(self) -> None:
-        pools = create("rollout.share_actor_gpus=true", actor=6, rollout=6)
+    def test_guests_hold_no_slots(self) -> None:
+        pools = create("actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync", actor=6, rollout=1)
         handles = [pool.spawn(Worker, rank, {}) for pool in pools for rank in range(2)]
         reports = ray.get([handle.report.remote() for handle in handles], timeout=30)
-        assert [float(report["cpus"]) for report in reports] == [0.5] * 4
+        assert [float(report["cpus"] or 0) for report in reports] == [1.0, 1.0, 0.0, 0.0]
+        assert pools[1].spec.n_workers == 6
         release(pools, handles)
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from recipe_gkd.commands import check_devices
 from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.errors import DeadlineError, ResourceError, WorkerDied
 from recipe_gkd.ray_cluster.node_checks import check_nodes
+from recipe_gkd.ray_cluster.placement import environments_of_guests
 from recipe_gkd.ray_cluster.pools import Pool, create_pools, pool_specs
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime.worker_variables import worker_variables
@@ -28,6 +28,7 @@ from tests._support.base_config import base_config
 from tests._support.processes import is_running
 
 JSON_PREFIX = "facts "
+HYBRID = "actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync"
 
 VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "VLLM_LOGGING_LEVEL", "VLLM_HOST_IP", "MY_SETTING")
 OF_THE_DRIVER = {"NCCL_SOCKET_IFNAME": "eth7", "NCCL_DEBUG": "WARN", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_HOST_IP": "x"}
@@ -38,8 +39,11 @@ OF_THE_CONFIG = ("ray_init.env_vars.NCCL_DEBUG=INFO", "+ray_init.env_vars.MY_SET
 class Worker:
     def location(self) -> tuple[str, str, int]:
         """Return node id, GPU ids and pid."""
-        context = ray.get_runtime_context()
-        return context.get_node_id(), ",".join(context.get_accelerator_ids()["GPU"]), os.getpid()
+        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"], os.getpid()
+
+    def device_report(self) -> dict[str, list[str]]:
+        """Return the GPUs that Ray assigned to this worker."""
+        return {"assigned": ray.get_runtime_context().get_accelerator_ids()["GPU"]}
 
     def variables(self) -> dict[str, str | None]:
         """Return the values of the environment variables ``VARIABLES``."""
@@ -72,24 +76,14 @@ async def start(device: str, *arguments: str) -> tuple[tuple[Pool, ...], WorkerG
     sizes = [pool.spec.nnodes * pool.spec.n_per_node for pool in pools]
     extra = base_config(*OF_THE_CONFIG).ray_init.env_vars
     env = worker_variables({"VLLM_LOGGING_LEVEL": "WARNING"}, os.environ, extra)
-    rollouts = [pools[1].spawn(Worker, rank, {}, env=env) for rank in reversed(range(sizes[1]))][::-1]
-    actors = [pools[0].spawn(Worker, rank, {}, env=env) for rank in range(sizes[0])]
-    return pools, WorkerGroup("actor", actors), WorkerGroup("rollout", rollouts)
+    actors = WorkerGroup("actor", [pools[0].spawn(Worker, rank, {}, env=env) for rank in range(sizes[0])])
+    of_guests = await environments_of_guests(actors, n_guests=sizes[1], timeout_s=60)
+    rollouts = [pools[1].spawn(Worker, rank, {}, env=env | of_guests[rank]) for rank in range(sizes[1])]
+    return pools, actors, WorkerGroup("rollout", rollouts)
 
 
 async def locations(group: WorkerGroup) -> list[Any]:
     return await group.call("location", timeout_s=60, phase="look")
-
-
-async def nodes_of_shared_pools(held: str) -> set[str]:
-    """Return the nodes that Ray chooses for shared pools of one node while another job holds a GPU of node ``held``."""
-    job = placement_group([{"GPU": 1}], bundle_label_selector=[{"ray.io/node-id": held}])
-    await job.ready()
-    pools = await reserve("cuda", "1x2", "1x2", "rollout.share_actor_gpus=true")
-    nodes = set(placement_group_table(pools[0].group)["bundles_to_node_id"].values())
-    for group in (pools[0].group, job):
-        remove_placement_group(group)
-    return nodes
 
 
 async def diagnose_stopped_worker(actors: WorkerGroup, rollouts: WorkerGroup, rank: int, pid: int) -> dict[str, str]:
@@ -123,10 +117,8 @@ async def scenario(cluster: Cluster, second: Any) -> dict[str, Any]:
         await start("cpu", "3x1", "1x1")
     except ResourceError as error:
         facts["refusal"] = str(error)
-    nodes = cluster.head_node.node_id, second.node_id
-    facts["shared_pools"] = [(node, list(await nodes_of_shared_pools(node))) for node in nodes]
 
-    pools, actors, rollouts = await start("cuda", "2x2", "2x2", "rollout.share_actor_gpus=true")
+    pools, actors, rollouts = await start("cuda", "2x2", "2x2", *HYBRID)
     facts["actors"], facts["rollouts"] = await locations(actors), await locations(rollouts)
     facts["variables"] = await actors.call("variables", timeout_s=60, phase="look")
     try:

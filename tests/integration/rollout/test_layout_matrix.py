@@ -95,6 +95,7 @@ async def sync_all(actor: WorkerGroup, engines: list[tuple[str, WorkerGroup, int
     return found
 
 
+@pytest.mark.slow  # Exports of all layouts are tested in tests/integration/actor.
 def test_sync_from_tp2_actor_matches_transformers(
     processes_for: ProcessesFor, pool: Pool, tensor_pair: WorkerGroup, folders: Any, tmp_path: Path
 ) -> None:

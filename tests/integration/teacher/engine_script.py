@@ -86,6 +86,40 @@ def head_precision(engine: VllmEngine) -> dict[str, Any]:
     return {"dtype": dtype, "error": error, "engine": engine.info.engine}
 
 
+def sleep_and_wake(engine: VllmEngine) -> dict[str, Any]:
+    """Return results after a wake-up, and the errors of wake-ups of a wrong model.
+
+    "uniform error": all logits are equal, while the weights are the same. "wake error": one weight differs. It is in
+    the output layer, because vLLM on a CPU packs the weights of other layers into memory that is no parameter.
+    """
+    import psutil
+    import torch
+
+    def resident_bytes() -> int:
+        return int(psutil.Process().memory_info().rss)
+
+    awake = resident_bytes()
+    engine.sleep()
+    released = awake - resident_bytes()
+    engine.wake()
+    found = score(engine, SHORT) | {"released": released, "checksums": len(engine._sleep_mode._checksums[0])}
+
+    def make_logits_equal(model: Any) -> None:
+        of_model = model.compute_logits.of_model
+        model.compute_logits = lambda *args, **named: torch.zeros_like(of_model(*args, **named))
+
+    def change_one_weight(model: Any) -> None:
+        with torch.no_grad():
+            model.lm_head.weight[3, 5] += 1e-7
+
+    engine.sleep()
+    engine._engine.apply_model(make_logits_equal)
+    found["uniform error"] = refusal(engine.wake)
+    engine.sleep()
+    engine._engine.apply_model(change_one_weight)
+    return found | {"wake error": refusal(engine.wake)}
+
+
 def chunks_of_v2_runner(n_rows: int, n_tokens: int) -> list[int]:
     """Return the rows of each call of vLLM's V2 runner for logits, after `set_logit_rows`."""
     import torch
@@ -124,13 +158,17 @@ def main(model: str, out: str) -> None:
     def save(name: str, results: dict[str, Any]) -> None:
         found.update({f"{name}/{key}": value for key, value in results.items()})
 
-    whole = VllmEngine(EngineConfig(model, N_TOKENS, dtype="float32", kv_cache_mib=4, max_result_mib=1))
+    whole = VllmEngine(
+        EngineConfig(model, N_TOKENS, dtype="float32", kv_cache_mib=64, max_result_mib=1, sleep_mode=True)
+    )
     save("at 1", score(whole, SHORT))
     whole.set_temperature(0.5)
     save("at 0.5", score(whole, SHORT))
     found["padding/error"] = refusal(lambda: whole.check(TeacherSequence(np.array([1, N_TOKENS], np.int32), 1), 1.0))
     found["result/error"] = refusal(lambda: whole.check(TOO_LARGE, 1.0))
     found["n_tokens"] = whole.info.n_tokens
+    whole.set_temperature(1.0)
+    save("woken", sleep_and_wake(whole))
     smallest = VllmEngine(EngineConfig(model, **SMALL, max_model_len=SMALLEST_KV_LEN))
     refuse(smallest, REFUSED)
     save("smallest", score(smallest, LONG))

@@ -141,6 +141,25 @@ def test_engine_float32_head_returns_logits_without_rounding_to_16_bits(scored: 
     assert np.abs(mass_T - 1).max() < 1e-5, "padding rows of the output layer have probability"
 
 
+def test_engine_woken_returns_the_same_scores(scored: dict[str, Any]) -> None:
+    before = {name: array for name, array in scored.items() if name.startswith("at 1/")}
+    for name, array in before.items():
+        np.testing.assert_array_equal(scored[name.replace("at 1/", "woken/")], array)
+    assert len(before) > 3 * (len(SHORT) - 1)
+    assert scored["woken/released"] > 48 << 20, "expected most of the KV cache of 64 MiB"
+
+
+def test_engine_with_one_changed_weight_refuses_to_wake(scored: dict[str, Any]) -> None:
+    error = str(scored["woken/wake error"])
+    assert "the checksums differ of lm_head.weight of rank 0, of" in error
+    assert scored["woken/checksums"] > 10
+
+
+def test_engine_with_uniform_scores_refuses_to_wake(scored: dict[str, Any]) -> None:
+    error = str(scored["woken/uniform error"])
+    assert "the teacher is not the same after its wake-up: log-probabilities of the probe differ" in error
+
+
 def test_engine_logit_rows_are_those_that_vllm_computes_at_a_time(scored: dict[str, Any]) -> None:
     assert scored["chunks"].tolist() == [7, 7, 6]
 

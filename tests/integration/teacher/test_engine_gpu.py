@@ -1,4 +1,4 @@
-"""VllmEngine on a GPU: steps of several chunks in vLLM's V2 runner, and float32 logits from bfloat16 weights."""
+"""VllmEngine on a GPU: steps of several chunks in vLLM's V2 runner, float32 logits from bfloat16 weights, sleep."""
 
 from __future__ import annotations
 
@@ -43,3 +43,20 @@ def test_engine_on_gpu_returns_float32_scores_of_all_chunks(tmp_path: Path) -> N
         ids_TK = scored[f"auto/{key}/topk_ids_TK"]
         error_TK = np.abs(scored[f"auto/{key}/topk_logps_TK"] - np.take_along_axis(logps_TV, ids_TK, 1))
         assert error_TK.mean() < 0.05, "expected the rounding errors of bfloat16 layers"
+
+
+def test_engine_on_gpu_releases_its_memory_and_is_verified(tmp_path: Path) -> None:
+    model = random_qwen2(seed=0, vocab_size=VOCAB_SIZE, max_position_embeddings=1024, hidden_size=128)
+    model.save_pretrained(tmp_path / "model")
+    save_word_tokenizer(tmp_path / "model", [f"t{i}" for i in range(3, N_TOKENS)])
+    out = tmp_path / "sleep.npz"
+    command = [sys.executable, "-m", "tests.integration.teacher.gpu_sleep_script", str(tmp_path / "model"), str(out)]
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = dict(np.load(out))
+    assert found["released"] > 0.9 * found["kv cache"], "expected the memory of the KV cache"
+    assert abs(found["restored"] - found["released"]) < 0.1 * found["kv cache"]
+    for name in [name for name in found if name.startswith("before/")]:
+        np.testing.assert_allclose(found[name.replace("before/", "after/")], found[name], atol=0.05)
+    assert "the weights of the teacher are not the same after its wake-up" in str(found["wake error"])

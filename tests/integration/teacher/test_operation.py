@@ -226,7 +226,7 @@ def test_end_with_parent_ends_process_with_its_parent(tmp_path: Path) -> None:
     assert orphan.returncode == 1 and "--end-with-parent 1: the parent process is" in orphan.stderr
 
 
-@pytest.mark.parametrize("command", ["proxy", "worker", "check", "status", "keys"])
+@pytest.mark.parametrize("command", ["proxy", "worker", "check", "status", "sleep", "wake", "keys"])
 def test_main_help_describes_each_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
-from teacher import TeacherClient, TeacherRequestError, TeacherSequence, tokenizer_fingerprint
+from teacher import TeacherClient, TeacherRequestError, TeacherSequence, TeacherUnavailable, tokenizer_fingerprint
 from teacher.__main__ import main
 from tests._support.ports import free_port
 from tests._support.teacher_service import MAX_MODEL_LEN, REPO, VOCAB_SIZE, Service, processes_of, run_script
@@ -180,6 +180,21 @@ def test_status_health_and_metrics_describe_service(
         assert "teacher_worker_scored_tokens_total{" in metrics.read().decode()
 
 
+def test_service_sleeps_and_wakes_with_the_same_scores(
+    service: Service, client: TeacherClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sequences = random_sequences([(8, 2), (30, 10)])
+    before = client.submit(sequences).result()
+    assert main(["sleep", "--port", str(service.port)]) == 0
+    with pytest.raises(TeacherUnavailable, match="the teacher sleeps"):
+        client.submit(sequences).result()
+    assert main(["wake", "--port", str(service.port)]) == 0
+    assert "1 workers are awake and verified" in capsys.readouterr().out
+    for old, new in zip(before, client.submit(sequences).result(), strict=True):
+        np.testing.assert_array_equal(old.topk_logps_TK, new.topk_logps_TK)
+        np.testing.assert_array_equal(old.sampled_logps_T, new.sampled_logps_T)
+
+
 def test_second_service_on_same_port_is_refused(service: Service, client: TeacherClient, tmp_path: Path) -> None:
     port_flags = ("--proxy-frontend-port", str(service.port), "--proxy-backend-port", str(free_port()))
     for run_dir in (tmp_path, service.run_dir):
@@ -247,6 +262,7 @@ def test_start_interrupted_leaves_no_process(tiny_qwen2: Path, tmp_path: Path) -
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_stop_ends_only_own_hanging_worker(service: Service, client: TeacherClient, tmp_path: Path) -> None:
     """A pid file of an unrelated process in the same folder must be left alone."""
     flags = ("--ckpt-path", str(service.ckpt_path), "--n-logprobs", str(VOCAB_SIZE), "--dtype", "float32")

@@ -72,6 +72,7 @@ class TestSignal:
 
 
 class TestKilledProcess:
+    @pytest.mark.slow  # tests/unit/runtime/test_after_exit.py has the mechanism
     def test_killed_driver_leaves_no_process_and_no_file(self, start_run: StartRun, validation: list[str]) -> None:
         """The run has Ray, an actor, an engine with two tensor-parallel ranks, reward processes and temporary files."""
         run = start_run(

@@ -35,6 +35,7 @@ def assert_same_training(run: Run, expected: Run) -> None:
         assert line["teacher/skipped_samples"] == 0
 
 
+@pytest.mark.slow  # tests/integration/teacher/test_chaos.py: no request is lost
 def test_run_after_loss_of_last_teacher_worker_equals_undisturbed_run(
     start_run: StartRun, own_teacher: Teacher, validation: list[str], reference_run: Run
 ) -> None:

@@ -58,7 +58,7 @@ class TestCheck:
             ("kernels", 0, CUDA_PACKAGES, "needs 1 GPU, torch finds none"),
             ("transport_collective", 1, CUDA_PACKAGES, "needs 2 GPUs, there is 1"),
             ("rollout", 1, {"vllm": None}, "vllm is not installed"),
-            ("training", 1, CUDA_PACKAGES | {"ray": None}, "ray is not installed"),
+            ("training_hybrid", 1, CUDA_PACKAGES | {"ray": None}, "ray is not installed"),
             ("teacher", 1, {"vllm": "0.32.0+cpu"}, "the installed vLLM (0.32.0+cpu) is not for CUDA"),
             ("rollout_tp2", 2, CUDA_PACKAGES, None),
             (MACHINE, 0, {}, None),

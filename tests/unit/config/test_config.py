@@ -104,8 +104,6 @@ class TestValidation:
             ("trainer.scheduler=fast", "'sync', 'one_step_off', 'two_step_off' or 'n_step_off'"),
             ("actor_rollout_ref.actor.optim.lr=-1", "greater than 0"),
             ("trainer.logger=[console,wandb]", "trainer.logger.1: got 'wandb'; expected one of console, jsonl, tensor"),
-            ("actor_rollout_ref.hybrid_engine=true", "set it to false"),
-            (f"{MEGATRON}.param_offload=true", "offloading is not implemented"),
             (
                 f"{MEGATRON}.context_parallel_size=2",
                 "= 1 slots, which is not a multiple of tensor x context x pipeline parallel size = 1 x 2 x 1 = 2;",
@@ -147,6 +145,7 @@ class TestValidation:
             ("sequence_parallel=true", "set it to false"),
             ("override_transformer_config={recompute_granularity: full}", "set it to {}"),
             ("override_ddp_config={overlap_grad_reduce: false}", "set it to {}"),
+            ("grad_offload=true", "set it to false"),
         ],
     )
     def test_layout_of_megatron_with_fsdp_is_rejected_once(self, override: str, remedy: str) -> None:
@@ -158,7 +157,13 @@ class TestValidation:
 
     @pytest.mark.parametrize(
         "override",
-        ["fsdp_size=1", "wrap_policy=[Layer]", "gradient_checkpointing=true", "reshard_after_forward=false"],
+        [
+            "fsdp_size=1",
+            "wrap_policy=[Layer]",
+            "gradient_checkpointing=true",
+            "reshard_after_forward=false",
+            "param_offload=true",
+        ],
     )
     def test_layout_of_fsdp_with_megatron_is_rejected(self, override: str) -> None:
         message = rejection(f"{FSDP}.{override}")
@@ -171,8 +176,6 @@ class TestValidation:
             (["fsdp_size=0"], f"{FSDP}.fsdp_size=0: a copy of the model needs at least one rank; set it to -1"),
             (["fsdp_size=4"], f"= 2 x 3 = 6 slots, which is not a multiple of {FSDP}.fsdp_size=4; change the pool"),
             (["fsdp_size=-2"], f"{FSDP}.fsdp_size: got -2"),
-            (["param_offload=true"], f"{FSDP}.param_offload=true: offloading is not implemented"),
-            (["optimizer_offload=true"], f"{FSDP}.optimizer_offload=true: offloading is not implemented"),
         ],
     )
     def test_impossible_fsdp_section_is_rejected(self, overrides: list[str], message: str) -> None:

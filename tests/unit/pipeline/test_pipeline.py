@@ -275,7 +275,8 @@ pipeline_configs = st.builds(
     responses_per_prompt=st.integers(1, 3),
     requests_per_batch=st.integers(1, 6),
     inflight_update=st.booleans(),
-)
+    on_request=st.booleans(),
+).map(lambda config: replace(config, on_request=config.on_request and not config.max_staleness))
 plans = st.builds(
     Plan,
     pipeline_config=pipeline_configs,
@@ -456,6 +457,29 @@ class TestStaleness:
         stages = FakeStages(Plan(PipelineConfig(max_staleness=0, capacity=99), seconds=SHAPES["balanced"]))
         run(stages.run())
         assert stages.syncs == [0, 1, 2, 3, 4]
+
+    @pytest.mark.parametrize("on_request", [True, False])
+    def test_batch_on_request_waits_for_checkpoint_and_validation_of_the_step_before(self, on_request: bool) -> None:
+        """Otherwise it is generated meanwhile, so that a checkpoint of a hybrid engine would wait for its end."""
+        config = PipelineConfig(max_staleness=0, on_request=on_request)
+        plan = Plan(config, seconds=SHAPES["balanced"] | {"save": 3.0}, validated=frozenset(range(1, 6)))
+        stages, sink = FakeStages(plan), Spans()
+
+        async def train() -> None:
+            async with stages.pipeline(Timeline(now, sink)) as pipeline:
+                async for batch in pipeline:
+                    async with pipeline.actor_update(batch):
+                        stages.version += 1
+                    await asyncio.sleep(1.0)  # metrics of the update
+                    await stages.validate(pipeline)
+                    await asyncio.sleep(1.0)  # rewards
+                    async with pipeline.actor_lock("save", batch):
+                        await asyncio.sleep(3.0)
+
+        run(train())
+        saves, generated = sink.of("actor", "save"), sink.of("rollout 0", "generate")
+        overlap = any(since < end and until > start for since, until in generated for start, end in saves)
+        assert len(saves) == len(generated) == plan.n_batches and overlap is not on_request
 
     @pytest.mark.parametrize("bound", [1, 2, 3])
     def test_needed_sync_precedes_next_update(self, bound: int) -> None:

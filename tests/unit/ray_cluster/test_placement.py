@@ -1,11 +1,13 @@
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import pytest
 
 from recipe_gkd.errors import ResourceError
-from recipe_gkd.ray_cluster.placement import check_devices, device_report, placement_table
+from recipe_gkd.ray_cluster.placement import check_devices, device_report, environments_of_guests, placement_table
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from tests._support.device_reports import worker_report
 
 
@@ -42,11 +44,11 @@ class TestCheckDevices:
 
     def test_shared_gpu_has_one_actor_and_one_rollout_worker(self) -> None:
         one, two = worker_report(["1"]), worker_report(["2"])
-        check_devices({"actor worker 0": one, "rollout worker 0": one}, shared=True)
+        check_devices({"actor worker 0": one, "rollout worker 0": one}, is_hybrid=True)
         with pytest.raises(ResourceError, match="actor worker 0 and actor worker 1 all got GPU-1"):
-            check_devices({"actor worker 0": one, "actor worker 1": one}, shared=True)
+            check_devices({"actor worker 0": one, "actor worker 1": one}, is_hybrid=True)
         with pytest.raises(ResourceError, match="actor worker 0 is the only worker on GPU-1 of node"):
-            check_devices({"actor worker 0": one, "rollout worker 0": two}, shared=True)
+            check_devices({"actor worker 0": one, "rollout worker 0": two}, is_hybrid=True)
 
     @pytest.mark.parametrize(
         "report",
@@ -66,3 +68,12 @@ def test_device_report_without_ray_describes_the_host() -> None:
     report = device_report("cpu")
     assert report["device"] == "cpu" and report["host_memory"] > 0 and report["pid"]
     check_devices({"worker": report | {"assigned": None}})
+
+
+def test_engine_of_two_gpus_sees_those_of_its_two_actor_ranks() -> None:
+    class Actors:
+        async def call(self, method: str, *, timeout_s: float, phase: str) -> list[dict[str, list[str]]]:
+            return [{"assigned": [gpu]} for gpu in ("2", "0", "3", "1")]
+
+    found = asyncio.run(environments_of_guests(cast(WorkerGroup, Actors()), n_guests=2, timeout_s=1))
+    assert found == {0: {"CUDA_VISIBLE_DEVICES": "2,0"}, 1: {"CUDA_VISIBLE_DEVICES": "3,1"}}

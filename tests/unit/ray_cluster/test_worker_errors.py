@@ -124,8 +124,8 @@ class TestDeviceMemory:
         ("pool", "key"),
         [
             ("actor", "actor_rollout_ref.actor.max_token_len"),
-            ("actor", "with strategy=fsdp set actor_rollout_ref.actor.fsdp_config.{gradient_checkpointing=true"),
-            ("rollout", "rollout.gpu_memory_utilization"),
+            ("actor", "actor_rollout_ref.actor.fsdp_config.gradient_checkpointing=true with strategy=fsdp"),
+            ("rollout", "rollout.kv_cache_memory_megabytes or gpu_memory_utilization"),
         ],
     )
     @pytest.mark.parametrize(

@@ -45,6 +45,29 @@ class TestEngineOptions:
         keys = f"{ROLLOUT}.dtype={dtype}", f"actor_rollout_ref.model.head_dtype={head_dtype}"
         assert options_for(device, *keys).float32_head is expected
 
+    @pytest.mark.parametrize(
+        ("device", "hybrid", "level", "expected"),
+        [("cuda", True, 1, True), ("cuda", True, 2, True), ("cuda", True, 0, False), ("cuda", False, 2, False),
+         ("cpu", True, 2, False)],
+    )  # fmt: skip
+    def test_from_config_enables_sleep_mode_for_engines_that_sleep_on_cuda(
+        self, device: str, hybrid: bool, level: int, expected: bool
+    ) -> None:
+        keys = f"actor_rollout_ref.hybrid_engine={str(hybrid).lower()}", f"{ROLLOUT}.sleep_level={level}"
+        assert options_for(device, "trainer.scheduler=sync", *keys).enable_sleep_mode is expected
+
+    @pytest.mark.parametrize(
+        ("hybrid", "cache", "expected"), [("true", "null", 0.4), ("false", "100", 0.4), ("true", "100", 0.01)]
+    )
+    def test_from_config_fixed_cache_of_a_hybrid_engine_ignores_the_memory_of_the_actor(
+        self, hybrid: str, cache: str, expected: float
+    ) -> None:
+        options = options_for(
+            "cuda", f"actor_rollout_ref.hybrid_engine={hybrid}", f"{ROLLOUT}.kv_cache_memory_megabytes={cache}",
+            f"{ROLLOUT}.gpu_memory_utilization=0.4", "trainer.scheduler=sync",
+        )  # fmt: skip
+        assert options.gpu_memory_utilization == expected
+
 
 class TestStepBudget:
     def test_step_budget_on_cuda_is_the_default_of_the_device(self) -> None:

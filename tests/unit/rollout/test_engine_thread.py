@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from recipe_gkd.data.samples import Response
 from recipe_gkd.errors import GkdError, ModelError, WeightSyncError, WorkerDied, WorkerError
@@ -91,6 +92,25 @@ def test_run_device_loss_ends_engine(
     with pytest.raises(WorkerDied, match="the rollout engine failed: RuntimeError: CUDA error"):
         engine.run(load).result(5)
     assert inner.closed.wait(5) and isinstance(results[0], WorkerDied)
+    engine.close()
+
+
+@pytest.mark.parametrize(("fails_in", "phase"), [("step", "generate"), ("command", "weight sync")])
+def test_lack_of_memory_names_phase_and_keys(
+    fails_in: str, phase: str, failing: tuple[RolloutEngine, FailingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, inner = failing
+
+    def fail(*_: Any) -> list[Any]:
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    if fails_in == "step":
+        monkeypatch.setattr(inner, "step", fail)
+        engine.submit(prompts(1), [{}], lambda _: None)
+        assert inner.closed.wait(5)
+    with pytest.raises(WorkerDied, match=f"the rollout engine failed: {phase}: out of memory") as caught:
+        engine.run(fail).result(5)
+    assert "memory: resident" in str(caught.value) and "lower actor_rollout_ref.rollout." in str(caught.value)
     engine.close()
 
 
@@ -233,4 +253,24 @@ def test_start_unreadable_folder_is_worker_error(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Path, "is_file", refuse)
     with pytest.raises(WorkerError, match=r"vLLM could not be started .*PermissionError"):
+        build_engine(replace(OPTIONS, model_path="/secret"))
+
+
+@pytest.mark.parametrize(
+    ("error", "key"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "lower .*kv_cache_memory_megabytes"),
+        (ValueError("No available memory for the cache blocks."), "raise .*gpu_memory_utilization"),
+        (ValueError("Free memory on device cuda:0 is less than desired GPU memory utilization"), "lower .*utilization"),
+    ],
+    ids=str,
+)
+def test_start_without_enough_memory_names_memory_and_keys(
+    error: Exception, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> bool:
+        raise error
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(WorkerError, match=rf"(?s)vLLM could not be started .*resident memory.*{key}"):
         build_engine(replace(OPTIONS, model_path="/secret"))

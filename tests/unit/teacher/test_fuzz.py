@@ -61,6 +61,8 @@ def valid_messages() -> dict[str, list[bytes]]:
         Kind.CANCEL: protocol.encode_cancel(1),
         Kind.RETRY_LATER: protocol.encode_retry_later(1, "full"),
         Kind.ERROR: protocol.encode_error(1, TeacherTimeout("late")),
+        Kind.SET_ASLEEP: protocol.encode_set_asleep(1, 2.0, asleep=True),
+        Kind.ASLEEP_SET: protocol.encode_asleep_set(1, asleep=True, n_workers=2),
         Kind.READY: protocol.encode_ready(Ready(ModelInfo(**MODEL), 100, "host:7", 60.0)),
         Kind.WELCOME: protocol.encode_welcome(),
         Kind.HEARTBEAT: protocol.encode_heartbeat(Heartbeat(1, 2, 3, 4.0)),

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from teacher import TeacherClient
 from teacher import worker as worker_module
 from teacher.proxy import liveness
 from teacher.proxy.proxy import STALL_TIMEOUT_S
 from teacher.proxy.status_tracker import StatusTracker
 from teacher.wire import protocol
-from teacher.wire.messages import Heartbeat, Ready, ScoreReply, Welcome
+from teacher.wire.messages import Heartbeat, Ready, ScoreReply, SetAsleep, Welcome
 from teacher.wire.sockets import WORKER_HEARTBEAT
 from teacher.worker import Worker
 from tests._support.fake_worker import INFO, FakeEngine, running_worker
@@ -46,6 +47,32 @@ def test_liveness_allows_longer_silence_than_step_limit(monkeypatch: pytest.Monk
         silent_s = 1.6 * 5 * STALL_TIMEOUT_S
         wait_until(lambda: proxy.latest_status.totals.workers_lost > 2)  # it registers again, and is removed again
         silent_s = 0.0
+
+
+def test_liveness_allows_silence_until_deadline_of_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copying the weights to the host takes longer than a step."""
+    silent_s = 0.0
+    monkeypatch.setattr(StatusTracker, "silence_s", lambda *_: silent_s)
+    monkeypatch.setattr(liveness, "CHECK_INTERVAL_S", 0.05)
+    ready = Ready(INFO, 1000, "raw:1", STALL_TIMEOUT_S, has_sleep_mode=True)
+    with (
+        running_proxy() as proxy,
+        raw_peer(proxy.backend_port) as worker,
+        TeacherClient(server_port=proxy.frontend_port) as client,
+    ):
+        worker.socket.send_multipart(protocol.encode_ready(ready))
+        assert isinstance(worker.receive(), Welcome)
+        asleep = client.submit_sleep(timeout_s=600)
+        command = worker.receive()
+        assert isinstance(command, SetAsleep) and 500 < command.timeout_s <= 600
+        silent_s, looked_at = 5 * STALL_TIMEOUT_S, proxy.latest_status_at
+        wait_until(lambda: proxy.latest_status_at > looked_at + 0.2)
+        assert proxy.latest_status.workers[0].state == "falling asleep"
+        silent_s = 0.0
+        worker.socket.send_multipart(protocol.encode_asleep_set(command.request_id, asleep=True, n_workers=1))
+        assert asleep.result(timeout=5) == 1
+        silent_s = 5 * STALL_TIMEOUT_S  # no heartbeats while it sleeps
+        wait_until(lambda: proxy.latest_status.totals.workers_lost == 1)
 
 
 def test_worker_sends_heartbeats_between_replies(monkeypatch: pytest.MonkeyPatch) -> None:

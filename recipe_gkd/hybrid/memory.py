@@ -1,0 +1,63 @@
+"""Peak memory of each phase, measured by the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from recipe_gkd.config import Config
+from recipe_gkd.errors import WorkerDied
+from recipe_gkd.hybrid.turns import Phase
+from recipe_gkd.metrics.steps import GIB
+from recipe_gkd.workers import Workers
+
+log = logging.getLogger(__name__)
+
+_MEASURED = ("generate", "update", "sync")
+
+
+class PhasePeaks:
+    """Peak memory of actor and rollout engine together in each phase.
+
+    Args:
+        config: Configuration of the run.
+        workers: Connected workers.
+
+    Attributes:
+        metrics: ``perf/memory_gb/<phase>``, in GiB.
+    """
+
+    def __init__(self, config: Config, workers: Workers) -> None:
+        self._workers, self._timeout_s = workers, config.actor_rollout_ref.nccl_timeout
+        self._tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        self.metrics: dict[str, float] = {}
+
+    async def record(self, phase: Phase | None) -> None:
+        """Record the peak of a phase, and start to measure the next one."""
+        try:
+            if phase in _MEASURED:
+                actors, rollouts = await self._call("peak_memory")
+                self.metrics[f"perf/memory_gb/{phase}"] = self._largest_slot(actors, rollouts) / GIB
+            await self._call("reset_peak_memory")
+        except WorkerDied as death:  # the next call that needs the worker replaces it, or ends the run
+            log.warning("the memory of the phase %s was not measured: %s", phase, death)
+
+    async def _call(self, method: str) -> list[list[Any]]:
+        """Call a method of all workers, and return the results of the actors and of the rollout workers."""
+        groups = (self._workers.actors, self._workers.rollouts)
+        calls = (group.call(method, timeout_s=self._timeout_s, phase="measure the memory") for group in groups)
+        return await asyncio.gather(*calls)
+
+    def _largest_slot(self, actors: Sequence[int], rollouts: Sequence[int]) -> float:
+        """Return the memory in use on the slot with the most, in bytes.
+
+        Processes on one GPU report the memory of the GPU. Processes on a CPU report their own.
+        """
+        on_cpu = "cpu" in self._workers.actor_devices
+        slots = []
+        for engine, own in enumerate(rollouts):
+            ranks = actors[engine * self._tp : (engine + 1) * self._tp]
+            slots.append((sum(ranks) + own) / self._tp if on_cpu else max(*ranks, own))
+        return max(slots)

@@ -1,0 +1,47 @@
+"""Check of rollout engines after they woke: log-probabilities of a fixed request against the actor's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from recipe_gkd.errors import WeightSyncError
+
+MAX_REQUEST_TOKENS = 32
+LIMITS = {"float32": 0.01}
+"""Largest mean difference of log-probabilities by data type of actor and engine, if both have the same."""
+LIMIT_16_BIT = 0.25
+"""The same for other data types. Rounding errors are about 0.02 on average; wrong weights give more than 1."""
+
+
+def request_ids(prompt_ids: Sequence[int]) -> list[int]:
+    """Return the token ids of the fixed request: the start of a prompt, repeated if it has only one id."""
+    ids = [int(token_id) for token_id in prompt_ids[:MAX_REQUEST_TOKENS]]
+    return ids if len(ids) > 1 else ids * 2
+
+
+def largest_difference(
+    expected: Sequence[float], got_by_engine: Mapping[str, Sequence[float]], dtypes: set[str]
+) -> float:
+    """Return the largest mean difference between the actor's log-probabilities and those of an engine.
+
+    Args:
+        expected: The actor's log-probabilities.
+        got_by_engine: Name of a rollout worker -> its log-probabilities of the same tokens.
+        dtypes: Data types of the actor and of the engines.
+
+    Raises:
+        WeightSyncError: The difference exceeds the rounding errors of the data types.
+    """
+    limit = LIMITS.get(min(dtypes), LIMIT_16_BIT) if len(dtypes) == 1 else LIMIT_16_BIT
+    differences = {name: float(np.abs(np.subtract(expected, got)).mean()) for name, got in got_by_engine.items()}
+    wrong = {name: difference for name, difference in differences.items() if not difference <= limit}
+    if wrong:
+        listed = ", ".join(f"{name}: {difference:.3g}" for name, difference in wrong.items())
+        raise WeightSyncError(
+            f"rollout engines woke with wrong weights: their log-probabilities of {len(expected) + 1} fixed tokens "
+            f"differ from the actor's by {listed} nats on average, expected at most {limit:g}. Nothing was generated "
+            "with them. Set actor_rollout_ref.rollout.sleep_level=0 to keep the engines awake, and report this"
+        )
+    return max(differences.values())

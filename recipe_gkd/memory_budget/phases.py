@@ -1,0 +1,246 @@
+"""Memory of a slot in each phase of a step with ``hybrid_engine``, and the refusal of phases that do not fit.
+
+======== =============================================== ============================================================
+Phase    Actor                                           Rollout engine
+======== =============================================== ============================================================
+sync     weights; gradients and optimizer state if they  weights and a bucket; KV cache at sleep level 0
+         are not offloaded
+generate each state that is not offloaded                weights and KV cache
+update   weights, gradients, optimizer state             nothing at levels 1 and 2 (on a CPU: weights); weights and KV
+                                                         cache at level 0
+======== =============================================== ============================================================
+
+The peak of an update is the optimizer step, which needs all states. FSDP has gradients during an update only.
+
+Only memory that is certain to be needed is counted, so that each refusal is right. Activations, logits, gathered
+weights, CUDA contexts, CUDA graphs and communication buffers are not counted, so a phase that fits here can still run
+out of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from recipe_gkd.actor.offload import KEYS
+from recipe_gkd.config.schema import Config
+from recipe_gkd.config.schema.actor import ActorState
+from recipe_gkd.errors import ResourceError
+from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory
+from recipe_gkd.rollout.engine_options import EngineOptions
+
+GIB, _MEBIBYTE = 1 << 30, 1 << 20
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+Phase = Literal["sync", "generate", "update"]
+
+ACTOR_PARTS: Mapping[ActorState, str] = {
+    "params": "actor weights",
+    "grads": "gradients",
+    "optimizer": "optimizer state",
+}
+_NEEDED_STATES: Mapping[Phase, Collection[ActorState]] = {
+    "sync": ["params"],
+    "generate": [],
+    "update": ["params", "grads", "optimizer"],
+}
+_ENGINE_WEIGHTS, _KV_CACHE, _BUCKETS = "engine weights", "KV cache", "buckets"
+_PARTS = (*ACTOR_PARTS.values(), _ENGINE_WEIGHTS, _KV_CACHE, _BUCKETS)
+
+_AUTO_BYTES = 2
+"""Size of a weight of an engine with ``dtype=auto``: 16 bits, also if the model's own type is float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseMemory:
+    """Memory that a slot needs in a phase.
+
+    Attributes:
+        phase: Name of the phase.
+        parts: Bytes by name; the names are those of the table's columns.
+    """
+
+    phase: Phase
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts, in bytes."""
+        return sum(self.parts.values())
+
+
+def check_memory_budget(config: Config, device: str, slot_memory: Mapping[str, int]) -> str:
+    """Compare the memory that each phase needs with the memory of a slot.
+
+    Args:
+        config: Configuration of a run with ``hybrid_engine``.
+        device: ``"cuda"`` or ``"cpu"``.
+        slot_memory: Name of a node -> memory of each of its slots, in bytes. Nodes whose memory is unknown are left
+            out. Without any node nothing is refused.
+
+    Returns:
+        Text table with one row per phase.
+
+    Raises:
+        ResourceError: A phase does not fit. The message has the table, and the keys to change.
+        ModelError: The student's ``config.json`` cannot be read or is not supported.
+        ConfigError: ``lora.target_modules`` names no layer of the student.
+    """
+    actor = read_actor_memory(config)
+    node = min(slot_memory, key=lambda name: slot_memory[name], default="")
+    memory = slot_memory.get(node)
+    phases = phase_memory(config, device, actor, memory)
+    table = budget_table(config, phases, memory)
+    problems = [] if memory is None else list(_problems(config, device, phases, memory))
+    if problems:
+        slot = "GPU" if device == "cuda" else "CPU slot"
+        raise ResourceError(
+            f"actor_rollout_ref.hybrid_engine=true: actor and rollout engine do not fit into one {slot} of {node}.\n"
+            f"{table}\n" + "\n".join(problems)
+        )
+    return table
+
+
+def phase_memory(config: Config, device: str, actor: ActorMemory, slot_memory: int | None) -> list[PhaseMemory]:
+    """Return what a slot holds in each phase.
+
+    Args:
+        config: Configuration of the run.
+        device: ``"cuda"`` or ``"cpu"``. On a CPU the slots of a node share its memory, so the mean of the pipeline
+            stages counts. On CUDA the largest stage counts.
+        actor: Sizes of the student.
+        slot_memory: Memory of a slot in bytes. None if it is unknown; a KV cache that is a fraction of it then counts
+            as 0.
+    """
+    settings, on_cpu = config.actor_rollout_ref, device == "cpu"
+    resident = ACTOR_PARTS.keys() - settings.actor.offloaded_states
+    if settings.actor.strategy == "fsdp":
+        resident -= {"grads"}
+    engine = _engine_parts(config, device, actor.n_weights, slot_memory)
+    weights = {_ENGINE_WEIGHTS: engine[_ENGINE_WEIGHTS]}
+    sleeps = settings.rollout.sleep_level > 0
+    asleep = engine if not sleeps else weights if on_cpu else {}
+    receiving = (weights if sleeps else engine) | {_BUCKETS: _bucket_bytes(config, actor.n_weights)}
+
+    parts_of_engine: dict[Phase, dict[str, float]] = {"sync": receiving, "generate": engine, "update": asleep}
+    return [
+        PhaseMemory(
+            phase=phase,
+            parts=_actor_parts(actor.stages, resident.union(_NEEDED_STATES[phase]), on_cpu=on_cpu) | parts,
+        )
+        for phase, parts in parts_of_engine.items()
+    ]
+
+
+def budget_table(config: Config, phases: Sequence[PhaseMemory], slot_memory: int | None) -> str:
+    """Return the parts of each phase in GiB as an aligned text table.
+
+    Args:
+        config: Configuration of the run.
+        phases: Result of :func:`phase_memory`.
+        slot_memory: Memory of a slot in bytes; None if it is unknown.
+    """
+    rows = [("GiB", *_PARTS, "sum")]
+    for each in phases:
+        cells = (f"{each.parts[part] / GIB:.2f}" if part in each.parts else "-" for part in _PARTS)
+        rows.append((each.phase, *cells, f"{each.total / GIB:.2f}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    known = "unknown" if slot_memory is None else f"{slot_memory / GIB:.2f} GiB"
+    lines.append(f"memory of a slot: {known}; activations and temporary buffers are not in the table")
+    if config.actor_rollout_ref.teacher.sleep_between_batches:
+        lines.append("the memory of the teacher is unknown: it may use the same slot, also while it sleeps")
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _actor_parts(stages: Sequence[States], states: Collection[ActorState], *, on_cpu: bool) -> dict[str, float]:
+    """Return the states of the largest pipeline stage, on a CPU of the mean of all stages."""
+    largest = max(stages, key=lambda stage: sum(stage[state] for state in states))
+    counted = stages if on_cpu else [largest]
+    return {
+        part: sum(stage[state] for stage in counted) / len(counted)
+        for state, part in ACTOR_PARTS.items()
+        if state in states
+    }
+
+
+def _engine_parts(config: Config, device: str, n_weights: int, slot_memory: int | None) -> dict[str, float]:
+    """Return the weights and the KV cache of an engine. Without a size, vLLM fills its fraction of the memory."""
+    rollout, size = config.actor_rollout_ref.rollout, EngineOptions.from_config(config, device).kv_cache_bytes
+    weights = n_weights * ITEM_BYTES.get(rollout.dtype, _AUTO_BYTES) / rollout.tensor_model_parallel_size
+    cache = max(0.0, rollout.gpu_memory_utilization * (slot_memory or 0) - weights) if size is None else size
+    return {_ENGINE_WEIGHTS: weights, _KV_CACHE: cache}
+
+
+def _bucket_bytes(config: Config, n_weights: int) -> float:
+    """Return the least size of the largest bucket that an engine receives.
+
+    A tensor that does not fit into a bucket starts the next one. Of two consecutive buckets, one is therefore more than
+    half full.
+    """
+    settings = config.actor_rollout_ref
+    half = settings.rollout.update_weights_bucket_megabytes * _MEBIBYTE / 2
+    return min(half, n_weights * ITEM_BYTES[settings.actor.dtype])
+
+
+def _problems(config: Config, device: str, phases: Sequence[PhaseMemory], memory: int) -> Iterator[str]:
+    """Yield a message for each phase that does not fit."""
+    rollout = config.actor_rollout_ref.rollout
+    for each in phases:
+        if each.total > memory:
+            excess = (each.total - memory) / GIB
+            remedies = "; ".join(_remedies(config, device, each, memory))
+            yield f"  {each.phase} needs {each.total / GIB:.2f} GiB, {excess:.2f} GiB more than a slot has: {remedies}"
+        elif each.phase == "generate" and each.parts[_KV_CACHE] <= 0:
+            fraction = f"{ROLLOUT}.gpu_memory_utilization={rollout.gpu_memory_utilization:g}"
+            yield (
+                f"  generate has no memory for the KV cache: {fraction} is "
+                f"{rollout.gpu_memory_utilization * memory / GIB:.2f} GiB, and the weights of the engine need "
+                f"{each.parts[_ENGINE_WEIGHTS] / GIB:.2f} GiB; raise it, or raise {ROLLOUT}.tensor_model_parallel_size"
+            )
+
+
+def _remedies(config: Config, device: str, phase: PhaseMemory, memory: int) -> Iterator[str]:
+    """Yield the changes of the configuration that lower the memory of a phase, those without more slots first."""
+    rollout = config.actor_rollout_ref.rollout
+    section = "megatron" if config.actor_rollout_ref.actor.strategy == "megatron" else "fsdp_config"
+    keys = [
+        f"{ACTOR}.{section}.{key}=true"
+        for state, key in KEYS.items()
+        if state not in _NEEDED_STATES[phase.phase] and ACTOR_PARTS[state] in phase.parts
+    ]
+    if keys:
+        yield f"set {' '.join(keys)}"
+    if rollout.sleep_level == 0 and phase.phase != "generate":
+        yield f"set {ROLLOUT}.sleep_level=2"
+    if phase.phase == "generate":
+        by_size = device == "cpu" or rollout.kv_cache_memory_megabytes is not None
+        yield f"lower {ROLLOUT}.{'kv_cache_memory_megabytes' if by_size else 'gpu_memory_utilization'}"
+    if phase.total - memory < phase.parts.get(_BUCKETS, 0):
+        yield f"lower {ROLLOUT}.update_weights_bucket_megabytes"
+    has_more_slots = rollout.tensor_model_parallel_size < config.trainer.n_gpus_per_node
+    if _ENGINE_WEIGHTS in phase.parts and device == "cuda" and has_more_slots:
+        yield f"raise {ROLLOUT}.tensor_model_parallel_size"
+    if device == "cuda":
+        yield from _layout_remedies(config)
+    elif config.trainer.n_gpus_per_node > 1:
+        yield "lower trainer.n_gpus_per_node, because the slots share the memory of the node"
+    else:
+        yield "use a machine with more memory, or a smaller student"
+
+
+def _layout_remedies(config: Config) -> Iterator[str]:
+    """Yield the changes that lower the memory of an actor rank on a GPU."""
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    n_ranks = trainer.nnodes * trainer.n_gpus_per_node
+    if actor.strategy == "fsdp":
+        if actor.fsdp_config.fsdp_size not in (-1, n_ranks):
+            yield f"set {ACTOR}.fsdp_config.fsdp_size=-1"
+        if not actor.lora.rank:
+            yield f"train adapters only ({ACTOR}.lora.rank)"
+        yield "raise trainer.n_gpus_per_node"
+        return
+    if not actor.megatron.use_distributed_optimizer and n_ranks > 1:
+        yield f"set {ACTOR}.megatron.use_distributed_optimizer=true"
+    yield f"raise trainer.n_gpus_per_node and {ACTOR}.megatron.tensor_model_parallel_size"

@@ -1,0 +1,52 @@
+"""Peak memory of one phase of a worker: of the process on a CPU, of the whole device on CUDA."""
+
+from __future__ import annotations
+
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_RESET_PEAK_RSS = "5"  # see proc(5)
+
+
+def reset_peak(device: str) -> None:
+    """Start a phase: :func:`peak_bytes` on a CPU reports the peak since this call.
+
+    Where the kernel does not allow a reset, the peak of the process since its start remains.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``, also with an index.
+    """
+    if device.startswith("cuda"):
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats(torch.device(device))
+        return
+    with suppress(OSError):  # a kernel without CONFIG_PROC_PAGE_MONITOR, or a read-only /proc
+        _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
+
+
+def peak_bytes(device: str) -> int:
+    """Return the memory of a phase in bytes.
+
+    On a CPU this is the peak resident memory of this process since :func:`reset_peak`. On CUDA it is the memory of the
+    whole device that is in use now, also by other processes, and what torch has returned to the device since its own
+    peak in this process.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``, also with an index.
+    """
+    if device.startswith("cuda"):
+        import torch
+
+        free, total = torch.cuda.mem_get_info(torch.device(device))
+        returned = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+        return total - free + returned
+    with suppress(OSError):
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # without /proc: the peak since the start

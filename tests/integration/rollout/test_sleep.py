@@ -1,0 +1,208 @@
+"""Tests of engines that sleep and wake: memory, weights, responses, and what they refuse in each state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from recipe_gkd.data.samples import Response
+from recipe_gkd.errors import WeightSyncError, WorkerError
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from tests._support.rollout_models import VOCABULARY, config_for, make_model, prompts
+from tests.integration.rollout.conftest import NEW, OLD, TRANSPORT_TIMEOUT_S, Pool, generate_on, make_synchronizer
+
+CACHE_BYTES = 64 << 20
+"""Size of the KV cache in ``config_for``."""
+IDS = [5, 17, 203, 4, 4, 299, 18, 30]
+Folders = dict[tuple[int, bool], Path]
+
+
+def call(group: WorkerGroup, method: str, *args: Any) -> Any:
+    return asyncio.run(group.call(method, *args, timeout_s=30, phase=method))[0]
+
+
+def log_probs(group: WorkerGroup, ids: list[int] = IDS) -> list[float]:
+    found: list[float] = call(group, "log_probs", ids)
+    return found
+
+
+def expected_log_probs(seed: int, *, tied: bool) -> np.ndarray:
+    ids = torch.tensor(IDS)
+    with torch.no_grad():
+        logps_TV = make_model(seed, tied=tied)(ids[None]).logits[0, :-1].log_softmax(-1)
+    return logps_TV.gather(1, ids[1:, None])[:, 0].numpy()
+
+
+def responses(group: WorkerGroup) -> dict[int, Response]:
+    return asyncio.run(generate_on(group, 0, prompts(12), step=3))
+
+
+def same(found: dict[int, Response], expected: dict[int, Response]) -> bool:
+    return found.keys() == expected.keys() and all(np.array_equal(found[i].ids, expected[i].ids) for i in expected)
+
+
+@contextmanager
+def hybrid_worker(pool: Pool, rank: int, folders: Folders, level: int) -> Iterator[WorkerGroup]:
+    """Yield one worker of the pool as a hybrid engine, with the weights OLD as version 0. It wakes at the end."""
+    tied = rank != 2
+    pool.call_actor("set_weights", OLD, tied)
+    asyncio.run(pool.sync(rank).sync(0))
+    config = config_for(
+        folders[OLD, tied],
+        f"actor_rollout_ref.nccl_timeout={TRANSPORT_TIMEOUT_S}",
+        "actor_rollout_ref.hybrid_engine=true",
+        "trainer.scheduler=sync",
+        f"actor_rollout_ref.rollout.sleep_level={level}",
+    )
+    group = pool.group(rank)
+    try:
+        with pool.configured(rank, config):
+            yield group
+    finally:
+        for part in ("weights", "kv_cache"):
+            call(group, "wake", part)
+        pool.call_actor("set_weights", OLD, tied)
+        asyncio.run(pool.sync(rank).sync(0))
+
+
+def test_level_1_releases_the_cache_and_keeps_responses(pool: Pool, folders: Folders) -> None:
+    with hybrid_worker(pool, 0, folders, 1) as group:
+        before = responses(group)
+        for _ in range(2):
+            call(group, "reset_peak_memory")
+            slept = call(group, "sleep")
+            assert slept["level"] == 1 and slept["released_bytes"] > 0.9 * CACHE_BYTES
+            assert call(group, "sleep")["released_bytes"] == 0  # sleeps already
+            for refused in (lambda: responses(group), lambda: log_probs(group)):
+                with pytest.raises(WorkerError, match="rollout worker 0 rejects requests: its engine sleeps"):
+                    refused()
+            with pytest.raises(WorkerError, match=r"call wake\('weights'\) first"):
+                call(group, "wake", "kv_cache")
+            call(group, "wake", "weights")
+            with pytest.raises(WorkerError, match="sleeps without KV cache"):
+                responses(group)
+            for part in ("kv_cache", "kv_cache", "weights"):
+                call(group, "wake", part)
+            assert call(group, "peak_memory") > CACHE_BYTES
+            assert same(responses(group), before)
+        np.testing.assert_allclose(log_probs(group), expected_log_probs(OLD, tied=True), atol=1e-4)
+
+
+def test_level_2_needs_a_weight_sync(pool: Pool, folders: Folders) -> None:
+    with hybrid_worker(pool, 0, folders, 2) as group:
+        before = responses(group)
+        assert call(group, "sleep")["released_bytes"] > 0.9 * CACHE_BYTES
+        with pytest.raises(WeightSyncError, match=r"its engine sleeps; call wake\('weights'\)"):
+            asyncio.run(pool.sync(0).sync(5))
+        call(group, "wake", "weights")
+        call(group, "sleep")  # also without its KV cache
+        call(group, "wake", "weights")
+        with pytest.raises(WeightSyncError, match="its weights were released; run a weight sync"):
+            responses(group)
+        pool.call_actor("set_weights", NEW, True)
+        asyncio.run(pool.sync(0).sync(6))
+        call(group, "wake", "kv_cache")
+        after = responses(group)
+        assert not same(after, before) and {response.weights_version for response in after.values()} == {6}
+        np.testing.assert_allclose(log_probs(group), expected_log_probs(NEW, tied=True), atol=1e-4)
+        call(group, "sleep")
+        for part in ("weights", "kv_cache"):
+            call(group, "wake", part)
+        with pytest.raises(WeightSyncError, match="its weights were released; run a weight sync"):
+            log_probs(group)
+
+
+def test_level_0_does_nothing(pool: Pool, folders: Folders) -> None:
+    with hybrid_worker(pool, 0, folders, 0) as group:
+        assert call(group, "sleep")["released_bytes"] == 0
+        assert len(responses(group)) == 12
+
+
+def change(worker: Any, kind: str) -> str:
+    """Change one value of the worker's model, and return the name of the parameter or buffer."""
+    names: list[str] = worker._engine.run(lambda engine: engine.collective_rpc(_change, args=(kind,))).result(20)
+    return names[0]
+
+
+def _change(rank: Any, kind: str) -> str:
+    tensors = getattr(rank.model_runner.model, f"named_{kind}")()
+    name, tensor = next((name, tensor) for name, tensor in tensors if tensor.numel() > 1)
+    tensor.data.view(-1)[1] += 0.5
+    return name
+
+
+def test_level_1_changed_parameter_is_found_and_repaired_by_a_sync(pool: Pool, folders: Folders) -> None:
+    with hybrid_worker(pool, 0, folders, 1) as group:
+        before = responses(group)
+        call(group, "sleep")
+        name = ray.get(pool.handles[0].__ray_call__.remote(change, "parameters"), timeout=20)
+        with pytest.raises(WeightSyncError, match=rf"after sleep level 1, {name} \(parameters\) differs from before"):
+            call(group, "wake", "weights")
+        call(group, "wake", "kv_cache")
+        with pytest.raises(WeightSyncError, match=r"rejects requests: after sleep level 1"):
+            responses(group)
+        asyncio.run(pool.sync(0).sync(7))
+        assert same(responses(group), before)
+
+
+def test_log_probs_equal_transformers_and_exclude_padding(pool: Pool, folders: Folders) -> None:
+    with hybrid_worker(pool, 2, folders, 0) as group:
+        for _ in range(2):  # the second time the prompt is in the prefix cache
+            np.testing.assert_allclose(log_probs(group), expected_log_probs(OLD, tied=False), atol=1e-4)
+        pool.call_actor("set_weights", NEW, False)
+        asyncio.run(pool.sync(2).sync(1))
+        np.testing.assert_allclose(log_probs(group), expected_log_probs(NEW, tied=False), atol=1e-4)
+        assert log_probs(group, [5, VOCABULARY]) == [float("-inf")]
+        for ids, n in (([5], 1), ([5] * 80, 80)):
+            with pytest.raises(WorkerError, match=f"log-probabilities of {n} tokens were requested; expected 2 to 79"):
+                log_probs(group, ids)
+
+
+def test_sleep_with_requests_in_flight_is_refused(pool: Pool, folders: Folders) -> None:
+    async def sleep_early(group: WorkerGroup) -> int:
+        stream = group.stream(0, "generate", prompts(200), 0, "train", timeout_s=30, phase="generate")
+        n_responses = len(await anext(stream))
+        assert n_responses < 200
+        with pytest.raises(WorkerError, match="worker 0 cannot sleep: 1 calls of generate or log_probs are in flight"):
+            await group.call("sleep", timeout_s=20, phase="sleep")
+        return n_responses + sum([len(batch) async for batch in stream])
+
+    with hybrid_worker(pool, 0, folders, 1) as group:
+        assert asyncio.run(sleep_early(group)) == 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_tp2_engine_sleeps_and_wakes(pool: Pool, tensor_pair: WorkerGroup, folders: Folders) -> None:
+    config = config_for(
+        folders[OLD, True],
+        "actor_rollout_ref.hybrid_engine=true",
+        "trainer.scheduler=sync",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.sleep_level=2",
+        f"actor_rollout_ref.nccl_timeout={TRANSPORT_TIMEOUT_S}",
+    )
+    pair = Pool([tensor_pair.handles[0]], [], pool.actor, {})
+    sync = make_synchronizer(pool.actor, tensor_pair, tensor_parallel_size=2)
+    pool.call_actor("set_weights", OLD, True)
+    asyncio.run(sync.sync(0))
+    with pair.configured(0, config):
+        before = responses(tensor_pair)
+        resting = call(tensor_pair, "sleep")
+        assert resting["released_bytes"] > 0.9 * 2 * CACHE_BYTES
+        call(tensor_pair, "wake", "weights")
+        asyncio.run(sync.sync(1))
+        call(tensor_pair, "wake", "kv_cache")
+        assert same(responses(tensor_pair), before)
+        np.testing.assert_allclose(log_probs(tensor_pair), expected_log_probs(OLD, tied=True), atol=1e-4)
+        call(tensor_pair, "reset_peak_memory")
+        assert call(tensor_pair, "peak_memory") > 3 * (100 << 20)  # three processes

@@ -1,0 +1,99 @@
+"""Requirements of devices that actor, rollout engines and teacher share, and of ``trainer.oom=split``."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipe_gkd.config.hybrid_engine import hybrid_cuda_problems
+from recipe_gkd.errors import ConfigError
+from tests._support.base_config import base_config
+
+ACTOR = "actor_rollout_ref.actor"
+HYBRID = ("actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync")
+COLLECTIVE = "actor_rollout_ref.rollout.weight_transport=collective"
+SLEEPING_TEACHER = "actor_rollout_ref.teacher.sleep_between_batches=true"
+SPLIT = "trainer.oom=split"
+
+
+class TestHybridEngine:
+    def test_other_schedules_than_sync_are_refused(self) -> None:
+        for schedule in ("one_step_off", "two_step_off"):
+            with pytest.raises(ConfigError, match=f"scheduler={schedule}: actor and rollout engines take turns"):
+                base_config(HYBRID[0], f"trainer.scheduler={schedule}")
+        base_config(HYBRID[0], "trainer.scheduler=n_step_off", "trainer.max_staleness=0")
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [(COLLECTIVE, "NCCL does not connect two processes on one GPU"), ("trainer.nnodes=2", "set trainer.nnodes=1")],
+    )
+    def test_cuda_needs_one_node_and_ipc(self, override: str, message: str) -> None:
+        [problem] = hybrid_cuda_problems(base_config(*HYBRID, override))
+        assert message in problem
+        with pytest.raises(ConfigError, match=message):
+            base_config(*HYBRID, override, "trainer.device=cuda")
+        assert not list(hybrid_cuda_problems(base_config(override)))
+
+    def test_rollout_pool_is_that_of_the_actor(self) -> None:
+        sizes = ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=3")
+        assert base_config(*sizes).rollout_pool == (1, 3)
+        assert base_config(*sizes, *HYBRID).rollout_pool == (2, 4)
+
+    def test_engines_must_divide_the_devices_of_the_actor(self) -> None:
+        keys = ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", *HYBRID)
+        base_config("trainer.n_gpus_per_node=2", *keys)
+        with pytest.raises(ConfigError, match=r"=2 does not divide trainer\.n_gpus_per_node=3"):
+            base_config("trainer.n_gpus_per_node=3", *keys)
+
+
+class TestTeacherSleep:
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["trainer.scheduler=one_step_off"], "the stages overlap, so the teacher has no time to sleep"),
+            (
+                ["trainer.scheduler=sync", "actor_rollout_ref.teacher.backend=hf"],
+                "only a teacher service can sleep; set sleep_between_batches=false",
+            ),
+        ],
+    )
+    def test_needs_service_and_sync(self, overrides: list[str], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            base_config(SLEEPING_TEACHER, "actor_rollout_ref.teacher.model_path=x", *overrides)
+        base_config(SLEEPING_TEACHER, "trainer.scheduler=sync")
+
+
+class TestOutOfMemory:
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            ([f"{ACTOR}.use_dynamic_bsz=false"], "lowering max_token_len has no effect"),
+            ([f"{ACTOR}.megatron.tensor_model_parallel_size=2"], "megatron.tensor_model_parallel_size=2: ranks that"),
+            ([f"{ACTOR}.megatron.context_parallel_size=2"], "megatron.context_parallel_size=2: ranks that share"),
+            ([f"{ACTOR}.strategy=fsdp"], "fsdp_config.fsdp_size=2: ranks that share a model wait for each other"),
+        ],
+    )
+    def test_split_needs_independent_ranks(self, overrides: list[str], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            base_config(SPLIT, "trainer.n_gpus_per_node=2", *overrides)
+
+    def test_split_accepts_data_parallelism(self) -> None:
+        base_config(SPLIT, "trainer.n_gpus_per_node=2")
+        base_config(SPLIT, f"{ACTOR}.strategy=fsdp")
+        fsdp = f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.fsdp_size=1"
+        base_config(SPLIT, "trainer.n_gpus_per_node=2", *fsdp)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "section", "keys", "states"),
+    [
+        ("megatron", "megatron", ["grad_offload"], {"grads"}),
+        ("megatron", "megatron", ["param_offload", "optimizer_offload"], {"params", "optimizer"}),
+        ("fsdp", "fsdp_config", ["param_offload"], {"params"}),
+        ("fsdp", "fsdp_config", [], set()),
+    ],
+)
+def test_offloaded_states_are_those_of_the_backend(
+    strategy: str, section: str, keys: list[str], states: set[str]
+) -> None:
+    config = base_config(f"{ACTOR}.strategy={strategy}", *(f"{ACTOR}.{section}.{key}=true" for key in keys))
+    assert config.actor_rollout_ref.actor.offloaded_states == states

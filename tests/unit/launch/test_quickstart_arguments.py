@@ -1,0 +1,56 @@
+"""Arguments of launch/quickstart.sh. No run is started."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from recipe_gkd.config import load_config
+from tests._support.base_config import REQUIRED
+from tests._support.repository import REPO
+
+
+def quickstart(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(REPO / "launch" / "quickstart.sh"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ((), "quickstart"),
+        (("--config-name", "quickstart_simple"), "quickstart_simple"),
+        (
+            ("trainer.scheduler=sync", "--config-name=quickstart_simple.yaml"),
+            "quickstart_simple,trainer.scheduler=sync",
+        ),
+    ],
+)
+def test_run_folder_is_named_by_configuration_and_keys(arguments: tuple[str, ...], name: str) -> None:
+    assert quickstart("--run-folder", *arguments).stdout.rstrip().endswith(f"/runs/{name}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--config-name", "on_policy_distill_simple"), "expected one of: quickstart quickstart_simple"),
+        (("--config-name",), "needs a name"),
+        (("trainer.experiment_name=mine",), "trainer.experiment_name is set by this script"),
+        (("++trainer.default_local_dir=x",), "is set by this script"),
+    ],
+)
+def test_refused_argument_is_named(arguments: tuple[str, ...], message: str) -> None:
+    refused = quickstart("--run-folder", *arguments)
+    assert refused.returncode == 2 and message in refused.stderr and not refused.stdout
+
+
+def test_quickstart_simple_makes_the_choices_of_the_simple_mode() -> None:
+    simple, quick = (load_config(name, REQUIRED) for name in ("on_policy_distill_simple", "quickstart_simple"))
+    for config in (simple, quick):
+        assert config.trainer.scheduler == "sync" and config.actor_rollout_ref.hybrid_engine
+        assert config.actor_rollout_ref.actor.strategy == "fsdp"
+        assert config.actor_rollout_ref.actor.offloaded_states == {"params", "optimizer"}
+        assert config.actor_rollout_ref.actor.fsdp_config.gradient_checkpointing
+        assert config.actor_rollout_ref.rollout.sleep_level == 2
+    assert quick.trainer.total_training_steps == 250

@@ -1,0 +1,75 @@
+"""launch/run_simple.sh: which GPUs train, which are the teacher's, and the configuration of the training."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests._support.repository import REPO
+
+VARIABLES = {"STUDENT": "/models/student", "TRAIN_FILES": "train.parquet"}
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the script. PYTHON is a command that prints its arguments and the visible GPUs."""
+    return subprocess.run(
+        ["bash", str(REPO / "launch" / "run_simple.sh"), *arguments],
+        env=os.environ | VARIABLES | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def printer(tmp_path: Path) -> str:
+    """Return the path of a command in place of Python that prints its arguments and the visible GPUs."""
+    file = tmp_path / "printer"
+    file.write_text('#!/bin/sh\necho "$@"; echo "GPUs: $CUDA_VISIBLE_DEVICES"\n')
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_configuration_is_valid() -> None:
+    shown = run("--cfg", "job")
+    assert shown.returncode == 0, shown.stderr
+    assert "path: /models/student" in shown.stdout and "hybrid_engine: true" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus", "options"),
+    [
+        ({}, "0,1,2,3", {"trainer.n_gpus_per_node=4"}),
+        ({"TEACHER": "/t"}, "0,1,2", {"trainer.n_gpus_per_node=3", "actor_rollout_ref.teacher.n_server_workers=1"}),
+        (
+            {"TEACHER": "/t", "TEACHER_GPUS": "0,2"},
+            "1,3",
+            {"trainer.n_gpus_per_node=2", "actor_rollout_ref.teacher.n_server_workers=2"},
+        ),
+        (
+            {"TEACHER": "/t", "SHARE_TEACHER_GPU": "1", "TP_SIZE": "2"},
+            "0,1,2,3",
+            {
+                "trainer.n_gpus_per_node=4",
+                "actor_rollout_ref.teacher.n_server_workers=2",
+                "actor_rollout_ref.teacher.sleep_between_batches=true",
+            },
+        ),
+        ({"CUDA_VISIBLE_DEVICES": "", "TEACHER": "/t"}, "", {"trainer.n_gpus_per_node=1"}),
+    ],
+)
+def test_gpus_are_divided(variables: dict[str, str], gpus: str, options: set[str], printer: str) -> None:
+    command, visible = run(
+        "--cfg", PYTHON=printer, **({"CUDA_VISIBLE_DEVICES": "0,1,2,3"} | variables)
+    ).stdout.splitlines()
+    assert visible == f"GPUs: {gpus}"
+    assert options <= set(command.split())
+
+
+def test_one_gpu_for_the_teacher_alone_is_refused_with_a_remedy() -> None:
+    refused = run(TEACHER="/t", CUDA_VISIBLE_DEVICES="0")
+    assert refused.returncode == 2 and "SHARE_TEACHER_GPU=1" in refused.stderr

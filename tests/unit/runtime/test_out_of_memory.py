@@ -1,0 +1,122 @@
+"""Errors that report a lack of memory, and the message about it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from recipe_gkd.errors import DataError, WorkerError
+from recipe_gkd.runtime.out_of_memory import (
+    ADVICE,
+    describe,
+    gib,
+    is_out_of_memory,
+    memory_in_use,
+    out_of_memory_explained,
+)
+
+CPU_TEXT = (
+    "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+)
+
+
+class TestIsOutOfMemory:
+    @pytest.mark.parametrize(
+        "error",
+        [
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+            torch.AcceleratorError("CUDA error: out of memory"),
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            torch.distributed.DistBackendError("NCCL error\nLast error:\nCuda failure 2 'out of memory'"),
+            torch.distributed.DistBackendError("NCCL error\nLast error:\nCuda failure 'out of memory'"),
+            RuntimeError(CPU_TEXT),
+            RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+            RuntimeError("std::bad_alloc"),
+            RuntimeError("Worker failed with error 'CUDA out of memory. Tried to allocate 2.00 GiB'"),
+            MemoryError(),
+        ],
+        ids=str,
+    )
+    def test_error_of_an_allocator_is_found_also_as_a_cause(self, error: Exception) -> None:
+        assert is_out_of_memory(error)
+        outer = ValueError("the layer failed")
+        outer.__cause__ = error
+        assert is_out_of_memory(outer)
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            None,
+            RuntimeError("out of memory, says the user's code"),
+            RuntimeError("CUDA error: an illegal memory access was encountered"),
+            WorkerError("actor worker 1 failed: CUDA out of memory"),
+            ValueError("std::bad_alloc"),
+        ],
+        ids=str,
+    )
+    def test_other_error_is_none(self, error: Exception | None) -> None:
+        assert not is_out_of_memory(error)
+
+    def test_allocation_of_torch_that_is_too_large_is_found(self) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            torch.empty(1 << 60, dtype=torch.uint8)
+        assert is_out_of_memory(caught.value)
+
+    def test_cycle_of_causes_ends(self) -> None:
+        one, other = ValueError("one"), ValueError("other")
+        one.__cause__, other.__cause__ = other, one
+        assert not is_out_of_memory(one)
+
+
+class TestMessage:
+    def test_message_names_reason_memory_and_sizes_in_descending_order(self) -> None:
+        text = describe(
+            RuntimeError(CPU_TEXT + "\nException raised from frame 1"), {"small": 1 << 20, "large": 3 << 30}
+        )
+        assert "you tried to allocate 8 bytes" in text and "frame 1" not in text
+        assert "resident memory of this process" in text
+        assert text.endswith("sizes: large 3.00 GiB, small 1.0 MiB")
+
+    def test_memory_in_use_of_this_process_is_plausible(self) -> None:
+        [resident] = [line for line in memory_in_use() if line.startswith("resident")]
+        assert float(resident.split()[-2]) > 1
+
+    def test_every_pool_and_phase_has_keys(self) -> None:
+        assert all("actor_rollout_ref." in text for text in ADVICE.values())
+
+    def test_gib_of_small_size_is_in_mib(self) -> None:
+        assert (gib(0), gib(5 << 19), gib(1 << 30)) == ("0.0 MiB", "2.5 MiB", "1.00 GiB")
+
+
+class TestExplained:
+    def test_lack_of_memory_is_converted_and_frees_tensors(self) -> None:
+        tensors: list[weakref.ref[torch.Tensor]] = []
+
+        def allocate() -> None:
+            activation = torch.zeros(3)
+            tensors.append(weakref.ref(activation))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with (
+            pytest.raises(WorkerError, match=r"save: actor rank 3: out of memory \(OutOfMemoryError: CUDA") as caught,
+            out_of_memory_explained(
+                pool="actor", phase="save", label="actor rank 3", sizes=lambda: {"parameters": 1 << 30}
+            ),
+        ):
+            allocate()
+        assert "sizes: parameters 1.00 GiB" in str(caught.value)
+        assert "optimizer_offload" in str(caught.value)
+        gc.collect()
+        assert tensors[0]() is None
+
+    @pytest.mark.parametrize("error", [DataError("bad row"), ValueError("not this")])
+    def test_other_error_is_unchanged(self, error: Exception) -> None:
+        with (
+            pytest.raises(type(error)) as caught,
+            out_of_memory_explained(pool="actor", phase="save", label="actor rank 3"),
+        ):
+            raise error
+        assert caught.value is error
