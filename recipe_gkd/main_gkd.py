@@ -11,9 +11,10 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,24 +22,35 @@ from omegaconf import OmegaConf
 
 from recipe_gkd.checkpoints.folders import recover
 from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
+from recipe_gkd.checkpoints.resume_hint import resume_hint
 from recipe_gkd.checkpoints.run_folder import CONFIG, LOG, RunFolder, run_folder
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.checkpoints.store import forget_best, read_best
 from recipe_gkd.commands.arguments import config_parser
-from recipe_gkd.config import Config, load_config
-from recipe_gkd.config.load import compose_config
+from recipe_gkd.config import Config
+from recipe_gkd.config.durations import duration_s
+from recipe_gkd.config.load import read_config
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.tables import read_table
-from recipe_gkd.diagnostics.exit_messages import report_error, report_stop
+from recipe_gkd.diagnostics.exit_messages import report_error, report_saved_stop, report_stop
 from recipe_gkd.errors import DataError
 from recipe_gkd.hybrid import teacher_asleep
-from recipe_gkd.preflight import Student, check_stop_ids, check_teachers, read_student, with_model_path
+from recipe_gkd.metrics.prometheus_logger import check_metrics_port
+from recipe_gkd.preflight import (
+    Student,
+    check_stop_ids,
+    check_teacher_prompts,
+    check_teachers,
+    read_student,
+    with_model_path,
+)
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.runtime.run_log import log_background_error, start_logging
 from recipe_gkd.runtime.signals import Terminated, hangup_ignored, raise_on_signals, run_until_terminated
+from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import run_until
-from recipe_gkd.teacher_routing import Teachers, open_teachers, read_routes
+from recipe_gkd.teacher_routing import Routes, Teachers, make_teacher_prompts, open_teachers, read_routes
 from recipe_gkd.trainer import RewardContext, Trainer
 from recipe_gkd.validation import Validation, read_validation
 from recipe_gkd.workers import Workers, start_workers
@@ -81,45 +93,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the training command.
 
     Returns:
-        Exit status: 0 if the training is complete, 1 after an error, 130 after SIGINT, 143 after SIGTERM, 129 after
-        SIGHUP.
+        Exit status: 0 if the training is complete, 1 after an error, 75 if it was saved between steps after SIGTERM,
+        SIGUSR1 or ``trainer.save_before``. 128 + the number of the signal if a signal ended it at once.
     """
     arguments = _parse(argv)
+    hint: Callable[[], str] = str
     try:
-        config = load_config(arguments.config_name, arguments.overrides, arguments.config_dir)
-        composed = OmegaConf.to_yaml(compose_config(arguments.config_name, arguments.overrides, arguments.config_dir))
+        loaded = read_config(arguments.config_name, arguments.overrides, arguments.config_dir)
+        composed = OmegaConf.to_yaml(loaded.composed)
         if arguments.cfg:
+            for text in loaded.warnings:
+                print(f"warning: {text}", file=sys.stderr)
             print(composed)
             return 0
-        with run_folder(config) as folder:
+        with run_folder(loaded.config) as folder:
             start_logging(folder.path / LOG)
+            for text in loaded.warnings:
+                log.warning("%s", text)
             raise_on_signals()
-            run(config, composed, folder)
+            hint = partial(resume_hint, loaded.config.trainer, sys.argv[1:] if argv is None else argv)
+            stopped_by = run(loaded.config, composed, folder)
     except Exception as error:  # noqa: BLE001 - the only handler that reports errors to the user
         return report_error(error)
     except KeyboardInterrupt:
-        return report_stop("interrupted", signal.SIGINT)
+        return report_stop("interrupted", signal.SIGINT, hint())
     except Terminated as stop:
-        return report_stop("terminated", stop.number)
-    return 0
+        return report_stop("terminated", stop.number, hint())
+    return 0 if stopped_by is None else report_saved_stop(stopped_by, hint())
 
 
-def run(config: Config, composed: str, folder: RunFolder) -> None:
+def run(config: Config, composed: str, folder: RunFolder) -> str | None:
     """Validate everything that needs no worker first, so that mistakes fail fast. Then start Ray and train.
 
     Args:
         config: Configuration of the run.
         composed: The configuration as YAML, which is written to the run folder.
         folder: Locked run folder.
+
+    Returns:
+        Cause of the end before the last step, such as ``"SIGTERM"``. None if the training is complete.
     """
+    check_metrics_port(config.trainer.metrics_port)
     student = read_student(config)
     config = with_model_path(config, student.path)
-    table = read_table(config.data.train_files, config.data.prompt_key)
+    table = read_table(config.data.train_files, config.data.prompt_key, config.data.response_key)
     routes = read_routes(table, config.actor_rollout_ref.teacher)
     with open_teachers(config, routes) as teachers:
         log.info("student %s: %d ids, output layer of %d", student.path, student.n_tokens, student.vocab_size)
         stop_token_ids = check_teachers(teachers.clients, student, config)
         data = _read_data(config, table, student, stop_token_ids)
+        _read_teacher_prompts(config, data, routes, teachers, student)
         validation = read_validation(config, student.tokenizer)
         recover(folder.path)
         plan = _plan_training(config, data, student, stop_token_ids)
@@ -127,7 +150,7 @@ def run(config: Config, composed: str, folder: RunFolder) -> None:
         if plan.progress.step == last_step:
             checkpoint = plan.points[0].folder
             log.info("%s is at step %d of %d: there is nothing left to train", checkpoint, last_step, last_step)
-            return
+            return None
         log.info("%d prompts, steps %d to %d", len(data), plan.progress.step + 1, last_step)
         items = _reward_items(config, data, student)
         (folder.path / CONFIG).write_text(composed, encoding="utf-8")
@@ -135,17 +158,29 @@ def run(config: Config, composed: str, folder: RunFolder) -> None:
             with hangup_ignored():
                 opened.enter_context(connected_cluster(config))
             raise_on_signals()  # again, because Ray sets a handler of its own
-            training = _train(config, plan, teachers, reward_context, folder)
+            save_before = config.trainer.save_before
+            stop = StopRequest(None if save_before is None else duration_s(save_before))
+            training = _train(config, plan, teachers, reward_context, folder, stop)
             try:
-                asyncio.run(run_until_terminated(training, log_background_error))
+                asyncio.run(run_until_terminated(training, log_background_error, stop))
             finally:
                 _recover_at_the_end(folder.path)
+            return stop.reason
 
 
 def _read_data(config: Config, table: pa.Table, student: Student, stop_token_ids: Sequence[int]) -> PromptData:
     ends = check_stop_ids(config, student, stop_token_ids)
     with_references = config.gkd.sft_share > 0
     return PromptData(table, config.data, student.tokenizer, with_references=with_references, stop_token_ids=ends)
+
+
+def _read_teacher_prompts(
+    config: Config, data: PromptData, routes: Routes, teachers: Teachers, student: Student
+) -> None:
+    """Add the prompts of teachers that do not see the student's, if there are any."""
+    if teachers.clients and (prompts := make_teacher_prompts(data, routes, config, student.tokenizer)):
+        check_teacher_prompts(teachers.clients, prompts.longest, config)
+        data.set_teacher_prompts(prompts.ids, prompts.fingerprint)
 
 
 def _plan_training(config: Config, data: PromptData, student: Student, stop_token_ids: Sequence[int]) -> TrainingPlan:
@@ -165,6 +200,7 @@ def _plan_training(config: Config, data: PromptData, student: Student, stop_toke
         shuffle=config.data.shuffle,
         data_fingerprint=data.fingerprint,
         references_fingerprint=data.references_fingerprint,
+        teacher_prompts_fingerprint=data.teacher_prompts_fingerprint,
     )
     return TrainingPlan(
         loader=loader,
@@ -197,8 +233,10 @@ def _recover_at_the_end(root: Path) -> None:
 def _reward_items(config: Config, data: PromptData, student: Student) -> RewardItems | None:
     """Return the source of the reward function's arguments for training responses, None if they get no rewards.
 
-    They get rewards if a loss needs them. Otherwise rewards are only measured, if the configuration allows it and the
-    data has a ground truth.
+    They get rewards if a loss needs them. Otherwise rewards are only measured, if the configuration allows it.
+
+    Raises:
+        DataError: The data has no ground truth.
     """
     function = config.custom_reward_function
     if function.path is None or not (function.on_training or config.gkd.use_rl_loss):
@@ -208,8 +246,10 @@ def _reward_items(config: Config, data: PromptData, student: Student) -> RewardI
     except DataError as error:
         if config.gkd.use_rl_loss:
             raise
-        log.info("no rewards are computed for training responses: %s", error)
-        return None
+        raise DataError(
+            f"{error}. If the training data has none, set custom_reward_function.on_training=false: then only "
+            "validation responses are scored"
+        ) from error
 
 
 @contextmanager
@@ -230,8 +270,11 @@ async def _train(
     teachers: Teachers,
     reward_context: RewardContext | None,
     folder: RunFolder,
+    stop: StopRequest,
 ) -> None:
     """Start the workers, resume from the first checkpoint of the plan that they can load, and train."""
+    # Workers may have another working directory.
+    config = replace(config, trainer=replace(config.trainer, default_local_dir=str(folder.path.absolute())))
     planned_steps = plan.last_step(plan.progress)
     async with (
         teacher_asleep(config, teachers),
@@ -253,7 +296,7 @@ async def _train(
             await workers.actors.call(
                 "set_total_steps", total_steps, timeout_s=config.actor_rollout_ref.actor.timeout_s, phase="resume"
             )
-        await Trainer(config, workers, teachers, plan.loader, start, reward_context).fit()
+        await Trainer(config, workers, teachers, plan.loader, start, reward_context).fit(stop)
 
 
 async def _resume(config: Config, workers: Workers, points: Sequence[ResumePoint], root: Path) -> ResumeState:

@@ -15,7 +15,7 @@ from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_con
 from recipe_gkd.actor.student_dims import read_student_dims
 from recipe_gkd.config import Config
 from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss
-from recipe_gkd.config.teachers import TEACHER, names
+from recipe_gkd.config.teachers import TEACHER, names, prompt_settings
 from recipe_gkd.config.validate import runs_validation
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.model_files import check_tokenizer_files, check_weight_files
@@ -83,7 +83,10 @@ def read_student(config: Config) -> Student:
             str(path), local_files_only=True, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+        raise ModelError(
+            f"the tokenizer in {path} cannot be loaded: {error}; copy the original tokenizer files of the model into "
+            "the folder"
+        ) from error
     n_tokens = min(count_ids(tokenizer), dims.vocab_size)
     return Student(path, dims.vocab_size, tokenizer, tokenizer_fingerprint(tokenizer), n_tokens)
 
@@ -223,7 +226,7 @@ def check_teacher(name: str, client: TeacherBackend, student: Student, config: C
     info = client.hello(timeout_s=HELLO_TIMEOUT_S)
     label = f"teacher {name} ({info.model_name})"
     _check_vocabulary(label, info, student)
-    _check_limits(label, info, config)
+    _check_limits(name, label, info, config)
     if config.gkd.distill_temperature != 1:  # some engines score at temperature 1 only, and refuse this request
         timeout_s = config.actor_rollout_ref.teacher.timeout_s
         if config.actor_rollout_ref.teacher.sleep_between_batches and isinstance(client, TeacherClient):
@@ -236,6 +239,31 @@ def check_teacher(name: str, client: TeacherBackend, student: Student, config: C
             raise timeout_error(name, timeout_s)
         request.result()
     return info
+
+
+def check_teacher_prompts(clients: Mapping[str, TeacherBackend], longest: Mapping[str, int], config: Config) -> None:
+    """Check that the prompts of the teachers leave room for a response.
+
+    Args:
+        clients: Clients by the names of the teachers.
+        longest: Length of the longest prompt of each teacher that does not see the student's prompts, in tokens.
+        config: Configuration of the run.
+
+    Raises:
+        ConfigError: A teacher cannot score the longest response after its longest prompt.
+        TeacherError: A teacher cannot be reached.
+    """
+    for name, n_prompt in longest.items():
+        info = clients[name].hello(timeout_s=HELLO_TIMEOUT_S)
+        n_response = config.data.max_response_length
+        log.info("teacher %s: own prompts of up to %d tokens, scores up to %d", name, n_prompt, info.max_model_len)
+        if n_prompt + n_response > info.max_model_len:
+            raise ConfigError(
+                f"teacher {name} ({info.model_name}) scores at most {info.max_model_len} tokens, but its longest "
+                f"prompt has {n_prompt}, and data.max_response_length={n_response}: {n_prompt + n_response} in all; "
+                "start the teacher with a larger MAX_MODEL_LEN, lower data.max_response_length, or shorten the texts "
+                f"of {TEACHER}.prompt_template or data.teacher_prompt_key"
+            )
 
 
 def _check_vocabulary(label: str, info: TeacherInfo, student: Student) -> None:
@@ -259,7 +287,7 @@ def _check_vocabulary(label: str, info: TeacherInfo, student: Student) -> None:
         )
 
 
-def _check_limits(label: str, info: TeacherInfo, config: Config) -> None:
+def _check_limits(name: str, label: str, info: TeacherInfo, config: Config) -> None:
     gkd, teacher = config.gkd, config.actor_rollout_ref.teacher
     if teacher.top_k is not None and teacher.top_k > info.n_logprobs:
         raise ConfigError(
@@ -273,7 +301,7 @@ def _check_limits(label: str, info: TeacherInfo, config: Config) -> None:
             f"the gradient is zero; set gkd.tail=bucket, or raise {TEACHER}.top_k or the teacher's N_LOGPROBS"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
-    if info.max_model_len < longest:
+    if info.max_model_len < longest and prompt_settings(teacher, config.data).get(name) is None:
         raise ConfigError(
             f"{label} scores at most {info.max_model_len} tokens, but data.max_prompt_length + "
             f"data.max_response_length = {longest}; lower one of them, or start the teacher with a larger MAX_MODEL_LEN"

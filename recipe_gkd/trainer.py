@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,12 +15,14 @@ from recipe_gkd.checkpoints.saver import CheckpointSaver
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.config import Config
 from recipe_gkd.config.staleness import staleness_bound
+from recipe_gkd.config.validate import saves_checkpoints
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptLoader
 from recipe_gkd.data.samples import Prompt, Response, Sample
 from recipe_gkd.errors import GkdError
 from recipe_gkd.hybrid import open_devices
 from recipe_gkd.metrics.loggers import Loggers
+from recipe_gkd.metrics.run_summary import RunSummary
 from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.utilization import ActorUtilization
@@ -27,11 +30,14 @@ from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline
 from recipe_gkd.pipeline.stages import ComputeRewards, PipelineStages
 from recipe_gkd.rewards import RewardItems, RewardScorer
+from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.teacher_routing import Teachers
 from recipe_gkd.validation import Validation
 from recipe_gkd.worker_stages import generate_responses, generate_validation_responses, update_actors
 from recipe_gkd.workers import Workers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ class Trainer:
 
     Attributes:
         progress: Position of the run.
+        summary: First and last metrics of the run.
         best: Best weights of the run.
         saver: Checkpoints of the run.
         last_step: Number of optimizer steps at the end of the run.
@@ -129,6 +136,7 @@ class Trainer:
         self.config, self.workers, self.teachers, self.loader = config, workers, teachers, loader
         self.start, self.reward_context = start, reward_context
         self.progress = start.progress
+        self.summary = RunSummary()
         self.best = BestTracker(config.trainer.best_metric, start.best)
         self.teachers.resume(start.progress.skipped_samples)
         self.devices = open_devices(config, workers, teachers, loader.data.ids[0].tolist())
@@ -136,31 +144,36 @@ class Trainer:
         self.saver = CheckpointSaver(config, self.root, self.call_actors, best=start.best)
         self.last_step = loader.last_step(self.progress.prompts_trained, self.progress.step)
 
-    async def fit(self) -> None:
+    async def fit(self, stop: StopRequest | None = None) -> None:
         """Train to the last step, and complete the checkpoint of that step if one is due.
 
         Complete checkpoints are kept, also if the run fails. Incomplete ones are removed.
+
+        Args:
+            stop: Request to save between steps and to return. It is accepted if the run saves checkpoints.
 
         Raises:
             CheckpointError: More than ``trainer.save_failures_allowed`` saves failed, or the last one failed twice.
         """
         try:
-            await self.loop()
+            await self.loop(stop or StopRequest())
             await self.saver.finish_run(self.progress.step)
+            log.info("summary of this run:\n%s", self.summary.render(self.root))
         except BaseException as error:
             await self.devices.close()
             await self.saver.give_up(workers_failed=isinstance(error, GkdError))
             raise
 
-    async def loop(self) -> None:
-        """Train on every batch; validate, save and log after it."""
-        async with _open_run(self) as run:
+    async def loop(self, stop: StopRequest) -> None:
+        """Train on every batch until a stop is requested; validate, save and log after it."""
+        async with _open_run(self, stop) as run:
             await self._validate_before_training(run)
-            async for batch in run.pipeline:
+            async for batch in self._until_stopped(run.pipeline, stop):
                 await self._train(run.pipeline, batch)
                 await self._validate_if_due(run.pipeline, batch)
                 await self._save_if_due(run.pipeline, batch)
                 run.steps.log(run.loggers, batch, self.progress.step)
+                self.summary.observe(self.progress.step, batch.metrics)
 
     def pipeline(self, timeline: Timeline) -> Pipeline:
         """Return the schedule of the rest of the run. It has not started."""
@@ -181,13 +194,26 @@ class Trainer:
             with span(batch.metrics, "timing/update_actor"):
                 batch.metrics |= await self.update(batch)
             batch.metrics |= await self.devices.take_metrics()
+        batch.metrics["rollout/restarts"] = float(self.workers.n_restarts)
         self.advance(batch)
+
+    async def _until_stopped(self, pipeline: Pipeline, stop: StopRequest) -> AsyncIterator[ReadyBatch]:
+        """Yield batches to train on. If a stop is requested, save a checkpoint of the last one's step and return."""
+        last: ReadyBatch | None = None
+        async for last in stop.until_requested(pipeline, interrupt=not pipeline.on_request):
+            yield last
+        if self.progress.step == self.last_step:
+            stop.withdraw()
+        elif stop.reason is not None and last is not None and not self._checkpoint_is_due():
+            async with pipeline.actor_lock("save_checkpoint", last):
+                await self.save()
 
     async def _validate_before_training(self, run: _Run) -> None:
         if not self.config.trainer.val_before_train:
             return
         metrics = await self.validate(run.pipeline)
         run.steps.log_validation(run.loggers, metrics, self.progress.step)
+        self.summary.observe(self.progress.step, metrics)
         has_checkpoint = self.start.belongs_to_run(self.root)
         if best := self.best.observe(metrics, self.progress.step, has_checkpoint=has_checkpoint):
             self.saver.keep_best(best)
@@ -200,7 +226,7 @@ class Trainer:
 
     async def _save_if_due(self, pipeline: Pipeline, batch: ReadyBatch) -> None:
         """Save a checkpoint if one is due. Otherwise complete the pending background save if it is written."""
-        is_due = self._is_due(self.config.trainer.save_freq) or self.best.is_best(self.progress.step)
+        is_due = self._checkpoint_is_due()
         if not is_due and not self.saver.is_pending:
             return
         async with pipeline.actor_lock("save_checkpoint", batch):
@@ -208,6 +234,9 @@ class Trainer:
                 await (self.save() if is_due else self.saver.finish(wait=False))
         batch.metrics["checkpoint/failed_saves"] = float(self.saver.failed_saves)
         self.best.current = self.saver.best_of(self.best.current)
+
+    def _checkpoint_is_due(self) -> bool:
+        return self._is_due(self.config.trainer.save_freq) or self.best.is_best(self.progress.step)
 
     async def save(self) -> None:
         """Save a checkpoint of this step, in the background with ``async_save``. A failed save is counted."""
@@ -266,8 +295,8 @@ class Trainer:
 
 
 @asynccontextmanager
-async def _open_run(trainer: Trainer) -> AsyncIterator[_Run]:
-    """Open loggers and metrics and start the schedule; close them in the reverse order."""
+async def _open_run(trainer: Trainer, stop: StopRequest) -> AsyncIterator[_Run]:
+    """Open loggers and metrics, start the schedule and accept a stop; close them in the reverse order."""
     workers, progress = trainer.workers, trainer.progress
     async with Loggers(trainer.config.trainer, completed_steps=progress.step, last_step=trainer.last_step) as loggers:
         utilization = ActorUtilization.of(trainer.config, workers.actor_devices)
@@ -275,4 +304,5 @@ async def _open_run(trainer: Trainer) -> AsyncIterator[_Run]:
             trainer.config, n_rollouts=len(workers.rollouts), capacity=workers.capacity, utilization=utilization
         ) as steps:
             async with trainer.pipeline(steps.timeline) as pipeline:
-                yield _Run(pipeline, loggers, steps)
+                with stop.accepted() if saves_checkpoints(trainer.config) else nullcontext():
+                    yield _Run(pipeline, loggers, steps)

@@ -30,12 +30,14 @@ from recipe_gkd.ray_cluster.capacity import ClusterCapacity, cluster_capacity
 from recipe_gkd.ray_cluster.node_checks import check_nodes
 from recipe_gkd.ray_cluster.placement import (
     check_devices,
+    check_transport,
     collect_device_reports,
     environments_of_guests,
     placement_table,
 )
 from recipe_gkd.ray_cluster.pools import Pool, create_pools, pool_specs
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
+from recipe_gkd.ray_cluster.startup_progress import StartupProgress
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
 from recipe_gkd.rollout.ray_worker import RolloutWorker
@@ -79,6 +81,11 @@ class Workers:
     def dp_size(self) -> int:
         """Number of data-parallel ranks."""
         return max(self.dp_ranks) + 1
+
+    @property
+    def n_restarts(self) -> int:
+        """Number of rollout workers that were replaced so far."""
+        return self.restarts.n_restarts
 
     async def replace_dead_rollouts(self, death: WorkerDied) -> None:
         """Replace dead rollout workers. New workers have no weights until a complete sync.
@@ -141,8 +148,7 @@ async def start_workers(
         if rollout_pool.spec.is_guest and device == "cuda":
             guest_environments = await environments_of_guests(actors, n_guests=n_rollouts, timeout_s=timeout_s)
         rollouts.handles = [start_rollout(rank) for rank in range(n_rollouts)]
-        await check_nodes(config, device, pools, timeout_s=timeout_s)  # while the workers' processes start
-        workers = await _connect(config, device, actors, rollouts, restarts)
+        workers = await _connect(config, device, actors, rollouts, restarts, pools)
         workers.capacity = await _capacity(pools)
         phase = "training"
         yield workers
@@ -166,17 +172,27 @@ async def _reserve_pools(config: Config, device: str, *, timeout_s: float) -> tu
 
 
 async def _connect(
-    config: Config, device: str, actors: WorkerGroup, rollouts: WorkerGroup, restarts: RolloutRestarts
+    config: Config,
+    device: str,
+    actors: WorkerGroup,
+    rollouts: WorkerGroup,
+    restarts: RolloutRestarts,
+    pools: Sequence[Pool],
 ) -> Workers:
     """Set up the processes of all workers, and the transfer of weights between the pools."""
     timeout_s = startup_timeout_s(config, device)
     rollout = config.actor_rollout_ref.rollout
-    # Check the devices first. A wrong placement makes engines fail with errors that do not name it.
-    reports = await collect_device_reports([actors, rollouts], timeout_s=timeout_s)
-    log.info("workers:\n%s", placement_table(reports))
-    check_devices(reports, is_hybrid=config.actor_rollout_ref.hybrid_engine)
-    await _check_shared_folder(config, actors)
-    ranks, engines = await _set_up(config, device, actors, rollouts)
+    async with StartupProgress() as progress:
+        activity = "starting processes"
+        started = {group.name: progress.begin(group.name, len(group), activity) for group in (actors, rollouts)}
+        await check_nodes(config, device, pools, timeout_s=timeout_s)  # while the workers' processes start
+        # Check the devices first. A wrong placement makes engines fail with errors that do not name it.
+        reports = await collect_device_reports([actors, rollouts], timeout_s=timeout_s, on_result=started)
+        log.info("workers:\n%s", placement_table(reports))
+        check_devices(reports, is_hybrid=config.actor_rollout_ref.hybrid_engine)
+        check_transport(reports, rollout.weight_transport)
+        await _check_shared_folder(config, actors)
+        ranks, engines = await _set_up(config, device, actors, rollouts, progress)
     await restarts.record_processes(range(len(rollouts)))
     weights = WeightSynchronizer(
         actors,
@@ -248,27 +264,32 @@ def _transport(config: Config) -> str:
 
 
 async def _set_up(
-    config: Config, device: str, actors: WorkerGroup, rollouts: WorkerGroup
+    config: Config, device: str, actors: WorkerGroup, rollouts: WorkerGroup, progress: StartupProgress
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Set up all workers and return their reports. Engines of the hybrid engine start after the actors, and then sleep.
 
     vLLM measures the free memory of the GPU at its start, and fails if another process changes it meanwhile.
     """
     timeout_s = startup_timeout_s(config, device)
+
+    async def set_up_rollouts() -> list[dict[str, Any]]:
+        done = progress.begin(rollouts.name, len(rollouts), "starting engines")
+        return await rollouts.call("setup", timeout_s=timeout_s, phase="start", on_result=done)
+
     if config.actor_rollout_ref.hybrid_engine:
-        ranks = await _set_up_actors(actors, timeout_s)
-        engines = await rollouts.call("setup", timeout_s=timeout_s, phase="start")
+        ranks = await _set_up_actors(actors, timeout_s, progress)
+        engines = await set_up_rollouts()
         # The actor may load a checkpoint now, with all its states on the device.
         await rollouts.call("sleep", timeout_s=timeout_s, phase="sleep of the rollout engines")
         return ranks, engines
-    setup = rollouts.call("setup", timeout_s=timeout_s, phase="start")
-    ranks, engines = await asyncio.gather(_set_up_actors(actors, timeout_s), setup)
+    ranks, engines = await asyncio.gather(_set_up_actors(actors, timeout_s, progress), set_up_rollouts())
     return ranks, engines
 
 
-async def _set_up_actors(actors: WorkerGroup, timeout_s: float) -> list[dict[str, Any]]:
+async def _set_up_actors(actors: WorkerGroup, timeout_s: float, progress: StartupProgress) -> list[dict[str, Any]]:
+    done = progress.begin(actors.name, len(actors), "loading the student")
     address = await actors.call_one(0, "rendezvous", timeout_s=timeout_s, phase="start")
-    ranks = await actors.call("setup", *address, timeout_s=timeout_s, phase="start")
+    ranks = await actors.call("setup", *address, timeout_s=timeout_s, phase="start", on_result=done)
     log.info("actor: %s", ranks[0].get("layers", ""))
     for warning in ranks[0].get("warnings", ()):
         log.warning("actor: %s", warning)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.device_batch import DeviceBatch
+from recipe_gkd.actor.hidden_module import hidden_module
 from recipe_gkd.actor.megatron.transformer_impl import resolve_transformer_impl
 from recipe_gkd.actor.offload import OffloadedStates
 from recipe_gkd.actor.ranks import Layout, RankSpec
@@ -208,6 +209,8 @@ def build_backend(config: Config, spec: RankSpec) -> Backend:
         return FsdpBackend(config, spec)
     # Before Megatron is imported, because a defective Transformer Engine would make its import fail.
     resolve_transformer_impl(config.actor_rollout_ref.actor.megatron.transformer_impl, spec.device)
-    from recipe_gkd.actor.megatron.backend import MegatronBackend
+    # Megatron imports wandb if it is installed, which takes seconds and leaves temporary folders behind.
+    with hidden_module("wandb"):
+        from recipe_gkd.actor.megatron.backend import MegatronBackend
 
     return MegatronBackend(config, spec)

@@ -15,6 +15,7 @@ from recipe_gkd.actor.checkpoint_writer import CheckpointWriter
 from recipe_gkd.actor.hf_save import save_hf_folder
 from recipe_gkd.actor.log_probs import sequence_log_probs
 from recipe_gkd.actor.offload import state_sizes
+from recipe_gkd.actor.profile import profiled
 from recipe_gkd.actor.ranks import Layout, RankSpec
 from recipe_gkd.actor.update import Updater
 from recipe_gkd.config.schema import Config
@@ -156,11 +157,12 @@ class StudentActor:
                 actor is usable only with ``trainer.oom=split``, if the optimizer step had not begun.
         """
         self._ensure_usable()
-        self._step = step
+        self._step, trainer = step, self._config.trainer
         # Weights are changed, and the optimizer state is needed, only within the step at the end of the update.
         with self.backend.in_use(), self.backend.states.on_device("params", "grads", read_only=True):
             try:
-                metrics = self._updater.update(samples, step, self._total_steps)
+                with profiled(trainer.profile, Path(trainer.default_local_dir), step=step + 1, rank=self.layout.rank):
+                    metrics = self._updater.update(samples, step, self._total_steps)
             finally:
                 self.backend.free_gradients()
         self._step = step + 1

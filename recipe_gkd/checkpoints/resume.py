@@ -25,6 +25,17 @@ CHOOSE_ANOTHER = (
 _FORMER_NAMES = {"answers_fingerprint": "references_fingerprint"}
 """Former names of attributes of :class:`Progress`, in checkpoints of older versions."""
 
+_SELECTION = "the keys that select rows"
+_TEACHER_PROMPTS = (
+    "the keys of the teachers' prompts (data.teacher_prompt_key; prompt_template of a teacher, and others)"
+)
+_FINGERPRINTS = (
+    ("data_fingerprint", "prompts", _SELECTION),
+    ("references_fingerprint", "reference responses", _SELECTION),
+    ("teacher_prompts_fingerprint", "prompts of the teachers", _TEACHER_PROMPTS),
+)
+"""Attribute of :class:`Progress`, the content that it is a hash of, and the settings that determine this content."""
+
 
 @dataclass(frozen=True)
 class ResumePoint:
@@ -100,8 +111,8 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
 
     Args:
         folder: Folder of the checkpoint.
-        expected: Progress of a new run on the data of this run. If it has a fingerprint of reference responses, the
-            result has it too.
+        expected: Progress of a new run on the data of this run. If it has a fingerprint of reference responses or of
+            teachers' prompts, the result has it too.
 
     Raises:
         CheckpointMismatch: The checkpoint was made with other data or another data order.
@@ -120,16 +131,20 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
                 f"{folder} was made with {name}={saved}, this run has {name}={current}: its position in the data is "
                 "not valid for this run. Restore the setting, or use trainer.resume_mode=disable"
             )
-    for name, content in (("data_fingerprint", "prompts"), ("references_fingerprint", "reference responses")):
+    for name, content, settings in _FINGERPRINTS:
         saved, current = getattr(found, name), getattr(expected, name)
         if saved and current and saved != current:
             raise CheckpointMismatch(
                 f"{folder} was made with other {content}: their number is the same, but their fingerprint is {saved}, "
-                f"and that of this run is {current}. Restore data.train_files and the keys that select rows, or train "
+                f"and that of this run is {current}. Restore data.train_files and {settings}, or train "
                 "the model in the checkpoint's huggingface folder on the new data: set actor_rollout_ref.model.path to "
                 "it, trainer.resume_mode=disable, and another trainer.default_local_dir"
             )
-    return replace(found, references_fingerprint=expected.references_fingerprint or found.references_fingerprint)
+    return replace(
+        found,
+        references_fingerprint=expected.references_fingerprint or found.references_fingerprint,
+        teacher_prompts_fingerprint=expected.teacher_prompts_fingerprint or found.teacher_prompts_fingerprint,
+    )
 
 
 async def load_first_usable(

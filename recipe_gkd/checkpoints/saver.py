@@ -145,8 +145,8 @@ class CheckpointSaver:
         await self.finish()
         if self._failures.last is not None:
             raise CheckpointError(
-                f"the run was trained to its last step, {step}, but the checkpoint of that step could not be saved in "
-                f"two attempts; {self._failures.describe_latest()}. Make room on the disk and run the command again"
+                f"the run ends at step {step}, but the checkpoint of that step could not be saved in two attempts; "
+                f"{self._failures.describe_latest()}. Make room on the disk and run the command again"
             )
 
     async def give_up(self, *, workers_failed: bool) -> None:

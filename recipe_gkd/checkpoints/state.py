@@ -25,6 +25,7 @@ class Progress:
             (``teacher.on_failure=skip_samples``).
         data_fingerprint: Hash of all prompts in the order of the data. Empty in checkpoints of older versions.
         references_fingerprint: Hash of the reference responses. Empty if the run has trained on none of them.
+        teacher_prompts_fingerprint: Hash of the teachers' own prompts. Empty if they have always seen the student's.
     """
 
     step: int
@@ -35,6 +36,7 @@ class Progress:
     skipped_samples: int = 0
     data_fingerprint: str = ""
     references_fingerprint: str = ""
+    teacher_prompts_fingerprint: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,31 +5,84 @@ The defaults are those of ``config/on_policy_distill_trainer.yaml``.
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
+import textwrap
+from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from omegaconf import OmegaConf
 
+from recipe_gkd.config.aliases import migration_tables, unknown_key_message
 from recipe_gkd.config.choices import OneOf
-from recipe_gkd.config.load import compose_config, description, known_keys, type_of
+from recipe_gkd.config.load import compose_config, description, known_keys, type_of, value_at
 from recipe_gkd.config.ranges import numeric_range
+
+LINE_WIDTH = 110
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the reference of the keys.
+
+    Returns:
+        Exit status: 0, or 1 if no key matches.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe_gkd.config",
+        description="Print the configuration keys with their defaults, descriptions, choices and ranges.",
+        epilog="Examples: python -m recipe_gkd.config gkd; python -m recipe_gkd.config trainer.save_freq temperature",
+    )
+    parser.add_argument(
+        "keys", nargs="*", metavar="KEY", help="key, section, or part of a key's name (default: all, as Markdown)"
+    )
+    parser.add_argument(
+        "--migration", action="store_true", help="print the keys of other projects and what to write here, as Markdown"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.migration:
+        print("\n\n".join(f"### {project}\n\n{table}" for project, table in migration_tables().items()))
+    elif not arguments.keys:
+        print(reference())
+    else:
+        return _print_matches(arguments.keys)
+    return 0
 
 
 def reference() -> str:
     """Return the table of all keys as Markdown, in the order of the schema."""
-    defaults: Any = OmegaConf.to_container(compose_config("on_policy_distill_trainer"), resolve=False)
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    for name, field in known_keys().items():
-        default = _value_at(defaults, name)
-        shown = "*must be set*" if default == "???" else f"`{json.dumps(default)}`"
-        rows.append(f"| `{name}` | {shown} | {description(field)}{_choices(type_of(name))}{_range(name)} |")
+    rows += [f"| `{name}` | {default} | {meaning} |" for name, default, meaning in _entries()]
     return "\n".join(rows)
 
 
-def _value_at(values: Any, name: str) -> Any:
-    for part in name.split("."):
-        values = values[part]
-    return values
+def _entries() -> list[tuple[str, str, str]]:
+    """Return name, default and meaning of each key, as Markdown."""
+    defaults: Any = OmegaConf.to_container(compose_config("on_policy_distill_trainer"), resolve=False)
+    entries = []
+    for name, field in known_keys().items():
+        default = value_at(defaults, name)
+        shown = "*must be set*" if default == "???" else f"`{json.dumps(default)}`"
+        entries.append((name, shown, f"{description(field)}{_choices(type_of(name))}{_range(name)}"))
+    return entries
+
+
+def _print_matches(wanted: Sequence[str]) -> int:
+    entries = _entries()
+    names = {
+        text: [name for name, *_ in entries if name == text or name.startswith(f"{text}.")]
+        or [name for name, *_ in entries if text in name]
+        for text in wanted
+    }
+    matched = {name for found in names.values() for name in found}
+    for name, default, meaning in entries:
+        if name in matched:
+            print(f"{name}  (default: {default.strip('`*')})")
+            print(textwrap.fill(meaning, LINE_WIDTH, initial_indent="    ", subsequent_indent="    "))
+    unknown = [text for text, found in names.items() if not found]
+    for text in unknown:
+        print(f"error: {unknown_key_message(text, known_keys())}", file=sys.stderr)
+    return 1 if unknown else 0
 
 
 def _range(name: str) -> str:
@@ -49,4 +102,4 @@ def _choices(hint: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(reference())
+    sys.exit(main())

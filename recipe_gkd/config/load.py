@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from recipe_gkd.config.aliases import unknown_key_message
+from recipe_gkd.config.overrides import CheckedOverrides, OverrideRules, leaf_names
 from recipe_gkd.config.schema import Config
+from recipe_gkd.config.unused_keys import unused_key_warnings
 from recipe_gkd.config.validate import validate
 from recipe_gkd.errors import ConfigError
+
+DEFAULT_CONFIG = "on_policy_distill_trainer"
 
 
 def config_dir() -> Path:
@@ -46,9 +50,43 @@ def load_config(name: str, overrides: Sequence[str] = (), folder: Path | None = 
         ConfigError: The file does not exist, a key is unknown (the message names the nearest known one), a value has
             the wrong type or is out of range, a mandatory key is not set, or a combination of values cannot work.
     """
-    config = to_config(compose_config(name, overrides, folder))
+    return read_config(name, overrides, folder).config
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedConfig:
+    """A validated configuration and its source.
+
+    Attributes:
+        config: The configuration.
+        composed: The same as composed YAML, with unresolved interpolations.
+        warnings: Messages about keys that have no effect, and about translated keys of other projects.
+    """
+
+    config: Config
+    composed: DictConfig
+    warnings: Sequence[str]
+
+
+def read_config(name: str, overrides: Sequence[str] = (), folder: Path | None = None) -> LoadedConfig:
+    """Compose, convert and validate a configuration, like :func:`load_config`, and find keys that have no effect.
+
+    Raises:
+        ConfigError: See :func:`load_config`. Unknown keys, missing keys and invalid values are in one message.
+    """
+    folder = (folder or config_dir()).resolve()
+    checked = _check_overrides(overrides, folder)
+    problems, composed, config = list(checked.problems), None, None
+    try:
+        composed = _compose(name, checked.accepted, folder)
+        config = to_config(composed)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems or composed is None or config is None:
+        raise ConfigError("\n".join(problems))
     validate(config)
-    return config
+    unused = unused_key_warnings(config, checked.keys | _keys_set_in_files(name, folder))
+    return LoadedConfig(config=config, composed=composed, warnings=[*checked.warnings, *unused])
 
 
 def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None = None) -> DictConfig:
@@ -57,24 +95,60 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     A config file in a user's ``folder`` can name the config files of this package in its defaults list.
 
     Raises:
-        ConfigError: The file does not exist, or an override is malformed or has an unknown key.
+        ConfigError: The file does not exist, or overrides are malformed or have unknown keys. The message lists all
+            of these overrides.
     """
     folder = (folder or config_dir()).resolve()
+    checked = _check_overrides(overrides, folder)
+    if checked.problems:
+        raise ConfigError("\n".join(checked.problems))
+    return _compose(name, checked.accepted, folder)
+
+
+def _compose(name: str, overrides: Sequence[str], folder: Path) -> DictConfig:
     name = name.removesuffix(".yaml")
     if not (folder / f"{name}.yaml").is_file():
         known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
         raise ConfigError(f"there is no {name}.yaml in {folder}; choose one of: {known}")
-    _check_override_keys(overrides, folder)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             search_path = [] if folder == config_dir() else [f"hydra.searchpath=[file://{config_dir()}]"]
-            free = tuple(key + separator for key in FREE_FORM_SECTIONS for separator in ".=")
-            # Hydra adds a key that is not in the YAML files only with a ++ prefix.
-            added = [f"++{override}" if override.startswith(free) else override for override in overrides]
-            return compose(name, overrides=search_path + added)
+            return compose(name, overrides=[*search_path, *overrides])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{name}.yaml cannot be composed with these overrides: {_one_line(error)}") from error
+
+
+def _keys_set_in_files(name: str, folder: Path) -> set[str]:
+    """Return the keys to which the files in a user's folder give another value than this package's files."""
+    if folder == config_dir():
+        return set()
+    own, package = (
+        OmegaConf.to_container(composed, resolve=False)
+        for composed in (_compose(name, [], folder), _compose(_package_base(name, folder), [], config_dir()))
+    )
+    return {key for key in known_keys() if value_at(own, key) != value_at(package, key)}
+
+
+def _package_base(name: str, folder: Path) -> str:
+    """Return the name of the package's config file that a user's file extends, directly or through another file."""
+    file = folder / f"{name.removesuffix('.yaml')}.yaml"
+    listed = OmegaConf.select(OmegaConf.load(file), "defaults") or []
+    for entry in (entry for entry in listed if isinstance(entry, str) and entry != "_self_"):
+        if (folder / f"{entry}.yaml").is_file():
+            return _package_base(entry, folder)
+        if (config_dir() / f"{entry}.yaml").is_file():
+            return entry
+    return DEFAULT_CONFIG
+
+
+def value_at(values: Any, name: str) -> Any:
+    """Return the value of the key ``name`` in nested mappings, None if it is not there."""
+    for part in name.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return None
+        values = values[part]
+    return values
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -84,17 +158,25 @@ def to_config(composed: DictConfig) -> Config:
         ConfigError: A mandatory key is not set, or values have the wrong type or are out of range. The message lists
             all of them.
     """
-    if missing := OmegaConf.missing_keys(composed):
-        assignments = "\n".join(f"  {key}=..." for key in sorted(missing))
-        raise ConfigError(f"these keys have no default and must be set; add to the command:\n{assignments}")
+    missing = sorted(OmegaConf.missing_keys(composed))
+    problems = []
+    if missing:
+        assignments = "\n".join(f"  {key}=..." for key in missing)
+        problems.append(f"these keys have no default and must be set; add to the command:\n{assignments}")
     try:
         values = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"an interpolation in the configuration cannot be resolved: {_one_line(error)}") from error
+        problems.append(f"an interpolation in the configuration cannot be resolved: {_one_line(error)}")
+        raise ConfigError("\n".join(problems)) from error
     try:
-        return TypeAdapter(Config).validate_python(values)
+        config: Config = TypeAdapter(Config).validate_python(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_conversion_message(detail) for detail in error.errors())) from error
+        details = [detail for detail in error.errors() if _name_of(detail) not in missing]
+        problems += [message for detail in details for message in _conversion_messages(detail)]
+        raise ConfigError("\n".join(problems)) from error
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
 
 
 def known_keys(section: type = Config, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
@@ -134,46 +216,36 @@ def description(field: dataclasses.Field[Any]) -> str:
 FREE_FORM_SECTIONS = (
     "actor_rollout_ref.actor.megatron.override_ddp_config",
     "actor_rollout_ref.actor.megatron.override_transformer_config",
+    "actor_rollout_ref.teacher.apply_chat_template_kwargs",
     "actor_rollout_ref.teacher.teachers",
+    "custom_reward_function.kwargs",
+    "data.apply_chat_template_kwargs",
     "ray_init.env_vars",
 )
 
 
-def _check_override_keys(overrides: Sequence[str], folder: Path) -> None:
-    # Hydra's own check does not name the nearest known key, and accepts any key with a + prefix.
-    known = known_keys()
-    sections = {key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)}
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides=list(overrides))
-    except HydraException as error:
-        raise ConfigError(f"an override is not of the form key=value: {_one_line(error)}") from error
-    for override in parsed:
-        key = override.key_or_group.split("@")[0]
-        group = (folder / key.replace(".", "/")).is_dir() or key.startswith("hydra")
-        below = key.startswith(tuple(f"{free}." for free in FREE_FORM_SECTIONS))
-        if not (group or key in known or key in sections or below):
-            raise ConfigError(_unknown_key_message(key))
+def _check_overrides(overrides: Sequence[str], folder: Path) -> CheckedOverrides:
+    def is_group(name: str) -> bool:
+        return any((source / name.replace(".", "/")).is_dir() for source in (folder, config_dir()))
+
+    rules = OverrideRules(known=known_keys(), free_form=FREE_FORM_SECTIONS, is_group=is_group)
+    return rules.check(overrides)
 
 
-def _unknown_key_message(key: str) -> str:
-    known = list(known_keys())
-    closest = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not closest:  # the section may be wrong or missing
-        closest = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    hint = f"did you mean {closest[0]}?" if closest else "`python -m recipe_gkd.config` lists the keys"
-    return f"unknown key {key}: {hint}"
+def _name_of(detail: ErrorDetails) -> str:
+    return ".".join(str(part) for part in detail["loc"])
 
 
-def _conversion_message(detail: ErrorDetails) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
+def _conversion_messages(detail: ErrorDetails) -> list[str]:
+    key = _name_of(detail)
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return _unknown_key_message(key)
+        return [unknown_key_message(name, known_keys()) for name in leaf_names(key, detail["input"])]
     if detail["type"].startswith("missing"):
-        return f"{key} is missing from the configuration; copy it from config/on_policy_distill_trainer.yaml"
+        return [f"{key} is missing from the configuration; copy it from config/on_policy_distill_trainer.yaml"]
     message = detail["msg"].removeprefix("Value error, ")
     if message == detail["msg"]:  # pydantic's own text
         message = message[0].lower() + message[1:]
-    return f"{key}: got {detail['input']!r}; {message}"
+    return [f"{key}: got {detail['input']!r}; {message}"]
 
 
 def _one_line(error: Exception) -> str:

@@ -1,15 +1,18 @@
-"""Names and addresses of the teachers of a run, and their validation."""
+"""Names, addresses, keys and prompt settings of the teachers of a run, and their validation."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from recipe_gkd.config.backend_class import load_backend_class
-from recipe_gkd.config.schema import Config, TeacherConfig
+from recipe_gkd.config.prompt_template import template_problem
+from recipe_gkd.config.schema import Config, DataConfig, TeacherConfig
+from recipe_gkd.config.schema.teacher import TeacherEntry
 from recipe_gkd.errors import ConfigError
 
 DEFAULT = "default"  # name of the teacher at server_ip:server_port
@@ -21,6 +24,23 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _ADDRESS = re.compile(r"(?P<host>[^\s:]+):(?P<port>[0-9]{1,5})")
 
 
+@dataclass(frozen=True)
+class PromptSettings:
+    """Differences between the prompts of a teacher and those of the student.
+
+    Attributes:
+        prompt_key: Column of the teacher's prompts. None: the student's prompts.
+        template: Template of the last user message. None: unchanged.
+        system_prompt: System message of prompts that have none. None: the student's; empty: none.
+        kwargs: Arguments of the chat template. None: the student's.
+    """
+
+    prompt_key: str | None = None
+    template: str | None = None
+    system_prompt: str | None = None
+    kwargs: Mapping[str, Any] | None = None
+
+
 def addresses(teacher: TeacherConfig) -> dict[str, tuple[str, int]]:
     """Return host and port of each teacher by name, in the same order in every process of a run.
 
@@ -29,14 +49,36 @@ def addresses(teacher: TeacherConfig) -> dict[str, tuple[str, int]]:
     """
     if not teacher.teachers:
         return {DEFAULT: (teacher.server_ip, teacher.server_port)}
-    return {name: _host_and_port(address) for name, address in teacher.teachers.items()}
+    return {name: _host_and_port(entry.address) for name, entry in teacher.teachers.items()}
 
 
-def n_connections(teacher: TeacherConfig) -> int:
-    """Return the number of connections to each teacher service."""
+def auth_dirs(teacher: TeacherConfig) -> dict[str, str | None]:
+    """Return the folder of the keys for each teacher by name, None for a service without keys."""
+    if not teacher.teachers:
+        return {DEFAULT: teacher.auth_dir}
+    return {name: _own(entry.auth_dir, teacher.auth_dir) or None for name, entry in teacher.teachers.items()}
+
+
+def prompt_settings(teacher: TeacherConfig, data: DataConfig) -> dict[str, PromptSettings | None]:
+    """Return the prompt settings of each teacher by name, None for a teacher that sees the student's prompts."""
+    entries = teacher.teachers or {DEFAULT: TeacherEntry(address="")}
+    found = {
+        name: PromptSettings(
+            prompt_key=data.teacher_prompt_key,
+            template=_own(entry.prompt_template, teacher.prompt_template) or None,
+            system_prompt=_own(entry.system_prompt, teacher.system_prompt),
+            kwargs=_own(entry.apply_chat_template_kwargs, teacher.apply_chat_template_kwargs),
+        )
+        for name, entry in entries.items()
+    }
+    return {name: None if settings == PromptSettings() else settings for name, settings in found.items()}
+
+
+def n_connections(teacher: TeacherConfig, auth_dir: str | None) -> int:
+    """Return the number of connections to a teacher service whose keys are in ``auth_dir``."""
     if teacher.n_connections is not None:
         return teacher.n_connections
-    return 1 if teacher.auth_dir is None else _N_ENCRYPTED_CONNECTIONS
+    return 1 if auth_dir is None else _N_ENCRYPTED_CONNECTIONS
 
 
 def names(teacher: TeacherConfig) -> tuple[str, ...]:
@@ -48,14 +90,15 @@ def teacher_problems(config: Config) -> Iterator[str]:
     """Yield a message for each invalid value of the teacher section, with the value to change."""
     teacher = config.actor_rollout_ref.teacher
     yield from _backend_problems(teacher)
-    for name, address in teacher.teachers.items():
+    yield from _template_problems(teacher)
+    for name, entry in teacher.teachers.items():
         if not _NAME.fullmatch(name):
             yield (
                 f"{TEACHER}.teachers: got a teacher with the name {name!r}; names are part of metric names and may "
                 "contain only letters, digits, _ and -; rename it"
             )
-        if not _is_address(address):
-            yield f"{TEACHER}.teachers.{name}={address}: expected host:port, such as 10.0.0.1:15555; correct it"
+        if not _is_address(entry.address):
+            yield f"{TEACHER}.teachers.{name}={entry.address}: expected host:port, such as 10.0.0.1:15555; correct it"
     if len(teacher.teachers) > 1 and teacher.route_key is None:
         yield (
             f"{TEACHER}.teachers has {', '.join(teacher.teachers)}, but no key selects a teacher for each prompt; set "
@@ -88,6 +131,20 @@ def _backend_problems(teacher: TeacherConfig) -> Iterator[str]:
     for name in _SERVICE_ONLY:
         if (got := getattr(teacher, name)) != defaults[name]:
             yield f"{TEACHER}.{name}={got} has no effect with {TEACHER}.backend=hf; leave it out, or set backend=zmq"
+
+
+def _template_problems(teacher: TeacherConfig) -> Iterator[str]:
+    templates = {f"{TEACHER}.prompt_template": teacher.prompt_template}
+    templates |= {
+        f"{TEACHER}.teachers.{name}.prompt_template": entry.prompt_template for name, entry in teacher.teachers.items()
+    }
+    for key, template in templates.items():
+        if template and (problem := template_problem(template)):
+            yield f"{key}={template!r:.200}: {problem}"
+
+
+def _own(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
 def _default_section() -> dict[str, Any]:

@@ -6,45 +6,16 @@ Each message contains the values and what to change. Checks that need the model 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
+from recipe_gkd.config.actor_layout import actor_problems
 from recipe_gkd.config.hybrid_engine import hybrid_problems, teacher_sleep_problems
-from recipe_gkd.config.objective import objective_problems, uses_sampled_token_loss
-from recipe_gkd.config.schema import BUILT_IN_LOGGERS, Config
+from recipe_gkd.config.objective import objective_problems
+from recipe_gkd.config.schema import BUILT_IN_LOGGERS, TRACKING_SERVICES, Config
 from recipe_gkd.config.teachers import teacher_problems
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import call_problem, load_attribute, split_spec
 from recipe_gkd.runtime.worker_variables import FIXED, PER_NODE
-
-STRATEGY = "actor_rollout_ref.actor.strategy"
-MEGATRON = "actor_rollout_ref.actor.megatron"
-FSDP = "actor_rollout_ref.actor.fsdp_config"
-LORA = "actor_rollout_ref.actor.lora"
-
-MEGATRON_LAYOUT: dict[str, object] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
-    "sequence_parallel": False,
-    "override_transformer_config": {},
-    "override_ddp_config": {},
-    "param_offload": False,
-    "grad_offload": False,
-    "optimizer_offload": False,
-}
-"""Keys of Megatron's section that a run with FSDP would not follow, and the values that it does follow."""
-
-FSDP_LAYOUT: dict[str, object] = {
-    "fsdp_size": -1,
-    "wrap_policy": None,
-    "gradient_checkpointing": False,
-    "reshard_after_forward": True,
-    "param_offload": False,
-    "optimizer_offload": False,
-}
-"""Keys of FSDP's section that a run with Megatron would not follow, and the defaults."""
 
 
 def validate(config: Config) -> None:
@@ -55,18 +26,16 @@ def validate(config: Config) -> None:
     """
     checks = (
         _schedule,
-        _unused_backend,
-        _actor_layout,
-        _lora,
-        _optimizer,
+        actor_problems,
         _rollout_layout,
+        _weight_transport,
         hybrid_problems,
         teacher_sleep_problems,
-        _out_of_memory,
         _lengths,
         _ray,
         _resume,
         _loggers,
+        _observation,
         objective_problems,
         teacher_problems,
         _validation,
@@ -92,107 +61,6 @@ def _schedule(config: Config) -> Iterator[str]:
         )
 
 
-def _unused_backend(config: Config) -> Iterator[str]:
-    """Yield a message for each layout key of the training backend that the run does not use."""
-    actor = config.actor_rollout_ref.actor
-    prefix, section, neutral, other = (
-        (MEGATRON, actor.megatron, MEGATRON_LAYOUT, "megatron")
-        if actor.strategy == "fsdp"
-        else (FSDP, actor.fsdp_config, FSDP_LAYOUT, "fsdp")
-    )
-    for name, value in neutral.items():
-        got = getattr(section, name)
-        if got != value:
-            yield (
-                f"{prefix}.{name}={_yaml(got)} has no effect with {STRATEGY}={actor.strategy}; set it to "
-                f"{_yaml(value)}, or set {STRATEGY}={other}"
-            )
-
-
-def _yaml(value: object) -> str:
-    """Return a value as it is written in an override."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _actor_layout(config: Config) -> Iterator[str]:
-    """Yield a message for each size of the training backend that does not fit the actor pool."""
-    yield from (_fsdp_layout if config.actor_rollout_ref.actor.strategy == "fsdp" else _megatron_layout)(config)
-
-
-def _fsdp_layout(config: Config) -> Iterator[str]:
-    size, trainer = config.actor_rollout_ref.actor.fsdp_config.fsdp_size, config.trainer
-    slots = trainer.nnodes * trainer.n_gpus_per_node
-    if size == 0:
-        yield f"{FSDP}.fsdp_size=0: a copy of the model needs at least one rank; set it to -1 (all ranks) or above 0"
-    elif size > 0 and slots % size:
-        yield (
-            f"the actor pool has trainer.nnodes x trainer.n_gpus_per_node = {trainer.nnodes} x "
-            f"{trainer.n_gpus_per_node} = {slots} slots, which is not a multiple of {FSDP}.fsdp_size={size}; change "
-            "the pool, or set fsdp_size=-1 (all ranks)"
-        )
-
-
-def _megatron_layout(config: Config) -> Iterator[str]:
-    megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
-    slots = trainer.nnodes * trainer.n_gpus_per_node
-    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    cp = megatron.context_parallel_size
-    if slots % (tp * cp * pp):
-        yield (
-            f"the actor pool has trainer.nnodes x trainer.n_gpus_per_node = {trainer.nnodes} x "
-            f"{trainer.n_gpus_per_node} = {slots} slots, which is not a multiple of tensor x context x pipeline "
-            f"parallel size = {tp} x {cp} x {pp} = {tp * cp * pp}; change the pool or the layout"
-        )
-    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size or tp
-    if slots % (etp * ep * pp):
-        yield (
-            f"the actor pool has {slots} slots, which is not a multiple of expert tensor x expert x pipeline parallel "
-            f"size = {etp} x {ep} x {pp} = {etp * ep * pp}; change the pool, {MEGATRON}.expert_model_parallel_size, or "
-            "expert_tensor_parallel_size (null: the tensor parallel size)"
-        )
-    if megatron.transformer_impl == "transformer_engine" and trainer.device == "cpu":
-        yield f"{MEGATRON}.transformer_impl=transformer_engine with trainer.device=cpu needs a GPU; set it to auto"
-    if megatron.sequence_parallel and tp == 1:
-        yield f"{MEGATRON}.sequence_parallel=true needs {MEGATRON}.tensor_model_parallel_size > 1; it is 1"
-    if megatron.virtual_pipeline_model_parallel_size is not None and pp == 1:
-        yield (
-            f"{MEGATRON}.virtual_pipeline_model_parallel_size={megatron.virtual_pipeline_model_parallel_size} needs "
-            f"{MEGATRON}.pipeline_model_parallel_size > 1; it is 1"
-        )
-
-
-def _lora(config: Config) -> Iterator[str]:
-    actor = config.actor_rollout_ref.actor
-    lora = actor.lora
-    if not lora.rank:
-        for name, default in (("target_modules", None), ("dropout", 0.0)):
-            if (got := getattr(lora, name)) != default:
-                yield (
-                    f"{LORA}.{name}={_yaml(got)} has no effect with {LORA}.rank={_yaml(lora.rank)}; set it to "
-                    f"{_yaml(default)}, or set a rank, such as {LORA}.rank=16"
-                )
-        return
-    if actor.strategy != "fsdp":
-        yield (
-            f"{LORA}.rank={lora.rank} with {STRATEGY}={actor.strategy}: only the layers of transformers can have "
-            f"adapters; set {STRATEGY}=fsdp, or {LORA}.rank=null"
-        )
-    if lora.target_modules == []:
-        yield f"{LORA}.target_modules=[]: no layer gets an adapter; name layers, or set it to null (all linear layers)"
-    if lora.dropout and (config.gkd.use_rl_loss or uses_sampled_token_loss(config.gkd)):
-        yield (
-            f"{LORA}.dropout={lora.dropout:g} with a policy loss, or with gkd.distill_loss_type="
-            f"{config.gkd.distill_loss_type}: such a loss needs the distribution that sampled the tokens, and the "
-            f"rollout workers have no dropout; set {LORA}.dropout=0"
-        )
-
-
-def _optimizer(config: Config) -> Iterator[str]:
-    optim = config.actor_rollout_ref.actor.optim
-    if optim.min_lr > optim.lr:
-        yield f"actor_rollout_ref.actor.optim.min_lr={optim.min_lr:g} is above lr={optim.lr:g}; lower it"
-
-
 def _rollout_layout(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     tokens, sequences = rollout.max_num_batched_tokens, rollout.max_num_seqs
@@ -211,31 +79,16 @@ def _rollout_layout(config: Config) -> Iterator[str]:
         )
 
 
-def _out_of_memory(config: Config) -> Iterator[str]:
-    actor, trainer = config.actor_rollout_ref.actor, config.trainer
-    if trainer.oom != "split":
+def _weight_transport(config: Config) -> Iterator[str]:
+    if config.actor_rollout_ref.rollout.weight_transport != "ipc":
         return
-    if not actor.use_dynamic_bsz:
+    nodes = {"trainer.nnodes": config.trainer.nnodes}
+    if not config.actor_rollout_ref.hybrid_engine:
+        nodes["rollout.nnodes"] = config.rollout.nnodes
+    if several := [f"{name}={n}" for name, n in nodes.items() if n > 1]:
         yield (
-            "trainer.oom=split with actor_rollout_ref.actor.use_dynamic_bsz=false: micro-batches have a fixed number "
-            "of samples, so lowering max_token_len has no effect; set use_dynamic_bsz=true, or trainer.oom=fail"
-        )
-    megatron, n_ranks = actor.megatron, trainer.nnodes * trainer.n_gpus_per_node
-    sizes = {
-        f"{MEGATRON}.{name}": getattr(megatron, name)
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-        )
-    }
-    if actor.strategy == "fsdp":
-        sizes = {f"{FSDP}.fsdp_size": n_ranks if actor.fsdp_config.fsdp_size == -1 else actor.fsdp_config.fsdp_size}
-    if together := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
-        yield (
-            f"trainer.oom=split with {', '.join(together)}: ranks that share a model wait for each other within a "
-            "pass, so one of them cannot leave it; set trainer.oom=fail, or these sizes to 1"
+            f"actor_rollout_ref.rollout.weight_transport=ipc with {' and '.join(several)}: it sends weights through "
+            "the shared memory of one node; set it to collective or auto"
         )
 
 
@@ -284,6 +137,12 @@ def _resume(config: Config) -> Iterator[str]:
 
 def _loggers(config: Config) -> Iterator[str]:
     for spec in config.trainer.logger:
+        # A folder with files of the service, but without the package, would be a namespace package without an origin.
+        if spec in TRACKING_SERVICES and getattr(find_spec(spec), "origin", None) is None:
+            yield (
+                f"trainer.logger={spec}: the package {spec} is not installed; install it with "
+                f"`pip install 'recipe-gkd[{spec}]'`, or remove {spec} from trainer.logger"
+            )
         if spec in BUILT_IN_LOGGERS:
             continue
         try:
@@ -301,6 +160,26 @@ def _loggers(config: Config) -> Iterator[str]:
             )
         elif problem := call_problem(logger_class, "run_info"):
             yield f"trainer.logger={spec}: {name}(run_info) fails: {problem}; define __init__(self, run_info)"
+
+
+def _observation(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    n_ranks = trainer.nnodes * trainer.n_gpus_per_node
+    if trainer.profile.steps and (absent := [rank for rank in trainer.profile.ranks if rank >= n_ranks]):
+        yield (
+            f"trainer.profile.ranks={trainer.profile.ranks}: the actor has the ranks 0 to {n_ranks - 1}; "
+            f"remove {', '.join(map(str, absent))}"
+        )
+    if trainer.save_before is not None and not saves_checkpoints(config):
+        yield (
+            f"trainer.save_before={trainer.save_before} with trainer.save_freq={trainer.save_freq}: the run saves no "
+            "checkpoints; set trainer.save_freq above 0, or trainer.save_before=null"
+        )
+
+
+def saves_checkpoints(config: Config) -> bool:
+    """Return True if the run saves checkpoints: at intervals, or of the best weights."""
+    return config.trainer.save_freq > 0 or config.trainer.best_metric is not None
 
 
 def runs_validation(config: Config) -> bool:

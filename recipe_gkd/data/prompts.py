@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -24,7 +24,7 @@ import pyarrow as pa
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.batches import PromptBatch
 from recipe_gkd.data.samples import Prompt, Response
-from recipe_gkd.data.tokenization import tokenize_prompt, tokenize_references, truncate_prompt
+from recipe_gkd.data.tokenization import ChatTemplate, tokenize_prompt, tokenize_references, truncate_prompt
 from recipe_gkd.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -38,9 +38,11 @@ class PromptData:
         name: Name of the data set, for messages.
         ids: Token ids of each prompt, int32 [P]. Overlong prompts were dropped or cut.
         rows: Row of each prompt in ``table``.
+        template: Settings of the student's chat template.
         reference_ids: Token ids of each reference response, int32 [T]. Empty without ``with_references``.
-        fingerprint: Hash of the prompts.
+        fingerprint: Hash of the prompts, and of the settings of the chat template if there are any.
         references_fingerprint: Hash of the reference responses. Empty without ``with_references``.
+        teacher_prompts_fingerprint: Hash of the teachers' own prompts. Empty without :meth:`set_teacher_prompts`.
     """
 
     def __init__(
@@ -68,22 +70,31 @@ class PromptData:
             DataError: A row cannot be used, or no prompt is left.
         """
         self.table, self.name = table, name
-        prompts = table.column(config.prompt_key).to_pylist()
+        self._prompt_key = config.prompt_key
+        self.template = ChatTemplate(config.apply_chat_template_kwargs, config.system_prompt)
+        prompts = self.raw_prompts()
         self.ids: list[np.ndarray] = []
         self.rows: list[int] = []
         self._tokenize(prompts, config, tokenizer)
-        self.fingerprint = _fingerprint(prompts, self.rows)
+        self.fingerprint = _fingerprint(prompts, self.rows, self.template)
         self._end_ids = frozenset({*stop_token_ids, tokenizer.eos_token_id}) if with_references else frozenset()
+        self.teacher_prompts_fingerprint = ""
+        self._teacher_ids: Sequence[np.ndarray | None] | None = None
         self.reference_ids: list[np.ndarray] = []
         self.references_fingerprint = ""
         if with_references:
             self.reference_ids = tokenize_references(table, self.rows, config, tokenizer, self._end_ids)
             self.references_fingerprint = _fingerprint(table.column(config.response_key).to_pylist(), self.rows)
 
+    def raw_prompts(self) -> list[Any]:
+        """Return the prompt of each row of ``table`` before the chat template: text or messages."""
+        prompts: list[Any] = self.table.column(self._prompt_key).to_pylist()
+        return prompts
+
     def _tokenize(self, prompts: list[Any], config: DataConfig, tokenizer: Any) -> None:
         started_at = time.monotonic()
         for row, prompt in enumerate(prompts):
-            ids = tokenize_prompt(prompt, tokenizer, f"row {row} of {self.name}")
+            ids = tokenize_prompt(prompt, tokenizer, f"row {row} of {self.name}", template=self.template)
             if len(ids) > config.max_prompt_length:
                 if config.filter_overlong_prompts:
                     continue
@@ -95,6 +106,12 @@ class PromptData:
             log.warning(
                 "%s: %d of %d prompts are longer than %s and were dropped", self.name, n_dropped, len(prompts), limit
             )
+        if getattr(tokenizer, "chat_template", None) and any(isinstance(prompt, str) for prompt in prompts):
+            log.warning(
+                "%s: the prompts are plain text, which gets no chat template, but the tokenizer has one. For a chat "
+                "model write them as a list of messages, such as [{'role': 'user', 'content': ...}] (docs/data.md)",
+                self.name,
+            )
         log.info("tokenized %d prompts of %s in %.1f s", len(prompts), self.name, time.monotonic() - started_at)
         if not self.ids:
             raise DataError(f"all {len(prompts)} prompts of {self.name} are longer than {limit}; raise it")
@@ -102,10 +119,26 @@ class PromptData:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def set_teacher_prompts(self, ids: Sequence[np.ndarray | None], fingerprint: str) -> None:
+        """Set the prompts of teachers that do not see the student's.
+
+        Args:
+            ids: Token ids for each prompt, int32 [P], or None for the student's.
+            fingerprint: Hash of the ids.
+        """
+        self._teacher_ids, self.teacher_prompts_fingerprint = ids, fingerprint
+
     def prompt(self, index: int, uid: int, *, with_reference: bool = False) -> Prompt:
         """Return prompt ``index`` of the data set as sample ``uid`` of the run."""
         reference_ids = self.reference_ids[index] if with_reference else None
-        return Prompt(uid=uid, ids=self.ids[index], row=self.rows[index], reference_ids=reference_ids)
+        teacher_ids = None if self._teacher_ids is None else self._teacher_ids[index]
+        return Prompt(
+            uid=uid,
+            ids=self.ids[index],
+            row=self.rows[index],
+            reference_ids=reference_ids,
+            teacher_ids=teacher_ids,
+        )
 
     def reference_response(self, prompt: Prompt, version: int) -> Response:
         """Return the reference response of a prompt that has one.
@@ -207,9 +240,11 @@ class PromptLoader:
         return self._cached_order
 
 
-def _fingerprint(values: list[Any], rows: list[int]) -> str:
-    """Return a hash of the values of ``rows``, 32 hexadecimal digits."""
+def _fingerprint(values: list[Any], rows: list[int], template: ChatTemplate | None = None) -> str:
+    """Return a hash of the values of ``rows`` and of a template that is not the default, 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
+    if template is not None and template != ChatTemplate():
+        digest.update(json.dumps([dict(template.kwargs), template.system_prompt], sort_keys=True).encode() + b"\n")
     for row in rows:
         digest.update(json.dumps(values[row], sort_keys=True, default=str).encode() + b"\n")  # JSON has no line feed
     return digest.hexdigest()

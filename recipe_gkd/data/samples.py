@@ -21,12 +21,19 @@ class Prompt:
         row: Index of the data set's row, which contains the other columns.
         reference_ids: Token ids of the reference response that is trained on (``gkd.sft_share``), int32 [T]. None if a
             response is sampled.
+        teacher_ids: Token ids of the prompt after which the teacher scores the response, int32 [P]. None: ``ids``.
     """
 
     uid: int
     ids: np.ndarray
     row: int
     reference_ids: np.ndarray | None = None
+    teacher_ids: np.ndarray | None = None
+
+    @property
+    def ids_for_teacher(self) -> np.ndarray:
+        """Token ids of the prompt that the teacher sees, int32 [P]."""
+        return self.ids if self.teacher_ids is None else self.teacher_ids
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,24 +1,34 @@
-"""Tables of parquet files, and their columns."""
+"""Tables of parquet, jsonl, json and csv files, and their columns."""
 
 from __future__ import annotations
 
+import csv
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from recipe_gkd.errors import DataError
 
+MESSAGES = "messages"
+"""Column of whole conversations, as in TRL's data. A final assistant message is the reference response."""
+SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 
-def read_table(files: list[str], prompt_key: str) -> pa.Table:
-    """Read parquet files into one table.
+
+def read_table(files: list[str], prompt_key: str, response_key: str = "response") -> pa.Table:
+    """Read data files into one table.
 
     Args:
-        files: Paths of the files. ``~`` is expanded.
-        prompt_key: Column that every file must have.
+        files: Paths of parquet, jsonl, json or csv files, or of folders that contain them. ``~`` is expanded. A file
+            with another suffix is read as parquet. The values of a csv file are text.
+        prompt_key: Column that every file must have. A file with a column ``messages`` instead, or if ``prompt_key`` is
+            ``messages``, is split: a final assistant message becomes the reference response, the rest the prompt.
+        response_key: Column that receives the reference responses of ``messages``, if the file does not have it.
 
     Returns:
         All rows in the order of the files. A column that a file does not have is null in its rows.
@@ -27,8 +37,9 @@ def read_table(files: list[str], prompt_key: str) -> pa.Table:
         DataError: No file was given, or a file is missing, unreadable, empty or does not match the others.
     """
     if not files:
-        raise DataError("no data file was given; set data.train_files to one or more parquet files")
-    tables = [_read_file(Path(name).expanduser(), prompt_key) for name in files]
+        raise DataError("no data file was given; set data.train_files to one or more data files")
+    paths = [path for name in files for path in _files_at(Path(name).expanduser())]
+    tables = [_read_file(path, prompt_key, response_key) for path in paths]
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
@@ -37,16 +48,26 @@ def read_table(files: list[str], prompt_key: str) -> pa.Table:
         ) from error
 
 
-def _read_file(path: Path, prompt_key: str) -> pa.Table:
+def _files_at(path: Path) -> list[Path]:
+    """Return the file itself, or the data files of a folder and its subfolders, sorted by path."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if not found:
+        raise DataError(f"data folder {path} contains no file with a suffix of {', '.join(SUFFIXES)}; correct the path")
+    return found
+
+
+def _read_file(path: Path, prompt_key: str, response_key: str) -> pa.Table:
     if not path.is_file():
         raise DataError(f"data file {path} does not exist (working directory: {Path.cwd()}); correct the path")
+    kind = path.suffix[1:] if path.suffix in SUFFIXES else "parquet"
     try:
-        names = Counter(pq.read_schema(path).names)
-        if duplicates := [column for column, count in names.items() if count > 1]:
-            raise DataError(f"data file {path}: two columns are named {duplicates[0]}; rename or remove one of them")
-        table = pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"data file {path} cannot be read as parquet: {error}") from error
+        table = {"parquet": _read_parquet, "csv": _read_csv}.get(kind, _read_json)(path)
+    except (pa.ArrowException, OSError, ValueError, csv.Error) as error:
+        raise DataError(f"data file {path} cannot be read as {kind}: {error}") from error
+    if prompt_key == MESSAGES or prompt_key not in table.column_names:
+        table = _split_messages(table, prompt_key, response_key)
     if prompt_key not in table.column_names:
         raise DataError(
             f"data file {path} has no column {prompt_key!r}; it has: {', '.join(table.column_names) or 'none'}. "
@@ -54,6 +75,61 @@ def _read_file(path: Path, prompt_key: str) -> pa.Table:
         )
     if table.num_rows == 0:
         raise DataError(f"data file {path} has no rows; remove it from the data files")
+    return table
+
+
+def _read_parquet(path: Path) -> pa.Table:
+    _refuse_duplicates(path, pq.read_schema(path).names)
+    return pq.read_table(path)
+
+
+def _read_csv(path: Path) -> pa.Table:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        names = next(csv.reader(file), [])
+    _refuse_duplicates(path, names)
+    return pa_csv.read_csv(
+        path,
+        parse_options=pa_csv.ParseOptions(newlines_in_values=True),
+        convert_options=pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
+    )
+
+
+def _read_json(path: Path) -> pa.Table:
+    """Read a JSON list of objects, or one object per line.
+
+    pyarrow's reader is not used, because it converts text that looks like a date.
+    """
+    text = path.read_text(encoding="utf-8")
+    if text.lstrip().startswith("["):
+        rows = json.loads(text)
+    else:
+        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError("expected a list of objects, or one object per line")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
+
+
+def _refuse_duplicates(path: Path, names: list[str]) -> None:
+    if duplicates := [column for column, count in Counter(names).items() if count > 1]:
+        raise DataError(f"data file {path}: two columns are named {duplicates[0]}; rename or remove one of them")
+
+
+def _split_messages(table: pa.Table, prompt_key: str, response_key: str) -> pa.Table:
+    """Return ``table`` with the column ``messages`` split into prompts and reference responses, if it has chats."""
+    if MESSAGES not in table.column_names or not pa.types.is_list(table.schema.field(MESSAGES).type):
+        return table
+    prompts: list[Any] = []
+    responses: list[Any] = []
+    for messages in table.column(MESSAGES).to_pylist():
+        last: dict[str, Any] = (messages[-1] if messages else None) or {}
+        ends_with_response = isinstance(last, dict) and last.get("role") == "assistant"
+        prompts.append(messages[:-1] if ends_with_response else messages)
+        responses.append(last["content"] if ends_with_response else None)
+    column_type = table.schema.field(MESSAGES).type
+    table = table.drop_columns([MESSAGES]).append_column(prompt_key, pa.array(prompts, column_type))
+    if response_key not in table.column_names and any(response is not None for response in responses):
+        table = table.append_column(response_key, pa.array(responses))
     return table
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,35 @@ from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.errors import DataError
 
 
-def tokenize_prompt(prompt: Any, tokenizer: Any, where: str) -> np.ndarray:
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Settings of the tokenizer's chat template for the prompts of one model.
+
+    Attributes:
+        kwargs: Arguments of the template, such as ``enable_thinking``.
+        system_prompt: System message of chats that have none. None adds none.
+    """
+
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+
+
+def tokenize_prompt(
+    prompt: Any,
+    tokenizer: Any,
+    where: str,
+    *,
+    template: ChatTemplate = ChatTemplate(),
+    tools: Sequence[Any] | None = None,
+) -> np.ndarray:
     """Return the token ids of a prompt, int32 [P].
 
     Args:
         prompt: Text, or a list of chat messages that the tokenizer's chat template formats.
         tokenizer: Tokenizer of the student.
         where: Row of the prompt, for error messages.
+        template: Settings of the chat template.
+        tools: Schemas of the tools that the template describes.
 
     Raises:
         DataError: The prompt is neither of these, or has no tokens, or the template refuses it.
@@ -28,20 +51,63 @@ def tokenize_prompt(prompt: Any, tokenizer: Any, where: str) -> np.ndarray:
         bos = tokenizer.bos_token_id
         if bos is not None and list(ids[:2]) == [bos, bos]:  # the text starts with one, and the tokenizer adds another
             ids = ids[1:]
-    elif _is_chat(prompt):
-        messages = _messages_without_nulls(prompt, where)
-        try:
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        except Exception as error:  # errors of jinja and of the template's raise_exception have no common base
-            raise DataError(f"{where}: the tokenizer's chat template refused the prompt: {error}") from error
     else:
+        ids = _apply_template(prompt, tokenizer, where, template, tools, tokenize=True, add_generation_prompt=True)
+    if len(ids) == 0:
+        raise DataError(f"{where}: the prompt has no tokens; remove the row")
+    return np.asarray(ids, dtype=np.int32)
+
+
+def render_prompt(
+    prompt: Any,
+    tokenizer: Any,
+    where: str,
+    *,
+    template: ChatTemplate = ChatTemplate(),
+    tools: Sequence[Any] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Return the text of a prompt before tokenization.
+
+    Args:
+        prompt: Text, or a list of chat messages.
+        tokenizer: Tokenizer of the student.
+        where: Row of the prompt, for error messages.
+        template: Settings of the chat template.
+        tools: Schemas of the tools that the template describes.
+        add_generation_prompt: False to leave out what the template adds after the last message.
+
+    Raises:
+        DataError: The prompt is neither of these, or the template refuses it.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+    return str(_apply_template(prompt, tokenizer, where, template, tools, **options))
+
+
+def _apply_template(
+    prompt: Any,
+    tokenizer: Any,
+    where: str,
+    template: ChatTemplate,
+    tools: Sequence[Any] | None,
+    **options: bool,
+) -> Any:
+    """Return the text or the token ids of a chat, as the tokenizer's ``apply_chat_template`` with ``options`` does."""
+    if not _is_chat(prompt):
         raise DataError(
             f"{where}: the prompt is {prompt!r:.200}; expected a string, or a list of "
             "{'role': ..., 'content': ...} messages that is not empty"
         )
-    if len(ids) == 0:
-        raise DataError(f"{where}: the prompt has no tokens; remove the row")
-    return np.asarray(ids, dtype=np.int32)
+    messages = _messages_without_nulls(prompt, where)
+    if template.system_prompt is not None and all(message["role"] != "system" for message in messages):
+        messages = [{"role": "system", "content": template.system_prompt}, *messages]
+    arguments = {**template.kwargs, **({} if tools is None else {"tools": tools}), **options}
+    try:
+        return tokenizer.apply_chat_template(messages, return_dict=False, **arguments)
+    except Exception as error:  # errors of jinja and of the template's raise_exception have no common base
+        raise DataError(f"{where}: the tokenizer's chat template refused the prompt: {error}") from error
 
 
 def truncate_prompt(ids: np.ndarray, config: DataConfig, row: int) -> np.ndarray:

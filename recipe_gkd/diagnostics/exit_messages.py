@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from contextlib import suppress
@@ -9,6 +10,9 @@ from contextlib import suppress
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import UnexpectedError
 from recipe_gkd.runtime.run_log import log_to_file
+
+SAVED_AND_STOPPED = os.EX_TEMPFAIL
+"""Exit status 75: the run has saved a checkpoint before its last step. The same command continues it."""
 
 
 def report_error(error: Exception) -> int:
@@ -29,16 +33,35 @@ def report_error(error: Exception) -> int:
     return 1
 
 
-def report_stop(event: str, number: int) -> int:
+def report_stop(event: str, number: int, hint: str = "") -> int:
     """Print that a signal ended the run.
 
     Args:
         event: Participle for the signal, such as ``"interrupted"``.
         number: Number of the signal.
+        hint: Clause about the newest checkpoint. Empty if the run had not started.
 
     Returns:
         Exit status.
     """
-    with suppress(OSError):  # the terminal may be gone
-        print(f"\n{event}; complete checkpoints are kept", file=sys.stderr)
+    _print_end(f"{event}; {hint}" if hint else event)
     return 128 + number
+
+
+def report_saved_stop(reason: str, hint: str) -> int:
+    """Print that the run ended between two steps as requested.
+
+    Args:
+        reason: Cause of the request, such as ``"SIGTERM"``.
+        hint: Clause about the newest checkpoint.
+
+    Returns:
+        Exit status.
+    """
+    _print_end(f"ended before the last step ({reason}); {hint}")
+    return SAVED_AND_STOPPED
+
+
+def _print_end(text: str) -> None:
+    with suppress(OSError):  # the terminal may be gone
+        print(f"\n{text}", file=sys.stderr)

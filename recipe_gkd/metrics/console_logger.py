@@ -1,12 +1,16 @@
-"""Metrics on the console: one line per step, and a progress bar on a terminal."""
+"""Metrics on the console: one line per step, and a progress bar with the remaining time on a terminal."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TextIO
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+SPEED_WINDOW_S = 3600.0
+"""Time over which the progress bar averages the speed. Steps of large models take minutes."""
 
 
 class ConsoleLogger:
@@ -29,9 +33,23 @@ class ConsoleLogger:
     def __init__(self, completed_steps: int, last_step: int, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
         self._last_step = last_step
-        self._bar: Any = None
+        self._bar: Progress | None = None
         if self._stream.isatty():
-            self._bar = tqdm(total=last_step, initial=completed_steps, file=self._stream, unit="step", leave=False)
+            # The bar redirects both streams while it is shown, so that log lines are printed above it.
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TimeElapsedColumn(),
+                TextColumn("remaining"),
+                TimeRemainingColumn(),
+                console=Console(file=self._stream, force_terminal=True, highlight=False),
+                transient=True,
+                redirect_stderr=sys.stderr.isatty(),
+                speed_estimate_period=SPEED_WINDOW_S,
+            )
+            self._task = self._bar.add_task("", total=last_step, completed=completed_steps)
+            self._bar.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the fields that ``metrics`` contains, and validation metrics in a line of their own."""
@@ -42,15 +60,15 @@ class ConsoleLogger:
         if results := [f"{name[4:]} {value:.4f}" for name, value in metrics.items() if name.startswith("val/")]:
             self._print(f"val  {done}  " + "  ".join([*results, f"time {metrics['timing/validate']:.2f}s"]))
         if self._bar is not None:
-            self._bar.update(step - self._bar.n)
+            self._bar.update(self._task, completed=step)
 
     def _print(self, line: str) -> None:
         if self._bar is None:
             print(line, file=self._stream, flush=True)
         else:
-            self._bar.write(line, file=self._stream)
+            self._bar.console.print(line, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Remove the progress bar."""
         if self._bar is not None:
-            self._bar.close()
+            self._bar.stop()

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from recipe_gkd.metrics.logger_interface import GLOBAL_STEP
+
 
 class JsonlLogger:
     """Writer of one JSON object per step.
@@ -28,14 +30,14 @@ class JsonlLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line, or add the metrics to the last kept line if that has the same step."""
-        line: dict[str, Any] = {"training/global_step": step}
+        line: dict[str, Any] = {GLOBAL_STEP: step}
         last_line, self._last_line = self._last_line, b""
         if last_line and _step_of(last_line) == step:
             self._file.truncate(self._last_line_at)
             line = json.loads(last_line)
             # Times of this validation are not part of the step, which an earlier start measured.
             metrics = {name: value for name, value in metrics.items() if not name.startswith("timing/")}
-        self._file.write(json.dumps(line | dict(metrics)) + "\n")
+        self._file.write(json.dumps({**line, **metrics, GLOBAL_STEP: step}) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -50,6 +52,6 @@ def _lines_until(path: Path, step: int) -> Iterator[bytes]:
 
 def _step_of(line: bytes) -> float:
     try:
-        return float(json.loads(line)["training/global_step"])
+        return float(json.loads(line)[GLOBAL_STEP])
     except (ValueError, KeyError, TypeError):
         return float("inf")  # truncated by a crash

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+GLOBAL_STEP = "training/global_step"
+"""Metric with the number of the step, which every logger receives."""
+
 
 @dataclass(frozen=True)
 class RunInfo:
@@ -49,7 +52,8 @@ class Logger(Protocol):
             step: Number of the step, starting at 1. With ``trainer.val_before_train`` the first call has the number of
                 the step that the run starts from, and only validation metrics. A resumed run repeats the steps after
                 its checkpoint.
-            metrics: Values by name, such as ``actor/kl_loss``. Different steps may have different names.
+            metrics: Values by name, such as ``actor/kl_loss``, with ``step`` as ``training/global_step``. Different
+                steps may have different names.
         """
 
     def close(self) -> None:

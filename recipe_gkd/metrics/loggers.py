@@ -1,4 +1,4 @@
-"""Destinations of the metrics, chosen by ``trainer.logger``."""
+"""Destinations of the metrics, chosen by ``trainer.logger`` and ``trainer.metrics_port``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from contextlib import ExitStack
 
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config.schema import TrainerConfig
+from recipe_gkd.metrics.background_logger import (
+    CLOSE_AFTER_ERROR_TIMEOUT_S,
+    CLOSE_TIMEOUT_S,
+    BackgroundLogger,
+    LoggerSource,
+)
 from recipe_gkd.metrics.console_logger import ConsoleLogger
 from recipe_gkd.metrics.jsonl_logger import JsonlLogger
-from recipe_gkd.metrics.logger_interface import Logger, RunInfo
+from recipe_gkd.metrics.logger_interface import GLOBAL_STEP, Logger, RunInfo
+from recipe_gkd.metrics.prometheus_logger import PrometheusLogger
 from recipe_gkd.metrics.tensorboard_logger import TensorBoardLogger
-from recipe_gkd.metrics.user_logger import CLOSE_AFTER_ERROR_TIMEOUT_S, CLOSE_TIMEOUT_S, UserLogger
+from recipe_gkd.metrics.tracking_services import tracking_source
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
+from recipe_gkd.runtime.user_code import load_attribute, split_spec
 
 
 class Loggers:
@@ -33,26 +41,29 @@ class Loggers:
             completed_steps: Number of steps that are completed at the start.
             last_step: Last step of the run.
         """
-        self._specs = config.logger
+        self._specs, self._metrics_port = config.logger, config.metrics_port
         self._run = RunInfo(folder_of(config), config.project_name, config.experiment_name, completed_steps, last_step)
         self._built_in: list[Logger] = []
-        self._user: list[UserLogger] = []
+        self._background: list[BackgroundLogger] = []
 
     async def __aenter__(self) -> Loggers:
-        """Create the run folder and the loggers. Constructors of users' loggers do not block the event loop.
+        """Create the run folder and the loggers. Slow constructors do not block the event loop.
 
         Raises:
-            ConfigError: A user's logger class cannot be loaded or constructed.
+            ConfigError: A user's logger class cannot be loaded or constructed, or a tracking service is not available,
+                or the port of ``/metrics`` is in use.
         """
         self._run.folder.mkdir(parents=True, exist_ok=True)
         try:
+            if self._metrics_port is not None:
+                self._built_in.append(PrometheusLogger(self._metrics_port, self._run))
             for spec in self._specs:
                 if (logger := _create_built_in(spec, self._run)) is not None:
                     self._built_in.append(logger)
                 else:
-                    self._user.append(UserLogger(spec, self._run))
+                    self._background.append(BackgroundLogger(_source_of(spec), self._run))
             async with FirstErrorTaskGroup() as tasks:
-                for opening in [tasks.start(user_logger.wait_until_open()) for user_logger in self._user]:
+                for opening in [tasks.start(logger.wait_until_open()) for logger in self._background]:
                     await opening
         except BaseException:
             await self._close(CLOSE_AFTER_ERROR_TIMEOUT_S)
@@ -63,19 +74,27 @@ class Loggers:
         await self._close(CLOSE_TIMEOUT_S if error_class is None else CLOSE_AFTER_ERROR_TIMEOUT_S)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass the metrics of a step to all loggers."""
-        loggers: list[Logger | UserLogger] = [*self._built_in, *self._user]
+        """Pass the metrics of a step, with ``training/global_step``, to all loggers."""
+        loggers: list[Logger | BackgroundLogger] = [*self._built_in, *self._background]
         for logger in loggers:
-            logger.log(step, metrics)
+            logger.log(step, {GLOBAL_STEP: float(step), **metrics})
 
     async def _close(self, timeout_s: float) -> None:
-        """Close the built-in loggers first, because a signal cancels the wait for the users' loggers."""
+        """Close the built-in loggers first, because a signal cancels the wait for the others."""
         try:
             with ExitStack() as stack:
                 for logger in self._built_in:
                     stack.callback(logger.close)
         finally:
-            await asyncio.gather(*(logger.close(timeout_s) for logger in self._user))
+            await asyncio.gather(*(logger.close(timeout_s) for logger in self._background))
+
+
+def _source_of(spec: str) -> LoggerSource:
+    if (source := tracking_source(spec)) is not None:
+        return source
+    path, name = split_spec(spec, key="trainer.logger")
+    logger_class = load_attribute(path, name, key="trainer.logger")
+    return LoggerSource(spec, logger_class, call=f"{name}(run_info)", remedy="correct the class")
 
 
 def _create_built_in(spec: str, run: RunInfo) -> Logger | None:

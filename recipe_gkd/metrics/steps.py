@@ -170,6 +170,7 @@ def describe(batch: ReadyBatch, responses_per_prompt: int = 1) -> dict[str, floa
     metrics = {
         "training/epoch": batch.epoch,
         "training/sft_share": float(np.mean([sample.is_reference for sample in batch.samples])),
+        "training/samples": float(len(batch.samples)),
         "perf/total_num_tokens": float(sum(sample.n_tokens for sample in batch.samples)),
     }
     sampled = [sample for sample in batch.samples if not sample.is_reference]

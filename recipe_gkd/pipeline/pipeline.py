@@ -113,6 +113,11 @@ class Pipeline:
             self._record_waits(batch, requested_at, now())
             yield batch
 
+    @property
+    def on_request(self) -> bool:
+        """True if a batch is dispatched only when the trainer requests it; see :class:`PipelineConfig`."""
+        return self._state.config.on_request
+
     def actor_update(self, batch: ReadyBatch) -> AbstractAsyncContextManager[None]:
         """Hold the actor during the body, which is one update. Its weights have the next version afterwards.
 

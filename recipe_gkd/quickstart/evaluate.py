@@ -5,20 +5,17 @@ Usage::
     python -m recipe_gkd.quickstart.evaluate --model outputs/quickstart/student \
         --data outputs/quickstart/data/held_out.parquet [--limit 256] [--json student.json]
 
-``--model`` can be repeated. The models are evaluated one after another, and vLLM is imported once.
+``--model`` and ``--model-with-solution`` can be repeated. The models are evaluated one after another, and vLLM is
+imported once.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
-import logging
-import os
 import sys
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,21 +23,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe_gkd.errors import DataError, GkdError, ModelError
-from recipe_gkd.quickstart.task import final_number, is_exact
-from recipe_gkd.rollout.environment import worker_environment
+from recipe_gkd.errors import DataError, GkdError
+from recipe_gkd.quickstart.task import Problem, final_number, is_exact
+from recipe_gkd.rollout.offline_engine import (
+    EngineOptions,
+    Sampling,
+    check_model_folder,
+    generate,
+    prepare_environment,
+    vllm_engine,
+)
 
 N_EXAMPLES = 5
 MAX_RESPONSE_TOKENS = 48
 """Maximum length of a response. A correct answer has 32 tokens."""
 KV_CACHE_BYTES = 64 << 20
-
-# Read when torch and vLLM are imported: the environment of a rollout worker, without messages below an error.
-_ENVIRONMENT = worker_environment("cuda") | {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,64 +138,27 @@ def generate_greedy(model: Path, chats: list[list[dict[str, str]]]) -> list[str]
     Raises:
         ModelError: ``model`` is not a Hugging Face folder with a tokenizer.
     """
-    for name in ("config.json", "tokenizer_config.json"):
-        if not (model / name).is_file():
-            raise ModelError(
-                f"{model} has no {name}, so it is not a Hugging Face model folder with a tokenizer; correct --model"
-            )
-    engine = _start_engine(model)
+    check_model_folder(model)
+    prepare_environment()
     from transformers import AutoTokenizer
-    from vllm import SamplingParams, TokensPrompt
 
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        prompts = [
-            TokensPrompt(
-                prompt_token_ids=tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-            )
-            for chat in chats
-        ]
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_RESPONSE_TOKENS)
-        outputs = [request.outputs[0] for request in engine.generate(prompts, params, use_tqdm=False)]
-    finally:
-        engine.llm_engine.engine_core.shutdown()
-        del engine
-        gc.collect()
-    return [out.text if out.finish_reason == "stop" else out.text + "..." for out in outputs]
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    options = EngineOptions(dtype="float32", gpu_memory_utilization=0.2, cpu_cache_bytes=KV_CACHE_BYTES)
+    with vllm_engine(model, options) as engine:
+        outputs = [found for [found] in generate(engine, prompts, Sampling(max_tokens=MAX_RESPONSE_TOKENS))]
+    texts = [tokenizer.decode(out.ids.tolist(), skip_special_tokens=True) for out in outputs]
+    return [text if out.finish_reason == "stop" else text + "..." for text, out in zip(texts, outputs, strict=True)]
 
 
-def _start_engine(model: Path) -> Any:
-    """Return a vLLM engine in fp32. Its environment must be set before the first import of torch and vLLM."""
-    os.environ.update(_ENVIRONMENT)
-    import torch
-
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        os.environ.update(worker_environment("cpu"))
-    # vLLM logs and warns during its import, before it reads its own logging level.
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    from vllm import LLM
-
-    memory: dict[str, Any] = {"gpu_memory_utilization": 0.2} if on_gpu else {"kv_cache_memory_bytes": KV_CACHE_BYTES}
-    return LLM(
-        model=str(model),
-        dtype="float32",
-        enforce_eager=True,
-        disable_log_stats=True,
-        seed=0,
-        use_tqdm_on_load=False,
-        **memory,
-    )
-
-
-def evaluate(model: Path, data: Path, limit: int | None = None) -> Evaluation:
+def evaluate(model: Path, data: Path, limit: int | None = None, *, with_solution: bool = False) -> Evaluation:
     """Evaluate one model in this process.
 
     Args:
         model: Hugging Face folder with a tokenizer.
         data: File of ``recipe_gkd.quickstart.prepare``.
         limit: Number of problems, None for all.
+        with_solution: True to put the solution into each prompt, as for the teacher of ``quickstart.sh --self``.
 
     Raises:
         DataError: The data cannot be read.
@@ -206,8 +166,15 @@ def evaluate(model: Path, data: Path, limit: int | None = None) -> Evaluation:
     """
     rows = read_problems(data, limit)
     started = time.monotonic()
-    responses = generate_greedy(model, [row["prompt"] for row in rows])
+    chats = [with_given_solution(row) if with_solution else row["prompt"] for row in rows]
+    responses = generate_greedy(model, chats)
     return score(rows, responses, model=str(model), data=str(data), seconds=time.monotonic() - started)
+
+
+def with_given_solution(row: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the chat prompt of a row with the solution before the question."""
+    a, b = row["prompt"][-1]["content"].removesuffix("=").split("+")
+    return Problem(int(a), int(b)).messages(with_solution=True)
 
 
 def render(evaluation: Evaluation) -> str:
@@ -226,18 +193,35 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, action="append", required=True, help="Hugging Face folder; repeatable")
+    parser.add_argument(
+        "--model",
+        type=lambda folder: (Path(folder), False),
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="Hugging Face folder; repeatable",
+    )
+    parser.add_argument(
+        "--model-with-solution",
+        type=lambda folder: (Path(folder), True),
+        action="append",
+        dest="model",
+        metavar="FOLDER",
+        help="like --model, but each prompt contains the solution",
+    )
     parser.add_argument("--data", type=Path, required=True, help="parquet file with the columns prompt and answer")
     parser.add_argument("--limit", type=int, help="number of problems; default: all")
     parser.add_argument("--json", type=Path, action="append", help="file for the result; once for each --model")
     args = parser.parse_args(argv)
     if args.limit is not None and args.limit < 1:
         parser.error(f"--limit: got {args.limit}, expected at least 1")
+    if not args.model:
+        parser.error("got no model; give --model FOLDER")
     if args.json and len(args.json) != len(args.model):
         parser.error(f"got {len(args.model)} --model and {len(args.json)} --json; give one file for each model")
     try:
-        for model, file in zip(args.model, args.json or [None] * len(args.model), strict=True):
-            evaluation = evaluate(model, args.data, args.limit)
+        for (model, solved), file in zip(args.model, args.json or [None] * len(args.model), strict=True):
+            evaluation = evaluate(model, args.data, args.limit, with_solution=solved)
             print(render(evaluation), flush=True)
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)

@@ -9,23 +9,28 @@ rounding. Therefore small greedy evaluations decide when to stop (:func:`train_i
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from recipe_gkd.errors import ModelError
-from recipe_gkd.quickstart.task import Problem, endless_batches, is_exact
+from recipe_gkd.quickstart.task import ALPHABET, Problem, endless_batches, is_exact
 from recipe_gkd.quickstart.tokenizer import MAX_LENGTH, build_tokenizer
 
-Role = Literal["teacher", "student"]
+Role = Literal["teacher", "student", "self_student"]
 WARMUP_STEPS = 20
 BATCH_SIZE = 64
 STEPS_BETWEEN_LINES = 20
+MIN_COPIED = 0.99
+"""Minimum fraction of exact answers of a model that reads the solution in its prompt."""
+ERROR_RATE = 0.1
+"""Fraction of the response tokens that are replaced by random ones in the input of a prompt with a solution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,9 @@ class Recipe:
         min_lr: Lower bound of the reduced learning rate.
         steps_between_evaluations: Steps between two evaluations.
         max_steps: Maximum number of steps.
+        with_solutions: True to train on each problem a second time, with its solution before the question and errors in
+            the response so far (:data:`ERROR_RATE`), so that the model continues with the solution after an error. The
+            training ends only when the model also copies at least :data:`MIN_COPIED` of the solutions.
     """
 
     layers: int
@@ -61,6 +69,7 @@ class Recipe:
     min_lr: float
     steps_between_evaluations: int
     max_steps: int
+    with_solutions: bool = False
 
 
 # 32 is the smallest head size of vLLM's CPU attention. Two key-value heads allow two tensor-parallel ranks.
@@ -76,6 +85,8 @@ RECIPES: dict[Role, Recipe] = {
         steps_between_evaluations=5, max_steps=3000,
     ),
 }  # fmt: skip
+SELF_RECIPES: dict[Role, Recipe] = {"self_student": dataclasses.replace(RECIPES["student"], with_solutions=True)}
+"""Model of ``launch/quickstart.sh --self``, which solves as few problems as the student, and copies given solutions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,23 +130,55 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -
     return model
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> tuple[torch.Tensor, int]:
+def encode(
+    tokenizer: PreTrainedTokenizerFast, problems: list[Problem], *, with_solution: bool = False
+) -> tuple[torch.Tensor, int]:
     """Tokenize whole conversations.
+
+    Args:
+        tokenizer: Tokenizer of the models.
+        problems: Problems with their answers.
+        with_solution: True for prompts that contain the solution.
 
     Returns:
         Token ids, int64 [R, S], and the length of the prompt, which is the same in every row.
     """
-    chats = [[*p.messages(), {"role": "assistant", "content": p.answer}] for p in problems]
+    prompts = [problem.messages(with_solution=with_solution) for problem in problems]
+    answers = [{"role": "assistant", "content": problem.answer} for problem in problems]
+    chats = [[*prompt, answer] for prompt, answer in zip(prompts, answers, strict=True)]
     texts = tokenizer.apply_chat_template(chats, tokenize=False)
     ids_RS = torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
-    prompt = tokenizer.apply_chat_template(problems[0].messages(), tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(prompts[0], tokenize=False, add_generation_prompt=True)
     return ids_RS, len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
 
+class Conversations(NamedTuple):
+    """Tokenized conversations of a training step.
+
+    Attributes:
+        ids_RS: Token ids, int64.
+        prompt_length: Length of the prompt, which is the same in every row.
+        error_ids: Token ids of the errors in the answers so far, int64 [X]. None: no errors.
+    """
+
+    ids_RS: torch.Tensor
+    prompt_length: int
+    error_ids: torch.Tensor | None = None
+
+
 @torch.no_grad()
-def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> float:
-    """Return the fraction of exact answers under greedy decoding. All problems are decoded in one batch."""
-    ids_RS, prompt_length = encode(tokenizer, problems)
+def greedy_accuracy(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], *, with_solution: bool = False
+) -> float:
+    """Return the fraction of exact answers under greedy decoding. All problems are decoded in one batch.
+
+    Args:
+        model: Model.
+        tokenizer: Tokenizer of the model.
+        problems: Problems.
+        with_solution: True for prompts that contain the solution.
+    """
+    ids_RS, prompt_length = encode(tokenizer, problems, with_solution=with_solution)
     step_ids, cache, columns = ids_RS[:, :prompt_length], None, []
     for _ in range(ids_RS.shape[1] - prompt_length):
         out = model(input_ids=step_ids, past_key_values=cache, use_cache=True)
@@ -177,14 +220,19 @@ def train_into_band(
     lowest, highest = recipe.band
     accuracy, steps, n_reverted_steps = 0.0, 0, 0
     snapshot = _snapshot(model, optimizer)
+    error_ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(ALPHABET)))
     while steps < recipe.max_steps:
         for _ in range(interval):
             steps += 1
-            loss = _train_step(model, optimizer, encode(tokenizer, next(batches)), lr * min(1.0, steps / WARMUP_STEPS))
+            problems = next(batches)
+            batch = [Conversations(*encode(tokenizer, problems))]
+            if recipe.with_solutions:
+                batch.append(Conversations(*encode(tokenizer, problems, with_solution=True), error_ids))
+            loss = _train_step(model, optimizer, batch, lr * min(1.0, steps / WARMUP_STEPS))
         accuracy = greedy_accuracy(model, tokenizer, dev)
         if steps % STEPS_BETWEEN_LINES == 0 or accuracy >= lowest:
             report(f"step {steps:4d}  loss {loss:.3f}  exact answers {accuracy:6.1%}  lr {lr:.1e}")
-        if lowest <= accuracy <= highest:
+        if lowest <= accuracy <= highest and _copies(model, tokenizer, recipe, dev, report):
             parameters = sum(p.numel() for p in model.parameters())
             return TrainingResult(accuracy=accuracy, steps=steps - n_reverted_steps, parameters=parameters)
         if accuracy > highest:
@@ -200,6 +248,21 @@ def train_into_band(
         f"got {accuracy:.1%} exact answers after {steps} steps, expected {lowest:.0%} to {highest:.0%}; "
         "use another --seed, and report this if it happens again"
     )
+
+
+def _copies(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    recipe: Recipe,
+    dev: list[Problem],
+    report: Callable[[str], None],
+) -> bool:
+    """Return True if the model answers exactly with the solution in its prompt, or if the recipe does not need it."""
+    if not recipe.with_solutions:
+        return True
+    accuracy = greedy_accuracy(model, tokenizer, dev, with_solution=True)
+    report(f"exact answers with the solution in the prompt {accuracy:6.1%}")
+    return accuracy >= MIN_COPIED
 
 
 def make_model(
@@ -228,7 +291,7 @@ def make_model(
     Raises:
         ModelError: The accuracy is not in the band after ``recipe.max_steps`` steps.
     """
-    seed = 2 * seed + (role == "student")
+    seed = 2 * seed + (role != "teacher")
     tokenizer = build_tokenizer()
     model = build_model(recipe, tokenizer, seed)
     result = train_into_band(model, tokenizer, recipe, endless_batches(seed, BATCH_SIZE, excluded), dev, report)
@@ -238,12 +301,12 @@ def make_model(
 
 
 def _train_step(
-    model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, int], lr: float
+    model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, batch: list[Conversations], lr: float
 ) -> float:
-    """Update the model on one encoded batch. Return the loss."""
+    """Update the model on conversations of several kinds, each with the same weight. Return the loss."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    loss = _answer_loss(model, *batch)
+    loss = torch.stack([_answer_loss(model, conversations) for conversations in batch]).mean()
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -251,9 +314,16 @@ def _train_step(
     return loss.item()
 
 
-def _answer_loss(model: Qwen2ForCausalLM, ids_RS: torch.Tensor, prompt_length: int) -> torch.Tensor:
+def _answer_loss(model: Qwen2ForCausalLM, conversations: Conversations) -> torch.Tensor:
     """Return the mean cross-entropy of the answer tokens. The question is random and cannot be learned."""
-    logits_RTV = model(input_ids=ids_RS[:, :-1], use_cache=False).logits[:, prompt_length - 1 :]
+    ids_RS, prompt_length, error_ids = conversations
+    inputs_RS = ids_RS[:, :-1]
+    if error_ids is not None:
+        inputs_RS = inputs_RS.clone()
+        responses_RT = inputs_RS[:, prompt_length:]
+        errors_RT = error_ids[torch.randint(len(error_ids), responses_RT.shape)]
+        responses_RT[:] = torch.where(torch.rand(responses_RT.shape) < ERROR_RATE, errors_RT, responses_RT)
+    logits_RTV = model(input_ids=inputs_RS, use_cache=False).logits[:, prompt_length - 1 :]
     return F.cross_entropy(logits_RTV.flatten(0, 1), ids_RS[:, prompt_length:].flatten())
 
 

@@ -2,11 +2,11 @@
 
 Usage::
 
-    python -m recipe_gkd.quickstart.prepare --out outputs/quickstart [--seed 0] [--fresh]
+    python -m recipe_gkd.quickstart.prepare --out outputs/quickstart [--seed 0] [--fresh] [--self]
 
-The output is ``data/{train,held_out,dev}.parquet``, ``teacher/`` and ``student/``. Each of the three folders is written
-under another name and renamed when it is complete. Its ``made.json`` records the settings. A later call creates only
-the folders that are missing or have other settings.
+The output is ``data/{train,held_out,dev}.parquet``, ``teacher/`` and ``student/``, or with ``--self`` the data and
+``self_student/``. Each folder is written under another name and renamed when it is complete. Its ``made.json`` records
+the settings. A later call creates only the folders that are missing or have other settings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 import transformers
 
 from recipe_gkd.errors import DeadlineError, GkdError, ModelError
-from recipe_gkd.quickstart.models import RECIPES, Recipe, Role, make_model
+from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES, Recipe, Role, make_model
 from recipe_gkd.quickstart.task import Problem, Splits, make_splits, write_parquet
 from recipe_gkd.quickstart.tokenizer import CHAT_TEMPLATE
 
@@ -43,7 +43,7 @@ class Job(NamedTuple):
     """Training of one model in a separate process.
 
     Attributes:
-        role: Teacher or student.
+        role: Name of the model.
         recipe: Shape and training of the model.
         seed: Seed of the quickstart.
         folder: Output folder.
@@ -216,17 +216,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="output folder")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems and of the training")
     parser.add_argument("--fresh", action="store_true", help="create everything again")
+    parser.add_argument("--self", action="store_true", dest="for_self", help="only the model of a self-distillation")
     args = parser.parse_args(argv)
     started = time.monotonic()
     try:
-        records = prepare(args.out, seed=args.seed, fresh=args.fresh)
+        recipes = SELF_RECIPES if args.for_self else RECIPES
+        records = prepare(args.out, seed=args.seed, fresh=args.fresh, recipes=recipes)
     except GkdError as error:
         print(error, file=sys.stderr)
         return 1
-    print(
-        f"ready in {time.monotonic() - started:.0f} s: {args.out} has data, a teacher with "
-        f"{records['teacher']['accuracy']:.1%} and a student with {records['student']['accuracy']:.1%} exact answers"
-    )
+    made = " and ".join(f"a {role} with {records[role]['accuracy']:.1%}" for role in recipes)
+    print(f"ready in {time.monotonic() - started:.0f} s: {args.out} has data, {made} exact answers")
     return 0
 
 

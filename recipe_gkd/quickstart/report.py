@@ -23,6 +23,8 @@ from typing import Any
 import psutil
 
 from recipe_gkd.errors import DataError, GkdError
+from recipe_gkd.quickstart.explanations import FIGURES, TIMINGS
+from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES
 from recipe_gkd.quickstart.prepare import RECORD
 
 Json = dict[str, Any]
@@ -47,6 +49,7 @@ class RunResults:
         prepared: Records of the prepared folders.
         versions: Package name -> version.
         machine: Description of the machine.
+        teacher: Description of the teacher, for the table.
     """
 
     evaluations: Mapping[str, Mapping[str, Any]]
@@ -55,6 +58,7 @@ class RunResults:
     prepared: Mapping[str, Any]
     versions: Mapping[str, str]
     machine: str = ""
+    teacher: str = "teacher"
 
 
 def build_report(results: RunResults) -> Json:
@@ -80,6 +84,7 @@ def build_report(results: RunResults) -> Json:
         "prepared": dict(results.prepared),
         "versions": dict(results.versions),
         "machine": results.machine,
+        "teacher": results.teacher,
     }
 
 
@@ -133,38 +138,34 @@ def _first_and_last(values: Sequence[float]) -> dict[str, float] | None:
 def render(report: Mapping[str, Any]) -> str:
     """Return the table that the quickstart prints at its end."""
     accuracy, staleness, loss = report["accuracy"], report["staleness"], report["kl_loss"]
+    kl = "not recorded" if loss is None else f"{loss['first']:.3f}  {loss['last']:.3f}"
+    lag = f"{_number(staleness['mean'], '.2f')}  {_number(staleness['max'], '.0f')}"
     rows = [
-        (f"exact answers, {report['problems']} held-out problems", ""),
-        ("  teacher", f"{accuracy['teacher']:.1%}"),
-        ("  student before", f"{accuracy['student_before']:.1%}"),
-        ("  student after", f"{accuracy['student_after']:.1%}"),
-        ("training steps", f"{report['steps']}"),
-        ("tokens", _number(report["tokens"], ",")),
-        (
-            "KL to the teacher, first and last step",
-            "not recorded" if loss is None else f"{loss['first']:.3f}  {loss['last']:.3f}",
-        ),
-        (
-            "staleness in steps, mean and largest",
-            f"{_number(staleness['mean'], '.2f')}  {_number(staleness['max'], '.0f')}",
-        ),
+        (f"exact answers, {report['problems']} held-out problems", "", ""),
+        (f"  {report['teacher']}", f"{accuracy['teacher']:.1%}", FIGURES["teacher"]),
+        ("  student before", f"{accuracy['student_before']:.1%}", FIGURES["student before"]),
+        ("  student after", f"{accuracy['student_after']:.1%}", FIGURES["student after"]),
+        ("training steps", f"{report['steps']}", FIGURES["training steps"]),
+        ("tokens", _number(report["tokens"], ","), FIGURES["tokens"]),
+        ("KL to the teacher, first and last step", kl, FIGURES["kl"]),
+        ("staleness in steps, mean and largest", lag, FIGURES["staleness"]),
     ]
     if report["seconds"]:
-        rows.append(("seconds of the training", "total    a step"))
+        rows.append(("seconds of the training", "total    a step", "stages overlap, so their times do not add up"))
         rows += [
-            (f"  {name}", f"{timing['total']:.1f}  {timing['mean']:8.3f}")
+            (f"  {name}", f"{timing['total']:.1f}  {timing['mean']:8.3f}", TIMINGS.get(name, ""))
             for name, timing in sorted(report["seconds"].items(), key=lambda item: -item[1]["total"])
         ]
     if report["memory_gb"]:
-        rows.append(("peak memory in GiB", ""))
-        rows += [(f"  {name}", f"{peak:.2f}") for name, peak in report["memory_gb"].items()]
+        rows.append(("peak memory in GiB", "", FIGURES["memory"]))
+        rows += [(f"  {name}", f"{peak:.2f}", "") for name, peak in report["memory_gb"].items()]
     if report["stages"]:
-        rows.append(("seconds of this start", ""))
-        rows += [(f"  {name}", f"{seconds:.0f}") for name, seconds in report["stages"].items()]
-    rows.append(("versions", ""))
-    rows += [(f"  {name}", version) for name, version in report["versions"].items()]
+        rows.append(("seconds of this start", "", FIGURES["stages"]))
+        rows += [(f"  {name}", f"{seconds:.0f}", "") for name, seconds in report["stages"].items()]
+    rows.append(("versions", "", ""))
+    rows += [(f"  {name}", version, "") for name, version in report["versions"].items()]
     width, right = (max(len(row[i]) for row in rows) for i in (0, 1))
-    return "\n".join(f"{left:<{width}}  {value:>{right}}".rstrip() for left, value in rows)
+    return "\n".join(f"{left:<{width}}  {value:>{right}}  {meaning}".rstrip() for left, value, meaning in rows)
 
 
 def read_metrics(path: Path) -> list[Json]:
@@ -223,15 +224,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--metrics", type=Path, required=True, help="metrics of the run, one JSON object per line")
     parser.add_argument("--stages", type=Path, required=True, help="seconds of each stage, one JSON object per line")
     parser.add_argument("--out", type=Path, required=True, help="output file")
+    parser.add_argument("--self", action="store_true", dest="for_self", help="the run is a self-distillation")
     args = parser.parse_args(argv)
+    roles = SELF_RECIPES if args.for_self else RECIPES
     try:
         results = RunResults(
             evaluations={name: _read_json(getattr(args, name)) for name in models},
             metrics=read_metrics(args.metrics),
             stages=read_metrics(args.stages),
-            prepared={name: _read_json(args.prepared / name / RECORD) for name in ("data", "teacher", "student")},
+            prepared={name: _read_json(args.prepared / name / RECORD) for name in ("data", *roles)},
             versions=installed_versions(),
             machine=machine_description(),
+            teacher="teacher: the initial student, with the solution" if args.for_self else "teacher",
         )
         report = build_report(results)
     except GkdError as error:

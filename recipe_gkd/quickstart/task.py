@@ -60,9 +60,14 @@ class Problem:
         """The two numbers in ascending order, the same for a+b and b+a."""
         return min(self.a, self.b), max(self.a, self.b)
 
-    def messages(self) -> list[dict[str, str]]:
-        """Return the chat prompt, which is one user message."""
-        return [{"role": "user", "content": self.question}]
+    def messages(self, *, with_solution: bool = False) -> list[dict[str, str]]:
+        """Return the chat prompt, which is one user message.
+
+        Args:
+            with_solution: True to put the answer before the question, as the teacher's prompt template in
+                ``config/quickstart_self.yaml`` does.
+        """
+        return [{"role": "user", "content": f"{self.answer};{self.question}" if with_solution else self.question}]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from recipe_gkd.quickstart.task import ALPHABET
 
 VOCAB_SIZE = 32
 PAD, END, USER, ASSISTANT, UNKNOWN = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unk|>"
-MAX_LENGTH = 64
-"""Maximum sequence length of the models. A question with its answer has 42 tokens."""
+MAX_LENGTH = 96
+"""Maximum sequence length of the models. A question with its answer has 42 tokens, with the solution before it 74."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

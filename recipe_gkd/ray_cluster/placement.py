@@ -6,12 +6,12 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from recipe_gkd.errors import ResourceError
+from recipe_gkd.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
     from recipe_gkd.ray_cluster.worker_group import WorkerGroup
@@ -73,14 +73,25 @@ def _ray_report() -> dict[str, Any]:
     }
 
 
-async def collect_device_reports(groups: Sequence[WorkerGroup], *, timeout_s: float) -> Reports:
+async def collect_device_reports(
+    groups: Sequence[WorkerGroup], *, timeout_s: float, on_result: Mapping[str, Callable[[int], None]] | None = None
+) -> Reports:
     """Return the result of every worker's ``device_report()``. All workers are called at the same time.
+
+    Args:
+        groups: Groups of workers.
+        timeout_s: Deadline.
+        on_result: Name of a group -> function that is called with the rank of each worker that has answered.
 
     Raises:
         DeadlineError: A worker did not answer within ``timeout_s``.
         WorkerError: A worker failed.
     """
-    calls = (group.call("device_report", timeout_s=timeout_s, phase="start, read device reports") for group in groups)
+    phase, reported = "start, read device reports", on_result or {}
+    calls = (
+        group.call("device_report", timeout_s=timeout_s, phase=phase, on_result=reported.get(group.name))
+        for group in groups
+    )
     return {
         group.label(rank): report
         for group, reports in zip(groups, await asyncio.gather(*calls), strict=True)
@@ -149,6 +160,26 @@ def check_devices(reports: Reports, *, is_hybrid: bool = False) -> None:
                 "actor_rollout_ref.hybrid_engine=true an actor worker and a rollout worker share each GPU; check if "
                 "CUDA_VISIBLE_DEVICES is set by hand"
             )
+
+
+def check_transport(reports: Reports, transport: str) -> None:
+    """Check that all workers are on one node if weights are sent through its shared memory.
+
+    Args:
+        reports: Report of each worker.
+        transport: ``actor_rollout_ref.rollout.weight_transport``.
+
+    Raises:
+        ConfigError: The transport is ``ipc``, and the workers are on several nodes.
+    """
+    if transport != "ipc":
+        return
+    nodes = sorted({_node(report) for report in reports.values()})
+    if len(nodes) > 1:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.weight_transport=ipc sends weights through the shared memory of one node, but "
+            f"the workers are on the nodes {', '.join(nodes)}; set it to collective or auto"
+        )
 
 
 def _check_assigned(label: str, report: Report) -> None:

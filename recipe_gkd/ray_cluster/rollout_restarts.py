@@ -45,6 +45,11 @@ class RolloutRestarts:
         self._processes: dict[int, tuple[str, list[ProcessId]]] = {}  # rank -> node id, processes after the set-up
         self._lock = asyncio.Lock()
 
+    @property
+    def n_restarts(self) -> int:
+        """Number of workers that were replaced so far."""
+        return self._used
+
     async def replace_dead(self, death: WorkerDied | None = None) -> None:
         """Replace all dead workers, and wait until the new workers are set up. They start without weights.
 

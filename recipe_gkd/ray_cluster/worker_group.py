@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -64,7 +65,9 @@ class WorkerGroup:
         """Return the name of a worker in messages, such as ``rollout worker 0 of 2``."""
         return f"{self.name} worker {rank} of {len(self)}"
 
-    async def call(self, method: str, *args: Any, timeout_s: float, phase: str) -> list[Any]:
+    async def call(
+        self, method: str, *args: Any, timeout_s: float, phase: str, on_result: Callable[[int], None] | None = None
+    ) -> list[Any]:
         """Call a method with the same arguments on every worker.
 
         Args:
@@ -72,11 +75,13 @@ class WorkerGroup:
             *args: Its arguments.
             timeout_s: Deadline of the whole call.
             phase: Name of the phase, for error messages.
+            on_result: Function that is called with the rank of each worker that has returned its result.
 
         Returns:
             Results in rank order.
         """
-        return await self.call_each(method, [args] * len(self), timeout_s=timeout_s, phase=phase)
+        calls = {rank: getattr(handle, method).remote(*args) for rank, handle in enumerate(self.handles)}
+        return await self._gather(calls, timeout_s=timeout_s, phase=phase, on_result=on_result)
 
     async def call_each(self, method: str, args: Sequence[Sequence[Any]], *, timeout_s: float, phase: str) -> list[Any]:
         """Call a method on every worker, with arguments for each rank. Return the results in rank order."""
@@ -142,11 +147,21 @@ class WorkerGroup:
         finally:
             await run_to_end(kill_workers(self.handles, timeout_s=_KILL_TIMEOUT_S))
 
-    async def _gather(self, calls: dict[int, Awaitable[Any]], *, timeout_s: float, phase: str) -> list[Any]:
+    async def _gather(
+        self,
+        calls: dict[int, Awaitable[Any]],
+        *,
+        timeout_s: float,
+        phase: str,
+        on_result: Callable[[int], None] | None = None,
+    ) -> list[Any]:
         """Await ``calls``, rank -> call. Return the results in the order of ``calls``."""
         if not calls:  # an error preceded the start of the workers
             return []
         tasks = {asyncio.ensure_future(_await(call)): rank for rank, call in calls.items()}
+        if on_result is not None:
+            for task, rank in tasks.items():
+                task.add_done_callback(partial(_report_result, rank, on_result))
         actor_ids = {rank: self._actor_id(rank) for rank in calls}  # The workers may be replaced meanwhile.
         try:
             _, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
@@ -200,6 +215,11 @@ async def _close(items: Any) -> None:
         ray.cancel(items)
         await asyncio.wait([ended], timeout=0.2)
     ended.cancel()
+
+
+def _report_result(rank: int, on_result: Callable[[int], None], task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        on_result(rank)
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

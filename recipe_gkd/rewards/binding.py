@@ -8,7 +8,7 @@ its path.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 OURS, VERL = "this project's", "verl's"
@@ -53,12 +53,13 @@ def values_of(prompt: Any, response: str, ground_truth: Any, extra: dict[str, An
     }
 
 
-def bind(function: Callable[..., Any], name: str) -> dict[str, str] | str:
+def bind(function: Callable[..., Any], name: str, kwargs: Collection[str] = ()) -> dict[str, str] | str:
     """Bind the parameters of a reward function.
 
     Args:
         function: The function, or another callable.
         name: Its name, for messages.
+        kwargs: Names of the arguments in ``custom_reward_function.kwargs``.
 
     Returns:
         Parameter name -> name of the value that it receives, or the reason why the signature is rejected.
@@ -76,7 +77,13 @@ def bind(function: Callable[..., Any], name: str) -> dict[str, str] | str:
     if all(families.values()):
         mixture = " and ".join(f"{', '.join(names)} (of {family} names)" for family, names in families.items())
         return f"{shown} mixes {mixture}; expected {ACCEPTED}"
-    unknown = [p.name for p in named if p.name not in NAMES and p.default is p.empty]
+    accepted = {p.name for p in named if p.kind != p.POSITIONAL_ONLY and p.name not in NAMES}
+    if refused := [key for key in kwargs if key in NAMES or not (has_kwargs or key in accepted)]:
+        return (
+            f"{shown} cannot receive {', '.join(refused)} of custom_reward_function.kwargs; expected names of its "
+            f"other parameters: {', '.join(sorted(accepted)) or 'it has none'}"
+        )
+    unknown = [p.name for p in named if p.name not in {*NAMES, *kwargs} and p.default is p.empty]
     if not has_kwargs:
         unknown += [f"*{p.name}" for p in parameters if p.kind == p.VAR_POSITIONAL]
     unknown += [f"{p.name} (positional-only)" for p in named if p.kind == p.POSITIONAL_ONLY and p.name in NAMES]

@@ -52,7 +52,7 @@ def serve(connection: Connection, stacks: int) -> None:
     settings = connection.recv()
     sys.path[:] = settings["sys_path"]
     function = call_within(settings["load_timeout_s"], stacks, load, settings["path"], settings["name"])
-    bound = function if isinstance(function, str) else binding.bind(function, settings["name"])
+    bound = function if isinstance(function, str) else binding.bind(function, settings["name"], settings["kwargs"])
     if isinstance(bound, str):
         connection.send(bound)
         return
@@ -60,7 +60,7 @@ def serve(connection: Connection, stacks: int) -> None:
     while True:
         for item in connection.recv():
             values = binding.values_of(**item)
-            arguments = {name: values[value] for name, value in bound.items()}
+            arguments = settings["kwargs"] | {name: values[value] for name, value in bound.items()}
             result = call_within(settings["timeout_s"], stacks, score, function, arguments)
             connection.send(result)
             if isinstance(result, str):

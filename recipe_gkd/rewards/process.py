@@ -85,6 +85,7 @@ class RewardProcess:
         settings = {
             "path": str(path),
             "name": config.name,
+            "kwargs": dict(config.kwargs),
             "timeout_s": config.timeout_s,
             "load_timeout_s": LOAD_TIMEOUT_S,
             "sys_path": [entry or os.getcwd() for entry in sys.path],

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 log = logging.getLogger("recipe_gkd")
 
 _FILE_ONLY = "file_only"
-"""Attribute of a log record that the console does not show, such as one with a traceback."""
-_QUIET_LOGGER = "recipe_gkd.weight_sync.synchronizer"
-"""Logger with one line per step, of which the console shows warnings only."""
+FILE_ONLY = {_FILE_ONLY: True}
+"""Argument ``extra`` of a log call whose record the console does not show, such as one with a traceback."""
+
+
+class _ConsoleHandler(logging.StreamHandler[TextIO]):
+    """Handler that writes to the current ``sys.stderr``, which a progress bar replaces while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def start_logging(path: Path) -> None:
     """Log everything to ``path``, and what a user needs during the run to the console."""
-    console, file = logging.StreamHandler(), logging.FileHandler(path, encoding="utf-8")
-    console.addFilter(lambda record: record.levelno >= logging.WARNING or record.name != _QUIET_LOGGER)
+    console, file = _ConsoleHandler(), logging.FileHandler(path, encoding="utf-8")
     console.addFilter(lambda record: not hasattr(record, _FILE_ONLY))
     logging.raiseExceptions = False  # a full disk must not print a traceback for each line
     logging.basicConfig(
@@ -40,10 +48,10 @@ def log_to_file(message: str, error: BaseException | None) -> str | None:
     files = [handler.baseFilename for handler in logging.getLogger().handlers if hasattr(handler, "baseFilename")]
     if not files:
         return None
-    log.error("%s", message, exc_info=error, extra={_FILE_ONLY: True})
+    log.error("%s", message, exc_info=error, extra=FILE_ONLY)
     return str(files[0])
 
 
 def log_background_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log errors of abandoned tasks to the file only, so that the console shows the error of the run."""
-    log.error("%s", context.get("message"), exc_info=context.get("exception"), extra={_FILE_ONLY: True})
+    log.error("%s", context.get("message"), exc_info=context.get("exception"), extra=FILE_ONLY)

@@ -1,14 +1,17 @@
-"""Orderly end of the training command on SIGINT, SIGTERM and SIGHUP."""
+"""Orderly end of the training command on SIGINT, SIGTERM, SIGUSR1 and SIGHUP."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
+
+from recipe_gkd.runtime.stop_request import StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +21,12 @@ SAME_REQUEST_S = 1.0
 ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 
+SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals whose first one lets the training save a checkpoint between steps. Batch systems send them."""
+
+
 class Terminated(BaseException):
-    """Request to end the run: SIGTERM, or SIGHUP of a terminal that has gone away.
+    """Request to end the run at once: SIGTERM, SIGUSR1, or SIGHUP of a terminal that has gone away.
 
     Attributes:
         number: Number of the signal.
@@ -31,35 +38,45 @@ class Terminated(BaseException):
 
 
 def raise_on_signals() -> None:
-    """Make SIGTERM and SIGHUP raise :class:`Terminated` in the main thread."""
+    """Make SIGTERM, SIGUSR1 and SIGHUP raise :class:`Terminated` in the main thread."""
     for number in _terminating_signals():
         signal.signal(number, _raise_terminated)
 
 
-async def run_until_terminated(work: Coroutine[Any, Any, None], on_background_error: ExceptionHandler) -> None:
+async def run_until_terminated(
+    work: Coroutine[Any, Any, None], on_background_error: ExceptionHandler, save_and_stop: StopRequest | None = None
+) -> None:
     """Run ``work``. A signal cancels it, so that it closes its resources, and is raised afterwards.
 
-    The first signal lets a background checkpoint complete. A second one ends this wait, or cuts the shutdown of the
-    workers short. The rest takes seconds and ends all processes, even if more signals arrive.
+    The first of ``SAVING_SIGNALS`` only makes a request, if the training accepts it: then ``work`` saves and returns.
+    Otherwise the first signal lets a background checkpoint complete. A further signal ends the wait for the step or
+    for the checkpoint, or cuts the shutdown of the workers short. The rest takes seconds and ends all processes, even
+    if more signals arrive.
 
     Args:
         work: The training.
         on_background_error: Exception handler of the event loop.
+        save_and_stop: Request to save and end, which the training accepts in its loop.
 
     Raises:
         KeyboardInterrupt: SIGINT was received first.
         Terminated: Another signal was received first.
     """
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-    received: list[tuple[int, float]] = []
+    received: list[int] = []
+    stop_request, last_at = save_and_stop or StopRequest(), -math.inf
 
     def stop(number: int) -> None:
-        if received and (number == signal.SIGHUP or time.monotonic() - received[-1][1] < SAME_REQUEST_S):
+        nonlocal last_at
+        is_again = bool(received) if number == signal.SIGHUP else stop_request.reason is not None
+        if time.monotonic() - last_at < SAME_REQUEST_S or (number in (signal.SIGHUP, signal.SIGUSR1) and is_again):
+            return
+        name, last_at = signal.Signals(number).name, time.monotonic()
+        if not received and number in SAVING_SIGNALS and stop_request.request(name):
             return
         if not received:
-            name = signal.Signals(number).name
             log.warning("%s: the run shuts down in order; send a second signal to end it without waiting", name)
-        received.append((number, time.monotonic()))
+        received.append(number)
         task.cancel()
 
     numbers = [
@@ -75,7 +92,7 @@ async def run_until_terminated(work: Coroutine[Any, Any, None], on_background_er
     except asyncio.CancelledError:
         if not received:
             raise
-        raise (KeyboardInterrupt if received[0][0] == signal.SIGINT else Terminated(received[0][0])) from None
+        raise (KeyboardInterrupt if received[0] == signal.SIGINT else Terminated(received[0])) from None
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
@@ -96,8 +113,8 @@ def hangup_ignored() -> Iterator[None]:
 
 
 def _terminating_signals() -> list[signal.Signals]:
-    """Return SIGTERM and SIGHUP without those that this process ignores, such as SIGHUP under nohup."""
-    numbers = [signal.SIGTERM, signal.SIGHUP]
+    """Return SIGTERM, SIGUSR1 and SIGHUP without those that this process ignores, such as SIGHUP under nohup."""
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 

@@ -1,7 +1,8 @@
-"""Scoring of responses by the teachers: routes, backends, requests and their failure policy."""
+"""Scoring of responses by the teachers: routes, prompts, backends, requests and their failure policy."""
 
 from recipe_gkd.teacher_routing.backends import TeacherBackend
+from recipe_gkd.teacher_routing.prompts import make_teacher_prompts
 from recipe_gkd.teacher_routing.router import Teachers, open_teachers
 from recipe_gkd.teacher_routing.routes import Routes, read_routes
 
-__all__ = ["Routes", "TeacherBackend", "Teachers", "open_teachers", "read_routes"]
+__all__ = ["Routes", "TeacherBackend", "Teachers", "make_teacher_prompts", "open_teachers", "read_routes"]

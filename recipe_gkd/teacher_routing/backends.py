@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from recipe_gkd.config.schema import Config
-from recipe_gkd.config.teachers import addresses, n_connections
+from recipe_gkd.config.teachers import addresses, auth_dirs, n_connections
 from recipe_gkd.teacher_routing.custom_backend import CustomBackend
 from teacher.client import TeacherClient
 from teacher.errors import TeacherProtocolError, TeacherTimeout
@@ -121,13 +121,14 @@ def open_backend(config: Config, name: str) -> TeacherBackend:
     teacher = config.actor_rollout_ref.teacher
     match teacher.backend:
         case "zmq":
+            auth_dir = auth_dirs(teacher)[name]
             return TeacherClient(
                 *addresses(teacher)[name],
                 timeout_s=teacher.timeout_s,
-                auth_dir=teacher.auth_dir,
+                auth_dir=auth_dir,
                 top_k=teacher.top_k,
                 wire_dtype=teacher.wire_dtype,
-                n_connections=n_connections(teacher),
+                n_connections=n_connections(teacher, auth_dir),
             )
         case "hf":
             from recipe_gkd.teacher_routing.hf_teacher import HfTeacher  # imports torch and transformers

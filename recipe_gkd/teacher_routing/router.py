@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from recipe_gkd.config import Config
-from recipe_gkd.config.teachers import TEACHER, addresses
+from recipe_gkd.config.teachers import TEACHER, addresses, auth_dirs
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.runtime.clock import now
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
@@ -31,7 +31,7 @@ Pair = tuple[Prompt, Response]
 def open_teachers(config: Config, routes: Routes) -> Iterator[Teachers]:
     """Create the backends of the teachers that have rows, and close them at the end.
 
-    Teachers with the same address share one client.
+    Teachers with the same address and the same keys share one client.
 
     Args:
         config: Valid configuration of the run.
@@ -42,15 +42,17 @@ def open_teachers(config: Config, routes: Routes) -> Iterator[Teachers]:
         TeacherError: A backend cannot be created as configured.
     """
     teacher = config.actor_rollout_ref.teacher
-    by_address: dict[tuple[str, int], TeacherBackend] = {}
+    by_service: dict[tuple[str, int, str | None], TeacherBackend] = {}
+    keys = auth_dirs(teacher)
     clients: dict[str, TeacherBackend] = {}
     with ExitStack() as stack:
         for name, address in addresses(teacher).items():
             if name not in routes.used:
                 continue
-            if address not in by_address:
-                by_address[address] = stack.enter_context(closing(open_backend(config, name)))
-            clients[name] = by_address[address]
+            service = (*address, keys[name])
+            if service not in by_service:
+                by_service[service] = stack.enter_context(closing(open_backend(config, name)))
+            clients[name] = by_service[service]
         services = {name: client for name, client in clients.items() if isinstance(client, TeacherClient)}
         yield Teachers(config, routes, clients, OutageMonitor(services, teacher) if services else None)
 
@@ -170,7 +172,10 @@ class Teachers:
         name, temperature = self._routes.names[number], self._gkd.distill_temperature
         client = self.clients[name]
         sequences = [
-            TeacherSequence(token_ids=np.concatenate([prompt.ids, response.ids]), prompt_len=len(prompt.ids))
+            TeacherSequence(
+                token_ids=np.concatenate([prompt.ids_for_teacher, response.ids]),
+                prompt_len=len(prompt.ids_for_teacher),
+            )
             for prompt, response in pairs
         ]
 

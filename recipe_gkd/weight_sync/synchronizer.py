@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from recipe_gkd.errors import DeadlineError, GkdError, ResourceError, WeightSyncError, find_timeout_error
+from recipe_gkd.runtime.run_log import FILE_ONLY
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.cleanup import drop_update
 from recipe_gkd.weight_sync.connection import WeightConnection
@@ -96,7 +97,7 @@ class WeightSynchronizer:
             WeightSyncError: Both attempts failed, or one without a retry. The message names workers and phases. Its
                 cause is a :class:`DeadlineError` if a worker did not answer.
         """
-        log.info("weight sync v%d: begins, %d rollout workers", version, len(self._rollouts))
+        log.info("weight sync v%d: begins, %d rollout workers", version, len(self._rollouts), extra=FILE_ONLY)
         started = time.monotonic()
         try:
             metrics = await self._attempt(version)

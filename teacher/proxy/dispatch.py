@@ -86,8 +86,9 @@ class Dispatcher:
         """
         if self.info is not None and worker.info != self.info:
             raise TeacherRequestError(
-                f"this service serves {self.info}, the new worker serves {worker.info}; start it with the same "
-                "CKPT_PATH, N_LOGPROBS, MAX_MODEL_LEN and DTYPE (and MODEL_NAME, if the folders have different names)"
+                f"this service serves another model than the new worker:\n{_differences(self.info, worker.info)}\n"
+                "Start the worker with the same CKPT_PATH, N_LOGPROBS, MAX_MODEL_LEN and DTYPE (and MODEL_NAME, if the "
+                "folders have different names)"
             )
         self.workers[worker.identity] = worker
 
@@ -198,3 +199,14 @@ class Dispatcher:
         if self.queue.remove(job) or self._quarantined.pop(job.job_id, None) is not None:
             return None
         return next((worker for worker in self.workers.values() if worker.remove(job.job_id) is not None), None)
+
+
+def _differences(service: ModelInfo, worker: ModelInfo) -> str:
+    """Return a table of the fields that differ: name, value of the service, value of the worker."""
+    rows = [("", "service", "new worker")]
+    for name, value in vars(service).items():
+        if (other := getattr(worker, name)) != value:
+            rows.append((name, str(value), str(other)))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

@@ -221,6 +221,8 @@ def _explain_refusal(kind: int, value: int, address: str, auth_dir: str | Path |
     got, expected = (
         (f"auth_dir={str(auth_dir)!r}", "a key from the service's own --auth-dir")
         if auth_dir
-        else ("no auth_dir", "a service without keys")
+        else ("no auth_dir", "the folder of a key of this service")
     )
+    if not auth_dir:
+        problem = f"may require keys, and this client has none (it {problem})"
     return f"the service at {address} {problem}: got {got}, expected {expected}; {remedy}"

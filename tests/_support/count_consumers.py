@@ -15,6 +15,7 @@ import pytest
 from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
+from recipe_gkd.actor.profile import profiled
 from recipe_gkd.checkpoints.save_failures import FailedSave, SaveFailures
 from recipe_gkd.checkpoints.store import remove_old
 from recipe_gkd.config import Config, limits
@@ -22,6 +23,7 @@ from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.config.teachers import addresses, n_connections
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import CheckpointError, WorkerDied
+from recipe_gkd.metrics.prometheus_logger import check_metrics_port
 from recipe_gkd.metrics.utilization import ActorUtilization
 from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
@@ -51,7 +53,7 @@ def connect_to_teacher(config: Config, name: str) -> None:
     """Open and close a client of the teacher."""
     teacher = config.actor_rollout_ref.teacher
     ((ip, port),) = addresses(teacher).values()
-    TeacherClient(ip, port, n_connections=n_connections(teacher)).close()
+    TeacherClient(ip, port, n_connections=n_connections(teacher, teacher.auth_dir)).close()
 
 
 def run_schedule(config: Config, name: str) -> None:
@@ -99,6 +101,11 @@ def check_count_limit(config: Config, name: str) -> None:
         case "device_peak_tflops":
             dims: Any = SimpleNamespace(layers=0, heads=1, head_dim=1, hidden=1, vocab_size=1)
             assert ActorUtilization(dims, limit).metrics([], 1.0) == {"perf/mfu/actor": 0.0}
+        case "metrics_port":
+            check_metrics_port(limit)
+        case "steps" | "ranks":
+            with profiled(config.trainer.profile, Path("nowhere"), step=0, rank=0):  # steps begin at 1
+                assert limit[0] >= 0
         case "log_val_generations":
             item = RewardItem(uid=0, where="", prompt="", response="", ground_truth="", extra={}, data_source=None)
             scored = ScoredResponse("gsm8k", PROMPT, RESPONSE, item, 1.0)

@@ -14,7 +14,13 @@ HEAD = "def compute_score(prompt, response, ground_truth, extra):\n"
 
 def settings(path: Path | str, **values: Any) -> RewardFunctionConfig:
     """Return the configuration of the reward function in ``path``."""
-    defaults: dict[str, Any] = {"name": "compute_score", "on_training": True, "timeout_s": 20.0, "num_workers": 1}
+    defaults: dict[str, Any] = {
+        "kwargs": {},
+        "name": "compute_score",
+        "on_training": True,
+        "timeout_s": 20.0,
+        "num_workers": 1,
+    }
     return RewardFunctionConfig(path=str(path), **(defaults | values))
 
 

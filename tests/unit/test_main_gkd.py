@@ -19,7 +19,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.errors import ConfigError, UnexpectedError
+from recipe_gkd.errors import ConfigError, DataError, UnexpectedError
 from recipe_gkd.main_gkd import _reward_items
 from recipe_gkd.preflight import Student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
@@ -59,7 +59,6 @@ class TestRewardItems:
             ((REWARD,), True),
             ((REWARD, NOT_ON_TRAINING), False),
             ((REWARD, NOT_ON_TRAINING, "gkd.use_rl_loss=true", "actor_rollout_ref.rollout.n=2"), True),
-            ((REWARD, "data.ground_truth_key=nowhere"), False),
         ],
     )
     def test_reward_items_present_if_needed_or_allowed(
@@ -68,6 +67,12 @@ class TestRewardItems:
         config = make_config(tmp_path, *overrides)
         data = PromptData(read_table(config.data.train_files, config.data.prompt_key), config.data, STUDENT.tokenizer)
         assert (_reward_items(config, data, STUDENT) is not None) == has_items
+
+    def test_reward_items_unknown_ground_truth_key_is_an_error(self, tmp_path: Path) -> None:
+        config = make_config(tmp_path, self.REWARD, "data.ground_truth_key=nowhere")
+        data = PromptData(read_table(config.data.train_files, config.data.prompt_key), config.data, STUDENT.tokenizer)
+        with pytest.raises(DataError, match=r"nowhere: the data has no such column.*on_training=false"):
+            _reward_items(config, data, STUDENT)
 
 
 class TestUnexpectedErrors:

@@ -207,7 +207,12 @@ def test_rewards_are_of_sampled_responses_and_in_the_metrics(tmp_path: Path) -> 
 
 def test_batch_of_reference_responses_has_no_metrics_of_sampled_ones(tmp_path: Path) -> None:
     batch = asyncio.run(batches_of(build_trainer(configured(tmp_path, "gkd.sft_share=1.0"), FakeWorkers(1))))[0]
-    assert set(describe(batch, N)) == {"training/epoch", "training/sft_share", "perf/total_num_tokens"}
+    assert set(describe(batch, N)) == {
+        "training/epoch",
+        "training/samples",
+        "training/sft_share",
+        "perf/total_num_tokens",
+    }
 
 
 def test_skipped_samples_keep_their_position_and_reward(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recipe_gkd.checkpoints.folders import steps_of
 from recipe_gkd.checkpoints.resume import resume_points
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.checkpoints.store import forget_best, read_best
@@ -26,6 +27,7 @@ from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItem
+from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.trainer import RewardContext, Trainer
 from recipe_gkd.validation import Validation, read_validation
@@ -90,6 +92,7 @@ SAMPLED = ("actor_rollout_ref.rollout.val_kwargs.n=2", "actor_rollout_ref.rollou
 class Workers:
     capacity = None
     actor_devices = ("cpu",)
+    n_restarts = 0
 
     def __init__(self) -> None:
         self.rollouts = self.actors = self.weights = self
@@ -131,15 +134,33 @@ class NoTeacher(Teachers):
 
 
 class Run(Trainer):
-    """A trainer without updates."""
+    """A trainer without updates.
+
+    Attributes:
+        stop: Request to end the run.
+        stop_in_update: Step of the update during which it is made, counted from 0. None: never.
+    """
+
+    stop_in_update: int | None = None
 
     async def update(self, batch: ReadyBatch) -> dict[str, float]:
         await asyncio.sleep(0.001)
+        if batch.step == self.stop_in_update:
+            assert self.stop.request("SIGTERM")
         return {}
+
+    async def fit(self, stop: StopRequest | None = None) -> None:
+        self.stop = stop or StopRequest()
+        await super().fit(self.stop)
 
 
 def train(
-    config: Config, scores: Sequence[float] = range(9), *, crash_after: int | None = None, workers: Any = None
+    config: Config,
+    scores: Sequence[float] = range(9),
+    *,
+    crash_after: int | None = None,
+    stop_in_update: int | None = None,
+    workers: Any = None,
 ) -> Run:
     """Train to the end, or until the save after step ``crash_after``. ``scores`` are rewards by weights version."""
     data = PromptData(read_table(config.data.train_files, config.data.prompt_key), config.data, TOKENIZER)
@@ -157,7 +178,9 @@ def train(
     teachers = NoTeacher(config, Routes(("default",)), {})
     reward_context = RewardContext(scorer, validation=read_validation(config, TOKENIZER))
     start = ResumeState(progress, checkpoint, best)
-    trainer = Run(config, workers or Workers(), teachers, loader, start, reward_context)
+    fake_workers: Any = workers or Workers()
+    trainer = Run(config, fake_workers, teachers, loader, start, reward_context)
+    trainer.stop_in_update = stop_in_update
     if crash_after is not None:
 
         async def crash() -> None:
@@ -398,3 +421,24 @@ class TestTrainerSaves:
         ):
             train(make_config(tmp_path, "trainer.total_training_steps=5", BEST, saves))
         assert not list(tmp_path.glob(".writing_*"))
+
+
+class TestTrainerStop:
+    LENGTH = ("trainer.total_training_steps=6", "trainer.save_freq=4")
+
+    @pytest.mark.parametrize("async_save", [False, True])
+    @pytest.mark.parametrize("scheduler", ["sync", "two_step_off"])
+    def test_stop_saves_after_the_update_and_resumed_run_completes(
+        self, tmp_path: Path, scheduler: str, async_save: bool
+    ) -> None:
+        save = f"actor_rollout_ref.actor.checkpoint.async_save={async_save}"
+        config = make_config(tmp_path, *self.LENGTH, save, f"trainer.scheduler={scheduler}")
+        stopped = train(config, stop_in_update=1)
+        assert (stopped.progress.step, stopped.stop.reason, steps_of(tmp_path)) == (2, "SIGTERM", [2])
+        resumed = train(config)
+        assert (resumed.progress.step, resumed.stop.reason, steps_of(tmp_path)) == (6, None, [2, 4, 6])
+        assert [line["training/global_step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+    def test_stop_in_last_update_is_the_end_of_the_run(self, tmp_path: Path) -> None:
+        trainer = train(make_config(tmp_path, *self.LENGTH), stop_in_update=5)
+        assert (trainer.progress.step, trainer.stop.reason, steps_of(tmp_path)) == (6, None, [4, 6])

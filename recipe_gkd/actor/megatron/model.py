@@ -14,11 +14,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.megatron.layer_spec import decoder_spec, ensure_megatron_supports_te
 from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
-from recipe_gkd.actor.megatron.overrides import MEGATRON, checked_overrides
+from recipe_gkd.actor.megatron.overrides import checked_overrides
 from recipe_gkd.actor.megatron.packed_attention import attention_kernel
 from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding
 from recipe_gkd.actor.megatron.transformer_impl import ResolvedImpl, resolve_transformer_impl
 from recipe_gkd.actor.student_dims import MoEConfig
+from recipe_gkd.config.megatron_fields import FIXED_FIELDS
 from recipe_gkd.config.schema import MegatronConfig
 
 
@@ -136,41 +137,6 @@ def _moe_fields(moe: MoEConfig | None, config: MegatronConfig, *, grouped_gemm: 
 
 def _skip_init(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-_KEYS = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
-    "transformer_impl",
-)  # fmt: skip
-_DTYPES = ("params_dtype", "pipeline_dtype", "bf16", "fp16")
-_RANDOM = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_force_load_balancing")
-_MODEL = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm",
-    "gated_linear_unit", "activation_func", "activation_func_clamp_value", "glu_linear_offset", "add_bias_linear",
-    "add_qkv_bias", "qk_layernorm", "qk_l2_norm", "softmax_scale", "softmax_type", "window_size",
-    "window_attn_skip_freq", "no_rope_freq", "attention_output_gate", "multi_latent_attention",
-    "experimental_attention_variant", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_latent_size",
-    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk", "moe_router_pre_softmax",
-    "moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
-    "moe_router_enable_expert_bias",
-)  # fmt: skip
-# Fields that must not be overridden, each with the reason.
-FIXED_FIELDS = {
-    **{name: f"it is the key {MEGATRON}.{name}" for name in _KEYS},
-    **dict.fromkeys(_DTYPES, f"it follows from the key {MEGATRON}.dtype"),
-    **dict.fromkeys(_MODEL, "the actor and the rollout engine must compute the same model, that of config.json"),
-    **dict.fromkeys(_RANDOM, "the rollout engine's log-probabilities have no such noise"),
-    "calculate_per_token_loss": "the objective is a mean over the global batch",
-    "variable_seq_lengths": "sequences are packed",
-    "attention_backend": "it is chosen for the GPU, so that no matrix of scores is stored",
-    "rotary_interleaved": "the supported models rotate channels i and i + head_dim / 2 as a pair",
-    "mtp_num_layers": "there is no loss for multi-token prediction",
-    "use_te_activation_func": "the actor chooses the activation of its layers",
-    "use_cpu_initialization": "it follows from the key trainer.device",
-    "perform_initialization": "it would also skip the marks of divided parameters, which the gradient norm needs",
-}
 
 
 def _checked_overrides(overrides: dict[str, Any]) -> dict[str, Any]:

@@ -24,10 +24,18 @@ from recipe_gkd.config.schema.gkd import AggregationMode, CustomLossConfig, GkdC
 from recipe_gkd.config.schema.reward import RewardFunctionConfig
 from recipe_gkd.config.schema.rollout import RolloutEngineConfig, RolloutPoolConfig, ValidationSamplingConfig
 from recipe_gkd.config.schema.teacher import TeacherConfig
-from recipe_gkd.config.schema.trainer import BUILT_IN_LOGGERS, RayInitConfig, Scheduler, TrainerConfig
+from recipe_gkd.config.schema.trainer import (
+    BUILT_IN_LOGGERS,
+    TRACKING_SERVICES,
+    ProfileConfig,
+    RayInitConfig,
+    Scheduler,
+    TrainerConfig,
+)
 
 __all__ = [
     "BUILT_IN_LOGGERS",
+    "TRACKING_SERVICES",
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AggregationMode",
@@ -41,6 +49,7 @@ __all__ = [
     "MegatronConfig",
     "ModelConfig",
     "OptimConfig",
+    "ProfileConfig",
     "RayInitConfig",
     "RewardFunctionConfig",
     "RolloutEngineConfig",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -16,9 +16,23 @@ Truncation = Literal["error", "left", "right", "middle"]
 class DataConfig:
     """Training and validation prompts, section ``data``."""
 
-    train_files: Files = key("Parquet files with the training prompts. A single path is accepted.")
-    val_files: Files = key("Parquet files with held-out prompts for validation. May be empty.")
-    prompt_key: str = key("Column with the prompt: a list of {role, content} messages, or a string.")
+    train_files: Files = key(
+        "Parquet, jsonl, json or csv files with the training prompts, or folders of these. A single path is accepted."
+    )
+    val_files: Files = key("Files with held-out prompts for validation, like `train_files`. May be empty.")
+    prompt_key: str = key(
+        "Column with the prompt: a list of {role, content} messages, or a string. Files without it may have "
+        "`messages`, whose final assistant message is the reference response."
+    )
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        "Arguments of the tokenizer's chat template, such as `enable_thinking=false`. Command line: "
+        "`data.apply_chat_template_kwargs.enable_thinking=false`."
+    )
+    system_prompt: str | None = key("System message of chats that have none. null: none.")
+    teacher_prompt_key: str | None = key(
+        "Column with the prompt that the teacher sees: messages or a string, like `prompt_key`. Dots select a field of "
+        "a structure. In a row without a value, and with null, it is the student's prompt."
+    )
     response_key: str = key("Column with the reference response, a string. Used if `gkd.sft_share` is above 0.")
     ground_truth_key: str = key(
         "Column with the ground truth that the reward function receives. Dots select a field of a structure, such as "

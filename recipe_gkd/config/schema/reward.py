@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_DEVICES
@@ -16,6 +18,9 @@ class RewardFunctionConfig:
     name: str = key(
         "Name of the function in the file. Its parameters are (prompt, response, ground_truth, extra), or "
         "verl's (data_source, solution_str, ground_truth, extra_info). It returns a number, or a dict with `score`."
+    )
+    kwargs: dict[str, Any] = key(
+        "Keyword arguments of the function besides these. Command line: `custom_reward_function.kwargs.scale=2`."
     )
     on_training: bool = key("Score training responses even if no loss uses the reward, to report `reward/*` metrics.")
     timeout_s: float = timeout("one call of the reward function, in seconds.")

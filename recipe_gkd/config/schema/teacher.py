@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+from typing import Annotated, Any, Literal
 
+from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_NODES, MAX_STEPS, MAX_TEACHER_WAIT_S
@@ -12,6 +14,32 @@ from teacher import WireDtype
 from teacher.client import MAX_CONNECTIONS
 
 TeacherFailureMode = Literal["fail", "wait", "skip_samples"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TeacherEntry:
+    """A named teacher, a value of ``actor_rollout_ref.teacher.teachers``.
+
+    For the other fields, None selects the value of the section ``actor_rollout_ref.teacher``. An empty text or mapping
+    means none.
+    """
+
+    address: str = key("`host:port` of the teacher's proxy.")
+    auth_dir: str | None = None
+    prompt_template: str | None = None
+    system_prompt: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] | None = None
+
+
+def _as_entry(value: Any) -> Any:
+    if isinstance(value, TeacherEntry):
+        return value
+    if isinstance(value, str):
+        return {"address": value}
+    names = [field.name for field in dataclasses.fields(TeacherEntry)]
+    if not isinstance(value, dict) or "address" not in value or set(value) - set(names):
+        raise ValueError(f"expected host:port, or a mapping with address and any of {', '.join(names[1:])}; correct it")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -26,13 +54,31 @@ class TeacherConfig:
     model_path: str | None = key("Folder of the teacher model for `backend=hf`; passed on to a custom backend.")
     server_ip: str = key("Address of the teacher's proxy.")
     server_port: int = key("Front-end port of the teacher's proxy (`PROXY_FRONTEND_PORT`).", ge=1, le=65535)
-    teachers: dict[str, str] = key(
+    teachers: dict[str, Annotated[TeacherEntry, BeforeValidator(_as_entry)]] = key(
         "Several named teachers, as name -> `host:port`. They replace the teacher at `server_ip`, which has the name "
-        "`default`. Command line, once per teacher: `actor_rollout_ref.teacher.teachers.math=10.0.0.1:15555`."
+        "`default`. Command line, once per teacher: `actor_rollout_ref.teacher.teachers.math=10.0.0.1:15555`. Instead "
+        "of `host:port`, a mapping with `address` and any of `auth_dir`, `prompt_template`, `system_prompt` and "
+        "`apply_chat_template_kwargs`, which replace this section's for one teacher; empty: none."
     )
     route_key: str | None = key(
         "Column with the name of each prompt's teacher. Dots select a field of a structure. Required with more than "
         "one teacher."
+    )
+    prompt_template: str | None = key(
+        "Text that the teacher sees in place of the prompt's last user message, or of a prompt that is a string. "
+        "`{prompt}` is the replaced text, any other field a column: `{prompt}\\n\\nSolution: {ground_truth}`. "
+        "Dots select a field of a structure; `{{` and `}}` are braces. null: the teacher sees the student's prompt."
+    )
+    system_prompt: str | None = key(
+        "System message of the teacher's prompts that have none. null: the student's (`data.system_prompt`); empty: "
+        "none."
+    )
+    apply_chat_template_kwargs: dict[str, Any] | None = key(
+        "Arguments of the chat template for the teacher's prompts. null: the student's "
+        "(`data.apply_chat_template_kwargs`)."
+    )
+    allow_prompt_mismatch: bool = key(
+        "Accept prompts of student and teacher whose generation prompts differ, such as one with an opened `<think>`."
     )
     n_server_workers: int = key("Total number of teacher workers over all teachers.", ge=1, le=MAX_NODES)
     num_microbatches: int = key(

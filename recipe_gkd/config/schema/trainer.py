@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
+from recipe_gkd.config.durations import duration_s, to_clock
 from recipe_gkd.config.limits import MAX_CPUS, MAX_DEVICES, MAX_EPOCHS, MAX_NODES, MAX_STEPS
 from recipe_gkd.config.schema.fields import STRICT, key, timeout
 from recipe_gkd.errors import ConfigError
@@ -17,8 +18,10 @@ ResumeMode = Literal["disable", "auto", "resume_path"]
 Scheduler = Literal["sync", "one_step_off", "two_step_off", "n_step_off"]
 OomPolicy = Literal["fail", "split"]
 
-BuiltInLogger = Literal["console", "jsonl", "tensorboard"]
-BUILT_IN_LOGGERS: tuple[str, ...] = get_args(BuiltInLogger)
+TrackingService = Literal["wandb", "mlflow", "swanlab"]
+TRACKING_SERVICES: tuple[str, ...] = get_args(TrackingService)
+"""Loggers with a package of the same name, which is installed as an extra."""
+BUILT_IN_LOGGERS: tuple[str, ...] = ("console", "jsonl", "tensorboard", *TRACKING_SERVICES)
 
 
 def _check_logger(value: str) -> str:
@@ -32,7 +35,15 @@ def _check_logger(value: str) -> str:
     return value
 
 
+def _check_duration(value: str) -> str:
+    duration_s(value)
+    return value
+
+
 LoggerSpec = Annotated[str, AfterValidator(_check_logger)]
+Duration = Annotated[str, BeforeValidator(to_clock), AfterValidator(_check_duration)]
+ProfiledStep = Annotated[int, Field(ge=1, le=MAX_STEPS)]
+ProfiledRank = Annotated[int, Field(ge=0, le=MAX_NODES * MAX_DEVICES - 1)]
 
 
 def _to_text(value: Any) -> Any:
@@ -42,6 +53,17 @@ def _to_text(value: Any) -> Any:
 
 
 EnvironmentValue = Annotated[str, BeforeValidator(_to_text)]  # Hydra reads NAME=1 as a number
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ProfileConfig:
+    """Traces of torch's profiler, section ``trainer.profile``."""
+
+    steps: list[ProfiledStep] = key(
+        "Steps, counted from 1, whose update is recorded by torch's profiler. The traces are written to the run folder "
+        "as `profile/step_N_rank_R.json.gz`. Empty: no profile."
+    )
+    ranks: list[ProfiledRank] = key("Ranks of the actor that are recorded.")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -98,11 +120,17 @@ class TrainerConfig:
         "training. null: no best checkpoint."
     )
     logger: list[LoggerSpec] = key(
-        "Destinations of the metrics. Any of `console`, `jsonl`, `tensorboard`, and `FILE.py:Name` for a logger class "
-        "of your own (see docs/customization.md)."
+        "Destinations of the metrics. Any of `console`, `jsonl`, `tensorboard`, `wandb`, `mlflow`, `swanlab` (see "
+        "docs/metrics.md), and `FILE.py:Name` for a logger class of your own (see docs/customization.md)."
     )
-    project_name: str = key("Project name. Part of `default_local_dir` and of the TensorBoard folder.")
-    experiment_name: str = key("Experiment name. Part of `default_local_dir` and of the TensorBoard folder.")
+    project_name: str = key(
+        "Project name. Part of `default_local_dir` and of the TensorBoard folder; project or experiment of the "
+        "tracking services."
+    )
+    experiment_name: str = key(
+        "Experiment name. Part of `default_local_dir` and of the TensorBoard folder; name of the run at the tracking "
+        "services."
+    )
     default_local_dir: str = key("Run folder: checkpoints, logs, metrics and the trained model.")
     resume_mode: ResumeMode = key(
         "Starting point of the run. `auto`: the last complete checkpoint in `default_local_dir` if there is one, where "
@@ -137,6 +165,18 @@ class TrainerConfig:
         gt=0,
         le=1e6,
     )
+    metrics_port: int | None = key(
+        "Port of the driver's machine that serves `/metrics` for Prometheus, on all interfaces, without "
+        "authentication. 0: a free port, which is logged. null: no server.",
+        ge=0,
+        le=65535,
+    )
+    save_before: Duration | None = key(
+        "Time since the start of the command, as `HH:MM:SS` or `D-HH:MM:SS`, at which the run saves a checkpoint "
+        "between steps and ends with status 75. Leave time for a step and a save before the limit of the job. null: "
+        "no limit."
+    )
+    profile: ProfileConfig
     trace_file: str | None = key(
         "File for a trace of every stage, worker and batch, to be opened at https://ui.perfetto.dev. null: no trace."
     )

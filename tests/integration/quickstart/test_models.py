@@ -10,7 +10,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe_gkd.errors import ModelError
 from recipe_gkd.quickstart import models
-from recipe_gkd.quickstart.models import RECIPES, Role, build_model, encode, greedy_accuracy, train_into_band
+from recipe_gkd.quickstart.models import (
+    RECIPES,
+    SELF_RECIPES,
+    Role,
+    build_model,
+    encode,
+    greedy_accuracy,
+    train_into_band,
+)
 from recipe_gkd.quickstart.task import Problem, endless_batches, make_splits
 from recipe_gkd.quickstart.tokenizer import MAX_LENGTH, VOCAB_SIZE, build_tokenizer
 
@@ -62,9 +70,17 @@ def test_conversations_are_prompt_answer_end_of_one_length(tokenizer: Any) -> No
     assert set(ids_RS[:, prompt_length - 1].tolist()) == {tokenizer.convert_tokens_to_ids("<|assistant|>")}
 
 
-@pytest.mark.parametrize("role", ["teacher", "student"])
+def test_solution_moves_the_question_and_changes_nothing_after_it(tokenizer: Any) -> None:
+    plain_RS, _ = encode(tokenizer, PROBLEMS)
+    solved_RS, prompt_length = encode(tokenizer, PROBLEMS, with_solution=True)
+    assert (solved_RS.shape[1], prompt_length) == (74, 42) and solved_RS.shape[1] <= MAX_LENGTH
+    assert torch.equal(solved_RS[:, 33:], plain_RS[:, 1:])
+    assert torch.equal(solved_RS[:, 1:32], solved_RS[:, 42:73])
+
+
+@pytest.mark.parametrize("role", ["teacher", "student", "self_student"])
 def test_recipes_suit_two_ranks_and_cpu_attention(role: Role) -> None:
-    recipe = RECIPES[role]
+    recipe = (RECIPES | SELF_RECIPES)[role]
     assert recipe.heads % 2 == recipe.kv_heads % 2 == recipe.layers % 2 == recipe.hidden % 4 == recipe.ffn % 4 == 0
     assert recipe.hidden // recipe.heads == 32
 
@@ -99,6 +115,17 @@ def test_train_into_band_above_the_band_goes_back(tokenizer: Any, monkeypatch: p
     assert result.steps == 4 + 2 + 2
     jump, after_going_back = (weights[1] - weights[0]).norm(), (weights[2] - weights[0]).norm()
     assert 0 < after_going_back < jump
+
+
+def test_train_into_band_with_solutions_waits_until_they_are_copied(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = dataclasses.replace(SELF_RECIPES["self_student"], steps_between_evaluations=1, max_steps=50)
+    measured = {False: iter([0.0, 0.2, 0.2]), True: iter([0.98, 0.99])}
+    monkeypatch.setattr(models, "greedy_accuracy", lambda *_, with_solution=False: next(measured[with_solution]))
+    model = build_model(recipe, tokenizer, seed=0)
+    result = train_into_band(model, tokenizer, recipe, endless_batches(0, 4, []), PROBLEMS[:4], report=lambda _: None)
+    assert (result.accuracy, result.steps) == (0.2, 3)
 
 
 def test_train_into_band_outside_after_max_steps_raises(tokenizer: Any) -> None:

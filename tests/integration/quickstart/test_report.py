@@ -55,6 +55,12 @@ def test_build_report_summarizes_a_run() -> None:
         assert shown in table
 
 
+def test_render_names_the_teacher_of_a_self_distillation() -> None:
+    assert "  teacher  " in render(build_report(_results([_step(1)])))
+    table = render(build_report(_results([_step(1)], teacher="teacher: the initial student, with the solution")))
+    assert "teacher: the initial student, with the solution" in table
+
+
 def test_build_report_resumed_run_counts_no_step_twice() -> None:
     metrics = [_step(1), _step(2), _step(2, **{"actor/kl_loss": 0.1}), {"training/global_step": 2, "val/accuracy": 1.0}]
     report = build_report(_results(metrics))

@@ -76,7 +76,7 @@ def test_tp2_engine_killed_rank_worker_is_replaced(pool: Pool, tensor_pair: Work
         [rank] = [one.pid for one in processes if "VLLM::Worker_TP1" in psutil.Process(one.pid).name()]
         os.kill(rank, signal.SIGKILL)
         # The label has the number of workers if the death is noticed before the engine accepts the prompts.
-        with pytest.raises(WorkerDied, match="rollout worker 0( of 1)?: the rollout engine failed"):
+        with pytest.raises(WorkerDied, match=r"rollout worker 0( of 1)?: the rollout engine failed"):
             await generate_on(tensor_pair, 0, prompts(4))
         assert await tensor_pair.dead() == [0] and not (await locate(tensor_pair.handles))[0].dead
         await restarts.replace_dead()

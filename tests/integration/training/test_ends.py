@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import re
 import signal
+import urllib.request
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 
 from recipe_gkd.checkpoints.run_lock import locked
+from recipe_gkd.diagnostics.exit_messages import SAVED_AND_STOPPED
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.process_id import is_alive
 from recipe_gkd.runtime.process_trees import tree
@@ -46,7 +51,10 @@ def kill_worker(run: Run, kind: str) -> None:
 
 class TestSignal:
     def test_sigint_with_hf_teacher_ends_run_in_order(self, start_run: StartRun, student: Path) -> None:
-        """The student is its own teacher, in the driver process: in the first step there is nothing to learn."""
+        """The student is its own teacher, in the driver process: in the first step there is nothing to learn.
+
+        The run also serves its metrics and records a profile.
+        """
         teacher = "actor_rollout_ref.teacher"
         run = start_run(
             *LONG_RUN,
@@ -54,21 +62,46 @@ class TestSignal:
             f"{teacher}.model_path={student}",
             f"{teacher}.top_k=8",
             f"{teacher}.server_port={DEFAULT_PORT}",
+            "trainer.metrics_port=0",
+            "trainer.profile.steps=[2]",
         )
         run.await_step(3)
+        [served] = re.findall(
+            r"metrics for Prometheus: http://[^:]+:(\d+)/metrics", (run.folder / "run.log").read_text()
+        )
+        with urllib.request.urlopen(f"http://127.0.0.1:{served}/metrics", timeout=10) as page:
+            assert "recipe_gkd_actor_kl_loss " in page.read().decode()
+        with gzip.open(run.folder / "profile" / "step_2_rank_0.json.gz") as profile:
+            assert json.load(profile)["traceEvents"]
         with pytest.raises(ConfigError, match=f"in use by another run, on host .* with pid {run.process.pid}"):
             locked(run.folder).__enter__()
         os.killpg(run.process.pid, signal.SIGINT)
-        assert_ended(run, 130, "interrupted", timeout_s=60)
+        assert_ended(run, 130, "interrupted; the newest checkpoint is ", timeout_s=60)
+        assert "\nto resume from it: python -m recipe_gkd.main_gkd --config-name " in run.output
         assert abs(run.metrics[0]["actor/kl_loss"]) < 1e-5
         assert "teacher default: student, top 8 of 32 ids" in (run.folder / "run.log").read_text()
 
     @pytest.mark.slow
-    def test_sigterm_ends_run_in_order(self, start_run: StartRun) -> None:
-        run = start_run(*LONG_RUN)
+    def test_sigterm_saves_between_steps_and_same_command_continues(
+        self, start_run: StartRun, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        service = ",wandb" if find_spec("wandb") else ""
+        command = (*LONG_RUN, "trainer.save_freq=1000", f"trainer.logger=[console,jsonl{service}]")
+        run = start_run(*command)
         run.await_step(3)
         run.process.send_signal(signal.SIGTERM)
-        assert_ended(run, 143, "terminated", timeout_s=60)
+        assert_ended(run, SAVED_AND_STOPPED, "ended before the last step (SIGTERM)", timeout_s=60)
+        n_steps = len(run.metrics)
+        assert f"the newest checkpoint is {run.folder}/global_step_{n_steps}\n" in run.output
+        # The limit has passed when the training begins, so that no step is made and nothing is to be saved.
+        resumed = start_run(*command, "trainer.save_before=00:00:01")
+        assert_ended(resumed, SAVED_AND_STOPPED, "ended before the last step (trainer.save_before)", timeout_s=120)
+        assert f"resumed from {run.folder}/global_step_{n_steps}" in resumed.output
+        assert len(resumed.metrics) == n_steps
+        if service:
+            run_id = (run.folder / "wandb" / "run_id").read_text().strip()
+            assert len(list(run.folder.glob(f"wandb/wandb/offline-run-*-{run_id}"))) == 2
 
 
 class TestKilledProcess:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests._support.documented_metrics import is_documented
 from tests._support.repository import REPO
 from tests._support.training_command import FULL_OBJECTIVE, Run, StartRun, Teacher, running_teacher
 
@@ -167,6 +168,10 @@ class TestSchedule:
 
 
 class TestResume:
+    def test_every_metric_is_documented(self, reference_run: Run) -> None:
+        names = {name for line in reference_run.metrics for name in line}
+        assert len(names) > 60 and [name for name in sorted(names) if not is_documented(name)] == []
+
     def test_reference_run_trains_all_loss_terms(self, reference_run: Run) -> None:
         """A quarter of the prompts have a reference response; the others have two sampled ones with rewards."""
         assert reference_run.status == 0, reference_run.output
@@ -297,6 +302,32 @@ class TestTeacher:
         assert first["actor/kl_loss"] == pytest.approx(sum(weighted), abs=1e-6)
         n_tokens = {name: sum(line[f"teacher/{name}/tokens"] for line in run.metrics) for name in names_of_teachers}
         assert 0 < n_tokens["other"] < n_tokens["self"]
+
+    def test_own_checkpoint_that_sees_the_solution_has_a_loss(
+        self, start_run: StartRun, student_service: Teacher, prompts: Path, tmp_path: Path
+    ) -> None:
+        """Both teachers are the student's checkpoint, and one of them sees the solution."""
+        table = pq.read_table(prompts)
+        names = pa.array(["solved" if row % 2 else "plain" for row in range(len(table))])
+        pq.write_table(table.append_column("teacher", names), tmp_path / "routed.parquet")
+        settings = (
+            f"data.train_files={tmp_path}/routed.parquet",
+            "trainer.scheduler=sync",
+            "trainer.save_freq=1",
+            f"{TEACHER}.route_key=teacher",
+            f"{TEACHER}.teachers.plain=127.0.0.1:{student_service.port}",
+            f"{TEACHER}.teachers.solved.address=127.0.0.1:{student_service.port}",
+        )
+        template = f"{TEACHER}.teachers.solved.prompt_template="
+        run = start_run(*settings, "trainer.total_training_steps=1", f'{template}"{{answer}};{{prompt}}"').finish()
+        assert run.status == 0, run.output
+        assert "teacher solved: own prompts of up to 42 tokens" in run.output
+        first = run.metrics[0]
+        assert abs(first["teacher/plain/kl_loss"]) < 1e-5 and first["teacher/solved/kl_loss"] > 0.01
+        other = start_run(
+            *settings, "trainer.total_training_steps=2", f'{template}"{{prompt}};{{answer}}"', folder=run.folder
+        ).finish()
+        assert other.status == 1 and "was made with other prompts of the teachers" in other.output, other.output
 
     def test_service_with_keys_and_float16_scores_trains(
         self, start_run: StartRun, teacher_model: Path, tmp_path: Path

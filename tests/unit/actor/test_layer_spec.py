@@ -24,7 +24,9 @@ from recipe_gkd.actor.megatron.model import build_chunks, transformer_config
 from recipe_gkd.actor.megatron.model_dims import read_model_dims
 from recipe_gkd.actor.megatron.packed_attention import PackedAttention
 from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding
+from recipe_gkd.config.megatron_fields import FIXED_FIELDS
 from recipe_gkd.errors import ConfigError
+from recipe_gkd.ray_cluster.startup_progress import StartupProgress
 from recipe_gkd.workers import _set_up_actors
 from tests._support.layouts import BF16, CP2, OVERRIDE
 from tests._support.tiny_models import MEGATRON, make_config, make_folder
@@ -107,7 +109,7 @@ class TestTransformerConfig:
             build(CPU, f"+{OVERRIDE}.{override}")
 
     def test_refused_overrides_are_fields_of_megatron(self) -> None:
-        assert model.FIXED_FIELDS.keys() <= {field.name for field in fields(TransformerConfig)}
+        assert FIXED_FIELDS.keys() <= {field.name for field in fields(TransformerConfig)}
 
     @pytest.mark.parametrize(("capability", "is_refused"), [(H100, False), (A100, True)])
     def test_heads_must_fit_context_ranks_only_if_they_are_exchanged(
@@ -231,6 +233,11 @@ class TestReport:
 
     def test_driver_logs_report_of_first_rank_once(self, caplog: pytest.LogCaptureFixture) -> None:
         class Actors:
+            name = "actor"
+
+            def __len__(self) -> int:
+                return 2
+
             async def call_one(self, *_: Any, **__: Any) -> tuple[str, int]:
                 return "127.0.0.1", 1
 
@@ -239,7 +246,7 @@ class TestReport:
 
         actors: Any = Actors()
         with caplog.at_level("INFO", logger="recipe_gkd.workers"):
-            asyncio.run(_set_up_actors(actors, 1.0))
+            asyncio.run(_set_up_actors(actors, 1.0, StartupProgress()))
         assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
             ("INFO", "actor: layers: torch"),
             ("WARNING", "actor: slow"),

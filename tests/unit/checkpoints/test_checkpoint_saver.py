@@ -269,7 +269,7 @@ def test_last_checkpoint_is_tried_twice(tmp_path: Path, caplog: pytest.LogCaptur
     run(work)
     assert steps_of(tmp_path) == [1] and "trying once more" in caplog.text
     saver = saver_of(tmp_path, Actors(finish_saves=[FAIL, FAIL]), allowed)
-    with pytest.raises(CheckpointError, match="trained to its last step, 1, but the checkpoint of that step could not"):
+    with pytest.raises(CheckpointError, match="the run ends at step 1, but the checkpoint of that step could not"):
         run(work)
     saver = saver_of(tmp_path, Actors(finish_saves=[FAIL]), allowed)
 

@@ -25,6 +25,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch, WorkerDied
 from recipe_gkd.preflight import Student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from recipe_gkd.runtime.stop_request import StopRequest
 from tests._support.base_config import base_config
 from tests._support.checkpoint_files import PROGRESS, begin_checkpoint, write_checkpoints
 
@@ -131,6 +132,22 @@ def test_other_reference_responses_are_rejected_if_both_runs_use_them(tmp_path: 
         steps(tmp_path, expected=with_responses("xyz"))
 
 
+def test_other_teacher_prompts_are_rejected_if_both_runs_have_them(tmp_path: Path) -> None:
+    def with_prompts(fingerprint: str) -> Progress:
+        return replace(PROGRESS, teacher_prompts_fingerprint=fingerprint)
+
+    write_checkpoints(tmp_path)
+    [point] = resume_points(config(tmp_path), with_prompts("abc"))  # of a version without the attribute, for example
+    assert point.progress == with_prompts("abc")
+    change(tmp_path, 4, teacher_prompts_fingerprint="abc")
+    for fingerprint in ("abc", ""):
+        [point] = resume_points(config(tmp_path), with_prompts(fingerprint))
+        assert point.progress == with_prompts("abc")
+    message = r"other prompts of the teachers: .* is abc, and .* is xyz\. Restore .* \(data\.teacher_prompt_key"
+    with pytest.raises(CheckpointMismatch, match=message):
+        steps(tmp_path, expected=with_prompts("xyz"))
+
+
 def test_former_name_of_references_fingerprint_is_read(tmp_path: Path) -> None:
     write_checkpoints(tmp_path)
     file = tmp_path / "global_step_4" / "trainer.json"
@@ -224,7 +241,7 @@ def test_position_and_best_follow_loaded_checkpoint(
         def __init__(self, *args: Any) -> None:
             started.append(next(arg for arg in args if isinstance(arg, ResumeState)))
 
-        async def fit(self) -> None: ...
+        async def fit(self, stop: StopRequest) -> None: ...
 
     monkeypatch.setattr(main_gkd, "start_workers", start_workers)
     monkeypatch.setattr(main_gkd, "Trainer", Trainer)
@@ -236,7 +253,7 @@ def test_position_and_best_follow_loaded_checkpoint(
     nothing: Any = None
     points = resume_points(settings, PROGRESS)
     plan = main_gkd.TrainingPlan(loader=loader, points=points, fresh=PROGRESS, stop_token_ids=(), n_tokens=8)
-    asyncio.run(main_gkd._train(settings, plan, nothing, nothing, folder))
+    asyncio.run(main_gkd._train(settings, plan, nothing, nothing, folder, StopRequest()))
     [start] = started
     load = ("load_checkpoint", str(tmp_path / "global_step_4" / "actor"))
     if damaged:

@@ -103,7 +103,7 @@ class TestValidation:
             ("trainer.nnodes=two", "trainer.nnodes: got 'two'"),
             ("trainer.scheduler=fast", "'sync', 'one_step_off', 'two_step_off' or 'n_step_off'"),
             ("actor_rollout_ref.actor.optim.lr=-1", "greater than 0"),
-            ("trainer.logger=[console,wandb]", "trainer.logger.1: got 'wandb'; expected one of console, jsonl, tensor"),
+            ("trainer.logger=[console,xy]", "trainer.logger.1: got 'xy'; expected one of console, jsonl, tensor"),
             (
                 f"{MEGATRON}.context_parallel_size=2",
                 "= 1 slots, which is not a multiple of tensor x context x pipeline parallel size = 1 x 2 x 1 = 2;",
@@ -119,6 +119,9 @@ class TestValidation:
             (f"{MEGATRON}.sequence_parallel=true", f"needs {MEGATRON}.tensor_model_parallel_size > 1"),
             (f"{ROLLOUT}.tensor_model_parallel_size=2", "does not divide rollout.n_gpus_per_node=1"),
             (f"{ROLLOUT}.max_model_len=8", "raise it, or set it to null"),
+            (f"{MEGATRON}.override_transformer_config.attention_dropout=0.1", "have no such noise; remove it"),
+            (f"{MEGATRON}.override_transformer_config.hidden_dropout=0.1", "have no such noise; remove it"),
+            (f"{MEGATRON}.override_transformer_config.num_layers=2", "is not allowed, because the actor and the roll"),
             ("trainer.resume_mode=resume_path", "resume_path needs a folder"),
             ("trainer.scheduler=n_step_off", "n_step_off needs a bound"),
             ("trainer.test_freq=5", "without validation data"),
@@ -193,6 +196,14 @@ class TestValidation:
     def test_inflight_update_without_staleness_is_rejected(self, scheduler: str, staleness: str) -> None:
         schedule = f"trainer.scheduler={scheduler}", f"trainer.max_staleness={staleness}"
         assert "no response is in flight" in rejection(*schedule, "trainer.inflight_update=true")
+
+    @pytest.mark.parametrize("pool", ["trainer", "rollout"])
+    def test_shared_memory_of_one_node_is_refused_for_several(self, pool: str) -> None:
+        transport = f"{ROLLOUT}.weight_transport=ipc"
+        message = rejection(transport, f"{pool}.nnodes=2")
+        assert f"weight_transport=ipc with {pool}.nnodes=2: it sends weights through the shared memory" in message
+        base_config(transport)
+        base_config(transport, "actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync", "rollout.nnodes=2")
 
 
 class TestObjective:

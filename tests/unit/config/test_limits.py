@@ -68,6 +68,7 @@ MEGATRON, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollo
 FSDP = "actor_rollout_ref.actor.fsdp_config"
 LORA = "actor_rollout_ref.actor.lora"
 OPTIM, TEACHER = "actor_rollout_ref.actor.optim", "actor_rollout_ref.teacher"
+LISTS = ("betas", "trainer.profile.steps", "trainer.profile.ranks")  # keys with several numbers
 KEYS = [name for name in known_keys() if numeric_range(name)]
 
 # Overrides that a key needs in addition to its own value.
@@ -113,7 +114,7 @@ def ends(name: str) -> tuple[Any, Any]:
     found = numeric_range(name)
     assert found is not None
     low, high = ends_of(found)
-    return ([low, low], [high, high]) if name.endswith("betas") else (low, high)
+    return ([low, low], [high, high]) if name.endswith(LISTS) else (low, high)
 
 
 # ---- consumers of keys

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +24,7 @@ def quickstart(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ((), "quickstart"),
         (("--config-name", "quickstart_simple"), "quickstart_simple"),
+        (("--self",), "quickstart_self"),
         (
             ("trainer.scheduler=sync", "--config-name=quickstart_simple.yaml"),
             "quickstart_simple,trainer.scheduler=sync",
@@ -34,10 +38,14 @@ def test_run_folder_is_named_by_configuration_and_keys(arguments: tuple[str, ...
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--config-name", "on_policy_distill_simple"), "expected one of: quickstart quickstart_simple"),
+        (
+            ("--config-name", "on_policy_distill_simple"),
+            "expected one of: quickstart quickstart_self quickstart_simple",
+        ),
         (("--config-name",), "needs a name"),
         (("trainer.experiment_name=mine",), "trainer.experiment_name is set by this script"),
         (("++trainer.default_local_dir=x",), "is set by this script"),
+        (("trainer.save_freq=-1",), "trainer.save_freq=-1 writes no checkpoint, and this script evaluates the one"),
     ],
 )
 def test_refused_argument_is_named(arguments: tuple[str, ...], message: str) -> None:
@@ -54,3 +62,18 @@ def test_quickstart_simple_makes_the_choices_of_the_simple_mode() -> None:
         assert config.actor_rollout_ref.actor.fsdp_config.gradient_checkpointing
         assert config.actor_rollout_ref.rollout.sleep_level == 2
     assert quick.trainer.total_training_steps == 250
+
+
+def test_wrong_keys_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    for name in ("launch", "config"):
+        shutil.copytree(REPO / name, tmp_path / name)
+    (tmp_path / "launch/setup.sh").write_text("[ $1 = --check ]")
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/bash\nPYTHONPATH={REPO} exec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    command = ["bash", str(tmp_path / "launch/quickstart.sh"), "trainer.schedular=sync", "gkd.betaa=1"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2 and not refused.stdout
+    assert "did you mean trainer.scheduler?" in refused.stderr and "gkd.betaa" in refused.stderr
+    assert not (tmp_path / "outputs").exists()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.metrics import loggers, user_logger
+from recipe_gkd.metrics import background_logger, loggers
 from recipe_gkd.metrics.console_logger import ConsoleLogger
 from recipe_gkd.metrics.jsonl_logger import JsonlLogger
 from recipe_gkd.metrics.loggers import Loggers
@@ -192,7 +192,7 @@ class TestUserLogger:
     def test_hanging_log_is_reported_once_behind_too_many_steps(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(user_logger, "MAX_QUEUED_STEPS", 2)
+        monkeypatch.setattr(background_logger, "MAX_QUEUED_STEPS", 2)
         file = tmp_path / "mine.py"
         file.write_text(HANGING)
         log_steps(tmp_path, f"{file}:Hangs", steps=dict.fromkeys(range(1, 6), METRICS))
@@ -245,7 +245,7 @@ class TestUserLogger:
             log_steps(tmp_path, "jsonl", f"{file}:{name}", steps={})
 
     def test_hanging_constructor_is_config_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(user_logger, "OPEN_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(background_logger, "OPEN_TIMEOUT_S", 0.1)
         file = tmp_path / "mine.py"
         file.write_text(HANGING)
         with pytest.raises(ConfigError, match=r"mine\.py:HangsAtStart: .* did not return within 0\.1 s"):

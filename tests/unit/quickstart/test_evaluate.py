@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from recipe_gkd.errors import DataError, ModelError
-from recipe_gkd.quickstart.evaluate import generate_greedy, main, read_problems, render, score
+from recipe_gkd.quickstart.evaluate import (
+    generate_greedy,
+    main,
+    read_problems,
+    render,
+    score,
+    with_given_solution,
+)
 from recipe_gkd.quickstart.task import Problem, write_parquet
 
 
@@ -17,6 +24,13 @@ def test_score_counts_exact_responses_and_render_shows_them(tmp_path: Path) -> N
     assert (evaluation.n, evaluation.n_exact, evaluation.accuracy) == (2, 1, 0.5)
     assert "1 of 2 answers exact (50.0%)" in render(evaluation)
     assert "wrong, expected 1000" in render(evaluation)
+
+
+def test_given_solution_is_before_the_question(tmp_path: Path) -> None:
+    problem = Problem(123, 456)
+    write_parquet([problem], tmp_path / "a.parquet")
+    [row] = read_problems(tmp_path / "a.parquet", None)
+    assert with_given_solution(row) == [{"role": "user", "content": f"{problem.answer};123+456="}]
 
 
 def test_read_problems_missing_file_raises(tmp_path: Path) -> None:

@@ -5,8 +5,14 @@ from typing import Any, cast
 
 import pytest
 
-from recipe_gkd.errors import ResourceError
-from recipe_gkd.ray_cluster.placement import check_devices, device_report, environments_of_guests, placement_table
+from recipe_gkd.errors import ConfigError, ResourceError
+from recipe_gkd.ray_cluster.placement import (
+    check_devices,
+    check_transport,
+    device_report,
+    environments_of_guests,
+    placement_table,
+)
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from tests._support.device_reports import worker_report
 
@@ -29,6 +35,14 @@ class TestPlacementTable:
         }
         for title, cell in expected.items():
             assert lines[63].index(cell) == lines[0].index(title)
+
+
+def test_shared_memory_is_refused_between_nodes() -> None:
+    actor, near, far = worker_report(["1"]), worker_report(["2"]), worker_report(["1"], node="b")
+    check_transport({"actor worker 0": actor, "rollout worker 0": near}, "ipc")
+    check_transport({"actor worker 0": actor, "rollout worker 0": far}, "collective")
+    with pytest.raises(ConfigError, match=r"workers are on the nodes a 10.0.0.1 \(a+\), b 10.0.0.1 \(b+\); set it to"):
+        check_transport({"actor worker 0": actor, "rollout worker 0": far}, "ipc")
 
 
 class TestCheckDevices:

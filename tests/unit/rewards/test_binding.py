@@ -115,3 +115,13 @@ class TestScoreOf:
     def test_other_results_are_unchanged(self) -> None:
         assert score_of(2) == 2
         assert score_of({"acc": 1}) == {"acc": 1}
+
+
+def test_bind_kwargs_fill_required_parameters_and_unknown_ones_are_refused() -> None:
+    def fn(response: str, scale: float) -> float:
+        return len(response) * scale
+
+    assert bind(fn, "fn", ["scale"]) == {"response": "response"}
+    assert "scale" in str(bind(fn, "fn"))
+    assert "cannot receive scal of custom_reward_function.kwargs" in str(bind(fn, "fn", ["scal"]))
+    assert "cannot receive response" in str(bind(fn, "fn", ["response", "scale"]))

@@ -72,7 +72,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ("client_has", "service_has_keys", "message"),
     [
         # Either side can notice the mismatch first, so the beginning of the message varies.
-        (None, True, r"got no auth_dir, expected a service without keys; .*copy its clients/NAME here"),
+        (None, True, r"may require keys, and this client has none .* got no auth_dir, .*copy its clients/NAME here"),
         ("ours", False, r"got auth_dir=.*/ours0', expected a key from the service's own.*leave auth_dir out"),
         ("others", True, r"ended the connection .* got auth_dir=.*/others0', expected .*copy clients/NAME of this one"),
     ],

@@ -192,3 +192,10 @@ sys.exit(main(["worker", "--ckpt-path", "none", "--backend-port", sys.argv[1]]))
         finally:
             worker.kill()
             worker.communicate(timeout=10)
+
+
+def test_status_reads_the_port_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PROXY_FRONTEND_PORT", str(port := free_port()))
+    assert f":{port}" in fail_command(["status", "--timeout-s", "0.2"], capsys)

@@ -311,3 +311,15 @@ class TestOpenJobs:
         end(*(job.key for job, _ in dispatcher.expire(now + 100)))
         assert len(ended) == n_requests > 500 and set(ended.values()) == {1}
         assert not dispatcher.open_jobs
+
+
+def test_add_worker_with_another_model_prints_what_differs() -> None:
+    dispatcher = make_dispatcher(100)
+    with pytest.raises(TeacherRequestError) as caught:
+        dispatcher.add_worker(RegisteredWorker(b"other", "host:9", OTHER_INFO, 100))
+    name = next(name for name, value in vars(INFO).items() if value != getattr(OTHER_INFO, name))
+    equal = next(name for name, value in vars(INFO).items() if value == getattr(OTHER_INFO, name))
+    text = str(caught.value)
+    row = next(line for line in text.splitlines() if line.startswith(name))
+    assert str(getattr(INFO, name)) in row and str(getattr(OTHER_INFO, name)) in row
+    assert not any(line.startswith(equal) for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""Metrics for a logger class from a user's own file."""
+"""Loggers in threads of their own: classes from a user's file, and clients of tracking services."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
 
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.metrics.logger_interface import RunInfo
+from recipe_gkd.metrics.logger_interface import Logger, RunInfo
 from recipe_gkd.runtime.threads import in_thread
-from recipe_gkd.runtime.user_code import load_attribute, split_spec
 
 log = logging.getLogger(__name__)
 
@@ -25,62 +24,74 @@ CLOSE_AFTER_ERROR_TIMEOUT_S = 3.0
 """Deadline of the last calls after an error. The diagnosis of the workers begins after them."""
 
 
-class UserLogger:
-    """Adapter that keeps exceptions and waits of a user's logger out of the training loop.
+@dataclass(frozen=True)
+class LoggerSource:
+    """Constructor of a logger, and texts for its errors.
+
+    Attributes:
+        spec: Its element of ``trainer.logger``.
+        create: Function or class that returns the logger.
+        call: Name of the constructor's call.
+        remedy: What the user does if the constructor fails.
+    """
+
+    spec: str
+    create: Callable[[RunInfo], Logger]
+    call: str
+    remedy: str
+
+
+class BackgroundLogger:
+    """Adapter that keeps exceptions and waits of a logger out of the training loop.
 
     The logger is constructed and called in a daemon thread. See
     :class:`recipe_gkd.metrics.logger_interface.Logger` for the contract.
 
     Lifecycle::
 
-        logger = UserLogger(spec, run)     # loads the class and starts the thread
-        await logger.wait_until_open()     # the constructor has returned
-        logger.log(step, metrics)          # never waits
+        logger = BackgroundLogger(source, run)     # starts the thread
+        await logger.wait_until_open()             # the constructor has returned
+        logger.log(step, metrics)                  # never waits
         await logger.close(timeout_s)
     """
 
-    def __init__(self, spec: str, run: RunInfo) -> None:
-        """Load the class, and start the thread that constructs and calls the logger.
+    def __init__(self, source: LoggerSource, run: RunInfo) -> None:
+        """Start the thread that constructs and calls the logger.
 
         Args:
-            spec: ``FILE.py:Name``.
-            run: Argument of the class.
-
-        Raises:
-            ConfigError: The file or the class does not exist.
+            source: Constructor of the logger.
+            run: Argument of the constructor.
         """
-        self._spec = spec
+        self._source = source
         self._is_disabled = False
-        path, self._name = split_spec(spec, key="trainer.logger")
-        logger_class = load_attribute(path, self._name, key="trainer.logger")
         self._steps: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MAX_QUEUED_STEPS)
         self._constructor_ended = threading.Event()
         self._constructor_error: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._run, args=(logger_class, run), name=f"logger {self._name}", daemon=True
+            target=self._run, args=(source.create, run), name=f"logger {source.spec}", daemon=True
         )
         self._thread.start()
 
     async def wait_until_open(self) -> None:
-        """Wait until the user's logger is constructed.
+        """Wait until the logger is constructed.
 
         Raises:
             ConfigError: The constructor raised an exception, or did not return within ``OPEN_TIMEOUT_S`` seconds.
         """
         has_ended = await in_thread(self._constructor_ended.wait, OPEN_TIMEOUT_S)
-        error, call = self._constructor_error, f"trainer.logger={self._spec}: {self._name}(run_info)"
+        error, call = self._constructor_error, f"trainer.logger={self._source.spec}: {self._source.call}"
         if has_ended and error is None:
             return
         self._is_disabled = True
         if not has_ended:
             raise ConfigError(
-                f"{call} did not return within {OPEN_TIMEOUT_S:g} s; correct the class, which may wait for an input or "
-                "for a service"
+                f"{call} did not return within {OPEN_TIMEOUT_S:g} s, and may wait for an input or for a service; "
+                f"{self._source.remedy}"
             )
-        raise ConfigError(f"{call} raised {type(error).__name__}: {error}; correct the class") from error
+        raise ConfigError(f"{call} raised {type(error).__name__}: {error}; {self._source.remedy}") from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue a copy of the metrics for the user's logger, unless it is disabled."""
+        """Queue a copy of the metrics for the logger, unless it is disabled."""
         if self._is_disabled:
             return
         try:
@@ -89,7 +100,7 @@ class UserLogger:
             self._disable(f"log() is {MAX_QUEUED_STEPS} steps behind")
 
     async def close(self, timeout_s: float) -> None:
-        """Let the user's logger write the queued steps and close it, for at most ``timeout_s`` seconds."""
+        """Let the logger write the queued steps and close it, for at most ``timeout_s`` seconds."""
         if not self._is_disabled and not await in_thread(self._end_thread, timeout_s):
             self._disable(f"its last call did not return within {timeout_s:g} s")
 
@@ -101,9 +112,9 @@ class UserLogger:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
-    def _run(self, logger_class: Callable[[RunInfo], Any], run: RunInfo) -> None:
+    def _run(self, create: Callable[[RunInfo], Logger], run: RunInfo) -> None:
         try:
-            logger = logger_class(run)
+            logger = create(run)
         except BaseException as error:  # noqa: BLE001 - wait_until_open() raises it
             self._constructor_error = error
             return
@@ -121,5 +132,7 @@ class UserLogger:
             self._disable(f"{method}() raised {type(error).__name__}: {error}", exc_info=True)
 
     def _disable(self, reason: str, *, exc_info: bool = False) -> None:
-        self._is_disabled = True
-        log.warning("trainer.logger=%s is disabled for the rest of this run: %s", self._spec, reason, exc_info=exc_info)
+        log.warning(
+            "trainer.logger=%s is disabled for the rest of this run: %s", self._source.spec, reason, exc_info=exc_info
+        )
+        self._is_disabled = True  # last, so that close() waits for the line above

@@ -1,0 +1,40 @@
+"""Text for the end of a run: its newest checkpoint, and the command that resumes from it."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipe_gkd.checkpoints.folders import final_folder, read_latest
+from recipe_gkd.checkpoints.run_folder import folder_of
+from recipe_gkd.config.schema import TrainerConfig
+from recipe_gkd.runtime.threads import run_until
+
+READ_TIMEOUT_S = 5.0
+COMMAND = ("python", "-m", "recipe_gkd.main_gkd")
+_RESUME_KEYS = ("trainer.resume_mode", "trainer.resume_from_path")
+
+
+def resume_hint(trainer: TrainerConfig, arguments: Sequence[str]) -> str:
+    """Return a clause that names the newest checkpoint, and the command that resumes from it.
+
+    Args:
+        trainer: Section ``trainer`` of the configuration.
+        arguments: Arguments of the command that ends.
+    """
+    root = folder_of(trainer).absolute()
+    [checkpoint] = run_until(time.monotonic() + READ_TIMEOUT_S, [lambda: _newest(root)])
+    if checkpoint is None:
+        return f"{root} has no checkpoint, so that the same command starts from the beginning"
+    if trainer.resume_mode != "auto":
+        keys = tuple(f"{key}=" for key in _RESUME_KEYS)
+        arguments = [argument for argument in arguments if not argument.lstrip("+").startswith(keys)]
+        arguments.append("trainer.resume_mode=auto")
+    return f"the newest checkpoint is {checkpoint}\nto resume from it: {shlex.join([*COMMAND, *arguments])}"
+
+
+def _newest(root: Path) -> Path | None:
+    step = read_latest(root)
+    return None if step is None else final_folder(root, step)

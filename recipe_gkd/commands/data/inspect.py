@@ -1,0 +1,127 @@
+"""Command ``data inspect``: columns, lengths, dropped rows, and a prompt with its tokens."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from recipe_gkd.commands import data as package
+from recipe_gkd.commands.arguments import command_parser
+from recipe_gkd.config.load import read_config
+from recipe_gkd.config.schema import DataConfig
+from recipe_gkd.data.tables import read_table
+from recipe_gkd.data.tokenization import ChatTemplate, render_prompt, tokenize_prompt
+from recipe_gkd.diagnostics.unexpected_errors import as_known_error
+from recipe_gkd.errors import DataError
+
+SHOWN_CHARS = 60
+SHOWN_IDS = 64
+PERCENTILES = (0, 50, 90, 99, 100)
+_MODEL_KEY, _NO_MODEL = "actor_rollout_ref.model.path", "none"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        Exit status: 0 if a run could read the data, 1 after an error.
+    """
+    try:
+        for line in _report(_parse(argv)):
+            print(line)
+    except Exception as error:  # noqa: BLE001 - the command prints one error instead of a traceback
+        print(f"error: {as_known_error(error, 'data inspect')}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command_parser("data", package.__doc__)
+    parser.add_argument("--row", type=int, default=0, help="row whose prompt is shown, from 0 on")
+    return parser.parse_args(argv)
+
+
+def _report(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines of the output."""
+    action, file, *overrides = [*arguments.overrides, "", ""][: max(2, len(arguments.overrides))]
+    if action != "inspect" or not file:
+        raise DataError(f"got {' '.join(arguments.overrides)!r}; expected: data inspect FILE [key=value ...]")
+    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    model = [] if _MODEL_KEY in given else [f"{_MODEL_KEY}={_NO_MODEL}"]
+    quoted = file.replace("\\", "\\\\").replace('"', '\\"')
+    config = read_config(
+        arguments.config_name, [f'data.train_files="{quoted}"', *model, *overrides], arguments.config_dir
+    ).config
+    table = read_table([file], config.data.prompt_key, config.data.response_key)
+    yield from describe_columns(table)
+    if model:
+        yield f"no lengths and no rendered prompt, because no tokenizer is given; add {_MODEL_KEY}=FOLDER"
+        return
+    from teacher.engines.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+    yield from describe_prompts(table, config.data, tokenizer, arguments.row)
+
+
+def describe_columns(table: pa.Table) -> Iterator[str]:
+    """Yield the number of rows, and name, type, number of nulls and first value of each column."""
+    yield f"{table.num_rows} rows"
+    for name in table.column_names:
+        column = table.column(name)
+        value = repr(column[0].as_py())
+        shown = value if len(value) <= SHOWN_CHARS else f"{value[:SHOWN_CHARS]}..."
+        yield f"  {name} ({column.type!s:.60}, {column.null_count} null): {shown}"
+
+
+def describe_prompts(table: pa.Table, config: DataConfig, tokenizer: Any, shown_row: int) -> Iterator[str]:
+    """Yield lengths of the prompts and reference responses, the number of overlong prompts, and one prompt.
+
+    Args:
+        table: Rows of the data set.
+        config: Settings of the data.
+        tokenizer: Tokenizer of the student.
+        shown_row: Row whose prompt is shown.
+
+    Raises:
+        DataError: A prompt cannot be used, or there is no ``shown_row``.
+    """
+    if not 0 <= shown_row < table.num_rows:
+        raise DataError(f"--row {shown_row}: the data has the rows 0 to {table.num_rows - 1}; choose one of them")
+    template = ChatTemplate(config.apply_chat_template_kwargs, config.system_prompt)
+    prompts = table.column(config.prompt_key).to_pylist()
+    ids = [tokenize_prompt(prompt, tokenizer, f"row {row}", template=template) for row, prompt in enumerate(prompts)]
+    lengths = np.array([len(each) for each in ids])
+    yield f"prompt tokens: {_percentiles(lengths)}"
+    overlong = np.flatnonzero(lengths > config.max_prompt_length)
+    if len(overlong):
+        fate = "dropped (data.filter_overlong_prompts=true)"
+        if not config.filter_overlong_prompts:
+            fate = f"treated with data.truncation={config.truncation}"
+        rows = ", ".join(map(str, overlong[:5])) + (", ..." if len(overlong) > 5 else "")
+        limit = f"data.max_prompt_length={config.max_prompt_length}"
+        yield f"  {len(overlong)} of {len(ids)} are longer than {limit} and are {fate}: rows {rows}"
+    if config.response_key in table.column_names:
+        texts = [text for text in table.column(config.response_key).to_pylist() if isinstance(text, str)]
+        if texts:
+            sizes = np.array([len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts])
+            yield f"reference response tokens: {_percentiles(sizes)}"
+    if any(isinstance(prompt, str) for prompt in prompts):
+        yield "plain text prompts get no chat template" + ("; the tokenizer has one" if tokenizer.chat_template else "")
+    text = render_prompt(prompts[shown_row], tokenizer, f"row {shown_row}", template=template)
+    shown = ids[shown_row][:SHOWN_IDS]
+    yield f"prompt of row {shown_row}, {lengths[shown_row]} tokens:"
+    yield from (f"  | {line}" for line in text.split("\n"))
+    yield f"tokens: {tokenizer.convert_ids_to_tokens(shown.tolist())}" + (
+        " ..." if len(shown) < lengths[shown_row] else ""
+    )
+
+
+def _percentiles(lengths: np.ndarray) -> str:
+    names = ("min", "median", "90 %", "99 %", "max")
+    values = np.percentile(lengths, PERCENTILES, method="nearest")
+    return ", ".join(f"{name} {value}" for name, value in zip(names, values.astype(int), strict=True))

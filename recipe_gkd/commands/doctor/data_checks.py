@@ -1,0 +1,95 @@
+"""Checks of the data files, and of their prompts with the chat template. At most 256 rows are tokenized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from recipe_gkd.commands.doctor.findings import Finding, findings_of
+from recipe_gkd.config import Config
+from recipe_gkd.config.validate import runs_validation
+from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.tables import column_path, read_table
+
+MAX_ROWS = 256
+TRAIN, VALIDATION = "data.train_files", "data.val_files"
+_MANY = 0.5
+"""Fraction of overlong prompts from which on they are reported."""
+
+
+def read_tables(config: Config) -> tuple[dict[str, pa.Table], list[Finding]]:
+    """Read the data files of the run.
+
+    Returns:
+        Config key -> rows of its files, without files that cannot be read, and the findings.
+    """
+    files = {TRAIN: config.data.train_files}
+    if runs_validation(config):
+        files[VALIDATION] = config.data.val_files
+    tables: dict[str, pa.Table] = {}
+
+    def read(key: str) -> list[Finding]:
+        tables[key] = read_table(files[key], config.data.prompt_key)
+        return [Finding(key, "ok", f"{tables[key].num_rows} rows: {', '.join(tables[key].column_names)}")]
+
+    found = [finding for key in files for finding in findings_of(key, partial(read, key))]
+    return tables, found
+
+
+def data_findings(config: Config, key: str, table: pa.Table, tokenizer: Any) -> Iterator[Finding]:
+    """Check the columns that the run needs, and tokenize evenly spaced rows.
+
+    Args:
+        config: Configuration of the run.
+        key: Config key of the files.
+        table: Rows of the files.
+        tokenizer: Tokenizer of the student.
+    """
+    for setting, name, purpose in _needed_columns(config, key):
+        column_path(table, name, setting=setting, purpose=purpose)
+    rows = np.linspace(0, table.num_rows - 1, min(MAX_ROWS, table.num_rows)).astype(int)
+    some = table.take(pa.array(rows))
+    prompts = some.column(config.data.prompt_key).to_pylist()
+    n_texts = sum(isinstance(prompt, str) for prompt in prompts)
+    template = getattr(tokenizer, "chat_template", None)
+    if n_texts < len(prompts) and not template:
+        yield Finding(
+            "chat template", "problem",
+            f"{config.data.prompt_key} of {key} has chat messages, but the student's tokenizer has no chat template; "
+            "use a model with one, put chat_template.jinja into its folder, or use prompts that are strings",
+        )  # fmt: skip
+        return
+    with_references = config.gkd.sft_share > 0 and key == TRAIN
+    relaxed = replace(config.data, filter_overlong_prompts=True) if config.data.truncation != "error" else config.data
+    data = PromptData(some, relaxed, tokenizer, with_references=with_references, name=f"{len(rows)} rows of {key}")
+    if n_texts and template:
+        yield Finding(
+            "chat template", "warning",
+            f"{n_texts} of {len(prompts)} prompts of {key} are strings, which get no chat template, but the tokenizer "
+            "has one; if the model was trained with it, use [{'role': 'user', 'content': ...}]",
+        )  # fmt: skip
+    elif template:
+        yield Finding("chat template", "ok", f"renders {len(prompts)} prompts of {key}")
+    lengths = [len(ids) for ids in data.ids]
+    n_overlong = len(prompts) - len(lengths)
+    text = f"{min(lengths)} to {max(lengths)} prompt tokens, {n_overlong} of {len(prompts)} prompts are overlong"
+    if n_overlong > _MANY * len(prompts):
+        yield Finding(key, "warning", f"{text}; raise data.max_prompt_length={config.data.max_prompt_length}")
+    else:
+        yield Finding(key, "ok", text)
+
+
+def _needed_columns(config: Config, key: str) -> Iterator[tuple[str, str, str]]:
+    """Yield config key, column and its purpose."""
+    data, teacher = config.data, config.actor_rollout_ref.teacher
+    if key == TRAIN and config.gkd.sft_share > 0:
+        yield "data.response_key", data.response_key, "with the reference responses"
+    if key == VALIDATION or config.gkd.use_rl_loss:
+        yield "data.ground_truth_key", data.ground_truth_key, "that the reward function receives"
+    if key == TRAIN and teacher.route_key is not None:
+        yield "actor_rollout_ref.teacher.route_key", teacher.route_key, "that names each prompt's teacher"

@@ -1,0 +1,222 @@
+"""Checks on the workers of the run: weight sync, agreement of engine and actor, and the loss of a perfect teacher."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from recipe_gkd.checkpoints.folders import PROBE
+from recipe_gkd.checkpoints.run_folder import folder_of
+from recipe_gkd.commands.doctor.findings import Finding, findings_of
+from recipe_gkd.commands.plan.estimate import data_parallel_size
+from recipe_gkd.config import Config
+from recipe_gkd.data.batches import ReadyBatch
+from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
+from recipe_gkd.data.tables import read_table
+from recipe_gkd.hybrid import open_devices, teacher_asleep
+from recipe_gkd.preflight import Student, read_student, with_model_path
+from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
+from recipe_gkd.rollout.limits import engine_length
+from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.teacher_routing import Teachers, open_teachers, read_routes
+from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
+from recipe_gkd.worker_stages import generate_responses, update_actors
+from recipe_gkd.workers import Workers, start_workers
+from teacher.records import TeacherSequence
+
+MAX_LOSS = 1e-3
+"""Largest loss in nats per token of a teacher with the student's own weights."""
+MAX_PROBS_DIFF = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
+"""Largest mean difference of the probabilities of a token in engine and actor, by data type."""
+_MIN_PROMPTS, _MAX_PROMPTS, _MAX_RESPONSE = 4, 64, 64
+_SCORE_TIMEOUT_S = 600.0
+_TOP_K = 32
+
+
+def live_findings(config: Config) -> Iterator[Finding]:
+    """Start Ray and the workers of the run, and yield the findings. All processes end with the last one.
+
+    Args:
+        config: Configuration of a run that passed the checks before.
+    """
+    yield from findings_of("workers", partial(_check_all, config))
+
+
+def _check_all(config: Config) -> Iterator[Finding]:
+    student = read_student(config)
+    run_folder = folder_of(config.trainer).absolute()
+    table = read_table(config.data.train_files, config.data.prompt_key)
+    routes = read_routes(table, config.actor_rollout_ref.teacher)
+    found: list[Finding] = []
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        config = live_config(with_model_path(config, student.path), Path(folder))
+        data = PromptData(table.slice(0, _MAX_PROMPTS), config.data, student.tokenizer)
+        try:
+            with open_teachers(config, routes) as teachers, connected_cluster(config):
+                asyncio.run(_check_workers(config, student, data, teachers, run_folder, found))
+        finally:
+            yield from found
+
+
+def live_config(config: Config, folder: Path) -> Config:
+    """Return the configuration of one update on few prompts with short responses, which writes no checkpoint.
+
+    Layout, data types, kernels and limits of the engines stay those of the run. The objective is forward KL alone with
+    the tail as one outcome, which is 0 for equal distributions.
+
+    Args:
+        config: Configuration of the run.
+        folder: Folder for the diagnosis of a failure.
+    """
+    settings, length = config.actor_rollout_ref, engine_length(config)
+    data = replace(
+        config.data,
+        max_response_length=min(_MAX_RESPONSE, config.data.max_response_length),
+        filter_overlong_prompts=True,
+        shuffle=False,
+    )
+    gkd = replace(
+        config.gkd,
+        distill_loss_type="forward_kl",
+        distill_loss_coef=1.0,
+        distill_temperature=1.0,
+        tail="bucket",
+        use_rl_loss=False,
+        sft_share=0.0,
+        custom_loss=replace(config.gkd.custom_loss, path=None, name=None),
+    )
+    rollout = replace(settings.rollout, max_model_len=length, n=1, temperature=1.0, top_p=1.0, top_k=-1)
+    profile = replace(config.trainer.profile, steps=[])
+    trainer = replace(config.trainer, save_freq=-1, best_metric=None, default_local_dir=str(folder), profile=profile)
+    return replace(config, data=data, gkd=gkd, trainer=trainer, actor_rollout_ref=replace(settings, rollout=rollout))
+
+
+async def _check_workers(
+    config: Config, student: Student, data: PromptData, teachers: Teachers, run_folder: Path, found: list[Finding]
+) -> None:
+    """Start the workers, run each check on them, and add the findings to ``found``."""
+    device = choose_device(config.trainer.device)
+    started_at = time.monotonic()
+    async with (
+        teacher_asleep(config, teachers),
+        start_workers(config, device, total_steps=1, stop_token_ids=(), n_tokens=student.n_tokens) as workers,
+    ):
+        names = ", ".join(sorted(set(workers.actor_devices)))
+        text = f"{len(workers.actors)} actor ranks on {names}, {len(workers.rollouts)} rollout workers"
+        found.append(Finding("workers", "ok", f"{text}, started in {time.monotonic() - started_at:.0f} s"))
+        found.append(await _shared_folder_finding(workers, run_folder))
+        devices = open_devices(config, workers, teachers, data.ids[0].tolist())
+        try:
+            started_at = time.monotonic()
+            await devices.sync(0)
+            found.append(Finding("weight sync", "ok", f"all weights in {time.monotonic() - started_at:.2g} s"))
+            async with devices.turn("generate"):
+                pairs = await _generate(workers, config, data)
+            samples = await in_thread(_score, student, pairs)
+            if not samples:
+                found.append(Finding("loss", "skipped", "all sampled responses are empty"))
+                return
+            async with devices.turn("update"):
+                batch = ReadyBatch(step=0, epoch=0.0, dispatched_at=started_at, samples=samples)
+                metrics = await update_actors(workers, config, batch)
+        finally:
+            await devices.close()
+    found.append(mismatch_finding(metrics, config.actor_rollout_ref.actor.dtype))
+    found.append(loss_finding(metrics))
+
+
+async def _shared_folder_finding(workers: Workers, folder: Path) -> Finding:
+    """Check that all actor ranks see the run folder. A folder that does not exist yet is checked at its parent."""
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    with tempfile.NamedTemporaryFile(dir=existing, prefix=PROBE) as probe:
+        found = await workers.actors.call("path_exists", probe.name, timeout_s=60, phase="look for the run folder")
+    unable = [workers.actors.label(rank) for rank, exists in enumerate(found) if not exists]
+    if unable:
+        return Finding(
+            "shared folder", "problem",
+            f"{', '.join(unable)} cannot see {existing} of this machine; set trainer.default_local_dir to a folder on "
+            "a disk that all nodes share",
+        )  # fmt: skip
+    return Finding("shared folder", "ok", f"all actor ranks see {existing}")
+
+
+async def _generate(workers: Workers, config: Config, data: PromptData) -> list[tuple[Prompt, Response]]:
+    """Return prompts with sampled responses, the same number from each rollout worker."""
+    n_workers = len(workers.rollouts)
+    wanted = max(_MIN_PROMPTS, data_parallel_size(config), n_workers)
+    prompts = [data.prompt(uid % len(data), uid) for uid in range(wanted)]
+
+    async def of_worker(rank: int) -> list[Response]:
+        stream = generate_responses(workers, config, data, rank, prompts[rank::n_workers], 0)
+        return [response async for responses in stream for response in responses]
+
+    by_worker = await asyncio.gather(*(of_worker(rank) for rank in range(n_workers)))
+    responses = {response.uid: response for some in by_worker for response in some}
+    return [(prompt, responses[prompt.uid]) for prompt in prompts]
+
+
+def _score(student: Student, pairs: Sequence[tuple[Prompt, Response]]) -> list[Sample]:
+    """Return the samples with the scores of the student's own weights, computed by transformers on the CPU."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    scored_pairs = [pair for pair in pairs if len(pair[1].ids)]
+    teacher = HfTeacher(str(student.path), top_k=min(_TOP_K, student.n_tokens), device="cpu")
+    try:
+        sequences = [
+            TeacherSequence(np.concatenate([prompt.ids, response.ids]), len(prompt.ids))
+            for prompt, response in scored_pairs
+        ]
+        results = teacher.submit(sequences, _SCORE_TIMEOUT_S).result(_SCORE_TIMEOUT_S)
+    finally:
+        teacher.close()
+    return [
+        Sample(
+            prompt=prompt,
+            response=response,
+            teacher=TeacherTopK(
+                logps_TK=scored.topk_logps_TK, ids_TK=scored.topk_ids_TK, sampled_logps_T=scored.sampled_logps_T
+            ),
+        )
+        for (prompt, response), scored in zip(scored_pairs, results, strict=True)
+    ]
+
+
+def mismatch_finding(metrics: Mapping[str, float], dtype: str) -> Finding:
+    """Return the agreement of the engine's probabilities with the actor's.
+
+    Args:
+        metrics: Metrics of an update on responses of the same weights.
+        dtype: Data type of the actor.
+    """
+    mean, limit = metrics["actor/rollout_probs_diff_mean"], MAX_PROBS_DIFF[dtype]
+    text = f"mean difference of the probabilities in engine and actor: {mean:.2g}, at most {limit:g} is expected"
+    if mean <= limit:
+        return Finding("rollout mismatch", "ok", text)
+    return Finding(
+        "rollout mismatch", "problem",
+        f"{text}; the engine computes another model than the actor: use one dtype for actor_rollout_ref.rollout.dtype "
+        "and the actor, check the versions above, and run python -m recipe_gkd gpu_smoke",
+    )  # fmt: skip
+
+
+def loss_finding(metrics: Mapping[str, float]) -> Finding:
+    """Return the loss of a teacher with the student's weights, which must be 0 up to rounding."""
+    loss = metrics["actor/distill_loss"]
+    text = f"loss with the student as its own teacher: {loss:.2g}, less than {MAX_LOSS:g} is expected"
+    if math.isfinite(loss) and abs(loss) < MAX_LOSS:
+        return Finding("loss", "ok", text)
+    return Finding(
+        "loss", "problem",
+        f"{text}; the actor computes another model than transformers does from the same folder: check the versions "
+        "above, try gkd.kernel_backend=torch and the other actor_rollout_ref.actor.strategy, and report it",
+    )  # fmt: skip

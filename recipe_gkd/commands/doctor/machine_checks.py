@@ -1,0 +1,174 @@
+"""Checks of this machine: devices, /dev/shm, ports, memory, and the run folder with its disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipe_gkd.checkpoints.run_folder import folder_of
+from recipe_gkd.commands.doctor.findings import Finding, Severity, problems_of
+from recipe_gkd.commands.plan.changes import smallest_change
+from recipe_gkd.commands.plan.estimate import estimate_run
+from recipe_gkd.config import Config
+from recipe_gkd.errors import ModelError
+from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, read_actor_memory
+from recipe_gkd.memory_budget.slots import slot_memory
+from recipe_gkd.metrics.prometheus_logger import check_metrics_port
+from teacher.machine_checks import driver_release, find_problems, shared_memory_problems
+
+CONNECT_TIMEOUT_S = 5.0
+"""Deadline of a TCP connection to another service."""
+_PROBE_BYTES = 1 << 20
+_GIB = 1 << 30
+
+
+def device_of(config: Config) -> str:
+    """Return the device kind that the workers get on this machine, ``"cuda"`` or ``"cpu"``."""
+    if config.trainer.device != "auto":
+        return config.trainer.device
+    return "cpu" if driver_release() is None else "cuda"
+
+
+def device_findings(config: Config, device: str) -> list[Finding]:
+    """Check driver, compiler, headers and disk space, and the number of devices if Ray is started on this machine.
+
+    With ``ray_init.address`` the workers may run elsewhere, so that findings are warnings.
+    """
+    messages = [text for text in find_problems(device, {}) if text not in shared_memory_problems()]
+    needed, keys = _slots(config)
+    found = _n_gpus() if device == "cuda" else config.ray_init.num_cpus or os.cpu_count() or 1
+    kind = "GPUs" if device == "cuda" else "CPU slots"
+    starts_ray = not config.ray_init.address
+    if starts_ray and found < needed:
+        remedy = "lower them" if device == "cuda" else "lower them, or raise ray_init.num_cpus"
+        messages.append(
+            f"this machine has {found} {kind}, expected {needed} for {keys}; {remedy}, or connect to a larger cluster "
+            "with ray_init.address"
+        )
+    where = f"{found} {kind} here" if starts_ray else f"the cluster at {config.ray_init.address} was not examined"
+    text = f"device {device}: {needed} {kind} needed, {where}"
+    return problems_of("devices", messages, otherwise=text, severity="problem" if starts_ray else "warning")
+
+
+def _slots(config: Config) -> tuple[int, str]:
+    """Return the number of slots of all workers, and the keys that determine it."""
+    trainer, keys = config.trainer, "trainer.nnodes x trainer.n_gpus_per_node"
+    n_actors = trainer.nnodes * trainer.n_gpus_per_node
+    if config.actor_rollout_ref.hybrid_engine:
+        return n_actors, keys
+    nodes, each = config.rollout_pool
+    return n_actors + nodes * each, f"{keys} + rollout.nnodes x rollout.n_gpus_per_node"
+
+
+def _n_gpus() -> int:
+    n_gpus = 0
+    while slot_memory("cuda", n_gpus + 1) is not None:
+        n_gpus += 1
+    return n_gpus
+
+
+def shared_memory_findings(config: Config, device: str) -> list[Finding]:
+    """Check the size of /dev/shm.
+
+    A small one is a warning if the workers run elsewhere, and on a CPU, where Ray then keeps its objects on the disk.
+    """
+    severity: Severity = "problem" if device == "cuda" and not config.ray_init.address else "warning"
+    enough = "/dev/shm is large enough"
+    return problems_of("shared memory", shared_memory_problems(), otherwise=enough, severity=severity)
+
+
+def port_findings(config: Config) -> list[Finding]:
+    """Check that the port of the metrics is free, and that the Ray cluster of ``ray_init.address`` can be reached.
+
+    Raises:
+        ConfigError: The port of the metrics is in use.
+    """
+    port, address, messages, parts = config.trainer.metrics_port, config.ray_init.address, [], []
+    check_metrics_port(port)
+    if port:
+        parts.append(f"trainer.metrics_port={port} is free")
+    host, _, number = (address or "").rpartition(":")
+    if host and number.isdigit():
+        parts.append(f"ray_init.address={address} accepts connections")
+        if (reason := connection_error(host, int(number))) is not None:
+            messages.append(
+                f"ray_init.address={address} cannot be reached: {reason}; check `ray status` there, or set it to null "
+                "to start Ray on this machine"
+            )
+    return problems_of("ports", messages, otherwise="; ".join(parts) or "no fixed port is used")
+
+
+def connection_error(host: str, port: int) -> str | None:
+    """Return why a TCP connection fails, None if it succeeds."""
+    try:
+        socket.create_connection((host.split("://")[-1], port), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def folder_findings(config: Config) -> Iterator[Finding]:
+    """Write a file where the run folder is or will be, and compare the free space with the size of a checkpoint."""
+    folder = folder_of(config.trainer).absolute()
+    key = f"trainer.default_local_dir={folder}"
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    problem = None if existing.is_dir() else f"{existing} is a file"
+    if problem is None:
+        try:
+            with tempfile.TemporaryDirectory(dir=existing, prefix=".doctor-") as name:
+                _write_probe(Path(name) / "probe")
+        except OSError as error:
+            problem = f"a file in {existing} cannot be written: {error.strerror}"
+    if problem is not None:
+        yield Finding("run folder", "problem", f"{key}: {problem}; free some space, or choose a folder of your own")
+        return
+    free, needed = shutil.disk_usage(existing).free, _checkpoint_bytes(config)
+    if config.trainer.save_freq > 0 and needed is not None and free < needed:
+        text = f"{key}: the disk has {free / _GIB:.2f} GiB free, but a checkpoint needs {needed / _GIB:.2f} GiB"
+        yield Finding("run folder", "problem", f"{text}; free some space, or choose a folder on another disk")
+        return
+    yield from problems_of("run folder", find_problems("cpu", {"trainer.default_local_dir": str(folder)}),
+                           otherwise=f"{folder} can be written, {free / _GIB:.1f} GiB free")  # fmt: skip
+
+
+def _write_probe(path: Path) -> None:
+    with path.open("wb") as file:
+        file.write(bytes(_PROBE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _checkpoint_bytes(config: Config) -> float | None:
+    """Return the least size of a checkpoint in bytes, None if the student is unknown or only adapters are saved."""
+    actor = config.actor_rollout_ref.actor
+    if actor.strategy == "fsdp" and actor.lora.rank:
+        return None
+    try:
+        n_weights = read_actor_memory(config).n_weights
+    except ModelError:  # another check reports it
+        return None
+    item = ITEM_BYTES[actor.dtype]
+    sizes = {"model": item, "optimizer": 8, "hf_model": item}
+    return float(n_weights * sum(size for part, size in sizes.items() if part in actor.checkpoint.save_contents))
+
+
+def memory_findings(config: Config, device: str) -> list[Finding]:
+    """Compare the estimate of ``plan`` with the memory of this machine's devices."""
+    if config.trainer.nnodes > 1 or config.ray_init.address:
+        return [Finding("memory", "skipped", "the devices may be on other machines; see: python -m recipe_gkd plan")]
+    slots = config.trainer.n_gpus_per_node if device == "cuda" else _slots(config)[0]
+    memory = slot_memory(device, slots)
+    if memory is None:
+        return [Finding("memory", "skipped", "the memory of the GPUs cannot be read; see: python -m recipe_gkd plan")]
+    estimate = estimate_run(config, device, memory)
+    if not estimate.problems:
+        largest = max(pool.total for pool in estimate.pools)
+        text = f"about {largest / _GIB:.2f} GiB of {memory / _GIB:.2f} GiB per device are needed"
+        return [Finding("memory", "ok", text)]
+    change = smallest_change(config, device, memory)
+    remedy = "set " + " ".join(change.overrides) if change is not None else "use more or larger devices"
+    return [Finding("memory", "warning", f"{'; '.join(estimate.problems)} (estimate); {remedy}")]

@@ -1,0 +1,50 @@
+"""Checks that start no process of a run, in the order in which they are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from recipe_gkd.commands.doctor.data_checks import data_findings, read_tables
+from recipe_gkd.commands.doctor.findings import Finding, findings_of
+from recipe_gkd.commands.doctor.machine_checks import (
+    device_findings,
+    device_of,
+    folder_findings,
+    memory_findings,
+    port_findings,
+    shared_memory_findings,
+)
+from recipe_gkd.commands.doctor.student_checks import student_findings
+from recipe_gkd.commands.doctor.teacher_checks import teacher_findings
+from recipe_gkd.commands.doctor.versions import version_findings
+from recipe_gkd.config import Config
+from recipe_gkd.preflight import with_model_path
+
+
+def static_findings(config: Config) -> Iterator[Finding]:
+    """Yield the findings of all checks. A check that needs the result of one that failed is skipped.
+
+    Args:
+        config: Valid configuration of the run.
+    """
+    device = device_of(config)
+    yield from findings_of("versions", partial(version_findings, device))
+    yield from findings_of("devices", partial(device_findings, config, device))
+    yield from findings_of("shared memory", partial(shared_memory_findings, config, device))
+    yield from findings_of("ports", partial(port_findings, config))
+    student, found = student_findings(config)
+    yield from found
+    if student is not None:
+        config = with_model_path(config, student.path)
+        yield from findings_of("memory", partial(memory_findings, config, device))
+    yield from findings_of("run folder", partial(folder_findings, config))
+    tables, found = read_tables(config)
+    yield from found
+    if student is None:
+        yield Finding("chat template", "skipped", "the student's tokenizer cannot be loaded")
+        yield Finding("teacher", "skipped", "teachers are compared with the student, which cannot be loaded")
+        return
+    for key, table in tables.items():
+        yield from findings_of(key, partial(data_findings, config, key, table, student.tokenizer))
+    yield from teacher_findings(config, tables.get("data.train_files"), student)

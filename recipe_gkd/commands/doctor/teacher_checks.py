@@ -1,0 +1,125 @@
+"""Checks of the teachers: connection, vocabulary, limits, and one scored request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import wait
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+
+from recipe_gkd.commands.doctor.data_checks import MAX_ROWS
+from recipe_gkd.commands.doctor.findings import Finding, findings_of
+from recipe_gkd.commands.doctor.machine_checks import connection_error
+from recipe_gkd.config import Config
+from recipe_gkd.config.teachers import TEACHER, addresses, names, prompt_settings
+from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.preflight import Student, check_stop_ids, check_teacher, check_teacher_prompts
+from recipe_gkd.teacher_routing import Teachers, make_teacher_prompts, open_teachers, read_routes
+from recipe_gkd.teacher_routing.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
+from recipe_gkd.teacher_routing.routes import Routes
+from teacher.client import TeacherClient
+from teacher.errors import TeacherError
+from teacher.records import TeacherInfo, TeacherSequence
+
+_SCORE_TIMEOUT_S = 30.0
+
+
+def teacher_findings(config: Config, table: pa.Table | None, student: Student) -> Iterator[Finding]:
+    """Check each teacher of the run, and then the ids at which a response ends.
+
+    Args:
+        config: Configuration of the run.
+        table: Training data; None if it cannot be read. All teachers are checked then.
+        student: Student of the run.
+    """
+    if not getattr(config.gkd, "enable_teacher", True):
+        yield Finding("teacher", "skipped", "gkd.enable_teacher=false")
+        return
+    infos: list[TeacherInfo] = []
+
+    def check() -> Iterator[Finding]:
+        with open_teachers(config, _routes(config, table)) as teachers:
+            for name, client in teachers.clients.items():
+                yield from findings_of(f"teacher {name}", partial(_check, name, client, student, config, infos))
+            if infos and table is not None:
+                prompts_check = partial(_prompt_findings, config, table, student, teachers)
+                yield from findings_of("teacher prompts", prompts_check)
+
+    yield from findings_of("teacher", check)
+    if infos:
+        ids = {token for info in infos for token in info.eos_token_ids}
+        yield from findings_of("end of response", lambda: [_stop_finding(config, student, ids)])
+
+
+def _routes(config: Config, table: pa.Table | None) -> Routes:
+    teacher = config.actor_rollout_ref.teacher
+    if table is not None:
+        return read_routes(table, teacher)
+    known = names(teacher)
+    return Routes(known, np.arange(len(known)))
+
+
+def _check(
+    name: str, client: TeacherBackend, student: Student, config: Config, infos: list[TeacherInfo]
+) -> Iterator[Finding]:
+    label = f"teacher {name}"
+    try:
+        info = check_teacher(name, client, student, config)
+        infos.append(info)
+        if not config.actor_rollout_ref.teacher.sleep_between_batches:
+            _score_two_tokens(name, client)
+    except TeacherError as error:
+        yield Finding(label, "problem", f"{error}{_hint(name, client, config)}")
+        return
+    top_k = config.actor_rollout_ref.teacher.top_k or info.n_logprobs
+    yield Finding(
+        label, "ok",
+        f"{info.model_name}: {info.n_workers} workers, at most {info.max_model_len} tokens, top {top_k} of "
+        f"{info.n_logprobs}, the student's vocabulary",
+    )  # fmt: skip
+
+
+def _prompt_findings(config: Config, table: pa.Table, student: Student, teachers: Teachers) -> list[Finding]:
+    """Render the prompts of teachers that do not see the student's, for the first rows."""
+    teacher = config.actor_rollout_ref.teacher
+    if not any(prompt_settings(teacher, config.data).values()):
+        return []
+    some = table.slice(0, MAX_ROWS)
+    data = PromptData(some, replace(config.data, filter_overlong_prompts=True), student.tokenizer)
+    prompts = make_teacher_prompts(data, read_routes(some, teacher), config, student.tokenizer)
+    if prompts is None:
+        return []
+    check_teacher_prompts(teachers.clients, prompts.longest, config)
+    longest = ", ".join(f"{name} {length}" for name, length in prompts.longest.items())
+    return [Finding("teacher prompts", "ok", f"longest of {len(data)} rendered prompts, in tokens: {longest}")]
+
+
+def _score_two_tokens(name: str, client: TeacherBackend) -> None:
+    request = client.submit([TeacherSequence(np.zeros(2, np.int32), prompt_len=1)], _SCORE_TIMEOUT_S)
+    wait([request], _SCORE_TIMEOUT_S + RESULT_MARGIN_S)
+    if not request.done():
+        request.cancel()
+        raise timeout_error(name, _SCORE_TIMEOUT_S)
+    request.result()
+
+
+def _hint(name: str, client: TeacherBackend, config: Config) -> str:
+    """Return the result of a plain TCP connection to a teacher service, as an addition to its error."""
+    if not isinstance(client, TeacherClient):
+        return ""
+    host, port = addresses(config.actor_rollout_ref.teacher)[name]
+    reason = connection_error(host, port)
+    if reason is not None:
+        return f" ({host}:{port} accepts no connection: {reason})"
+    return (
+        f". A program accepts connections at {host}:{port}: if it is the teacher, run `python -m teacher status` "
+        f"there; else another program uses the port, so correct {TEACHER}.server_port"
+    )
+
+
+def _stop_finding(config: Config, student: Student, teacher_ids: set[int]) -> Finding:
+    usable = check_stop_ids(config, student, sorted(teacher_ids))
+    return Finding("end of response", "ok", f"sampled responses end at {sorted(usable)}")

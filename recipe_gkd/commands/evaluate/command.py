@@ -1,0 +1,297 @@
+"""The command ``evaluate``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+import recipe_gkd.commands.evaluate as package
+from recipe_gkd.commands.evaluate.scores import Evaluation, as_json, render
+from recipe_gkd.config import Config
+from recipe_gkd.config.load import compose_config, to_config
+from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.data.tables import read_table
+from recipe_gkd.diagnostics.unexpected_errors import as_known_error
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
+from recipe_gkd.rollout.offline_engine import (
+    EngineOptions,
+    Generated,
+    Sampling,
+    check_model_folder,
+    generate,
+    limit_to_model,
+    prepare_environment,
+    vllm_engine,
+)
+from recipe_gkd.validation import read_sources
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+NAME = "the evaluation data"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        Exit status: 0 if all models were evaluated, 1 after an error, 130 after Ctrl-C.
+    """
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        overrides = [part for part in args.folders if _is_override(part)]
+        folders = [model_folder(Path(part).expanduser()) for part in args.folders if not _is_override(part)]
+        if not folders:
+            raise ConfigError("got no model; give one or more Hugging Face folders: evaluate FOLDER --data FILE")
+        config = build_config(args, overrides)
+        _check_outputs(args)
+        evaluations = run(args, folders, config)
+    except Exception as error:  # noqa: BLE001 - the command prints one error instead of a traceback
+        print(f"error: {as_known_error(error, 'evaluate')}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    print(render(evaluations, args.n))
+    return 0
+
+
+def run(args: argparse.Namespace, folders: Sequence[Path], config: Config) -> list[Evaluation]:
+    """Evaluate the models one after another, and write the files.
+
+    Args:
+        args: Arguments of the command.
+        folders: Model folders.
+        config: Names of columns, lengths and the reward function.
+    """
+    evaluations = []
+    with ExitStack() as stack:
+        scorer = None
+        if config.custom_reward_function.path is not None:
+            scorer = stack.enter_context(RewardScorer(config.custom_reward_function))
+        responses = stack.enter_context(args.responses.open("w", encoding="utf-8")) if args.responses else None
+        for folder in folders:
+            print(f"evaluating {folder}", file=sys.stderr, flush=True)
+            evaluation, records = evaluate(folder, config, sampling_of(args, config), options_of(args, config), scorer)
+            evaluations.append(evaluation)
+            if responses is not None:
+                responses.writelines(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
+    if args.json is not None:
+        settings = {"data": args.data, "n": args.n, "temperature": sampling_of(args, config).temperature}
+        args.json.write_text(json.dumps(as_json(evaluations, settings), indent=1) + "\n", encoding="utf-8")
+    return evaluations
+
+
+def evaluate(
+    folder: Path, config: Config, sampling: Sampling, options: EngineOptions, scorer: RewardScorer | None
+) -> tuple[Evaluation, list[dict[str, Any]]]:
+    """Evaluate one model.
+
+    Args:
+        folder: Hugging Face folder.
+        config: Names of columns and lengths.
+        sampling: Settings of sampling.
+        options: Settings of the engine.
+        scorer: Reward function. None: only lengths are reported.
+
+    Returns:
+        The result, and a record of each response.
+
+    Raises:
+        DataError: The data cannot be used.
+        RewardError: The reward function failed.
+    """
+    prepare_environment()
+    tokenizer = _tokenizer(folder, options.trust_remote_code)
+    table = read_table(list(config.data.val_files), config.data.prompt_key)
+    data = PromptData(table, config.data, tokenizer, name=NAME)
+    longest = max(map(len, data.ids)) + sampling.max_tokens
+    with vllm_engine(folder, replace(options, max_model_len=limit_to_model(longest, folder))) as engine:
+        started = time.monotonic()
+        generated = generate(engine, data.ids, sampling)
+        seconds = time.monotonic() - started
+    pairs = [
+        (data.prompt(index, index * sampling.n + number), _response(one, index * sampling.n + number))
+        for index, several in enumerate(generated)
+        for number, one in enumerate(several)
+    ]
+    sources = read_sources(table, config.data.data_source_key)
+    rewards, items = _rewards(pairs, data, config, tokenizer, scorer)
+    evaluation = Evaluation(
+        model=str(folder),
+        sources=[sources[row] for row in data.rows],
+        rows=data.rows,
+        rewards_PN=None if rewards is None else np.array(rewards, np.float64).reshape(-1, sampling.n),
+        lengths_PN=np.array([len(response.ids) for _, response in pairs], np.float64).reshape(-1, sampling.n),
+        truncated_PN=np.array([r.finish_reason == "length" for _, r in pairs], np.float64).reshape(-1, sampling.n),
+        seconds=seconds,
+    )
+    prompts = data.raw_prompts()
+    records = [
+        {
+            "model": str(folder),
+            "data_source": sources[prompt.row],
+            "row": prompt.row,
+            "prompt": prompts[prompt.row],
+            "response": tokenizer.decode(response.ids.tolist(), skip_special_tokens=True),
+            "ground_truth": items[index].ground_truth if items else None,
+            "reward": rewards[index] if rewards is not None else None,
+            "response_len": len(response.ids),
+            "finish_reason": response.finish_reason,
+        }
+        for index, (prompt, response) in enumerate(pairs)
+    ]
+    return evaluation, records
+
+
+def _rewards(
+    pairs: Sequence[tuple[Prompt, Response]],
+    data: PromptData,
+    config: Config,
+    tokenizer: Any,
+    scorer: RewardScorer | None,
+) -> tuple[list[float] | None, list[RewardItem]]:
+    """Return the reward of each response, and the arguments of the function. Nothing without a function."""
+    if scorer is None:
+        return None, []
+    factory = RewardItems(data, config.data, tokenizer, require_truth=True)
+    items = [factory.build_item(prompt, response) for prompt, response in pairs]
+    return asyncio.run(scorer.score(items)), items
+
+
+def _response(generated: Generated, uid: int) -> Response:
+    n = len(generated.ids)
+    return Response(
+        uid=uid,
+        ids=generated.ids,
+        logprobs=np.zeros(n, np.float32),
+        finish_reason="length" if generated.finish_reason == "length" else "stop",
+        weights_version=0,
+        versions_T=np.zeros(n, np.int32),
+    )
+
+
+def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def model_folder(path: Path) -> Path:
+    """Return the Hugging Face folder at ``path``: the folder itself, or ``huggingface`` in a checkpoint.
+
+    Raises:
+        ModelError: There is none.
+    """
+    folder = path / "huggingface" if (path / "huggingface" / "config.json").is_file() else path
+    check_model_folder(folder)
+    return folder
+
+
+def build_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
+    """Return the default configuration with the settings of the command.
+
+    Overlong prompts are an error, so that all models answer the same prompts.
+
+    Raises:
+        ConfigError: A key is unknown, or a value is invalid.
+    """
+    fixed = ["data.filter_overlong_prompts=false", "data.truncation=error"]
+    composed = compose_config("on_policy_distill_trainer", [*fixed, *overrides])
+    OmegaConf.update(composed, "data.val_files", [args.data])
+    if args.reward is not None:
+        path, separator, name = args.reward.rpartition(":")
+        if not separator or not path or not name:
+            raise ConfigError(f"--reward: got {args.reward}, expected FILE.py:function")
+        OmegaConf.update(composed, "custom_reward_function.path", path)
+        OmegaConf.update(composed, "custom_reward_function.name", name)
+    for key in OmegaConf.missing_keys(composed):  # training data and model of a run
+        OmegaConf.update(composed, key, "none")
+    return to_config(composed)
+
+
+def sampling_of(args: argparse.Namespace, config: Config) -> Sampling:
+    """Return the settings of sampling: greedy for one response, temperature 1 for several."""
+    temperature = args.temperature if args.temperature is not None else (0.0 if args.n == 1 else 1.0)
+    if temperature == 0 and args.n > 1:
+        raise ConfigError(f"--n {args.n} --temperature 0: all responses would be equal; use a temperature above 0")
+    return Sampling(
+        n=args.n,
+        max_tokens=config.data.max_response_length,
+        temperature=temperature,
+        top_p=args.top_p,
+        seed=config.data.seed,
+    )
+
+
+def options_of(args: argparse.Namespace, config: Config) -> EngineOptions:
+    """Return the settings of the engine."""
+    return EngineOptions(
+        dtype=args.dtype,
+        tensor_parallel_size=args.tensor_parallel,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        cpu_cache_bytes=int(args.cpu_cache_gb * 2**30),
+        trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+        seed=config.data.seed,
+    )
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Create the folders of the output files, before any model is loaded.
+
+    Raises:
+        ConfigError: A file cannot be written.
+    """
+    for option, path in (("--json", args.json), ("--responses", args.responses)):
+        if path is None:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            raise ConfigError(f"{option} {path} cannot be written ({error.strerror}); choose another file") from error
+
+
+def _is_override(part: str) -> bool:
+    return "=" in part and not Path(part).exists()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe_gkd evaluate",
+        description=package.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="All keys: python -m recipe_gkd.config",
+    )
+    add = parser.add_argument
+    add("folders", nargs="+", metavar="FOLDER | key=value", help="model folders, and keys of the section data")
+    add("--data", required=True, metavar="FILE", help="file with the prompts")
+    add("--reward", metavar="FILE.py:NAME", help="reward function; without one, only lengths are reported")
+    add("--n", type=_count, default=1, help="number of responses to each prompt (default: 1, greedy)")
+    add("--temperature", type=float, help="sampling temperature (default: 0 with --n 1, else 1)")
+    add("--top-p", type=float, default=1.0, help="probability mass that tokens are sampled from (default: 1)")
+    add("--json", type=Path, metavar="OUT", help="file for the results")
+    add("--responses", type=Path, metavar="OUT", help="file for all responses, one JSON object per line")
+    add("--dtype", choices=DTYPES, default="auto", help="data type of the weights (default: that of the folder)")
+    add("--tensor-parallel", type=_count, default=1, metavar="N", help="number of GPUs (default: 1)")
+    add("--gpu-memory-utilization", type=float, default=0.8, metavar="X", help="share of a GPU's memory (default: 0.8)")
+    add("--cpu-cache-gb", type=float, default=1.0, metavar="GIB", help="KV cache on a CPU, in GiB (default: 1)")
+    return parser
+
+
+def _count(value: str) -> int:
+    number = int(value) if value.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {value}, expected a whole number of at least 1")
+    return number

@@ -1,0 +1,170 @@
+"""Statistics of the rewards of several models on the same prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ALL = "all"
+"""Name of the group of all prompts."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Responses of a model, and their rewards.
+
+    Attributes:
+        model: Folder of the model.
+        sources: Data source of each prompt, [P].
+        rows: Row of each prompt in the data, [P].
+        rewards_PN: Reward of each response, [P, N]. None without a reward function.
+        lengths_PN: Tokens of each response, [P, N].
+        truncated_PN: True for responses that were truncated, [P, N].
+        seconds: Time of generation, without loading.
+    """
+
+    model: str
+    sources: Sequence[str]
+    rows: Sequence[int]
+    rewards_PN: Floats | None
+    lengths_PN: Floats
+    truncated_PN: Floats
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Statistics of a model on the prompts of a data source.
+
+    Attributes:
+        n_prompts: Number of prompts.
+        mean: Mean reward over all responses, ``avg@n``. None without a reward function.
+        mean_error: Standard error of ``mean`` over the prompts. None for fewer than two prompts.
+        best: Mean over the prompts of the best response, ``best@n``.
+        best_error: Standard error of ``best``.
+        response_len: Mean number of tokens of a response.
+        truncated_fraction: Share of truncated responses.
+    """
+
+    n_prompts: int
+    mean: float | None
+    mean_error: float | None
+    best: float | None
+    best_error: float | None
+    response_len: float
+    truncated_fraction: float
+
+
+def scores_of(evaluation: Evaluation) -> dict[str, Score]:
+    """Return the score of each data source, and of all prompts together under :data:`ALL`."""
+    sources = np.array(evaluation.sources)
+    groups = {str(source): sources == source for source in np.unique(sources)}
+    if len(groups) != 1:
+        groups[ALL] = np.full(len(sources), True)
+    return {name: _score(evaluation, rows) for name, rows in groups.items()}
+
+
+def _score(evaluation: Evaluation, rows: npt.NDArray[np.bool_]) -> Score:
+    mean: tuple[float | None, float | None] = (None, None)
+    best = mean
+    if evaluation.rewards_PN is not None:
+        rewards_PN = evaluation.rewards_PN[rows]
+        mean, best = mean_and_error(rewards_PN.mean(axis=1)), mean_and_error(rewards_PN.max(axis=1))
+    return Score(
+        n_prompts=int(rows.sum()),
+        mean=mean[0],
+        mean_error=mean[1],
+        best=best[0],
+        best_error=best[1],
+        response_len=float(evaluation.lengths_PN[rows].mean()),
+        truncated_fraction=float(evaluation.truncated_PN[rows].mean()),
+    )
+
+
+def mean_and_error(values_P: Floats) -> tuple[float, float | None]:
+    """Return the mean over prompts and its standard error, None for fewer than two prompts."""
+    n = len(values_P)
+    error = float(values_P.std(ddof=1)) / math.sqrt(n) if n > 1 else None
+    return float(values_P.mean()), error
+
+
+def difference(first: Evaluation, other: Evaluation) -> tuple[float, float | None] | None:
+    """Return the mean difference of the rewards of two models and its standard error, paired by prompt.
+
+    Returns:
+        ``other`` minus ``first``. None without rewards, or if the models answered different rows.
+    """
+    if first.rewards_PN is None or other.rewards_PN is None or list(first.rows) != list(other.rows):
+        return None
+    return mean_and_error(other.rewards_PN.mean(axis=1) - first.rewards_PN.mean(axis=1))
+
+
+def as_json(evaluations: Sequence[Evaluation], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the results of all models for a JSON file."""
+    models = []
+    for evaluation in evaluations:
+        result: dict[str, Any] = {
+            "model": evaluation.model,
+            "seconds": round(evaluation.seconds, 3),
+            "scores": {name: asdict(score) for name, score in scores_of(evaluation).items()},
+        }
+        if evaluation is not evaluations[0] and (gained := difference(evaluations[0], evaluation)):
+            result["difference"] = {"to": evaluations[0].model, "mean": gained[0], "error": gained[1]}
+        models.append(result)
+    return settings | {"models": models}
+
+
+def render(evaluations: Sequence[Evaluation], n: int) -> str:
+    """Return a table with one column for each model."""
+    names = _short_names([evaluation.model for evaluation in evaluations])
+    scores = [scores_of(evaluation) for evaluation in evaluations]
+    rows: list[tuple[str, list[str]]] = []
+    for source in scores[0]:
+        found = [score.get(source) for score in scores]
+        label = f"{source}, {scores[0][source].n_prompts:,} prompts"
+        rows.append((label, [""] * len(names)))
+        if scores[0][source].mean is not None:
+            title = "mean reward, greedy" if n == 1 else f"avg@{n}"
+            rows.append((f"  {title}", [_with_error(s.mean, s.mean_error) if s else "" for s in found]))
+            if n > 1:
+                rows.append((f"  best@{n}", [_with_error(s.best, s.best_error) if s else "" for s in found]))
+        rows.append(("  response tokens", [f"{s.response_len:,.1f}" if s else "" for s in found]))
+        rows.append(("  truncated", [f"{s.truncated_fraction:.1%}" if s else "" for s in found]))
+    if len(evaluations) > 1 and evaluations[0].rewards_PN is not None:
+        gains = [None, *(difference(evaluations[0], other) for other in evaluations[1:])]
+        rows.append((f"difference to {names[0]}", ["" if gain is None else _with_error(*gain, "+") for gain in gains]))
+    label_width = max(len(label) for label, _ in rows)
+    widths = [max(len(name), *(len(cells[i]) for _, cells in rows)) for i, name in enumerate(names)]
+    lines = [
+        _line("", names, label_width, widths),
+        *(_line(label, cells, label_width, widths) for label, cells in rows),
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _line(label: str, cells: Sequence[str], label_width: int, widths: Sequence[int]) -> str:
+    values = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+    return f"{label.ljust(label_width)}  {values}"
+
+
+def _with_error(mean: float | None, error: float | None, sign: str = "") -> str:
+    if mean is None:
+        return ""
+    return f"{mean:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def _short_names(models: Sequence[str]) -> list[str]:
+    """Return the shortest ends of the paths that differ from each other."""
+    parts = [model.rstrip("/").removesuffix("/huggingface").split("/") for model in models]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{model} ({number})" for number, model in enumerate(models, start=1)]

@@ -1,0 +1,149 @@
+"""Checkpoint and settings that an export reads. Imports no Megatron and no torch model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from recipe_gkd.checkpoints.folders import damage, final_folder, read_latest, steps_of
+from recipe_gkd.checkpoints.run_folder import CONFIG
+from recipe_gkd.config import Config
+from recipe_gkd.config.load import compose_config, to_config
+from recipe_gkd.errors import CheckpointError, ConfigError, ModelError
+
+MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+COPIED = (f"{MODEL}.trust_remote_code", f"{ACTOR}.lora", f"{ACTOR}.megatron.dtype", f"{ACTOR}.fsdp_config.dtype")
+"""Keys of the run that determine names, shapes and types of its weights. The number of ranks does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Checkpoint to export.
+
+    Attributes:
+        checkpoint: Folder ``global_step_N``.
+        config: Configuration of one rank that can load it.
+        model: Model folder that the run started from.
+    """
+
+    checkpoint: Path
+    config: Config
+    model: Path
+
+    @property
+    def dtype(self) -> str:
+        """Data type that the run exports."""
+        actor = self.config.actor_rollout_ref.actor
+        return str(actor.fsdp_config.dtype if actor.strategy == "fsdp" else actor.megatron.dtype)
+
+
+def find_source(checkpoint: Path, model: Path | None = None, config_file: Path | None = None) -> Source:
+    """Return the checkpoint and the configuration to load it with.
+
+    Args:
+        checkpoint: Folder of a checkpoint, or of a run.
+        model: Model folder. None: that of the run's configuration.
+        config_file: Configuration of the run. None: ``config.yaml`` in the folder of the run.
+
+    Raises:
+        CheckpointError: The checkpoint is missing, incomplete or damaged.
+        ConfigError: The configuration cannot be read.
+        ModelError: The model folder does not exist.
+    """
+    folder = find_checkpoint(checkpoint.expanduser())
+    file = config_file or folder.absolute().parent / CONFIG
+    saved = _read_config(file)
+    settings = _composed({key: OmegaConf.select(saved, key) for key in COPIED if _has(saved, key)})
+    OmegaConf.update(settings, f"{ACTOR}.strategy", _strategy(folder))
+    path = model or Path(_select(saved, f"{MODEL}.path", file)).expanduser()
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            f"the model folder of the run, {path}, has no config.json; the export copies tokenizer and configuration "
+            "from it. Give its place now with --model FOLDER"
+        )
+    OmegaConf.update(settings, f"{MODEL}.path", str(path))
+    return Source(checkpoint=folder, config=to_config(settings), model=path)
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint folder, the latest one if ``folder`` is that of a run.
+
+    Raises:
+        CheckpointError: There is none, or it is incomplete.
+    """
+    if not (folder / "trainer.json").exists() and not (folder / "actor").exists() and folder.is_dir():
+        steps = steps_of(folder)
+        if not steps:
+            raise CheckpointError(
+                f"{folder} is neither a checkpoint nor a run with checkpoints; expected a folder global_step_N, or a "
+                "folder that contains one"
+            )
+        latest = read_latest(folder)
+        folder = final_folder(folder, latest if latest in steps else steps[-1])
+    if reason := damage(folder):
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {reason}; use another checkpoint of the run")
+    return folder
+
+
+def with_float32(source: Source) -> Source:
+    """Return a source of which the FSDP backend exports the float32 weights of its checkpoints.
+
+    Weights in a checkpoint of Megatron have the type of the run.
+    """
+    actor = source.config.actor_rollout_ref.actor
+    fsdp = dataclasses.replace(actor.fsdp_config, dtype="float32")
+    settings = dataclasses.replace(source.config.actor_rollout_ref, actor=dataclasses.replace(actor, fsdp_config=fsdp))
+    return dataclasses.replace(source, config=dataclasses.replace(source.config, actor_rollout_ref=settings))
+
+
+def _strategy(folder: Path) -> str:
+    """Return the backend that saved a checkpoint."""
+    file = folder / "actor" / "metadata.json"
+    try:
+        description = json.loads(file.read_text())
+        return str(description.get("backend", "megatron"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} is damaged ({error}); use another checkpoint of the run") from error
+
+
+def _read_config(file: Path) -> DictConfig:
+    try:
+        config = OmegaConf.load(file)
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"the configuration of the run, {file}, cannot be read ({error}); give it with --config FILE"
+        ) from error
+    if not isinstance(config, DictConfig):
+        raise ConfigError(f"{file} is not a configuration of a run; give the config.yaml of the run with --config FILE")
+    return config
+
+
+def _has(config: DictConfig, key: str) -> bool:
+    return OmegaConf.select(config, key) is not None
+
+
+def _select(config: DictConfig, key: str, file: Path) -> str:
+    try:
+        value = OmegaConf.select(config, key, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{file}: {key} cannot be resolved ({error}); give --model FOLDER") from error
+    if value is None:
+        raise ConfigError(f"{file} has no {key}; give --model FOLDER")
+    return str(value)
+
+
+def _composed(values: dict[str, Any]) -> DictConfig:
+    """Return the default configuration with the values of the run. Keys of the data and so on are not used."""
+    composed = compose_config("on_policy_distill_trainer")
+    for key, value in values.items():
+        OmegaConf.update(composed, key, value)
+    for key in OmegaConf.missing_keys(composed):
+        OmegaConf.update(composed, key, "none")
+    return composed

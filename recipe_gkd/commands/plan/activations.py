@@ -1,0 +1,134 @@
+"""Memory of the activations and logits of a micro-batch on an actor rank.
+
+Numbers that the backward pass keeps per token and layer, with H the hidden size, Q and G the widths of all query heads
+and of all key (or value) heads, and F the feed-forward columns of a token:
+
+=================== ===== ===== ===== =====
+Layers              H     Q     G     F
+=================== ===== ===== ===== =====
+Transformer Engine  4     2     2     3
+torch (`local`)     5     4     3     4
+transformers (FSDP) 5     4     2     4
+=================== ===== ===== ===== =====
+
+The first row is that of ``benchmarks/actor_memory.py``. The others were measured on a CPU in float32. The backward pass
+of a layer holds another 6 H per token. With recomputation the inputs of all layers and the activations of one remain.
+The logits of the Megatron backend exist once, because their gradient is written over them; those of FSDP exist twice.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from recipe_gkd.actor.student_dims import StudentDims
+from recipe_gkd.config.schema import Config
+from recipe_gkd.losses.fused_head import BLOCK_BYTES
+from recipe_gkd.memory_budget.actor_states import ITEM_BYTES
+from teacher.engines.head_dtype import wants_float32_head
+
+_TRANSFORMER_ENGINE, _LOCAL, _TRANSFORMERS = (4, 2, 2, 3), (5, 4, 3, 4), (5, 4, 2, 4)
+_BACKWARD_OF_LAYER = 6
+"""Multiples of H that the backward pass of one layer holds per token."""
+_TEACHER_ENTRY_BYTES = 52
+"""Bytes per position and id of the teacher's top-k: log-probabilities and 64-bit ids of both models, and indices."""
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchMemory:
+    """Memory that a rank needs for one micro-batch, in bytes.
+
+    Attributes:
+        activations: Tensors that the backward pass reads, without logits.
+        logits: Logits, or the block that ``gkd.fuse_lm_head`` keeps.
+        top_k: The teacher's top-k and the values of the loss at its ids.
+    """
+
+    activations: float
+    logits: float
+    top_k: float
+
+
+def micro_batch_memory(config: Config, device: str, dims: StudentDims, top_k: int) -> MicroBatchMemory:
+    """Return the memory of the largest micro-batch, all of whose positions may be response tokens.
+
+    With pipeline parallelism the sum is that of the fuller one of the first and the last stage.
+
+    Args:
+        config: Configuration of the run.
+        device: ``"cuda"`` or ``"cpu"``.
+        dims: Dimensions of the student.
+        top_k: Number of ids of the teacher at each position.
+    """
+    actor = config.actor_rollout_ref.actor
+    item, is_megatron = ITEM_BYTES[actor.dtype], actor.strategy == "megatron"
+    tp = actor.megatron.tensor_model_parallel_size if is_megatron else 1
+    pp = actor.megatron.pipeline_model_parallel_size if is_megatron else 1
+    cp = actor.megatron.context_parallel_size if is_megatron else 1
+    rows = micro_batch_tokens(config)
+    tokens = rows / cp
+    first = tokens * item * _kept_per_token(config, device, dims) * (pp if pp > 1 else 1)
+    logits, scores = _logits_bytes(config, device, dims, tokens, tp), tokens * top_k * _TEACHER_ENTRY_BYTES
+    last = first / pp + logits + scores
+    if pp > 1 and first >= last:
+        return MicroBatchMemory(activations=first, logits=0.0, top_k=0.0)
+    return MicroBatchMemory(activations=first / pp, logits=logits, top_k=scores)
+
+
+def micro_batch_tokens(config: Config) -> int:
+    """Return the largest number of tokens of a micro-batch. One sequence is never divided."""
+    actor = config.actor_rollout_ref.actor
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if actor.use_dynamic_bsz:
+        return max(actor.max_token_len, longest)
+    return actor.micro_batch_size * longest
+
+
+def _kept_per_token(config: Config, device: str, dims: StudentDims) -> float:
+    """Return the numbers per token that a rank of one pipeline stage keeps."""
+    actor = config.actor_rollout_ref.actor
+    megatron = actor.megatron
+    if actor.strategy == "fsdp":
+        widths, tp, pp, is_sharded = _TRANSFORMERS, 1, 1, True
+        recomputes = actor.fsdp_config.gradient_checkpointing
+    else:
+        widths = _LOCAL if _uses_local_layers(config, device) else _TRANSFORMER_ENGINE
+        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        is_sharded = megatron.sequence_parallel
+        recomputes = megatron.override_transformer_config.get("recompute_granularity") == "full"
+    layers = [_layer_numbers(dims, layer, widths, tp, is_sharded=is_sharded) for layer in range(dims.layers)]
+    hidden = dims.hidden / (tp if is_sharded else 1)
+    backward = _BACKWARD_OF_LAYER * hidden
+    if recomputes:
+        return dims.layers / pp * hidden + max(layers) + backward
+    return sum(layers) / pp + backward
+
+
+def _layer_numbers(dims: StudentDims, layer: int, widths: Sequence[int], tp: int, *, is_sharded: bool) -> float:
+    hidden, query, key, ffn = widths
+    columns = dims.ffn
+    if dims.moe is not None and dims.moe.layers[layer]:
+        columns = dims.moe.top_k * dims.moe.ffn + (dims.moe.shared_ffn or 0)
+    inner = query * dims.heads * dims.head_dim + key * dims.kv_heads * dims.head_dim + ffn * columns
+    return hidden * dims.hidden / (tp if is_sharded else 1) + inner / tp
+
+
+def _uses_local_layers(config: Config, device: str) -> bool:
+    impl = config.actor_rollout_ref.actor.megatron.transformer_impl
+    if impl == "auto":
+        return device == "cpu" or importlib.util.find_spec("transformer_engine") is None
+    return impl == "local"
+
+
+def _logits_bytes(config: Config, device: str, dims: StudentDims, rows: float, tp: int) -> float:
+    model, dtype, gkd = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.dtype, config.gkd
+    columns = dims.vocab_size / tp
+    in_float32 = wants_float32_head(model.head_dtype, dtype, device)
+    item = max(_FLOAT32 if in_float32 else 0, ITEM_BYTES[dtype])
+    if not gkd.fuse_lm_head:
+        n_copies = 2 if config.actor_rollout_ref.actor.strategy == "fsdp" else 1
+        return n_copies * rows * columns * item
+    block = min(rows, gkd.chunk_tokens or max(1.0, BLOCK_BYTES[device] // (columns * item)))
+    return block * columns * item + columns * dims.hidden * _FLOAT32

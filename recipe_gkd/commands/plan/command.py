@@ -1,0 +1,153 @@
+"""Arguments and output of the command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from recipe_gkd.commands.arguments import command_parser
+from recipe_gkd.commands.plan.changes import Change, smallest_change
+from recipe_gkd.commands.plan.estimate import PoolMemory, RunEstimate, estimate_run
+from recipe_gkd.config import Config
+from recipe_gkd.config.load import read_config
+from recipe_gkd.diagnostics.unexpected_errors import as_known_error
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.memory_budget.phases import GIB
+from recipe_gkd.memory_budget.slots import slot_memory
+from recipe_gkd.preflight import find_model, with_model_path
+from teacher.machine_checks import driver_release
+
+_KEYS_WITHOUT_EFFECT = ("data.train_files",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        Exit status: 0 if everything fits or the memory is unknown, 1 if not or after an error.
+    """
+    arguments = _parse(argv)
+    try:
+        config = _read(arguments)
+        device = _device(config)
+        memory = _device_memory(arguments, config, device)
+        estimate = estimate_run(config, device, memory)
+        change = smallest_change(config, device, memory) if estimate.problems and memory is not None else None
+    except Exception as error:  # noqa: BLE001 - the command prints one error instead of a traceback
+        print(f"error: {as_known_error(error, 'plan')}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(_as_json(device, estimate, change), indent=1))
+    else:
+        print(plan_text(device, estimate, change))
+    return int(bool(estimate.problems))
+
+
+def plan_text(device: str, estimate: RunEstimate, change: Change | None) -> str:
+    """Return the figures of a run as text.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+        estimate: Figures of the run.
+        change: Smallest change with which everything fits; None if there is none, or if everything fits.
+    """
+    kind = "GPU" if device == "cuda" else "CPU slot"
+    memory = "unknown" if estimate.device_memory is None else f"{estimate.device_memory / GIB:.2f} GiB"
+    lines = [
+        f"student: {_count(estimate.n_parameters)} parameters, {_count(estimate.n_rank_parameters)} on an actor rank",
+        f"step: {estimate.tokens} tokens at most, {estimate.micro_batches} micro-batches of up to "
+        f"{estimate.micro_batch_tokens} tokens per data-parallel rank",
+        f"weight sync: {_bytes(estimate.sync_bytes)} to each rollout worker",
+        f"teacher: {_bytes(estimate.teacher_bytes)} per step at most, top {estimate.top_k}",
+        f"KV cache: {estimate.cached_tokens} tokens per engine",
+        f"memory of a {kind}: {memory}",
+        *(line for pool in estimate.pools for line in _pool_lines(pool)),
+    ]
+    if estimate.device_memory is None:
+        return "\n".join([*lines, "", "nothing was compared; give the memory with --device-memory-gb"])
+    if not estimate.problems:
+        return "\n".join([*lines, "", "everything fits"])
+    lines += ["", *(f"does not fit: {text}" for text in estimate.problems)]
+    if change is None:
+        return "\n".join([*lines, "no single key makes it fit; use more or larger devices, or a smaller student"])
+    lines += [f"smallest change that makes it fit: {' '.join(change.overrides)}"]
+    lines += [f"  {pool.name} then needs {pool.total / GIB:.2f} GiB" for pool in change.estimate.pools]
+    return "\n".join(lines)
+
+
+def _read(arguments: argparse.Namespace) -> Config:
+    """Return the configuration with the folder of the model. Keys that the command does not use may be missing."""
+    given = {override.lstrip("+").partition("=")[0] for override in arguments.overrides}
+    defaults = [f"{key}=none" for key in _KEYS_WITHOUT_EFFECT if key not in given]
+    config = read_config(arguments.config_name, [*defaults, *arguments.overrides], arguments.config_dir).config
+    return with_model_path(config, find_model(config.actor_rollout_ref.model.path))
+
+
+def _device(config: Config) -> str:
+    """Return the device kind of the run. With ``trainer.device=auto`` this machine need not be the one of the run."""
+    return "cpu" if config.trainer.device == "cpu" else "cuda"
+
+
+def _device_memory(arguments: argparse.Namespace, config: Config, device: str) -> int | None:
+    """Return the memory of a device in bytes, None if it is unknown.
+
+    Raises:
+        ConfigError: The run needs GPUs, and this machine has none.
+    """
+    if arguments.device_memory_gb is not None:
+        return int(arguments.device_memory_gb * GIB)
+    each = config.trainer.n_gpus_per_node
+    if device == "cpu":
+        n_slots = each if config.actor_rollout_ref.hybrid_engine else each + config.rollout.n_gpus_per_node
+        return slot_memory("cpu", n_slots)
+    if driver_release() is None:
+        raise ConfigError(
+            "this machine has no GPU whose memory can be read, and the run needs GPUs; give the memory of one in GiB, "
+            "such as --device-memory-gb 80, or set trainer.device=cpu"
+        )
+    return slot_memory("cuda", 1)
+
+
+def _pool_lines(pool: PoolMemory) -> list[str]:
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in pool.parts.items() if size)
+    return [f"  {pool.name}: {pool.total / GIB:.2f} GiB ({parts})"]
+
+
+def _as_json(device: str, estimate: RunEstimate, change: Change | None) -> dict[str, Any]:
+    def of(figures: RunEstimate) -> dict[str, Any]:
+        return asdict(figures) | {"pools": [asdict(pool) | {"total": pool.total} for pool in figures.pools]}
+
+    changed = None if change is None else {"overrides": change.overrides, "estimate": of(change.estimate)}
+    return {"device": device, "fits": not estimate.problems, "estimate": of(estimate), "smallest_change": changed}
+
+
+def _count(number: float) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
+
+
+def _bytes(number: float) -> str:
+    return f"{number / GIB:.2f} GiB" if number >= GIB else f"{number / (1 << 20):.1f} MiB"
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    from recipe_gkd.commands import plan
+
+    parser = command_parser("plan", plan.__doc__)
+    parser.add_argument(
+        "--device-memory-gb",
+        type=_positive,
+        help="memory of one GPU or CPU slot in GiB (default: that of this machine)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    return parser.parse_intermixed_args(argv)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, expected a number of GiB above 0, such as 80")
+    return value

@@ -1,0 +1,159 @@
+"""Advice of a report: lasting bottlenecks, and metrics that leave their usual range."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from recipe_gkd.commands.report.markup import text
+from recipe_gkd.commands.report.run_files import Run
+from recipe_gkd.commands.report.series import Series, number
+from recipe_gkd.metrics.advice import describe, find_bottleneck
+from recipe_gkd.metrics.measured_stages import NEEDED, usual
+
+N_STEPS = 200
+"""Number of last steps that the advice is about."""
+ZERO_STD = "reward/zero_std_group_fraction"
+"""Metric that is always 1 with one response per prompt."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A metric with a limit.
+
+    Attributes:
+        metric: Name of the metric.
+        is_bad: Function of its mean over the last :data:`N_STEPS` steps.
+        finding: Sentence about the value, with ``{value}``.
+        remedy: What to do.
+    """
+
+    metric: str
+    is_bad: Callable[[float], bool]
+    finding: str
+    remedy: str
+
+
+CHECKS = (
+    Check(
+        "response_seq_len/truncated_fraction",
+        lambda value: value > 0.05,
+        "{value:.0%} of the responses are truncated.",
+        "Raise data.max_response_length: the student never sees how these responses end.",
+    ),
+    Check(
+        ZERO_STD,
+        lambda value: value > 0.9,
+        "All responses to a prompt have the same reward for {value:.0%} of the prompts.",
+        "With gkd.use_rl_loss they carry no signal: larger rollout.n, or prompts of another difficulty.",
+    ),
+    Check(
+        "actor/teacher_topk_mass",
+        lambda value: value < 0.95,
+        "The teacher's top-k contains {value:.1%} of its probability.",
+        "Use a larger N_LOGPROBS of the teacher service.",
+    ),
+    Check(
+        "actor/above_importance_cap",
+        lambda value: value > 0.1,
+        "{value:.0%} of the sampled tokens have a probability ratio above gkd.importance_cap.",
+        "Use a schedule with a smaller staleness bound, or a lower learning rate.",
+    ),
+    Check(
+        "teacher/skipped_samples",
+        lambda value: value > 0,
+        "{value:.3g} samples per step were not scored by a teacher.",
+        "Read the warnings in run.log, and python -m teacher status.",
+    ),
+    Check(
+        "checkpoint/failed_saves",
+        lambda value: value > 0,
+        "Saves of checkpoints failed.",
+        "Read the warnings in run.log; check disk space and host memory.",
+    ),
+    Check(
+        "weights/retries",
+        lambda value: value > 0,
+        "Weight syncs were repeated ({value:.3g} per step).",
+        "run.log names the cause.",
+    ),
+)
+
+
+def advice_section(run: Run) -> str:
+    """Return the advice as HTML."""
+    items = [_item("bottleneck", *found) for found in bottlenecks(run)]
+    for check in CHECKS:
+        is_trivial = check.metric == ZERO_STD and run.setting("actor_rollout_ref.rollout.n") == 1
+        if (series := run.series.get(check.metric)) is not None and not is_trivial:
+            value = float(series.values[-N_STEPS:].mean())
+            if check.is_bad(value):
+                items.append(_item("check", check.finding.format(value=value), check.remedy))
+    items += [_item("check", *found) for found in trends(run)]
+    if not items:
+        items = [_item("fine", "No lasting bottleneck, and no metric outside its usual range.", "")]
+    return f'<ul class="advice">{"".join(items)}</ul>'
+
+
+def bottlenecks(run: Run) -> list[tuple[str, str]]:
+    """Return finding and remedy of each lasting bottleneck: those of the log, or the one of the last steps."""
+    latest: dict[str, tuple[str, str]] = {}
+    for time, line in run.advice:
+        kind = re.sub(r"[\d.]+(e-?\d+)?", "#", line.partition(" (idle")[0])
+        finding, _, remedy = line.partition("; ")
+        latest.pop(kind, None)  # the latest advice of a kind is last
+        latest[kind] = (f"{_sentence(finding)} (run.log, {time})", remedy)
+    if latest:
+        return list(latest.values())
+    steps = [step for step in run.recent[-N_STEPS:] if all(name in step for name in NEEDED)]
+    if len(steps) < 2:
+        return []
+    bottleneck = find_bottleneck(steps := usual(steps))
+    if bottleneck is None:
+        return []
+    return [(_sentence(describe(bottleneck, steps)), "docs/metrics.md lists the settings that change it.")]
+
+
+def trends(run: Run) -> list[tuple[str, str]]:
+    """Return findings about the course of the loss and of the gradient norm."""
+    found = []
+    loss, norm = run.series.get("actor/kl_loss"), run.series.get("actor/grad_norm")
+    if loss is not None and len(loss.values) >= 40:
+        part = len(loss.values) // 4
+        lowest, last = _lowest_mean(loss, part // 2 or 1), float(loss.values[-part:].mean())
+        if lowest > 0 and last > 1.5 * lowest:
+            found.append(
+                (
+                    f"The distillation loss rose from {number(lowest)} to {number(last)} (mean of the last quarter).",
+                    "Lower actor.optim.lr; check staleness and the teacher's prompts.",
+                )
+            )
+    if norm is not None and len(norm.values) >= 40:
+        tail = norm.values[len(norm.values) // 4 :]
+        spikes = int((tail > 20 * np.median(tail)).sum())
+        if spikes:
+            found.append(
+                (
+                    f"The gradient norm exceeds 20 times its median in {spikes} step(s) after the first quarter.",
+                    "More warm-up steps, or a lower actor.optim.lr.",
+                )
+            )
+    return found
+
+
+def _lowest_mean(series: Series, window: int) -> float:
+    """Return the lowest mean over ``window`` consecutive values."""
+    sums = np.cumsum(np.concatenate([[0.0], series.values]))
+    return float(((sums[window:] - sums[:-window]) / window).min())
+
+
+def _sentence(line: str) -> str:
+    return line[:1].upper() + line[1:]
+
+
+def _item(kind: str, finding: str, remedy: str) -> str:
+    badge = {"bottleneck": "speed", "check": "check", "fine": "fine"}[kind]
+    return f'<li class="{kind}"><span>{badge}</span><div><p>{text(finding)}</p><p>{text(remedy)}</p></div></li>'

@@ -1,0 +1,249 @@
+"""Files of a run, read for its report."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from array import array
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from recipe_gkd.checkpoints.folders import damage, final_folder, read_latest, steps_of
+from recipe_gkd.checkpoints.run_folder import CONFIG, LOG
+from recipe_gkd.commands.report.series import Series
+from recipe_gkd.errors import DataError
+
+METRICS, STEP = "metrics.jsonl", "training/global_step"
+MAX_RECENT_STEPS = 2000
+"""Number of last steps whose complete metrics are kept, for the advice."""
+MAX_LOG_BYTES = 32 << 20
+"""Bytes of the end of the log that are searched for advice."""
+_ADVICE = re.compile(r"^(\S+) I recipe_gkd\.metrics\.steps: (.*\(idle: .*)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint folder of the run.
+
+    Attributes:
+        step: Number of optimizer steps.
+        n_bytes: Size of all its files, in bytes.
+        damage: Reason why it is incomplete, None if it is complete.
+        parts: Names of the folders in it.
+    """
+
+    step: int
+    n_bytes: int
+    damage: str | None
+    parts: tuple[str, ...]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Content of a run folder.
+
+    Attributes:
+        folder: The folder.
+        series: Values of each metric, by name.
+        recent: Complete metrics of the last :data:`MAX_RECENT_STEPS` steps, oldest first.
+        config: Configuration with all defaults. Empty if its file is missing.
+        advice: Time of day and text of each advice in the log.
+        validations: File of the responses of each validation, by step, ascending.
+        checkpoints: All checkpoints, ascending.
+        latest: Step of the checkpoint that a resumed run starts from.
+        best: Content of ``best.json``. Empty if there is none.
+        notes: Problems of the files that the reader of the report must know.
+    """
+
+    folder: Path
+    series: dict[str, Series]
+    recent: list[Mapping[str, float]]
+    config: dict[str, Any] = field(default_factory=dict)
+    advice: list[tuple[str, str]] = field(default_factory=list)
+    validations: dict[int, Path] = field(default_factory=dict)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    latest: int | None = None
+    best: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        """Number of the last step with metrics."""
+        return max((int(series.steps[-1]) for series in self.series.values()), default=0)
+
+    def setting(self, key: str) -> Any:
+        """Return the value of a dotted key of the configuration, None if it has none."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+
+def read_run(folder: Path) -> Run:
+    """Read all files of a run that the report shows.
+
+    Args:
+        folder: Folder of the run.
+
+    Raises:
+        DataError: The folder has no metrics.
+    """
+    notes: list[str] = []
+    series, recent = read_metrics(folder / METRICS, notes)
+    return Run(
+        folder=folder,
+        series=series,
+        recent=recent,
+        config=_read_config(folder / CONFIG, notes),
+        advice=read_advice(folder / LOG),
+        validations=find_validations(folder / "validation"),
+        checkpoints=[read_checkpoint(folder, step) for step in steps_of(folder)],
+        latest=read_latest(folder),
+        best=_read_best(folder / "best.json"),
+        notes=notes,
+    )
+
+
+def read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Series], list[Mapping[str, float]]]:
+    """Read the metrics of all steps.
+
+    Args:
+        path: File with one JSON object per line.
+        notes: List to which problems of single lines are appended.
+
+    Returns:
+        The series of each metric, and the complete metrics of the last steps.
+
+    Raises:
+        DataError: The file is missing or has no step.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}); expected the folder of a run with {METRICS}, which is written "
+            "if trainer.logger has jsonl"
+        ) from error
+    columns: dict[str, tuple[array[float], array[float]]] = {}
+    recent: deque[Mapping[str, float]] = deque(maxlen=MAX_RECENT_STEPS)
+    n_damaged, not_finite = 0, set()
+    with file:
+        for line in file:
+            try:
+                record = json.loads(line)
+                step = float(record[STEP])
+            except (ValueError, KeyError, TypeError):
+                n_damaged += bool(line.strip())
+                continue
+            recent.append(record)
+            for name, value in record.items():
+                if isinstance(value, bool) or not isinstance(value, int | float):
+                    continue
+                if not math.isfinite(value):
+                    not_finite.add(name)
+                    continue
+                steps, values = columns.setdefault(name, (array("d"), array("d")))
+                steps.append(step)
+                values.append(value)
+    if not recent:
+        raise DataError(f"{path} has no complete step; wait for the first step, or read {path.with_name(LOG)}")
+    if n_damaged:
+        notes.append(f"{n_damaged} line(s) of {METRICS} cannot be read and are left out.")
+    if not_finite:
+        notes.append(f"Values that are not finite are left out: {', '.join(sorted(not_finite))}.")
+    return {name: Series.from_columns(name, *columns[name]) for name in columns if name != STEP}, list(recent)
+
+
+def read_advice(path: Path) -> list[tuple[str, str]]:
+    """Return time of day and text of the advice in the end of a log. Empty if the log cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
+            found = (_ADVICE.match(line.decode("utf-8", "replace").rstrip()) for line in file)
+            return [(match[1], match[2]) for match in found if match]
+    except OSError:
+        return []
+
+
+def find_validations(folder: Path) -> dict[int, Path]:
+    """Return the files of validation responses by step, ascending."""
+    found = {re.fullmatch(r"step_(\d+)\.jsonl", path.name): path for path in folder.glob("step_*.jsonl")}
+    return dict(sorted((int(match[1]), path) for match, path in found.items() if match))
+
+
+def read_responses(path: Path, max_lines: int = 20_000) -> dict[tuple[str, Any], dict[str, Any]]:
+    """Return the first response to each prompt of a validation.
+
+    Args:
+        path: File that :func:`recipe_gkd.validation.write_responses` wrote.
+        max_lines: Number of lines to read.
+
+    Returns:
+        Records by data source and row. Lines that cannot be read are left out.
+    """
+    responses: dict[tuple[str, Any], dict[str, Any]] = {}
+    with path.open("rb") as file:
+        for _, line in zip(range(max_lines), file, strict=False):
+            try:
+                record = json.loads(line)
+                responses.setdefault((str(record["data_source"]), record["row"]), record)
+            except (ValueError, KeyError, TypeError):
+                continue
+    return responses
+
+
+def read_checkpoint(run: Path, step: int) -> Checkpoint:
+    """Return the description of a checkpoint folder."""
+    folder = final_folder(run, step)
+    return Checkpoint(
+        step=step,
+        n_bytes=sum(_sizes(folder.rglob("*"))),
+        damage=damage(folder),
+        parts=tuple(sorted(path.name for path in folder.iterdir() if path.is_dir())) if folder.is_dir() else (),
+    )
+
+
+def _sizes(paths: Iterable[Path]) -> Iterable[int]:
+    for path in paths:
+        try:
+            yield path.stat().st_size if path.is_file() else 0
+        except OSError:  # a run in progress may be removing the checkpoint
+            yield 0
+
+
+def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        notes.append(f"The configuration {path.name} cannot be read ({error}).")
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    except OmegaConfBaseException:
+        return config
+    return _with_references(config, resolved) if isinstance(resolved, dict) else config
+
+
+def _with_references(raw: Any, resolved: Any) -> Any:
+    """Return the resolved configuration, but references to environment variables of the run as they were written."""
+    if isinstance(raw, dict):
+        return {key: _with_references(value, resolved[key]) for key, value in raw.items()}
+    return raw if isinstance(raw, str) and "${oc.env:" in raw else resolved
+
+
+def _read_best(path: Path) -> dict[str, Any]:
+    try:
+        best = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return best if isinstance(best, dict) else {}

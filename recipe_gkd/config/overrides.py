@@ -1,0 +1,121 @@
+"""Command line overrides, checked before Hydra composes them.
+
+Hydra's own check reports the first unknown key only, names no known key, and accepts any key with a + prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from recipe_gkd.config.aliases import find_alias, unknown_key_message
+
+HYDRA_KEYS_IN_USE = ("hydra.searchpath",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedOverrides:
+    """Overrides after their keys were checked and translated.
+
+    Attributes:
+        accepted: Overrides for Hydra, with keys of this project.
+        keys: Keys that they set. A section that is set as a mapping counts with each of its keys.
+        warnings: Messages about overrides that were translated or have no effect.
+        problems: Messages about overrides that cannot be used.
+    """
+
+    accepted: tuple[str, ...] = ()
+    keys: frozenset[str] = frozenset()
+    warnings: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverrideRules:
+    """Keys that an override may have.
+
+    Attributes:
+        known: All keys of the configuration.
+        free_form: Sections in which users choose the names of the keys.
+        is_group: Function that returns True for the name of a config group of Hydra.
+    """
+
+    known: Collection[str]
+    free_form: Sequence[str]
+    is_group: Callable[[str], bool]
+
+    def check(self, overrides: Sequence[str]) -> CheckedOverrides:
+        """Check the keys of all overrides, and translate those of other projects.
+
+        Args:
+            overrides: Overrides of the form ``key=value``.
+        """
+        checked = [self._check(text) for text in overrides]
+        return CheckedOverrides(
+            accepted=tuple(text for one in checked for text in one.accepted),
+            keys=frozenset(key for one in checked for key in one.keys),
+            warnings=tuple(text for one in checked for text in one.warnings),
+            problems=tuple(text for one in checked for text in one.problems),
+        )
+
+    def _check(self, text: str) -> CheckedOverrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            reason = " ".join(str(error).split())
+            return CheckedOverrides(problems=(f"the override {text!r} is not of the form key=value: {reason}",))
+        key = override.key_or_group
+        if key.startswith("hydra.") and key not in HYDRA_KEYS_IN_USE:
+            warning = (
+                f"{key} has no effect, because Hydra only composes the configuration; leave it out. The run folder is "
+                "trainer.default_local_dir"
+            )
+            return CheckedOverrides(warnings=(warning,))
+        if self._is_known(key):
+            keys = set(self._keys_of(override))
+            problems = tuple(unknown_key_message(name, self.known) for name in sorted(keys) if not self._is_known(name))
+            if problems:
+                return CheckedOverrides(problems=problems)
+            return CheckedOverrides(accepted=(self._prefixed(text),), keys=frozenset(keys))
+        if self.is_group(key) or key.startswith("hydra"):
+            return CheckedOverrides(accepted=(text,))
+        alias, value = find_alias(key), text.partition("=")[2]
+        if alias and alias.key and alias.key in self.known and not override.is_delete():
+            warnings = (alias.warning(value),)
+            return CheckedOverrides(accepted=(f"{alias.key}={value}",), keys=frozenset({alias.key}), warnings=warnings)
+        return CheckedOverrides(problems=(unknown_key_message(key, self.known),))
+
+    def _is_known(self, name: str) -> bool:
+        below = tuple(f"{section}." for section in self.free_form)
+        return name in self.known or name in self._sections or name.startswith(below)
+
+    @property
+    def _sections(self) -> set[str]:
+        return {key.rsplit(".", n)[0] for key in self.known for n in range(1, key.count(".") + 1)}
+
+    def _prefixed(self, text: str) -> str:
+        """Return an override with which Hydra also adds keys that the YAML files do not have, in free-form sections."""
+        free = tuple(section + separator for section in self.free_form for separator in ".=")
+        return f"++{text}" if text.startswith(free) else text
+
+    def _keys_of(self, override: Override) -> list[str]:
+        value = None if override.is_delete() else override.value()
+        return leaf_names(override.key_or_group, value, lambda name: name in self._sections)
+
+
+def leaf_names(name: str, value: Any, is_section: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """Return the names of the keys that a value sets.
+
+    Args:
+        name: Name of the key with this value.
+        value: Its value. Each key of a mapping counts by itself.
+        is_section: Function that returns False for the name of a key whose value is a mapping.
+    """
+    if isinstance(value, Mapping) and value and is_section(name):
+        return [leaf for inner, below in value.items() for leaf in leaf_names(f"{name}.{inner}", below, is_section)]
+    return [name]

@@ -1,0 +1,185 @@
+"""A vLLM engine in this process, for evaluation. It generates with fixed weights and reports no progress."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from recipe_gkd.errors import ModelError
+from recipe_gkd.rollout.environment import worker_environment
+
+# Read when torch and vLLM are imported: the environment of a rollout worker, without messages below an error.
+_ENVIRONMENT = worker_environment("cuda") | {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Settings of an engine.
+
+    Attributes:
+        dtype: Data type of the weights, ``"auto"`` for that of the folder.
+        max_model_len: Maximum tokens of a prompt with its response. None: that of the model.
+        tensor_parallel_size: Number of GPUs.
+        gpu_memory_utilization: Share of each GPU's memory for the engine.
+        cpu_cache_bytes: Size of the KV cache on a CPU, in bytes.
+        trust_remote_code: Allow code from the folder.
+        seed: Seed of the engine.
+    """
+
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.8
+    cpu_cache_bytes: int = 1 << 30
+    trust_remote_code: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Settings of sampling.
+
+    Attributes:
+        n: Number of responses to each prompt.
+        max_tokens: Maximum number of tokens of a response.
+        temperature: 0 for greedy decoding.
+        top_p: Probability mass that tokens are sampled from.
+        seed: Seed of the first prompt. Each prompt has a seed of its own.
+    """
+
+    n: int = 1
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A response.
+
+    Attributes:
+        ids: Token ids, int32 [T].
+        finish_reason: ``"stop"``, or ``"length"`` if the response was truncated.
+    """
+
+    ids: np.ndarray
+    finish_reason: str
+
+
+def check_model_folder(folder: Path) -> None:
+    """Check that a folder has a configuration and a tokenizer.
+
+    Raises:
+        ModelError: A file is missing.
+    """
+    for name in ("config.json", "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            raise ModelError(
+                f"{folder} has no {name}, so it is not a Hugging Face model folder with a tokenizer; correct the path, "
+                "or make the folder from a checkpoint with python -m recipe_gkd export"
+            )
+
+
+def limit_to_model(n_tokens: int, folder: Path) -> int:
+    """Return ``n_tokens``, or the number of positions of the model if that is smaller."""
+    try:
+        positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}/config.json cannot be read ({error}); copy the folder again") from error
+    return min(n_tokens, positions) if isinstance(positions, int) and positions > 0 else n_tokens
+
+
+def prepare_environment() -> bool:
+    """Set the environment that torch and vLLM read at import. Call it before they are imported.
+
+    Returns:
+        True if there is a GPU.
+    """
+    os.environ.update(_ENVIRONMENT)
+    import torch
+
+    on_gpu = bool(torch.cuda.is_available())
+    if not on_gpu:
+        os.environ.update(worker_environment("cpu"))
+    return on_gpu
+
+
+@contextmanager
+def vllm_engine(folder: Path, options: EngineOptions) -> Iterator[Any]:
+    """Start an engine, and shut it down at the end.
+
+    Args:
+        folder: Hugging Face folder with a tokenizer.
+        options: Settings of the engine.
+    """
+    on_gpu = prepare_environment()
+    # vLLM logs and warns during its import, before it reads its own logging level.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    from vllm import LLM
+
+    memory: dict[str, Any] = {"kv_cache_memory_bytes": options.cpu_cache_bytes}
+    if on_gpu:
+        memory = {"gpu_memory_utilization": options.gpu_memory_utilization}
+    engine = LLM(
+        model=str(folder),
+        dtype=cast(Any, options.dtype),
+        max_model_len=options.max_model_len,
+        tensor_parallel_size=options.tensor_parallel_size,
+        trust_remote_code=options.trust_remote_code,
+        seed=options.seed,
+        enforce_eager=True,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **memory,
+    )
+    try:
+        yield engine
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+
+
+def generate(engine: Any, prompts: Sequence[Any], sampling: Sampling) -> list[list[Generated]]:
+    """Return ``n`` responses to each prompt.
+
+    Args:
+        engine: Engine of :func:`vllm_engine`.
+        prompts: Token ids of each prompt.
+        sampling: Settings of sampling.
+    """
+    from vllm import SamplingParams, TokensPrompt
+
+    params = [
+        SamplingParams(
+            n=sampling.n,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            seed=None if sampling.temperature == 0 else sampling.seed + index * sampling.n,
+            detokenize=False,
+        )
+        for index in range(len(prompts))
+    ]
+    tokens = [TokensPrompt(prompt_token_ids=[int(token) for token in prompt]) for prompt in prompts]
+    requests = engine.generate(tokens, params, use_tqdm=False)
+    return [
+        [Generated(np.asarray(out.token_ids, np.int32), str(out.finish_reason)) for out in request.outputs]
+        for request in requests
+    ]

@@ -1,0 +1,58 @@
+"""launch/slurm.sbatch: a job of two nodes that is saved before its time limit and requeued."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+from tests._support.ports import free_port
+from tests._support.repository import REPO
+from tests._support.waiting import wait_until
+from tests.integration.launch import fake_slurm
+
+SCRIPT = REPO / "launch" / "slurm.sbatch"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_job_of_two_nodes_is_saved_and_requeued(tmp_path: Path) -> None:
+    fake_slurm.install(tmp_path, sys.executable)
+    job_id = str(os.getpid())
+    environment = os.environ | {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHON": str(tmp_path / "python"),
+        "EVENTS": str(tmp_path / "events"),
+        "RAY_PORT": str(free_port()),
+        "NODES_TIMEOUT_S": "100",
+        "SLURM_SUBMIT_DIR": str(REPO),
+        "SLURM_JOB_ID": job_id,
+        "SLURM_JOB_NODELIST": "node-[1-2]",
+        "SLURM_CPUS_PER_TASK": "1",
+    }
+    events, output = tmp_path / "events", tmp_path / "output"
+    events.touch()
+    try:
+        with output.open("w") as file:
+            command = ["bash", str(SCRIPT), "--config-name", "quickstart", "gkd.beta=0.5"]
+            job = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        wait_until(lambda: job.poll() is not None or "tasks ran on" in events.read_text(), timeout_s=150)
+        assert "tasks ran on 2 nodes" in events.read_text(), output.read_text()
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(60) == 75, output.read_text()
+    finally:
+        job.terminate()
+        job.wait(30)
+        shutil.rmtree(f"/tmp/ray_{job_id}", ignore_errors=True)
+    lines = events.read_text().splitlines()
+    address = f"{ray.util.get_node_ip_address()}:{environment['RAY_PORT']}"
+    keys = f"--config-name quickstart gkd.beta=0.5 ray_init.address={address}"
+    assert f"training -m recipe_gkd.main_gkd {keys}" in lines
+    assert lines[-2:] == ["training got SIGUSR1", f"scontrol requeue {job_id}"]
+    assert [line for line in lines if "--exclude=node-1" in line and f"--address={address}" in line]

@@ -1,0 +1,49 @@
+"""Last message of a run that was ended: the newest checkpoint, and a command that resumes from it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from recipe_gkd.checkpoints.folders import write_latest
+from recipe_gkd.checkpoints.resume_hint import resume_hint
+from recipe_gkd.config.schema import TrainerConfig
+from recipe_gkd.diagnostics.exit_messages import report_saved_stop, report_stop
+from tests._support.base_config import base_config
+
+ARGUMENTS = ["--config-name", "x", "data.train_files=[a b]", "trainer.resume_mode=disable"]
+
+
+def trainer_of(folder: Path, mode: str = "auto") -> TrainerConfig:
+    return base_config(f"trainer.default_local_dir={folder}", f"trainer.resume_mode={mode}").trainer
+
+
+class TestResumeHint:
+    @pytest.mark.parametrize("mode", ["auto", "disable"])
+    def test_command_resumes_in_every_mode(self, tmp_path: Path, mode: str) -> None:
+        write_latest(tmp_path, 12)
+        checkpoint, command = resume_hint(trainer_of(tmp_path, mode), ARGUMENTS).split("\n")
+        assert checkpoint == f"the newest checkpoint is {tmp_path}/global_step_12"
+        words = shlex.split(command.removeprefix("to resume from it: "))
+        expected = ARGUMENTS if mode == "auto" else [*ARGUMENTS[:-1], "trainer.resume_mode=auto"]
+        assert words == ["python", "-m", "recipe_gkd.main_gkd", *expected]
+
+    def test_run_without_checkpoint_starts_again(self, tmp_path: Path) -> None:
+        hint = resume_hint(trainer_of(tmp_path), ARGUMENTS)
+        assert hint == f"{tmp_path} has no checkpoint, so that the same command starts from the beginning"
+
+
+class TestExitMessages:
+    def test_status_and_text_tell_both_ends_apart(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert [
+            report_stop("terminated", 15, "hint"),
+            report_stop("interrupted", 2),
+            report_saved_stop("why", "h"),
+        ] == [
+            143,
+            130,
+            75,
+        ]
+        assert capsys.readouterr().err == "\nterminated; hint\n\ninterrupted\n\nended before the last step (why); h\n"

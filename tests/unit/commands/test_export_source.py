@@ -1,0 +1,102 @@
+"""Checkpoint and settings of an export, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from recipe_gkd.commands.export.command import check_out
+from recipe_gkd.commands.export.source import find_checkpoint, find_source, with_float32
+from recipe_gkd.errors import CheckpointError, ConfigError, ModelError
+
+
+def make_checkpoint(run: Path, step: int = 4, **description: Any) -> Path:
+    folder = run / f"global_step_{step}"
+    (folder / "actor").mkdir(parents=True)
+    (folder / "trainer.json").write_text("{}")
+    (folder / "actor" / "metadata.json").write_text(json.dumps(description or {"sharded_backend": "torch_dist"}))
+    return folder
+
+
+def make_run(tmp_path: Path, **actor: Any) -> Path:
+    """Write a run folder with a model folder beside it."""
+    run = tmp_path / "run"
+    description: dict[str, Any] = {"backend": "fsdp"} if actor.get("strategy") == "fsdp" else {}
+    make_checkpoint(run, **description)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    section = {"model": {"path": str(tmp_path / "model")}, "actor": actor}
+    (run / "config.yaml").write_text(yaml.safe_dump({"actor_rollout_ref": section, "former_key": 1}))
+    return run
+
+
+class TestFindCheckpoint:
+    def test_run_gives_its_latest_checkpoint(self, tmp_path: Path) -> None:
+        for step in (4, 8, 12):
+            make_checkpoint(tmp_path, step)
+        assert find_checkpoint(tmp_path).name == "global_step_12"
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("8\n")
+        assert find_checkpoint(tmp_path).name == "global_step_8"
+        assert find_checkpoint(tmp_path / "global_step_4").name == "global_step_4"
+
+    def test_folder_without_checkpoint_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match="neither a checkpoint nor a run with checkpoints"):
+            find_checkpoint(tmp_path)
+
+    @pytest.mark.parametrize("name", ["trainer.json", "actor/metadata.json"])
+    def test_incomplete_checkpoint_names_the_missing_file(self, name: str, tmp_path: Path) -> None:
+        folder = make_checkpoint(tmp_path)
+        (folder / name).unlink()
+        with pytest.raises(CheckpointError, match=f"not a complete checkpoint: it has no {name}"):
+            find_checkpoint(folder)
+
+
+class TestFindSource:
+    def test_settings_of_the_weights_are_those_of_the_run(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path, strategy="fsdp", lora={"rank": 4, "alpha": 8}, fsdp_config={"dtype": "bfloat16"})
+        source = find_source(run)
+        actor = source.config.actor_rollout_ref.actor
+        assert (actor.strategy, actor.lora.rank, actor.fsdp_config.dtype) == ("fsdp", 4, "bfloat16")
+        assert actor.fsdp_config.fsdp_size == -1 and source.model == tmp_path / "model"
+        assert with_float32(source).config.actor_rollout_ref.actor.fsdp_config.dtype == "float32"
+
+    def test_parallel_layout_of_the_run_is_not_used(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path, megatron={"tensor_model_parallel_size": 8, "dtype": "float32"})
+        megatron = find_source(run).config.actor_rollout_ref.actor.megatron
+        assert (megatron.tensor_model_parallel_size, megatron.dtype) == (1, "float32")
+
+    def test_moved_model_folder_is_named_with_the_option(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path)
+        (tmp_path / "model").rename(tmp_path / "moved")
+        with pytest.raises(ModelError, match="--model FOLDER"):
+            find_source(run)
+        assert find_source(run, tmp_path / "moved").config.actor_rollout_ref.model.path == str(tmp_path / "moved")
+
+    def test_missing_configuration_is_named_with_the_option(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path)
+        (run / "config.yaml").rename(tmp_path / "config.yaml")
+        with pytest.raises(ConfigError, match="--config FILE"):
+            find_source(run)
+        assert find_source(run, config_file=tmp_path / "config.yaml").checkpoint == run / "global_step_4"
+
+    def test_damaged_description_is_an_error(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path)
+        (run / "global_step_4" / "actor" / "metadata.json").write_text("{")
+        with pytest.raises(CheckpointError, match=r"metadata\.json is damaged"):
+            find_source(run)
+
+
+class TestCheckOut:
+    def test_new_or_empty_folder_is_accepted(self, tmp_path: Path) -> None:
+        check_out(tmp_path)
+        check_out(tmp_path / "new")
+
+    def test_files_are_never_replaced(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("")
+        for path, reason in ((tmp_path, "is not empty"), (tmp_path / "notes.txt", "is a file")):
+            with pytest.raises(CheckpointError, match=reason):
+                check_out(path)

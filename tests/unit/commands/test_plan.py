@@ -1,0 +1,131 @@
+"""Figures of ``plan``, and the search for the smallest change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe_gkd.__main__ import main
+from recipe_gkd.commands.plan.changes import smallest_change, with_values
+from recipe_gkd.commands.plan.estimate import estimate_run
+from recipe_gkd.config import Config
+from recipe_gkd.memory_budget.actor_states import read_actor_memory
+from tests._support.base_config import base_config
+
+GIB = 1 << 30
+ACTOR = "actor_rollout_ref.actor"
+MEGATRON = f"{ACTOR}.megatron"
+QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the config.json of Qwen2.5-7B only."""
+    folder = tmp_path_factory.mktemp("student")
+    (folder / "config.json").write_text(json.dumps(QWEN_7B))
+    return folder
+
+
+@pytest.fixture
+def config(student: Path) -> Config:
+    return base_config(f"actor_rollout_ref.model.path={student}", "trainer.n_gpus_per_node=4", f"{ACTOR}.timeout_s=60")
+
+
+def parts(config: Config, pool: str, memory: int | None = 80 * GIB) -> dict[str, float]:
+    (found,) = (each for each in estimate_run(config, "cuda", memory).pools if each.name == pool)
+    return dict(found.parts)
+
+
+class TestEstimateRun:
+    def test_states_are_those_of_the_memory_budget(self, config: Config) -> None:
+        (states,) = read_actor_memory(config).stages
+        found = parts(config, "actor")
+        assert [found["actor weights"], found["gradients"], found["optimizer state"]] == list(states.values())
+
+    def test_activations_and_logits_are_proportional_to_the_micro_batch(self, config: Config) -> None:
+        whole, half = (parts(with_values(config, {f"{ACTOR}.max_token_len": n}), "actor") for n in (16384, 8192))
+        assert whole["activations"] == 2 * half["activations"] and whole["logits"] == 2 * half["logits"]
+        assert whole["logits"] == 16384 * 152064 * 4, "float32 logits of 16-bit weights on CUDA"
+
+    def test_fused_head_and_recomputation_lower_their_parts(self, config: Config) -> None:
+        before = parts(config, "actor")
+        assert parts(with_values(config, {"gkd.fuse_lm_head": True}), "actor")["logits"] < before["logits"] / 3
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        after = parts(with_values(config, {f"{MEGATRON}.override_transformer_config": recompute}), "actor")
+        assert after["activations"] < before["activations"] / 5
+
+    def test_traffic_of_a_step_follows_from_the_batch(self, config: Config) -> None:
+        estimate = estimate_run(config, "cuda", None)
+        n_responses = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+        assert estimate.teacher_bytes == n_responses * config.data.max_response_length * (256 * 8 + 4)
+        assert estimate.sync_bytes == 2 * estimate.n_parameters == 2 * 7_615_616_512
+        assert estimate.problems == [] and estimate.device_memory is None
+
+    def test_kv_cache_too_small_for_a_sequence_is_a_problem(self, config: Config) -> None:
+        estimate = estimate_run(config, "cuda", 16 * GIB)
+        assert any("KV cache of 0.00 GiB does not hold one sequence of" in text for text in estimate.problems)
+
+
+class TestSmallestChange:
+    def test_change_makes_it_fit_and_half_of_it_does_not(self, config: Config) -> None:
+        config = with_values(
+            config, {f"{MEGATRON}.tensor_model_parallel_size": 4, f"{MEGATRON}.sequence_parallel": True}
+        )
+        config = with_values(config, {f"{ACTOR}.max_token_len": 65536})
+        assert estimate_run(config, "cuda", 80 * GIB).problems
+        change = smallest_change(config, "cuda", 80 * GIB)
+        assert change is not None
+        (override,) = change.overrides
+        key, _, value = override.partition("=")
+        assert key == f"{ACTOR}.max_token_len"
+        assert not estimate_run(with_values(config, {key: int(value)}), "cuda", 80 * GIB).problems
+        assert estimate_run(with_values(config, {key: 2 * int(value)}), "cuda", 80 * GIB).problems
+
+    def test_several_changes_are_combined_if_one_is_not_enough(self, config: Config) -> None:
+        change = smallest_change(config, "cuda", 44 * GIB)
+        assert change is not None and len(change.overrides) > 1 and not change.estimate.problems
+
+    def test_impossible_memory_has_no_change(self, config: Config) -> None:
+        assert smallest_change(config, "cuda", 1 * GIB) is None
+
+
+class TestCommand:
+    def run(self, capsys: pytest.CaptureFixture[str], student: Path, *arguments: str) -> tuple[int, str, str]:
+        status = main(["plan", f"actor_rollout_ref.model.path={student}", *arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    def test_text_names_what_does_not_fit_and_the_change(
+        self, student: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        status, out, _ = self.run(capsys, student, "--device-memory-gb", "80", "trainer.n_gpus_per_node=4")
+        assert status == 1
+        assert "student: 7.62 B parameters" in out and "does not fit: actor needs" in out
+        assert "smallest change that makes it fit: actor_rollout_ref." in out
+
+    def test_json_has_all_figures(self, student: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        status, out, _ = self.run(capsys, student, "--json", "--device-memory-gb", "1000")
+        report: dict[str, Any] = json.loads(out)
+        assert status == 0 and report["fits"] and report["smallest_change"] is None
+        assert {pool["name"] for pool in report["estimate"]["pools"]} == {"actor", "rollout"}
+
+    def test_machine_without_gpu_is_asked_for_the_memory(
+        self, student: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("recipe_gkd.commands.plan.command.driver_release", lambda: None)
+        status, _, err = self.run(capsys, student, "trainer.device=cuda")
+        assert status == 1 and "--device-memory-gb 80" in err and "Traceback" not in err

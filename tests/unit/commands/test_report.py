@@ -1,0 +1,241 @@
+"""The report of a run, from files in the form that a run writes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from recipe_gkd.commands.report import main
+from recipe_gkd.commands.report.advice import advice_section
+from recipe_gkd.commands.report.command import write_report
+from recipe_gkd.commands.report.page import render_page
+from recipe_gkd.commands.report.run_files import read_run
+from recipe_gkd.commands.report.samples import choose_prompts
+from recipe_gkd.commands.report.series import Series, duration, log_ticks, number, reduce_points, smooth, ticks
+from recipe_gkd.commands.report.settings import HIDDEN, hide_secrets
+from recipe_gkd.commands.report.stage_charts import stage_times
+from recipe_gkd.commands.report.trace_chart import last_updates, read_spans
+from recipe_gkd.metrics.trace import TraceFile
+from tests._support.browser import CHROMIUM, browser_page
+
+REFERENCE = re.compile(r"""\b(?:src|href)\s*=(?!["']?(?:#|data:))|url\(|@import|https?://""")
+"""Anything in the page that a browser could load."""
+
+
+def metrics_of(step: int, **more: float) -> dict[str, float]:
+    waits = {"timing/wait_prev_gen": 0.1, "timing/wait_prev_teacher": 0.5, "timing/update_actor": 0.3}
+    return {
+        "training/global_step": step, "actor/kl_loss": 1 / step, "reward/mean": 0.5, "actor/grad_norm": 1.0,
+        "response_seq_len/average": 30.0, "timing/step": 1.0, **waits, "timing/other": 0.1,
+        "perf/idle_actor": 0.6, "perf/idle_rollout": 0.2, "perf/idle_teacher": 0.1, "timing/generate_sequences": 0.4,
+        "timing/generate_sequences_mean": 0.4, "timing/get_teacher_knowledge": 0.6, "timing/teacher_tail": 0.5,
+        "timing/sync_rollout_weights": 0.01, **more,
+    }  # fmt: skip
+
+
+def make_run(folder: Path, n_steps: int = 60, **more: float) -> Path:
+    """Write a run folder with metrics, configuration, validation responses and a checkpoint."""
+    lines = [json.dumps(metrics_of(step, **more)) for step in range(1, n_steps + 1)]
+    lines[-1] = json.dumps(metrics_of(n_steps, **more) | {"val/sums/score": 0.75, "val/sums/response_len": 9.0})
+    (folder / "validation").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    config = {"trainer": {"experiment_name": "first & best", "total_training_steps": n_steps, "trace_file": None}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    for step, reward in ((0, 0.0), (n_steps, 1.0)):
+        record = {
+            "data_source": "sums", "row": 0, "prompt": [{"role": "user", "content": "1+1=<script>alert(1)</script>"}],
+            "answer": f"answer {reward:g}", "ground_truth": "2", "reward": reward, "finish_reason": "stop",
+        }  # fmt: skip
+        (folder / "validation" / f"step_{step}.jsonl").write_text(json.dumps(record) + "\n")
+    checkpoint = folder / f"global_step_{n_steps}"
+    (checkpoint / "actor").mkdir(parents=True)
+    (checkpoint / "trainer.json").write_text("{}")
+    (checkpoint / "actor" / "metadata.json").write_text("{}")
+    (folder / "latest_checkpointed_iteration.txt").write_text(f"{n_steps}\n")
+    return folder
+
+
+class TestPage:
+    def test_page_has_all_sections_and_loads_nothing(self, tmp_path: Path) -> None:
+        page = render_page(read_run(make_run(tmp_path / "run")))
+        for anchor in ("advice", "curves", "time", "responses", "checkpoints", "configuration"):
+            assert f'<section id="{anchor}">' in page
+        assert "default-src 'none'" in page
+        assert not REFERENCE.search(page), REFERENCE.findall(page)
+
+    def test_text_of_the_run_is_escaped(self, tmp_path: Path) -> None:
+        page = render_page(read_run(make_run(tmp_path / "run")))
+        assert "<title>first &amp; best" in page and "<script>alert" not in page
+        assert "1+1=&lt;script&gt;alert(1)&lt;/script&gt;" in page and "answer 0" in page and "answer 1" in page
+
+    def test_long_run_gives_a_small_page(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        with (run / "metrics.jsonl").open("w") as file:
+            for step in range(1, 100_001):
+                file.write(f'{{"training/global_step": {step}, "actor/kl_loss": {1 / step}, "timing/step": 1.5}}\n')
+        page = render_page(read_run(run))
+        assert len(page) < 400_000 and "41 h 40 min" in page and "100,000" in page
+
+    def test_metrics_alone_suffice(self, tmp_path: Path) -> None:
+        (tmp_path / "metrics.jsonl").write_text('{"training/global_step": 1, "actor/kl_loss": 0.5}\n')
+        page = render_page(read_run(tmp_path))
+        assert "no checkpoint yet" in page and "config.yaml" in page
+
+
+class TestCommand:
+    def test_writes_page_into_the_run_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        run = make_run(tmp_path / "run")
+        assert main([str(run)]) == 0
+        assert (run / "report.html").read_text().startswith("<!doctype html>")
+        assert str(run / "report.html") in capsys.readouterr().out
+
+    def test_folder_without_metrics_names_the_logger(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([str(tmp_path)]) == 1
+        assert "metrics.jsonl cannot be read" in (message := capsys.readouterr().err) and "trainer.logger" in message
+
+    def test_run_without_a_step_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "metrics.jsonl").write_text("")
+        assert main([str(tmp_path)]) == 1
+        assert "has no complete step" in capsys.readouterr().err
+
+    def test_output_in_a_file_as_folder_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        run = make_run(tmp_path / "run")
+        assert main([str(run), "--out", str(run / "config.yaml" / "report.html")]) == 1
+        assert "cannot be written" in capsys.readouterr().err
+
+
+class TestFiles:
+    def test_truncated_line_and_nan_are_noted(self, tmp_path: Path) -> None:
+        good = json.dumps(metrics_of(1) | {"actor/loss": math.nan})
+        (tmp_path / "metrics.jsonl").write_text(good + '\n{"training/global_st')
+        run = read_run(tmp_path)
+        assert run.last_step == 1 and "actor/loss" not in run.series
+        assert any("1 line(s)" in note for note in run.notes) and any("actor/loss" in note for note in run.notes)
+
+    def test_repeated_step_counts_once_with_its_last_value(self) -> None:
+        series = Series.from_columns("x", [1, 2, 3, 2, 3], [1.0, 2.0, 3.0, 20.0, 30.0])
+        assert series.steps.tolist() == [1, 2, 3] and series.values.tolist() == [1, 20, 30]
+
+    def test_environment_and_secrets_are_hidden(self) -> None:
+        config: dict[str, Any] = {
+            "ray_init": {"env_vars": {"WANDB_API_KEY": "123", "PATH": "/bin"}},
+            "reward": {"api_key": "abc", "max_token": 5, "password": None},
+        }
+        hidden = hide_secrets(config)
+        assert hidden["ray_init"]["env_vars"] == {"WANDB_API_KEY": HIDDEN, "PATH": HIDDEN}
+        assert hidden["reward"] == {"api_key": HIDDEN, "max_token": 5, "password": None}
+
+
+class TestAdvice:
+    def test_latest_advice_of_the_log_is_shown(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        lines = [f"10:00:0{n} I recipe_gkd.metrics.steps: the trainer waits {n} s of a step of 9 s, 50%, for rewards "
+                 "(idle: actor 1%); more processes" for n in (1, 2)]  # fmt: skip
+        (run / "run.log").write_text("\n".join(lines) + "\n")
+        section = advice_section(read_run(run))
+        assert section.count("<li") == 1 and "waits 2 s" in section and "<p>more processes</p>" in section
+
+    def test_without_a_log_the_bottleneck_is_computed(self, tmp_path: Path) -> None:
+        assert "50%, for the teacher" in advice_section(read_run(make_run(tmp_path / "run")))
+
+    def test_unusual_metrics_are_reported(self, tmp_path: Path) -> None:
+        more: dict[str, Any] = {
+            "response_seq_len/truncated_fraction": 0.2,
+            "checkpoint/failed_saves": 2.0,
+            "weights/retries": 0.0,
+        }
+        section = advice_section(read_run(make_run(tmp_path / "run", **more)))
+        assert "20% of the responses are truncated" in section and "Saves of checkpoints failed" in section
+        assert "syncs were repeated" not in section
+
+
+class TestNumbers:
+    def test_reduced_points_keep_means_and_extremes(self) -> None:
+        values = np.random.default_rng(0).normal(size=10_007)
+        points = reduce_points(Series("x", np.arange(10_007, dtype=np.float64), values), 300)
+        assert len(points.means) <= 300 and points.lows.min() == values.min() and points.highs.max() == values.max()
+        assert np.all(points.lows <= points.means) and np.all(points.means <= points.highs)
+
+    def test_smooth_of_a_line_keeps_its_inside(self) -> None:
+        values = np.arange(50, dtype=np.float64)
+        assert np.allclose(smooth(values, 9)[4:-4], values[4:-4])
+
+    @pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.2, 7.7), (1e-9, 3e-9), (5, 5), (0, 123_456), (-1e-3, 0)])
+    def test_ticks_enclose_the_range(self, low: float, high: float) -> None:
+        found = ticks(low, high)
+        assert found[0] <= low and found[-1] >= high and 2 <= len(found) <= 8
+        assert len({number(tick) for tick in found}) == len(found)
+
+    def test_log_ticks_are_powers_that_enclose_the_range(self) -> None:
+        assert log_ticks(0.002, 30) == pytest.approx([0.001, 0.01, 0.1, 1, 10, 100])
+        assert len(log_ticks(1e-12, 1e6)) <= 7
+
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            (0, "0"),
+            (1234.4, "1234"),
+            (12_345, "12.3k"),
+            (2e6, "2M"),
+            (-0.5, "\N{MINUS SIGN}0.5"),
+            (1e-5, "1e\N{MINUS SIGN}5"),
+        ],
+    )
+    def test_number_is_short(self, value: float, expected: str) -> None:
+        assert number(value) == expected
+
+    @pytest.mark.parametrize(
+        ("seconds", "expected"),
+        [(0.25, "250 ms"), (12, "12 s"), (76, "1 min 16 s"), (3720, "1 h 2 min"), (200_000, "2 d 7 h")],
+    )
+    def test_duration_has_two_units(self, seconds: float, expected: str) -> None:
+        assert duration(seconds) == expected
+
+
+class TestTime:
+    def test_stages_add_up_to_the_steps(self, tmp_path: Path) -> None:
+        times = stage_times(read_run(make_run(tmp_path / "run")).series)
+        assert times is not None and times.total_s == pytest.approx(60.0)
+        assert times.seconds["waiting for the teacher"].sum() == pytest.approx(30.0)
+
+    def test_spans_of_a_killed_run_are_read(self, tmp_path: Path) -> None:
+        trace = TraceFile(tmp_path / "trace.json")
+        for step in range(12):
+            trace.record("actor", "update", 10.0 + step, 10.5 + step, {"step": step})
+        trace.record("trainer", "validate", 21.6, 21.9, {})
+        trace.begin("rollout 0", "generate", 22.0, {"step": 12})
+        names, spans = read_spans(tmp_path / "trace.json")
+        assert set(names.values()) == {"actor", "trainer", "rollout 0"} and len(spans) == 13
+        assert last_updates(spans) == pytest.approx((3.5, 11.5))
+
+
+class TestSamples:
+    def test_lowest_rewards_are_first_and_then_the_largest_gains(self) -> None:
+        first = {key: {"reward": reward} for key, reward in enumerate([0.5, 0.0, 1.0, 0.2, 1.0])}
+        last = {key: {"reward": reward} for key, reward in enumerate([0.1, 1.0, 1.0, 0.3, 1.0])}
+        assert choose_prompts(list(last), last, first) == [0, 3, 1, 2, 4]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")
+class TestBrowser:
+    @pytest.mark.parametrize(("width", "is_dark"), [(1280, False), (400, True)])
+    def test_page_works_without_errors_and_requests(self, width: int, is_dark: bool, tmp_path: Path) -> None:
+        out = tmp_path / "report.html"
+        write_report(make_run(tmp_path / "run"), out)
+        with browser_page(tmp_path / "profile") as page:
+            page.open(out.as_uri(), width, is_dark=is_dark)
+            titles = page.evaluate("[...document.querySelectorAll('.chart h3')].map(title => title.textContent)")
+            assert {"Distillation loss", "Validation", "Reward", "Seconds per step"} <= set(titles)
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+            page.hover(".chart .area", 0.5)
+            assert page.evaluate("document.querySelector('.chart .tip').innerText").startswith("step 3")
+            page.hover(".bars .area", 0.5)
+            assert "waiting for the teacher" in page.evaluate("document.querySelector('.bars .tip').innerText")
+            assert page.problems == [] and page.requests == [out.as_uri()]

@@ -1,0 +1,159 @@
+"""Warnings about keys that the user set and that nothing reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe_gkd import main_gkd
+from recipe_gkd.config.load import LoadedConfig, compose_config, known_keys, read_config, value_at
+from recipe_gkd.config.unused_keys import UNUSED_KEYS, UnusedKeys
+from tests._support import custom_losses
+from tests._support.base_config import CONFIG_NAME, REQUIRED
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+TEACHER, HYBRID = "actor_rollout_ref.teacher", "actor_rollout_ref.hybrid_engine"
+REWARD = "custom_reward_function.path=reward.py"
+SYNC = "trainer.scheduler=sync"
+VALIDATION = ("trainer.test_freq=10", "data.val_files=[val.parquet]", REWARD)
+LOSS = f"gkd.custom_loss={{path: {custom_losses.__file__}, name: forward_kl}}"
+
+# Overrides with which keys are unused, for those that the default configuration reads. By first key and reason.
+CONDITIONS: dict[tuple[str, str], tuple[str, ...]] = {
+    (f"{ACTOR}.max_token_len", f"{ACTOR}.use_dynamic_bsz"): (f"{ACTOR}.use_dynamic_bsz=false",),
+    (f"{ACTOR}.megatron.use_distributed_optimizer", f"{ACTOR}.strategy"): (f"{ACTOR}.strategy=fsdp",),
+    (f"{ACTOR}.optim.lr_warmup_steps_ratio", f"{ACTOR}.optim.lr_warmup_steps"): (f"{ACTOR}.optim.lr_warmup_steps=5",),
+    (f"{ACTOR}.checkpoint.save_contents", "trainer.save_freq"): ("trainer.save_freq=-1",),
+    (f"{ACTOR}.checkpoint.load_contents", "trainer.resume_mode"): ("trainer.resume_mode=disable",),
+    (f"{TEACHER}.server_ip", f"{TEACHER}.teachers"): (f"{TEACHER}.teachers.a=host:1",),
+    ("gkd.distill_loss_type", "gkd.custom_loss.path"): (LOSS,),
+    ("gkd.tail", "gkd.distill_loss_type"): ("gkd.distill_loss_type=k1",),
+    ("gkd.sft_loss_coef", "gkd.sft_target"): ("gkd.sft_share=0.5", "gkd.sft_target=teacher"),
+    (f"{ROLLOUT}.val_kwargs.top_p", f"{ROLLOUT}.val_kwargs.temperature"): VALIDATION,
+    (f"{ROLLOUT}.top_p", f"{ROLLOUT}.temperature"): (f"{ROLLOUT}.temperature=0",),
+    ("custom_reward_function.path", "custom_reward_function.on_training"): (
+        "custom_reward_function.on_training=false",
+    ),
+    (f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.kv_cache_memory_megabytes"): (
+        f"{ROLLOUT}.kv_cache_memory_megabytes=100",
+    ),
+    (f"{ROLLOUT}.gpu_memory_utilization", "trainer.device"): ("trainer.device=cpu",),
+    ("rollout.nnodes", HYBRID): (f"{HYBRID}=true", SYNC),
+    ("trainer.total_epochs", "trainer.total_training_steps"): ("trainer.total_training_steps=5",),
+}
+# Overrides that the enabling override needs to be valid.
+COMPANIONS: dict[str, tuple[str, ...]] = {
+    f"{ACTOR}.lora.rank": (f"{ACTOR}.strategy=fsdp",),
+    "gkd.use_rl_loss": (REWARD, f"{ROLLOUT}.n=4"),
+    "trainer.test_freq": VALIDATION,
+    HYBRID: (SYNC,),
+}
+# Values of keys whose default selects nothing.
+VALUES = {
+    "trainer.max_actor_ckpt_to_keep": "2",
+    "data.val_files": "[val.parquet]",
+    "custom_reward_function.path": "reward.py",
+}
+DEFAULTS: Any = OmegaConf.to_container(compose_config(CONFIG_NAME), resolve=False)
+
+
+def read(*overrides: str) -> LoadedConfig:
+    return read_config(CONFIG_NAME, [*REQUIRED, *overrides])
+
+
+def setting(name: str) -> str:
+    """Return an override that sets the key, to its default if that is a value."""
+    value = VALUES.get(name, value_at(DEFAULTS, name))
+    return f"{name}={str(value).lower() if isinstance(value, bool) else value}".replace("'", "").replace(" ", "")
+
+
+def warned_with(rule: UnusedKeys, warnings: list[str]) -> set[str]:
+    """Return the keys of the rule that warnings name with its reason."""
+    found = (text for text in warnings if f" has no effect with {rule.because}=" in text)
+    return {text.partition("=")[0] for text in found} & set(rule.keys)
+
+
+def rule_id(rule: UnusedKeys) -> str:
+    return f"{rule.keys[0]}-{rule.because}"
+
+
+def test_keys_of_the_table_exist() -> None:
+    known = known_keys()
+    for rule in UNUSED_KEYS:
+        assert {*rule.keys, rule.because} <= known.keys()
+        enabling = rule.enable.partition("=")[0]
+        assert enabling in known or any(key.startswith(f"{enabling}.") for key in known)
+
+
+@pytest.mark.parametrize("rule", UNUSED_KEYS, ids=rule_id)
+def test_unused_key_is_reported_until_it_is_enabled(rule: UnusedKeys) -> None:
+    conditions = CONDITIONS.get((rule.keys[0], rule.because), ())
+    others = [text for text in conditions if text.partition("=")[0] not in rule.keys]
+    settings = [*(setting(name) for name in rule.keys), *others]
+    warnings = list(read(*settings).warnings)
+    assert warned_with(rule, warnings) == set(rule.keys)
+    assert all(f"set {rule.enable}, or leave" in text for text in warnings if rule.because in text)
+
+    enabled = rule.enable.partition("=")[0]
+    kept = [text for text in settings if not text.startswith((f"{enabled}=", f"{enabled}."))]
+    companions = [text for text in COMPANIONS.get(enabled, ()) if text not in kept]
+    loaded = read(*kept, *companions, rule.enable)
+    assert not rule.is_unused(loaded.config) and not warned_with(rule, list(loaded.warnings))
+
+
+def test_keys_that_the_user_did_not_set_are_not_reported() -> None:
+    assert not read().warnings
+    assert not read(f"{ROLLOUT}.kv_cache_memory_megabytes=null", "data.val_files=[]").warnings
+
+
+def test_mapping_sets_each_of_its_keys() -> None:
+    [warning] = read("gkd={beta: 0.3, distill_loss_coef: 2}").warnings
+    assert warning.startswith("gkd.beta=0.3 has no effect with gkd.distill_loss_type=forward_kl; set gkd.distill_los")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "on_policy_distill_simple", "quickstart_simple"])
+def test_values_of_package_files_are_not_reported(name: str, tmp_path: Path) -> None:
+    assert not read_config(name, REQUIRED).warnings
+    (tmp_path / "base.yaml").write_text(f"defaults: [{name}, _self_]\ntrainer: {{experiment_name: mine}}\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\ngkd: {rkl_ratio: 0.25}\n")
+    [warning] = read_config("mine", REQUIRED, tmp_path).warnings
+    assert warning.startswith("gkd.rkl_ratio=0.25 has no effect with gkd.distill_loss_type=forward_kl")
+
+
+@pytest.mark.parametrize("override", ["hydra.run.dir=x", "+hydra.sweep.dir=x"])
+def test_settings_of_hydra_have_no_effect(override: str) -> None:
+    [warning] = read(override).warnings
+    assert f"{override.lstrip('+').partition('=')[0]} has no effect" in warning
+
+
+@pytest.fixture
+def restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restore the handlers and levels that the training command sets."""
+    root, log = logging.getLogger(), logging.getLogger("recipe_gkd")
+    handlers, level = root.handlers[:], log.level
+    monkeypatch.setattr(logging, "raiseExceptions", logging.raiseExceptions)
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:] = handlers
+    log.setLevel(level)
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_warnings_are_printed_and_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*REQUIRED, "gkd.beta=0.3", f"trainer.default_local_dir={tmp_path}/run"]
+    assert main_gkd.main(["--cfg", "job", *arguments]) == 0
+    assert capsys.readouterr().err.startswith("warning: gkd.beta=0.3 has no effect")
+
+    monkeypatch.setattr(main_gkd, "run", lambda *_: None)
+    monkeypatch.setattr(main_gkd, "raise_on_signals", lambda: None)
+    assert main_gkd.main(arguments) == 0
+    assert "W recipe_gkd: gkd.beta=0.3 has no effect" in (tmp_path / "run" / "run.log").read_text()

@@ -1,0 +1,84 @@
+"""Formats of data files, and conversations in the column ``messages``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipe_gkd.commands.data import main
+from recipe_gkd.data.tables import read_table
+from recipe_gkd.errors import DataError
+from recipe_gkd.quickstart.tokenizer import build_tokenizer
+
+ROWS = [{"prompt": "1", "answer": "007"}, {"prompt": "2", "answer": "2020-01-01"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", "\n".join(map(json.dumps, ROWS)) + "\n"),
+        ("a.json", json.dumps(ROWS)),
+        ("a.csv", "prompt,answer\n1,007\n2,2020-01-01\n"),
+    ],
+)
+def test_read_table_text_files_and_folders_keep_text(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / name).write_text(text)
+    assert read_table([str(tmp_path / "train" / name)], "prompt").to_pylist() == ROWS
+    assert read_table([str(tmp_path)], "prompt").to_pylist() == ROWS
+
+
+@pytest.mark.parametrize("key", ["prompt", "messages"])
+def test_read_table_final_assistant_message_is_the_response(tmp_path: Path, key: str) -> None:
+    user, assistant = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
+    (tmp_path / "a.json").write_text(json.dumps([{"messages": [user, assistant]}, {"messages": [user]}]))
+    rows = read_table([str(tmp_path / "a.json")], key, "reply").to_pylist()
+    assert rows == [{key: [user], "reply": "2"}, {key: [user], "reply": None}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", "{", "cannot be read as jsonl"),
+        ("a.json", "[1]", "expected a list of objects"),
+        ("a.csv", "prompt,prompt\n1,2\n", "two columns are named prompt"),
+        ("a.csv", "", "cannot be read as csv"),
+        ("a.json", "[]", "has no column 'prompt'"),
+    ],
+)
+def test_read_table_unusable_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=f"{name}.*{message}|{name}: {message}"):
+        read_table([str(tmp_path / name)], "prompt")
+
+
+def test_read_table_folder_without_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="contains no file with a suffix of"):
+        read_table([str(tmp_path)], "prompt")
+
+
+class TestInspect:
+    def test_inspect_shows_columns_lengths_and_dropped_rows(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        build_tokenizer().save_pretrained(tmp_path / "model")
+        file = tmp_path / "a, b.jsonl"
+        file.write_text("\n".join(json.dumps({"prompt": "1" * n, "answer": n}) for n in (1, 2, 3)))
+        model = f"actor_rollout_ref.model.path={tmp_path / 'model'}"
+        assert main(["inspect", str(file), model, "data.max_prompt_length=2", "--row", "1"]) == 0
+        out = capsys.readouterr().out
+        assert "3 rows" in out
+        assert "prompt tokens: min 1, median 2" in out
+        assert "1 of 3 are longer than data.max_prompt_length=2 and are dropped" in out
+        assert "prompt of row 1, 2 tokens:\n  | 11\ntokens: ['1', '1']" in out
+
+    def test_inspect_without_model_shows_columns_only(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "a.csv").write_text("prompt,answer\n1,2\n")
+        assert main(["inspect", str(tmp_path / "a.csv")]) == 0
+        assert "add actor_rollout_ref.model.path=FOLDER" in capsys.readouterr().out
+
+    def test_inspect_unknown_action_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["show"]) == 1
+        assert "expected: data inspect FILE" in capsys.readouterr().err

@@ -1,0 +1,131 @@
+"""Requests to save and end: by whom they are made, when they take effect, and what they cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from recipe_gkd.runtime import signals
+from recipe_gkd.runtime.signals import Terminated, run_until_terminated
+from recipe_gkd.runtime.stop_request import StopRequest
+
+
+@pytest.fixture(autouse=True)
+def default_handlers() -> Iterator[None]:
+    """Handlers as in a shell, independent of the parent process of the tests."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+async def numbers(wait_s: float = 0.01, closed: list[str] | None = None) -> AsyncIterator[int]:
+    try:
+        for number in range(1, 1000):
+            await asyncio.sleep(wait_s)
+            yield number
+    finally:
+        if closed is not None:
+            closed.append("closed")
+
+
+class Training:
+    """Loop that makes steps until a stop is requested, as the trainer does."""
+
+    def __init__(self, wait_s: float, *sent: int, at_step: int = 2, interrupt: bool = True) -> None:
+        self.stop, self.steps, self.saved = StopRequest(), list[int](), False
+        self._wait_s, self._sent, self._at_step, self._interrupt = wait_s, sent, at_step, interrupt
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        with self.stop.accepted():
+            async for step in self.stop.until_requested(numbers(self._wait_s), interrupt=self._interrupt):
+                if step == self._at_step:
+                    for delay, number in enumerate(self._sent):
+                        loop.call_later(0.005 * delay, os.kill, os.getpid(), number)
+                    await asyncio.sleep(0.05)
+                self.steps.append(step)
+        self.saved = True
+
+    def start(self) -> None:
+        asyncio.run(run_until_terminated(self.run(), lambda *_: None, self.stop))
+
+
+class TestSignals:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+    def test_first_signal_ends_after_the_step(self, number: int) -> None:
+        training = Training(0.001, number, number)  # sent twice at once, as wrapper scripts do
+        training.start()
+        assert training.steps == [1, 2] and training.saved
+        assert training.stop.reason == signal.Signals(number).name
+
+    def test_second_sigterm_ends_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(signals, "SAME_REQUEST_S", 0.0)
+        training = Training(0.001, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM)
+        with pytest.raises(Terminated) as stop:
+            training.start()
+        assert stop.value.number == signal.SIGTERM
+        assert training.steps == [1] and not training.saved
+
+    def test_without_training_loop_ends_at_once(self) -> None:
+        async def start_workers() -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            await asyncio.sleep(60)
+
+        with pytest.raises(Terminated) as stop:
+            asyncio.run(run_until_terminated(start_workers(), lambda *_: None, StopRequest()))
+        assert stop.value.number == signal.SIGUSR1
+
+
+class TestUntilRequested:
+    @pytest.mark.parametrize("interrupt", [True, False])
+    def test_request_during_wait_interrupts_it_if_allowed(self, interrupt: bool) -> None:
+        async def work() -> list[int]:
+            stop, closed, items = StopRequest(), list[str](), list[int]()
+            with stop.accepted():
+                asyncio.get_running_loop().call_later(0.01, stop.request, "test")
+                async for item in stop.until_requested(numbers(60 if interrupt else 0.1, closed), interrupt=interrupt):
+                    items.append(item)
+            assert closed == (["closed"] if interrupt else [])
+            return items
+
+        assert asyncio.run(asyncio.wait_for(work(), 10)) == ([] if interrupt else [1])
+
+    def test_error_of_source_is_raised(self) -> None:
+        async def failing() -> AsyncIterator[int]:
+            yield 1
+            raise ArithmeticError("source")
+
+        async def work() -> None:
+            stop = StopRequest()
+            with stop.accepted():
+                async for _ in stop.until_requested(failing()):
+                    pass
+
+        with pytest.raises(ArithmeticError, match="source"):
+            asyncio.run(work())
+
+    def test_without_acceptance_all_items_are_yielded(self) -> None:
+        async def work() -> int:
+            stop = StopRequest(save_before_s=1)
+            assert not stop.request("SIGTERM")
+            return len([item async for item in stop.until_requested(numbers(0))])
+
+        assert asyncio.run(work()) == 999
+
+
+class TestSaveBefore:
+    @pytest.mark.parametrize(("limit_s", "ends"), [(0.001, True), (1e6, False)])  # the process is older, or younger
+    def test_age_of_the_process_makes_the_request(self, limit_s: float, ends: bool) -> None:
+        async def work() -> str | None:
+            stop = StopRequest(limit_s)
+            with stop.accepted():
+                await asyncio.sleep(0.01)
+            return stop.reason
+
+        assert asyncio.run(work()) == ("trainer.save_before" if ends else None)
