@@ -31,7 +31,7 @@ run_foreground "$python" -m recipe_gkd.main_gkd --config-name on_policy_distill_
   actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \
   actor_rollout_ref.actor.megatron.sequence_parallel=true \
   actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
-  actor_rollout_ref.teacher.n_server_workers=2 actor_rollout_ref.teacher.num_microbatches=4 \
+  actor_rollout_ref.teacher.num_microbatches=4 \
   trainer.device=cuda trainer.n_gpus_per_node=4 rollout.n_gpus_per_node=2 \
   trainer.scheduler=one_step_off trainer.save_freq=100 trainer.logger='[console,jsonl,tensorboard]' \
   trainer.experiment_name=qwen2.5_7b_to_1.5b "$@"

@@ -20,7 +20,7 @@ command=(python3 -m recipe_gkd.main_gkd --config-name on_policy_distill_trainer
   actor_rollout_ref.actor.megatron.sequence_parallel=true
   actor_rollout_ref.rollout.tensor_model_parallel_size=2
   actor_rollout_ref.teacher.server_ip="${TEACHER_IP:?}" actor_rollout_ref.teacher.auth_dir="${AUTH_DIR:?}"
-  actor_rollout_ref.teacher.n_server_workers=4 actor_rollout_ref.teacher.wire_dtype=float16
+  actor_rollout_ref.teacher.wire_dtype=float16
   trainer.device=cuda trainer.nnodes=2 trainer.n_gpus_per_node=8 rollout.nnodes=1 rollout.n_gpus_per_node=8
   trainer.scheduler=two_step_off trainer.save_freq=100 trainer.default_local_dir="${OUTPUT_DIR:?a folder that all nodes share}"
   ray_init.address=auto "$@")

@@ -48,7 +48,6 @@ options=(--config-name on_policy_distill_simple data.train_files="$TRAIN_FILES" 
   trainer.n_gpus_per_node="$((${#train_gpus[@]} ? ${#train_gpus[@]} : 1))"
   actor_rollout_ref.teacher.server_ip="${TEACHER_IP:-127.0.0.1}"
   actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT")
-[ -z "$TEACHER" ] || options+=(actor_rollout_ref.teacher.n_server_workers="$n_workers")
 [ "$share" = 0 ] || options+=(actor_rollout_ref.teacher.sleep_between_batches=true)
 
 start_teacher() {

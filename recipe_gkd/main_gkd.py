@@ -50,7 +50,14 @@ from recipe_gkd.runtime.run_log import log_background_error, start_logging
 from recipe_gkd.runtime.signals import Terminated, hangup_ignored, raise_on_signals, run_until_terminated
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import run_until
-from recipe_gkd.teacher_routing import Routes, Teachers, make_teacher_prompts, open_teachers, read_routes
+from recipe_gkd.teacher_routing import (
+    Routes,
+    Teachers,
+    make_teacher_prompts,
+    open_teachers,
+    read_routes,
+    with_worker_count,
+)
 from recipe_gkd.trainer import RewardContext, Trainer
 from recipe_gkd.validation import Validation, read_validation
 from recipe_gkd.workers import Workers, start_workers
@@ -141,6 +148,7 @@ def run(config: Config, composed: str, folder: RunFolder) -> str | None:
     with open_teachers(config, routes) as teachers:
         log.info("student %s: %d ids, output layer of %d", student.path, student.n_tokens, student.vocab_size)
         stop_token_ids = check_teachers(teachers.clients, student, config)
+        config = with_worker_count(config, teachers.clients)
         data = _read_data(config, table, student, stop_token_ids)
         _read_teacher_prompts(config, data, routes, teachers, student)
         validation = read_validation(config, student.tokenizer)

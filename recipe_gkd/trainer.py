@@ -15,6 +15,7 @@ from recipe_gkd.checkpoints.saver import CheckpointSaver
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.config import Config
 from recipe_gkd.config.staleness import staleness_bound
+from recipe_gkd.config.teachers import requests_per_batch
 from recipe_gkd.config.validate import saves_checkpoints
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptLoader
@@ -82,7 +83,7 @@ def pipeline_config(config: Config, n_replicas: int) -> PipelineConfig:
         n_replicas=n_replicas,
         capacity=n_replicas * settings.rollout.max_num_seqs,
         responses_per_prompt=settings.rollout.n,
-        requests_per_batch=settings.teacher.n_server_workers * settings.teacher.num_microbatches,
+        requests_per_batch=requests_per_batch(settings.teacher),
         inflight_update=config.trainer.inflight_update,
         on_request=settings.hybrid_engine or settings.teacher.sleep_between_batches,
     )
@@ -205,7 +206,7 @@ class Trainer:
         if self.progress.step == self.last_step:
             stop.withdraw()
         elif stop.reason is not None and last is not None and not self._checkpoint_is_due():
-            async with pipeline.actor_lock("save_checkpoint", last):
+            async with pipeline.actor_lock("save_checkpoint", last, is_last=True):
                 await self.save()
 
     async def _validate_before_training(self, run: _Run) -> None:

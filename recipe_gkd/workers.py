@@ -22,6 +22,7 @@ from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
 from recipe_gkd.config.hybrid_engine import hybrid_cuda_problems
 from recipe_gkd.config.startup import startup_timeout_s
+from recipe_gkd.config.validate import saves_checkpoints
 from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError, ResourceError, WorkerDied
@@ -297,8 +298,8 @@ async def _set_up_actors(actors: WorkerGroup, timeout_s: float, progress: Startu
 
 
 async def _check_shared_folder(config: Config, actors: WorkerGroup) -> None:
-    """Check that all actor ranks see the driver's checkpoint folder, because each rank writes its part there."""
-    if config.trainer.save_freq <= 0 and config.trainer.best_metric is None:
+    """Check that all actor ranks see the driver's run folder, because they write checkpoints and profiles there."""
+    if not saves_checkpoints(config) and not config.trainer.profile.steps:
         return
     folder = folder_of(config.trainer).absolute()
     with tempfile.NamedTemporaryFile(dir=folder, prefix=PROBE) as probe:
@@ -308,5 +309,6 @@ async def _check_shared_folder(config: Config, actors: WorkerGroup) -> None:
     if unable := [actors.label(rank) for rank, exists in enumerate(found) if not exists]:
         raise ResourceError(
             f"{', '.join(unable)} cannot see trainer.default_local_dir={folder} of the driver; set it to a folder on "
-            "a disk that all nodes share, or set trainer.save_freq=-1 trainer.best_metric=null to write no checkpoints"
+            "a disk that all nodes share, or write neither checkpoints nor profiles: trainer.save_freq=-1 "
+            "trainer.best_metric=null trainer.profile.steps=[]"
         )

@@ -52,7 +52,7 @@ def _report_failure(args: argparse.Namespace, reason: str) -> int:
     if args.log_format == "json":
         logger.error("%s failed: %s", args.command, reason)
     else:
-        print(f"teacher {args.command}: {reason}", file=sys.stderr)
+        print(f"teacher {args.command}: {reason.removeprefix(f'{args.command}: ')}", file=sys.stderr)
     return 1
 
 

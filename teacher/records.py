@@ -6,22 +6,49 @@ default).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class TeacherSequence:
     """A prompt with its response.
 
+    Example: prompt ``[9, 8, 7]`` and response ``[5, 6]``, of which T = 2 tokens are scored::
+
+        TeacherSequence([9, 8, 7, 5, 6], prompt_len=3)
+
     Attributes:
-        token_ids: Prompt followed by response, int32 [N].
+        token_ids: Prompt followed by response, int32 [N]. The ids are those of the teacher's tokenizer.
         prompt_len: Number of prompt tokens, 1 <= prompt_len < N. The other T = N - prompt_len tokens are scored.
     """
 
     token_ids: np.ndarray
     prompt_len: int
+
+    def __init__(self, token_ids: np.ndarray | Sequence[int], prompt_len: int) -> None:
+        """Store the sequence. Values are checked when a client sends it, so that the error names its index.
+
+        Args:
+            token_ids: Array [N], which is not copied, or a plain list of N ids.
+            prompt_len: Number of prompt tokens.
+        """
+        if not isinstance(token_ids, np.ndarray):
+            token_ids = _as_array(token_ids)
+        object.__setattr__(self, "token_ids", token_ids)
+        object.__setattr__(self, "prompt_len", prompt_len)
+
+
+def _as_array(token_ids: Sequence[int]) -> np.ndarray:
+    """Return ids as int32 [N]. Values that are no ids keep a type that the client's checks refuse."""
+    try:
+        ids = np.asarray(token_ids)
+    except (ValueError, TypeError):  # such as lists of unequal lengths
+        return np.array([None], object)
+    fits = ids.dtype.kind in "iu" and ids.size > 0 and ids.min() >= -(1 << 31) and ids.max() < 1 << 31
+    return ids.astype(np.int32) if fits or ids.shape == (0,) else ids
 
 
 @dataclass(frozen=True, eq=False)

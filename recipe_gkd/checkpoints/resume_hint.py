@@ -25,13 +25,18 @@ def resume_hint(trainer: TrainerConfig, arguments: Sequence[str]) -> str:
         arguments: Arguments of the command that ends.
     """
     root = folder_of(trainer).absolute()
-    [checkpoint] = run_until(time.monotonic() + READ_TIMEOUT_S, [lambda: _newest(root)])
+    [found] = run_until(time.monotonic() + READ_TIMEOUT_S, [lambda: (_newest(root),)])
+    if found is None:
+        return f"the checkpoints in {root} could not be read; once its disk answers, the same command resumes from them"
+    [checkpoint] = found
     if checkpoint is None:
         return f"{root} has no checkpoint, so that the same command starts from the beginning"
     if trainer.resume_mode != "auto":
         keys = tuple(f"{key}=" for key in _RESUME_KEYS)
         arguments = [argument for argument in arguments if not argument.lstrip("+").startswith(keys)]
         arguments.append("trainer.resume_mode=auto")
+        if trainer.resume_from_path is not None:  # it may be in a YAML file
+            arguments.append("trainer.resume_from_path=null")
     return f"the newest checkpoint is {checkpoint}\nto resume from it: {shlex.join([*COMMAND, *arguments])}"
 
 

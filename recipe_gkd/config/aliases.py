@@ -89,7 +89,7 @@ def _suggestion(name: str, known: list[str]) -> str | None:
     by_last = {key: key.rpartition(".")[2] for key in known}
     groups = (
         [key for key, other in by_last.items() if key == f"{section}.{other}" and _is_similar(last, other)],
-        [key for key, other in by_last.items() if other == last],
+        [key for key, other in by_last.items() if other == last and "_" in last],  # `path` and `n` are no hints
         [key for key, other in by_last.items() if _is_similar(last, other)],
     )
     candidates = next((group for group in groups if group), [])

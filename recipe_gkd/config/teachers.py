@@ -19,6 +19,7 @@ DEFAULT = "default"  # name of the teacher at server_ip:server_port
 TEACHER = "actor_rollout_ref.teacher"
 
 _N_ENCRYPTED_CONNECTIONS = 4
+_DEFAULT_MICROBATCHES = 8
 _SERVICE_ONLY = ("server_ip", "server_port", "wire_dtype", "auth_dir", "n_connections")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _ADDRESS = re.compile(r"(?P<host>[^\s:]+):(?P<port>[0-9]{1,5})")
@@ -79,6 +80,11 @@ def n_connections(teacher: TeacherConfig, auth_dir: str | None) -> int:
     if teacher.n_connections is not None:
         return teacher.n_connections
     return 1 if auth_dir is None else _N_ENCRYPTED_CONNECTIONS
+
+
+def requests_per_batch(teacher: TeacherConfig) -> int:
+    """Return the maximum number of requests that a batch is split into. An unknown number of workers counts as 1."""
+    return (teacher.n_server_workers or 1) * (teacher.num_microbatches or _DEFAULT_MICROBATCHES)
 
 
 def names(teacher: TeacherConfig) -> tuple[str, ...]:

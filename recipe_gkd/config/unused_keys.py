@@ -30,12 +30,14 @@ class UnusedKeys:
         is_unused: Condition under which nothing reads them.
         because: Key whose value is the reason. The message shows it.
         enable: Override after which they are read.
+        remedy: What the user does for that. Empty: set ``enable``.
     """
 
     keys: tuple[str, ...]
     is_unused: Callable[[Config], bool]
     because: str
     enable: str
+    remedy: str = ""
 
 
 def _unread_by_loss(parameter: str) -> Callable[[Config], bool]:
@@ -123,6 +125,7 @@ UNUSED_KEYS = (
         is_unused=lambda config: bool(config.actor_rollout_ref.teacher.teachers),
         because=f"{TEACHER}.teachers",
         enable=f"{TEACHER}.teachers={{}}",
+        remedy=f"remove {TEACHER}.teachers",  # Hydra merges mappings, so that {} changes nothing
     ),
     UnusedKeys(
         keys=(f"{TEACHER}.max_wait_s",),
@@ -299,8 +302,8 @@ def unused_key_warnings(config: Config, set_keys: Collection[str]) -> list[str]:
             because = f"{rule.because}={_shown(value_of(config, rule.because))}"
             for name in names:
                 warnings[name] = (
-                    f"{name}={_shown(value_of(config, name))} has no effect with {because}; set {rule.enable}, or "
-                    f"leave {name} out"
+                    f"{name}={_shown(value_of(config, name))} has no effect with {because}; "
+                    f"{rule.remedy or f'set {rule.enable}'}, or leave {name} out"
                 )
     return list(warnings.values())
 

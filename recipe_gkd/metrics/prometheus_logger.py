@@ -80,7 +80,8 @@ class StepCollector(Collector):
         }
         for name, value in self._counters.items():
             yield CounterMetricFamily(PREFIX + name, texts[name], value=value)
-        gauges = {gauge_name(metric): (metric, value) for metric, value in self._gauges.items()}  # names are unique
+        # Names are unique. The number of restarts is a counter above.
+        gauges = {gauge_name(metric): (metric, value) for metric, value in self._gauges.items() if metric != RESTARTS}
         for name, (metric, value) in gauges.items():
             yield GaugeMetricFamily(name, f"Metric {metric} of the last step.", value=float(value))
 

@@ -84,7 +84,7 @@ class ResourceLayout:
             actor_divisor=_actor_divisor(settings.actor),
             rollout_divisor=settings.rollout.tensor_model_parallel_size,
             shared=settings.hybrid_engine,
-            n_teachers=settings.teacher.n_server_workers if is_service else 1,
+            n_teachers=(settings.teacher.n_server_workers or 1) if is_service else 1,
             can_add_teachers=is_service,
             bucket_megabytes=settings.rollout.update_weights_bucket_megabytes,
             grants=grants,

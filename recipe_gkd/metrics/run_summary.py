@@ -55,7 +55,7 @@ class RunSummary:
         Args:
             root: Run folder, where the latest checkpoint is looked up.
         """
-        rows = [*self._step_rows(), *self._value_rows(), *_file_rows(root)]
+        rows = [*self._step_rows(), *self._value_rows(), *_file_rows(root, self._steps)]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
@@ -80,9 +80,9 @@ class RunSummary:
         return [(title, _first_and_last(self._ends[name])) for name, title in titles]
 
 
-def _file_rows(root: Path) -> list[tuple[str, str]]:
+def _file_rows(root: Path, steps: list[int]) -> list[tuple[str, str]]:
     step = read_latest(root)
-    if step is None:
+    if step is None or not steps or step < steps[0]:  # a checkpoint of an earlier run
         return [("checkpoint", "none (trainer.save_freq)")]
     folder = final_folder(root, step)
     model = folder / "huggingface"

@@ -11,17 +11,18 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from recipe_gkd.checkpoints.run_folder import CONFIG
 from recipe_gkd.metrics.background_logger import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S, LoggerSource
 from recipe_gkd.metrics.logger_interface import GLOBAL_STEP, Logger, RunInfo
 
 RUN_ID = "run_id"
-"""File in the service's folder with the id of the run."""
+"""File in the service's folder with the id of the run. MLflow's name ends with a hash of the address."""
 
 _MARGIN_S = 5.0
 """Time between a client's own deadline and the one of the thread that calls it."""
@@ -81,7 +82,7 @@ class MlflowLogger:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a database would need more packages
             address = (folder / "mlruns").absolute().as_uri()
         self._client = MlflowClient(address)
-        self._id = _run_id(folder, run, lambda: self._create_run(run))
+        self._id = _run_id(folder, run, lambda: self._create_run(run), address)
         known = self._client.get_run(self._id).data.params  # a value cannot be changed
         params = [
             Param(_INVALID_IN_MLFLOW.sub("_", name), str(value)[:_MAX_PARAM_CHARS])
@@ -148,10 +149,21 @@ _SERVICES: dict[str, tuple[Callable[[RunInfo], Logger], str, str]] = {
 """Logger of each service, the call that starts a run, and what the user does if that fails."""
 
 
+_PRIVATE = ("ray_init.env_vars", "custom_reward_function.kwargs", "custom_reward_function.functions")
+"""Keys whose values can be passwords or tokens, which a service must not get."""
+
+
 def read_hyperparameters(folder: Path) -> dict[str, Any]:
-    """Return the configuration of the run in ``folder``. Empty if there is none."""
+    """Return the configuration of the run in ``folder``, without values that can be secrets. Empty if there is none."""
     path = folder / CONFIG
-    return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.exists() else {}
+    if not path.exists():
+        return {}
+    config = OmegaConf.load(path)
+    for key in _PRIVATE:
+        if OmegaConf.select(config, key):
+            OmegaConf.update(config, key, "(not uploaded)", merge=False)
+    values: Any = OmegaConf.to_container(config, resolve=True)
+    return dict(values)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -174,9 +186,17 @@ def _folder_of(run: RunInfo, service: str) -> Path:
     return folder
 
 
-def _run_id(folder: Path, run: RunInfo, create: Callable[[], str]) -> str:
-    """Return the id of the run at the service: that of an earlier start if this run is resumed, else a new one."""
-    path = folder / RUN_ID
+def _run_id(folder: Path, run: RunInfo, create: Callable[[], str], address: str = "") -> str:
+    """Return the id of the run at the service: that of an earlier start if this run is resumed, else a new one.
+
+    Args:
+        folder: Folder of the service in the run folder.
+        run: Properties of the run.
+        create: Function that returns a new id.
+        address: Address of the service, if the id is valid only there.
+    """
+    suffix = f"_{blake2b(address.encode(), digest_size=4).hexdigest()}" if address else ""
+    path = folder / f"{RUN_ID}{suffix}"
     if run.completed_steps and path.exists():
         return path.read_text(encoding="utf-8").strip()
     identifier = create()

@@ -125,7 +125,7 @@ class Pipeline:
         """
         return self._lock.hold_for_update(batch)
 
-    def actor_lock(self, work: str, batch: ReadyBatch) -> AbstractAsyncContextManager[None]:
+    def actor_lock(self, work: str, batch: ReadyBatch, *, is_last: bool = False) -> AbstractAsyncContextManager[None]:
         """Hold the actor during the body: no update and no weight sync. A sync that generation needs goes first.
 
         Adds the time spent waiting for weight syncs to ``batch.metrics["timing/wait_sync"]``.
@@ -133,8 +133,9 @@ class Pipeline:
         Args:
             work: Name of the span on the timeline.
             batch: Batch that the work belongs to.
+            is_last: True if the run ends after it. Then no sync goes first.
         """
-        return self._lock.hold(work, batch)
+        return self._lock.hold(work, batch, is_last=is_last)
 
     async def generate_for_validation(
         self, prompts: Sequence[Prompt], generate: Generate, *, responses_per_prompt: int = 1

@@ -88,7 +88,10 @@ class _PromptBuilder:
         teacher = config.actor_rollout_ref.teacher
         self._name, self._data, self._tokenizer = name, data, tokenizer
         entry = teacher.teachers.get(name)
-        self._key = f"{TEACHER}.teachers.{name}" if entry and entry.prompt_template is not None else TEACHER
+        own = f"{TEACHER}.teachers.{name}"
+        self._key = own if entry and entry.prompt_template is not None else TEACHER
+        has_kwargs = entry is not None and entry.apply_chat_template_kwargs is not None
+        self._kwargs_key = f"{own if has_kwargs else TEACHER}.apply_chat_template_kwargs"
         self._allows_mismatch = teacher.allow_prompt_mismatch
         self._template = settings.template
         fields = template_fields(settings.template) if settings.template else []
@@ -119,7 +122,7 @@ class _PromptBuilder:
             raise DataError(
                 f"{where}: the prompts of student and teacher end differently. The student's response follows "
                 f"{of_student!r}, but the teacher would score it after {of_teacher!r}. Give both the same arguments of "
-                f"the chat template (data.apply_chat_template_kwargs, {self._key}.apply_chat_template_kwargs) and the "
+                f"the chat template (data.apply_chat_template_kwargs, {self._kwargs_key}) and the "
                 f"same kind of prompt, text or messages; or set {TEACHER}.allow_prompt_mismatch=true"
             )
 

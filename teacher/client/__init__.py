@@ -1,7 +1,7 @@
 """Client of the teacher service.
 
 `client` and `async_client` are the public interface. `io_thread` owns the socket, `inflight` decides when each request
-is sent, `chunks` splits a submission into requests and joins their replies.
+is sent, `arguments` checks and converts sequences, `chunks` splits a submission into requests and joins their replies.
 """
 
 from teacher.client.async_client import AsyncTeacherClient

@@ -7,10 +7,11 @@ long ones of the same submission, and a worker that dies loses little work.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from teacher.client.arguments import normalize_sequences
 from teacher.client.calls import Call
 from teacher.errors import TeacherProtocolError
 from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
@@ -50,7 +51,7 @@ class ScoreCall(Call[list[ScoredSequence]]):
 
     def __init__(
         self,
-        sequences: Sequence[TeacherSequence],
+        sequences: Iterable[TeacherSequence],
         timeout_s: float,
         *,
         temperature: float,
@@ -69,8 +70,9 @@ class ScoreCall(Call[list[ScoredSequence]]):
             model: Model that the service must serve, from `TeacherClient.hello`. None accepts any model.
 
         Raises:
-            TeacherRequestError: The sequences cannot be sent. See `messages.check_sequences`.
+            TeacherRequestError: The sequences cannot be sent. The error names the argument.
         """
+        sequences = normalize_sequences(sequences)
         check_sequences(sequences)
         reply_bytes_per_token = _BYTES_PER_LOGPROB * model.n_logprobs if model is not None else 1
         self._chunks = split_request(

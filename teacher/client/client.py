@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import TypedDict
+from typing import ClassVar, TypedDict
 
 from teacher.client.calls import ProxyCall
 from teacher.client.chunks import ScoreCall
@@ -17,7 +17,7 @@ from teacher.errors import TeacherRequestError
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 from teacher.wire import protocol
-from teacher.wire.connection import CLIENT, Connection
+from teacher.wire.connection import CLIENT, Connection, PeerRole
 from teacher.wire.messages import LIMITS, AsleepSet, Info, Status, WireDtype, check_top_k, check_wire_dtype
 from teacher.wire.sockets import FRONTEND_PORT
 
@@ -54,6 +54,8 @@ class TeacherClient:
     Attributes:
         address: ZeroMQ address of the service, such as ``tcp://10.0.0.1:15555``.
     """
+
+    _role: ClassVar[PeerRole] = CLIENT
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class TeacherClient:
         self._io_threads: list[ClientIOThread] = []
         try:
             for _ in range(n_connections):
-                self._io_threads.append(ClientIOThread(Connection(CLIENT, server_ip, server_port, auth_dir)))
+                self._io_threads.append(ClientIOThread(Connection(self._role, server_ip, server_port, auth_dir)))
         except BaseException:
             self.close()
             raise
@@ -178,7 +180,7 @@ class TeacherClient:
         scored yet.
 
         Args:
-            sequences: Sequences to score.
+            sequences: Sequences to score. Their token ids may be plain lists, or arrays of any integer type.
             timeout_s: Time limit in seconds, or None for the client's default.
             temperature: Divisor of the logits.
 

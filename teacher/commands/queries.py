@@ -14,6 +14,7 @@ from teacher.commands.table import format_status
 from teacher.errors import TeacherError
 from teacher.records import TeacherSequence
 from teacher.status import ServiceStatus
+from teacher.wire.connection import COMMAND
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,8 +36,14 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     add_service(wake, timeout_s=600.0)
 
 
+class CommandClient(TeacherClient):
+    """Client whose errors name the flags of the commands."""
+
+    _role = COMMAND
+
+
 def _client(args: argparse.Namespace) -> TeacherClient:
-    return TeacherClient(args.server_ip, args.port, timeout_s=args.timeout_s, auth_dir=args.auth_dir)
+    return CommandClient(args.server_ip, args.port, timeout_s=args.timeout_s, auth_dir=args.auth_dir)
 
 
 def _check(args: argparse.Namespace) -> int:

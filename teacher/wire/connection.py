@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zmq
@@ -57,6 +57,7 @@ class PeerRole:
         keeps_identity: True if it keeps its identity after a lost connection. The proxy then recognizes its requests.
         address_hint: Advice for a malformed address.
         start_hint: Advice if there is no proxy at the address.
+        auth_dir_name: Name of the setting with the folder of keys, for messages.
     """
 
     max_frame_bytes: int
@@ -64,6 +65,7 @@ class PeerRole:
     keeps_identity: bool
     address_hint: str
     start_hint: str
+    auth_dir_name: str = "auth_dir"
 
 
 CLIENT = PeerRole(
@@ -73,6 +75,15 @@ CLIENT = PeerRole(
     address_hint="expected a host name or IP and a port, see actor_rollout_ref.teacher.server_ip/server_port",
     start_hint=START_HINT,
 )
+COMMAND = replace(
+    CLIENT,
+    address_hint="expected a host name or IP and a port, see --server-ip and --port",
+    start_hint=(
+        "start it with teacher/start_server.sh, or set --server-ip and --port (PROXY_FRONTEND_PORT) to where it runs"
+    ),
+    auth_dir_name="--auth-dir",
+)
+"""Client of a command of ``python -m teacher``."""
 WORKER = PeerRole(
     max_frame_bytes=LIMITS.request_frame_bytes,
     heartbeat=WORKER_HEARTBEAT,
@@ -171,7 +182,7 @@ class Connection:
             self.reconnect_at = now + RECONNECT_AFTER_REFUSAL_S
         elif before:  # probably the same cause, and the earlier reason has more detail
             return ""
-        self._refusal = _explain_refusal(kind, value, self.address, self._auth_dir)
+        self._refusal = _explain_refusal(kind, value, self.address, self._auth_dir, name=self._role.auth_dir_name)
         return self._refusal if self._refusal != before else ""
 
     def reconnect_if_due(self, now: float) -> None:
@@ -204,24 +215,25 @@ class Connection:
         self._context.destroy(linger=linger_ms)
 
 
-def _explain_refusal(kind: int, value: int, address: str, auth_dir: str | Path | None) -> str:
+def _explain_refusal(kind: int, value: int, address: str, auth_dir: str | Path | None, *, name: str) -> str:
+    copy = f"copy its clients/NAME here and set {name} to the copy"
     if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         problem = "refused this client's key"
         remedy = "make one there with `python -m teacher keys --client NAME` and copy its clients/NAME here"
     elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
         problem = "uses another security mechanism"
-        remedy = "start it with --auth-dir, or leave auth_dir out" if auth_dir else "copy its clients/NAME here"
+        remedy = f"start it with keys, or leave {name} out" if auth_dir else copy
     else:  # A mechanism mismatch also arrives here if the other side detects it first and disconnects.
         problem = "ended the connection during the handshake"
         remedy = "check address and port; if they are right, " + (
-            "the keys are of another service (copy clients/NAME of this one), or this one has none (leave auth_dir out)"
+            f"the keys are of another service (copy clients/NAME of this one), or this one has none (leave {name} out)"
             if auth_dir
-            else "it may require keys (copy its clients/NAME here)"
+            else f"it may require keys ({copy})"
         )
     got, expected = (
-        (f"auth_dir={str(auth_dir)!r}", "a key from the service's own --auth-dir")
+        (f"{name}={str(auth_dir)!r}", "a key from the service's own folder of keys")
         if auth_dir
-        else ("no auth_dir", "the folder of a key of this service")
+        else (f"no {name}", "the folder of a key of this service")
     )
     if not auth_dir:
         problem = f"may require keys, and this client has none (it {problem})"

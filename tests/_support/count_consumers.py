@@ -20,7 +20,7 @@ from recipe_gkd.checkpoints.save_failures import FailedSave, SaveFailures
 from recipe_gkd.checkpoints.store import remove_old
 from recipe_gkd.config import Config, limits
 from recipe_gkd.config.staleness import staleness_bound
-from recipe_gkd.config.teachers import addresses, n_connections
+from recipe_gkd.config.teachers import addresses, n_connections, requests_per_batch
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import CheckpointError, WorkerDied
 from recipe_gkd.metrics.prometheus_logger import check_metrics_port
@@ -61,7 +61,7 @@ def run_schedule(config: Config, name: str) -> None:
     teacher = config.actor_rollout_ref.teacher
     pipeline_config = PipelineConfig(
         max_staleness=staleness_bound(config.trainer),
-        requests_per_batch=teacher.n_server_workers * teacher.num_microbatches,
+        requests_per_batch=requests_per_batch(teacher),
     )
     times = BatchTimes(responses=[1.0, 2.0], teacher=1.0, update=1.0, sync=0.1)
     course = run(drive(Stages(lambda step: times, Pools(n_replicas=1)), pipeline_config, 3))

@@ -80,10 +80,15 @@ class TeacherConfig:
     allow_prompt_mismatch: bool = key(
         "Accept prompts of student and teacher whose generation prompts differ, such as one with an opened `<think>`."
     )
-    n_server_workers: int = key("Total number of teacher workers over all teachers.", ge=1, le=MAX_NODES)
-    num_microbatches: int = key(
+    n_server_workers: int | None = key(
+        "Total number of teacher workers over all teachers, which determines the number of requests per batch. null: "
+        "the number of workers that the services have at the start of the run; 1 for other backends.",
+        ge=1,
+        le=MAX_NODES,
+    )
+    num_microbatches: int | None = key(
         "Number of requests per teacher worker that a batch is split into. Higher values start scoring earlier, and "
-        "have more overhead per request.",
+        "have more overhead per request. null: 8.",
         ge=1,
         le=1 << 16,
     )

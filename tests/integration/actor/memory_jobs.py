@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import re
 import resource
@@ -127,6 +128,7 @@ def limited_memory(megabytes: int) -> Iterator[None]:
     """Let the allocations of this process fail that exceed the memory in use by more than ``megabytes``."""
     # Large blocks get memory of their own. Otherwise they could use what earlier jobs freed, which is not counted.
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    gc.collect()  # Objects of earlier jobs must not be freed below the limit.
     status = Path("/proc/self/status").read_text()
     match = re.search(r"VmData:\s+(\d+) kB", status)
     assert match is not None

@@ -34,6 +34,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -156,13 +157,11 @@ def limit_files(pid: int, n_bytes: int | None) -> None:
 
 def drive(config: Any, pipes: list[Connection], events: Connection, pids: list[int]) -> None:
     """Run the driver process and send the events of the run. The last event is its end, with an error or none."""
-    from recipe_gkd.errors import GkdError
-
     logging.basicConfig(filename=Path(config.trainer.default_local_dir) / "run.log", level=logging.INFO, force=True)
     logging.getLogger("recipe_gkd.checkpoints").addHandler(LiftLimits(pids))
     try:
         failed_saves = asyncio.run(train(config, Group(pipes), events))
-    except GkdError as error:
+    except Exception as error:  # noqa: BLE001 - sent to the parent, which reports it
         events.send(("end", f"{type(error).__name__}: {error}", None))
     else:
         events.send(("end", "", failed_saves))
@@ -179,7 +178,7 @@ async def train(config: Any, group: Group, events: Connection) -> int:
     from recipe_gkd.trainer import Trainer
 
     class Run(Trainer):
-        async def loop(self) -> None:
+        async def loop(self, _: object) -> None:
             while self.progress.step < self.last_step:
                 await self.call_actors("train", self.progress.step)
                 step = self.progress.step + 1
@@ -208,7 +207,9 @@ async def train(config: Any, group: Group, events: Connection) -> int:
         digest = (await group.call("digest", timeout_s=timeout_s, phase="digest"))[0]
         events.send(("resumed", start.progress.step, digest))
         last = min(start.progress.step + STEPS_PER_TRIAL, LAST_STEP)
-        loader: Any = SimpleNamespace(last_step=lambda position, step: last)
+        loader: Any = SimpleNamespace(
+            data=SimpleNamespace(ids=[np.zeros(1, np.int32)]), last_step=lambda position, step: last
+        )
         teachers: Any = SimpleNamespace(resume=lambda _: None)
         workers: Any = SimpleNamespace(actors=group, rollouts=[])
         run = Run(config, workers, teachers, loader, start)

@@ -97,7 +97,7 @@ def test_unused_key_is_reported_until_it_is_enabled(rule: UnusedKeys) -> None:
     settings = [*(setting(name) for name in rule.keys), *others]
     warnings = list(read(*settings).warnings)
     assert warned_with(rule, warnings) == set(rule.keys)
-    assert all(f"set {rule.enable}, or leave" in text for text in warnings if rule.because in text)
+    assert all(f"{rule.remedy or f'set {rule.enable}'}, or leave" in text for text in warnings if rule.because in text)
 
     enabled = rule.enable.partition("=")[0]
     kept = [text for text in settings if not text.startswith((f"{enabled}=", f"{enabled}."))]

@@ -44,18 +44,17 @@ def test_configuration_is_valid() -> None:
     ("variables", "gpus", "options"),
     [
         ({}, "0,1,2,3", {"trainer.n_gpus_per_node=4"}),
-        ({"TEACHER": "/t"}, "0,1,2", {"trainer.n_gpus_per_node=3", "actor_rollout_ref.teacher.n_server_workers=1"}),
+        ({"TEACHER": "/t"}, "0,1,2", {"trainer.n_gpus_per_node=3"}),
         (
             {"TEACHER": "/t", "TEACHER_GPUS": "0,2"},
             "1,3",
-            {"trainer.n_gpus_per_node=2", "actor_rollout_ref.teacher.n_server_workers=2"},
+            {"trainer.n_gpus_per_node=2"},
         ),
         (
             {"TEACHER": "/t", "SHARE_TEACHER_GPU": "1", "TP_SIZE": "2"},
             "0,1,2,3",
             {
                 "trainer.n_gpus_per_node=4",
-                "actor_rollout_ref.teacher.n_server_workers=2",
                 "actor_rollout_ref.teacher.sleep_between_batches=true",
             },
         ),

@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.metrics.logger_interface import RunInfo
@@ -18,11 +18,14 @@ from recipe_gkd.metrics.prometheus_logger import PrometheusLogger, check_metrics
 from tests._support.base_config import base_config
 from tests._support.ports import free_port
 
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 STEP = {"timing/step": 2.0, "training/samples": 8.0, "perf/total_num_tokens": 100.0, "rollout/restarts": 1.0}
 
 
 def scrape(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+    # Prometheus prefers this format, whose parser also refuses two metrics of one name.
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": OPEN_METRICS})
+    with urllib.request.urlopen(request, timeout=10) as page:
         families = list(text_string_to_metric_families(page.read().decode()))
     return {sample.name: sample.value for family in families for sample in family.samples}
 

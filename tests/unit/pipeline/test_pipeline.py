@@ -25,6 +25,7 @@ from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline
 from recipe_gkd.pipeline.stages import PipelineStages
 from recipe_gkd.runtime.clock import now
+from recipe_gkd.runtime.stop_request import StopRequest
 
 EMPTY = np.zeros(0, np.int32)
 VALIDATION_STEP = -1
@@ -577,6 +578,43 @@ class TestValidation:
         assert all(until <= replica[0] or since >= replica[1] for since, until in generated)
         assert any(since >= replica[1] for since, _ in generated)
         assert any(since < replica[1] and until > replica[0] for since, until in sink.of("teacher", "score"))
+
+
+class TestStop:
+    @settings(deadline=None)
+    @given(plan=plans, stop_at_s=st.floats(0.0, 60.0))
+    def test_run_saves_and_ends_after_stop_at_any_time(self, plan: Plan, stop_at_s: float) -> None:
+        self.check_stop(plan, stop_at_s)
+
+    @pytest.mark.parametrize("bound", [0, 1, 2])
+    def test_stop_during_generation_does_not_wait_for_the_next_sync(self, bound: int) -> None:
+        plan = Plan(PipelineConfig(max_staleness=bound), n_batches=8, seconds=SHAPES["generation_bound"])
+        for stop_at_s in np.arange(0.0, 60.0, 0.5):
+            self.check_stop(plan, float(stop_at_s))
+
+    def check_stop(self, plan: Plan, stop_at_s: float) -> None:
+        stages, stop = FakeStages(plan), StopRequest()
+
+        async def train() -> int:
+            n_trained = 0
+            async with stages.pipeline() as pipeline:
+                with stop.accepted():
+                    asyncio.get_running_loop().call_later(stop_at_s, stop.request, "the test")
+                    batch = None
+                    async for batch in stop.until_requested(pipeline, interrupt=not pipeline.on_request):
+                        async with pipeline.actor_update(batch):
+                            await stages.spend("update")
+                            stages.version += 1
+                        n_trained += 1
+                    if batch is not None:
+                        async with pipeline.actor_lock("save_checkpoint", batch, is_last=True):
+                            assert not stages.syncing
+                            await stages.spend("save")
+            return n_trained
+
+        n_trained = run(train())
+        assert stages.calls["save"] == (n_trained > 0)
+        assert n_trained == plan.n_batches or stop.reason == "the test"
 
 
 class TestAssignPrompts:

@@ -18,6 +18,7 @@ from teacher import TeacherClient, TeacherError, TeacherSequence, stop_signal
 from teacher.__main__ import main
 from teacher.commands import queries, service
 from teacher.proxy import proxy_sockets
+from teacher.proxy.proxy_sockets import SocketSettings
 from teacher.wire.auth import client_keys, server_keys
 from teacher.wire.make_keys import make_keys
 from tests._support.fake_worker import FakeEngine, running_worker
@@ -198,4 +199,19 @@ def test_status_reads_the_port_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PROXY_FRONTEND_PORT", str(port := free_port()))
-    assert f":{port}" in fail_command(["status", "--timeout-s", "0.2"], capsys)
+    stderr = fail_command(["status", "--timeout-s", "0.2"], capsys)
+    assert stderr.startswith(f"teacher status: no teacher service at tcp://127.0.0.1:{port}; ")
+    assert "set --server-ip and --port (PROXY_FRONTEND_PORT)" in stderr and "actor_rollout_ref" not in stderr
+
+
+@pytest.mark.parametrize("service_has_keys", [True, False])
+def test_command_with_other_keys_names_its_flag(
+    service_has_keys: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_keys(tmp_path / "keys")
+    keys = str(tmp_path / "keys")
+    with running_proxy(sockets=SocketSettings(keys=server_keys(keys if service_has_keys else None))) as proxy:
+        options = ["--port", str(proxy.frontend_port), "--timeout-s", "0.4"]
+        stderr = fail_command(["status", *options, *([] if service_has_keys else ["--auth-dir", keys])], capsys)
+    expected = "got no --auth-dir, expected" if service_has_keys else f"got --auth-dir={keys!r}, expected"
+    assert expected in stderr and " auth_dir" not in stderr

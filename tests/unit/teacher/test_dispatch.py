@@ -100,7 +100,10 @@ class TestAssign:
 
     def test_add_worker_with_other_model_is_refused(self) -> None:
         dispatcher = make_dispatcher(100)
-        with pytest.raises(TeacherRequestError, match="CKPT_PATH"):
+        table = (
+            r"\n +service +new worker\ntokenizer_fingerprint  none +another\nStart the worker with the same CKPT_PATH"
+        )
+        with pytest.raises(TeacherRequestError, match=table):
             dispatcher.add_worker(RegisteredWorker(b"other", "other:1", OTHER_INFO, 100))
 
 

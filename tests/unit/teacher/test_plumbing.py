@@ -119,7 +119,7 @@ def test_invalid_request_fails_alone(proxy: Proxy, client: TeacherClient) -> Non
 
 
 def test_submit_invalid_arguments_fail_through_future(client: TeacherClient) -> None:
-    for bad in ([], [make_sequence(1)], [TeacherSequence(np.zeros(3, np.int64), 1)]):
+    for bad in ([], [make_sequence(1)], [TeacherSequence(np.zeros(3, np.float64), 1)]):
         with pytest.raises(TeacherRequestError):
             client.submit(bad).result(timeout=5)
     with pytest.raises(TeacherRequestError, match="timeout_s"):

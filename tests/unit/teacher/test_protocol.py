@@ -151,7 +151,7 @@ def test_encode_score_copies_token_ids() -> None:
     [
         (TeacherSequence(np.zeros(3, np.int64), 1), "int32"),
         (TeacherSequence(np.zeros((3, 1), np.int32), 1), "int32 array"),
-        (TeacherSequence([1, 2], 1), "got list"),  # type: ignore[arg-type]
+        (TeacherSequence([1.5, 2.0], 1), "int32 array"),  # type: ignore[list-item]
         (TeacherSequence(np.zeros(3, np.int32), 0), "prompt_len=0"),
         (TeacherSequence(np.zeros(3, np.int32), 3), "empty response"),
         (TeacherSequence(np.zeros(LIMITS.sequence_tokens + 1, np.int32), 3), "at most"),
