@@ -144,7 +144,7 @@ def run(config: Config, composed: str, folder: RunFolder) -> str | None:
     student = read_student(config)
     config = with_model_path(config, student.path)
     table = read_table(config.data.train_files, config.data.prompt_key, config.data.response_key)
-    routes = read_routes(table, config.actor_rollout_ref.teacher)
+    routes = read_routes(table, config)
     with open_teachers(config, routes) as teachers:
         log.info("student %s: %d ids, output layer of %d", student.path, student.n_tokens, student.vocab_size)
         stop_token_ids = check_teachers(teachers.clients, student, config)

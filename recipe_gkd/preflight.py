@@ -14,7 +14,7 @@ import numpy as np
 from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
 from recipe_gkd.actor.student_dims import read_student_dims
 from recipe_gkd.config import Config
-from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss
+from recipe_gkd.config.objective import max_scored_tokens, uses_custom_loss, uses_sampled_token_loss
 from recipe_gkd.config.teachers import TEACHER, names, prompt_settings
 from recipe_gkd.config.validate import runs_validation
 from recipe_gkd.errors import ConfigError, ModelError
@@ -255,12 +255,12 @@ def check_teacher_prompts(clients: Mapping[str, TeacherBackend], longest: Mappin
     """
     for name, n_prompt in longest.items():
         info = clients[name].hello(timeout_s=HELLO_TIMEOUT_S)
-        n_response = config.data.max_response_length
+        n_response = max_scored_tokens(config)
         log.info("teacher %s: own prompts of up to %d tokens, scores up to %d", name, n_prompt, info.max_model_len)
         if n_prompt + n_response > info.max_model_len:
             raise ConfigError(
                 f"teacher {name} ({info.model_name}) scores at most {info.max_model_len} tokens, but its longest "
-                f"prompt has {n_prompt}, and data.max_response_length={n_response}: {n_prompt + n_response} in all; "
+                f"prompt has {n_prompt}, and a response up to {n_response}: {n_prompt + n_response} in all; "
                 "start the teacher with a larger MAX_MODEL_LEN, lower data.max_response_length, or shorten the texts "
                 f"of {TEACHER}.prompt_template or data.teacher_prompt_key"
             )
@@ -300,9 +300,11 @@ def _check_limits(name: str, label: str, info: TeacherInfo, config: Config) -> N
             f"gkd.tail=renormalize with a top 1 of {label}: one renormalized id has probability 1 for both models, and "
             f"the gradient is zero; set gkd.tail=bucket, or raise {TEACHER}.top_k or the teacher's N_LOGPROBS"
         )
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    n_response = max_scored_tokens(config)
+    limit = "data.max_response_length" if n_response == config.data.max_response_length else "gkd.max_loss_position"
+    longest = config.data.max_prompt_length + n_response
     if info.max_model_len < longest and prompt_settings(teacher, config.data).get(name) is None:
         raise ConfigError(
             f"{label} scores at most {info.max_model_len} tokens, but data.max_prompt_length + "
-            f"data.max_response_length = {longest}; lower one of them, or start the teacher with a larger MAX_MODEL_LEN"
+            f"{limit} = {longest}; lower one of them, or start the teacher with a larger MAX_MODEL_LEN"
         )

@@ -182,6 +182,7 @@ VERL = Project(
 VERL_DISTILLATION = Project(
     name="verl distillation",
     keys=(
+        _same("distillation.enabled", "gkd.enable_teacher"),
         _same("distillation.teacher_key", f"{TEACHER}.route_key"),
         _other(
             "distillation.teacher_models.*",

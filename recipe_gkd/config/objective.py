@@ -14,6 +14,20 @@ def objective_problems(config: Config) -> Iterator[str]:
     yield from _reward(config)
     yield from _sampled_tokens(config)
     yield from _custom_loss(config)
+    yield from _max_loss_position(config)
+
+
+def uses_teacher(gkd: GkdConfig) -> bool:
+    """Return True if the responses of a run are scored by a teacher."""
+    if gkd.enable_teacher is not None:
+        return gkd.enable_teacher
+    return gkd.distill_loss_coef > 0 and not (gkd.sft_share == 1 and gkd.sft_target == "data")
+
+
+def max_scored_tokens(config: Config) -> int:
+    """Return the number of tokens of the longest response that is sent to a teacher."""
+    longest, limit = config.data.max_response_length, config.gkd.max_loss_position
+    return longest if limit is None else min(longest, limit)
 
 
 def uses_custom_loss(gkd: GkdConfig) -> bool:
@@ -56,7 +70,7 @@ def check_custom_loss(config: Config) -> None:
 def _without_gradient(config: Config) -> Iterator[str]:
     gkd = config.gkd
     has_sampled, has_sft = gkd.sft_share < 1, gkd.sft_share > 0 and gkd.sft_target == "data"
-    has_distillation = has_sampled or not has_sft
+    has_distillation = uses_teacher(gkd) and (has_sampled or not has_sft)
     if gkd.use_rl_loss and not has_sampled:
         yield (
             "gkd.use_rl_loss=true needs sampled responses, but gkd.sft_share=1 replaces all of them; lower "
@@ -72,17 +86,47 @@ def _without_gradient(config: Config) -> Iterator[str]:
             f"gkd.sft_share={gkd.sft_share:g} with gkd.sft_loss_coef=0: the reference responses have no loss; raise "
             "the coefficient, or set gkd.sft_share=0"
         )
-    if gkd.sft_share and not has_sft and not gkd.distill_loss_coef:
+    if gkd.sft_share and not has_sft and not (gkd.distill_loss_coef and uses_teacher(gkd)):
         yield (
-            f"gkd.sft_share={gkd.sft_share:g} gkd.sft_target=teacher with gkd.distill_loss_coef=0: "
-            "the reference responses have no loss; raise the coefficient, or set gkd.sft_share=0"
+            f"gkd.sft_share={gkd.sft_share:g} gkd.sft_target=teacher with {_without_distillation(gkd)}: the reference "
+            "responses have no loss; change this key, or set gkd.sft_share=0"
         )
     if not ((gkd.distill_loss_coef and has_distillation) or (gkd.use_rl_loss and gkd.rl_loss_coef) or has_sft):
         yield (
-            f"the gradient is zero: gkd.distill_loss_coef={gkd.distill_loss_coef:g}, without a policy loss "
-            "(gkd.use_rl_loss) and without reference responses (gkd.sft_share); raise the coefficient, or add one of "
-            "these"
+            f"the gradient is zero: {_without_distillation(gkd)}, without a policy loss (gkd.use_rl_loss) and without "
+            "reference responses (gkd.sft_share); change this key, or add one of these"
         )
+    if uses_custom_loss(gkd) and not uses_teacher(gkd):
+        yield (
+            f"gkd.custom_loss.path={gkd.custom_loss.path} with {_without_distillation(gkd)}: a custom loss is computed "
+            "from the teacher's scores; change this key, or set gkd.custom_loss.path=null gkd.custom_loss.name=null"
+        )
+
+
+def _max_loss_position(config: Config) -> Iterator[str]:
+    gkd = config.gkd
+    if gkd.max_loss_position is None:
+        return
+    setting = f"gkd.max_loss_position={gkd.max_loss_position}"
+    if gkd.loss_agg_mode != "token-mean":
+        yield (
+            f"{setting} with gkd.loss_agg_mode={gkd.loss_agg_mode}: the mean over a response would count the positions "
+            "without a loss; set gkd.loss_agg_mode=token-mean, or gkd.max_loss_position=null"
+        )
+    if gkd.sft_share and gkd.sft_target == "teacher":
+        yield (
+            f"{setting} with gkd.sft_target=teacher: the rest of a reference response would be trained on with "
+            "cross-entropy; set gkd.sft_target=data, or gkd.max_loss_position=null"
+        )
+
+
+def _without_distillation(gkd: GkdConfig) -> str:
+    """Return the override that switches the distillation loss off."""
+    return (
+        "gkd.enable_teacher=false"
+        if gkd.enable_teacher is False
+        else f"gkd.distill_loss_coef={gkd.distill_loss_coef:g}"
+    )
 
 
 def _reward(config: Config) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_gkd.config.actor_layout import as_override_value
-from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss
+from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss, uses_teacher
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.validate import runs_validation, saves_checkpoints
 
@@ -60,7 +60,30 @@ def _trains_on_rewards(config: Config) -> bool:
     return config.gkd.use_rl_loss or config.custom_reward_function.on_training
 
 
+_TEACHER_KEYS = (
+    "server_ip",
+    "server_port",
+    "prompt_template",
+    "n_server_workers",
+    "num_microbatches",
+    "top_k",
+    "wire_dtype",
+    "auth_dir",
+    "on_failure",
+    "sleep_between_batches",
+)
+
 UNUSED_KEYS = (
+    UnusedKeys(
+        keys=(
+            *(f"{TEACHER}.{name}" for name in _TEACHER_KEYS),
+            *(f"gkd.{name}" for name in ("distill_loss_type", "distill_temperature", "tail", "max_loss_position")),
+            "data.teacher_prompt_key",
+        ),
+        is_unused=lambda config: not uses_teacher(config.gkd),
+        because="gkd.enable_teacher",
+        enable="gkd.enable_teacher=true",
+    ),
     UnusedKeys(
         keys=(f"{ACTOR}.micro_batch_size",),
         is_unused=lambda config: config.actor_rollout_ref.actor.use_dynamic_bsz,

@@ -98,6 +98,19 @@ class TeacherTopK:
             sampled_logps_T=np.zeros(rows, np.float32),
         )
 
+    def extended(self, rows: int) -> TeacherTopK:
+        """Return the distribution with absent rows at the end.
+
+        Args:
+            rows: Number of response tokens T, at least the present one.
+        """
+        n_absent, k = rows - len(self.ids_TK), self.ids_TK.shape[1]
+        return TeacherTopK(
+            logps_TK=np.concatenate([self.logps_TK, np.full((n_absent, k), -np.inf, self.logps_TK.dtype)]),
+            ids_TK=np.concatenate([self.ids_TK, np.full((n_absent, k), -1, np.int32)]),
+            sampled_logps_T=np.concatenate([self.sampled_logps_T, np.zeros(n_absent, np.float32)]),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from recipe_gkd.config import Config
+from recipe_gkd.config.objective import uses_teacher
 from recipe_gkd.config.teachers import TEACHER, addresses, auth_dirs
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.runtime.clock import now
@@ -88,7 +89,7 @@ class Teachers:
             outages: Monitor of the same backends, or None for no warnings.
         """
         self.clients, self._routes, self._gkd = clients, routes, config.gkd
-        self._outages = outages
+        self._uses_teacher, self._outages = uses_teacher(config.gkd), outages
         self._policy = FailurePolicy(config.actor_rollout_ref.teacher)
         self._skips = config.actor_rollout_ref.teacher.on_failure == "skip_samples"
         self._request_times: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
@@ -139,7 +140,8 @@ class Teachers:
         """Return the pairs with the teachers' top-k at every response position, in the same order.
 
         The pairs of one teacher are one request. Two kinds of pairs are not scored: empty responses, and reference
-        responses with ``gkd.sft_target=data``.
+        responses with ``gkd.sft_target=data``. Positions from ``gkd.max_loss_position`` on are not scored either. In a
+        run without a teacher no pair is scored.
 
         Args:
             pairs: Prompts with their responses.
@@ -166,14 +168,15 @@ class Teachers:
         return [[pair] for pair in pairs] if self._skips else [pairs]
 
     def _needs_teacher(self, prompt: Prompt, response: Response) -> bool:
-        return len(response.ids) > 0 and (prompt.reference_ids is None or self._gkd.sft_target == "teacher")
+        may_score = prompt.reference_ids is None or self._gkd.sft_target == "teacher"
+        return self._uses_teacher and may_score and len(response.ids) > 0
 
     async def _send(self, number: int, pairs: Sequence[Pair], step: int) -> list[Sample]:
         name, temperature = self._routes.names[number], self._gkd.distill_temperature
         client = self.clients[name]
         sequences = [
             TeacherSequence(
-                token_ids=np.concatenate([prompt.ids_for_teacher, response.ids]),
+                token_ids=np.concatenate([prompt.ids_for_teacher, response.ids[: self._gkd.max_loss_position]]),
                 prompt_len=len(prompt.ids_for_teacher),
             )
             for prompt, response in pairs
@@ -197,7 +200,7 @@ class Teachers:
             Sample(
                 prompt=prompt,
                 response=response,
-                teacher=_top_k(result) if result else TeacherTopK.absent(len(response.ids)),
+                teacher=_top_k(result, len(response.ids)) if result else TeacherTopK.absent(len(response.ids)),
                 teacher_number=number,
                 is_skipped=result is None,
             )
@@ -207,6 +210,8 @@ class Teachers:
     def step_metrics(self, samples: Sequence[Sample], step: int, *, before: int) -> dict[str, float]:
         """Return the metrics of each teacher for the batch of a step. Call it once per batch, before the update.
 
+        A run without a teacher has none.
+
         Args:
             samples: Batch of the step.
             step: Training step.
@@ -215,6 +220,8 @@ class Teachers:
         Raises:
             TeacherError: No sample was scored, but the objective has a distillation loss. It is the last failure.
         """
+        if not self._uses_teacher:
+            return {}
         for_teacher = [sample for sample in samples if self._needs_teacher(sample.prompt, sample.response)]
         skipped = sum(sample.is_skipped for sample in for_teacher)
         none_scored = skipped > 0 and skipped == len(for_teacher)
@@ -227,7 +234,7 @@ class Teachers:
         metrics = {"teacher/skipped_samples": float(skipped), "teacher/skipped_samples_total": float(before + skipped)}
         tokens = [0] * len(self._routes.names)
         for sample in for_teacher:
-            tokens[sample.teacher_number] += 0 if sample.is_skipped else len(sample.response.ids)
+            tokens[sample.teacher_number] += int(np.count_nonzero(sample.teacher.is_scored_T))
         for number, name in enumerate(self._routes.names):
             metrics |= {
                 f"teacher/{name}/tokens": float(tokens[number]),
@@ -237,8 +244,12 @@ class Teachers:
         return metrics
 
 
-def _top_k(scored: ScoredSequence) -> TeacherTopK:
-    return TeacherTopK(logps_TK=scored.topk_logps_TK, ids_TK=scored.topk_ids_TK, sampled_logps_T=scored.sampled_logps_T)
+def _top_k(scored: ScoredSequence, n_tokens: int) -> TeacherTopK:
+    """Return the scores of a response. Positions that were not requested (``gkd.max_loss_position``) are absent."""
+    found = TeacherTopK(
+        logps_TK=scored.topk_logps_TK, ids_TK=scored.topk_ids_TK, sampled_logps_T=scored.sampled_logps_T
+    )
+    return found.extended(n_tokens) if n_tokens > len(found.ids_TK) else found
 
 
 def _unscored(prompt: Prompt, response: Response) -> Sample:

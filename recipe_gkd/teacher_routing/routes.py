@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from recipe_gkd.config.schema import TeacherConfig
+from recipe_gkd.config import Config
+from recipe_gkd.config.objective import uses_teacher
 from recipe_gkd.config.teachers import TEACHER, names
 from recipe_gkd.data.tables import column_at, column_path
 from recipe_gkd.errors import DataError
@@ -21,7 +22,7 @@ class Routes:
     """Teacher of each row of the training data.
 
     Attributes:
-        names: Names of the teachers. A teacher's number is its index here.
+        names: Names of the teachers. A teacher's number is its index here. Empty for a run without a teacher.
         numbers_R: Teacher number of each row, int64 [R]. None assigns all rows to teacher 0.
     """
 
@@ -35,20 +36,25 @@ class Routes:
     @property
     def used(self) -> list[str]:
         """Names of the teachers that have at least one row."""
-        numbers = [0] if self.numbers_R is None else np.unique(self.numbers_R).tolist()
+        numbers = range(min(1, len(self.names))) if self.numbers_R is None else np.unique(self.numbers_R).tolist()
         return [self.names[number] for number in numbers]
 
 
-def read_routes(table: pa.Table, teacher: TeacherConfig) -> Routes:
+def read_routes(table: pa.Table, config: Config) -> Routes:
     """Return the teacher of each row, and log a warning for each teacher without rows.
+
+    A run without a teacher has empty routes.
 
     Args:
         table: Training data.
-        teacher: Settings with the teachers and ``route_key``.
+        config: Configuration with the teachers and ``route_key``.
 
     Raises:
         DataError: The data has no column ``route_key``, or a row names an unknown teacher.
     """
+    if not uses_teacher(config.gkd):
+        return Routes(())
+    teacher = config.actor_rollout_ref.teacher
     known = names(teacher)
     if teacher.route_key is None:
         return Routes(known)

@@ -55,7 +55,7 @@ def _check_all(config: Config) -> Iterator[Finding]:
     student = read_student(config)
     run_folder = folder_of(config.trainer).absolute()
     table = read_table(config.data.train_files, config.data.prompt_key)
-    routes = read_routes(table, config.actor_rollout_ref.teacher)
+    routes = read_routes(table, config)
     found: list[Finding] = []
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         config = live_config(with_model_path(config, student.path), Path(folder))
@@ -86,6 +86,7 @@ def live_config(config: Config, folder: Path) -> Config:
     )
     gkd = replace(
         config.gkd,
+        enable_teacher=True,
         distill_loss_type="forward_kl",
         distill_loss_coef=1.0,
         distill_temperature=1.0,

@@ -14,6 +14,7 @@ from recipe_gkd.commands.doctor.data_checks import MAX_ROWS
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.commands.doctor.machine_checks import connection_error
 from recipe_gkd.config import Config
+from recipe_gkd.config.objective import uses_teacher
 from recipe_gkd.config.teachers import TEACHER, addresses, names, prompt_settings
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.preflight import Student, check_stop_ids, check_teacher, check_teacher_prompts
@@ -35,8 +36,8 @@ def teacher_findings(config: Config, table: pa.Table | None, student: Student) -
         table: Training data; None if it cannot be read. All teachers are checked then.
         student: Student of the run.
     """
-    if not getattr(config.gkd, "enable_teacher", True):
-        yield Finding("teacher", "skipped", "gkd.enable_teacher=false")
+    if not uses_teacher(config.gkd):
+        yield Finding("teacher", "skipped", "the run needs none (gkd.enable_teacher)")
         return
     infos: list[TeacherInfo] = []
 
@@ -55,10 +56,9 @@ def teacher_findings(config: Config, table: pa.Table | None, student: Student) -
 
 
 def _routes(config: Config, table: pa.Table | None) -> Routes:
-    teacher = config.actor_rollout_ref.teacher
     if table is not None:
-        return read_routes(table, teacher)
-    known = names(teacher)
+        return read_routes(table, config)
+    known = names(config.actor_rollout_ref.teacher)
     return Routes(known, np.arange(len(known)))
 
 
@@ -84,12 +84,11 @@ def _check(
 
 def _prompt_findings(config: Config, table: pa.Table, student: Student, teachers: Teachers) -> list[Finding]:
     """Render the prompts of teachers that do not see the student's, for the first rows."""
-    teacher = config.actor_rollout_ref.teacher
-    if not any(prompt_settings(teacher, config.data).values()):
+    if not any(prompt_settings(config.actor_rollout_ref.teacher, config.data).values()):
         return []
     some = table.slice(0, MAX_ROWS)
     data = PromptData(some, replace(config.data, filter_overlong_prompts=True), student.tokenizer)
-    prompts = make_teacher_prompts(data, read_routes(some, teacher), config, student.tokenizer)
+    prompts = make_teacher_prompts(data, read_routes(some, config), config, student.tokenizer)
     if prompts is None:
         return []
     check_teacher_prompts(teachers.clients, prompts.longest, config)

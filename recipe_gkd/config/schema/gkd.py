@@ -40,12 +40,25 @@ class CustomLossConfig:
 class GkdConfig:
     """Objective, section ``gkd``: distillation, policy loss and cross-entropy, each with a coefficient."""
 
+    enable_teacher: bool | None = key(
+        "Score responses with the teacher. false: no teacher is needed, for a policy loss or reference responses "
+        "alone. null: true if the distillation loss is trained on, with `distill_loss_coef` above 0 and responses "
+        "other than reference responses with `sft_target=data`."
+    )
     distill_loss_type: LossType = key(
         "Distillation loss at each position: a divergence between teacher P and student Q on the teacher's top-k, or "
         "an estimate of reverse KL from the sampled token alone (`k1`: policy gradient, `k2`, `k3`)."
     )
     distill_loss_coef: float = key(
-        "Coefficient of the distillation loss. 0: the loss is measured but not trained on.", ge=0, le=MAX_COEFFICIENT
+        "Coefficient of the distillation loss. 0: it is not trained on, and with `enable_teacher=true` it is measured.",
+        ge=0,
+        le=MAX_COEFFICIENT,
+    )
+    max_loss_position: int | None = key(
+        "Number of response tokens, from the first one, that the teacher scores and the distillation loss covers. The "
+        "other terms cover whole responses. null: all tokens.",
+        ge=1,
+        le=MAX_INT32,
     )
     distill_temperature: float = key(
         "Temperature of both distributions: logits are divided by it before the softmax.", ge=1e-3, le=1e3

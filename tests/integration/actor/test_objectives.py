@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from tests._support import custom_losses
@@ -20,7 +22,7 @@ from tests._support.tiny_models import ACTOR, MEGATRON, VOCAB, make_config, make
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs
 from tests.integration.actor.plain_objectives import plain_objective
-from tests.integration.actor.reference import reference_training
+from tests.integration.actor.reference import forward_kl_T, reference_training
 from tests.integration.actor.test_layouts import assert_metrics, assert_weights
 
 pytestmark = pytest.mark.timeout(150)
@@ -148,6 +150,32 @@ def test_skipped_samples_have_no_distillation_loss(name: str, pool: WorkerPool, 
     expected = reference_training(folders["qwen2"], batches, partial(plain_objective, gkd))
     ranks, layout = LAYOUTS["dynamic, data 2"]
     results = pool.run(ranks, jobs.train, make_config(folders["qwen2"], *overrides, *layout, ranks=ranks), batches)
+    assert_metrics(results[0][1], expected[0])
+    assert_weights(results[0][2], expected[1])
+
+
+def test_positions_without_scores_have_no_distillation_loss(pool: WorkerPool, folders: dict[str, Path]) -> None:
+    """``gkd.max_loss_position``: the mean is over the first tokens of each response, at which the teacher scored."""
+    n = 2
+    batches = [make_batch(seed) for seed in (0, 1)]
+    assert any(len(sample.response.ids) > n for sample in batches[0])
+
+    def first_tokens(sample: Sample) -> Sample:
+        top_k, length = sample.teacher, len(sample.response.ids)
+        first = TeacherTopK(
+            logps_TK=top_k.logps_TK[:n], ids_TK=top_k.ids_TK[:n], sampled_logps_T=top_k.sampled_logps_T[:n]
+        )
+        return replace(sample, teacher=first.extended(max(length, len(first.ids_TK))))
+
+    def objective(samples: Sequence[tuple[Sample, Tensor]]) -> dict[str, Tensor]:
+        loss = torch.cat([forward_kl_T(sample, logits_TV)[:n] for sample, logits_TV in samples]).mean()
+        return {"actor/loss": loss, "actor/kl_loss": loss}
+
+    expected = reference_training(folders["qwen2"], batches, objective)
+    ranks, layout = LAYOUTS["dynamic, data 2"]
+    scored = [[first_tokens(sample) for sample in batch] for batch in batches]
+    config = make_config(folders["qwen2"], "gkd.max_loss_position=2", *layout, ranks=ranks)
+    results = pool.run(ranks, jobs.train, config, scored)
     assert_metrics(results[0][1], expected[0])
     assert_weights(results[0][2], expected[1])
 

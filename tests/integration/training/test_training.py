@@ -12,12 +12,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests._support.documented_metrics import is_documented
+from tests._support.ports import free_port
 from tests._support.repository import REPO
 from tests._support.training_command import FULL_OBJECTIVE, Run, StartRun, Teacher, running_teacher
 
 pytestmark = pytest.mark.timeout(600)
 
 TEACHER = "actor_rollout_ref.teacher"
+REWARD = (
+    f"custom_reward_function.path={REPO / 'tests/_support/verl_reward.py'}",
+    "custom_reward_function.num_workers=1",
+    "data.ground_truth_key=answer",
+)
 WAITS = {"one_step_off": "wait_prev_teacher", "two_step_off": "wait_prev_prev_teacher"}
 TRAINER_TIMINGS = ("wait_sync", "wait_prev_gen", "update_actor", "log", "other")
 OPTIONAL_TIMINGS = ("wait_reward", "validate", "save_checkpoint")
@@ -267,6 +273,24 @@ class TestFsdp:
 
 @pytest.mark.slow
 class TestTeacher:
+    @pytest.mark.parametrize(
+        ("objective", "metric"),
+        [
+            ([*REWARD, "gkd.use_rl_loss=true", "actor_rollout_ref.rollout.n=4", "gkd.enable_teacher=false"], "pg_loss"),
+            (["gkd.sft_share=1", "data.response_key=answer"], "sft_loss"),
+        ],
+        ids=["policy loss", "reference responses"],
+    )
+    def test_objective_without_distillation_needs_no_teacher(
+        self, start_run: StartRun, objective: list[str], metric: str
+    ) -> None:
+        port = free_port()
+        run = start_run(*objective, "trainer.total_training_steps=2", f"{TEACHER}.server_port={port}").finish()
+        assert run.status == 0, run.output
+        for line in run.metrics:
+            assert f"actor/{metric}" in line
+            assert not [name for name in line if name.startswith("teacher/") or name == "actor/kl_loss"]
+
     def test_student_as_its_own_teacher_has_no_loss(self, start_run: StartRun, student_service: Teacher) -> None:
         run = start_run(
             "trainer.scheduler=sync",

@@ -240,6 +240,8 @@ class TestObjective:
             (["gkd.sft_share=1", "gkd.sft_target=teacher", "gkd.distill_loss_coef=0"], "gkd.distill_loss_coef=0"),
             (["gkd.sft_share=0.5", "gkd.sft_target=teacher", "gkd.distill_loss_coef=0"], "gkd.distill_loss_coef=0"),
             (["gkd.sft_share=0.5", "gkd.sft_loss_coef=0"], "gkd.sft_loss_coef=0"),
+            (["gkd.enable_teacher=false"], "the gradient is zero: gkd.enable_teacher=false"),
+            (["gkd.sft_share=0.5", "gkd.sft_target=teacher", "gkd.enable_teacher=false"], "gkd.enable_teacher=false"),
             (["gkd.sft_share=1", "gkd.use_rl_loss=true"], "gkd.sft_share=1"),
             (["gkd.use_rl_loss=true", "gkd.rl_loss_coef=0"], "gkd.rl_loss_coef=0"),
             (["gkd.baseline=group"], "gkd.distill_loss_type=forward_kl"),

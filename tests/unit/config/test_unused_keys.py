@@ -30,6 +30,7 @@ CONDITIONS: dict[tuple[str, str], tuple[str, ...]] = {
     (f"{ACTOR}.optim.lr_warmup_steps_ratio", f"{ACTOR}.optim.lr_warmup_steps"): (f"{ACTOR}.optim.lr_warmup_steps=5",),
     (f"{ACTOR}.checkpoint.save_contents", "trainer.save_freq"): ("trainer.save_freq=-1",),
     (f"{ACTOR}.checkpoint.load_contents", "trainer.resume_mode"): ("trainer.resume_mode=disable",),
+    (f"{TEACHER}.server_ip", "gkd.enable_teacher"): ("gkd.enable_teacher=false", "gkd.sft_share=1"),
     (f"{TEACHER}.server_ip", f"{TEACHER}.teachers"): (f"{TEACHER}.teachers.a=host:1",),
     ("gkd.distill_loss_type", "gkd.custom_loss.path"): (LOSS,),
     ("gkd.tail", "gkd.distill_loss_type"): ("gkd.distill_loss_type=k1",),
@@ -57,6 +58,12 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
 VALUES = {
     "trainer.max_actor_ckpt_to_keep": "2",
     "data.val_files": "[val.parquet]",
+    "data.teacher_prompt_key": "seen",
+    f"{TEACHER}.prompt_template": "seen",
+    f"{TEACHER}.n_server_workers": "2",
+    f"{TEACHER}.top_k": "8",
+    f"{TEACHER}.auth_dir": "keys",
+    "gkd.max_loss_position": "8",
     "custom_reward_function.path": "reward.py",
 }
 DEFAULTS: Any = OmegaConf.to_container(compose_config(CONFIG_NAME), resolve=False)

@@ -386,7 +386,7 @@ class TestScores:
         try:
             check_teacher_prompts({"default": teacher}, {"default": 56}, config)
             with pytest.raises(
-                ConfigError, match=r"at most 96 tokens, .* prompt has 57, .*max_response_length=40: 97 in"
+                ConfigError, match=r"at most 96 tokens, .* prompt has 57, response up to 40: 97 in"
             ):
                 check_teacher_prompts({"default": teacher}, {"default": 57}, config)
         finally:

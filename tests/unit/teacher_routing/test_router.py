@@ -64,7 +64,7 @@ def test_teachers_route_key_selects_teacher_of_each_sample() -> None:
     teacher_of_row = ["math", "code", "code", "math", "code"]
     with service(OFFSETS["math"]) as math, service(OFFSETS["code"]) as code:
         config = configured(*two_teachers(math=math, code=code))
-        routes = read_routes(table_of(teacher_of_row), config.actor_rollout_ref.teacher)
+        routes = read_routes(table_of(teacher_of_row), config)
         with open_teachers(config, routes) as teachers:
 
             async def two_groups() -> list[Sample]:
@@ -92,7 +92,7 @@ def test_open_teachers_skips_unused_and_shares_clients_by_address(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = configured(*two_teachers(math=9, code=9, idle=1))
-    routes = read_routes(table_of(["math", "code"]), config.actor_rollout_ref.teacher)
+    routes = read_routes(table_of(["math", "code"]), config)
     assert "no row of the training data is for teacher idle" in caplog.text
     with open_teachers(config, routes) as teachers:
         assert list(teachers.clients) == ["math", "code"]
@@ -101,15 +101,44 @@ def test_open_teachers_skips_unused_and_shares_clients_by_address(
 
 @pytest.mark.parametrize("value", ["cod", None])
 def test_read_routes_unknown_teacher_raises_with_row_and_names(value: str | None) -> None:
-    teacher = configured(*two_teachers(math=1, code=2)).actor_rollout_ref.teacher
+    config = configured(*two_teachers(math=1, code=2))
     with pytest.raises(DataError, match=rf"row 2 .* has {value!r} in .*route_key=meta.teacher; .* math, code"):
-        read_routes(table_of(["math", "code", value]), teacher)
+        read_routes(table_of(["math", "code", value]), config)
 
 
 def test_read_routes_missing_column_raises_with_present_columns() -> None:
-    teacher = configured(*two_teachers(math=1, code=2)).actor_rollout_ref.teacher
+    config = configured(*two_teachers(math=1, code=2))
     with pytest.raises(DataError, match=r"teacher.route_key=meta.teacher: .* it has: prompt"):
-        read_routes(pa.table({"prompt": ["x"]}), teacher)
+        read_routes(pa.table({"prompt": ["x"]}), config)
+
+
+def test_run_without_teacher_connects_to_none_and_scores_nothing() -> None:
+    config = configured("server_port=9", "gkd.enable_teacher=false", "gkd.sft_share=0.5")
+    routes = read_routes(table_of(["any"]), config)
+    with open_teachers(config, routes) as teachers:
+        samples = asyncio.run(teachers.score([pair(0), pair(1)], step=0))
+        assert not teachers.clients and teachers.step_metrics(samples, 0, before=0) == {}
+    assert not any(sample.is_skipped or sample.teacher.is_scored_T.any() for sample in samples)
+
+
+def test_positions_beyond_the_last_one_are_not_requested_and_absent() -> None:
+    pairs = [pair(0), pair(5)]
+    n = max(len(response.ids) for _, response in pairs) - 1
+    with service(0) as port:
+        config = configured(f"server_port={port}", f"gkd.max_loss_position={n}")
+        with open_teachers(config, ROUTES) as teachers:
+            samples = asyncio.run(teachers.score(pairs, step=0))
+            metrics = teachers.step_metrics(samples, 0, before=0)
+        with open_teachers(configured(f"server_port={port}"), ROUTES) as teachers:
+            complete = asyncio.run(teachers.score(pairs, step=0))
+    for sample, expected in zip(samples, complete, strict=True):
+        n_scored = min(n, len(sample.response.ids))
+        assert sample.teacher.is_scored_T.tolist() == [position < n for position in range(len(sample.response.ids))]
+        for name in ("logps_TK", "ids_TK", "sampled_logps_T"):
+            got, want = getattr(sample.teacher, name), getattr(expected.teacher, name)
+            assert got.dtype == want.dtype and got.shape == want.shape
+            np.testing.assert_array_equal(got[:n_scored], want[:n_scored])
+    assert metrics["teacher/default/tokens"] == sum(min(n, len(response.ids)) for _, response in pairs)
 
 
 # ---- requests
@@ -285,7 +314,7 @@ def test_failure_policy_skip_ends_above_budget_of_resumed_run(error: TeacherErro
 
 def test_teachers_step_metrics_without_scores_raises_if_distilling() -> None:
     for coefficient in (1, 0):
-        rewards = ["gkd.use_rl_loss=true"] if not coefficient else []
+        rewards = ["gkd.use_rl_loss=true", "gkd.enable_teacher=true"] if not coefficient else []
         config = base_config(
             *("actor_rollout_ref.rollout.n=2", "custom_reward_function.path=x", f"{TEACHER}.on_failure=skip_samples"),
             *(f"gkd.distill_loss_coef={coefficient}", *rewards),
