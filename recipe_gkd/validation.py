@@ -71,7 +71,7 @@ class Validation:
         self._n_logged = config.trainer.log_val_generations
         self._folder = folder_of(config.trainer) / "validation"
         try:
-            table = read_table(config.data.val_files, config.data.prompt_key)
+            table = read_table(config.data.val_files, config.data.prompt_key, config.data.response_key)
             data = PromptData(table, config.data, tokenizer, name="the validation data")
             self._items = RewardItems(data, config.data, tokenizer, require_truth=True)
         except DataError as error:

@@ -49,10 +49,19 @@ def read_table(files: list[str], prompt_key: str, response_key: str = "response"
 
 
 def _files_at(path: Path) -> list[Path]:
-    """Return the file itself, or the data files of a folder and its subfolders, sorted by path."""
+    """Return the file itself, or the data files of a folder and its subfolders, sorted by path.
+
+    Hidden files and folders are skipped, such as the copies that an editor makes.
+    """
     if not path.is_dir():
         return [path]
-    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    found = sorted(
+        file
+        for file in path.rglob("*")
+        if file.suffix in SUFFIXES
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
     if not found:
         raise DataError(f"data folder {path} contains no file with a suffix of {', '.join(SUFFIXES)}; correct the path")
     return found
@@ -64,7 +73,7 @@ def _read_file(path: Path, prompt_key: str, response_key: str) -> pa.Table:
     kind = path.suffix[1:] if path.suffix in SUFFIXES else "parquet"
     try:
         table = {"parquet": _read_parquet, "csv": _read_csv}.get(kind, _read_json)(path)
-    except (pa.ArrowException, OSError, ValueError, csv.Error) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError, csv.Error) as error:
         raise DataError(f"data file {path} cannot be read as {kind}: {error}") from error
     if prompt_key == MESSAGES or prompt_key not in table.column_names:
         table = _split_messages(table, prompt_key, response_key)
@@ -89,6 +98,8 @@ def _read_csv(path: Path) -> pa.Table:
     _refuse_duplicates(path, names)
     return pa_csv.read_csv(
         path,
+        # A row must fit into a block. The default of 1 MiB is too small for long texts.
+        read_options=pa_csv.ReadOptions(block_size=min(max(path.stat().st_size, 1 << 20), (1 << 31) - 1)),
         parse_options=pa_csv.ParseOptions(newlines_in_values=True),
         convert_options=pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
     )
@@ -99,11 +110,15 @@ def _read_json(path: Path) -> pa.Table:
 
     pyarrow's reader is not used, because it converts text that looks like a date.
     """
-    text = path.read_text(encoding="utf-8")
-    if text.lstrip().startswith("["):
-        rows = json.loads(text)
-    else:
-        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+    text = path.read_text(encoding="utf-8-sig")
+    try:
+        rows = (
+            json.loads(text)
+            if text.lstrip().startswith("[")
+            else [json.loads(line) for line in text.split("\n") if line.strip()]
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error}; expected a list of objects, or one object per line") from error
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("expected a list of objects, or one object per line")
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -117,7 +132,7 @@ def _refuse_duplicates(path: Path, names: list[str]) -> None:
 
 def _split_messages(table: pa.Table, prompt_key: str, response_key: str) -> pa.Table:
     """Return ``table`` with the column ``messages`` split into prompts and reference responses, if it has chats."""
-    if MESSAGES not in table.column_names or not pa.types.is_list(table.schema.field(MESSAGES).type):
+    if MESSAGES not in table.column_names or not _is_list(table.schema.field(MESSAGES).type):
         return table
     prompts: list[Any] = []
     responses: list[Any] = []
@@ -125,12 +140,16 @@ def _split_messages(table: pa.Table, prompt_key: str, response_key: str) -> pa.T
         last: dict[str, Any] = (messages[-1] if messages else None) or {}
         ends_with_response = isinstance(last, dict) and last.get("role") == "assistant"
         prompts.append(messages[:-1] if ends_with_response else messages)
-        responses.append(last["content"] if ends_with_response else None)
+        responses.append(last.get("content") if ends_with_response else None)
     column_type = table.schema.field(MESSAGES).type
     table = table.drop_columns([MESSAGES]).append_column(prompt_key, pa.array(prompts, column_type))
     if response_key not in table.column_names and any(response is not None for response in responses):
         table = table.append_column(response_key, pa.array(responses))
     return table
+
+
+def _is_list(column_type: pa.DataType) -> bool:
+    return pa.types.is_list(column_type) or pa.types.is_large_list(column_type)
 
 
 def column_path(table: pa.Table, key: str, *, setting: str, purpose: str) -> list[str]:

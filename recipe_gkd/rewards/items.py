@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
+
+import pyarrow as pa
 
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.data.tables import column_at, column_path
 from recipe_gkd.errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,10 @@ class RewardItem:
         return {name: getattr(self, name) for name in names}
 
 
+VERL_TRUTH = ["reward_model", "ground_truth"]
+"""Path of the ground truth in files that were prepared for verl."""
+
+
 class RewardItems:
     """Factory of reward items from the data set that the prompts come from.
 
@@ -51,18 +60,14 @@ class RewardItems:
         require_truth: True to require a ground truth in every row in use.
 
     Raises:
-        DataError: The data has no ``data.ground_truth_key``, or with ``require_truth`` a row has no value there.
+        DataError: The data has neither ``data.ground_truth_key`` nor, if this is the default, verl's field, or with
+            ``require_truth`` a row has no value there.
     """
 
     def __init__(self, data: PromptData, config: DataConfig, tokenizer: Any, *, require_truth: bool = False) -> None:
         self._table, self._config, self._tokenizer = data.table, config, tokenizer
         self._name = data.name
-        self._truth_path = column_path(
-            data.table,
-            config.ground_truth_key,
-            setting="data.ground_truth_key",
-            purpose="that the reward function compares responses with",
-        )
+        self._truth_path = _truth_path(data, config)
         if require_truth:
             self._refuse_nulls(data.rows)
 
@@ -96,3 +101,19 @@ class RewardItems:
                 f"value there, like {len(null_rows)} of {len(rows)} rows in use; expected a ground truth in each row. "
                 "Fill the column in all files, or remove these rows"
             )
+
+
+def _truth_path(data: PromptData, config: DataConfig) -> list[str]:
+    """Return the path of the ground truth: ``data.ground_truth_key``, or verl's if the default is absent."""
+    key, names = config.ground_truth_key, data.table.column_names
+    if key == VERL_TRUTH[-1] and key not in names and VERL_TRUTH[0] in names:
+        field = data.table.schema.field(VERL_TRUTH[0]).type
+        if pa.types.is_struct(field) and field.get_field_index(VERL_TRUTH[1]) >= 0:
+            log.info("%s: the ground truth is %s, as in verl's files", data.name, ".".join(VERL_TRUTH))
+            return VERL_TRUTH
+    return column_path(
+        data.table,
+        key,
+        setting="data.ground_truth_key",
+        purpose="that the reward function compares responses with",
+    )

@@ -34,7 +34,7 @@ def read_tables(config: Config) -> tuple[dict[str, pa.Table], list[Finding]]:
     tables: dict[str, pa.Table] = {}
 
     def read(key: str) -> list[Finding]:
-        tables[key] = read_table(files[key], config.data.prompt_key)
+        tables[key] = read_table(files[key], config.data.prompt_key, config.data.response_key)
         return [Finding(key, "ok", f"{tables[key].num_rows} rows: {', '.join(tables[key].column_names)}")]
 
     found = [finding for key in files for finding in findings_of(key, partial(read, key))]

@@ -54,7 +54,7 @@ def live_findings(config: Config) -> Iterator[Finding]:
 def _check_all(config: Config) -> Iterator[Finding]:
     student = read_student(config)
     run_folder = folder_of(config.trainer).absolute()
-    table = read_table(config.data.train_files, config.data.prompt_key)
+    table = read_table(config.data.train_files, config.data.prompt_key, config.data.response_key)
     routes = read_routes(table, config)
     found: list[Finding] = []
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:

@@ -114,7 +114,7 @@ def evaluate(
     """
     prepare_environment()
     tokenizer = _tokenizer(folder, options.trust_remote_code)
-    table = read_table(list(config.data.val_files), config.data.prompt_key)
+    table = read_table(list(config.data.val_files), config.data.prompt_key, config.data.response_key)
     data = PromptData(table, config.data, tokenizer, name=NAME)
     longest = max(map(len, data.ids)) + sampling.max_tokens
     with vllm_engine(folder, replace(options, max_model_len=limit_to_model(longest, folder))) as engine:

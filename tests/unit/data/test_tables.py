@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from recipe_gkd.commands.data import main
@@ -45,6 +47,8 @@ def test_read_table_final_assistant_message_is_the_response(tmp_path: Path, key:
         ("a.json", "[1]", "expected a list of objects"),
         ("a.csv", "prompt,prompt\n1,2\n", "two columns are named prompt"),
         ("a.csv", "", "cannot be read as csv"),
+        ("a.json", '{\n "data": []}', "expected a list of objects"),
+        ("a.jsonl", '{"n": 99999999999999999999}', "cannot be read as jsonl"),
         ("a.json", "[]", "has no column 'prompt'"),
     ],
 )
@@ -82,3 +86,22 @@ class TestInspect:
     def test_inspect_unknown_action_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["show"]) == 1
         assert "expected: data inspect FILE" in capsys.readouterr().err
+
+
+def test_read_table_folder_skips_hidden_files_and_long_csv_cells_are_read(tmp_path: Path) -> None:
+    long = "x" * (3 << 20)
+    (tmp_path / "a.csv").write_text(f"prompt,answer\n{long},1\n2,3\n")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    for name in (".hidden.jsonl", ".ipynb_checkpoints/b.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "hidden"}\n')
+    assert read_table([str(tmp_path)], "prompt").column("prompt").to_pylist() == [long, "2"]
+
+
+def test_read_table_message_without_text_and_large_lists_are_split(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "tool_calls": "f"}]
+    column = pa.array(
+        [messages], pa.large_list(pa.struct([(n, pa.string()) for n in ("role", "content", "tool_calls")]))
+    )
+    pq.write_table(pa.table({"messages": column}), tmp_path / "a.parquet")
+    [row] = read_table([str(tmp_path / "a.parquet")], "prompt").to_pylist()
+    assert [message["role"] for message in row["prompt"]] == ["user"] and "response" not in row

@@ -77,6 +77,24 @@ def test_dotted_key_reads_a_nested_field_and_keeps_its_column_in_extra(tmp_path:
     assert second.ground_truth is None and second.data_source == 2
 
 
+def test_verl_file_needs_no_key(tmp_path: Path) -> None:
+    """The columns are those that verl's script for GSM8K writes."""
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{number}+1="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
+            "extra_info": {"split": "train", "index": number, "answer": "...", "question": "..."},
+        }
+        for number in range(2)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    item = build_item([tmp_path / "train.parquet"], 1, "2")
+    assert (item.prompt, item.ground_truth, item.data_source) == (rows[1]["prompt"], "2", "openai/gsm8k")
+    assert item.extra["extra_info"] == rows[1]["extra_info"]
+
+
 def test_column_name_with_dots_is_read(tmp_path: Path) -> None:
     item = build_item(table(tmp_path, **{"a.b": ["2", "4"]}), 1, "4", ground_truth_key="a.b")
     assert item.ground_truth == "4" and item.extra == {}
