@@ -87,6 +87,7 @@ def live_config(config: Config, folder: Path) -> Config:
     gkd = replace(
         config.gkd,
         enable_teacher=True,
+        max_loss_position=None,
         distill_loss_type="forward_kl",
         distill_loss_coef=1.0,
         distill_temperature=1.0,

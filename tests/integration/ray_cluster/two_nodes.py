@@ -10,6 +10,7 @@ import os
 import signal
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime.worker_variables import worker_variables
 from tests._support.base_config import base_config
 from tests._support.processes import is_running
+from tests._support.waiting import wait_until_async
 
 JSON_PREFIX = "facts "
 HYBRID = "actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync"
@@ -129,6 +131,8 @@ async def scenario(cluster: Cluster, second: Any) -> dict[str, Any]:
     facts["hanging"], facts["stopped"] = hanging, stopped
     facts["stacks"] = await diagnose_stopped_worker(actors, rollouts, stopped, facts["actors"][stopped][2])
     await actors.stop(timeout_s=5)
+    with suppress(TimeoutError):  # on a busy machine the kill may miss its deadline; Ray then ends the process
+        await wait_until_async(lambda: not any(is_running(pid) for _, _, pid in facts["actors"]), 10)
     facts["actors_running"] = [pid for _, _, pid in facts["actors"] if is_running(pid)]
 
     facts["death"] = await lose_node(cluster, second, rollouts)

@@ -385,9 +385,7 @@ class TestScores:
         teacher = HfTeacher(str(folder), device="cpu")
         try:
             check_teacher_prompts({"default": teacher}, {"default": 56}, config)
-            with pytest.raises(
-                ConfigError, match=r"at most 96 tokens, .* prompt has 57, response up to 40: 97 in"
-            ):
+            with pytest.raises(ConfigError, match=r"at most 96 tokens, .* prompt has 57, .*response up to 40: 97 in"):
                 check_teacher_prompts({"default": teacher}, {"default": 57}, config)
         finally:
             teacher.close()
