@@ -22,8 +22,10 @@ _MORE_FAILURES_S = 1.0
 _CANCEL_TIMEOUT_S = 1.0
 _BUSY_SHUTDOWN_S = 1.0
 """Time that ``shutdown`` gets if a worker has left a call unanswered."""
-_KILL_TIMEOUT_S = 2.0
-"""Deadline of killing the processes. It usually takes a tenth of that."""
+_KILL_TIMEOUT_S = 5.0
+"""Deadline of killing the processes. It usually takes 0.2 s, and seconds on a node whose cores are all busy."""
+_RESERVED_FOR_KILL_S = 2.0
+"""Part of the time of a stop that is kept for killing the processes."""
 
 
 class WorkerGroup:
@@ -135,13 +137,13 @@ class WorkerGroup:
         processes are killed at once.
 
         Args:
-            timeout_s: Deadline. Killing always has at least 2 s. ``shutdown`` gets 1 s at most if a worker has left a
+            timeout_s: Deadline. Killing always has up to 5 s. ``shutdown`` gets 1 s at most if a worker has left a
                 call unanswered.
         """
         try:
             with suppress(GkdError):
                 shutdown_s = min(
-                    max(0.0, timeout_s - _KILL_TIMEOUT_S), _BUSY_SHUTDOWN_S if self._unanswered else timeout_s
+                    max(0.0, timeout_s - _RESERVED_FOR_KILL_S), _BUSY_SHUTDOWN_S if self._unanswered else timeout_s
                 )
                 await self.call("shutdown", timeout_s=shutdown_s, phase="shutdown")
         finally:
