@@ -87,7 +87,6 @@ class PackedBatch:
         response_ids_T: Response token id, int32 [T].
         positions_T: Position in the response, from 0, int32 [T].
         sequence_T: Index of the token's response in the micro-batch, int32 [T].
-        response_lengths_T: Length of the response, int32 [T].
         sampling_logps_T: Log-probability at temperature 1 under the weights that sampled the token, float32 [T]; 0 for
             reference responses.
         teacher_logps_T: Teacher's log-probability of the response token at ``gkd.distill_temperature``, float32 [T].
@@ -110,7 +109,6 @@ class PackedBatch:
     response_ids_T: np.ndarray
     positions_T: np.ndarray
     sequence_T: np.ndarray
-    response_lengths_T: np.ndarray
     sampling_logps_T: np.ndarray
     teacher_logps_T: np.ndarray
     has_teacher_T: np.ndarray
@@ -176,7 +174,6 @@ def pack(
         response_ids_T=of_tokens((sample.response.ids for sample in samples), np.int32),
         positions_T=positions_T,
         sequence_T=of_samples(np.cumsum(response_lengths > 0) - 1, np.int32),  # empty responses have no index
-        response_lengths_T=of_samples(response_lengths, np.int32),
         sampling_logps_T=of_tokens((sample.response.logprobs for sample in samples), np.float32),
         teacher_logps_T=of_tokens((sample.teacher.sampled_logps_T for sample in samples), np.float32),
         has_teacher_T=of_tokens((sample.teacher.is_scored_T for sample in samples), np.bool_),

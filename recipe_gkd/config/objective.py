@@ -14,7 +14,6 @@ def objective_problems(config: Config) -> Iterator[str]:
     yield from _reward(config)
     yield from _sampled_tokens(config)
     yield from _custom_loss(config)
-    yield from _max_loss_position(config)
 
 
 def uses_teacher(gkd: GkdConfig) -> bool:
@@ -100,23 +99,6 @@ def _without_gradient(config: Config) -> Iterator[str]:
         yield (
             f"gkd.custom_loss.path={gkd.custom_loss.path} with {_without_distillation(gkd)}: a custom loss is computed "
             "from the teacher's scores; change this key, or set gkd.custom_loss.path=null gkd.custom_loss.name=null"
-        )
-
-
-def _max_loss_position(config: Config) -> Iterator[str]:
-    gkd = config.gkd
-    if gkd.max_loss_position is None:
-        return
-    setting = f"gkd.max_loss_position={gkd.max_loss_position}"
-    if gkd.loss_agg_mode != "token-mean":
-        yield (
-            f"{setting} with gkd.loss_agg_mode={gkd.loss_agg_mode}: the mean over a response would count the positions "
-            "without a loss; set gkd.loss_agg_mode=token-mean, or gkd.max_loss_position=null"
-        )
-    if gkd.sft_share and gkd.sft_target == "teacher":
-        yield (
-            f"{setting} with gkd.sft_target=teacher: the rest of a reference response would be trained on with "
-            "cross-entropy; set gkd.sft_target=data, or gkd.max_loss_position=null"
         )
 
 

@@ -154,7 +154,10 @@ def test_skipped_samples_have_no_distillation_loss(name: str, pool: WorkerPool, 
     assert_weights(results[0][2], expected[1])
 
 
-def test_positions_without_scores_have_no_distillation_loss(pool: WorkerPool, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("mode", ["token-mean", pytest.param("seq-mean-token-mean", marks=pytest.mark.slow)])
+def test_positions_without_scores_have_no_distillation_loss(
+    mode: str, pool: WorkerPool, folders: dict[str, Path]
+) -> None:
     """``gkd.max_loss_position``: the mean is over the first tokens of each response, at which the teacher scored."""
     n = 2
     batches = [make_batch(seed) for seed in (0, 1)]
@@ -168,13 +171,18 @@ def test_positions_without_scores_have_no_distillation_loss(pool: WorkerPool, fo
         return replace(sample, teacher=first.extended(max(length, len(first.ids_TK))))
 
     def objective(samples: Sequence[tuple[Sample, Tensor]]) -> dict[str, Tensor]:
-        loss = torch.cat([forward_kl_T(sample, logits_TV)[:n] for sample, logits_TV in samples]).mean()
-        return {"actor/loss": loss, "actor/kl_loss": loss}
+        losses = [forward_kl_T(sample, logits_TV)[:n] for sample, logits_TV in samples]
+        kl = torch.cat(losses).mean()
+        return {
+            "actor/loss": kl if mode == "token-mean" else torch.stack([loss.mean() for loss in losses]).mean(),
+            "actor/kl_loss": kl,
+        }
 
     expected = reference_training(folders["qwen2"], batches, objective)
     ranks, layout = LAYOUTS["dynamic, data 2"]
     scored = [[first_tokens(sample) for sample in batch] for batch in batches]
-    config = make_config(folders["qwen2"], "gkd.max_loss_position=2", *layout, ranks=ranks)
+    overrides = ["gkd.max_loss_position=2", f"gkd.loss_agg_mode={mode}"]
+    config = make_config(folders["qwen2"], *overrides, *layout, ranks=ranks)
     results = pool.run(ranks, jobs.train, config, scored)
     assert_metrics(results[0][1], expected[0])
     assert_weights(results[0][2], expected[1])

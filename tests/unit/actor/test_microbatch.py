@@ -161,7 +161,25 @@ class TestLossTermMasks:
         n_tokens, *others = GlobalDenominators.counts(mixed)
         assert n_tokens == len(packed.uids_T)
         assert others[:3] == [mask_T.sum() for mask_T in masks.values()]
-        assert others[3:] == [round((mask_T / packed.response_lengths_T).sum()) for mask_T in masks.values()]
+        assert others[3:] == [len(np.unique(packed.sequence_T[mask_T])) for mask_T in masks.values()]
+
+    @pytest.mark.parametrize("name", ["distill", "pg", "sft"])
+    def test_weights_of_each_response_with_a_term_are_equal(self, name: str) -> None:
+        """The mean over a response counts only its tokens in the term, such as those before gkd.max_loss_position."""
+        batch = without_empty(SAMPLES)[:6]
+        for number, sample in enumerate(batch):
+            ids_TK = sample.teacher.ids_TK.copy()
+            ids_TK[1 + number :] = -1
+            batch[number] = replace(sample, teacher=replace(sample.teacher, ids_TK=ids_TK))
+        batch[2] = with_reference(replace(batch[2], teacher=TeacherTopK.absent(len(batch[2].response.ids))))
+        batch[4] = with_reference(batch[4])
+        packed, denominators = pack(batch), GlobalDenominators.of(GlobalDenominators.counts(batch))
+        weights_T = denominators.weights(packed, "seq-mean-token-mean")[name]
+        of_responses = np.bincount(packed.sequence_T, weights_T)
+        n_responses = {"distill": 5, "pg": 4, "sft": 1}[name]
+        assert sorted(of_responses) == pytest.approx(
+            [0.0] * (6 - n_responses) + [len(weights_T) / n_responses] * n_responses
+        )
 
 
 def with_reference(sample: Sample) -> Sample:
