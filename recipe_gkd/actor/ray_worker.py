@@ -117,6 +117,11 @@ class ActorWorker:
         with self._memory_explained("log-probabilities"):
             return self.actor.log_probs(ids)
 
+    def kl_sums(self, samples: Sequence[Sample], step: int) -> dict[int, tuple[float, float]]:
+        """Return sums of the KL divergences to the teacher by uid, over the tokens that this rank computes."""
+        with self._memory_explained("validation"):
+            return self.actor.kl_sums(samples, step)
+
     def reset_peak_memory(self) -> None:
         """Start a phase; see :func:`~recipe_gkd.runtime.phase_memory.reset_peak`."""
         reset_peak(self._device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from recipe_gkd.actor.backend import Backend, build_backend
 from recipe_gkd.actor.checkpoint_writer import CheckpointWriter
 from recipe_gkd.actor.hf_save import save_hf_folder
+from recipe_gkd.actor.kl_sums import KlSums, kl_sums
 from recipe_gkd.actor.log_probs import sequence_log_probs
 from recipe_gkd.actor.offload import state_sizes
 from recipe_gkd.actor.profile import profiled
@@ -208,6 +209,27 @@ class StudentActor:
         n_token_ids = self._n_token_ids or self.backend.vocab_size
         with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
             return sequence_log_probs(self.backend, self._config.gkd, ids, n_token_ids)
+
+    def kl_sums(self, samples: Sequence[Sample], step: int) -> KlSums:
+        """Return the KL divergences to the teacher of each sample, summed over the tokens that this rank computes.
+
+        It needs no memory for gradients or optimizer state.
+
+        Args:
+            samples: Scored samples of this data-parallel rank.
+            step: Number of optimizer steps of the weights, for messages.
+
+        Returns:
+            See :data:`~recipe_gkd.actor.kl_sums.KlSums`. The sum over all ranks is that of whole samples.
+
+        Raises:
+            DataError: A sample of this rank is invalid. The actor remains usable, also after the next error.
+            SecondaryFailure: A sample of another rank is invalid.
+        """
+        self._ensure_usable()
+        n_token_ids = self._n_token_ids or self.backend.vocab_size
+        with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
+            return kl_sums(self.backend, self._config, samples, step, n_token_ids)
 
     def save_hf(self, path: str | Path) -> None:
         """Write a Hugging Face folder, which is complete when this method returns.

@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 from recipe_gkd.errors import GkdError, WorkerError
 
-Phase = Literal["start", "load", "generate", "update", "log-probabilities", "weight sync", "wake-up", "save"]
+Phase = Literal[
+    "start", "load", "generate", "update", "log-probabilities", "validation", "weight sync", "wake-up", "save"
+]
 
 MAX_BLOCKS_IN_MESSAGE = 5
 MAX_ERROR_CHARS = 400
@@ -33,6 +35,7 @@ ADVICE: Mapping[tuple[str, Phase], str] = {
     ("actor", "start"): f"{_STATES}, or give the actor more devices",
     ("actor", "load"): f"{_STATES}, or give the actor more devices",
     ("actor", "log-probabilities"): _STATES,
+    ("actor", "validation"): f"lower {_ACTOR}.max_token_len (micro_batch_size without use_dynamic_bsz), or {_STATES}",
     ("actor", "update"): (
         f"lower {_ACTOR}.max_token_len (micro_batch_size without use_dynamic_bsz), set gkd.fuse_lm_head=true, "
         f"recompute activations ({_ACTOR}.megatron.override_transformer_config.{{recompute_granularity=full,"

@@ -157,8 +157,12 @@ def started(
 
 def update(actor: Any, samples: Sequence[Sample], step: int = 0) -> dict[str, float]:
     """Run one optimizer step with this data-parallel rank's shard, as the driver does."""
-    shards = shard_batch(samples, actor.coordinates["dp_size"])
-    return actor.update(shards[actor.coordinates["dp_rank"]], step)
+    return actor.update(shard_of(actor, samples), step)
+
+
+def shard_of(actor: Any, samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples of this data-parallel rank."""
+    return shard_batch(samples, actor.coordinates["dp_size"])[actor.coordinates["dp_rank"]]
 
 
 def exported(actor: Any) -> dict[str, Tensor]:

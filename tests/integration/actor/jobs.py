@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recipe_gkd.actor.kl_sums import KlSums
 from recipe_gkd.actor.megatron.padding_rows import padding_rows
 from recipe_gkd.actor.megatron.parallel import destroy_parallel
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.errors import GkdError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
-from tests._support.tiny_models import exported, packed_logits, started, update, without_empty
+from tests._support.tiny_models import exported, packed_logits, shard_of, started, update, without_empty
 
 POISONED_TOKEN = 95
 """Token whose embedding a job sets to infinity."""
@@ -49,6 +50,16 @@ def export_and_train(
     """Export the loaded weights, then run an update on each batch."""
     with started(rank, world_size, port, config) as actor:
         return exported(actor), _train(actor, batches)
+
+
+def kl_sums_and_train(
+    rank: int, world_size: int, port: int, config: Config, measured: list[Sample], batches: list[list[Sample]]
+) -> tuple[KlSums, Training]:
+    """Compute the KL divergences of samples with the loaded weights, then run an update on each batch."""
+    with started(rank, world_size, port, config) as actor:
+        found = actor.kl_sums(shard_of(actor, measured), 0)
+        metrics = [update(actor, batch, step) for step, batch in enumerate(batches)]
+        return found, Training(None, metrics, exported(actor), actor.weights_meta())
 
 
 def _train(actor: Any, batches: list[list[Sample]]) -> Training:
