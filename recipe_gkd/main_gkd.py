@@ -152,6 +152,9 @@ def run(config: Config, composed: str, folder: RunFolder) -> str | None:
         data = _read_data(config, table, student, stop_token_ids)
         _read_teacher_prompts(config, data, routes, teachers, student)
         validation = read_validation(config, student.tokenizer)
+        if validation is not None and validation.routes is not None:
+            of_validation = teachers.for_data(validation.routes)
+            _read_teacher_prompts(config, validation.data, validation.routes, of_validation, student)
         recover(folder.path)
         plan = _plan_training(config, data, student, stop_token_ids)
         last_step = plan.last_step(plan.progress)
@@ -267,6 +270,8 @@ def _open_rewards(
     """Start the processes of the reward function, if anything needs rewards."""
     if items is None and validation is None:
         yield None
+    elif config.custom_reward_function.path is None:
+        yield RewardContext(validation=validation)
     else:
         with RewardScorer(config.custom_reward_function) as scorer:
             yield RewardContext(scorer, items, validation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -33,9 +34,10 @@ from recipe_gkd.pipeline.stages import ComputeRewards, PipelineStages
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import in_thread
-from recipe_gkd.teacher_routing import Teachers
+from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.validation import Validation
-from recipe_gkd.worker_stages import generate_responses, generate_validation_responses, update_actors
+from recipe_gkd.validation_kl import KlStages, ResponseKl, measure_kl
+from recipe_gkd.worker_stages import generate_responses, generate_validation_responses, sum_kl, update_actors
 from recipe_gkd.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -43,27 +45,32 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardContext:
-    """The reward function and the data that it scores.
+    """The reward function, the data that it scores, and validation.
 
     Attributes:
-        scorer: Processes that call the reward function.
+        scorer: Processes that call the reward function. None without one.
         items: Source of the reward function's arguments for training responses. None if they get no rewards.
         validation: Periodic validation. None if the run does not validate.
     """
 
-    scorer: RewardScorer
+    scorer: RewardScorer | None = None
     items: RewardItems | None = None
     validation: Validation | None = None
 
     @property
     def compute_rewards(self) -> ComputeRewards | None:
         """Stage of the schedule that computes the rewards of training responses, if they get any."""
-        return None if self.items is None else partial(self._compute_rewards, self.items)
+        if self.items is None or self.scorer is None:
+            return None
+        return partial(self._compute_rewards, self.items, self.scorer)
 
-    async def _compute_rewards(self, items: RewardItems, group: Sequence[tuple[Prompt, Response]]) -> dict[int, float]:
+    @staticmethod
+    async def _compute_rewards(
+        items: RewardItems, scorer: RewardScorer, group: Sequence[tuple[Prompt, Response]]
+    ) -> dict[int, float]:
         sampled = [pair for pair in group if pair[0].reference_ids is None]  # reference responses get no reward
         described = await in_thread(lambda: [items.build_item(prompt, response) for prompt, response in sampled])
-        return dict(zip([item.uid for item in described], await self.scorer.score(described), strict=True))
+        return dict(zip([item.uid for item in described], await scorer.score(described), strict=True))
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,10 @@ class Trainer:
         self.start, self.reward_context = start, reward_context
         self.progress = start.progress
         self.summary = RunSummary()
-        self.best = BestTracker(config.trainer.best_metric, start.best)
+        metric = config.trainer.best_metric
+        validation = None if reward_context is None else reward_context.validation
+        lower_is_better = validation is not None and metric in validation.kl_names
+        self.best = BestTracker(metric, start.best, lower_is_better=lower_is_better)
         self.teachers.resume(start.progress.skipped_samples)
         self.devices = open_devices(config, workers, teachers, loader.data.ids[0].tolist())
         self.root = folder_of(config.trainer).absolute()
@@ -270,7 +280,7 @@ class Trainer:
         return await update_actors(self.workers, self.config, batch)
 
     async def validate(self, pipeline: Pipeline) -> dict[str, float]:
-        """Validate the actor's current weights. Generation for training continues while rewards are computed."""
+        """Validate the actor's current weights. Generation for training continues while responses are scored."""
         assert self.reward_context is not None and self.reward_context.validation is not None  # ensured by the config
         validation, scorer = self.reward_context.validation, self.reward_context.scorer
 
@@ -284,7 +294,34 @@ class Trainer:
         responses = await pipeline.generate_for_validation(
             validation.prompts, generate, responses_per_prompt=validation.n
         )
-        return await validation.report(responses, scorer, self.progress.step)
+        kl = None
+        if validation.routes is not None:
+            kl = await self._validation_kl(pipeline, validation.routes, validation.pairs(responses))
+        return await validation.report(responses, scorer, self.progress.step, kl)
+
+    async def _validation_kl(
+        self, pipeline: Pipeline, routes: Routes, pairs: Sequence[tuple[Prompt, Response]]
+    ) -> ResponseKl:
+        """Return the KL divergences of validation responses; they need the teacher, and then the actor."""
+        config, step, teachers = self.config, self.progress.step, self.teachers.for_data(routes)
+
+        async def score(group: Sequence[tuple[Prompt, Response]]) -> list[Sample]:
+            async with self.devices.turn("score"):
+                return await teachers.score(group, step)
+
+        async def sum_kl_of(samples: Sequence[Sample]) -> list[dict[int, tuple[float, float]]]:
+            async with pipeline.actor_lock("validate"), self.devices.turn("update"):
+                return await sum_kl(self.workers, config, samples, step)
+
+        settings = config.actor_rollout_ref
+        batch_size = config.data.train_batch_size * settings.rollout.n
+        return await measure_kl(
+            pairs,
+            KlStages(score=score, sum_kl=sum_kl_of),
+            group_size=math.ceil(batch_size / requests_per_batch(settings.teacher)),
+            # A teacher that shares its devices with the actor is woken once.
+            chunk_size=len(pairs) if settings.teacher.sleep_between_batches else batch_size,
+        )
 
     async def call_actors(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
         """Call a method on every actor rank and return the results in the order of the ranks."""

@@ -1,4 +1,4 @@
-"""Periodic validation: responses to held-out prompts with the current weights, scored by the reward function.
+"""Periodic validation: responses to held-out prompts with the current weights, scored by reward function and teacher.
 
 Output::
 
@@ -10,6 +10,8 @@ Metrics for each data source (the column ``data.data_source_key``; ``data`` for 
     val/<data_source>/<reward>/best@n     mean over the prompts of the maximum over their responses, if n > 1
     val/<data_source>/response_len        mean number of tokens of a response
     val/<data_source>/truncated_fraction  fraction of responses truncated at data.max_response_length
+
+and those of :mod:`recipe_gkd.validation_kl` with ``trainer.val_kl``. Without a reward function there are no rewards.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +30,20 @@ import pyarrow as pa
 
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
-from recipe_gkd.config.validate import runs_validation
+from recipe_gkd.config.validate import runs_validation, validates_kl
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.teacher_routing import read_routes
+from recipe_gkd.validation_kl import FORWARD, REVERSE, ResponseKl
 
 log = logging.getLogger(__name__)
 
 LENGTH, TRUNCATED = "response_len", "truncated_fraction"
+NAME = "the validation data"
 DEFAULT_SOURCE = "data"
 """Data source of rows without one."""
 LOGGED_CHARS = 200
@@ -50,8 +56,9 @@ class Validation:
     The same prompts are used each time, with the same seeds.
 
     Attributes:
+        data: Tokenized prompts. Prompts of teachers must be set before :attr:`prompts` is read.
         n: Number of responses per prompt.
-        prompts: Tokenized prompts, each ``n`` times in a row.
+        routes: Teacher of each row. None if validation reports no KL divergence.
         timeout_s: Deadline for all responses: ``rollout.timeout_s`` for every training batch of the same size.
     """
 
@@ -67,30 +74,44 @@ class Validation:
             ConfigError: This validation has no metric ``trainer.best_metric``, or two metrics have the same name.
         """
         self.n = config.actor_rollout_ref.rollout.val_kwargs.n
-        self._reward = config.custom_reward_function.name
+        self._reward = config.custom_reward_function.name if config.custom_reward_function.path else None
         self._n_logged = config.trainer.log_val_generations
         self._folder = folder_of(config.trainer) / "validation"
         try:
             table = read_table(config.data.val_files, config.data.prompt_key, config.data.response_key)
-            data = PromptData(table, config.data, tokenizer, name="the validation data")
-            self._items = RewardItems(data, config.data, tokenizer, require_truth=True)
+            data = PromptData(table, config.data, tokenizer, name=NAME)
+            has_reward = self._reward is not None
+            self._items = RewardItems(data, config.data, tokenizer, require_truth=has_reward, reads_truth=has_reward)
+            self.routes = read_routes(table, config, NAME) if validates_kl(config) else None
         except DataError as error:
             raise DataError(f"data.val_files: {error}") from error
-        self.prompts = [data.prompt(index, index * self.n + k) for index in range(len(data)) for k in range(self.n)]
+        self.data = data
         sources = read_sources(table, config.data.data_source_key)
         self._sources = np.array([sources[row] for row in data.rows])
         batch_size = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-        self.timeout_s = config.actor_rollout_ref.rollout.timeout_s * math.ceil(len(self.prompts) / batch_size)
+        self.timeout_s = config.actor_rollout_ref.rollout.timeout_s * math.ceil(len(data) * self.n / batch_size)
         self._check_names(config.trainer.best_metric)
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """Prompts of the data set, each ``n`` times in a row."""
+        return [self.data.prompt(index, index * self.n + k) for index in range(len(self.data)) for k in range(self.n)]
 
     @property
     def metric_names(self) -> list[str]:
         """Metrics that may select the best checkpoint. Length metrics are excluded."""
-        rewards = [self._reward, *([f"{self._reward}/best@{self.n}"] if self.n > 1 else [])]
-        return [f"val/{source}/{name}" for source in np.unique(self._sources) for name in rewards]
+        rewards = [] if self._reward is None else [self._reward]
+        rewards += [f"{reward}/best@{self.n}" for reward in rewards if self.n > 1]
+        return [f"val/{source}/{name}" for source in np.unique(self._sources) for name in rewards] + self.kl_names
+
+    @property
+    def kl_names(self) -> list[str]:
+        """Metrics of the KL divergence, of which the lowest value is the best."""
+        names = (FORWARD, REVERSE) if self.routes is not None else ()
+        return [f"val/{source}/{name}" for source in np.unique(self._sources) for name in names]
 
     def _check_names(self, best_metric: str | None) -> None:
-        if self._reward in (LENGTH, TRUNCATED):
+        if self._reward in (LENGTH, TRUNCATED, *((FORWARD, REVERSE) if self.routes is not None else ())):
             raise ConfigError(
                 f"custom_reward_function.name={self._reward} is the name of another metric of validation; rename the "
                 "function"
@@ -101,40 +122,56 @@ class Validation:
                 f"{', '.join(self.metric_names)}. Choose one of them, or null"
             )
 
-    async def report(self, responses: Sequence[Response], scorer: RewardScorer, step: int) -> dict[str, float]:
+    def pairs(self, responses: Sequence[Response]) -> list[tuple[Prompt, Response]]:
+        """Return the prompts with their responses."""
+        return list(zip(self.prompts, responses, strict=True))
+
+    async def report(
+        self,
+        responses: Sequence[Response],
+        scorer: RewardScorer | None,
+        step: int,
+        kl: ResponseKl | None = None,
+    ) -> dict[str, float]:
         """Score the responses, write all of them to a file, log a few, and return the metrics.
 
         Args:
             responses: Responses to ``prompts``, in the same order.
-            scorer: Processes that call the reward function.
+            scorer: Processes that call the reward function. None without one.
             step: Number of optimizer steps of the weights.
+            kl: KL divergences of the responses, in the same order. None if they are not reported.
         """
-        scored = await self._score(responses, scorer)
+        scored = await self._score(responses, scorer, kl)
         path = self._folder / f"step_{step}.jsonl"
         await in_thread(write_responses, path, scored)
         if self._n_logged:
             log.info("validation after step %d: %s", step, table_of(scored, self._n_logged, path))
-        return self._metrics(scored)
+        return self._metrics(scored) | (kl.metrics(self._sources.repeat(self.n)) if kl is not None else {})
 
-    async def _score(self, responses: Sequence[Response], scorer: RewardScorer) -> list[ScoredResponse]:
-        pairs = list(zip(self.prompts, responses, strict=True))
+    async def _score(
+        self, responses: Sequence[Response], scorer: RewardScorer | None, kl: ResponseKl | None
+    ) -> list[ScoredResponse]:
+        pairs = self.pairs(responses)
         items = await in_thread(lambda: [self._items.build_item(prompt, response) for prompt, response in pairs])
-        rewards = await scorer.score(items)
+        rewards = [None] * len(items) if scorer is None else await scorer.score(items)
+        kls = [None] * len(items) if kl is None else kl.forward_per_response()
         return [
-            ScoredResponse(str(self._sources[index // self.n]), prompt, response, item, reward)
-            for index, ((prompt, response), item, reward) in enumerate(zip(pairs, items, rewards, strict=True))
+            ScoredResponse(str(self._sources[index // self.n]), *values)
+            for index, values in enumerate(zip(self.prompts, responses, items, rewards, kls, strict=True))
         ]
 
     def _metrics(self, scored: list[ScoredResponse]) -> dict[str, float]:
-        rewards_PN = np.array([one.reward for one in scored], np.float64).reshape(-1, self.n)
         lengths_PN = np.array([len(one.response.ids) for one in scored]).reshape(-1, self.n)
         truncated_PN = np.array([one.is_truncated for one in scored]).reshape(-1, self.n)
         metrics = {}
         for source in np.unique(self._sources):
-            rows, reward = self._sources == source, f"val/{source}/{self._reward}"
-            metrics[reward] = float(rewards_PN[rows].mean())
-            if self.n > 1:
-                metrics[f"{reward}/best@{self.n}"] = float(rewards_PN[rows].max(axis=1).mean())
+            rows = self._sources == source
+            if self._reward is not None:
+                reward = f"val/{source}/{self._reward}"
+                rewards_PN = np.array([one.reward for one in scored], np.float64).reshape(-1, self.n)
+                metrics[reward] = float(rewards_PN[rows].mean())
+                if self.n > 1:
+                    metrics[f"{reward}/best@{self.n}"] = float(rewards_PN[rows].max(axis=1).mean())
             metrics[f"val/{source}/{LENGTH}"] = float(lengths_PN[rows].mean())
             metrics[f"val/{source}/{TRUNCATED}"] = float(truncated_PN[rows].mean())
         return metrics
@@ -142,21 +179,23 @@ class Validation:
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """A validation response and its reward.
+    """A validation response and its scores.
 
     Attributes:
         data_source: Data source of the prompt.
         prompt: Prompt.
         response: Response to the prompt.
         item: Arguments of the reward function.
-        reward: Reward of the response.
+        reward: Reward of the response. None without a reward function.
+        kl: Mean forward KL divergence over its scored tokens in nats. None if it is not reported, or without tokens.
     """
 
     data_source: str
     prompt: Prompt
     response: Response
     item: RewardItem
-    reward: float
+    reward: float | None = None
+    kl: float | None = None
 
     @property
     def is_truncated(self) -> bool:
@@ -189,6 +228,7 @@ def write_responses(path: Path, scored: Sequence[ScoredResponse]) -> None:
                 "answer": one.item.response,
                 "ground_truth": one.item.ground_truth,
                 "reward": one.reward,
+                **({} if one.kl is None else {FORWARD: one.kl}),
                 LENGTH: len(one.response.ids),
                 "finish_reason": one.response.finish_reason,
             }
@@ -205,9 +245,13 @@ def table_of(scored: Sequence[ScoredResponse], n: int, path: Path) -> str:
             f"  {one.data_source}, row {one.prompt.row}",
             f"    prompt        {_excerpt(one.item.prompt)}",
             f"    response      {_excerpt(one.item.response)}{' (truncated)' if one.is_truncated else ''}",
-            f"    ground truth  {_excerpt(one.item.ground_truth)}",
-            f"    reward        {one.reward:g}",
         ]
+        if one.item.ground_truth is not None:
+            lines.append(f"    ground truth  {_excerpt(one.item.ground_truth)}")
+        if one.reward is not None:
+            lines.append(f"    reward        {one.reward:g}")
+        if one.kl is not None:
+            lines.append(f"    KL            {one.kl:.4g} nats per token")
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import ray
 
@@ -10,7 +11,7 @@ from recipe_gkd.actor.microbatch import shard_batch
 from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData
-from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.data.samples import Prompt, Response, Sample
 from recipe_gkd.rewards.advantages import with_group_statistics
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.workers import Workers
@@ -67,14 +68,38 @@ async def generate_validation_responses(
         yield responses
 
 
+async def sum_kl(
+    workers: Workers, config: Config, samples: Sequence[Sample], step: int
+) -> list[dict[int, tuple[float, float]]]:
+    """Return the KL divergences of scored samples from every actor rank.
+
+    Args:
+        workers: Connected workers.
+        config: Configuration of the run.
+        samples: Samples that teachers have scored.
+        step: Number of optimizer steps of the weights.
+
+    Returns:
+        Results of :meth:`~recipe_gkd.actor.student_actor.StudentActor.kl_sums`, to be added up by uid.
+    """
+    return await _call_on_shards(workers, config, "kl_sums", samples, step, f"KL divergence after step {step}")
+
+
 async def update_actors(workers: Workers, config: Config, batch: ReadyBatch) -> dict[str, float]:
     """Do one optimizer step on ``batch``, divided among the data-parallel ranks, and return its metrics."""
     samples = with_group_statistics(batch.samples, config.gkd, config.actor_rollout_ref.rollout.n)
-    shards = [await in_thread(ray.put, shard) for shard in shard_batch(samples, workers.dp_size)]
-    results = await workers.actors.call_each(
-        "update",
-        [(shards[dp_rank], batch.step) for dp_rank in workers.dp_ranks],
-        timeout_s=config.actor_rollout_ref.actor.timeout_s,
-        phase=f"update, step {batch.step}",
-    )
+    results = await _call_on_shards(workers, config, "update", samples, batch.step, f"update, step {batch.step}")
     return dict(results[0])
+
+
+async def _call_on_shards(
+    workers: Workers, config: Config, method: str, samples: Sequence[Sample], step: int, phase: str
+) -> list[Any]:
+    """Divide samples among the data-parallel ranks, and return the results of all ranks."""
+    shards = [await in_thread(ray.put, shard) for shard in shard_batch(samples, workers.dp_size)]
+    return await workers.actors.call_each(
+        method,
+        [(shards[dp_rank], step) for dp_rank in workers.dp_ranks],
+        timeout_s=config.actor_rollout_ref.actor.timeout_s,
+        phase=phase,
+    )

@@ -79,6 +79,7 @@ UNUSED_KEYS = (
             *(f"{TEACHER}.{name}" for name in _TEACHER_KEYS),
             *(f"gkd.{name}" for name in ("distill_loss_type", "distill_temperature", "tail", "max_loss_position")),
             "data.teacher_prompt_key",
+            "trainer.val_kl",
         ),
         is_unused=lambda config: not uses_teacher(config.gkd),
         because="gkd.enable_teacher",
@@ -229,6 +230,7 @@ UNUSED_KEYS = (
         keys=(
             "data.val_files",
             "trainer.log_val_generations",
+            "trainer.val_kl",
             *(f"{SAMPLING}.{name}" for name in ("n", "temperature", "top_p", "top_k")),
         ),
         is_unused=lambda config: not runs_validation(config),

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from recipe_gkd.config.actor_layout import actor_problems
 from recipe_gkd.config.hybrid_engine import hybrid_problems, teacher_sleep_problems
-from recipe_gkd.config.objective import objective_problems
+from recipe_gkd.config.objective import objective_problems, uses_teacher
 from recipe_gkd.config.schema import BUILT_IN_LOGGERS, TRACKING_SERVICES, Config
 from recipe_gkd.config.teachers import teacher_problems
 from recipe_gkd.errors import ConfigError
@@ -187,6 +187,14 @@ def runs_validation(config: Config) -> bool:
     return config.trainer.test_freq > 0 or config.trainer.val_before_train
 
 
+def validates_kl(config: Config) -> bool:
+    """Return True if validation reports KL divergences. By default it does if there is no reward function."""
+    is_on = config.trainer.val_kl
+    if is_on is None:
+        is_on = config.custom_reward_function.path is None
+    return is_on and uses_teacher(config.gkd) and runs_validation(config)
+
+
 def _validation(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if runs_validation(config) and not config.data.val_files:
@@ -194,10 +202,12 @@ def _validation(config: Config) -> Iterator[str]:
             f"trainer.test_freq={trainer.test_freq}, trainer.val_before_train={str(trainer.val_before_train).lower()} "
             "without validation data; set data.val_files, or trainer.test_freq=-1 and trainer.val_before_train=false"
         )
-    if runs_validation(config) and config.custom_reward_function.path is None:
+    if runs_validation(config) and config.custom_reward_function.path is None and not validates_kl(config):
+        reason = "trainer.val_kl=false" if uses_teacher(config.gkd) else "there is no teacher"
         yield (
-            "validation scores responses with the reward function, and there is none; set custom_reward_function.path, "
-            "or trainer.test_freq=-1 and trainer.val_before_train=false"
+            "validation scores responses with the reward function or by the KL divergence to the teacher, but "
+            f"custom_reward_function.path=null and {reason}; set custom_reward_function.path, or trainer.val_kl=null "
+            "with a teacher, or trainer.test_freq=-1 and trainer.val_before_train=false"
         )
     if trainer.best_metric is not None and trainer.test_freq <= 0:
         yield (

@@ -23,22 +23,25 @@ class ActorLock:
         self._sync_metrics: dict[str, float] = {}
 
     @asynccontextmanager
-    async def hold(self, work: str, batch: ReadyBatch, *, is_last: bool = False) -> AsyncIterator[None]:
+    async def hold(self, work: str, batch: ReadyBatch | None = None, *, is_last: bool = False) -> AsyncIterator[None]:
         """Hold the actor during the body. A sync that generation needs goes first.
 
         Adds the time spent waiting for weight syncs to ``batch.metrics["timing/wait_sync"]``.
 
         Args:
             work: Name of the span on the timeline.
-            batch: Batch that the work belongs to.
+            batch: Batch that the work belongs to. None if the wait is part of another metric.
             is_last: True if the run ends after it. Then it does not wait for a needed sync, which may never become
                 possible, because responses in flight were dropped.
         """
         requested_at = now()
         await self._state.until(lambda: not self._state.actor_busy and (is_last or not self._sync_goes_first()))
-        batch.metrics["timing/wait_sync"] += now() - requested_at
+        labels = {}
+        if batch is not None:
+            batch.metrics["timing/wait_sync"] += now() - requested_at
+            labels["step"] = batch.step
         async with self._busy():
-            with self._state.timeline.span("actor", work, step=batch.step):
+            with self._state.timeline.span("actor", work, **labels):
                 yield
 
     @asynccontextmanager

@@ -125,14 +125,16 @@ class Pipeline:
         """
         return self._lock.hold_for_update(batch)
 
-    def actor_lock(self, work: str, batch: ReadyBatch, *, is_last: bool = False) -> AbstractAsyncContextManager[None]:
+    def actor_lock(
+        self, work: str, batch: ReadyBatch | None = None, *, is_last: bool = False
+    ) -> AbstractAsyncContextManager[None]:
         """Hold the actor during the body: no update and no weight sync. A sync that generation needs goes first.
 
         Adds the time spent waiting for weight syncs to ``batch.metrics["timing/wait_sync"]``.
 
         Args:
             work: Name of the span on the timeline.
-            batch: Batch that the work belongs to.
+            batch: Batch that the work belongs to. None if the wait is part of another metric.
             is_last: True if the run ends after it. Then no sync goes first.
         """
         return self._lock.hold(work, batch, is_last=is_last)

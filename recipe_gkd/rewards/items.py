@@ -58,29 +58,46 @@ class RewardItems:
         config: Names of its columns.
         tokenizer: Tokenizer of the student.
         require_truth: True to require a ground truth in every row in use.
+        reads_truth: False if no function reads the ground truth, which is None if the data has no such column.
 
     Raises:
         DataError: The data has neither ``data.ground_truth_key`` nor, if this is the default, verl's field, or with
-            ``require_truth`` a row has no value there.
+            ``require_truth`` a row has no value there. Not raised without ``reads_truth``.
     """
 
-    def __init__(self, data: PromptData, config: DataConfig, tokenizer: Any, *, require_truth: bool = False) -> None:
+    def __init__(
+        self,
+        data: PromptData,
+        config: DataConfig,
+        tokenizer: Any,
+        *,
+        require_truth: bool = False,
+        reads_truth: bool = True,
+    ) -> None:
         self._table, self._config, self._tokenizer = data.table, config, tokenizer
         self._name = data.name
-        self._truth_path = _truth_path(data, config)
-        if require_truth:
+        self._truth_path: list[str] | None = None
+        try:
+            self._truth_path = _truth_path(data, config)
+        except DataError:
+            if reads_truth:
+                raise
+        if require_truth and reads_truth:
             self._refuse_nulls(data.rows)
 
     def build_item(self, prompt: Prompt, response: Response) -> RewardItem:
         """Return the item of a response to a prompt of the data set."""
         row = self._table.slice(prompt.row, 1).to_pylist()[0]
         text = self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True)
-        truth: Any = row
-        for name in self._truth_path:
+        path = self._truth_path
+        truth: Any = None if path is None else row
+        for name in path or ():
             truth = None if truth is None else truth[name]
         used = {self._config.prompt_key}
-        if len(self._truth_path) == 1:  # A nested ground truth stays in `extra` together with its sibling fields.
-            used.add(self._truth_path[0])
+        if (
+            path is not None and len(path) == 1
+        ):  # A nested ground truth stays in `extra` together with its sibling fields.
+            used.add(path[0])
         extra = {name: value for name, value in row.items() if name not in used}
         return RewardItem(
             uid=response.uid,
@@ -93,6 +110,7 @@ class RewardItems:
         )
 
     def _refuse_nulls(self, rows: list[int]) -> None:
+        assert self._truth_path is not None
         is_null = column_at(self._table, self._truth_path).is_null().to_numpy()
         null_rows = [row for row in rows if is_null[row]]
         if null_rows:

@@ -15,6 +15,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.objective import uses_teacher
 from recipe_gkd.config.teachers import TEACHER, addresses, auth_dirs
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
+from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.clock import now
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
 from recipe_gkd.teacher_routing.backends import TeacherBackend, check_scores, open_backend, result_within
@@ -88,11 +89,27 @@ class Teachers:
             clients: Backend of each teacher that has rows, by name.
             outages: Monitor of the same backends, or None for no warnings.
         """
-        self.clients, self._routes, self._gkd = clients, routes, config.gkd
+        self.clients, self._routes, self._gkd, self._config = clients, routes, config.gkd, config
         self._uses_teacher, self._outages = uses_teacher(config.gkd), outages
         self._policy = FailurePolicy(config.actor_rollout_ref.teacher)
         self._skips = config.actor_rollout_ref.teacher.on_failure == "skip_samples"
         self._request_times: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+
+    def for_data(self, routes: Routes) -> Teachers:
+        """Return a router of the same clients for another data set, with a failure budget of its own.
+
+        Args:
+            routes: Teacher of each row of that data set.
+
+        Raises:
+            ConfigError: A row is for a teacher without a client, because no row of the training data is for it.
+        """
+        if absent := [name for name in routes.used if name not in self.clients]:
+            raise ConfigError(
+                f"trainer.val_kl: rows of the validation data are for teacher {', '.join(absent)}, but no row of the "
+                f"training data is, so the run does not connect to it; remove these rows, or set trainer.val_kl=false"
+            )
+        return Teachers(self._config, routes, self.clients, self._outages)
 
     def resume(self, n_skipped: int) -> None:
         """Set the number of samples that the run has skipped before its checkpoint."""

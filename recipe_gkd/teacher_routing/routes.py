@@ -40,14 +40,15 @@ class Routes:
         return [self.names[number] for number in numbers]
 
 
-def read_routes(table: pa.Table, config: Config) -> Routes:
+def read_routes(table: pa.Table, config: Config, name: str = "the training data") -> Routes:
     """Return the teacher of each row, and log a warning for each teacher without rows.
 
     A run without a teacher has empty routes.
 
     Args:
-        table: Training data.
+        table: Data set.
         config: Configuration with the teachers and ``route_key``.
+        name: Name of the data set, for messages.
 
     Raises:
         DataError: The data has no column ``route_key``, or a row names an unknown teacher.
@@ -65,11 +66,11 @@ def read_routes(table: pa.Table, config: Config) -> Routes:
     for row, value in enumerate(values):
         if not isinstance(value, str) or value not in numbers:
             raise DataError(
-                f"row {row} of the training data has {value!r:.100} in the column {setting}={teacher.route_key}; "
+                f"row {row} of {name} has {value!r:.100} in the column {setting}={teacher.route_key}; "
                 f"expected one of the teachers {', '.join(known)}. Correct the row, add its teacher to "
                 f"{TEACHER}.teachers, or write teachers' names into a separate column"
             )
     routes = Routes(known, np.array([numbers[value] for value in values]))
     if unused := [name for name in known if name not in routes.used]:
-        log.warning("no row of the training data is for teacher %s, which gets no requests", ", ".join(unused))
+        log.warning("no row of %s is for teacher %s, which gets no requests", name, ", ".join(unused))
     return routes

@@ -10,7 +10,7 @@ from recipe_gkd.commands.report.series import Series
 
 MAX_OTHER_CHARTS = 160
 MAX_LINES = 8
-_NO_REWARD = re.compile(r"val/.*/(response_len|truncated_fraction|kl)")
+_NO_REWARD = re.compile(r"val/.*/(response_len|truncated_fraction|kl|reverse_kl)")
 
 
 def main_charts(series: Mapping[str, Series]) -> list[Chart]:

@@ -113,11 +113,15 @@ class TrainerConfig:
     )
     test_freq: int = key("Number of steps between validations. -1: no validation.", ge=-1, le=MAX_STEPS)
     val_before_train: bool = key("Validate before the first step.")
+    val_kl: bool | None = key(
+        "Report the KL divergence between student and teacher on the validation responses, as `val/SOURCE/kl`. null: "
+        "only without a reward function."
+    )
     log_val_generations: int = key("Number of responses to log at each validation.", ge=0, le=MAX_STEPS)
     best_metric: str | None = key(
         "Validation metric that selects the best checkpoint, such as `val/gsm8k/compute_score`. The checkpoint with "
-        "the highest value is kept and linked as `best`. With `val_before_train` it must also exceed the value before "
-        "training. null: no best checkpoint."
+        "the highest value, or the lowest KL divergence, is kept and linked as `best`. With `val_before_train` it must "
+        "also be better than before training. null: no best checkpoint."
     )
     logger: list[LoggerSpec] = key(
         "Destinations of the metrics. Any of `console`, `jsonl`, `tensorboard`, `wandb`, `mlflow`, `swanlab` (see "

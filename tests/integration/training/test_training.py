@@ -38,6 +38,7 @@ TIMINGS = (
     *TRAINER_TIMINGS,
 )
 SCORE = "val/quickstart/addition/compute_score"
+KL = "val/quickstart/addition/kl"
 METRICS = (
     "actor/kl_loss",
     "actor/grad_norm",
@@ -102,6 +103,7 @@ class TestSchedule:
     ) -> None:
         run = start_run(
             *validation,
+            "trainer.val_kl=true",
             f"trainer.scheduler={scheduler}",
             "trainer.total_epochs=2",
             "trainer.save_freq=2",
@@ -110,7 +112,7 @@ class TestSchedule:
             "trainer.device_peak_tflops=0.1",
         ).finish()
         assert run.status == 0, run.output
-        for metric in ("timing/save_checkpoint", "timing/validate", SCORE, "val/quickstart/addition/response_len"):
+        for metric in ("timing/save_checkpoint", "timing/validate", SCORE, "val/quickstart/addition/response_len", KL):
             assert [metric in line for line in run.metrics] == [False, True] * 3
         assert [line["training/global_step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
         assert all(0 <= line["training/staleness_max"] <= max_staleness for line in run.metrics)
@@ -304,7 +306,7 @@ class TestTeacher:
     def test_two_teachers_score_prompts_by_route_column(
         self, start_run: StartRun, student_service: Teacher, teacher: Teacher, prompts: Path, tmp_path: Path
     ) -> None:
-        """Two of three rows name the student as their teacher. Their loss is 0."""
+        """Two of three rows name the student as their teacher. Their loss is 0, also in validation without rewards."""
         table = pq.read_table(prompts)
         names = pa.array(["other" if row % 3 == 0 else "self" for row in range(len(table))])
         pq.write_table(table.append_column("teacher", names), tmp_path / "routed.parquet")
@@ -312,20 +314,30 @@ class TestTeacher:
             f"data.train_files={tmp_path}/routed.parquet",
             "trainer.scheduler=sync",
             "trainer.total_epochs=1",
+            f"data.val_files={tmp_path}/routed.parquet",
+            "data.data_source_key=teacher",
+            "trainer.val_before_train=true",
+            "trainer.test_freq=1",
+            "trainer.best_metric=val/other/kl",
             f"{TEACHER}.route_key=teacher",
             f"{TEACHER}.teachers.self=127.0.0.1:{student_service.port}",
             f"{TEACHER}.teachers.other=127.0.0.1:{teacher.port}",
         ).finish()
         assert run.status == 0, run.output
         names_of_teachers = ("self", "other")
-        first = run.metrics[0]
+        before, *steps = run.metrics
+        first = steps[0]
         assert abs(first["teacher/self/kl_loss"]) < 1e-5 and first["teacher/other/kl_loss"] > 0.05
         weighted = [
             first[f"teacher/{name}/token_share"] * first[f"teacher/{name}/kl_loss"] for name in names_of_teachers
         ]
         assert first["actor/kl_loss"] == pytest.approx(sum(weighted), abs=1e-6)
-        n_tokens = {name: sum(line[f"teacher/{name}/tokens"] for line in run.metrics) for name in names_of_teachers}
+        n_tokens = {name: sum(line[f"teacher/{name}/tokens"] for line in steps) for name in names_of_teachers}
         assert 0 < n_tokens["other"] < n_tokens["self"]
+        assert abs(before["val/self/kl"]) < 1e-5 and before["val/other/kl"] > 0.05
+        assert before["val/other/reverse_kl"] > 0.05 and "val/other/compute_score" not in before
+        lowest = min(steps, key=lambda line: line["val/other/kl"])["training/global_step"]
+        assert (run.folder / "best").readlink() == Path(f"global_step_{lowest}")
 
     def test_own_checkpoint_that_sees_the_solution_has_a_loss(
         self, start_run: StartRun, student_service: Teacher, prompts: Path, tmp_path: Path

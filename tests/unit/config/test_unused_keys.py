@@ -65,6 +65,7 @@ VALUES = {
     f"{TEACHER}.auth_dir": "keys",
     "gkd.max_loss_position": "8",
     "custom_reward_function.path": "reward.py",
+    "trainer.val_kl": "true",
 }
 DEFAULTS: Any = OmegaConf.to_container(compose_config(CONFIG_NAME), resolve=False)
 

@@ -1,0 +1,113 @@
+"""KL divergence of validation: assignment to samples and sources, bounded memory, and the best checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recipe_gkd.checkpoints.best import BestTracker
+from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.teacher_routing import Routes, Teachers
+from recipe_gkd.validation import Validation
+from recipe_gkd.validation_kl import KlStages, measure_kl
+from tests._support.base_config import base_config
+from tests.unit.test_validation import TOKENIZER, make_config, respond
+
+PROMPTS = [Prompt(uid=uid, ids=np.zeros(1, np.int32), row=uid) for uid in range(7)]
+PAIRS = [(prompt, respond(prompt, "1" * prompt.uid)) for prompt in PROMPTS]  # sample u has u tokens
+SOURCES = np.array(["a", "b", "a", "b", "a", "b", "c"])
+SKIPPED = 6
+
+
+class Workers:
+    """Teacher and two actor ranks that compute half of the tokens of a sample each. Its divergence is its uid."""
+
+    def __init__(self) -> None:
+        self.requests: list[int] = []
+        self.chunks: list[list[int]] = []
+
+    async def score(self, group: Sequence[tuple[Prompt, Response]]) -> list[Sample]:
+        self.requests.append(len(group))
+        await asyncio.sleep(0.001 * (7 - len(self.requests)))  # the last request is completed first
+        return [
+            Sample(prompt=prompt, response=response, teacher=scores(len(response.ids), prompt.uid != SKIPPED))
+            for prompt, response in group
+        ]
+
+    async def sum_kl(self, samples: Sequence[Sample]) -> list[dict[int, tuple[float, float]]]:
+        self.chunks.append([sample.prompt.uid for sample in samples])
+        sums = {sample.prompt.uid: sample.prompt.uid * len(sample.response.ids) / 2 for sample in samples}
+        return [{uid: (value, 10 * value) for uid, value in sums.items() if uid != SKIPPED}] * 2
+
+
+def scores(n_tokens: int, is_scored: bool) -> TeacherTopK:
+    if not is_scored:
+        return TeacherTopK.absent(n_tokens)
+    zeros_TK = np.zeros((n_tokens, 1))
+    return TeacherTopK(logps_TK=zeros_TK, ids_TK=zeros_TK.astype(np.int32), sampled_logps_T=zeros_TK[:, 0])
+
+
+@pytest.mark.parametrize(("group_size", "chunk_size"), [(2, 4), (3, 7), (1, 1), (8, 100)])
+def test_kl_is_mean_over_scored_tokens_of_a_source(group_size: int, chunk_size: int) -> None:
+    workers = Workers()
+    stages = KlStages(score=workers.score, sum_kl=workers.sum_kl)
+    kl = asyncio.run(measure_kl(PAIRS, stages, group_size=group_size, chunk_size=chunk_size))
+    assert max(workers.requests) <= group_size and max(map(len, workers.chunks)) <= chunk_size
+    assert [uid for chunk in workers.chunks for uid in chunk] == list(range(7))
+    mean_a, mean_b = (2 * 2 + 4 * 4) / (2 + 4), (1 * 1 + 3 * 3 + 5 * 5) / (1 + 3 + 5)
+    assert kl.metrics(SOURCES) == pytest.approx(
+        {"val/a/kl": mean_a, "val/a/reverse_kl": 10 * mean_a, "val/b/kl": mean_b, "val/b/reverse_kl": 10 * mean_b}
+    )
+    assert kl.forward_per_response() == [None, 1, 2, 3, 4, 5, None]
+
+
+def test_failed_request_ends_the_measurement() -> None:
+    async def fail(group: Sequence[tuple[Prompt, Response]]) -> list[Sample]:
+        raise ConfigError(f"teacher refused {len(group)}")
+
+    with pytest.raises(ConfigError, match="teacher refused 2"):
+        stages = KlStages(score=fail, sum_kl=Workers().sum_kl)
+        asyncio.run(measure_kl(PAIRS, stages, group_size=2, chunk_size=4))
+
+
+def test_lowest_divergence_is_the_best() -> None:
+    best = BestTracker("val/a/kl", None, lower_is_better=True)
+    for step, value in enumerate([0.5, 0.7, 0.3, 0.3]):
+        best.observe({"val/a/kl": value}, step)
+    best.observe({}, 4)
+    assert best.current is not None and (best.current.step, best.current.value) == (2, 0.3)
+
+
+def test_validation_without_reward_function_needs_no_ground_truth(tmp_path: Path) -> None:
+    no_reward = ("custom_reward_function.path=null", "trainer.best_metric=val/data/reverse_kl")
+    validation = Validation(make_config(tmp_path, *no_reward, rows={"prompt": ["1+1=", "2+2="]}), TOKENIZER)
+    responses = [respond(prompt, "2") for prompt in validation.prompts]
+    workers = Workers()
+    stages = KlStages(score=workers.score, sum_kl=workers.sum_kl)
+    kl = asyncio.run(measure_kl(validation.pairs(responses), stages, group_size=1, chunk_size=1))
+    metrics = asyncio.run(validation.report(responses, None, 3, kl))
+    assert metrics == {
+        "val/data/kl": 0.5, "val/data/reverse_kl": 5.0, "val/data/response_len": 1.0, "val/data/truncated_fraction": 0.0
+    }  # fmt: skip
+    assert '"reward": null, "kl": 0.0, ' in (tmp_path / "validation" / "step_3.jsonl").read_text()
+
+
+def test_reward_named_like_the_divergence_is_refused(tmp_path: Path) -> None:
+    overrides = ("custom_reward_function.name=kl", "trainer.val_kl=true")
+    with pytest.raises(ConfigError, match="kl is the name of another metric"):
+        Validation(make_config(tmp_path, *overrides), TOKENIZER)
+    Validation(make_config(tmp_path, overrides[0]), TOKENIZER)
+
+
+def test_validation_rows_of_teacher_without_training_rows_are_refused() -> None:
+    teachers = [f"actor_rollout_ref.teacher.teachers.{name}=host:1" for name in ("math", "code")]
+    config = base_config(*teachers, "actor_rollout_ref.teacher.route_key=teacher")
+    connected = Teachers(config, Routes(("math", "code"), np.array([0, 0])), {"math": object()})  # type: ignore[dict-item]
+    connected.for_data(Routes(("math", "code"), np.array([0])))
+    with pytest.raises(ConfigError, match=r"are for teacher code, but no row of the training data is"):
+        connected.for_data(Routes(("math", "code"), np.array([0, 1])))
