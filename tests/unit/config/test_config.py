@@ -126,8 +126,8 @@ class TestValidation:
             ("trainer.scheduler=n_step_off", "n_step_off needs a bound"),
             ("trainer.test_freq=5", "without validation data"),
             (
-                "trainer.val_before_train=true trainer.val_kl=false",
-                "trainer.val_kl=false; set custom_reward_function.path",
+                "trainer={val_before_train: true, val_kl: false}",
+                "trainer.val_kl=false; set custom_reward_function",
             ),
             (f"{ROLLOUT}.timeout_s=.inf", f"{ROLLOUT}.timeout_s: got '.inf'; input should be a valid"),
             (f"{ROLLOUT}.val_kwargs.n=2", "greedy responses to the same prompt are identical"),
