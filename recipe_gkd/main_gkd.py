@@ -11,8 +11,8 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from recipe_gkd.commands.arguments import config_parser
 from recipe_gkd.config import Config
 from recipe_gkd.config.durations import duration_s
 from recipe_gkd.config.load import read_config
+from recipe_gkd.config.validate import needs_rewards, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.exit_messages import report_error, report_saved_stop, report_stop
@@ -59,7 +60,7 @@ from recipe_gkd.teacher_routing import (
     with_worker_count,
 )
 from recipe_gkd.trainer import RewardContext, Trainer
-from recipe_gkd.validation import Validation, read_validation
+from recipe_gkd.validation import read_validation
 from recipe_gkd.workers import Workers, start_workers
 
 log = logging.getLogger("recipe_gkd")
@@ -145,13 +146,15 @@ def run(config: Config, composed: str, folder: RunFolder) -> str | None:
     config = with_model_path(config, student.path)
     table = read_table(config.data.train_files, config.data.prompt_key, config.data.response_key)
     routes = read_routes(table, config)
-    with open_teachers(config, routes) as teachers:
+    with open_teachers(config, routes) as teachers, ExitStack() as opened:
         log.info("student %s: %d ids, output layer of %d", student.path, student.n_tokens, student.vocab_size)
         stop_token_ids = check_teachers(teachers.clients, student, config)
         config = with_worker_count(config, teachers.clients)
         data = _read_data(config, table, student, stop_token_ids)
         _read_teacher_prompts(config, data, routes, teachers, student)
-        validation = read_validation(config, student.tokenizer)
+        scorer = opened.enter_context(_open_scorer(config))
+        reads_truth = scorer is not None and scorer.reads_truth
+        validation = read_validation(config, student.tokenizer, reads_truth=reads_truth)
         if validation is not None and validation.routes is not None:
             of_validation = teachers.for_data(validation.routes)
             _read_teacher_prompts(config, validation.data, validation.routes, of_validation, student)
@@ -163,20 +166,19 @@ def run(config: Config, composed: str, folder: RunFolder) -> str | None:
             log.info("%s is at step %d of %d: there is nothing left to train", checkpoint, last_step, last_step)
             return None
         log.info("%d prompts, steps %d to %d", len(data), plan.progress.step + 1, last_step)
-        items = _reward_items(config, data, student)
+        reward_context = RewardContext(scorer, _reward_items(config, data, student, scorer), validation)
         (folder.path / CONFIG).write_text(composed, encoding="utf-8")
-        with _open_rewards(config, items, validation) as reward_context, ExitStack() as opened:
-            with hangup_ignored():
-                opened.enter_context(connected_cluster(config))
-            raise_on_signals()  # again, because Ray sets a handler of its own
-            save_before = config.trainer.save_before
-            stop = StopRequest(None if save_before is None else duration_s(save_before))
-            training = _train(config, plan, teachers, reward_context, folder, stop)
-            try:
-                asyncio.run(run_until_terminated(training, log_background_error, stop))
-            finally:
-                _recover_at_the_end(folder.path)
-            return stop.reason
+        with hangup_ignored():
+            opened.enter_context(connected_cluster(config))
+        raise_on_signals()  # again, because Ray sets a handler of its own
+        save_before = config.trainer.save_before
+        stop = StopRequest(None if save_before is None else duration_s(save_before))
+        training = _train(config, plan, teachers, reward_context, folder, stop)
+        try:
+            asyncio.run(run_until_terminated(training, log_background_error, stop))
+        finally:
+            _recover_at_the_end(folder.path)
+        return stop.reason
 
 
 def _read_data(config: Config, table: pa.Table, student: Student, stop_token_ids: Sequence[int]) -> PromptData:
@@ -241,19 +243,26 @@ def _recover_at_the_end(root: Path) -> None:
         )
 
 
-def _reward_items(config: Config, data: PromptData, student: Student) -> RewardItems | None:
+def _open_scorer(config: Config) -> AbstractContextManager[RewardScorer | None]:
+    """Start the processes of the reward functions, if anything needs rewards."""
+    return RewardScorer(config.custom_reward_function) if needs_rewards(config) else nullcontext()
+
+
+def _reward_items(
+    config: Config, data: PromptData, student: Student, scorer: RewardScorer | None
+) -> RewardItems | None:
     """Return the source of the reward function's arguments for training responses, None if they get no rewards.
 
     They get rewards if a loss needs them. Otherwise rewards are only measured, if the configuration allows it.
 
     Raises:
-        DataError: The data has no ground truth.
+        DataError: The data has no ground truth, but a function needs it.
     """
-    function = config.custom_reward_function
-    if function.path is None or not (function.on_training or config.gkd.use_rl_loss):
+    if scorer is None or not trains_on_rewards(config):
         return None
+    is_required, reads_truth = config.gkd.use_rl_loss, scorer.reads_truth
     try:
-        return RewardItems(data, config.data, student.tokenizer, require_truth=config.gkd.use_rl_loss)
+        return RewardItems(data, config.data, student.tokenizer, require_truth=is_required, reads_truth=reads_truth)
     except DataError as error:
         if config.gkd.use_rl_loss:
             raise
@@ -263,25 +272,11 @@ def _reward_items(config: Config, data: PromptData, student: Student) -> RewardI
         ) from error
 
 
-@contextmanager
-def _open_rewards(
-    config: Config, items: RewardItems | None, validation: Validation | None
-) -> Iterator[RewardContext | None]:
-    """Start the processes of the reward function, if anything needs rewards."""
-    if items is None and validation is None:
-        yield None
-    elif config.custom_reward_function.path is None:
-        yield RewardContext(validation=validation)
-    else:
-        with RewardScorer(config.custom_reward_function) as scorer:
-            yield RewardContext(scorer, items, validation)
-
-
 async def _train(
     config: Config,
     plan: TrainingPlan,
     teachers: Teachers,
-    reward_context: RewardContext | None,
+    reward_context: RewardContext,
     folder: RunFolder,
     stop: StopRequest,
 ) -> None:

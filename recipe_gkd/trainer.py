@@ -20,7 +20,7 @@ from recipe_gkd.config.teachers import requests_per_batch
 from recipe_gkd.config.validate import saves_checkpoints
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptLoader
-from recipe_gkd.data.samples import Prompt, Response, Sample
+from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
 from recipe_gkd.errors import GkdError
 from recipe_gkd.hybrid import open_devices
 from recipe_gkd.metrics.loggers import Loggers
@@ -67,7 +67,7 @@ class RewardContext:
     @staticmethod
     async def _compute_rewards(
         items: RewardItems, scorer: RewardScorer, group: Sequence[tuple[Prompt, Response]]
-    ) -> dict[int, float]:
+    ) -> dict[int, Reward]:
         sampled = [pair for pair in group if pair[0].reference_ids is None]  # reference responses get no reward
         described = await in_thread(lambda: [items.build_item(prompt, response) for prompt, response in sampled])
         return dict(zip([item.uid for item in described], await scorer.score(described), strict=True))

@@ -8,6 +8,8 @@ Metrics for each data source (the column ``data.data_source_key``; ``data`` for 
 
     val/<data_source>/<reward>            mean over the prompts of the mean over their val_kwargs.n responses
     val/<data_source>/<reward>/best@n     mean over the prompts of the maximum over their responses, if n > 1
+    val/<data_source>/<name>              mean of another number that the reward function returns; score of one of
+                                          several functions
     val/<data_source>/response_len        mean number of tokens of a response
     val/<data_source>/truncated_fraction  fraction of responses truncated at data.max_response_length
 
@@ -30,12 +32,14 @@ import pyarrow as pa
 
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
+from recipe_gkd.config.reward_functions import has_reward, reward_name
 from recipe_gkd.config.validate import runs_validation, validates_kl
 from recipe_gkd.data.prompts import PromptData
-from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.data.samples import Prompt, Response, Reward
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
+from recipe_gkd.rewards.reporting import mean_numbers, reward_fields
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.teacher_routing import read_routes
 from recipe_gkd.validation_kl import FORWARD, REVERSE, ResponseKl
@@ -62,26 +66,29 @@ class Validation:
         timeout_s: Deadline for all responses: ``rollout.timeout_s`` for every training batch of the same size.
     """
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
+    def __init__(self, config: Config, tokenizer: Any, *, reads_truth: bool = True) -> None:
         """Read and tokenize the prompts of ``data.val_files``.
 
         Args:
             config: Configuration of the run.
             tokenizer: Tokenizer of the student.
+            reads_truth: True if the reward function needs a ground truth.
 
         Raises:
             DataError: A file cannot be used.
             ConfigError: This validation has no metric ``trainer.best_metric``, or two metrics have the same name.
         """
         self.n = config.actor_rollout_ref.rollout.val_kwargs.n
-        self._reward = config.custom_reward_function.name if config.custom_reward_function.path else None
+        section = config.custom_reward_function
+        self._reward = reward_name(section) if has_reward(config) else None
+        self._labels = list(section.functions)
         self._n_logged = config.trainer.log_val_generations
         self._folder = folder_of(config.trainer) / "validation"
         try:
             table = read_table(config.data.val_files, config.data.prompt_key, config.data.response_key)
             data = PromptData(table, config.data, tokenizer, name=NAME)
-            has_reward = self._reward is not None
-            self._items = RewardItems(data, config.data, tokenizer, require_truth=has_reward, reads_truth=has_reward)
+            reads_truth = reads_truth and self._reward is not None
+            self._items = RewardItems(data, config.data, tokenizer, require_truth=True, reads_truth=reads_truth)
             self.routes = read_routes(table, config, NAME) if validates_kl(config) else None
         except DataError as error:
             raise DataError(f"data.val_files: {error}") from error
@@ -102,6 +109,7 @@ class Validation:
         """Metrics that may select the best checkpoint. Length metrics are excluded."""
         rewards = [] if self._reward is None else [self._reward]
         rewards += [f"{reward}/best@{self.n}" for reward in rewards if self.n > 1]
+        rewards += self._labels
         return [f"val/{source}/{name}" for source in np.unique(self._sources) for name in rewards] + self.kl_names
 
     @property
@@ -163,18 +171,23 @@ class Validation:
     def _metrics(self, scored: list[ScoredResponse]) -> dict[str, float]:
         lengths_PN = np.array([len(one.response.ids) for one in scored]).reshape(-1, self.n)
         truncated_PN = np.array([one.is_truncated for one in scored]).reshape(-1, self.n)
-        metrics = {}
+        metrics: dict[str, float] = {}
         for source in np.unique(self._sources):
             rows = self._sources == source
             if self._reward is not None:
-                reward = f"val/{source}/{self._reward}"
-                rewards_PN = np.array([one.reward for one in scored], np.float64).reshape(-1, self.n)
-                metrics[reward] = float(rewards_PN[rows].mean())
-                if self.n > 1:
-                    metrics[f"{reward}/best@{self.n}"] = float(rewards_PN[rows].max(axis=1).mean())
+                of_source = [one.reward for one in scored if one.data_source == source and one.reward is not None]
+                metrics |= self._reward_metrics(str(source), of_source)
             metrics[f"val/{source}/{LENGTH}"] = float(lengths_PN[rows].mean())
             metrics[f"val/{source}/{TRUNCATED}"] = float(truncated_PN[rows].mean())
         return metrics
+
+    def _reward_metrics(self, source: str, rewards: Sequence[Reward]) -> dict[str, float]:
+        scores_PN = np.array([reward.score for reward in rewards], np.float64).reshape(-1, self.n)
+        name = f"val/{source}/{self._reward}"
+        metrics = {name: float(scores_PN.mean())}
+        if self.n > 1:
+            metrics[f"{name}/best@{self.n}"] = float(scores_PN.max(axis=1).mean())
+        return metrics | mean_numbers([reward.numbers for reward in rewards], f"val/{source}/")
 
 
 @dataclass(frozen=True)
@@ -194,7 +207,7 @@ class ScoredResponse:
     prompt: Prompt
     response: Response
     item: RewardItem
-    reward: float | None = None
+    reward: Reward | None = None
     kl: float | None = None
 
     @property
@@ -203,9 +216,9 @@ class ScoredResponse:
         return self.response.finish_reason == "length"
 
 
-def read_validation(config: Config, tokenizer: Any) -> Validation | None:
-    """Return the validation of a run, None if the run does not validate."""
-    return Validation(config, tokenizer) if runs_validation(config) else None
+def read_validation(config: Config, tokenizer: Any, *, reads_truth: bool = True) -> Validation | None:
+    """Return the validation of a run, None if the run does not validate; see :class:`Validation`."""
+    return Validation(config, tokenizer, reads_truth=reads_truth) if runs_validation(config) else None
 
 
 def read_sources(table: pa.Table, key: str) -> list[str]:
@@ -227,7 +240,7 @@ def write_responses(path: Path, scored: Sequence[ScoredResponse]) -> None:
                 "prompt": one.item.prompt,
                 "answer": one.item.response,
                 "ground_truth": one.item.ground_truth,
-                "reward": one.reward,
+                **reward_fields(one.reward),
                 **({} if one.kl is None else {FORWARD: one.kl}),
                 LENGTH: len(one.response.ids),
                 "finish_reason": one.response.finish_reason,
@@ -249,7 +262,8 @@ def table_of(scored: Sequence[ScoredResponse], n: int, path: Path) -> str:
         if one.item.ground_truth is not None:
             lines.append(f"    ground truth  {_excerpt(one.item.ground_truth)}")
         if one.reward is not None:
-            lines.append(f"    reward        {one.reward:g}")
+            numbers = "".join(f", {name} {value:g}" for name, value in one.reward.numbers.items())
+            lines.append(f"    reward        {one.reward.score:g}{numbers}")
         if one.kl is not None:
             lines.append(f"    KL            {one.kl:.4g} nats per token")
     return "\n".join(lines)

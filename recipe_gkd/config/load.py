@@ -218,6 +218,7 @@ FREE_FORM_SECTIONS = (
     "actor_rollout_ref.actor.megatron.override_transformer_config",
     "actor_rollout_ref.teacher.apply_chat_template_kwargs",
     "actor_rollout_ref.teacher.teachers",
+    "custom_reward_function.functions",
     "custom_reward_function.kwargs",
     "data.apply_chat_template_kwargs",
     "ray_init.env_vars",

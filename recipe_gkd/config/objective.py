@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from recipe_gkd.config.reward_functions import has_reward
 from recipe_gkd.config.schema import Config, GkdConfig
 from recipe_gkd.errors import ConfigError
 
@@ -113,7 +114,7 @@ def _without_distillation(gkd: GkdConfig) -> str:
 
 def _reward(config: Config) -> Iterator[str]:
     gkd, n = config.gkd, config.actor_rollout_ref.rollout.n
-    if gkd.use_rl_loss and config.custom_reward_function.path is None:
+    if gkd.use_rl_loss and not has_reward(config):
         yield (
             "gkd.use_rl_loss=true needs a reward; set custom_reward_function.path and custom_reward_function.name to a "
             "Python function of (prompt, response, ground_truth, extra), or set gkd.use_rl_loss=false"

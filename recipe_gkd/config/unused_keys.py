@@ -11,8 +11,9 @@ from typing import Any
 
 from recipe_gkd.config.actor_layout import as_override_value
 from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss, uses_teacher
+from recipe_gkd.config.reward_functions import has_reward
 from recipe_gkd.config.schema import Config
-from recipe_gkd.config.validate import runs_validation, saves_checkpoints
+from recipe_gkd.config.validate import needs_rewards, runs_validation, saves_checkpoints
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TEACHER, HYBRID = "actor_rollout_ref.teacher", "actor_rollout_ref.hybrid_engine"
@@ -50,14 +51,6 @@ def _unread_by_loss(parameter: str) -> Callable[[Config], bool]:
         return uses_sampled_token_loss(gkd) or parameter not in get_divergence(gkd.distill_loss_type).parameters
 
     return is_unused
-
-
-def _has_reward(config: Config) -> bool:
-    return config.custom_reward_function.path is not None
-
-
-def _trains_on_rewards(config: Config) -> bool:
-    return config.gkd.use_rl_loss or config.custom_reward_function.on_training
 
 
 _TEACHER_KEYS = (
@@ -250,16 +243,29 @@ UNUSED_KEYS = (
         enable=f"{ROLLOUT}.temperature=1",
     ),
     UnusedKeys(
-        keys=tuple(f"{REWARD}.{name}" for name in ("name", "on_training", "timeout_s", "num_workers")),
-        is_unused=lambda config: not _has_reward(config),
+        keys=tuple(
+            f"{REWARD}.{name}"
+            for name in ("name", "kwargs", "on_training", "timeout_s", "num_workers", "max_concurrency")
+        ),
+        is_unused=lambda config: not has_reward(config),
         because=f"{REWARD}.path",
         enable=f"{REWARD}.path=reward.py",
     ),
     UnusedKeys(
-        keys=(f"{REWARD}.path",),
-        is_unused=lambda config: not _trains_on_rewards(config) and not runs_validation(config),
-        because=f"{REWARD}.on_training",
-        enable=f"{REWARD}.on_training=true",
+        keys=(f"{REWARD}.name", f"{REWARD}.kwargs"),
+        is_unused=lambda config: bool(config.custom_reward_function.functions),
+        because=f"{REWARD}.functions",
+        enable=f"{REWARD}.functions={{}}",
+        remedy=f"set it in {REWARD}.functions",
+    ),
+    *(
+        UnusedKeys(
+            keys=(f"{REWARD}.{name}",),
+            is_unused=lambda config: has_reward(config) and not needs_rewards(config),
+            because=f"{REWARD}.on_training",
+            enable=f"{REWARD}.on_training=true",
+        )
+        for name in ("path", "functions")
     ),
     UnusedKeys(
         keys=(f"{ROLLOUT}.gpu_memory_utilization",),
@@ -287,13 +293,13 @@ UNUSED_KEYS = (
     ),
     UnusedKeys(
         keys=("data.ground_truth_key",),
-        is_unused=lambda config: not _has_reward(config),
+        is_unused=lambda config: not has_reward(config),
         because=f"{REWARD}.path",
         enable=f"{REWARD}.path=reward.py",
     ),
     UnusedKeys(
         keys=("data.data_source_key",),
-        is_unused=lambda config: not _has_reward(config) and not runs_validation(config),
+        is_unused=lambda config: not has_reward(config) and not runs_validation(config),
         because=f"{REWARD}.path",
         enable=f"{REWARD}.path=reward.py",
     ),

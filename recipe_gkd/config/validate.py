@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from recipe_gkd.config.actor_layout import actor_problems
 from recipe_gkd.config.hybrid_engine import hybrid_problems, teacher_sleep_problems
 from recipe_gkd.config.objective import objective_problems, uses_teacher
+from recipe_gkd.config.reward_functions import has_reward, reward_problems
 from recipe_gkd.config.schema import BUILT_IN_LOGGERS, TRACKING_SERVICES, Config
 from recipe_gkd.config.teachers import teacher_problems
 from recipe_gkd.errors import ConfigError
@@ -37,6 +38,7 @@ def validate(config: Config) -> None:
         _loggers,
         _observation,
         objective_problems,
+        reward_problems,
         teacher_problems,
         _validation,
         _sampling,
@@ -187,11 +189,21 @@ def runs_validation(config: Config) -> bool:
     return config.trainer.test_freq > 0 or config.trainer.val_before_train
 
 
+def trains_on_rewards(config: Config) -> bool:
+    """Return True if training responses get rewards, for a loss or for metrics."""
+    return has_reward(config) and (config.gkd.use_rl_loss or config.custom_reward_function.on_training)
+
+
+def needs_rewards(config: Config) -> bool:
+    """Return True if any response gets a reward."""
+    return trains_on_rewards(config) or (has_reward(config) and runs_validation(config))
+
+
 def validates_kl(config: Config) -> bool:
     """Return True if validation reports KL divergences. By default it does if there is no reward function."""
     is_on = config.trainer.val_kl
     if is_on is None:
-        is_on = config.custom_reward_function.path is None
+        is_on = not has_reward(config)
     return is_on and uses_teacher(config.gkd) and runs_validation(config)
 
 
@@ -202,11 +214,11 @@ def _validation(config: Config) -> Iterator[str]:
             f"trainer.test_freq={trainer.test_freq}, trainer.val_before_train={str(trainer.val_before_train).lower()} "
             "without validation data; set data.val_files, or trainer.test_freq=-1 and trainer.val_before_train=false"
         )
-    if runs_validation(config) and config.custom_reward_function.path is None and not validates_kl(config):
+    if runs_validation(config) and not has_reward(config) and not validates_kl(config):
         reason = "trainer.val_kl=false" if uses_teacher(config.gkd) else "there is no teacher"
         yield (
             "validation scores responses with the reward function or by the KL divergence to the teacher, but "
-            f"custom_reward_function.path=null and {reason}; set custom_reward_function.path, or trainer.val_kl=null "
+            f"custom_reward_function.path=null, and {reason}; set custom_reward_function.path, or trainer.val_kl=null "
             "with a teacher, or trainer.test_freq=-1 and trainer.val_before_train=false"
         )
     if trainer.best_metric is not None and trainer.test_freq <= 0:

@@ -6,7 +6,8 @@ Axes: P prompt tokens, T response tokens, K teacher top-k.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -112,6 +113,19 @@ class TeacherTopK:
         )
 
 
+@dataclass(frozen=True)
+class Reward:
+    """Reward of a response.
+
+    Attributes:
+        score: The reward. With several functions, the sum of their weighted scores.
+        numbers: Other numbers by name, for metrics. With several functions, the score of each by its label.
+    """
+
+    score: float
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """A scored sample, ready for training.
@@ -125,6 +139,7 @@ class Sample:
             contribute to the distillation loss. A skipped reference response does not contribute to the cross-entropy
             either.
         reward: Reward of the response. None if the reward function was not called.
+        reward_numbers: Other numbers that the reward function returned, by name.
         advantage: Advantage of the response among the responses to the same prompt. 0 without rewards.
         baseline: Value subtracted from the token rewards log p - log q of ``k1``.
         scale: Divisor of the token rewards after the baseline is subtracted.
@@ -136,6 +151,7 @@ class Sample:
     teacher_number: int = 0
     is_skipped: bool = False
     reward: float | None = None
+    reward_numbers: Mapping[str, float] = field(default_factory=dict)
     advantage: float = 0.0
     baseline: float = 0.0
     scale: float = 1.0

@@ -20,6 +20,7 @@ from recipe_gkd.metrics.resource_layout import PoolSize, ResourceLayout
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
 from recipe_gkd.metrics.utilization import ActorUtilization
+from recipe_gkd.rewards.reporting import mean_numbers
 from recipe_gkd.runtime.clock import now
 
 log = logging.getLogger(__name__)
@@ -208,7 +209,7 @@ def _reward_statistics(sampled: list[Sample], responses_per_prompt: int) -> dict
         "reward/max": float(rewards.max()),
         "reward/std": float(rewards.std()),
         "reward/zero_std_group_fraction": float(np.mean([min(group) == max(group) for group in groups.values()])),
-    }
+    } | mean_numbers([sample.reward_numbers for sample in sampled], "reward/")
 
 
 def host_memory_used_gb() -> float:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from recipe_gkd.data.batches import PromptBatch, ReadyBatch
-from recipe_gkd.data.samples import Prompt, Response, Sample
+from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
 from recipe_gkd.pipeline.assignment import assign_prompts
 from recipe_gkd.pipeline.rollout_supervisor import RolloutSupervisor
 from recipe_gkd.pipeline.stages import ComputeRewards, PipelineStages
@@ -50,7 +50,7 @@ class BatchAssembler:
         samples = await requests.samples()
         batch.scored_at = now()
         rewards = await requests.rewards()
-        samples = [replace(sample, reward=rewards.get(sample.prompt.uid)) for sample in samples]
+        samples = [_with_reward(sample, rewards.get(sample.prompt.uid)) for sample in samples]
         batch.samples = sorted(samples, key=lambda sample: sample.prompt.uid)
         batch.metrics = _timing_metrics(batch, ended_at, requests.first_started_at)
         return batch
@@ -62,6 +62,10 @@ class BatchAssembler:
             async for prompt, response in self._supervisor.responses(replica, prompts, step, self._stages.generate):
                 requests.add(prompt, response)
         return now()
+
+
+def _with_reward(sample: Sample, reward: Reward | None) -> Sample:
+    return sample if reward is None else replace(sample, reward=reward.score, reward_numbers=reward.numbers)
 
 
 class _ScoringRequests:
@@ -76,7 +80,7 @@ class _ScoringRequests:
         self._n_missing = n_prompts
         self._group: Group = []
         self._scores: list[asyncio.Task[list[Sample]]] = []
-        self._rewards: list[asyncio.Task[dict[int, float]]] = []
+        self._rewards: list[asyncio.Task[dict[int, Reward]]] = []
         self._started_at: list[float] = []
 
     def add(self, prompt: Prompt, response: Response) -> None:
@@ -93,7 +97,7 @@ class _ScoringRequests:
     async def samples(self) -> list[Sample]:
         return [sample for task in self._scores for sample in await task]
 
-    async def rewards(self) -> dict[int, float]:
+    async def rewards(self) -> dict[int, Reward]:
         return {uid: reward for task in self._rewards for uid, reward in (await task).items()}
 
     @property
@@ -105,7 +109,7 @@ class _ScoringRequests:
         with self._timeline.span("teacher", "score", step=self.step, samples=len(group)):
             return await self._stages.score(group, self.step)
 
-    async def _compute_rewards(self, compute_rewards: ComputeRewards, group: Group) -> dict[int, float]:
+    async def _compute_rewards(self, compute_rewards: ComputeRewards, group: Group) -> dict[int, Reward]:
         with self._timeline.span("reward", "compute rewards", step=self.step, samples=len(group)):
             return await compute_rewards(group)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from recipe_gkd.data.samples import Prompt, Response, Sample
+from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
 from recipe_gkd.errors import WorkerDied
 
 Generate = Callable[[int, Sequence[Prompt], int], AsyncIterator[list[Response]]]
 Score = Callable[[Sequence[tuple[Prompt, Response]], int], Awaitable[list[Sample]]]
-ComputeRewards = Callable[[Sequence[tuple[Prompt, Response]]], Awaitable[dict[int, float]]]
+ComputeRewards = Callable[[Sequence[tuple[Prompt, Response]]], Awaitable[dict[int, Reward]]]
 Sync = Callable[[int], Awaitable[dict[str, float]]]
 Replace = Callable[[WorkerDied], Awaitable[None]]
 

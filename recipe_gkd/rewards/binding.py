@@ -98,6 +98,10 @@ def bind(function: Callable[..., Any], name: str, kwargs: Collection[str] = ()) 
     return binding
 
 
-def score_of(result: Any) -> Any:
-    """Return the score in a result. As in verl, a result may be a dict with the score and other entries."""
-    return result["score"] if isinstance(result, dict) and "score" in result else result
+def requires(function: Callable[..., Any], value: str) -> bool:
+    """Return True if a parameter without a default value receives ``value``."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(
+        p.default is p.empty and p.kind != p.VAR_KEYWORD and NAMES.get(p.name, (None, ""))[1] == value
+        for p in parameters
+    )

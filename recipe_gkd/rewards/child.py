@@ -1,4 +1,4 @@
-"""Program of the process that calls the reward function. It is started by its path and imports nothing of the project.
+"""Program of the process that calls the reward functions. It is started by its path and imports nothing of the project.
 
 The arguments are three file descriptors: a connection to :class:`~recipe_gkd.rewards.process.RewardProcess`; a file in
 which faulthandler writes stacks when a deadline passes or the process crashes; and the driver's stderr. At first the
@@ -7,32 +7,36 @@ process's own stderr is the stacks file, so that the driver can report why an in
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import importlib.machinery
 import importlib.util
 import inspect
-import math
 import os
 import select
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 MAX_TRACE_CHARS = 4000
+WATCH_INTERVAL_S = 0.2
+"""Interval in which a running event loop moves the deadline of a blocked one."""
+BLOCKED_MARGIN_S = 1.0
+"""Time after the deadline of a call at which a blocked event loop is ended."""
 
 
 def load_sibling(file_name: str) -> ModuleType:
     """Import a file of this folder by its path."""
-    spec = importlib.util.spec_from_file_location(
-        f"recipe_gkd_{Path(file_name).stem}", Path(__file__).with_name(file_name)
-    )
+    name = f"recipe_gkd_{Path(file_name).stem}"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(file_name))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -40,31 +44,130 @@ def load_sibling(file_name: str) -> ModuleType:
 
 
 binding = load_sibling("binding.py")
+results = load_sibling("results.py")
+
+
+@dataclass
+class Function:
+    """A loaded reward function.
+
+    Attributes:
+        number: Index of the function among those of the configuration.
+        call: The function.
+        bound: Parameter name -> name of the value that it receives.
+        settings: Its label, weight and kwargs.
+        reserved: Names that no number in its result may have.
+        is_async: True if calls must be awaited.
+    """
+
+    number: int
+    call: Callable[..., Any]
+    bound: dict[str, str]
+    settings: dict[str, Any]
+    reserved: Collection[str]
+    is_async: bool
+
+    def arguments(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of a call."""
+        return self.settings["kwargs"] | {name: values[value] for name, value in self.bound.items()}
+
+
+@dataclass
+class Failure:
+    """A call without a result.
+
+    Attributes:
+        reason: Reason, as the predicate of a sentence.
+        number: Index of the function.
+    """
+
+    reason: str
+    number: int
 
 
 def serve(connection: Connection, stacks: int) -> None:
-    """Load the function, then score lists of items until the connection ends.
+    """Load the functions, then score lists of items until the connection ends.
 
-    The first message contains the settings. Its reply is None, or the reason why the function is rejected. Each later
-    message is a list of items, dicts of the arguments of ``values_of``. The reply to each item, in order, is its
-    reward, or the reason why there is none. After such a reason the rest of the list is dropped.
+    The first message contains the settings. Its reply is a dict with properties of the functions, or the reason why one
+    is rejected and its index. Each later message is a list of items, dicts of the arguments of ``values_of``. The reply
+    to an item is its index in the list, its score and other numbers; or its index, the reason why there is no score,
+    and the index of the function. After such a reason the rest of the list is dropped. With ``async def`` functions the
+    replies are in the order of completion, otherwise in the order of the items.
     """
     settings = connection.recv()
     sys.path[:] = settings["sys_path"]
-    function = call_within(settings["load_timeout_s"], stacks, load, settings["path"], settings["name"])
-    bound = function if isinstance(function, str) else binding.bind(function, settings["name"], settings["kwargs"])
-    if isinstance(bound, str):
-        connection.send(bound)
-        return
-    connection.send(None)
+    functions = []
+    for number, one in enumerate(settings["functions"]):
+        loaded = load_function(number, one, settings, stacks)
+        if isinstance(loaded, str):
+            connection.send((loaded, number))
+            return
+        functions.append(loaded)
+    is_async = any(function.is_async for function in functions)
+    reads_truth = any(binding.requires(function.call, "ground_truth") for function in functions)
+    connection.send({"is_async": is_async, "reads_truth": reads_truth})
+    if is_async:
+        with asyncio.Runner() as runner:  # one loop for all calls, so that the user's file can keep a client open
+            while True:
+                runner.run(score_concurrently(connection, functions, connection.recv(), settings, stacks))
     while True:
-        for item in connection.recv():
+        for index, item in enumerate(connection.recv()):
             values = binding.values_of(**item)
-            arguments = settings["kwargs"] | {name: values[value] for name, value in bound.items()}
-            result = call_within(settings["timeout_s"], stacks, score, function, arguments)
-            connection.send(result)
-            if isinstance(result, str):
+            found = [
+                call_within(settings["timeout_s"], stacks, score, function, function.arguments(values))
+                for function in functions
+            ]
+            if not send_result(connection, index, functions, found):
                 break
+
+
+async def score_concurrently(
+    connection: Connection,
+    functions: Sequence[Function],
+    items: Sequence[dict[str, Any]],
+    settings: dict[str, Any],
+    stacks: int,
+) -> None:
+    """Score a list of items, ``max_concurrency`` at a time."""
+    slots = asyncio.Semaphore(settings["max_concurrency"])
+
+    async def score_item(index: int, item: dict[str, Any]) -> tuple[int, list[Any]]:
+        async with slots:
+            values = binding.values_of(**item)
+            calls = (score_async(one, one.arguments(values), settings["timeout_s"]) for one in functions)
+            return index, await asyncio.gather(*calls)
+
+    scoring = [asyncio.ensure_future(score_item(index, item)) for index, item in enumerate(items)]
+    watch = asyncio.ensure_future(watch_loop(settings["timeout_s"], stacks))
+    try:
+        for task in asyncio.as_completed(scoring):
+            index, found = await task
+            if not send_result(connection, index, functions, found):
+                break
+    finally:
+        for started in (watch, *scoring):
+            started.cancel()
+        await asyncio.gather(watch, *scoring, return_exceptions=True)
+        faulthandler.cancel_dump_traceback_later()
+
+
+async def watch_loop(timeout_s: float, stacks: int) -> None:
+    """Write the stacks and exit if the event loop is blocked for longer than a call may take."""
+    while True:
+        faulthandler.dump_traceback_later(timeout_s + BLOCKED_MARGIN_S, exit=True, file=stacks)
+        await asyncio.sleep(WATCH_INTERVAL_S)
+
+
+def send_result(connection: Connection, index: int, functions: Sequence[Function], found: Sequence[Any]) -> bool:
+    """Send the result of an item, and return True, or the first failure, and return False."""
+    failure = next((one for one in found if isinstance(one, Failure)), None)
+    if failure is not None:
+        connection.send((index, failure.reason, failure.number))
+        return False
+    labels, weights = ([function.settings[name] for function in functions] for name in ("label", "weight"))
+    scored = found[0] if labels == [""] else results.weighted_sum(found, labels, weights)
+    connection.send((index, *scored))
+    return True
 
 
 def call_within(timeout_s: float, stacks: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -76,9 +179,20 @@ def call_within(timeout_s: float, stacks: int, function: Callable[..., Any], *ar
         faulthandler.cancel_dump_traceback_later()
 
 
-def load(path: str, name: str) -> Callable[..., Any] | str:
+def load_function(number: int, one: dict[str, Any], settings: dict[str, Any], stacks: int) -> Function | str:
+    """Return a function of the settings, or the reason why it is rejected."""
+    module_name = f"custom_reward_function_{number}" if number else "custom_reward_function"
+    call = call_within(settings["load_timeout_s"], stacks, load, one["path"], one["name"], module_name)
+    bound = call if isinstance(call, str) else binding.bind(call, one["name"], one["kwargs"])
+    if isinstance(bound, str):
+        return bound
+    # An object may have an asynchronous __call__.
+    is_async = any(map(inspect.iscoroutinefunction, (call, getattr(call, "__call__", None))))  # noqa: B004
+    return Function(number, call, bound, one, settings["reserved"], is_async)
+
+
+def load(path: str, name: str, module_name: str) -> Callable[..., Any] | str:
     """Return the function ``name`` of the file ``path``, or the reason why it cannot be used."""
-    module_name = "custom_reward_function"
     try:
         loader = importlib.machinery.SourceFileLoader(module_name, path)
         spec = importlib.util.spec_from_loader(module_name, loader)
@@ -93,8 +207,6 @@ def load(path: str, name: str) -> Callable[..., Any] | str:
         return f"it cannot be imported:\n{user_trace(error)}"
     function = getattr(module, name, None)
     if callable(function):
-        if inspect.iscoroutinefunction(function):
-            return f"its {name} is async; make it an ordinary function"
         return function
     others = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     defined = f"it defines: {', '.join(others) or 'no function'}"
@@ -103,35 +215,42 @@ def load(path: str, name: str) -> Callable[..., Any] | str:
     return f"its {name} is {function!r:.100}, which cannot be called; {defined}"
 
 
-def score(function: Callable[..., Any], arguments: dict[str, Any]) -> float | str:
-    """Return the reward, or the reason why there is none."""
+def score(function: Function, arguments: dict[str, Any]) -> Any:
+    """Return the result of a call, or a failure."""
     try:
-        reward = function(**arguments)
-        number = to_float(binding.score_of(reward))
-        if math.isfinite(number):
-            return number
-        return (
-            f"it returned {reward!r:.200} ({type(reward).__name__}), expected a finite number, or a dict with one as "
-            "'score'"
-        )
+        return parsed(function, function.call(**arguments))
     except BaseException as error:  # noqa: BLE001 - the user's function, or its result, may raise anything
-        return f"it raised\n{user_trace(error)}"
+        return Failure(f"it raised\n{user_trace(error)}", function.number)
 
 
-def to_float(reward: Any) -> float:
-    """Return ``float(reward)``, or nan for text and for values that are no number."""
-    if isinstance(reward, str | bytes | bytearray):
-        return math.nan
+async def score_async(function: Function, arguments: dict[str, Any], timeout_s: float) -> Any:
+    """Return the result of a call, which is awaited if the function is asynchronous, or a failure."""
+    if not function.is_async:
+        return score(function, arguments)
     try:
-        return float(reward)
-    except (TypeError, ValueError):
-        return math.nan
+        async with asyncio.timeout(timeout_s) as deadline:
+            return parsed(function, await function.call(**arguments))
+    except BaseException as error:  # as in score()
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        if isinstance(error, TimeoutError) and deadline.expired():
+            return Failure(
+                f"took longer than {timeout_s:g} s, here:\n{user_trace(error.__cause__ or error)}", function.number
+            )
+        return Failure(f"it raised\n{user_trace(error)}", function.number)
+
+
+def parsed(function: Function, returned: Any) -> Any:
+    """Return the score and the numbers of a returned value, or a failure."""
+    result = results.parse_result(returned, function.reserved)
+    return Failure(result, function.number) if isinstance(result, str) else result
 
 
 def user_trace(error: BaseException) -> str:
-    """Return the traceback without the leading frames of this file and of the importer. Shorten a long one."""
+    """Return the traceback without the leading frames of this folder and of the importer. Shorten a long one."""
     frames = traceback.TracebackException.from_exception(error)
-    internal_files = (__file__, "<frozen importlib")
+    internal_files = (str(Path(__file__).parent), "<frozen importlib")
     while frames.stack and frames.stack[0].filename.startswith(internal_files):
         del frames.stack[0]
     text = "".join(frames.format()).rstrip()

@@ -1,4 +1,4 @@
-"""Driver's side of a process that calls the reward function.
+"""Driver's side of a process that calls the reward functions.
 
 A pool of multiprocessing or pebble is not used: at the deadline of a call, or when the driver is killed, the whole
 process group must end with all processes that the function started, even while C code holds the GIL. Moreover, an error
@@ -21,8 +21,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+from recipe_gkd.config.reward_functions import RewardFunction, reserved_names, reward_functions
 from recipe_gkd.config.schema import RewardFunctionConfig
+from recipe_gkd.data.samples import Reward
 from recipe_gkd.errors import ConfigError, RewardError
 from recipe_gkd.rewards.items import RewardItem
 
@@ -44,24 +47,30 @@ WATCH_THREAD = re.compile(r"^Thread .*\n  File .* in end_with_driver\n(?:  File 
 
 
 class RewardProcess:
-    """A process that calls the reward function.
+    """A process that calls the reward functions.
 
     Only one thread may call a process at a time. :meth:`kill` is the exception.
 
     Lifecycle::
 
-        process = RewardProcess(config, path)  # starts, and imports the user's file in the background
+        process = RewardProcess(config)  # starts, and imports the user's files in the background
         process.wait_loaded()
-        rewards = process.score(items)
+        results = process.score(items)
         process.close()
 
     Args:
-        config: Name and deadline of the function.
-        path: Python file of the function.
+        config: Functions, and the deadline of a call.
+
+    Attributes:
+        is_async: True if a function is ``async def``. Available after :meth:`wait_loaded`.
+        reads_truth: True if a function needs a ground truth. Available after :meth:`wait_loaded`.
     """
 
-    def __init__(self, config: RewardFunctionConfig, path: Path) -> None:
-        self._config, self._path = config, path
+    is_async: bool
+    reads_truth: bool
+
+    def __init__(self, config: RewardFunctionConfig) -> None:
+        self._config, self._functions = config, reward_functions(config)
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         parent_end, child_end = socket.socketpair()
         with child_end:
@@ -83,9 +92,18 @@ class RewardProcess:
             finally:
                 os.close(stderr)
         settings = {
-            "path": str(path),
-            "name": config.name,
-            "kwargs": dict(config.kwargs),
+            "functions": [
+                {
+                    "label": function.label,
+                    "path": str(file_of(function)),
+                    "name": function.name,
+                    "weight": function.weight,
+                    "kwargs": dict(function.kwargs),
+                }
+                for function in self._functions
+            ],
+            "reserved": reserved_names(config),
+            "max_concurrency": config.max_concurrency,
             "timeout_s": config.timeout_s,
             "load_timeout_s": LOAD_TIMEOUT_S,
             "sys_path": [entry or os.getcwd() for entry in sys.path],
@@ -94,40 +112,46 @@ class RewardProcess:
             self._connection.send(settings)
 
     def wait_loaded(self) -> None:
-        """Wait until the user's file is imported.
+        """Wait until the user's files are imported.
 
         Raises:
-            ConfigError: The file cannot be imported, or has no such function, or its parameters are not accepted.
+            ConfigError: A file cannot be imported, or has no such function, or its parameters are not accepted.
         """
         try:
-            reason = self._receive(LOAD_TIMEOUT_S)
+            loaded = self._receive(LOAD_TIMEOUT_S * len(self._functions))
         except (EOFError, OSError) as error:
-            reason = f"its import {self._end(LOAD_TIMEOUT_S, error)}"
-        if reason is not None:
-            raise ConfigError(
-                f"custom_reward_function.path={self._path}: {reason}\nExpected a Python file that defines "
-                f"{self._config.name}(prompt, response, ground_truth, extra) -> float, or with verl's parameters; "
-                "correct the file or custom_reward_function.name"
-            )
+            loaded = f"its import {self._end(LOAD_TIMEOUT_S, error)}", 0
+        if isinstance(loaded, dict):
+            self.is_async, self.reads_truth = loaded["is_async"], loaded["reads_truth"]
+            return
+        reason, number = loaded
+        function = self._functions[number]
+        raise ConfigError(
+            f"{function.path_key}={file_of(function)}: {reason}\nExpected a Python file that defines {function.name}"
+            "(prompt, response, ground_truth, extra) -> float, or with verl's parameters; correct the file or "
+            f"{function.name_key}"
+        )
 
-    def score(self, items: Sequence[RewardItem]) -> list[float]:
-        """Return the rewards of ``items``.
+    def score(self, items: Sequence[RewardItem]) -> list[Reward]:
+        """Return the results of ``items``, in order.
 
         Raises:
-            RewardError: An item got no reward. The message names the first one. The process may have ended.
+            RewardError: An item got no reward. The message names it. The process may have ended.
         """
-        rewards: list[float] = []
+        found: dict[int, Reward] = {}
         try:
             self._connection.send([item.arguments for item in items])
-            for item in items:
-                reward = self._receive(self._config.timeout_s)
-                if not isinstance(reward, float):
-                    raise self._error(item, str(reward))
-                rewards.append(reward)
+            while len(found) < len(items):
+                index, score, other = self._receive(self._config.timeout_s)
+                if isinstance(score, str):  # the reason why there is none
+                    raise self._error(items[index], score, self._functions[other].description)
+                found[index] = Reward(score, other)
         except (EOFError, OSError) as error:
             reason = f"it {self._end(self._config.timeout_s, error)}"
-            raise self._error(items[len(rewards)], reason) from None
-        return rewards
+            first_missing = next(index for index in range(len(items)) if index not in found)
+            names = " or ".join(function.description for function in self._functions)
+            raise self._error(items[first_missing], reason, names) from None
+        return [found[index] for index in range(len(items))]
 
     def kill(self) -> None:
         """Kill the process and all processes that it has started. Safe in any thread."""
@@ -142,8 +166,8 @@ class RewardProcess:
         self._connection.close()
         self._stacks.close()
 
-    def _receive(self, timeout_s: float) -> float | str | None:
-        """Return the next reply.
+    def _receive(self, timeout_s: float) -> Any:
+        """Return the next reply; see :func:`recipe_gkd.rewards.child.serve`.
 
         Raises:
             TimeoutError: There is no reply :data:`KILL_MARGIN_S` after the deadline.
@@ -155,8 +179,7 @@ class RewardProcess:
                 raise EOFError
             if time.monotonic() >= deadline:
                 raise TimeoutError
-        reply: float | str | None = self._connection.recv()
-        return reply
+        return self._connection.recv()
 
     def _is_dead(self) -> bool:
         """Return True if the process has ended. Do not reap it, so that the pid of its group is not reused."""
@@ -193,13 +216,27 @@ class RewardProcess:
         exit_description = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
         return f"ended its process ({exit_description}){stack}"
 
-    def _error(self, item: RewardItem, reason: str) -> RewardError:
+    def _error(self, item: RewardItem, reason: str, function: str) -> RewardError:
         return RewardError(
-            f"the reward function {self._config.name} of {self._path} gave no reward to sample {item.uid} "
-            f"({item.where}): {reason}\n"
+            f"the reward function {function} gave no reward to sample {item.uid} ({item.where}): {reason}\n"
             f"prompt: {_shorten(item.prompt)}\nresponse: {_shorten(item.response)}\n"
             f"ground truth: {_shorten(item.ground_truth)}"
         )
+
+
+def file_of(function: RewardFunction) -> Path:
+    """Return the absolute path of the function's file.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
+    path = Path(function.path).expanduser().absolute()
+    if not path.is_file():
+        raise ConfigError(
+            f"{function.path_key}={function.path}: {path} is no file; expected a Python file that defines "
+            f"{function.name}(prompt, response, ground_truth, extra) -> float, or with verl's parameters"
+        )
+    return path
 
 
 def _shorten(value: object) -> str:

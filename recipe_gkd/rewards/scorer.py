@@ -1,20 +1,21 @@
-"""Calls of the user's reward function, distributed over its processes."""
+"""Calls of the user's reward functions, distributed over their processes."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from recipe_gkd.config.reward_functions import reward_functions, reward_name
 from recipe_gkd.config.schema import RewardFunctionConfig
-from recipe_gkd.errors import ConfigError
+from recipe_gkd.data.samples import Reward
 from recipe_gkd.rewards.items import RewardItem
-from recipe_gkd.rewards.process import RewardProcess
+from recipe_gkd.rewards.process import RewardProcess, file_of
 
 MAX_CHUNK_ITEMS = 16
 """Maximum number of items in a message to a process. Larger messages would not be faster."""
@@ -23,40 +24,39 @@ MIN_CHUNKS_PER_PROCESS = 4
 
 
 class RewardScorer:
-    """The function of ``custom_reward_function``, loaded in ``num_workers`` processes.
+    """The functions of ``custom_reward_function``, loaded in ``num_workers`` processes.
 
     A context manager that ends the processes::
 
         with RewardScorer(config) as scorer:
-            rewards = await scorer.score(items)
+            results = await scorer.score(items)
 
     Args:
-        config: Configuration of the function. ``path`` must be set.
+        config: Configuration with at least one function.
 
     Raises:
-        ConfigError: The function cannot be loaded.
+        ConfigError: A function cannot be loaded.
 
     Attributes:
-        name: Name of the function, as in the metric ``val/<data_source>/<name>``.
+        name: Name of the reward, as in the metric ``val/<data_source>/<name>``.
+        reads_truth: True if a function needs a ground truth.
     """
 
     def __init__(self, config: RewardFunctionConfig) -> None:
-        self.name = config.name
-        path = Path(config.path or "").expanduser().absolute()
-        if not path.is_file():
-            raise ConfigError(
-                f"custom_reward_function.path={config.path}: {path} is no file; expected a Python file that defines "
-                f"{config.name}(prompt, response, ground_truth, extra) -> float, or with verl's parameters"
-            )
+        self.name = reward_name(config)
+        for function in reward_functions(config):
+            file_of(function)
         self._processes: list[RewardProcess] = []
         self._free: SimpleQueue[RewardProcess] = SimpleQueue()
         self._threads = ThreadPoolExecutor(config.num_workers, "reward")
         try:
             for _ in range(config.num_workers):
-                self._processes.append(RewardProcess(config, path))
+                self._processes.append(RewardProcess(config))
             for process in self._processes:
                 process.wait_loaded()
                 self._free.put(process)
+            self.reads_truth = self._processes[0].reads_truth
+            self._is_async = self._processes[0].is_async
         except BaseException:
             self.close()
             raise
@@ -69,16 +69,18 @@ class RewardScorer:
         """End the processes."""
         self.close()
 
-    async def score(self, items: Sequence[RewardItem]) -> list[float]:
-        """Return the reward of each item, in order.
+    async def score(self, items: Sequence[RewardItem]) -> list[Reward]:
+        """Return the result of each item, in order.
 
         Raises:
             RewardError: The function failed on an item. The message names the sample.
         """
         n_processes = len(self._processes)
         size = max(1, min(MAX_CHUNK_ITEMS, len(items) // (n_processes * MIN_CHUNKS_PER_PROCESS)))
+        if self._is_async:  # a process starts the next call when one has ended, so it gets its share at once
+            size = math.ceil(len(items) / n_processes) or 1
         starts = deque(range(0, len(items), size))
-        rewards: list[float] = [0.0] * len(items)
+        results: dict[int, list[Reward]] = {}
 
         def score_chunks() -> None:
             """Score chunks on one free process until none is left. There are as many threads as processes."""
@@ -87,7 +89,7 @@ class RewardScorer:
                 with suppress(IndexError):  # No chunk is left.
                     while True:
                         start = starts.popleft()
-                        rewards[start : start + size] = process.score(items[start : start + size])
+                        results[start] = process.score(items[start : start + size])
             finally:
                 self._free.put(process)
 
@@ -96,7 +98,7 @@ class RewardScorer:
             await asyncio.gather(*(run(self._threads, score_chunks) for _ in range(min(n_processes, len(starts)))))
         finally:
             starts.clear()  # After a failure or a cancellation, the other threads start no further chunk.
-        return rewards
+        return [result for start in sorted(results) for result in results[start]]
 
     def close(self) -> None:
         """End the processes, even busy ones, and all processes that they have started."""

@@ -21,7 +21,7 @@ from recipe_gkd.checkpoints.store import remove_old
 from recipe_gkd.config import Config, limits
 from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.config.teachers import addresses, n_connections, requests_per_batch
-from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.data.samples import Prompt, Response, Reward
 from recipe_gkd.errors import CheckpointError, WorkerDied
 from recipe_gkd.metrics.prometheus_logger import check_metrics_port
 from recipe_gkd.metrics.utilization import ActorUtilization
@@ -108,7 +108,7 @@ def check_count_limit(config: Config, name: str) -> None:
                 assert limit[0] >= 0
         case "log_val_generations":
             item = RewardItem(uid=0, where="", prompt="", response="", ground_truth="", extra={}, data_source=None)
-            scored = ScoredResponse("gsm8k", PROMPT, RESPONSE, item, 1.0)
+            scored = ScoredResponse("gsm8k", PROMPT, RESPONSE, item, Reward(1.0))
             assert table_of([scored], limit, Path("x")).startswith(f"{min(limit, 1)} of 1 responses")
         case _:
             raise AssertionError(f"{name} has no consumer in this function; add it")

@@ -12,16 +12,18 @@ from recipe_gkd.rewards import RewardItem
 HEAD = "def compute_score(prompt, response, ground_truth, extra):\n"
 
 
-def settings(path: Path | str, **values: Any) -> RewardFunctionConfig:
+def settings(path: Path | str | None, **values: Any) -> RewardFunctionConfig:
     """Return the configuration of the reward function in ``path``."""
     defaults: dict[str, Any] = {
         "kwargs": {},
+        "functions": {},
+        "max_concurrency": 16,
         "name": "compute_score",
         "on_training": True,
         "timeout_s": 20.0,
         "num_workers": 1,
     }
-    return RewardFunctionConfig(path=str(path), **(defaults | values))
+    return RewardFunctionConfig(path=None if path is None else str(path), **(defaults | values))
 
 
 def reward_file(folder: Path, body: str, *, before: str = "") -> Path:

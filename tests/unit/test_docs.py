@@ -97,5 +97,5 @@ def test_config_page_is_what_the_command_prints() -> None:
 def test_customization_page_contains_the_examples_that_are_tested() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (REPO / "docs/customization.md").read_text(), flags=re.DOTALL)
     examples = sorted((REPO / "docs/examples").glob("*.py"))
-    assert len(examples) == 4
+    assert len(examples) == 5
     assert {example.read_text() for example in examples} <= set(blocks)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -32,6 +34,11 @@ def make_config(folder: Path, *overrides: str) -> Config:
     pq.write_table(pa.table({"prompt": ["1+1="], "ground_truth": ["2"]}), folder / "train.parquet")
     paths = [f"data.train_files={folder}/train.parquet", f"trainer.default_local_dir={folder}", "data.val_files=x"]
     return base_config(*paths, *overrides)
+
+
+def scorer_of(config: Config, *, reads_truth: bool = True) -> Any:
+    """Return a stand-in for the loaded reward function of a configuration."""
+    return None if config.custom_reward_function.path is None else SimpleNamespace(reads_truth=reads_truth)
 
 
 class TestOutputs:
@@ -66,13 +73,22 @@ class TestRewardItems:
     ) -> None:
         config = make_config(tmp_path, *overrides)
         data = PromptData(read_table(config.data.train_files, config.data.prompt_key), config.data, STUDENT.tokenizer)
-        assert (_reward_items(config, data, STUDENT) is not None) == has_items
+        assert (_reward_items(config, data, STUDENT, scorer_of(config)) is not None) == has_items
 
     def test_reward_items_unknown_ground_truth_key_is_an_error(self, tmp_path: Path) -> None:
         config = make_config(tmp_path, self.REWARD, "data.ground_truth_key=nowhere")
         data = PromptData(read_table(config.data.train_files, config.data.prompt_key), config.data, STUDENT.tokenizer)
         with pytest.raises(DataError, match=r"nowhere: the data has no such column.*on_training=false"):
-            _reward_items(config, data, STUDENT)
+            _reward_items(config, data, STUDENT, scorer_of(config))
+
+    def test_reward_items_of_a_function_without_ground_truth_need_no_column(self, tmp_path: Path) -> None:
+        config = make_config(tmp_path, self.REWARD, "gkd.use_rl_loss=true", "actor_rollout_ref.rollout.n=2")
+        table = read_table(config.data.train_files, config.data.prompt_key).drop_columns(["ground_truth"])
+        data = PromptData(table, config.data, STUDENT.tokenizer)
+        items = _reward_items(config, data, STUDENT, scorer_of(config, reads_truth=False))
+        assert items is not None
+        response = data.reference_response(replace(data.prompt(0, 0), reference_ids=data.ids[0]), 0)
+        assert items.build_item(data.prompt(0, 0), response).ground_truth is None
 
 
 class TestUnexpectedErrors:

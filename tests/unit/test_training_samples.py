@@ -20,7 +20,7 @@ from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData, PromptLoader
-from recipe_gkd.data.samples import Prompt, Response, Sample
+from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import GkdError, RewardError, WorkerDied
 from recipe_gkd.metrics.steps import describe
@@ -182,7 +182,7 @@ def test_sampled_prompts_are_assigned_evenly_among_reference_responses(tmp_path:
 
 
 def test_rewards_are_of_sampled_responses_and_in_the_metrics(tmp_path: Path) -> None:
-    path = reward_file(tmp_path, "return float(response == ground_truth)")
+    path = reward_file(tmp_path, "score = float(response == ground_truth)\nreturn {'score': score, 'acc': 1 - score}")
     config = configured(tmp_path, "gkd.sft_share=0.5", "data.shuffle=false")
     with RewardScorer(settings(path)) as scorer:
         batches = asyncio.run(batches_of(build_trainer(config, FakeWorkers(2), scorer)))
@@ -197,6 +197,7 @@ def test_rewards_are_of_sampled_responses_and_in_the_metrics(tmp_path: Path) -> 
         "reward/max": 1.0,
         "reward/std": 0.5,
         "reward/zero_std_group_fraction": 1.0,
+        "reward/acc": 0.5,
     }
     assert metrics["training/sft_share"] == pytest.approx(2 / 6)
     assert metrics["response_seq_len/min"] == metrics["response_seq_len/max"] == 3
@@ -270,8 +271,8 @@ def test_teacher_and_reward_failures_keep_their_own_errors(tmp_path: Path) -> No
 
 def test_batch_gets_advantages_before_it_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class ByUid:
-        async def score(self, items: Sequence[Any]) -> list[float]:
-            return [float(item.uid % 2) for item in items]
+        async def score(self, items: Sequence[Any]) -> list[Reward]:
+            return [Reward(float(item.uid % 2)) for item in items]
 
     def shard_batch(samples: Sequence[Sample], dp_size: int) -> list[list[Sample]]:
         raise GkdError(f"{[sample.advantage for sample in samples]}")

@@ -22,7 +22,7 @@ from recipe_gkd.checkpoints.store import forget_best, read_best
 from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData, PromptLoader
-from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
+from recipe_gkd.data.samples import Prompt, Response, Reward, Sample, TeacherTopK
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
@@ -75,8 +75,8 @@ class Scorer:
     def __init__(self, scores: Sequence[float] = range(1000)) -> None:
         self.scores = scores
 
-    async def score(self, items: Sequence[RewardItem]) -> list[float]:
-        return [float(self.scores[int(item.response or 0)]) for item in items]
+    async def score(self, items: Sequence[RewardItem]) -> list[Reward]:
+        return [Reward(float(self.scores[int(item.response or 0)])) for item in items]
 
 
 def report(validation: Validation, responses: list[Response], step: int = 4) -> dict[str, float]:

@@ -12,9 +12,10 @@ import pyarrow as pa
 
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.config import Config
-from recipe_gkd.config.validate import runs_validation
+from recipe_gkd.config.validate import runs_validation, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.tables import column_path, read_table
+from recipe_gkd.rewards import RewardItems
 
 MAX_ROWS = 256
 TRAIN, VALIDATION = "data.train_files", "data.val_files"
@@ -41,7 +42,7 @@ def read_tables(config: Config) -> tuple[dict[str, pa.Table], list[Finding]]:
     return tables, found
 
 
-def data_findings(config: Config, key: str, table: pa.Table, tokenizer: Any) -> Iterator[Finding]:
+def data_findings(config: Config, key: str, table: pa.Table, tokenizer: Any, *, reads_truth: bool) -> Iterator[Finding]:
     """Check the columns that the run needs, and tokenize evenly spaced rows.
 
     Args:
@@ -49,6 +50,7 @@ def data_findings(config: Config, key: str, table: pa.Table, tokenizer: Any) -> 
         key: Config key of the files.
         table: Rows of the files.
         tokenizer: Tokenizer of the student.
+        reads_truth: True if a reward function needs a ground truth.
     """
     for setting, name, purpose in _needed_columns(config, key):
         column_path(table, name, setting=setting, purpose=purpose)
@@ -67,6 +69,8 @@ def data_findings(config: Config, key: str, table: pa.Table, tokenizer: Any) -> 
     with_references = config.gkd.sft_share > 0 and key == TRAIN
     relaxed = replace(config.data, filter_overlong_prompts=True) if config.data.truncation != "error" else config.data
     data = PromptData(some, relaxed, tokenizer, with_references=with_references, name=f"{len(rows)} rows of {key}")
+    if key == VALIDATION or trains_on_rewards(config):
+        RewardItems(data, config.data, tokenizer, reads_truth=reads_truth)  # raises an error without a ground truth
     if n_texts and template:
         yield Finding(
             "chat template", "warning",
@@ -89,7 +93,5 @@ def _needed_columns(config: Config, key: str) -> Iterator[tuple[str, str, str]]:
     data, teacher = config.data, config.actor_rollout_ref.teacher
     if key == TRAIN and config.gkd.sft_share > 0:
         yield "data.response_key", data.response_key, "with the reference responses"
-    if key == VALIDATION or config.gkd.use_rl_loss:
-        yield "data.ground_truth_key", data.ground_truth_key, "that the reward function receives"
     if key == TRAIN and teacher.route_key is not None:
         yield "actor_rollout_ref.teacher.route_key", teacher.route_key, "that names each prompt's teacher"

@@ -15,6 +15,7 @@ from recipe_gkd.commands.doctor.machine_checks import (
     port_findings,
     shared_memory_findings,
 )
+from recipe_gkd.commands.doctor.reward_checks import reward_findings
 from recipe_gkd.commands.doctor.student_checks import student_findings
 from recipe_gkd.commands.doctor.teacher_checks import teacher_findings
 from recipe_gkd.commands.doctor.versions import version_findings
@@ -45,6 +46,9 @@ def static_findings(config: Config) -> Iterator[Finding]:
         yield Finding("chat template", "skipped", "the student's tokenizer cannot be loaded")
         yield Finding("teacher", "skipped", "teachers are compared with the student, which cannot be loaded")
         return
+    reads_truth, found = reward_findings(config)
+    yield from found
     for key, table in tables.items():
-        yield from findings_of(key, partial(data_findings, config, key, table, student.tokenizer))
+        options = {"reads_truth": reads_truth}
+        yield from findings_of(key, partial(data_findings, config, key, table, student.tokenizer, **options))
     yield from teacher_findings(config, tables.get("data.train_files"), student)

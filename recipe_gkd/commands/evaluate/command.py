@@ -20,12 +20,14 @@ import recipe_gkd.commands.evaluate as package
 from recipe_gkd.commands.evaluate.scores import Evaluation, as_json, render
 from recipe_gkd.config import Config
 from recipe_gkd.config.load import compose_config, to_config
+from recipe_gkd.config.reward_functions import has_reward
 from recipe_gkd.data.prompts import PromptData
-from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.data.samples import Prompt, Response, Reward
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
+from recipe_gkd.rewards.reporting import reward_fields
 from recipe_gkd.rollout.offline_engine import (
     EngineOptions,
     Generated,
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace, folders: Sequence[Path], config: Config) -> li
     evaluations = []
     with ExitStack() as stack:
         scorer = None
-        if config.custom_reward_function.path is not None:
+        if has_reward(config):
             scorer = stack.enter_context(RewardScorer(config.custom_reward_function))
         responses = stack.enter_context(args.responses.open("w", encoding="utf-8")) if args.responses else None
         for folder in folders:
@@ -121,18 +123,16 @@ def evaluate(
         started = time.monotonic()
         generated = generate(engine, data.ids, sampling)
         seconds = time.monotonic() - started
-    pairs = [
-        (data.prompt(index, index * sampling.n + number), _response(one, index * sampling.n + number))
-        for index, several in enumerate(generated)
-        for number, one in enumerate(several)
-    ]
+    responses = [_response(one, uid) for uid, one in enumerate(one for several in generated for one in several)]
+    pairs = [(data.prompt(response.uid // sampling.n, response.uid), response) for response in responses]
     sources = read_sources(table, config.data.data_source_key)
     rewards, items = _rewards(pairs, data, config, tokenizer, scorer)
     evaluation = Evaluation(
         model=str(folder),
         sources=[sources[row] for row in data.rows],
         rows=data.rows,
-        rewards_PN=None if rewards is None else np.array(rewards, np.float64).reshape(-1, sampling.n),
+        rewards_PN=None if rewards is None else np.array([r.score for r in rewards]).reshape(-1, sampling.n),
+        numbers=[reward.numbers for reward in rewards or ()],
         lengths_PN=np.array([len(response.ids) for _, response in pairs], np.float64).reshape(-1, sampling.n),
         truncated_PN=np.array([r.finish_reason == "length" for _, r in pairs], np.float64).reshape(-1, sampling.n),
         seconds=seconds,
@@ -146,7 +146,7 @@ def evaluate(
             "prompt": prompts[prompt.row],
             "response": tokenizer.decode(response.ids.tolist(), skip_special_tokens=True),
             "ground_truth": items[index].ground_truth if items else None,
-            "reward": rewards[index] if rewards is not None else None,
+            **reward_fields(None if rewards is None else rewards[index]),
             "response_len": len(response.ids),
             "finish_reason": response.finish_reason,
         }
@@ -161,11 +161,11 @@ def _rewards(
     config: Config,
     tokenizer: Any,
     scorer: RewardScorer | None,
-) -> tuple[list[float] | None, list[RewardItem]]:
+) -> tuple[list[Reward] | None, list[RewardItem]]:
     """Return the reward of each response, and the arguments of the function. Nothing without a function."""
     if scorer is None:
         return None, []
-    factory = RewardItems(data, config.data, tokenizer, require_truth=True)
+    factory = RewardItems(data, config.data, tokenizer, require_truth=True, reads_truth=scorer.reads_truth)
     items = [factory.build_item(prompt, response) for prompt, response in pairs]
     return asyncio.run(scorer.score(items)), items
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from recipe_gkd.rewards.reporting import mean_numbers
 
 ALL = "all"
 """Name of the group of all prompts."""
@@ -28,6 +30,7 @@ class Evaluation:
         lengths_PN: Tokens of each response, [P, N].
         truncated_PN: True for responses that were truncated, [P, N].
         seconds: Time of generation, without loading.
+        numbers: Other numbers that the reward function returned for each response, by name, [P * N]. Empty without one.
     """
 
     model: str
@@ -37,6 +40,7 @@ class Evaluation:
     lengths_PN: Floats
     truncated_PN: Floats
     seconds: float
+    numbers: Sequence[Mapping[str, float]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,7 @@ class Score:
         best_error: Standard error of ``best``.
         response_len: Mean number of tokens of a response.
         truncated_fraction: Share of truncated responses.
+        numbers: Means of the other numbers that the reward function returned, by name.
     """
 
     n_prompts: int
@@ -60,6 +65,7 @@ class Score:
     best_error: float | None
     response_len: float
     truncated_fraction: float
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 def scores_of(evaluation: Evaluation) -> dict[str, Score]:
@@ -77,6 +83,8 @@ def _score(evaluation: Evaluation, rows: npt.NDArray[np.bool_]) -> Score:
     if evaluation.rewards_PN is not None:
         rewards_PN = evaluation.rewards_PN[rows]
         mean, best = mean_and_error(rewards_PN.mean(axis=1)), mean_and_error(rewards_PN.max(axis=1))
+    n = evaluation.lengths_PN.shape[1]
+    numbers = [numbers for index, numbers in enumerate(evaluation.numbers) if rows[index // n]]
     return Score(
         n_prompts=int(rows.sum()),
         mean=mean[0],
@@ -85,6 +93,7 @@ def _score(evaluation: Evaluation, rows: npt.NDArray[np.bool_]) -> Score:
         best_error=best[1],
         response_len=float(evaluation.lengths_PN[rows].mean()),
         truncated_fraction=float(evaluation.truncated_PN[rows].mean()),
+        numbers=mean_numbers(numbers),
     )
 
 
@@ -135,6 +144,8 @@ def render(evaluations: Sequence[Evaluation], n: int) -> str:
             rows.append((f"  {title}", [_with_error(s.mean, s.mean_error) if s else "" for s in found]))
             if n > 1:
                 rows.append((f"  best@{n}", [_with_error(s.best, s.best_error) if s else "" for s in found]))
+        for name in scores[0][source].numbers:
+            rows.append((f"  {name}", [f"{s.numbers[name]:.4f}" if s and name in s.numbers else "" for s in found]))
         rows.append(("  response tokens", [f"{s.response_len:,.1f}" if s else "" for s in found]))
         rows.append(("  truncated", [f"{s.truncated_fraction:.1%}" if s else "" for s in found]))
     if len(evaluations) > 1 and evaluations[0].rewards_PN is not None:

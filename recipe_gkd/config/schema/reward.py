@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from recipe_gkd.config.limits import MAX_DEVICES
+from recipe_gkd.config.limits import MAX_CALLS, MAX_COEFFICIENT, MAX_DEVICES
 from recipe_gkd.config.schema.fields import STRICT, key, timeout
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RewardFunctionEntry:
+    """One of several reward functions, a value of ``custom_reward_function.functions``."""
+
+    path: str = key("Python file that defines the function.")
+    name: str = "compute_score"
+    weight: Annotated[float, Field(ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)] = 1.0
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+def _as_entry(value: Any) -> Any:
+    """Return ``FILE.py:name`` as the mapping that it stands for."""
+    if not isinstance(value, str):
+        return value
+    path, separator, name = value.rpartition(":")
+    return {"path": path, "name": name} if separator else {"path": value}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -17,11 +36,20 @@ class RewardFunctionConfig:
     path: str | None = key("Python file that defines the reward function. null: no reward function.")
     name: str = key(
         "Name of the function in the file. Its parameters are (prompt, response, ground_truth, extra), or "
-        "verl's (data_source, solution_str, ground_truth, extra_info). It returns a number, or a dict with `score`."
+        "verl's (data_source, solution_str, ground_truth, extra_info). It returns a number, or a dict with `score` and "
+        "other numbers, which become metrics. It may be an `async def` function."
     )
     kwargs: dict[str, Any] = key(
         "Keyword arguments of the function besides these. Command line: `custom_reward_function.kwargs.scale=2`."
     )
+    functions: dict[str, Annotated[RewardFunctionEntry, BeforeValidator(_as_entry)]] = key(
+        "Several reward functions instead of `path`, as label -> `{path, name, weight, kwargs}` or `FILE.py:name`. The "
+        "reward is the weighted sum; `reward/LABEL` and `val/SOURCE/LABEL` are the scores. Default values: "
+        "`compute_score`, 1, none. Command line: `custom_reward_function.functions.format=rewards.py:format_score`."
+    )
     on_training: bool = key("Score training responses even if no loss uses the reward, to report `reward/*` metrics.")
     timeout_s: float = timeout("one call of the reward function, in seconds.")
     num_workers: int = key("Number of processes that call the reward function.", ge=1, le=MAX_DEVICES)
+    max_concurrency: int = key(
+        "Number of responses that an `async def` function scores at a time in each process.", ge=1, le=MAX_CALLS
+    )

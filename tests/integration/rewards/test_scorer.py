@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from recipe_gkd.config.schema.reward import RewardFunctionEntry
+from recipe_gkd.data.samples import Reward
 from recipe_gkd.errors import ConfigError, RewardError
 from recipe_gkd.rewards import RewardItem, RewardScorer, process
 from tests._support.reward_files import item, reward_file, settings
@@ -21,7 +23,11 @@ from tests._support.waiting import wait_until
 pytestmark = pytest.mark.timeout(60)
 
 
-def score(path: Path, items: Sequence[RewardItem], **values: Any) -> list[float]:
+def score(path: Path | None, items: Sequence[RewardItem], **values: Any) -> list[float]:
+    return [reward.score for reward in rewards_of(path, items, **values)]
+
+
+def rewards_of(path: Path | None, items: Sequence[RewardItem], **values: Any) -> list[Reward]:
     with RewardScorer(settings(path, **values)) as scorer:
         return asyncio.run(scorer.score(items))
 
@@ -52,13 +58,14 @@ class TestScore:
     def test_concurrent_requests_share_the_processes(self, tmp_path: Path) -> None:
         path = reward_file(tmp_path, "return int(response)")
 
-        async def score_groups(scorer: RewardScorer) -> list[list[float]]:
+        async def score_groups(scorer: RewardScorer) -> list[list[Reward]]:
             groups = [[item(uid, str(uid)) for uid in range(start, start + 50)] for start in (0, 50, 100)]
             return await asyncio.gather(*(scorer.score(group) for group in groups))
 
         with RewardScorer(settings(path, num_workers=2)) as scorer:
             rewards = asyncio.run(score_groups(scorer))
-        assert rewards == [[float(uid) for uid in range(start, start + 50)] for start in (0, 50, 100)]
+        scores = [[reward.score for reward in group] for group in rewards]
+        assert scores == [[float(uid) for uid in range(start, start + 50)] for start in (0, 50, 100)]
 
     def test_calls_run_in_parallel(self, tmp_path: Path) -> None:
         """Each call waits until the other one has started."""
@@ -133,6 +140,78 @@ class TestScore:
         path.write_text(text)
         extra = {"extra_info": {"index": 3}, "level": 1}
         assert score(path, [item(uid, str(uid), extra=extra, data_source="math") for uid in (1, 2)]) == [1.0, 2.0]
+
+
+class TestAsyncFunction:
+    def test_calls_are_concurrent_up_to_the_limit_and_in_order(self, tmp_path: Path) -> None:
+        """Each call waits until three calls are open; later items end first."""
+        body = """\
+            global n_open, most
+            n_open += 1
+            most = max(most, n_open)
+            while most < 3:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.02 / (1 + int(response)))
+            n_open -= 1
+            return {"score": int(response), "most": most}
+        """
+        path = reward_file(tmp_path, body, before="import asyncio\nn_open = most = 0\nasync \\")
+        found = rewards_of(path, [item(uid, str(uid)) for uid in range(20)], max_concurrency=3)
+        assert [reward.score for reward in found] == list(range(20))
+        assert {reward.numbers["most"] for reward in found} == {3.0}
+
+    @pytest.mark.parametrize(
+        ("body", "message"),
+        [
+            ("return 1 / 0", r"it raised\n(.|\n)*my_reward.py(.|\n)*ZeroDivisionError"),
+            ("raise asyncio.CancelledError", r"it raised\n(.|\n)*CancelledError"),
+            ("await asyncio.sleep(60)", r"took longer than 0.3 s, here:\n(.|\n)*my_reward.py\", line 5"),
+            (
+                "import time; time.sleep(60)",
+                r"took longer than 0.3 s and was ended, here:\n(.|\n)*my_reward.py",
+            ),
+            ("return None", "it returned None"),
+        ],
+    )
+    def test_failing_call_names_its_sample(self, tmp_path: Path, body: str, message: str) -> None:
+        body = f"if response == 'no. 0':\n    {body}\nawait asyncio.sleep(60 if response == 'no. 1' else 0)\nreturn 1"
+        path = reward_file(tmp_path, body, before="import asyncio\nasync \\")
+        with pytest.raises(RewardError, match=rf"gave no reward to sample 0 (.|\n)*{message}"):
+            score(path, [item(uid, f"no. {uid}") for uid in range(4)], timeout_s=0.3)
+
+
+class TestSeveralFunctions:
+    def test_reward_is_the_weighted_sum_of_ordinary_and_async_functions(self, tmp_path: Path) -> None:
+        first, second = tmp_path / "first.py", tmp_path / "second.py"
+        first.write_text("def compute_score(response): return {'score': float(response), 'even': response in '02'}")
+        second.write_text("async def grader(response, *, bonus): return bonus")
+        functions = {
+            "exact": RewardFunctionEntry(path=str(first)),
+            "grader": RewardFunctionEntry(path=str(second), name="grader", weight=0.5, kwargs={"bonus": 3}),
+        }
+        found = rewards_of(None, [item(uid, str(uid)) for uid in range(3)], functions=functions)
+        assert [reward.score for reward in found] == [1.5, 2.5, 3.5]
+        assert found[1].numbers == {"exact": 1.0, "exact/even": 0.0, "grader": 3.0}
+
+    def test_errors_name_the_function(self, tmp_path: Path) -> None:
+        path = reward_file(tmp_path, "return 1")
+        broken = tmp_path / "broken.py"
+        broken.write_text("def compute_score(response): return [][0]")
+        functions = {"good": RewardFunctionEntry(path=str(path)), "bad": RewardFunctionEntry(path=str(broken))}
+        with pytest.raises(RewardError, match=r"function bad \(compute_score of .*broken.py\) gave no reward"):
+            score(None, [item()], functions=functions)
+        functions["bad"] = RewardFunctionEntry(path=str(broken), name="other")
+        with pytest.raises(ConfigError, match=r"functions\.bad\.path=.*: it has no other(.|\n)*functions.bad.name"):
+            RewardScorer(settings(None, functions=functions))
+
+
+class TestTruth:
+    @pytest.mark.parametrize(("body", "expected"), [("response, ground_truth", True), ("response, **rest", False)])
+    def test_ground_truth_is_read_if_a_function_requires_it(self, tmp_path: Path, body: str, expected: bool) -> None:
+        path = tmp_path / "my_reward.py"
+        path.write_text(f"def compute_score({body}): return 1")
+        with RewardScorer(settings(path)) as scorer:
+            assert scorer.reads_truth is expected
 
 
 class TestFailingCall:
@@ -236,7 +315,6 @@ class TestLoad:
             ("import sys; sys.exit(1)", "cannot be imported:\n(.|\n)*SystemExit: 1"),
             ("import os; os._exit(1)", r"its import ended its process \(exit status 1\)"),
             ("import os; os.kill(os.getpid(), 9)", r"its import was killed \(SIGKILL\)"),
-            ("async def compute_score(response): ...", "its compute_score is async; make it an ordinary function"),
             (
                 "def compute_score(p, response, *, t): ...",
                 r"compute_score\(p, response, \*, t\) has parameters .*: p, t; expected",

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,7 @@ from recipe_gkd.losses.sampled_token import importance_weights, k1, k2, k3
 from recipe_gkd.metrics.resource_layout import ResourceLayout
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.ray_cluster.pools import choose_nodes, pool_specs
+from recipe_gkd.rewards import child
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.sampling import request_seed, sampling_from
 from recipe_gkd.weight_sync.bucket_plan import plan_buckets
@@ -242,6 +244,22 @@ def make_micro_batches(config: Config, name: str) -> None:
     torch.tensor([actor.max_token_len], dtype=torch.int32)
 
 
+def call_async_function(config: Config, name: str) -> None:
+    """Check that each response is scored for any number of concurrent calls."""
+
+    async def compute_score(response: str) -> float:
+        return float(response)
+
+    settings = {"kwargs": {}, "label": "", "weight": 1.0}
+    function = child.Function(0, compute_score, {"response": "response"}, settings, (), True)
+    limits_of_calls = {"max_concurrency": config.custom_reward_function.max_concurrency, "timeout_s": 60.0}
+    items = [{"prompt": "", "response": str(n), "ground_truth": "", "extra": {}, "data_source": ""} for n in range(3)]
+    driver, process = Pipe()
+    with driver, process:
+        asyncio.run(child.score_concurrently(process, [function], items, limits_of_calls, stacks=2))
+        assert sorted(driver.recv() for _ in items) == [(n, float(n), {}) for n in range(3)]
+
+
 def place_pools(config: Config, name: str) -> None:
     """Check that pools of any size are counted, and that Megatron accepts the parallel sizes."""
     specs = pool_specs(config, "cpu")
@@ -308,6 +326,7 @@ def consumer_of(name: str) -> Callable[[Config, str], None]:
         check_intervals: ["trainer.save_freq", "trainer.test_freq"],
         connect_to_teacher: [f"{TEACHER}.server_port", f"{TEACHER}.n_connections"],
         build_sampling: ["data.max_prompt_length", "data.max_response_length"],
+        call_async_function: ["custom_reward_function.max_concurrency"],
         place_pools: ["custom_reward_function.num_workers", "ray_init.num_cpus"],
         run_schedule: ["trainer.max_staleness", f"{TEACHER}.num_microbatches"],
         encode_teacher_request: [f"{TEACHER}.timeout_s", f"{TEACHER}.top_k", "gkd.distill_temperature"],

@@ -40,6 +40,12 @@ CONDITIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ("custom_reward_function.path", "custom_reward_function.on_training"): (
         "custom_reward_function.on_training=false",
     ),
+    ("custom_reward_function.functions", "custom_reward_function.on_training"): (
+        "custom_reward_function.on_training=false",
+    ),
+    ("custom_reward_function.name", "custom_reward_function.functions"): (
+        "custom_reward_function.functions.format=rewards.py",
+    ),
     (f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.kv_cache_memory_megabytes"): (
         f"{ROLLOUT}.kv_cache_memory_megabytes=100",
     ),
@@ -65,6 +71,8 @@ VALUES = {
     f"{TEACHER}.auth_dir": "keys",
     "gkd.max_loss_position": "8",
     "custom_reward_function.path": "reward.py",
+    "custom_reward_function.kwargs": "{scale: 2}",
+    "custom_reward_function.functions": "{format: rewards.py}",
     "trainer.val_kl": "true",
 }
 DEFAULTS: Any = OmegaConf.to_container(compose_config(CONFIG_NAME), resolve=False)

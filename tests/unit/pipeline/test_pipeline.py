@@ -17,7 +17,7 @@ from virtual_time import run
 
 from recipe_gkd.config.staleness import MAX_STALENESS
 from recipe_gkd.data.batches import PromptBatch
-from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
+from recipe_gkd.data.samples import Prompt, Response, Reward, Sample, TeacherTopK
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.pipeline.assignment import assign_prompts
@@ -147,9 +147,9 @@ class FakeStages:
         await self.spend("score")
         return [Sample(prompt=prompt, response=response, teacher=TeacherTopK.absent(0)) for prompt, response in group]
 
-    async def compute_rewards(self, group: Sequence[tuple[Prompt, Response]]) -> dict[int, float]:
+    async def compute_rewards(self, group: Sequence[tuple[Prompt, Response]]) -> dict[int, Reward]:
         await self.spend("rewards")
-        return {prompt.uid: reward_of(prompt.uid) for prompt, _ in group if prompt.uid % 3}
+        return {prompt.uid: Reward(reward_of(prompt.uid)) for prompt, _ in group if prompt.uid % 3}
 
     async def sync(self, version: int) -> dict[str, float]:
         if self.dead:  # like WeightSynchronizer, which replaces dead workers

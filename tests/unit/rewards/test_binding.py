@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.rewards.binding import ACCEPTED, bind, score_of, values_of
+from recipe_gkd.rewards.binding import ACCEPTED, bind, requires, values_of
 
 VALUES = values_of("P", "R", "T", {"level": 1}, "math")
 OURS = {"prompt": "P", "response": "R", "ground_truth": "T", "extra": {"level": 1}}
@@ -108,13 +108,21 @@ class TestValuesOf:
         assert values_of("P", "R", "T", {"level": 1, "extra_info": None}, None)["extra_info"]["level"] == 1
 
 
-class TestScoreOf:
-    def test_dict_with_score_gives_its_score(self) -> None:
-        assert score_of({"score": 0.5, "acc": True}) == 0.5
-
-    def test_other_results_are_unchanged(self) -> None:
-        assert score_of(2) == 2
-        assert score_of({"acc": 1}) == {"acc": 1}
+class TestRequires:
+    @pytest.mark.parametrize(
+        ("signature", "expected"),
+        [
+            ("prompt, response, ground_truth, extra", True),
+            ("response, *, ground_truth", True),
+            ("response, ground_truth=None", False),
+            ("solution_str", False),
+            ("response, **others", False),
+        ],
+    )
+    def test_ground_truth_is_required_by_a_parameter_without_default(self, signature: str, expected: bool) -> None:
+        namespace: dict[str, Any] = {}
+        exec(f"def compute_score({signature}): ...", namespace)
+        assert requires(namespace["compute_score"], "ground_truth") is expected
 
 
 def test_bind_kwargs_fill_required_parameters_and_unknown_ones_are_refused() -> None:

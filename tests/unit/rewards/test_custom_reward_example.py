@@ -23,7 +23,8 @@ EXAMPLE = REPO / "docs" / "examples" / "custom_reward.py"
 def test_custom_reward_example_scores_the_last_number(response: str, reward: float) -> None:
     example = item(response=response, ground_truth="2", extra={"max_chars": 401})
     with RewardScorer(settings(EXAMPLE)) as scorer:
-        assert asyncio.run(scorer.score([example])) == pytest.approx([reward])
+        [found] = asyncio.run(scorer.score([example]))
+    assert found.score == pytest.approx(reward)
 
 
 def test_keys_in_custom_reward_example_are_a_valid_configuration() -> None:

@@ -1,0 +1,69 @@
+"""Results of reward functions: the score, and other numbers that become metrics.
+
+This file imports only the standard library, because the process that calls the functions loads it by its path.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Sequence
+from numbers import Real
+from typing import Any
+
+METRIC_NAME = re.compile(r"[\w.@-]+(/[\w.@-]+)*")
+"""Names of metrics: letters, digits and ``_ - . @``, divided by slashes."""
+
+
+Result = tuple[float, dict[str, float]]
+"""Score of a response, and other numbers by name."""
+
+
+def parse_result(result: Any, reserved: Collection[str] = ()) -> Result | str:
+    """Return the score and the other numbers of a result, or the reason why it is rejected.
+
+    As in verl, a result may be a dict with the score and other entries. Of these, finite numbers and booleans are kept;
+    the others belong to no metric.
+
+    Args:
+        result: Value that the function returned.
+        reserved: Names of other metrics, which no number may have.
+    """
+    has_others = isinstance(result, dict) and "score" in result
+    score = _to_float(result["score"] if has_others else result)
+    if not math.isfinite(score):
+        return (
+            f"it returned {result!r:.200} ({type(result).__name__}), expected a finite number, or a dict with one as "
+            "'score'"
+        )
+    numbers: dict[str, float] = {}
+    for name, value in result.items() if has_others else ():
+        if name == "score" or not isinstance(value, Real) or not math.isfinite(value):
+            continue
+        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
+            return (
+                f"it returned the number {name!r}, which cannot be the name of a metric; expected letters, digits and "
+                "_ - . @, divided by slashes"
+            )
+        if name in reserved:
+            return f"it returned the number {name!r}, which is the name of another metric; rename it"
+        numbers[name] = float(value)
+    return score, numbers
+
+
+def weighted_sum(results: Sequence[Result], labels: Sequence[str], weights: Sequence[float]) -> Result:
+    """Return the sum of the weighted scores, each score by its label, and other numbers as ``<label>/<name>``."""
+    numbers: dict[str, float] = {}
+    for (score, others), label in zip(results, labels, strict=True):
+        numbers |= {label: score} | {f"{label}/{name}": value for name, value in others.items()}
+    return sum(weight * score for (score, _), weight in zip(results, weights, strict=True)), numbers
+
+
+def _to_float(value: Any) -> float:
+    """Return ``float(value)``, or nan for text and for values that are no number."""
+    if isinstance(value, str | bytes | bytearray):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan

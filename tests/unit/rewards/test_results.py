@@ -1,0 +1,51 @@
+"""Results of reward functions: scores, other numbers, and weighted sums."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recipe_gkd.rewards.reporting import mean_numbers
+from recipe_gkd.rewards.results import parse_result, weighted_sum
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (1, (1.0, {})),
+        (np.float32(0.5), (0.5, {})),
+        ({"score": 0.5, "acc": True, "format/tags": np.int64(2)}, (0.5, {"acc": 1.0, "format/tags": 2.0})),
+        ({"score": True, "pred": "12", "steps": [1], "missing": None, "ratio": math.nan}, (1.0, {})),
+    ],
+)
+def test_score_and_numbers_of_a_result(result: Any, expected: Any) -> None:
+    assert parse_result(result) == expected
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ({"acc": 1}, "expected a finite number, or a dict with one as 'score'"),
+        (math.inf, "it returned inf (float), expected a finite number"),
+        ({"score": 1, "two words": 2}, "the number 'two words', which cannot be the name of a metric"),
+        ({"score": 1, 3: 2}, "the number 3, which cannot be the name of a metric"),
+        ({"score": 1, "mean": 2}, "the number 'mean', which is the name of another metric; rename it"),
+    ],
+)
+def test_unusable_result_is_rejected_with_the_reason(result: Any, message: str) -> None:
+    assert message in str(parse_result(result, reserved={"mean"}))
+
+
+def test_weighted_sum_names_each_function() -> None:
+    results = [(1.0, {"acc": 1.0}), (0.5, {})]
+    assert weighted_sum(results, ["math", "format"], [1.0, -0.2]) == (
+        pytest.approx(0.9),
+        {"math": 1.0, "math/acc": 1.0, "format": 0.5},
+    )
+
+
+def test_mean_of_a_number_is_over_the_responses_that_have_it() -> None:
+    assert mean_numbers([{"a": 1.0, "b": 2.0}, {"a": 0.0}, {}], "reward/") == {"reward/a": 0.5, "reward/b": 2.0}
