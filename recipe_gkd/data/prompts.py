@@ -24,7 +24,14 @@ import pyarrow as pa
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.batches import PromptBatch
 from recipe_gkd.data.samples import Prompt, Response
-from recipe_gkd.data.tokenization import ChatTemplate, tokenize_prompt, tokenize_references, truncate_prompt
+from recipe_gkd.data.tokenization import (
+    ChatTemplate,
+    render_prompt,
+    tokenize_prompt,
+    tokenize_references,
+    truncate_prompt,
+)
+from recipe_gkd.data.tools import Tools, read_tools
 from recipe_gkd.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -39,8 +46,9 @@ class PromptData:
         ids: Token ids of each prompt, int32 [P]. Overlong prompts were dropped or cut.
         rows: Row of each prompt in ``table``.
         template: Settings of the student's chat template.
+        tools: Tools of each row of ``table``. None for rows without tools.
         reference_ids: Token ids of each reference response, int32 [T]. Empty without ``with_references``.
-        fingerprint: Hash of the prompts, and of the settings of the chat template if there are any.
+        fingerprint: Hash of the prompts, and of the settings of the chat template and the tools if there are any.
         references_fingerprint: Hash of the reference responses. Empty without ``with_references``.
         teacher_prompts_fingerprint: Hash of the teachers' own prompts. Empty without :meth:`set_teacher_prompts`.
     """
@@ -73,10 +81,11 @@ class PromptData:
         self._prompt_key = config.prompt_key
         self.template = ChatTemplate(config.apply_chat_template_kwargs, config.system_prompt)
         prompts = self.raw_prompts()
+        self.tools = read_tools(table, config, name)
         self.ids: list[np.ndarray] = []
         self.rows: list[int] = []
         self._tokenize(prompts, config, tokenizer)
-        self.fingerprint = _fingerprint(prompts, self.rows, self.template)
+        self.fingerprint = _fingerprint(prompts, self.rows, self.template, self.tools)
         self._end_ids = frozenset({*stop_token_ids, tokenizer.eos_token_id}) if with_references else frozenset()
         self.teacher_prompts_fingerprint = ""
         self._teacher_ids: Sequence[np.ndarray | None] | None = None
@@ -93,12 +102,13 @@ class PromptData:
 
     def _tokenize(self, prompts: list[Any], config: DataConfig, tokenizer: Any) -> None:
         started_at = time.monotonic()
-        for row, prompt in enumerate(prompts):
-            ids = tokenize_prompt(prompt, tokenizer, f"row {row} of {self.name}", template=self.template)
+        for row, (prompt, tools) in enumerate(zip(prompts, self.tools, strict=True)):
+            where = f"row {row} of {self.name}"
+            ids = tokenize_prompt(prompt, tokenizer, where, template=self.template, tools=tools)
             if len(ids) > config.max_prompt_length:
                 if config.filter_overlong_prompts:
                     continue
-                ids = truncate_prompt(ids, config, row)
+                ids = truncate_prompt(ids, config, where)
             self.ids.append(ids)
             self.rows.append(row)
         limit = f"data.max_prompt_length={config.max_prompt_length}"
@@ -111,6 +121,13 @@ class PromptData:
                 "%s: the prompts are plain text, which gets no chat template, but the tokenizer has one. For a chat "
                 "model write them as a list of messages, such as [{'role': 'user', 'content': ...}] (docs/data.md)",
                 self.name,
+            )
+        if ignores_tools(prompts, self.tools, tokenizer, self.template):
+            log.warning(
+                "%s: the tokenizer's chat template ignores the tools of data.tools_key=%s; use a model whose template "
+                "describes tools, or set data.tools_key=null",
+                self.name,
+                config.tools_key,
             )
         log.info("tokenized %d prompts of %s in %.1f s", len(prompts), self.name, time.monotonic() - started_at)
         if not self.ids:
@@ -240,11 +257,35 @@ class PromptLoader:
         return self._cached_order
 
 
-def _fingerprint(values: list[Any], rows: list[int], template: ChatTemplate | None = None) -> str:
-    """Return a hash of the values of ``rows`` and of a template that is not the default, 32 hexadecimal digits."""
+def ignores_tools(
+    prompts: Sequence[Any], tools: Sequence[Tools | None], tokenizer: Any, template: ChatTemplate
+) -> bool:
+    """Return True if the chat template renders the first prompt with tools as if it had none."""
+    first = next((row for row, of_row in enumerate(tools) if of_row), None)
+    if first is None:
+        return False
+    with_tools, without = (
+        render_prompt(prompts[first], tokenizer, f"row {first}", template=template, tools=given)
+        for given in (tools[first], None)
+    )
+    return with_tools == without
+
+
+def _fingerprint(
+    values: list[Any],
+    rows: list[int],
+    template: ChatTemplate | None = None,
+    tools: Sequence[Tools | None] | None = None,
+) -> str:
+    """Return a hash of the values of ``rows``, of a template that is not the default, and of tools if there are any.
+
+    It has 32 hexadecimal digits.
+    """
     digest = hashlib.blake2b(digest_size=16)
     if template is not None and template != ChatTemplate():
         digest.update(json.dumps([dict(template.kwargs), template.system_prompt], sort_keys=True).encode() + b"\n")
     for row in rows:
         digest.update(json.dumps(values[row], sort_keys=True, default=str).encode() + b"\n")  # JSON has no line feed
+        if tools is not None and tools[row]:
+            digest.update(json.dumps(tools[row]).encode() + b"\n")
     return digest.hexdigest()

@@ -47,6 +47,11 @@ def tokenize_prompt(
         DataError: The prompt is neither of these, or has no tokens, or the template refuses it.
     """
     if isinstance(prompt, str):
+        if tools:
+            raise DataError(
+                f"{where}: the prompt is plain text, which gets no chat template, so its tools cannot be described; "
+                "write it as a list of messages, or set data.tools_key=null"
+            )
         ids = tokenizer(prompt)["input_ids"]
         bos = tokenizer.bos_token_id
         if bos is not None and list(ids[:2]) == [bos, bos]:  # the text starts with one, and the tokenizer adds another
@@ -110,8 +115,13 @@ def _apply_template(
         raise DataError(f"{where}: the tokenizer's chat template refused the prompt: {error}") from error
 
 
-def truncate_prompt(ids: np.ndarray, config: DataConfig, row: int) -> np.ndarray:
+def truncate_prompt(ids: np.ndarray, config: DataConfig, where: str) -> np.ndarray:
     """Return an overlong prompt cut as ``data.truncation`` specifies, int32 [P] with P = ``max_prompt_length``.
+
+    Args:
+        ids: Token ids of the prompt.
+        config: Settings of the data.
+        where: Row of the prompt, for error messages.
 
     Raises:
         DataError: ``data.truncation=error``.
@@ -119,7 +129,7 @@ def truncate_prompt(ids: np.ndarray, config: DataConfig, row: int) -> np.ndarray
     limit = config.max_prompt_length
     if config.truncation == "error":
         raise DataError(
-            f"the prompt of row {row} has {len(ids)} tokens, more than data.max_prompt_length={limit}; "
+            f"{where}: the prompt has {len(ids)} tokens, more than data.max_prompt_length={limit}; "
             "raise it, set data.filter_overlong_prompts=true, or data.truncation to left, right or middle"
         )
     if config.truncation == "left":

@@ -26,6 +26,7 @@ from recipe_gkd.config.teachers import TEACHER, PromptSettings, prompt_settings
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.tables import column_at, column_path
 from recipe_gkd.data.tokenization import ChatTemplate, render_prompt, tokenize_prompt
+from recipe_gkd.data.tools import Tools
 from recipe_gkd.errors import DataError
 from recipe_gkd.teacher_routing.routes import Routes
 
@@ -60,14 +61,15 @@ def make_teacher_prompts(data: PromptData, routes: Routes, config: Config, token
     Raises:
         DataError: A column is missing, a value cannot be used, or a prompt ends differently than the student's.
     """
-    settings = prompt_settings(config.actor_rollout_ref.teacher, config.data)
-    builders = {
-        name: _PromptBuilder(name, found, data, config, tokenizer)
-        for name in routes.used
-        if (found := settings[name]) is not None
-    }
-    if not builders:
+    every = prompt_settings(config.actor_rollout_ref.teacher, config.data)
+    settings = {name: found for name in routes.used if (found := every[name]) is not None}
+    if not settings:
         return None
+    prompts = data.raw_prompts()  # once for all teachers, because it is a copy
+    builders = {
+        name: _PromptBuilder(name, found, data, prompts, config=config, tokenizer=tokenizer)
+        for name, found in settings.items()
+    }
     ids: list[np.ndarray | None] = []
     longest = dict.fromkeys(builders, 0)
     digest = hashlib.blake2b(digest_size=16)
@@ -84,7 +86,16 @@ def make_teacher_prompts(data: PromptData, routes: Routes, config: Config, token
 class _PromptBuilder:
     """Prompts of one teacher."""
 
-    def __init__(self, name: str, settings: PromptSettings, data: PromptData, config: Config, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: PromptSettings,
+        data: PromptData,
+        prompts: Sequence[Any],
+        *,
+        config: Config,
+        tokenizer: Any,
+    ) -> None:
         teacher = config.actor_rollout_ref.teacher
         self._name, self._data, self._tokenizer = name, data, tokenizer
         entry = teacher.teachers.get(name)
@@ -96,7 +107,7 @@ class _PromptBuilder:
         self._template = settings.template
         fields = template_fields(settings.template) if settings.template else []
         self._columns = {field: self._field_values(field) for field in fields if field != PROMPT}
-        self._student_prompts, self._student_template = data.raw_prompts(), data.template
+        self._student_prompts, self._student_template = prompts, data.template
         self._teacher_template = _template_of_teacher(settings, data.template)
         self._prompts: list[Any] | None = None
         if key := settings.prompt_key:
@@ -110,14 +121,15 @@ class _PromptBuilder:
         student = self._student_prompts[row]
         own = self._prompts[row] if self._prompts is not None else None
         prompt = self._filled(student if own is None else own, row, where)
-        ids = tokenize_prompt(prompt, self._tokenizer, where, template=self._teacher_template)
+        tools = self._data.tools[row]
+        ids = tokenize_prompt(prompt, self._tokenizer, where, template=self._teacher_template, tools=tools)
         if not self._allows_mismatch:
-            self._check_end(student, prompt, where)
+            self._check_end(student, prompt, where, tools)
         return ids
 
-    def _check_end(self, student: Any, teacher: Any, where: str) -> None:
-        of_student = _generation_prompt(student, self._tokenizer, where, self._student_template)
-        of_teacher = _generation_prompt(teacher, self._tokenizer, where, self._teacher_template)
+    def _check_end(self, student: Any, teacher: Any, where: str, tools: Tools | None) -> None:
+        of_student = _generation_prompt(student, self._tokenizer, where, self._student_template, tools)
+        of_teacher = _generation_prompt(teacher, self._tokenizer, where, self._teacher_template, tools)
         if of_student != of_teacher:
             raise DataError(
                 f"{where}: the prompts of student and teacher end differently. The student's response follows "
@@ -191,12 +203,13 @@ def _template_of_teacher(settings: PromptSettings, student: ChatTemplate) -> Cha
     )
 
 
-def _generation_prompt(prompt: Any, tokenizer: Any, where: str, template: ChatTemplate) -> str:
+def _generation_prompt(prompt: Any, tokenizer: Any, where: str, template: ChatTemplate, tools: Tools | None) -> str:
     """Return the text that the chat template adds after the last message. A prompt that is a string has none."""
     if isinstance(prompt, str):
         return ""
     without, complete = (
-        render_prompt(prompt, tokenizer, where, template=template, add_generation_prompt=adds) for adds in (False, True)
+        render_prompt(prompt, tokenizer, where, template=template, tools=tools, add_generation_prompt=adds)
+        for adds in (False, True)
     )
     pairs = zip(without, complete, strict=False)
     n_common = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(without), len(complete)))

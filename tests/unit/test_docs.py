@@ -94,8 +94,9 @@ def test_config_page_is_what_the_command_prints() -> None:
     assert (REPO / "docs/config.md").read_text().endswith(printed.stdout)
 
 
-def test_customization_page_contains_the_examples_that_are_tested() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (REPO / "docs/customization.md").read_text(), flags=re.DOTALL)
+def test_pages_contain_the_examples_that_are_tested() -> None:
+    pages = "".join((REPO / "docs" / name).read_text() for name in ("customization.md", "data.md"))
+    blocks = re.findall(r"```python\n(.*?)```", pages, flags=re.DOTALL)
     examples = sorted((REPO / "docs/examples").glob("*.py"))
-    assert len(examples) == 5
+    assert len(examples) == 6
     assert {example.read_text() for example in examples} <= set(blocks)

@@ -1,10 +1,27 @@
-"""Show a data set as a training run would read it. Neither Ray nor a teacher is needed.
+"""Command ``data``: ``inspect`` a file as a run would read it, and ``prepare`` raw files."""
 
-python -m recipe_gkd data inspect FILE [actor_rollout_ref.model.path=FOLDER] [data.prompt_key=question ...]
+from __future__ import annotations
 
-Prints columns, and with a model: lengths in tokens, rows that would be dropped, and a prompt after the chat template.
-"""
+import sys
+from collections.abc import Sequence
 
-from recipe_gkd.commands.data.inspect import main
+from recipe_gkd.commands.data import inspect, prepare
 
-__all__ = ["main"]
+ACTIONS = {"inspect": inspect, "prepare": prepare}
+EXPECTED = "expected: data inspect FILE [key=value ...], or data prepare FORMAT FILE ... --output FOLDER"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an action of the command.
+
+    Returns:
+        Exit status: 0 after success, 1 after an error, 2 if no known action was given.
+    """
+    arguments = list(sys.argv[2:] if argv is None else argv)
+    if arguments and arguments[0] in ("-h", "--help"):
+        print("\n\n".join(action.make_parser().format_help() for action in ACTIONS.values()))
+        raise SystemExit(0)  # as argparse does
+    if not arguments or arguments[0] not in ACTIONS:
+        print(f"error: got {' '.join(arguments)!r}; {EXPECTED}", file=sys.stderr)
+        return 2
+    return ACTIONS[arguments[0]].main(arguments[1:])

@@ -10,29 +10,36 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recipe_gkd.commands import data as package
 from recipe_gkd.commands.arguments import command_parser
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.schema import DataConfig
+from recipe_gkd.data.prompts import ignores_tools
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.data.tokenization import ChatTemplate, render_prompt, tokenize_prompt
+from recipe_gkd.data.tools import read_tools
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import DataError
 
+DESCRIPTION = """Show a data set as a training run would read it. Neither Ray nor a teacher is needed.
+
+python -m recipe_gkd data inspect FILE [actor_rollout_ref.model.path=FOLDER] [data.prompt_key=question ...]
+
+Prints columns, and with a model: lengths in tokens, rows that would be dropped, and a prompt after the chat template.
+"""
 SHOWN_CHARS = 60
 SHOWN_IDS = 64
 PERCENTILES = (0, 50, 90, 99, 100)
 _MODEL_KEY, _NO_MODEL = "actor_rollout_ref.model.path", "none"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command.
 
     Returns:
         Exit status: 0 if a run could read the data, 1 after an error.
     """
     try:
-        for line in _report(_parse(argv)):
+        for line in _report(make_parser().parse_args(argv)):
             print(line)
     except Exception as error:  # noqa: BLE001 - the command prints one error instead of a traceback
         print(f"error: {as_known_error(error, 'data inspect')}", file=sys.stderr)
@@ -40,17 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser("data", package.__doc__)
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = command_parser("data inspect", DESCRIPTION)
     parser.add_argument("--row", type=int, default=0, help="row whose prompt is shown, from 0 on")
-    return parser.parse_args(argv)
+    parser.usage = "%(prog)s FILE [--row ROW] [--config-name NAME] [--config-dir FOLDER] [key=value ...]"
+    return parser
 
 
 def _report(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the lines of the output."""
-    action, file, *overrides = [*arguments.overrides, "", ""][: max(2, len(arguments.overrides))]
-    if action != "inspect" or not file:
-        raise DataError(f"got {' '.join(arguments.overrides)!r}; expected: data inspect FILE [key=value ...]")
+    file, *overrides = arguments.overrides or [""]
+    if not file:
+        raise DataError("no file was given; expected: data inspect FILE [key=value ...]")
     given = {override.lstrip("+").partition("=")[0] for override in overrides}
     model = [] if _MODEL_KEY in given else [f"{_MODEL_KEY}={_NO_MODEL}"]
     quoted = file.replace("\\", "\\\\").replace('"', '\\"')
@@ -93,8 +102,11 @@ def describe_prompts(table: pa.Table, config: DataConfig, tokenizer: Any, shown_
     if not 0 <= shown_row < table.num_rows:
         raise DataError(f"--row {shown_row}: the data has the rows 0 to {table.num_rows - 1}; choose one of them")
     template = ChatTemplate(config.apply_chat_template_kwargs, config.system_prompt)
-    prompts = table.column(config.prompt_key).to_pylist()
-    ids = [tokenize_prompt(prompt, tokenizer, f"row {row}", template=template) for row, prompt in enumerate(prompts)]
+    prompts, tools = table.column(config.prompt_key).to_pylist(), read_tools(table, config, "the data")
+    ids = [
+        tokenize_prompt(prompt, tokenizer, f"row {row}", template=template, tools=tools[row])
+        for row, prompt in enumerate(prompts)
+    ]
     lengths = np.array([len(each) for each in ids])
     yield f"prompt tokens: {_percentiles(lengths)}"
     overlong = np.flatnonzero(lengths > config.max_prompt_length)
@@ -112,7 +124,10 @@ def describe_prompts(table: pa.Table, config: DataConfig, tokenizer: Any, shown_
             yield f"reference response tokens: {_percentiles(sizes)}"
     if any(isinstance(prompt, str) for prompt in prompts):
         yield "plain text prompts get no chat template" + ("; the tokenizer has one" if tokenizer.chat_template else "")
-    text = render_prompt(prompts[shown_row], tokenizer, f"row {shown_row}", template=template)
+    if n_with_tools := sum(of_row is not None for of_row in tools):
+        ignored = ", which the chat template ignores" if ignores_tools(prompts, tools, tokenizer, template) else ""
+        yield f"{n_with_tools} of {len(prompts)} prompts have tools{ignored}"
+    text = render_prompt(prompts[shown_row], tokenizer, f"row {shown_row}", template=template, tools=tools[shown_row])
     shown = ids[shown_row][:SHOWN_IDS]
     yield f"prompt of row {shown_row}, {lengths[shown_row]} tokens:"
     yield from (f"  | {line}" for line in text.split("\n"))

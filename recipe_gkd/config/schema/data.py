@@ -29,6 +29,10 @@ class DataConfig:
         "`data.apply_chat_template_kwargs.enable_thinking=false`."
     )
     system_prompt: str | None = key("System message of chats that have none. null: none.")
+    tools_key: str | None = key(
+        "Column with the tools that the chat template describes: a list of JSON schemas of functions, or its JSON "
+        "text. Dots select a field of a structure. In a row without a value, and with null: no tools."
+    )
     teacher_prompt_key: str | None = key(
         "Column with the prompt that the teacher sees: messages or a string, like `prompt_key`. Dots select a field of "
         "a structure. In a row without a value, and with null, it is the student's prompt."

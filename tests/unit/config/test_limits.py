@@ -292,7 +292,7 @@ def build_sampling(config: Config, name: str) -> None:
         np.array([parameters.get("top_k", 0), parameters["max_tokens"], options.max_model_len], np.int32)
     for truncation in ("left", "right", "middle"):
         data: Any = dataclasses.replace(config.data, truncation=truncation)
-        assert len(truncate_prompt(np.arange(data.max_prompt_length + 1), data, 0)) == data.max_prompt_length
+        assert len(truncate_prompt(np.arange(data.max_prompt_length + 1), data, "row 0")) == data.max_prompt_length
 
 
 def plan_weight_buckets(config: Config, name: str) -> None:

@@ -184,7 +184,10 @@ class TestPromptData:
             ({"prompt": ["", "a"]}, "row 0 .* has no tokens"),
             ({"prompt": [[]]}, "list of .* that is not empty"),
             ({"prompt": [[{"role": "system", "content": "a"}]]}, "template refused .* roles are user and assistant"),
-            ({"prompt": ["a", "0123456789"]}, "row 1 has 10 tokens, more than data.max_prompt_length=8"),
+            (
+                {"prompt": ["a", "0123456789"]},
+                "row 1 of the training data: the prompt has 10 tokens, more than data.max_prompt_length=8",
+            ),
         ],
     )
     def test_unusable_row_or_column_named(self, tmp_path: Path, rows: dict[str, Any], message: str) -> None:

@@ -84,8 +84,14 @@ class TestInspect:
         assert "add actor_rollout_ref.model.path=FOLDER" in capsys.readouterr().out
 
     def test_inspect_unknown_action_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["show"]) == 1
+        assert main(["show"]) == main([]) == 2
         assert "expected: data inspect FILE" in capsys.readouterr().err
+        assert main(["inspect"]) == 1
+        assert "no file was given; expected: data inspect FILE" in capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            main(["--help"])
+        out = capsys.readouterr().out
+        assert "--row" in out and "--val-fraction" in out
 
 
 def test_read_table_folder_skips_hidden_files_and_long_csv_cells_are_read(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""``data prepare``: conversion, held-out rows and errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from recipe_gkd.commands.data import main
+from recipe_gkd.commands.data.prepare import ANSWER_HINT
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return pq.read_table(path).to_pylist()
+
+
+def test_gsm8k_has_messages_solution_and_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = write(
+        tmp_path / "train.jsonl", [{"question": "How many? ", "answer": "6*3=<<6*3=18>>18 eggs.\n#### 1,018"}]
+    )
+    held_out = write(tmp_path / "test.jsonl", [{"question": "2?", "answer": "#### -2"}])
+    output = tmp_path / "out"
+    assert main(["prepare", "gsm8k", train, "--val", held_out, "--output", str(output)]) == 0
+    assert rows_of(output / "train.parquet") == [
+        {
+            "prompt": [{"role": "user", "content": f"How many? {ANSWER_HINT}"}],
+            "response": "6*3=18 eggs.\n#### 1,018",
+            "ground_truth": "1018",
+            "data_source": "gsm8k",
+        }
+    ]
+    [row] = rows_of(output / "val.parquet")
+    assert (row["ground_truth"], row["response"]) == ("-2", "#### -2")
+    out = capsys.readouterr().out
+    assert f"data.train_files={output}/train.parquet data.val_files={output}/val.parquet" in out
+    assert main(["inspect", str(output / "train.parquet")]) == 0
+
+
+def test_csv_columns_are_renamed_and_others_kept(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question,answer,level\n1+1,2,easy\n,3,easy\n2+2,4,hard\n")
+    columns = ["--prompt-column", "question", "--response-column", "answer", "--ground-truth-column", "answer"]
+    fixed = ["--data-source", "sums", "--system", "Be brief."]
+    assert main(["prepare", "csv", str(tmp_path / "a.csv"), *columns, *fixed, "--output", str(tmp_path)]) == 0
+    rows = rows_of(tmp_path / "train.parquet")
+    system = {"role": "system", "content": "Be brief."}
+    assert [row["prompt"] for row in rows] == [[system, {"role": "user", "content": text}] for text in ("1+1", "2+2")]
+    assert [(r["response"], r["ground_truth"], r["level"], r["data_source"]) for r in rows] == [
+        ("2", "2", "easy", "sums"),
+        ("4", "4", "hard", "sums"),
+    ]
+    assert not (tmp_path / "val.parquet").exists()
+
+
+def test_held_out_rows_depend_on_the_seed_and_share_no_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "a.jsonl", [{"prompt": str(n % 90), "n": n} for n in range(100)])
+
+    def split(name: str, seed: int) -> tuple[list[int], list[int]]:
+        arguments = ["--val-fraction", "0.2", "--seed", str(seed), "--output", str(tmp_path / name)]
+        assert main(["prepare", "csv", file, *arguments]) == 0
+        return tuple([row["n"] for row in rows_of(tmp_path / name / f"{part}.parquet")] for part in ("train", "val"))  # type: ignore[return-value]
+
+    train, held_out = split("a", seed=1)
+    assert len(held_out) == 20 and not {n % 90 for n in train} & {n % 90 for n in held_out}
+    assert f"dropped {80 - len(train)} training rows whose prompt is in the validation data" in capsys.readouterr().out
+    assert split("b", seed=1) == (train, held_out) and split("c", seed=2)[1] != held_out
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "arguments", "message"),
+    [
+        ("gsm8k", {"question": "1?", "answer": "18"}, [], "row 0 of .*'18' does not end with '#### <number>'"),
+        ("gsm8k", {"question": "1?", "solution": "18"}, [], "there is no column 'answer'; the files have: question"),
+        ("csv", {"question": "1?"}, [], "has no column 'prompt'"),
+        ("csv", {"prompt": "1?"}, ["--response-column", "answer"], "there is no column 'answer'.*--response-column"),
+        ("csv", {"prompt": "1?"}, ["--val-fraction", "1"], "--val-fraction 1: expected a fraction from 0"),
+        ("csv", {"prompt": " "}, [], "no training row is left of 0"),
+    ],
+)
+def test_unusable_input_is_refused_and_writes_nothing(
+    tmp_path: Path,
+    name: str,
+    row: dict[str, Any],
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = write(tmp_path / "a.jsonl", [row])
+    assert main(["prepare", name, file, *arguments, "--output", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert not (tmp_path / "out").exists()
+
+
+def test_existing_output_is_kept_without_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "2"}])
+    command = ["prepare", "csv", file, "--output", str(tmp_path)]
+    assert main([*command, "--val-fraction", "0.5"]) == 0
+    assert main(command) == 1
+    assert "train.parquet exists; choose another --output, or replace it with --overwrite" in capsys.readouterr().err
+    assert len(rows_of(tmp_path / "train.parquet")) == 1
+    assert main([*command, "--overwrite"]) == 0
+    assert len(rows_of(tmp_path / "train.parquet")) == 2 and not (tmp_path / "val.parquet").exists()
