@@ -32,7 +32,7 @@ from teacher_processes import TIMEOUT_S, free_port
 from teacher import ScoredSequence, TeacherClient, TeacherRequestError, TeacherSequence
 from teacher.proxy import Proxy
 from teacher.proxy.proxy_sockets import SocketSettings
-from teacher.records import ModelInfo
+from teacher.records import LogitSettings, ModelInfo
 from teacher.stop_signal import StopSignal
 from teacher.wire.auth import server_keys
 from teacher.wire.make_keys import make_keys
@@ -74,7 +74,7 @@ CASES = [
 class PreparedEngine:
     """Engine that returns the same arrays for every sequence."""
 
-    temperature = 1.0
+    logits = LogitSettings()
     capacity_tokens = 1 << 16
 
     def __init__(self, k: int) -> None:
@@ -83,10 +83,10 @@ class PreparedEngine:
         self._scored = ScoredSequence(logps_TK, np.zeros((POSITIONS, k), np.int32), logps_TK[:, 0].copy())
         self._waiting: list[int] = []
 
-    def set_temperature(self, temperature: float) -> None:
+    def set_logits(self, settings: LogitSettings) -> None:
         pass
 
-    def check(self, sequence: TeacherSequence, temperature: float) -> None:
+    def check(self, sequence: TeacherSequence, settings: LogitSettings) -> None:
         pass
 
     def add(self, key: int, sequence: TeacherSequence) -> None:

@@ -37,8 +37,8 @@ from recipe_gkd.diagnostics.exit_messages import report_error, report_saved_stop
 from recipe_gkd.errors import DataError
 from recipe_gkd.hybrid import teacher_asleep
 from recipe_gkd.metrics.prometheus_logger import check_metrics_port
+from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import (
-    Student,
     check_stop_ids,
     check_teacher_prompts,
     check_teachers,

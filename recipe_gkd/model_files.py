@@ -1,15 +1,37 @@
-"""Checks of the files in the student's model folder by names, headers and sizes, before anything is loaded."""
+"""The student's model folder: its properties, and checks of its files by names, headers and sizes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from recipe_gkd.errors import ModelError
 from teacher.weight_files import INDEX_NAME, find_damaged_weights
 
+
 VOCABULARY_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
 """Alternative sets of files. A tokenizer needs one complete set."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class Student:
+    """Properties of the student's model folder that the driver needs.
+
+    Attributes:
+        path: Model folder.
+        vocab_size: Number of rows of the output layer.
+        tokenizer: Tokenizer of the student.
+        fingerprint: Hash of the tokenizer's vocabulary; see :mod:`teacher.fingerprint`.
+        n_tokens: Number of ids of the tokenizer. Rows of the output layer from ``n_tokens`` on are padding.
+    """
+
+    path: Path
+    vocab_size: int
+    tokenizer: Any
+    fingerprint: str
+    n_tokens: int
 
 
 def check_weight_files(folder: Path) -> None:

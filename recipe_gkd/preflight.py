@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from concurrent.futures import wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,10 +17,11 @@ from recipe_gkd.config.objective import max_scored_tokens, uses_custom_loss, use
 from recipe_gkd.config.teachers import TEACHER, names, prompt_settings
 from recipe_gkd.config.validate import runs_validation
 from recipe_gkd.errors import ConfigError, ModelError
-from recipe_gkd.model_files import check_tokenizer_files, check_weight_files
+from recipe_gkd.model_files import Student, check_tokenizer_files, check_weight_files
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
 from recipe_gkd.teacher_routing.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
+from recipe_gkd.teacher_routing.vocabularies import check_vocabulary
 from teacher.client import TeacherClient
 from teacher.fingerprint import count_ids, tokenizer_fingerprint
 from teacher.records import TeacherInfo, TeacherSequence
@@ -30,25 +30,6 @@ log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
 """Deadline of a teacher's first reply. A running teacher replies within milliseconds, even under load."""
-
-
-@dataclass(frozen=True)
-class Student:
-    """Properties of the student's model folder that the driver needs.
-
-    Attributes:
-        path: Model folder.
-        vocab_size: Number of rows of the output layer.
-        tokenizer: Tokenizer of the student.
-        fingerprint: Hash of the tokenizer's vocabulary; see :mod:`teacher.fingerprint`.
-        n_tokens: Number of ids of the tokenizer. Rows of the output layer from ``n_tokens`` on are padding.
-    """
-
-    path: Path
-    vocab_size: int
-    tokenizer: Any
-    fingerprint: str
-    n_tokens: int
 
 
 def read_student(config: Config) -> Student:
@@ -225,7 +206,8 @@ def check_teacher(name: str, client: TeacherBackend, student: Student, config: C
     """
     info = client.hello(timeout_s=HELLO_TIMEOUT_S)
     label = f"teacher {name} ({info.model_name})"
-    _check_vocabulary(label, info, student)
+    if n_ids := check_vocabulary(label, info, student, config.actor_rollout_ref.teacher.vocabulary):
+        client.restrict_ids(n_ids)
     _check_limits(name, label, info, config)
     if config.gkd.distill_temperature != 1:  # some engines score at temperature 1 only, and refuse this request
         timeout_s = config.actor_rollout_ref.teacher.timeout_s
@@ -264,27 +246,6 @@ def check_teacher_prompts(clients: Mapping[str, TeacherBackend], longest: Mappin
                 "start the teacher with a larger MAX_MODEL_LEN, lower data.max_response_length, or shorten the texts "
                 f"of {TEACHER}.prompt_template or data.teacher_prompt_key"
             )
-
-
-def _check_vocabulary(label: str, info: TeacherInfo, student: Student) -> None:
-    if info.tokenizer_fingerprint != student.fingerprint:
-        raise ConfigError(
-            f"the teacher's vocabulary does not fit the student's: {label} has {info.n_tokens} ids (tokenizer "
-            f"{info.tokenizer_fingerprint}), student {student.path} has {student.n_tokens} (tokenizer "
-            f"{student.fingerprint}). An id must be the same token in both: choose a teacher and a student of one "
-            "model family, with their original tokenizer files"
-        )
-    if info.n_tokens < student.n_tokens:
-        raise ConfigError(
-            f"{label} accepts the ids 0 to {info.n_tokens - 1} of the tokenizer, because its output layer has "
-            f"{info.vocab_size} rows, but responses of the student {student.path} contain ids up to "
-            f"{student.n_tokens - 1}; choose a teacher checkpoint whose output layer covers the tokenizer"
-        )
-    if invalid := [token for token in info.eos_token_ids if token >= student.n_tokens]:
-        raise ConfigError(
-            f"{label} ends a turn with the ids {invalid}, but the student {student.path} has only ids 0 to "
-            f"{student.n_tokens - 1}; correct eos_token_id in the teacher's generation_config.json"
-        )
 
 
 def _check_limits(name: str, label: str, info: TeacherInfo, config: Config) -> None:

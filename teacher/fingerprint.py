@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Protocol
 
+from teacher.records import LastToken
+
 
 class HasVocabulary(Protocol):
     """Object with a vocabulary, such as every ``transformers`` tokenizer."""
@@ -19,6 +21,12 @@ def count_ids(tokenizer: HasVocabulary) -> int:
     return 1 + max(tokenizer.get_vocab().values())
 
 
+N_LAST_TOKENS = 256
+"""Number of tokens that :func:`last_tokens` returns. Models add at most a few dozen to those of their family."""
+MAX_TEXT_CHARS = 64
+"""Number of characters of a token that :func:`last_tokens` returns."""
+
+
 def tokenizer_fingerprint(tokenizer: HasVocabulary) -> str:
     """Return a stable hash of the (id, token) map, added tokens included.
 
@@ -31,9 +39,33 @@ def tokenizer_fingerprint(tokenizer: HasVocabulary) -> str:
         "sha256:" and 64 hexadecimal digits.
     """
     digest = hashlib.sha256()
-    for token_id, token in sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items()):
-        text = token.encode("utf-8", "surrogatepass")
-        # Without the length, the pairs ("1", "23") and ("12", "3") would have the same hash.
-        digest.update(b"%d:%d:" % (token_id, len(text)))
-        digest.update(text)
+    for token_id, token in _by_id(tokenizer):
+        _update(digest, token_id, token)
     return f"sha256:{digest.hexdigest()}"
+
+
+def last_tokens(tokenizer: HasVocabulary) -> tuple[LastToken, ...]:
+    """Return the last :data:`N_LAST_TOKENS` tokens by id, each with the fingerprint of the tokens below it.
+
+    A tokenizer whose fingerprint is one of these has the same tokens as this one, without its last ones.
+    """
+    tokens = _by_id(tokenizer)
+    digest = hashlib.sha256()
+    found = []
+    for index, (token_id, token) in enumerate(tokens):
+        if index >= len(tokens) - N_LAST_TOKENS:
+            text = token[:MAX_TEXT_CHARS].encode("utf-8", "replace").decode()
+            found.append(LastToken(token_id, text, f"sha256:{digest.hexdigest()}"))
+        _update(digest, token_id, token)
+    return tuple(found)
+
+
+def _by_id(tokenizer: HasVocabulary) -> list[tuple[int, str]]:
+    return sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
+
+
+def _update(digest: hashlib._Hash, token_id: int, token: str) -> None:
+    text = token.encode("utf-8", "surrogatepass")
+    # Without the length, the pairs ("1", "23") and ("12", "3") would have the same hash.
+    digest.update(b"%d:%d:" % (token_id, len(text)))
+    digest.update(text)

@@ -7,7 +7,7 @@ default).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -71,6 +71,35 @@ class ScoredSequence:
 
 
 @dataclass(frozen=True)
+class LogitSettings:
+    """Settings of a request that determine how distributions are computed from the logits.
+
+    Attributes:
+        temperature: Divisor of the logits.
+        n_ids: Number of ids that have a probability, from 0 on. Logits of the other ids are excluded before the
+            softmax. 0: all ids of the model's tokenizer.
+    """
+
+    temperature: float = 1.0
+    n_ids: int = 0
+
+
+@dataclass(frozen=True)
+class LastToken:
+    """One of the last tokens of a vocabulary.
+
+    Attributes:
+        id: Id of the token.
+        text: Text of the token in the vocabulary.
+        fingerprint: Fingerprint of all tokens with smaller ids; see ``teacher.fingerprint``.
+    """
+
+    id: int
+    text: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """Description of a model. All workers of one service must have the same one.
 
@@ -84,6 +113,7 @@ class ModelInfo:
         n_logprobs: Largest ``top_k`` of a request.
         engine: Engine, version and dtype, for display.
         eos_token_ids: Ids that end a turn of this model, ascending. Empty if the model's files name none.
+        last_tokens: Last tokens of the tokenizer, by id. Empty if they are unknown.
     """
 
     model_name: str
@@ -94,6 +124,7 @@ class ModelInfo:
     n_logprobs: int
     engine: str
     eos_token_ids: tuple[int, ...]
+    last_tokens: tuple[LastToken, ...] = field(default=(), kw_only=True)
 
     @property
     def identity(self) -> str:

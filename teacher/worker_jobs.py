@@ -1,14 +1,14 @@
 """Requests of a worker and their sequences in the engine.
 
 Requests are not batched: the sequences of all requests are in the engine at the same time, and each engine step takes
-as many tokens as fit. Only the temperature is common to all sequences in the engine.
+as many tokens as fit. Only the settings of the logits are common to all sequences in the engine.
 
 ==============  ============================================  ==============  ======================================
 request state   event                                         next state      message to the proxy
 ==============  ============================================  ==============  ======================================
 (new)           valid                                         waiting
 (new)           invalid                                       (none)          error
-waiting         engine is idle, or has the same temperature   in the engine
+waiting         engine is idle, or has the same settings      in the engine
 in the engine   all sequences scored                          (none)          score reply
 in the engine   a sequence refused by the engine              (none)          error
 any             canceled, or connection lost                  (none)
@@ -92,29 +92,29 @@ class WorkerJobs:
             )
         for i, sequence in enumerate(request.sequences):
             try:
-                self._engine.check(sequence, request.temperature)
+                self._engine.check(sequence, request.logits)
             except TeacherRequestError as error:
                 raise TeacherRequestError(f"sequence {i}: {error}") from None
 
     def fill_engine(self) -> None:
         """Add the waiting requests to the engine that it may score now.
 
-        A busy engine gets the requests of its temperature, up to the first request of another one, so that no request
-        is overtaken forever. An idle engine gets the temperature of the first request, and all requests with it.
+        A busy engine gets the requests with its settings, up to the first request with others, so that no request is
+        overtaken forever. An idle engine gets the settings of the first request, and all requests with them.
         """
         if not self._waiting:
             return
 
-        def has_engine_temperature(job: _Job) -> bool:
-            return job.request.temperature == self._engine.temperature
+        def has_engine_settings(job: _Job) -> bool:
+            return job.request.logits == self._engine.logits
 
         waiting = list(self._waiting.values())
         if self._engine.has_work():
-            startable = list(itertools.takewhile(has_engine_temperature, waiting))
+            startable = list(itertools.takewhile(has_engine_settings, waiting))
         else:
-            if not has_engine_temperature(waiting[0]):
-                self._engine.set_temperature(waiting[0].request.temperature)
-            startable = list(filter(has_engine_temperature, waiting))
+            if not has_engine_settings(waiting[0]):
+                self._engine.set_logits(waiting[0].request.logits)
+            startable = list(filter(has_engine_settings, waiting))
         for job in startable:
             self._start(job)
 

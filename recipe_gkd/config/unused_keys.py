@@ -57,6 +57,7 @@ _TEACHER_KEYS = (
     "server_ip",
     "server_port",
     "prompt_template",
+    "vocabulary",
     "n_server_workers",
     "num_microbatches",
     "top_k",

@@ -32,10 +32,10 @@ RESULT_MARGIN_S = 5.0
 class TeacherBackend(Protocol):
     """Client of one teacher.
 
-    A class named by ``actor_rollout_ref.teacher.backend=FILE.py:Class`` implements these three methods. It is created
-    in the driver process as ``Class(config.actor_rollout_ref.teacher)``, before any worker starts, and closed at the
-    end of the run. The constructor, `hello` and `close` are called in separate threads and have deadlines. `submit` is
-    called from the thread of the event loop and must return at once.
+    A class named by ``actor_rollout_ref.teacher.backend=FILE.py:Class`` implements these methods; `restrict_ids` is
+    optional. It is created in the driver process as ``Class(config.actor_rollout_ref.teacher)``, before any worker
+    starts, and closed at the end of the run. The constructor, `hello` and `close` are called in separate threads and
+    have deadlines. `submit` is called from the thread of the event loop and must return at once.
 
     `teacher.client.TeacherClient` and `HfTeacher` are implementations.
     """
@@ -68,6 +68,14 @@ class TeacherBackend(Protocol):
             Future of one result per sequence, in the same order. Errors of the teacher are set as `TeacherTimeout`,
             `TeacherUnavailable` or `TeacherRequestError`, which ``teacher.on_failure`` handles. Any other error,
             also the built-in ``TimeoutError``, ends the run. The future may be canceled.
+        """
+        ...
+
+    def restrict_ids(self, n_ids: int) -> None:
+        """Exclude the ids from ``n_ids`` on from the distributions of all further requests, before the softmax.
+
+        Called before the first request, and only for a student whose vocabulary is the first part of the teacher's
+        (``teacher.vocabulary=compatible``). A class without this method cannot be used for such a student.
         """
         ...
 

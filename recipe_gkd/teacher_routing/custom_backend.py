@@ -123,6 +123,25 @@ class CustomBackend:
         inner.add_done_callback(lambda future: self._pass_on(future, sequences, checked))
         return checked
 
+    def restrict_ids(self, n_ids: int) -> None:
+        """Exclude the ids from ``n_ids`` on from the distributions.
+
+        Raises:
+            ConfigError: The class has no such method.
+            TeacherError: The method failed.
+        """
+        restrict = getattr(self._backend, "restrict_ids", None)
+        if restrict is None:
+            raise ConfigError(
+                f"{self._label} with actor_rollout_ref.teacher.vocabulary=compatible: the class has no "
+                "restrict_ids(n_ids), which excludes the ids that the student does not have; define it, or use a "
+                "teacher with the student's vocabulary"
+            )
+        try:
+            restrict(n_ids)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's method can raise any exception
+            raise self._as_teacher_error("restrict_ids", error)  # noqa: B904 - it sets the cause itself
+
     def close(self) -> None:
         """Close the user's backend. A failure is logged as a warning, because the run has ended."""
         outcome = _outcome_within(self._backend.close, CLOSE_TIMEOUT_S)

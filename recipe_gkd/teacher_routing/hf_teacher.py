@@ -30,7 +30,7 @@ from teacher import PROTOCOL_VERSION, check_sequences, check_temperature
 from teacher.engines.checkpoint import read_checkpoint
 from teacher.engines.tokenizer import count_tokens, load_tokenizer
 from teacher.errors import TeacherError, TeacherRequestError, TeacherTimeout
-from teacher.fingerprint import tokenizer_fingerprint
+from teacher.fingerprint import last_tokens, tokenizer_fingerprint
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 
 log = logging.getLogger(__name__)
@@ -110,11 +110,12 @@ class HfTeacher:
             n_logprobs=k,
             engine=f"transformers {transformers.__version__} {dtype} on {self._device.type}",
             eos_token_ids=checkpoint.eos_token_ids,
+            last_tokens=last_tokens(tokenizer),
             protocol_version=PROTOCOL_VERSION,
             n_workers=1,
         )
         self._batch_tokens = max(1, MAX_LOGITS_BYTES // (_BYTES_PER_LOGIT * checkpoint.vocab_size))
-        self._timeout_s = timeout_s
+        self._timeout_s, self._n_ids = timeout_s, n_tokens
         self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._open: set[_Request] = set()
         self._changed = threading.Condition()  # of `_open` and `_closed`
@@ -129,6 +130,18 @@ class HfTeacher:
     def hello(self, timeout_s: float | None = None) -> TeacherInfo:
         """Return the model and limits. ``timeout_s`` is not used: the model is already loaded."""
         return self._info
+
+    def restrict_ids(self, n_ids: int) -> None:
+        """Exclude the ids from ``n_ids`` on from the distributions; see `TeacherClient.restrict_ids`.
+
+        Raises:
+            TeacherRequestError: The model has fewer ids, or returns more log-probabilities.
+        """
+        if not self._info.n_logprobs <= n_ids <= self._info.n_tokens:
+            raise TeacherRequestError(
+                f"{n_ids} ids with a probability; expected {self._info.n_logprobs} (top_k) to {self._info.n_tokens}"
+            )
+        self._n_ids = n_ids
 
     def submit(
         self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None, *, temperature: float = 1.0
@@ -183,10 +196,10 @@ class HfTeacher:
                     f"sequence {i}: {len(ids)} tokens, the teacher {self._info.model_name} takes at most "
                     f"{self._info.max_model_len}; shorten prompt and response"
                 )
-            if ids.min() < 0 or ids.max() >= self._info.n_tokens:
+            if ids.min() < 0 or ids.max() >= self._n_ids:
                 raise TeacherRequestError(
                     f"sequence {i}: token ids {ids.min()} to {ids.max()}, the teacher {self._info.model_name} has ids "
-                    f"0 to {self._info.n_tokens - 1}; student and teacher must share one tokenizer"
+                    f"0 to {self._n_ids - 1}; student and teacher must share one tokenizer"
                 )
 
     def _resolve(self, request: _Request, result: list[ScoredSequence] | BaseException) -> None:
@@ -271,7 +284,7 @@ class HfTeacher:
         self, hidden_TD: torch.Tensor, response_T: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return log-probabilities and ids of the top-k, and the log-probabilities of the response tokens."""
-        logits_TV = self._model.logits(hidden_TD)[:, : self._info.n_tokens].float()
+        logits_TV = self._model.logits(hidden_TD)[:, : self._n_ids].float()
         logps_TV = logits_TV.div_(temperature).log_softmax(dim=-1)
         topk = logps_TV.topk(self._info.n_logprobs, dim=-1)
         return topk.values, topk.indices, logps_TV.gather(1, response_T[:, None])[:, 0]

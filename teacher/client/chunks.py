@@ -14,7 +14,7 @@ import numpy as np
 from teacher.client.arguments import normalize_sequences
 from teacher.client.calls import Call
 from teacher.errors import TeacherProtocolError
-from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
+from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherSequence
 from teacher.wire import protocol
 from teacher.wire.frames import Frame
 from teacher.wire.messages import Message, ScoreReply, WireDtype, check_sequences
@@ -54,7 +54,7 @@ class ScoreCall(Call[list[ScoredSequence]]):
         sequences: Iterable[TeacherSequence],
         timeout_s: float,
         *,
-        temperature: float,
+        logits: LogitSettings,
         top_k: int | None,
         wire_dtype: WireDtype,
         model: ModelInfo | None,
@@ -64,7 +64,7 @@ class ScoreCall(Call[list[ScoredSequence]]):
         Args:
             sequences: Sequences to score.
             timeout_s: Time limit, in seconds.
-            temperature: Divisor of the logits.
+            logits: Temperature, and number of ids with a probability.
             top_k: Log-probabilities per position, or None for all that the service returns.
             wire_dtype: Type of the log-probabilities on the wire.
             model: Model that the service must serve, from `TeacherClient.hello`. None accepts any model.
@@ -85,7 +85,7 @@ class ScoreCall(Call[list[ScoredSequence]]):
                 0,
                 timeout_s,
                 sequences[chunk.start : chunk.stop],
-                temperature,
+                logits,
                 top_k=top_k,
                 wire_dtype=wire_dtype,
                 model=model.identity if model is not None else "",

@@ -14,7 +14,7 @@ from teacher.client.calls import ProxyCall
 from teacher.client.chunks import ScoreCall
 from teacher.client.io_thread import ClientIOThread
 from teacher.errors import TeacherRequestError
-from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
+from teacher.records import LogitSettings, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 from teacher.wire import protocol
 from teacher.wire.connection import CLIENT, Connection, PeerRole
@@ -91,6 +91,7 @@ class TeacherClient:
         check_top_k(top_k)
         self._top_k, self._wire_dtype = top_k, check_wire_dtype(wire_dtype)
         self._model: TeacherInfo | None = None
+        self._n_ids = 0
         if not 1 <= n_connections <= MAX_CONNECTIONS:
             raise TeacherRequestError(f"n_connections must be 1 to {MAX_CONNECTIONS}, got {n_connections!r}")
         self._io_threads: list[ClientIOThread] = []
@@ -173,8 +174,8 @@ class TeacherClient:
         """Request the teacher's distributions, ``log_softmax(logits / temperature)``, of up to 4096 sequences.
 
         The sequences travel in chunks of `chunks.CHUNK_TOKENS` tokens, so that the service can balance them over its
-        workers. If a chunk fails, the call fails with the error of that chunk. A worker scores one temperature at a
-        time: a request at another temperature waits until the worker has finished the earlier requests.
+        workers. If a chunk fails, the call fails with the error of that chunk. A worker scores one temperature and
+        vocabulary at a time: a request with others waits until the worker has finished the earlier requests.
 
         ``cancel()`` has an effect until the result has arrived. The service then drops the sequences that are not
         scored yet.
@@ -196,7 +197,7 @@ class TeacherClient:
             call = ScoreCall(
                 sequences,
                 self._resolve_timeout_s(timeout_s),
-                temperature=temperature,
+                logits=LogitSettings(temperature, self._n_ids),
                 top_k=self._top_k,
                 wire_dtype=self._wire_dtype,
                 model=self._model,
@@ -207,6 +208,18 @@ class TeacherClient:
             return failed
         next(self._next_io_thread).start(call)
         return call.future
+
+    def restrict_ids(self, n_ids: int) -> None:
+        """Exclude the ids from ``n_ids`` on from the distributions of all further requests.
+
+        The logits of these ids are excluded before the softmax, so that log-probabilities are those of a model without
+        them. Use it for a student whose vocabulary is the first part of the teacher's. The service refuses requests
+        with an excluded id, and ``n_ids`` outside of its range.
+
+        Args:
+            n_ids: Number of ids that have a probability, from 0 on. 0: all ids of the teacher's tokenizer.
+        """
+        self._n_ids = n_ids
 
     def submit_hello(self, timeout_s: float | None = None) -> Future[TeacherInfo]:
         """Return the future of `hello`.

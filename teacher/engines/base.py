@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from teacher.errors import TeacherRequestError
-from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
+from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherSequence
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,20 @@ class EngineConfig:
 
 
 class ScoringEngine(Protocol):
-    """Engine that scores sequences in steps, all at one temperature.
+    """Engine that scores sequences in steps, all with the same settings of the logits.
 
     Sequences are added under keys and are returned by `step` in any order. The engine queues those that do not fit yet.
 
     Lifecycle::
 
-        engine.set_temperature(2.0)           # only without work
-        engine.check(sequence, 2.0)           # raises if the sequence is invalid
+        engine.set_logits(LogitSettings(2.0))         # only without work
+        engine.check(sequence, LogitSettings(2.0))    # raises if the sequence is invalid
         engine.add(key, sequence)
         while engine.has_work():
             results = engine.step()           # [(key, scored sequence or error), ...]
         engine.close()
 
-    An exception from `step` or `set_temperature` means that the engine is dead. An exception from `check` or `add`
+    An exception from `step` or `set_logits` means that the engine is dead. An exception from `check` or `add`
     concerns only that sequence. A sequence that is rejected after `add` is returned by `step` with its error.
     """
 
@@ -74,23 +74,23 @@ class ScoringEngine(Protocol):
         ...
 
     @property
-    def temperature(self) -> float:
-        """Divisor of the logits, initially 1."""
+    def logits(self) -> LogitSettings:
+        """Settings of the logits, initially temperature 1 and all ids."""
         ...
 
-    def set_temperature(self, temperature: float) -> None:
-        """Set the temperature of the sequences added from now on. The engine must have no work.
+    def set_logits(self, settings: LogitSettings) -> None:
+        """Set the settings of the sequences added from now on. The engine must have no work.
 
         Args:
-            temperature: A value that `check` accepted.
+            settings: Settings that `check` accepted.
         """
         ...
 
-    def check(self, sequence: TeacherSequence, temperature: float) -> None:
+    def check(self, sequence: TeacherSequence, settings: LogitSettings) -> None:
         """Validate a sequence.
 
         Raises:
-            TeacherRequestError: This model cannot score the sequence, or not at this temperature.
+            TeacherRequestError: This model cannot score the sequence, or not with these settings.
         """
         ...
 

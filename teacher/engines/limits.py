@@ -7,28 +7,36 @@ from teacher.errors import TeacherRequestError
 from teacher.records import ModelInfo, TeacherSequence
 
 
-def check_sequence(sequence: TeacherSequence, info: ModelInfo, memory: ResultMemory) -> None:
-    """Validate length, token ids and result size of a sequence.
+def check_sequence(sequence: TeacherSequence, n_ids: int, info: ModelInfo, memory: ResultMemory) -> None:
+    """Validate length, token ids and result size of a sequence, and the number of ids of its request.
 
     Args:
         sequence: Sequence to validate.
+        n_ids: Number of ids with a probability, 0 for all of the model.
         info: Model and limits.
         memory: Memory for results.
 
     Raises:
-        TeacherRequestError: The sequence is too long, has an id outside the vocabulary, or its result is too large.
+        TeacherRequestError: The sequence is too long, has an id outside the vocabulary, or its result is too large; or
+            the model has fewer ids than requested, or returns more log-probabilities.
     """
+    if n_ids and not info.n_logprobs <= n_ids <= info.n_tokens:
+        raise TeacherRequestError(
+            f"the request has {n_ids} ids with a probability; expected at least N_LOGPROBS={info.n_logprobs} and at "
+            f"most the {info.n_tokens} ids of the teacher; start it with a smaller N_LOGPROBS, or use another teacher"
+        )
     ids = sequence.token_ids
     if len(ids) > info.max_model_len:
         raise TeacherRequestError(
             f"{len(ids)} tokens, the teacher takes at most {info.max_model_len}; start it with a larger "
             "MAX_MODEL_LEN, or shorten prompt and response"
         )
-    if ids.min() < 0 or ids.max() >= info.n_tokens:
-        bad = ids[(ids < 0) | (ids >= info.n_tokens)]
+    n_allowed = n_ids or info.n_tokens
+    if ids.min() < 0 or ids.max() >= n_allowed:
+        bad = ids[(ids < 0) | (ids >= n_allowed)]
+        vocabulary = "the vocabulary of the request" if n_ids else "the teacher's vocabulary"
         raise TeacherRequestError(
-            f"token id {bad[0]} is outside the teacher's vocabulary of {info.n_tokens}; student and teacher must "
-            "share one tokenizer"
+            f"token id {bad[0]} is outside {vocabulary} of {n_allowed}; student and teacher must share one tokenizer"
         )
     if (n_bytes := memory.bytes_of(sequence)) > memory.max_bytes:
         raise TeacherRequestError(

@@ -54,8 +54,8 @@ from teacher.engines.vllm_queue import SequenceQueue
 from teacher.engines.vllm_setup import keep_file_store_in
 from teacher.engines.vllm_sleep import SleepMode
 from teacher.errors import TeacherError, TeacherRequestError
-from teacher.fingerprint import tokenizer_fingerprint
-from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
+from teacher.fingerprint import last_tokens, tokenizer_fingerprint
+from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherSequence
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,8 @@ class VllmEngine:
         keep_prompt_logprobs_as_tensors()
         self._store = _keep_store_in_own_folder()
         self._k, self._tp_size = config.n_logprobs, config.tp_size
-        self._temperature = 1.0
-        self._temperature_error = ""
+        self._logits = LogitSettings()
+        self._temperature_error = self._n_ids_error = ""
         self._memory = ResultMemory(self._k, 8 if runner == "cuda_v2" else 4, config.max_result_mib * 2**20)
         self._sizes = {"logits of a step": config.logits_mib * 2**20, "results": config.max_result_mib * 2**20}
         with out_of_memory_explained("start", self._sizes):
@@ -113,6 +113,7 @@ class VllmEngine:
             n_logprobs=self._k,
             engine=f"vllm {__version__} {_dtypes(self._engine.model_config)}",
             eos_token_ids=checkpoint.eos_token_ids,
+            last_tokens=last_tokens(tokenizer),
         )
         self.capacity_tokens = self._memory.capacity_tokens(step)
         if runner == "cuda_v2":
@@ -122,7 +123,7 @@ class VllmEngine:
             logger.warning("vLLM %s is installed, this engine was tested with %s", __version__, TESTED_VLLM)
         with out_of_memory_explained("start", self._sizes):
             self._self_check()
-            score_probe = functools.partial(self._score_probe_at, 1.0)
+            score_probe = functools.partial(self._score_probe_with, LogitSettings())
             self._sleep_mode = SleepMode(self._engine, score_probe, on_cpu=on_cpu) if config.sleep_mode else None
 
     @property
@@ -161,31 +162,34 @@ class VllmEngine:
         return self._info
 
     @property
-    def temperature(self) -> float:
-        """Divisor of the logits."""
-        return self._temperature
+    def logits(self) -> LogitSettings:
+        """Settings of the logits."""
+        return self._logits
 
-    def set_temperature(self, temperature: float) -> None:
-        """Set the temperature of the sequences added from now on. The engine must have no work."""
-        self._set_logits(temperature, self._info.n_tokens)
-        self._temperature = temperature
+    def set_logits(self, settings: LogitSettings) -> None:
+        """Set the settings of the sequences added from now on. The engine must have no work."""
+        n_ids = settings.n_ids or self._info.n_tokens
+        arguments = settings.temperature, n_ids if n_ids < self._info.vocab_size else None
+        self._engine.collective_rpc(TeacherCalls.set_logits.__name__, args=arguments)
+        self._logits = settings
 
-    def _set_logits(self, temperature: float, n_tokens: int) -> None:
-        padded = n_tokens < self._info.vocab_size
-        self._engine.collective_rpc(TeacherCalls.set_logits.__name__, args=(temperature, n_tokens if padded else None))
-
-    def check(self, sequence: TeacherSequence, temperature: float) -> None:
+    def check(self, sequence: TeacherSequence, settings: LogitSettings) -> None:
         """Validate a sequence.
 
         Raises:
-            TeacherRequestError: This model cannot score the sequence, or not at this temperature.
+            TeacherRequestError: This model cannot score the sequence, or not with these settings.
         """
-        if temperature != 1.0 and self._temperature_error:
+        if settings.temperature != 1.0 and self._temperature_error:
             raise TeacherRequestError(
-                f"this teacher scores at temperature 1 only, got {temperature:g}: {self._temperature_error}; "
+                f"this teacher scores at temperature 1 only, got {settings.temperature:g}: {self._temperature_error}; "
                 f"set gkd.distill_temperature=1, or serve it with vLLM {TESTED_VLLM}"
             )
-        check_sequence(sequence, self._info, self._memory)
+        if settings.n_ids and self._n_ids_error:
+            raise TeacherRequestError(
+                f"this teacher cannot exclude ids from its distributions: {self._n_ids_error}; use a teacher with the "
+                f"student's vocabulary, or serve it with vLLM {TESTED_VLLM}"
+            )
+        check_sequence(sequence, settings.n_ids, self._info, self._memory)
 
     def add(self, key: int, sequence: TeacherSequence) -> None:
         """Queue a sequence that `check` accepted."""
@@ -232,9 +236,7 @@ class VllmEngine:
         """
         try:
             if self._info.n_tokens < self._info.vocab_size:
-                self._set_logits(1.0, self._k)
-                check_padding(self._score_probe(), self._k)
-                self._set_logits(1.0, self._info.n_tokens)
+                self._check_excluded_ids()
             unscaled = self._score_probe()
             check_top_k(unscaled)
         except _CHECK_ERRORS as error:
@@ -243,17 +245,26 @@ class VllmEngine:
                 f"tested with vLLM {TESTED_VLLM}"
             ) from error
         try:
-            check_temperature(unscaled, self._score_probe_at(PROBE_TEMPERATURE))
+            check_temperature(unscaled, self._score_probe_with(LogitSettings(PROBE_TEMPERATURE)))
         except _CHECK_ERRORS as error:
             self._temperature_error = f"vLLM {vllm_version()} failed the temperature check ({error})"
             logger.warning("requests at other temperatures than 1 will be rejected: %s", self._temperature_error)
+        if self._info.n_tokens == self._info.vocab_size:
+            try:
+                self._check_excluded_ids()
+            except _CHECK_ERRORS as error:
+                self._n_ids_error = f"vLLM {vllm_version()} failed the check of excluded ids ({error})"
+                logger.warning("requests of students with a smaller vocabulary will be rejected: %s", self._n_ids_error)
 
-    def _score_probe_at(self, temperature: float) -> ScoredSequence:
+    def _check_excluded_ids(self) -> None:
+        check_padding(self._score_probe_with(LogitSettings(n_ids=self._k)), self._k)
+
+    def _score_probe_with(self, settings: LogitSettings) -> ScoredSequence:
         try:
-            self.set_temperature(temperature)
+            self.set_logits(settings)
             return self._score_probe()
         finally:
-            self.set_temperature(1.0)
+            self.set_logits(LogitSettings())
 
     def _score_probe(self) -> ScoredSequence:
         n_tokens = min(4, self._info.max_model_len)

@@ -1,10 +1,10 @@
 """Extension of vLLM's worker class. It runs in the process of each tensor-parallel rank.
 
-Temperature and padding are applied to the output of the model's `compute_logits`. Both of vLLM's model runners compute
-prompt log-probabilities from it, by a float32 log_softmax. At that point the model has applied its soft cap and scale,
-gathered the parts of all ranks, and removed the rows that vLLM adds to the output layer. The `scale` of the model's
-`logits_processor` is not used: it divides in the model's dtype, which rounds bfloat16 logits again, and some models do
-not have it.
+Temperature and excluded ids are applied to the output of the model's `compute_logits`. Both of vLLM's model runners
+compute prompt log-probabilities from it, by a float32 log_softmax. At that point the model has applied its soft cap and
+scale, gathered the parts of all ranks, and removed the rows that vLLM adds to the output layer. The `scale` of the
+model's `logits_processor` is not used: it divides in the model's dtype, which rounds bfloat16 logits again, and some
+models do not have it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class LogitsCalls:
     def set_logits(self, temperature: float, n_tokens: int | None) -> None:
         """Change all further logits of the model.
 
-        With a temperature of 1 and no padding the model's own method is restored, without any overhead.
+        With a temperature of 1 and no excluded ids the model's own method is restored, without any overhead.
 
         Args:
             temperature: Divisor of the logits, applied in float32.
-            n_tokens: Number of token ids. Logits from this index on become -inf. None if there is no padding.
+            n_tokens: Number of ids with a probability. Logits from this index on become -inf. None excludes none.
         """
         model = self.model_runner.model
         of_model = getattr(model.compute_logits, "of_model", model.compute_logits)

@@ -10,12 +10,13 @@ from dataclasses import fields
 from typing import Any
 
 from teacher.errors import TeacherProtocolError
-from teacher.records import ModelInfo
+from teacher.records import LastToken, ModelInfo
 from teacher.wire.messages import LIMITS
 
 Header = dict[str, Any]
 
 _MAX_COUNT = 2**40
+_MAX_TOKEN_CHARS = 1024
 
 
 def expect_keys(header: Header, allowed: set[str] | frozenset[str]) -> None:
@@ -79,6 +80,7 @@ def record(header: Header, record_type: type[ModelInfo]) -> dict[str, Any]:
         "str": text,
         "int": lambda info, name: integer(info, name, 0, _MAX_COUNT),
         "tuple[int, ...]": _token_ids,
+        "tuple[LastToken, ...]": _last_tokens,
     }
     return {name: read_by_type[type_name](info, name) for name, type_name in types.items()}
 
@@ -92,6 +94,22 @@ def _token_ids(header: Header, key: str) -> tuple[int, ...]:
     ):
         raise TeacherProtocolError(f"{key} must be at most {LIMITS.eos_token_ids} token ids, got {short(ids)}")
     return tuple(ids)
+
+
+def _last_tokens(header: Header, key: str) -> tuple[LastToken, ...]:
+    tokens = header.get(key)
+    if not isinstance(tokens, list) or len(tokens) > LIMITS.last_tokens:
+        raise TeacherProtocolError(f"{key} must be at most {LIMITS.last_tokens} tokens, got {short(tokens)}")
+    return tuple(_last_token(token) for token in tokens)
+
+
+def _last_token(token: object) -> LastToken:
+    if not isinstance(token, dict) or set(token) != {"id", "text", "fingerprint"}:
+        raise TeacherProtocolError(f"a token must have the keys id, text and fingerprint, got {short(token)}")
+    texts = {name: text(token, name) for name in ("text", "fingerprint")}
+    if max(map(len, texts.values())) > _MAX_TOKEN_CHARS:
+        raise TeacherProtocolError(f"a token's texts have at most {_MAX_TOKEN_CHARS} characters, got {short(texts)}")
+    return LastToken(integer(token, "id", 0, LIMITS.vocab_size), **texts)
 
 
 def short(value: object) -> str:

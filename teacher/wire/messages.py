@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from teacher.errors import TeacherError, TeacherRequestError
-from teacher.records import ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
+from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Peers of different versions refuse each other. A peer that ignores a field would return scores of another request."""
 
 WireDtype = Literal["float32", "float16"]
@@ -34,6 +34,7 @@ class Limits:
         request_tokens: Tokens of one request.
         vocab_size: Vocabulary size, and size of each array dimension.
         eos_token_ids: End-of-sequence tokens of one model.
+        last_tokens: Last tokens of one tokenizer, each of at most 1024 characters.
         request_frame_bytes: Size of a frame sent to a worker: the token ids of one sequence.
         reply_frame_bytes: Size of a frame sent to a client: 1M tokens with top-4096, or 16k tokens with the whole
             vocabulary of 256k tokens.
@@ -51,6 +52,7 @@ class Limits:
     request_tokens: int = 16 << 20
     vocab_size: int = 1 << 24
     eos_token_ids: int = 256
+    last_tokens: int = 256
     request_frame_bytes: int = 4 << 20
     reply_frame_bytes: int = 16 << 30
     timeout_s: float = 7 * 24 * 3600.0
@@ -129,7 +131,7 @@ class Score:
         request_id: Id chosen by the sender. The proxy replaces the client's id by its own job id.
         timeout_s: Remaining time until the deadline, in seconds.
         sequences: Sequences to score, at least one.
-        temperature: Divisor of the logits.
+        logits: Temperature, and number of ids with a probability.
         top_k: Log-probabilities per position, 0 for all that the model returns.
         wire_dtype: Dtype of the returned log-probabilities.
         model: ``ModelInfo.identity`` that must serve the request, empty for any model.
@@ -138,7 +140,7 @@ class Score:
     request_id: int
     timeout_s: float
     sequences: list[TeacherSequence]
-    temperature: float
+    logits: LogitSettings
     top_k: int
     wire_dtype: WireDtype
     model: str

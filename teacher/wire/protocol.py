@@ -28,7 +28,7 @@ from teacher.errors import (
     TeacherTimeout,
     TeacherUnavailable,
 )
-from teacher.records import ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
+from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 from teacher.wire import header as checked
 from teacher.wire.frames import Frame, pack, unpack_arrays, unpack_header
@@ -61,6 +61,8 @@ from teacher.wire.messages import (
     check_top_k,
     check_wire_dtype,
 )
+
+DEFAULT_LOGITS = LogitSettings()
 
 _ERROR_OF_CODE: dict[str, type[TeacherError]] = {
     "changed": TeacherChanged,
@@ -100,7 +102,7 @@ def encode_score(
     request_id: int,
     timeout_s: float,
     sequences: Sequence[TeacherSequence],
-    temperature: float = 1.0,
+    logits: LogitSettings = DEFAULT_LOGITS,
     *,
     top_k: int | None = None,
     wire_dtype: WireDtype = "float32",
@@ -112,7 +114,7 @@ def encode_score(
         request_id: Id of the request.
         timeout_s: Remaining time until the deadline, in seconds.
         sequences: Sequences to score.
-        temperature: Divisor of the logits.
+        logits: Temperature, and number of ids with a probability.
         top_k: Log-probabilities per position, None for all that the model returns.
         wire_dtype: Dtype of the returned log-probabilities on the wire.
         model: ``ModelInfo.identity`` that must serve the request, empty for any model.
@@ -127,7 +129,8 @@ def encode_score(
         [sequence.token_ids.copy() for sequence in sequences],
         timeout_s=timeout_s,
         prompt_lens=[sequence.prompt_len for sequence in sequences],
-        temperature=check_temperature(temperature),
+        temperature=check_temperature(logits.temperature),
+        n_ids=logits.n_ids,
         top_k=check_top_k(top_k),
         wire_dtype=check_wire_dtype(wire_dtype),
         model=model,
@@ -298,7 +301,7 @@ def _decode_score(header: Header, arrays: list[np.ndarray]) -> Score:
         request_id=checked.request_id(header),
         timeout_s=checked.timeout_s(header),
         sequences=sequences,
-        temperature=temperature,
+        logits=LogitSettings(temperature, checked.integer(header, "n_ids", 0, LIMITS.vocab_size)),
         top_k=checked.integer(header, "top_k", 0, LIMITS.vocab_size),
         wire_dtype=wire_dtype,
         model=checked.text(header, "model"),
@@ -367,7 +370,7 @@ _LAYOUTS: dict[str, _Layout] = {
     Kind.STATUS.value: _Layout(_decode_status, n_arrays=1),
     Kind.SCORE.value: _Layout(
         _decode_score,
-        _keys("timeout_s", "prompt_lens", "temperature", "top_k", "wire_dtype", "model"),
+        _keys("timeout_s", "prompt_lens", "temperature", "n_ids", "top_k", "wire_dtype", "model"),
         n_arrays=None,
     ),
     Kind.SCORE_REPLY.value: _Layout(_decode_score_reply, n_arrays=None),

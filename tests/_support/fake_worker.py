@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from teacher.errors import TeacherError, TeacherRequestError
-from teacher.records import ModelInfo, ScoredSequence, TeacherSequence
+from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherSequence
 from teacher.worker import Worker
 from tests._support.teacher_service import StopFlag
 
@@ -69,6 +69,7 @@ class FakeEngine:
         self.added = threading.Semaphore(0)
         self.n_scored = 0
         self.temperatures = [1.0]
+        self.logits = LogitSettings()
         self.is_asleep = False
         self.sleep_gate = threading.Event()
         self.sleep_gate.set()
@@ -79,16 +80,15 @@ class FakeEngine:
     def temperature(self) -> float:
         return self.temperatures[-1]
 
-    def set_temperature(self, temperature: float) -> None:
+    def set_logits(self, settings: LogitSettings) -> None:
         if self._waiting:
-            raise RuntimeError(
-                f"temperature {temperature} was set with {len(self._waiting)} sequences of another in the engine"
-            )
-        self.temperatures.append(temperature)
+            raise RuntimeError(f"{settings} was set with {len(self._waiting)} sequences of others in the engine")
+        self.temperatures.append(settings.temperature)
+        self.logits = settings
 
-    def check(self, sequence: TeacherSequence, temperature: float) -> None:
-        if temperature == TOO_COLD:
-            raise TeacherRequestError(f"temperature {temperature} is not for this model")
+    def check(self, sequence: TeacherSequence, settings: LogitSettings) -> None:
+        if settings.temperature == TOO_COLD:
+            raise TeacherRequestError(f"temperature {settings.temperature} is not for this model")
         if sequence.token_ids.max() >= self.info.vocab_size:
             raise TeacherRequestError(f"token id {sequence.token_ids.max()} is outside the vocabulary")
 

@@ -23,7 +23,7 @@ from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError, DataError, UnexpectedError
 from recipe_gkd.main_gkd import _reward_items
-from recipe_gkd.preflight import Student
+from recipe_gkd.model_files import Student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from tests._support.base_config import base_config
 

@@ -12,7 +12,8 @@ import pytest
 
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError, ModelError
-from recipe_gkd.preflight import Student, check_stop_ids, check_teachers, find_model, read_student
+from recipe_gkd.model_files import Student
+from recipe_gkd.preflight import check_stop_ids, check_teachers, find_model, read_student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from teacher.errors import TeacherRequestError
 from teacher.records import TeacherInfo

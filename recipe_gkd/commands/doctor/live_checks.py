@@ -23,7 +23,8 @@ from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.hybrid import open_devices, teacher_asleep
-from recipe_gkd.preflight import Student, read_student, with_model_path
+from recipe_gkd.model_files import Student
+from recipe_gkd.preflight import read_student, with_model_path
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.rollout.limits import engine_length
 from recipe_gkd.runtime.threads import in_thread

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.config import Config
-from recipe_gkd.preflight import Student, read_student
+from recipe_gkd.model_files import Student
+from recipe_gkd.preflight import read_student
 
 _TEXT = "1 + 2 = 3"
 

@@ -17,7 +17,8 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.objective import uses_teacher
 from recipe_gkd.config.teachers import TEACHER, addresses, names, prompt_settings
 from recipe_gkd.data.prompts import PromptData
-from recipe_gkd.preflight import Student, check_stop_ids, check_teacher, check_teacher_prompts
+from recipe_gkd.model_files import Student
+from recipe_gkd.preflight import check_stop_ids, check_teacher, check_teacher_prompts
 from recipe_gkd.teacher_routing import Teachers, make_teacher_prompts, open_teachers, read_routes
 from recipe_gkd.teacher_routing.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
 from recipe_gkd.teacher_routing.routes import Routes
@@ -75,10 +76,11 @@ def _check(
         yield Finding(label, "problem", f"{error}{_hint(name, client, config)}")
         return
     top_k = config.actor_rollout_ref.teacher.top_k or info.n_logprobs
+    is_equal = info.tokenizer_fingerprint == student.fingerprint
     yield Finding(
         label, "ok",
         f"{info.model_name}: {info.n_workers} workers, at most {info.max_model_len} tokens, top {top_k} of "
-        f"{info.n_logprobs}, the student's vocabulary",
+        f"{info.n_logprobs}, the student's vocabulary{'' if is_equal else ' and further tokens, which are excluded'}",
     )  # fmt: skip
 
 

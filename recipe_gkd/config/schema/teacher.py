@@ -13,6 +13,7 @@ from recipe_gkd.config.schema.fields import STRICT, key, timeout
 from teacher import WireDtype
 from teacher.client import MAX_CONNECTIONS
 
+TeacherVocabulary = Literal["equal", "compatible"]
 TeacherFailureMode = Literal["fail", "wait", "skip_samples"]
 
 
@@ -79,6 +80,11 @@ class TeacherConfig:
     )
     allow_prompt_mismatch: bool = key(
         "Accept prompts of student and teacher whose generation prompts differ, such as one with an opened `<think>`."
+    )
+    vocabulary: TeacherVocabulary = key(
+        "Accepted vocabularies of teachers. `equal`: the student's. `compatible`: also the student's plus further "
+        "tokens at its end. The teacher excludes them before the softmax, so that its distributions are over the "
+        "student's tokens."
     )
     n_server_workers: int | None = key(
         "Total number of teacher workers over all teachers, which determines the number of requests per batch. null: "

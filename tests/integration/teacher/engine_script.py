@@ -16,7 +16,7 @@ from teacher.engines.base import EngineConfig
 from teacher.engines.vllm_engine import VllmEngine
 from teacher.engines.vllm_worker import LogitsCalls
 from teacher.errors import TeacherError
-from teacher.records import TeacherSequence
+from teacher.records import LogitSettings, TeacherSequence
 
 VOCAB_SIZE, N_TOKENS = 100, 83
 SMALLEST_KV_LEN = 895  # longest sequence in a KV cache of 1 MiB, with 1 KiB per token
@@ -32,6 +32,9 @@ SHORT = sequences([2, 3, 17, 40, 63])
 DISCARDED = 2
 REFUSED = 4  # index in LONG: vLLM rejects it at its admission, long after it was added
 LONG = sequences([895, 895, 2, 895, 500, 895, 30, 894, 895, 895, 3])
+PADDED = TeacherSequence(np.array([1, N_TOKENS], np.int32), 1)
+N_FEW = 70
+FEW = [TeacherSequence(each.token_ids % N_FEW, each.prompt_len) for each in SHORT[:REFUSED]]
 TOO_LARGE = TeacherSequence(np.ones(1000, np.int32), 200)
 
 
@@ -57,7 +60,7 @@ def score(engine: VllmEngine, added: list[TeacherSequence]) -> dict[str, Any]:
 
     scheduler._preempt_request = count
     for key, sequence in enumerate(added):
-        engine.check(sequence, 1.0)
+        engine.check(sequence, LogitSettings())
         engine.add(key, sequence)
     engine.discard([DISCARDED])
     found: dict[str, Any] = {}
@@ -162,17 +165,22 @@ def main(model: str, out: str) -> None:
         EngineConfig(model, N_TOKENS, dtype="float32", kv_cache_mib=64, max_result_mib=1, sleep_mode=True)
     )
     save("at 1", score(whole, SHORT))
-    whole.set_temperature(0.5)
+    whole.set_logits(LogitSettings(0.5))
     save("at 0.5", score(whole, SHORT))
-    found["padding/error"] = refusal(lambda: whole.check(TeacherSequence(np.array([1, N_TOKENS], np.int32), 1), 1.0))
-    found["result/error"] = refusal(lambda: whole.check(TOO_LARGE, 1.0))
+    found["padding/error"] = refusal(lambda: whole.check(PADDED, LogitSettings()))
+    found["result/error"] = refusal(lambda: whole.check(TOO_LARGE, LogitSettings()))
     found["n_tokens"] = whole.info.n_tokens
-    whole.set_temperature(1.0)
+    whole.set_logits(LogitSettings())
     save("woken", sleep_and_wake(whole))
     smallest = VllmEngine(EngineConfig(model, **SMALL, max_model_len=SMALLEST_KV_LEN))
     refuse(smallest, REFUSED)
     save("smallest", score(smallest, LONG))
     found["smallest/has work"] = smallest.has_work()
+    few = LogitSettings(n_ids=N_FEW)
+    smallest.set_logits(few)
+    save("few", score(smallest, FEW))
+    found["few/error"] = refusal(lambda: smallest.check(TeacherSequence(np.array([1, N_FEW], np.int32), 1), few))
+    found["too few/error"] = refusal(lambda: smallest.check(FEW[0], LogitSettings(n_ids=7)))
     heads = {  # both are kept: an engine that is deleted ends the process groups of the others
         head: VllmEngine(EngineConfig(model, N_TOKENS, dtype="bfloat16", head_dtype=head, kv_cache_mib=4))
         for head in ("model", "float32")

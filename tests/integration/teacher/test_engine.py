@@ -17,7 +17,17 @@ from teacher.engines.sizes import ResultMemory
 from teacher.records import TeacherSequence
 from tests._support.qwen2 import random_qwen2, save_word_tokenizer
 from tests._support.teacher_service import REPO
-from tests.integration.teacher.engine_script import DISCARDED, LONG, N_TOKENS, REFUSED, SHORT, TOO_LARGE, VOCAB_SIZE
+from tests.integration.teacher.engine_script import (
+    DISCARDED,
+    FEW,
+    LONG,
+    N_FEW,
+    N_TOKENS,
+    REFUSED,
+    SHORT,
+    TOO_LARGE,
+    VOCAB_SIZE,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -98,6 +108,16 @@ def test_engine_padding_ids_are_rejected(scored: dict[str, Any]) -> None:
     assert scored["n_tokens"] == N_TOKENS
     assert "token id 83 is outside the teacher's vocabulary of 83" in str(scored["padding/error"])
     assert "N_LOGPROBS must be 1 to the model's vocabulary size 83" in str(scored["k/error"])
+
+
+def test_engine_excluded_ids_have_no_probability(response_logits: Logits, scored: dict[str, Any]) -> None:
+    """Log-probabilities are those of a vocabulary that ends before the excluded ids."""
+    for key in set(range(len(FEW))) - {DISCARDED}:
+        few_TV = response_logits(FEW[key])[:, :N_FEW]
+        assert_scores(scored, f"few/{key}", FEW[key], few_TV - log_mass(few_TV))
+        assert np.asarray(scored[f"few/{key}/topk_ids_TK"]).max() < N_FEW
+    assert "token id 70 is outside the vocabulary of the request of 70" in str(scored["few/error"])
+    assert "the request has 7 ids with a probability; expected at least N_LOGPROBS=8" in str(scored["too few/error"])
 
 
 def test_engine_kv_cache_for_one_scores_many_without_preemption(

@@ -23,7 +23,7 @@ from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume
 from recipe_gkd.checkpoints.state import Best, Progress, ResumeState
 from recipe_gkd.config import Config
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch, WorkerDied
-from recipe_gkd.preflight import Student
+from recipe_gkd.model_files import Student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.runtime.stop_request import StopRequest
 from tests._support.base_config import base_config

@@ -51,7 +51,7 @@ from recipe_gkd.rewards import child
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.sampling import request_seed, sampling_from
 from recipe_gkd.weight_sync.bucket_plan import plan_buckets
-from teacher.records import TeacherSequence
+from teacher.records import LogitSettings, TeacherSequence
 from teacher.wire.messages import LIMITS, Score
 from teacher.wire.protocol import decode, encode_score
 from tests._support.base_config import CONFIG_NAME
@@ -150,7 +150,9 @@ def encode_teacher_request(config: Config, name: str) -> None:
     teacher = config.actor_rollout_ref.teacher
     sequences = [TeacherSequence(np.zeros(2, np.int32), prompt_len=1)]
     temperature, top_k = config.gkd.distill_temperature, teacher.top_k
-    frames = encode_score(1, teacher.timeout_s, sequences, temperature, top_k=top_k, wire_dtype=teacher.wire_dtype)
+    frames = encode_score(
+        1, teacher.timeout_s, sequences, LogitSettings(temperature), top_k=top_k, wire_dtype=teacher.wire_dtype
+    )
     received = decode([bytes(frame) for frame in frames])
     assert isinstance(received, Score) and received.timeout_s == teacher.timeout_s
     if name.endswith("timeout_s"):

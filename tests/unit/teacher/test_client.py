@@ -24,7 +24,7 @@ from teacher import (
     TeacherTimeout,
 )
 from teacher.client.chunks import CHUNK_TOKENS, split_request
-from teacher.records import TeacherInfo
+from teacher.records import LogitSettings, TeacherInfo
 from teacher.wire import protocol
 from teacher.wire.messages import Cancel, Hello, Score, StatusRequest
 from tests._support.teacher_status import STATUS
@@ -299,7 +299,7 @@ def test_async_client_works_in_several_loops_and_cancels_with_its_task(service: 
     async def score() -> list[ScoredSequence]:
         task = asyncio.create_task(client.score([sequence(5)], temperature=2.0))
         request = await asyncio.to_thread(service.receive, Score)
-        assert request.temperature == 2.0
+        assert request.logits == LogitSettings(2.0)
         service.reply(request)
         return await task
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from teacher.errors import TeacherProtocolError, TeacherTimeout
-from teacher.records import ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
+from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.wire import protocol
 from teacher.wire.messages import LIMITS, Heartbeat, Kind, Message, Ready
 from tests._support.teacher_status import STATUS
@@ -56,7 +56,7 @@ def valid_messages() -> dict[str, list[bytes]]:
         Kind.INFO: protocol.encode_info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2)),
         Kind.STATUS_REQUEST: protocol.encode_status_request(1, 2.0),
         Kind.STATUS: protocol.encode_status(1, STATUS),
-        Kind.SCORE: protocol.encode_score(1, 2.0, sequences, 0.7, top_k=2, wire_dtype="float16"),
+        Kind.SCORE: protocol.encode_score(1, 2.0, sequences, LogitSettings(0.7, 9), top_k=2, wire_dtype="float16"),
         Kind.SCORE_REPLY: protocol.encode_score_reply(1, [answer, answer], wire_dtype="float16"),
         Kind.CANCEL: protocol.encode_cancel(1),
         Kind.RETRY_LATER: protocol.encode_retry_later(1, "full"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from teacher import errors
-from teacher.records import ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
+from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.wire import messages, protocol
 from teacher.wire.messages import (
     LIMITS,
@@ -39,6 +39,7 @@ MODEL: dict[str, Any] = dict(
     eos_token_ids=(1, 7),
 )
 
+LOGITS = LogitSettings(0.7, 9)
 READY = Ready(ModelInfo(**MODEL), 100, "host:7", 60.0)
 
 
@@ -68,7 +69,7 @@ def valid_messages() -> list[list[bytes]]:
         for frames in (
             protocol.encode_hello(1, 2.0),
             protocol.encode_info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2)),
-            protocol.encode_score(1, 2.0, sequences(), 0.7),
+            protocol.encode_score(1, 2.0, sequences(), LOGITS),
             protocol.encode_score_reply(1, scored()),
             protocol.encode_error(1, errors.TeacherTimeout("late")),
             protocol.encode_ready(READY),
@@ -84,9 +85,9 @@ def with_header(frames: list[bytes], **changes: object) -> list[bytes]:
 
 
 def test_score_round_trip_keeps_sequences() -> None:
-    message = protocol.decode(as_bytes(protocol.encode_score(7, 2.5, sequences(), 0.7)))
+    message = protocol.decode(as_bytes(protocol.encode_score(7, 2.5, sequences(), LOGITS)))
     assert isinstance(message, Score)
-    assert (message.request_id, message.timeout_s, message.n_tokens, message.temperature) == (7, 2.5, 14, 0.7)
+    assert (message.request_id, message.timeout_s, message.n_tokens, message.logits) == (7, 2.5, 14, LOGITS)
     for got, sent in zip(message.sequences, sequences(), strict=True):
         np.testing.assert_array_equal(got.token_ids, sent.token_ids)
         assert got.token_ids.dtype == np.int32 and got.prompt_len == sent.prompt_len
@@ -131,10 +132,10 @@ def test_errors_round_trip_wire_and_pickle(kind: type[errors.TeacherError]) -> N
 
 
 def test_readdress_changes_id_and_timeout_only() -> None:
-    frames = protocol.encode_score(7, 2.5, sequences(), 0.7)
+    frames = protocol.encode_score(7, 2.5, sequences(), LOGITS)
     message = protocol.decode(protocol.readdress(frames, 8, 1.5))
     assert isinstance(message, Score) and (message.request_id, message.timeout_s) == (8, 1.5)
-    assert message.temperature == 0.7
+    assert message.logits == LOGITS
     np.testing.assert_array_equal(message.sequences[0].token_ids, sequences()[0].token_ids)
 
 

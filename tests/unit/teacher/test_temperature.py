@@ -16,6 +16,7 @@ from teacher.engines.sizes import ResultMemory
 from teacher.engines.vllm_engine import VllmEngine
 from teacher.engines.vllm_worker import LogitsCalls
 from teacher.proxy import Proxy
+from teacher.records import LogitSettings
 from tests._support.fake_worker import INFO, TOO_COLD, FakeEngine, expected_scores, running_worker
 from tests._support.teacher_requests import make_sequence
 
@@ -48,6 +49,26 @@ def test_requests_are_scored_at_their_temperature(proxy: Proxy, client: TeacherC
             )
             for future, (sequence, temperature) in zip(futures, requests, strict=True):
                 assert_scored(future.result(timeout=20), sequence, temperature)
+
+
+def test_requests_are_scored_with_the_vocabulary_of_their_client(proxy: Proxy, client: TeacherClient) -> None:
+    seen: list[LogitSettings] = []
+    with (
+        TeacherClient(server_port=proxy.frontend_port, timeout_s=20) as other,
+        running_worker(proxy.backend_port) as worker,
+    ):
+        check = worker.engine.check
+
+        def record(sequence: TeacherSequence, settings: LogitSettings) -> None:
+            seen.append(settings)
+            check(sequence, settings)
+
+        worker.engine.check = record  # type: ignore[method-assign]
+        other.restrict_ids(50)
+        for each, temperature in ((client, 1.0), (other, 1.0), (other, 2.0), (client, 1.0)):
+            each.submit([make_sequence(1, 2)], temperature=temperature).result(timeout=5)
+        assert worker.engine.logits == LogitSettings()
+    assert seen == [LogitSettings(), LogitSettings(1.0, 50), LogitSettings(2.0, 50), LogitSettings()]
 
 
 def test_worker_groups_by_temperature_without_starvation(proxy: Proxy, client: TeacherClient) -> None:
@@ -140,26 +161,30 @@ def test_logits_calls_divide_final_logits_in_fp32(n_tokens: int | None) -> None:
 def test_engine_without_temperature_scores_at_1_only(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     logits_TV = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
 
-    def set_temperature(engine: VllmEngine, temperature: float) -> None:
+    def set_logits(engine: VllmEngine, settings: LogitSettings) -> None:
         if fault == "refused by vLLM":
             raise AttributeError("the model has no compute_logits")
-        engine._temperature = temperature
+        engine._logits = settings
 
     def score_probe(engine: VllmEngine) -> ScoredSequence:
-        logps_TV = (logits_TV / (1.0 if fault == "ignored" else engine.temperature)).log_softmax(dim=-1)
+        logits = engine.logits
+        kept_TV = logits_TV if fault == "ignored" or not logits.n_ids else logits_TV[:, : logits.n_ids]
+        logps_TV = (kept_TV / (1.0 if fault == "ignored" else logits.temperature)).log_softmax(dim=-1)
         topk = logps_TV.topk(4)
         return ScoredSequence(topk.values.numpy(), topk.indices.int().numpy(), logps_TV[:, 0].numpy())
 
-    monkeypatch.setattr(VllmEngine, "set_temperature", set_temperature)
+    monkeypatch.setattr(VllmEngine, "set_logits", set_logits)
     monkeypatch.setattr(VllmEngine, "_score_probe", score_probe)
     engine = VllmEngine.__new__(VllmEngine)
-    engine._info, engine._temperature, engine._temperature_error = INFO, 1.0, ""
+    engine._info, engine._logits, engine._temperature_error, engine._n_ids_error = INFO, LogitSettings(), "", ""
     engine._k, engine._memory = INFO.n_logprobs, ResultMemory(INFO.n_logprobs, id_bytes=4, max_bytes=2**20)
     engine._self_check()
-    engine.check(make_sequence(1, 2), 1.0)
-    assert engine.temperature == 1.0
+    engine.check(make_sequence(1, 2), LogitSettings())
+    assert engine.logits == LogitSettings()
     if fault == "none":
-        engine.check(make_sequence(1, 2), 2.0)
+        engine.check(make_sequence(1, 2), LogitSettings(2.0, INFO.n_tokens - 1))
         return
     with pytest.raises(TeacherRequestError, match=r"at temperature 1 only, got 2: .*gkd.distill_temperature=1"):
-        engine.check(make_sequence(1, 2), 2.0)
+        engine.check(make_sequence(1, 2), LogitSettings(2.0))
+    with pytest.raises(TeacherRequestError, match=r"cannot exclude ids from its distributions: .*the student's vocab"):
+        engine.check(make_sequence(1, 2), LogitSettings(n_ids=INFO.n_tokens - 1))

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from recipe_gkd.config import Config, load
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.preflight import Student, check_teacher
+from recipe_gkd.model_files import Student
+from recipe_gkd.preflight import check_teacher
 from recipe_gkd.teacher_routing import Routes, backends, open_teachers
 from recipe_gkd.teacher_routing.backends import check_scores
 from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
@@ -123,7 +125,8 @@ class TestHfTeacher:
         self, hf_teacher: HfTeacher, tiny_qwen2: Path, fits: bool
     ) -> None:
         fingerprint = hf_teacher.hello().tokenizer_fingerprint if fits else "sha256:0"
-        student = Student(tiny_qwen2, VOCAB_SIZE, None, fingerprint, VOCAB_SIZE)
+        tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
+        student = Student(tiny_qwen2, VOCAB_SIZE, tokenizer, fingerprint, VOCAB_SIZE)
         limits = ["data.max_prompt_length=32", "data.max_response_length=32", "gkd.distill_temperature=2"]
         config = configured("backend=hf", f"model_path={tiny_qwen2}", "top_k=8", others=limits)
         if fits:
@@ -131,6 +134,36 @@ class TestHfTeacher:
             return
         with pytest.raises(ConfigError, match="vocabulary does not fit"):
             check_teacher("default", hf_teacher, student, config)
+
+    def test_restricted_scores_equal_float64_log_softmax_of_fewer_ids(self, hf_teacher: HfTeacher, model: Any) -> None:
+        n_ids = 40
+        sequence = TeacherSequence(np.arange(1, 30, dtype=np.int32), 5)
+        hf_teacher.restrict_ids(n_ids)
+        [scored] = hf_teacher.submit([sequence]).result(timeout=30)
+        with torch.no_grad():
+            logits_NV = model(torch.as_tensor(sequence.token_ids).long()[None]).logits[0].double()
+        logps_TV = logits_NV[4:-1, :n_ids].log_softmax(1)
+        expected = logps_TV.topk(8)
+        np.testing.assert_allclose(scored.topk_logps_TK, expected.values, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(scored.topk_ids_TK, expected.indices)
+        sampled_T = logps_TV.gather(1, torch.as_tensor(sequence.token_ids[5:]).long()[:, None])[:, 0]
+        np.testing.assert_allclose(scored.sampled_logps_T, sampled_T, rtol=1e-5, atol=1e-5)
+        refused = hf_teacher.submit([TeacherSequence([1, n_ids], 1)])
+        with pytest.raises(TeacherRequestError, match=f"has ids 0 to {n_ids - 1}"):
+            refused.result(timeout=30)
+
+    def test_preflight_restricts_teacher_with_further_tokens(self, hf_teacher: HfTeacher, tiny_qwen2: Path) -> None:
+        """The student's tokenizer is the teacher's without its last three tokens."""
+        vocabulary = AutoTokenizer.from_pretrained(tiny_qwen2).get_vocab()
+        shorter = SimpleNamespace(get_vocab=lambda: {t: i for t, i in vocabulary.items() if i < VOCAB_SIZE - 3})
+        student = Student(tiny_qwen2, VOCAB_SIZE, shorter, tokenizer_fingerprint(shorter), VOCAB_SIZE - 3)
+        limits = ["data.max_prompt_length=32", "data.max_response_length=32"]
+        options = ("backend=hf", f"model_path={tiny_qwen2}", "top_k=8")
+        with pytest.raises(ConfigError, match=r"Set actor_rollout_ref.teacher.vocabulary=compatible to exclude them"):
+            check_teacher("default", hf_teacher, student, configured(*options, others=limits))
+        check_teacher("default", hf_teacher, student, configured(*options, "vocabulary=compatible", others=limits))
+        [scored] = hf_teacher.submit([TeacherSequence([1, 2, 3], 1)]).result(timeout=30)
+        assert scored.topk_ids_TK.max() < VOCAB_SIZE - 3
 
     @pytest.mark.parametrize("batch_tokens", [1, 100, 10_000])
     @pytest.mark.parametrize("temperature", [1.0, 0.7])

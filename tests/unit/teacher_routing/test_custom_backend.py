@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.preflight import Student, check_stop_ids, check_teachers
+from recipe_gkd.model_files import Student
+from recipe_gkd.preflight import check_stop_ids, check_teachers
 from recipe_gkd.teacher_routing import Routes, custom_backend, open_teachers
 from recipe_gkd.teacher_routing.custom_backend import CustomBackend
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout, TeacherUnavailable
@@ -268,6 +269,12 @@ class TestExample:
         for sample in samples:
             assert (sample.teacher.ids_TK == [95, 94, 93, 92]).all()
             np.testing.assert_allclose(sample.teacher.sampled_logps_T, logps_V[sample.response.ids], rtol=1e-5)
+
+    def test_class_without_restriction_cannot_exclude_tokens(self, folder: Path) -> None:
+        config = configured(f"backend={EXAMPLE}:UnigramTeacher", f"model_path={folder}", "vocabulary=compatible")
+        message = r"UnigramTeacher.*the class has no restrict_ids\(n_ids\)"
+        with open_teachers(config, ROUTES) as teachers, pytest.raises(ConfigError, match=message):
+            teachers.clients["default"].restrict_ids(9)
 
     def test_passes_preflight(self, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
