@@ -9,7 +9,6 @@ from typing import Any
 from recipe_gkd.errors import ModelError
 from teacher.weight_files import INDEX_NAME, find_damaged_weights
 
-
 VOCABULARY_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
 """Alternative sets of files. A tokenizer needs one complete set."""
 TOKENIZER_CONFIG = "tokenizer_config.json"

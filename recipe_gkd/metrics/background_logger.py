@@ -63,7 +63,7 @@ class BackgroundLogger:
             run: Argument of the constructor.
         """
         self._source = source
-        self._is_disabled = False
+        self._is_disabled = self._has_failed = False
         self._steps: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MAX_QUEUED_STEPS)
         self._constructor_ended = threading.Event()
         self._constructor_error: BaseException | None = None
@@ -99,8 +99,14 @@ class BackgroundLogger:
         except queue.Full:
             self._disable(f"log() is {MAX_QUEUED_STEPS} steps behind")
 
-    async def close(self, timeout_s: float) -> None:
-        """Let the logger write the queued steps and close it, for at most ``timeout_s`` seconds."""
+    async def close(self, timeout_s: float, *, has_failed: bool = False) -> None:
+        """Let the logger write the queued steps and close it.
+
+        Args:
+            timeout_s: Longest time for these calls, in seconds.
+            has_failed: True if the run ends with an error. A logger with a method ``fail`` gets it instead of ``close``.
+        """
+        self._has_failed = has_failed
         if not self._is_disabled and not await in_thread(self._end_thread, timeout_s):
             self._disable(f"its last call did not return within {timeout_s:g} s")
 
@@ -122,7 +128,11 @@ class BackgroundLogger:
             self._constructor_ended.set()
         while (item := self._steps.get()) is not None and not self._is_disabled:
             self._call("log", logger.log, *item)
-        if not self._is_disabled:
+        if self._is_disabled:
+            return
+        if self._has_failed and callable(fail := getattr(logger, "fail", None)):
+            self._call("fail", fail)
+        else:
             self._call("close", logger.close)
 
     def _call(self, method: str, function: Callable[..., object], *args: object) -> None:

@@ -38,6 +38,7 @@ class Logger(Protocol):
         logger = Name(run_info)            # once, after the workers have started; an exception ends the run
         logger.log(step, metrics)          # after each step
         logger.close()                     # once, when the run ends, also after an error
+        logger.fail()                      # optional: after an error, instead of close()
 
     All calls come from one thread, in this order, so that a slow call does not delay the training. The constructor has
     120 s. At the end the queued steps and ``close`` have 30 s together, 3 s after an error. An exception in ``log`` or

@@ -66,12 +66,13 @@ class Loggers:
                 for opening in [tasks.start(logger.wait_until_open()) for logger in self._background]:
                     await opening
         except BaseException:
-            await self._close(CLOSE_AFTER_ERROR_TIMEOUT_S)
+            await self._close(CLOSE_AFTER_ERROR_TIMEOUT_S, has_failed=True)
             raise
         return self
 
     async def __aexit__(self, error_class: type[BaseException] | None, *_: object) -> None:
-        await self._close(CLOSE_TIMEOUT_S if error_class is None else CLOSE_AFTER_ERROR_TIMEOUT_S)
+        has_failed = error_class is not None
+        await self._close(CLOSE_AFTER_ERROR_TIMEOUT_S if has_failed else CLOSE_TIMEOUT_S, has_failed=has_failed)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass the metrics of a step, with ``training/global_step``, to all loggers."""
@@ -79,14 +80,14 @@ class Loggers:
         for logger in loggers:
             logger.log(step, {GLOBAL_STEP: float(step), **metrics})
 
-    async def _close(self, timeout_s: float) -> None:
+    async def _close(self, timeout_s: float, *, has_failed: bool) -> None:
         """Close the built-in loggers first, because a signal cancels the wait for the others."""
         try:
             with ExitStack() as stack:
                 for logger in self._built_in:
                     stack.callback(logger.close)
         finally:
-            await asyncio.gather(*(logger.close(timeout_s) for logger in self._background))
+            await asyncio.gather(*(logger.close(timeout_s, has_failed=has_failed) for logger in self._background))
 
 
 def _source_of(spec: str) -> LoggerSource:

@@ -69,6 +69,10 @@ class WandbLogger:
         """Upload what is queued and end the run of the service."""
         self._run.finish()
 
+    def fail(self) -> None:
+        """End the run of the service as failed."""
+        self._run.finish(exit_code=1)
+
 
 class MlflowLogger:
     """Logger for MLflow. Without ``MLFLOW_TRACKING_URI`` it writes files into the run folder."""
@@ -112,6 +116,10 @@ class MlflowLogger:
     def close(self) -> None:
         """End the run of the service."""
         self._client.set_terminated(self._id)
+
+    def fail(self) -> None:
+        """End the run of the service as failed."""
+        self._client.set_terminated(self._id, status="FAILED")
 
 
 class SwanLabLogger:

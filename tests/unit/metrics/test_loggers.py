@@ -156,6 +156,16 @@ class HangsAtStart(Hangs):
 """
 
 
+ENDING = """
+class Ending:
+    def __init__(self, run):
+        self.file = run.folder / "end.txt"
+    def log(self, step, metrics): pass
+    def close(self): self.file.write_text("closed")
+    def fail(self): self.file.write_text("failed")
+"""
+
+
 class TestUserLogger:
     def test_example_of_docs_writes_csv(self, tmp_path: Path) -> None:
         spec = f"{REPO}/docs/examples/custom_logger.py:CsvLogger"
@@ -198,6 +208,14 @@ class TestUserLogger:
         log_steps(tmp_path, f"{file}:Hangs", steps=dict.fromkeys(range(1, 6), METRICS))
         (record,) = caplog.records
         assert f"{file}:Hangs is disabled" in record.message and "log() is 2 steps behind" in record.message
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_logger_with_fail_is_told_how_the_run_ended(self, tmp_path: Path, fails: bool) -> None:
+        file = tmp_path / "mine.py"
+        file.write_text(ENDING)
+        with pytest.raises(ArithmeticError) if fails else nullcontext():
+            log_steps(tmp_path, f"{file}:Ending", steps={1: METRICS}, fails=fails)
+        assert (tmp_path / "end.txt").read_text() == ("failed" if fails else "closed")
 
     @pytest.mark.parametrize(("fails", "constant"), [(False, "CLOSE_TIMEOUT_S"), (True, "CLOSE_AFTER_ERROR_TIMEOUT_S")])
     def test_hanging_loggers_are_closed_together_with_a_deadline(
