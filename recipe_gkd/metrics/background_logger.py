@@ -104,7 +104,7 @@ class BackgroundLogger:
 
         Args:
             timeout_s: Longest time for these calls, in seconds.
-            has_failed: True if the run ends with an error. A logger with a method ``fail`` gets it instead of ``close``.
+            has_failed: True if the run ends with an error. Then ``fail`` is called instead of ``close``, if it exists.
         """
         self._has_failed = has_failed
         if not self._is_disabled and not await in_thread(self._end_thread, timeout_s):
