@@ -104,13 +104,16 @@ def _is_similar(name: str, other: str) -> bool:
 
 
 def _edit_distance(first: str, second: str) -> int:
-    """Return the number of insertions, deletions and replacements of letters (Levenshtein)."""
-    row = list(range(len(second) + 1))
+    """Return the number of insertions, deletions, replacements and swaps of neighbors (optimal string alignment)."""
+    rows = [list(range(len(second) + 1))]
     for i, letter in enumerate(first, 1):
-        above, row = row, [i]
+        above, row = rows[-1], [i]
         for j, other in enumerate(second, 1):
             row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (letter != other)))
-    return row[-1]
+            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other:
+                row[-1] = min(row[-1], rows[-2][j - 2] + 1)
+        rows.append(row)
+    return rows[-1][-1]
 
 
 def migration_tables() -> dict[str, str]:

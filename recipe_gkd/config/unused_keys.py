@@ -13,6 +13,7 @@ from recipe_gkd.config.actor_layout import as_override_value
 from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss, uses_teacher
 from recipe_gkd.config.reward_functions import has_reward
 from recipe_gkd.config.schema import Config
+from recipe_gkd.config.teachers import prompt_settings
 from recipe_gkd.config.validate import needs_rewards, runs_validation, saves_checkpoints
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -78,6 +79,12 @@ UNUSED_KEYS = (
         is_unused=lambda config: not uses_teacher(config.gkd),
         because="gkd.enable_teacher",
         enable="gkd.enable_teacher=true",
+    ),
+    UnusedKeys(
+        keys=(f"{TEACHER}.allow_prompt_mismatch",),
+        is_unused=lambda config: not any(prompt_settings(config.actor_rollout_ref.teacher, config.data).values()),
+        because="data.teacher_prompt_key",
+        enable="data.teacher_prompt_key=seen",
     ),
     UnusedKeys(
         keys=(f"{ACTOR}.micro_batch_size",),

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.quickstart.task import Problem, final_number, is_exact
 from recipe_gkd.rollout.offline_engine import (
-    EngineOptions,
+    OfflineEngineOptions,
     Sampling,
     check_model_folder,
     generate,
@@ -144,7 +144,7 @@ def generate_greedy(model: Path, chats: list[list[dict[str, str]]]) -> list[str]
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
-    options = EngineOptions(dtype="float32", gpu_memory_utilization=0.2, cpu_cache_bytes=KV_CACHE_BYTES)
+    options = OfflineEngineOptions(dtype="float32", gpu_memory_utilization=0.2, cpu_cache_bytes=KV_CACHE_BYTES)
     with vllm_engine(model, options) as engine:
         outputs = [found for [found] in generate(engine, prompts, Sampling(max_tokens=MAX_RESPONSE_TOKENS))]
     texts = [tokenizer.decode(out.ids.tolist(), skip_special_tokens=True) for out in outputs]

@@ -27,7 +27,7 @@ _ENVIRONMENT = worker_environment("cuda") | {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
+class OfflineEngineOptions:
     """Settings of an engine.
 
     Attributes:
@@ -120,7 +120,7 @@ def prepare_environment() -> bool:
 
 
 @contextmanager
-def vllm_engine(folder: Path, options: EngineOptions) -> Iterator[Any]:
+def vllm_engine(folder: Path, options: OfflineEngineOptions) -> Iterator[Any]:
     """Start an engine, and shut it down at the end.
 
     Args:

@@ -29,8 +29,8 @@ from recipe_gkd.errors import ConfigError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.rewards.reporting import reward_fields
 from recipe_gkd.rollout.offline_engine import (
-    EngineOptions,
     Generated,
+    OfflineEngineOptions,
     Sampling,
     check_model_folder,
     generate,
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace, folders: Sequence[Path], config: Config) -> li
 
 
 def evaluate(
-    folder: Path, config: Config, sampling: Sampling, options: EngineOptions, scorer: RewardScorer | None
+    folder: Path, config: Config, sampling: Sampling, options: OfflineEngineOptions, scorer: RewardScorer | None
 ) -> tuple[Evaluation, list[dict[str, Any]]]:
     """Evaluate one model.
 
@@ -235,9 +235,9 @@ def sampling_of(args: argparse.Namespace, config: Config) -> Sampling:
     )
 
 
-def options_of(args: argparse.Namespace, config: Config) -> EngineOptions:
+def options_of(args: argparse.Namespace, config: Config) -> OfflineEngineOptions:
     """Return the settings of the engine."""
-    return EngineOptions(
+    return OfflineEngineOptions(
         dtype=args.dtype,
         tensor_parallel_size=args.tensor_parallel,
         gpu_memory_utilization=args.gpu_memory_utilization,

@@ -101,6 +101,7 @@ class TestOverrides:
     ("name", "answer"),
     [
         ("gkd.bata", "did you mean gkd.beta?"),
+        ("gkd.btea", "did you mean gkd.beta?"),
         ("trainer.n_gpu_per_node", "did you mean trainer.n_gpus_per_node?"),
         ("trianer.nnodes", "did you mean trainer.nnodes?"),
         ("optim.lr", "did you mean actor_rollout_ref.actor.optim.lr?"),
