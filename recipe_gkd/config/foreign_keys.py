@@ -140,6 +140,12 @@ VERL = Project(
         ),
         _same("data.reward_fn_key", "data.data_source_key"),
         _other(
+            "custom_reward_function.reward_kwargs",
+            "custom_reward_function.reward_kwargs.*",
+            advice="`custom_reward_function.kwargs`, the same mapping",
+        ),
+        _other("data.tool_config_path", advice="`data.tools_key`: a column with the tools of each prompt"),
+        _other(
             f"{ROLLOUT}.load_format",
             f"{ACTOR}.use_torch_compile",
             f"{ACTOR}.shuffle",
@@ -237,6 +243,11 @@ TRL = Project(
         _other("seq_kd", advice="`gkd.sft_share=1`, with the teacher's responses in the column `data.response_key`"),
         _other("loss_top_k", advice=f"`{TEACHER}.top_k`, at most the service's `N_LOGPROBS`; null: all of them"),
         _other("loss_add_tail", advice="`gkd.tail=bucket` (default) for true, `renormalize` for false"),
+        _other(
+            "reward_funcs",
+            "reward_weights",
+            advice="`custom_reward_function.path`, or several weighted ones in `custom_reward_function.functions`",
+        ),
         _same("max_new_tokens", "data.max_response_length"),
         _same("max_completion_length", "data.max_response_length"),
         _same("max_prompt_length", "data.max_prompt_length"),

@@ -138,7 +138,8 @@ async def score_concurrently(
             return index, await asyncio.gather(*calls)
 
     scoring = [asyncio.ensure_future(score_item(index, item)) for index, item in enumerate(items)]
-    watch = asyncio.ensure_future(watch_loop(settings["timeout_s"], stacks))
+    n_blocking = sum(not function.is_async for function in functions)  # called one after the other in the loop
+    watch = asyncio.ensure_future(watch_loop(settings["timeout_s"] * max(1, n_blocking), stacks))
     try:
         for task in asyncio.as_completed(scoring):
             index, found = await task
@@ -152,7 +153,7 @@ async def score_concurrently(
 
 
 async def watch_loop(timeout_s: float, stacks: int) -> None:
-    """Write the stacks and exit if the event loop is blocked for longer than a call may take."""
+    """Write the stacks and exit if the event loop is blocked for longer than ``timeout_s``."""
     while True:
         faulthandler.dump_traceback_later(timeout_s + BLOCKED_MARGIN_S, exit=True, file=stacks)
         await asyncio.sleep(WATCH_INTERVAL_S)

@@ -139,15 +139,16 @@ class RewardProcess:
             RewardError: An item got no reward. The message names it. The process may have ended.
         """
         found: dict[int, Reward] = {}
+        timeout_s = self._config.timeout_s * len(self._functions)  # each has its own deadline in the process
         try:
             self._connection.send([item.arguments for item in items])
             while len(found) < len(items):
-                index, score, other = self._receive(self._config.timeout_s)
+                index, score, other = self._receive(timeout_s)
                 if isinstance(score, str):  # the reason why there is none
                     raise self._error(items[index], score, self._functions[other].description)
                 found[index] = Reward(score, other)
         except (EOFError, OSError) as error:
-            reason = f"it {self._end(self._config.timeout_s, error)}"
+            reason = f"it {self._end(timeout_s, error)}"
             first_missing = next(index for index in range(len(items)) if index not in found)
             names = " or ".join(function.description for function in self._functions)
             raise self._error(items[first_missing], reason, names) from None
