@@ -126,6 +126,12 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     last_tokens: tuple[LastToken, ...] = field(default=(), kw_only=True)
 
+    def shown(self) -> dict[str, str]:
+        """Return the values as text by name; of the last tokens, only the last one."""
+        values = {name: str(value) for name, value in vars(self).items()}
+        last = self.last_tokens[-1] if self.last_tokens else None
+        return values | {"last_tokens": "" if last is None else f"... {last.id} {last.text!r}"}
+
     @property
     def identity(self) -> str:
         """Properties that a client relies on, as text. A service with another identity refuses its requests."""

@@ -52,7 +52,7 @@ def _check(args: argparse.Namespace) -> int:
         sequence = TeacherSequence(np.zeros(2, np.int32), prompt_len=1)
         (scored,) = client.submit([sequence]).result()
         print(f"{client.address} answered with {scored.topk_logps_TK.shape[1]} logprobs per position")
-        for name, value in vars(info).items():
+        for name, value in info.shown().items():
             print(f"  {name}: {value}")
     return 0
 

@@ -204,9 +204,9 @@ class Dispatcher:
 def _differences(service: ModelInfo, worker: ModelInfo) -> str:
     """Return a table of the fields that differ: name, value of the service, value of the worker."""
     rows = [("", "service", "new worker")]
-    for name, value in vars(service).items():
-        if (other := getattr(worker, name)) != value:
-            rows.append((name, str(value), str(other)))
+    for (name, value), other in zip(service.shown().items(), worker.shown().values(), strict=True):
+        if value != other:
+            rows.append((name, value, other))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
