@@ -21,9 +21,10 @@ def compute_score(response, ground_truth):
     _, marker, after = response.rpartition("####")
     numbers = NUMBER.findall(after)
     answer = (numbers[0] if marker else numbers[-1]) if numbers else None
-    is_correct = answer is not None and _value(answer) == _value(str(ground_truth))
+    is_correct = answer is not None and _value(answer) == _value(str(ground_truth).strip())
     return {"score": float(is_correct), "has_format": bool(marker)}
 
 
-def _value(number):
-    return Decimal(re.sub(r"[$€,\s]", "", number))
+def _value(text):
+    digits = re.sub(r"[$€,]", "", text)
+    return Decimal(digits) if NUMBER.fullmatch(digits) else text

@@ -17,6 +17,7 @@ from recipe_gkd.errors import DataError
 
 MESSAGES = "messages"
 """Column of whole conversations, as in TRL's data. A final assistant message is the reference response."""
+PROMPT_KEY_HINT = "Set data.prompt_key to the column of the prompts"
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 
 
@@ -80,7 +81,7 @@ def _read_file(path: Path, prompt_key: str, response_key: str) -> pa.Table:
     if prompt_key not in table.column_names:
         raise DataError(
             f"data file {path} has no column {prompt_key!r}; it has: {', '.join(table.column_names) or 'none'}. "
-            "Set data.prompt_key to the column of the prompts"
+            f"{PROMPT_KEY_HINT}"
         )
     if table.num_rows == 0:
         raise DataError(f"data file {path} has no rows; remove it from the data files")

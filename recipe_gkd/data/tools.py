@@ -48,11 +48,11 @@ def _tools_of(value: Any, where: str, key: str) -> Tools | None:
             f"{where}: the tools in column {key} are {value!r:.200}; expected a list of objects such as "
             "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}, or its JSON text"
         )
-    return [_without_nulls(tool) for tool in tools]
+    return tools if isinstance(value, str) else [_without_nulls(tool) for tool in tools]
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without null fields, because parquet gives every object the fields of all others."""
+    """Return a value without null fields, because a column gives every object the fields of all others."""
     if isinstance(value, dict):
         return {name: _without_nulls(field) for name, field in value.items() if field is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -78,7 +78,7 @@ class RewardItems:
         self._name = data.name
         self._truth_path: list[str] | None = None
         try:
-            self._truth_path = _truth_path(data, config)
+            self._truth_path = truth_path(data.table, config, data.name)
         except DataError:
             if reads_truth:
                 raise
@@ -121,16 +121,25 @@ class RewardItems:
             )
 
 
-def _truth_path(data: PromptData, config: DataConfig) -> list[str]:
-    """Return the path of the ground truth: ``data.ground_truth_key``, or verl's if the default is absent."""
-    key, names = config.ground_truth_key, data.table.column_names
+def truth_path(table: pa.Table, config: DataConfig, name: str) -> list[str]:
+    """Return the path of the ground truth: ``data.ground_truth_key``, or verl's if the default is absent.
+
+    Args:
+        table: Data set.
+        config: Settings of the data.
+        name: Name of the data set, for the log.
+
+    Raises:
+        DataError: There is no such column.
+    """
+    key, names = config.ground_truth_key, table.column_names
     if key == VERL_TRUTH[-1] and key not in names and VERL_TRUTH[0] in names:
-        field = data.table.schema.field(VERL_TRUTH[0]).type
+        field = table.schema.field(VERL_TRUTH[0]).type
         if pa.types.is_struct(field) and field.get_field_index(VERL_TRUTH[1]) >= 0:
-            log.info("%s: the ground truth is %s, as in verl's files", data.name, ".".join(VERL_TRUTH))
+            log.info("%s: the ground truth is %s, as in verl's files", name, ".".join(VERL_TRUTH))
             return VERL_TRUTH
     return column_path(
-        data.table,
+        table,
         key,
         setting="data.ground_truth_key",
         purpose="that the reward function compares responses with",

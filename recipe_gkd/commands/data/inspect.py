@@ -14,11 +14,12 @@ from recipe_gkd.commands.arguments import command_parser
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import ignores_tools
-from recipe_gkd.data.tables import read_table
+from recipe_gkd.data.tables import column_at, read_table
 from recipe_gkd.data.tokenization import ChatTemplate, render_prompt, tokenize_prompt
 from recipe_gkd.data.tools import read_tools
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import DataError
+from recipe_gkd.rewards.items import truth_path
 
 DESCRIPTION = """Show a data set as a training run would read it. Neither Ray nor a teacher is needed.
 
@@ -68,6 +69,7 @@ def _report(arguments: argparse.Namespace) -> Iterator[str]:
     ).config
     table = read_table([file], config.data.prompt_key, config.data.response_key)
     yield from describe_columns(table)
+    yield _ground_truth(table, config.data)
     if model:
         yield f"no lengths and no rendered prompt, because no tokenizer is given; add {_MODEL_KEY}=FOLDER"
         return
@@ -134,6 +136,16 @@ def describe_prompts(table: pa.Table, config: DataConfig, tokenizer: Any, shown_
     yield f"tokens: {tokenizer.convert_ids_to_tokens(shown.tolist())}" + (
         " ..." if len(shown) < lengths[shown_row] else ""
     )
+
+
+def _ground_truth(table: pa.Table, config: DataConfig) -> str:
+    """Return the line about the column that reward functions compare responses with."""
+    try:
+        path = truth_path(table, config, "the data")
+    except DataError:
+        return f"no ground truth: there is no column data.ground_truth_key={config.ground_truth_key}"
+    n_null = column_at(table, path).is_null().to_pylist().count(True)
+    return f"ground truth: {'.'.join(path)}, {n_null} null"
 
 
 def _percentiles(lengths: np.ndarray) -> str:

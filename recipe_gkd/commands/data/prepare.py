@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe_gkd.data.tables import read_table
+from recipe_gkd.data.tables import PROMPT_KEY_HINT, read_table
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import DataError
 
@@ -103,10 +103,12 @@ def prepare(arguments: argparse.Namespace) -> Iterator[str]:
     split = _split(arguments)
     columns = [name for name in ("prompt", "response", "ground_truth", "data_source") if name in split.train[0]]
     for path, rows in zip(paths, (split.train, split.validation), strict=True):
-        path.unlink(missing_ok=True)  # the validation file of an earlier call
         if rows:
             write_rows(rows, path)
             yield f"wrote {path}: {len(rows)} rows with {', '.join(columns)}"
+        elif path.exists():  # the validation rows of an earlier call
+            path.unlink()
+            yield f"removed {path}, because no rows are held out"
     if split.n_empty:
         yield f"dropped {split.n_empty} rows without a prompt"
     if split.n_shared:
@@ -153,7 +155,11 @@ def read_rows(files: Sequence[str], arguments: argparse.Namespace) -> tuple[list
         def convert(row: Row, where: str) -> Row:
             return convert_columns(row, prompt_column, arguments.response_column, arguments.ground_truth_column)
 
-    table = read_table(list(files), prompt_column)
+    try:
+        table = read_table(list(files), prompt_column)
+    except DataError as error:
+        hint = "Name it with --prompt-column" if arguments.format == "csv" else f"{arguments.format} needs this column"
+        raise DataError(str(error).replace(PROMPT_KEY_HINT, hint)) from error
     if absent := [name for name in needed if name not in table.column_names]:
         raise DataError(
             f"{', '.join(files)}: there is no column {absent[0]!r}; the files have: {', '.join(table.column_names)}. "

@@ -22,11 +22,11 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.load import compose_config, to_config
 from recipe_gkd.config.reward_functions import has_reward
 from recipe_gkd.data.prompts import PromptData
-from recipe_gkd.data.samples import Prompt, Response, Reward
+from recipe_gkd.data.samples import Response
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
+from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.reporting import reward_fields
 from recipe_gkd.rollout.offline_engine import (
     Generated,
@@ -118,6 +118,7 @@ def evaluate(
     tokenizer = _tokenizer(folder, options.trust_remote_code)
     table = read_table(list(config.data.val_files), config.data.prompt_key, config.data.response_key)
     data = PromptData(table, config.data, tokenizer, name=NAME)
+    factory = _item_factory(data, config, tokenizer, scorer)  # before the engine starts, because it may raise an error
     longest = max(map(len, data.ids)) + sampling.max_tokens
     with vllm_engine(folder, replace(options, max_model_len=limit_to_model(longest, folder))) as engine:
         started = time.monotonic()
@@ -126,7 +127,8 @@ def evaluate(
     responses = [_response(one, uid) for uid, one in enumerate(one for several in generated for one in several)]
     pairs = [(data.prompt(response.uid // sampling.n, response.uid), response) for response in responses]
     sources = read_sources(table, config.data.data_source_key)
-    rewards, items = _rewards(pairs, data, config, tokenizer, scorer)
+    items = [factory.build_item(prompt, response) for prompt, response in pairs] if factory is not None else []
+    rewards = asyncio.run(scorer.score(items)) if scorer is not None else None
     evaluation = Evaluation(
         model=str(folder),
         sources=[sources[row] for row in data.rows],
@@ -145,8 +147,7 @@ def evaluate(
             "row": prompt.row,
             "prompt": prompts[prompt.row],
             "response": tokenizer.decode(response.ids.tolist(), skip_special_tokens=True),
-            "ground_truth": items[index].ground_truth if items else None,
-            **reward_fields(None if rewards is None else rewards[index]),
+            **_score_fields(index, items, rewards),
             "response_len": len(response.ids),
             "finish_reason": response.finish_reason,
         }
@@ -155,19 +156,17 @@ def evaluate(
     return evaluation, records
 
 
-def _rewards(
-    pairs: Sequence[tuple[Prompt, Response]],
-    data: PromptData,
-    config: Config,
-    tokenizer: Any,
-    scorer: RewardScorer | None,
-) -> tuple[list[Reward] | None, list[RewardItem]]:
-    """Return the reward of each response, and the arguments of the function. Nothing without a function."""
+def _item_factory(data: PromptData, config: Config, tokenizer: Any, scorer: RewardScorer | None) -> RewardItems | None:
+    """Return the source of the reward function's arguments; None without a function."""
     if scorer is None:
-        return None, []
-    factory = RewardItems(data, config.data, tokenizer, require_truth=True, reads_truth=scorer.reads_truth)
-    items = [factory.build_item(prompt, response) for prompt, response in pairs]
-    return asyncio.run(scorer.score(items)), items
+        return None
+    return RewardItems(data, config.data, tokenizer, require_truth=True, reads_truth=scorer.reads_truth)
+
+
+def _score_fields(index: int, items: Sequence[RewardItem], rewards: Sequence[Reward] | None) -> dict[str, Any]:
+    """Return the fields of a record that a reward function gives; without one their values are None."""
+    truth = items[index].ground_truth if items else None
+    return {"ground_truth": truth, **reward_fields(None if rewards is None else rewards[index])}
 
 
 def _response(generated: Generated, uid: int) -> Response:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from recipe_gkd.commands.data import main
+from recipe_gkd.commands.data import main, prepare
 from recipe_gkd.commands.data.prepare import ANSWER_HINT
 
 
@@ -81,7 +81,7 @@ def test_held_out_rows_depend_on_the_seed_and_share_no_prompt(
     [
         ("gsm8k", {"question": "1?", "answer": "18"}, [], "row 0 of .*'18' does not end with '#### <number>'"),
         ("gsm8k", {"question": "1?", "solution": "18"}, [], "there is no column 'answer'; the files have: question"),
-        ("csv", {"question": "1?"}, [], "has no column 'prompt'"),
+        ("csv", {"question": "1?"}, [], "has no column 'prompt'; it has: question. Name it with --prompt-column"),
         ("csv", {"prompt": "1?"}, ["--response-column", "answer"], "there is no column 'answer'.*--response-column"),
         ("csv", {"prompt": "1?"}, ["--val-fraction", "1"], "--val-fraction 1: expected a fraction from 0"),
         ("csv", {"prompt": " "}, [], "no training row is left of 0"),
@@ -102,12 +102,22 @@ def test_unusable_input_is_refused_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_existing_output_is_kept_without_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_output_is_kept_without_overwrite_and_if_the_write_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no space")
+
     file = write(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "2"}])
     command = ["prepare", "csv", file, "--output", str(tmp_path)]
     assert main([*command, "--val-fraction", "0.5"]) == 0
     assert main(command) == 1
     assert "train.parquet exists; choose another --output, or replace it with --overwrite" in capsys.readouterr().err
     assert len(rows_of(tmp_path / "train.parquet")) == 1
+    monkeypatch.setattr(prepare.pq, "write_table", fail)
+    assert main([*command, "--overwrite"]) == 1
+    assert "no space" in capsys.readouterr().err and len(rows_of(tmp_path / "train.parquet")) == 1
+    monkeypatch.undo()
     assert main([*command, "--overwrite"]) == 0
+    assert "removed" in capsys.readouterr().out
     assert len(rows_of(tmp_path / "train.parquet")) == 2 and not (tmp_path / "val.parquet").exists()

@@ -74,6 +74,7 @@ class TestInspect:
         assert main(["inspect", str(file), model, "data.max_prompt_length=2", "--row", "1"]) == 0
         out = capsys.readouterr().out
         assert "3 rows" in out
+        assert "no ground truth: there is no column data.ground_truth_key=ground_truth" in out
         assert "prompt tokens: min 1, median 2" in out
         assert "1 of 3 are longer than data.max_prompt_length=2 and are dropped" in out
         assert "prompt of row 1, 2 tokens:\n  | 11\ntokens: ['1', '1']" in out

@@ -21,6 +21,7 @@ from tests._support.base_config import base_config
 CHAT = [{"role": "user", "content": "1"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 SUB = {"type": "function", "function": {"name": "sub", "description": "1-1"}}
+NULL = {"type": "function", "function": {"name": "pow", "default": None}}
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }};{% endfor %}"
     "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -42,7 +43,7 @@ def read(tokenizer: Any, columns: dict[str, Any], *overrides: str) -> tuple[Prom
 @pytest.mark.parametrize("as_text", [False, True])
 def test_prompts_are_those_of_the_template_with_tools(tokenizer: Any, as_text: bool) -> None:
     """A row without tools is that of a data set without them. Parquet's null fields are dropped."""
-    tools: list[Any] = [[ADD, SUB], None, []]
+    tools: list[Any] = [[ADD, NULL if as_text else SUB], None, []]  # a null in JSON text is the user's
     column = [None if each is None else json.dumps(each) for each in tools] if as_text else tools
     data, _ = read(tokenizer, {"prompt": [CHAT] * 3, "functions": column}, "data.tools_key=functions")
     expected = [

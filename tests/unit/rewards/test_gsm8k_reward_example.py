@@ -26,6 +26,8 @@ compute_score = runpy.run_path(str(REPO / "docs" / "examples" / "gsm8k_reward.py
         ("#### eighteen", "18", 0.0),
         ("", "18", 0.0),
         ("#### 180", "18", 0.0),
+        ("#### 18", "eighteen", 0.0),
+        ("#### 18", "$18", 1.0),
     ],
 )
 def test_answer_is_the_marked_number_or_the_last_one(response: str, truth: str, score: float) -> None:
