@@ -22,11 +22,11 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.load import compose_config, to_config
 from recipe_gkd.config.reward_functions import has_reward
 from recipe_gkd.data.prompts import PromptData
-from recipe_gkd.data.samples import Response
+from recipe_gkd.data.samples import Response, Reward
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.rewards import RewardItems, RewardScorer
+from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.rewards.reporting import reward_fields
 from recipe_gkd.rollout.offline_engine import (
     Generated,
