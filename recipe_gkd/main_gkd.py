@@ -47,6 +47,7 @@ from recipe_gkd.preflight import (
 )
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.rewards import RewardItems, RewardScorer
+from recipe_gkd.rewards.items import TruthUse
 from recipe_gkd.runtime.run_log import log_background_error, start_logging
 from recipe_gkd.runtime.signals import Terminated, hangup_ignored, raise_on_signals, run_until_terminated
 from recipe_gkd.runtime.stop_request import StopRequest
@@ -153,8 +154,8 @@ def run(config: Config, composed: str, folder: RunFolder) -> str | None:
         data = _read_data(config, table, student, stop_token_ids)
         _read_teacher_prompts(config, data, routes, teachers, student)
         scorer = opened.enter_context(_open_scorer(config))
-        reads_truth = scorer is not None and scorer.reads_truth
-        validation = read_validation(config, student.tokenizer, reads_truth=reads_truth)
+        truth_use: TruthUse = "unused" if scorer is None else scorer.truth_use
+        validation = read_validation(config, student.tokenizer, truth_use=truth_use)
         if validation is not None and validation.routes is not None:
             of_validation = teachers.for_data(validation.routes)
             _read_teacher_prompts(config, validation.data, validation.routes, of_validation, student)
@@ -260,9 +261,9 @@ def _reward_items(
     """
     if scorer is None or not trains_on_rewards(config):
         return None
-    is_required, reads_truth = config.gkd.use_rl_loss, scorer.reads_truth
+    is_required, use = config.gkd.use_rl_loss, scorer.truth_use
     try:
-        return RewardItems(data, config.data, student.tokenizer, require_truth=is_required, reads_truth=reads_truth)
+        return RewardItems(data, config.data, student.tokenizer, require_truth=is_required, truth_use=use)
     except DataError as error:
         if config.gkd.use_rl_loss:
             raise

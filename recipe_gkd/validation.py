@@ -39,6 +39,7 @@ from recipe_gkd.data.samples import Prompt, Response, Reward
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
+from recipe_gkd.rewards.items import TruthUse
 from recipe_gkd.rewards.reporting import mean_numbers, reward_fields
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.teacher_routing import read_routes
@@ -66,13 +67,13 @@ class Validation:
         timeout_s: Deadline for all responses: ``rollout.timeout_s`` for every training batch of the same size.
     """
 
-    def __init__(self, config: Config, tokenizer: Any, *, reads_truth: bool = True) -> None:
+    def __init__(self, config: Config, tokenizer: Any, *, truth_use: TruthUse = "required") -> None:
         """Read and tokenize the prompts of ``data.val_files``.
 
         Args:
             config: Configuration of the run.
             tokenizer: Tokenizer of the student.
-            reads_truth: True if the reward function needs a ground truth.
+            truth_use: Use of the ground truth by the reward functions.
 
         Raises:
             DataError: A file cannot be used.
@@ -87,8 +88,8 @@ class Validation:
         try:
             table = read_table(config.data.val_files, config.data.prompt_key, config.data.response_key)
             data = PromptData(table, config.data, tokenizer, name=NAME)
-            reads_truth = reads_truth and self._reward is not None
-            self._items = RewardItems(data, config.data, tokenizer, require_truth=True, reads_truth=reads_truth)
+            use: TruthUse = "unused" if self._reward is None else truth_use
+            self._items = RewardItems(data, config.data, tokenizer, require_truth=True, truth_use=use)
             self.routes = read_routes(table, config, NAME) if validates_kl(config) else None
         except DataError as error:
             raise DataError(f"data.val_files: {error}") from error
@@ -216,9 +217,9 @@ class ScoredResponse:
         return self.response.finish_reason == "length"
 
 
-def read_validation(config: Config, tokenizer: Any, *, reads_truth: bool = True) -> Validation | None:
+def read_validation(config: Config, tokenizer: Any, *, truth_use: TruthUse = "required") -> Validation | None:
     """Return the validation of a run, None if the run does not validate; see :class:`Validation`."""
-    return Validation(config, tokenizer, reads_truth=reads_truth) if runs_validation(config) else None
+    return Validation(config, tokenizer, truth_use=truth_use) if runs_validation(config) else None
 
 
 def read_sources(table: pa.Table, key: str) -> list[str]:

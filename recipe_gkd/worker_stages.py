@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -87,7 +88,8 @@ async def sum_kl(
 
 async def update_actors(workers: Workers, config: Config, batch: ReadyBatch) -> dict[str, float]:
     """Do one optimizer step on ``batch``, divided among the data-parallel ranks, and return its metrics."""
-    samples = with_group_statistics(batch.samples, config.gkd, config.actor_rollout_ref.rollout.n)
+    samples = [replace(sample, reward_numbers={}) for sample in batch.samples]  # for metrics of the driver only
+    samples = with_group_statistics(samples, config.gkd, config.actor_rollout_ref.rollout.n)
     results = await _call_on_shards(workers, config, "update", samples, batch.step, f"update, step {batch.step}")
     return dict(results[0])
 

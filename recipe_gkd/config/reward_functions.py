@@ -90,6 +90,12 @@ def reward_problems(config: Config) -> Iterator[str]:
             f"{SECTION}.path={section.path} with {SECTION}.functions={{{', '.join(section.functions)}}}: they are one "
             f"function or several; set {SECTION}.path=null, or remove {SECTION}.functions"
         )
+    for label, entry in section.functions.items():
+        if not entry.path:
+            yield (
+                f"{SECTION}.functions.{label} has no path; set {SECTION}.functions.{label}.path to the Python file "
+                f"that defines {entry.name}"
+            )
     taken = {*STATISTICS, *VALIDATION_METRICS, SUM_NAME}
     for label in section.functions:
         if label in taken or not _LABEL.fullmatch(label):

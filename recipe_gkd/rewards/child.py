@@ -104,8 +104,10 @@ def serve(connection: Connection, stacks: int) -> None:
             return
         functions.append(loaded)
     is_async = any(function.is_async for function in functions)
-    reads_truth = any(binding.requires(function.call, "ground_truth") for function in functions)
-    connection.send({"is_async": is_async, "reads_truth": reads_truth})
+    truth_use = "optional" if any("ground_truth" in function.bound.values() for function in functions) else "unused"
+    if any(binding.requires(function.call, "ground_truth") for function in functions):
+        truth_use = "required"
+    connection.send({"is_async": is_async, "truth_use": truth_use})
     if is_async:
         with asyncio.Runner() as runner:  # one loop for all calls, so that the user's file can keep a client open
             while True:

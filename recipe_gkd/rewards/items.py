@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
@@ -46,6 +46,8 @@ class RewardItem:
         return {name: getattr(self, name) for name in names}
 
 
+TruthUse = Literal["required", "optional", "unused"]
+"""Use of the ground truth: by a parameter without default value, by another parameter, or by none."""
 VERL_TRUTH = ["reward_model", "ground_truth"]
 """Path of the ground truth in files that were prepared for verl."""
 
@@ -58,11 +60,13 @@ class RewardItems:
         config: Names of its columns.
         tokenizer: Tokenizer of the student.
         require_truth: True to require a ground truth in every row in use.
-        reads_truth: False if no function reads the ground truth, which is None if the data has no such column.
+        truth_use: Use of the ground truth by the reward functions. If it is not required, it is None in data without
+            such a column.
 
     Raises:
         DataError: The data has neither ``data.ground_truth_key`` nor, if this is the default, verl's field, or with
-            ``require_truth`` a row has no value there. Not raised without ``reads_truth``.
+            ``require_truth`` a row has no value there. If the ground truth is optional, only a key that is not the
+            default must exist; if it is unused, this is not raised.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class RewardItems:
         tokenizer: Any,
         *,
         require_truth: bool = False,
-        reads_truth: bool = True,
+        truth_use: TruthUse = "required",
     ) -> None:
         self._table, self._config, self._tokenizer = data.table, config, tokenizer
         self._name = data.name
@@ -80,9 +84,10 @@ class RewardItems:
         try:
             self._truth_path = truth_path(data.table, config, data.name)
         except DataError:
-            if reads_truth:
+            is_named = config.ground_truth_key != VERL_TRUTH[-1]
+            if truth_use == "required" or (truth_use == "optional" and is_named):
                 raise
-        if require_truth and reads_truth:
+        if require_truth and truth_use == "required":
             self._refuse_nulls(data.rows)
 
     def build_item(self, prompt: Prompt, response: Response) -> RewardItem:

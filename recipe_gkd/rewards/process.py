@@ -27,7 +27,7 @@ from recipe_gkd.config.reward_functions import RewardFunction, reserved_names, r
 from recipe_gkd.config.schema import RewardFunctionConfig
 from recipe_gkd.data.samples import Reward
 from recipe_gkd.errors import ConfigError, RewardError
-from recipe_gkd.rewards.items import RewardItem
+from recipe_gkd.rewards.items import RewardItem, TruthUse
 
 LOAD_TIMEOUT_S = 300.0
 """Deadline of the import of the user's file, which may load a model."""
@@ -63,11 +63,11 @@ class RewardProcess:
 
     Attributes:
         is_async: True if a function is ``async def``. Available after :meth:`wait_loaded`.
-        reads_truth: True if a function needs a ground truth. Available after :meth:`wait_loaded`.
+        truth_use: Use of the ground truth by the functions. Available after :meth:`wait_loaded`.
     """
 
     is_async: bool
-    reads_truth: bool
+    truth_use: TruthUse
 
     def __init__(self, config: RewardFunctionConfig) -> None:
         self._config, self._functions = config, reward_functions(config)
@@ -122,7 +122,7 @@ class RewardProcess:
         except (EOFError, OSError) as error:
             loaded = f"its import {self._end(LOAD_TIMEOUT_S, error)}", 0
         if isinstance(loaded, dict):
-            self.is_async, self.reads_truth = loaded["is_async"], loaded["reads_truth"]
+            self.is_async, self.truth_use = loaded["is_async"], loaded["truth_use"]
             return
         reason, number = loaded
         function = self._functions[number]

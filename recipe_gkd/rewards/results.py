@@ -15,6 +15,8 @@ METRIC_NAME = re.compile(r"[\w.@-]+(/[\w.@-]+)*")
 """Names of metrics: letters, digits and ``_ - . @``, divided by slashes."""
 
 
+BEST = "/best@"
+"""Part of the name of the metric for the best of several responses."""
 Result = tuple[float, dict[str, float]]
 """Score of a response, and other numbers by name."""
 
@@ -45,8 +47,11 @@ def parse_result(result: Any, reserved: Collection[str] = ()) -> Result | str:
                 f"it returned the number {name!r}, which cannot be the name of a metric; expected letters, digits and "
                 "_ - . @, divided by slashes"
             )
-        if name in reserved:
-            return f"it returned the number {name!r}, which is the name of another metric; rename it"
+        if name in reserved or BEST in name:
+            return (
+                f"it returned the number {name!r}, but reward/{name} or val/SOURCE/{name} is the name of another "
+                "metric; rename it"
+            )
         numbers[name] = float(value)
     return score, numbers
 

@@ -39,7 +39,7 @@ class RewardScorer:
 
     Attributes:
         name: Name of the reward, as in the metric ``val/<data_source>/<name>``.
-        reads_truth: True if a function needs a ground truth.
+        truth_use: Use of the ground truth by the functions.
     """
 
     def __init__(self, config: RewardFunctionConfig) -> None:
@@ -55,7 +55,7 @@ class RewardScorer:
             for process in self._processes:
                 process.wait_loaded()
                 self._free.put(process)
-            self.reads_truth = self._processes[0].reads_truth
+            self.truth_use = self._processes[0].truth_use
             self._is_async = self._processes[0].is_async
         except BaseException:
             self.close()

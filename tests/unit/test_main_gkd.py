@@ -36,9 +36,9 @@ def make_config(folder: Path, *overrides: str) -> Config:
     return base_config(*paths, *overrides)
 
 
-def scorer_of(config: Config, *, reads_truth: bool = True) -> Any:
+def scorer_of(config: Config, *, truth_use: str = "required") -> Any:
     """Return a stand-in for the loaded reward function of a configuration."""
-    return None if config.custom_reward_function.path is None else SimpleNamespace(reads_truth=reads_truth)
+    return None if config.custom_reward_function.path is None else SimpleNamespace(truth_use=truth_use)
 
 
 class TestOutputs:
@@ -85,10 +85,14 @@ class TestRewardItems:
         config = make_config(tmp_path, self.REWARD, "gkd.use_rl_loss=true", "actor_rollout_ref.rollout.n=2")
         table = read_table(config.data.train_files, config.data.prompt_key).drop_columns(["ground_truth"])
         data = PromptData(table, config.data, STUDENT.tokenizer)
-        items = _reward_items(config, data, STUDENT, scorer_of(config, reads_truth=False))
+        items = _reward_items(config, data, STUDENT, scorer_of(config, truth_use="optional"))
         assert items is not None
         response = data.reference_response(replace(data.prompt(0, 0), reference_ids=data.ids[0]), 0)
         assert items.build_item(data.prompt(0, 0), response).ground_truth is None
+        named = make_config(tmp_path, self.REWARD, "data.ground_truth_key=nowhere")
+        with pytest.raises(DataError, match="nowhere: the data has no such column"):
+            _reward_items(named, data, STUDENT, scorer_of(named, truth_use="optional"))
+        assert _reward_items(named, data, STUDENT, scorer_of(named, truth_use="unused")) is not None
 
 
 class TestUnexpectedErrors:

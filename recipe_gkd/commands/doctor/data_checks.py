@@ -16,6 +16,7 @@ from recipe_gkd.config.validate import runs_validation, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.tables import column_path, read_table
 from recipe_gkd.rewards import RewardItems
+from recipe_gkd.rewards.items import TruthUse
 
 MAX_ROWS = 256
 TRAIN, VALIDATION = "data.train_files", "data.val_files"
@@ -42,7 +43,9 @@ def read_tables(config: Config) -> tuple[dict[str, pa.Table], list[Finding]]:
     return tables, found
 
 
-def data_findings(config: Config, key: str, table: pa.Table, tokenizer: Any, *, reads_truth: bool) -> Iterator[Finding]:
+def data_findings(
+    config: Config, key: str, table: pa.Table, tokenizer: Any, *, truth_use: TruthUse
+) -> Iterator[Finding]:
     """Check the columns that the run needs, and tokenize evenly spaced rows.
 
     Args:
@@ -50,7 +53,7 @@ def data_findings(config: Config, key: str, table: pa.Table, tokenizer: Any, *, 
         key: Config key of the files.
         table: Rows of the files.
         tokenizer: Tokenizer of the student.
-        reads_truth: True if a reward function needs a ground truth.
+        truth_use: Use of the ground truth by the reward functions.
     """
     for setting, name, purpose in _needed_columns(config, key):
         column_path(table, name, setting=setting, purpose=purpose)
@@ -70,7 +73,7 @@ def data_findings(config: Config, key: str, table: pa.Table, tokenizer: Any, *, 
     relaxed = replace(config.data, filter_overlong_prompts=True) if config.data.truncation != "error" else config.data
     data = PromptData(some, relaxed, tokenizer, with_references=with_references, name=f"{len(rows)} rows of {key}")
     if key == VALIDATION or trains_on_rewards(config):
-        RewardItems(data, config.data, tokenizer, reads_truth=reads_truth)  # raises an error without a ground truth
+        RewardItems(data, config.data, tokenizer, truth_use=truth_use)  # raises an error without a ground truth
     if n_texts and template:
         yield Finding(
             "chat template", "warning",

@@ -46,9 +46,9 @@ def static_findings(config: Config) -> Iterator[Finding]:
         yield Finding("chat template", "skipped", "the student's tokenizer cannot be loaded")
         yield Finding("teacher", "skipped", "teachers are compared with the student, which cannot be loaded")
         return
-    reads_truth, found = reward_findings(config)
+    truth_use, found = reward_findings(config)
     yield from found
     for key, table in tables.items():
-        options = {"reads_truth": reads_truth}
-        yield from findings_of(key, partial(data_findings, config, key, table, student.tokenizer, **options))
+        check = partial(data_findings, config, key, table, student.tokenizer, truth_use=truth_use)
+        yield from findings_of(key, check)
     yield from teacher_findings(config, tables.get("data.train_files"), student)

@@ -160,7 +160,7 @@ def _item_factory(data: PromptData, config: Config, tokenizer: Any, scorer: Rewa
     """Return the source of the reward function's arguments; None without a function."""
     if scorer is None:
         return None
-    return RewardItems(data, config.data, tokenizer, require_truth=True, reads_truth=scorer.reads_truth)
+    return RewardItems(data, config.data, tokenizer, require_truth=True, truth_use=scorer.truth_use)
 
 
 def _score_fields(index: int, items: Sequence[RewardItem], rewards: Sequence[Reward] | None) -> dict[str, Any]:

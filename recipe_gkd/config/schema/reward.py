@@ -15,7 +15,7 @@ from recipe_gkd.config.schema.fields import STRICT, key, timeout
 class RewardFunctionEntry:
     """One of several reward functions, a value of ``custom_reward_function.functions``."""
 
-    path: str = key("Python file that defines the function.")
+    path: str = ""
     name: str = "compute_score"
     weight: Annotated[float, Field(ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)] = 1.0
     kwargs: dict[str, Any] = Field(default_factory=dict)

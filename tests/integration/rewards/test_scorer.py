@@ -206,12 +206,15 @@ class TestSeveralFunctions:
 
 
 class TestTruth:
-    @pytest.mark.parametrize(("body", "expected"), [("response, ground_truth", True), ("response, **rest", False)])
-    def test_ground_truth_is_read_if_a_function_requires_it(self, tmp_path: Path, body: str, expected: bool) -> None:
+    @pytest.mark.parametrize(
+        ("body", "expected"),
+        [("response, ground_truth", "required"), ("response, **rest", "optional"), ("response", "unused")],
+    )
+    def test_use_of_the_ground_truth_depends_on_the_parameters(self, tmp_path: Path, body: str, expected: str) -> None:
         path = tmp_path / "my_reward.py"
         path.write_text(f"def compute_score({body}): return 1")
         with RewardScorer(settings(path)) as scorer:
-            assert scorer.reads_truth is expected
+            assert scorer.truth_use == expected
 
 
 class TestFailingCall:

@@ -32,7 +32,11 @@ def test_score_and_numbers_of_a_result(result: Any, expected: Any) -> None:
         (math.inf, "it returned inf (float), expected a finite number"),
         ({"score": 1, "two words": 2}, "the number 'two words', which cannot be the name of a metric"),
         ({"score": 1, 3: 2}, "the number 3, which cannot be the name of a metric"),
-        ({"score": 1, "mean": 2}, "the number 'mean', which is the name of another metric; rename it"),
+        (
+            {"score": 1, "mean": 2},
+            "'mean', but reward/mean or val/SOURCE/mean is the name of another metric",
+        ),
+        ({"score": 1, "f/best@4": 2}, "val/SOURCE/f/best@4 is the name of another metric; rename it"),
     ],
 )
 def test_unusable_result_is_rejected_with_the_reason(result: Any, message: str) -> None:
