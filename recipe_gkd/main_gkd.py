@@ -30,6 +30,7 @@ from recipe_gkd.commands.arguments import config_parser
 from recipe_gkd.config import Config
 from recipe_gkd.config.durations import duration_s
 from recipe_gkd.config.load import read_config
+from recipe_gkd.config.stored import stored_config
 from recipe_gkd.config.validate import needs_rewards, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.tables import read_table
@@ -109,11 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     hint: Callable[[], str] = str
     try:
         loaded = read_config(arguments.config_name, arguments.overrides, arguments.config_dir)
-        composed = OmegaConf.to_yaml(loaded.composed)
         if arguments.cfg:
             for text in loaded.warnings:
                 print(f"warning: {text}", file=sys.stderr)
-            print(composed)
+            print(OmegaConf.to_yaml(loaded.composed))
             return 0
         with run_folder(loaded.config) as folder:
             start_logging(folder.path / LOG)
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 log.warning("%s", text)
             raise_on_signals()
             hint = partial(resume_hint, loaded.config.trainer, sys.argv[1:] if argv is None else argv)
-            stopped_by = run(loaded.config, composed, folder)
+            stopped_by = run(loaded.config, stored_config(loaded.composed), folder)
     except Exception as error:  # noqa: BLE001 - the only handler that reports errors to the user
         return report_error(error)
     except KeyboardInterrupt:
@@ -131,12 +131,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if stopped_by is None else report_saved_stop(stopped_by, hint())
 
 
-def run(config: Config, composed: str, folder: RunFolder) -> str | None:
+def run(config: Config, stored: str, folder: RunFolder) -> str | None:
     """Validate everything that needs no worker first, so that mistakes fail fast. Then start Ray and train.
 
     Args:
         config: Configuration of the run.
-        composed: The configuration as YAML, which is written to the run folder.
+        stored: The configuration as YAML, which is written to the run folder.
         folder: Locked run folder.
 
     Returns:
@@ -168,7 +168,7 @@ def run(config: Config, composed: str, folder: RunFolder) -> str | None:
             return None
         log.info("%d prompts, steps %d to %d", len(data), plan.progress.step + 1, last_step)
         reward_context = RewardContext(scorer, _reward_items(config, data, student, scorer), validation)
-        (folder.path / CONFIG).write_text(composed, encoding="utf-8")
+        (folder.path / CONFIG).write_text(stored, encoding="utf-8")
         with hangup_ignored():
             opened.enter_context(connected_cluster(config))
         raise_on_signals()  # again, because Ray sets a handler of its own

@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recipe_gkd.checkpoints.run_folder import CONFIG
+from recipe_gkd.config.stored import PRIVATE_KEYS
 from recipe_gkd.metrics.background_logger import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S, LoggerSource
 from recipe_gkd.metrics.logger_interface import GLOBAL_STEP, Logger, RunInfo
 
@@ -157,17 +158,13 @@ _SERVICES: dict[str, tuple[Callable[[RunInfo], Logger], str, str]] = {
 """Logger of each service, the call that starts a run, and what the user does if that fails."""
 
 
-_PRIVATE = ("ray_init.env_vars", "custom_reward_function.kwargs", "custom_reward_function.functions")
-"""Keys whose values can be passwords or tokens, which a service must not get."""
-
-
 def read_hyperparameters(folder: Path) -> dict[str, Any]:
     """Return the configuration of the run in ``folder``, without values that can be secrets. Empty if there is none."""
     path = folder / CONFIG
     if not path.exists():
         return {}
     config = OmegaConf.load(path)
-    for key in _PRIVATE:
+    for key in PRIVATE_KEYS:
         if OmegaConf.select(config, key):
             OmegaConf.update(config, key, "(not uploaded)", merge=False)
     values: Any = OmegaConf.to_container(config, resolve=True)

@@ -1,0 +1,23 @@
+"""The configuration as it is stored in the run folder."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig, OmegaConf
+
+PRIVATE_KEYS = ("ray_init.env_vars", "custom_reward_function.kwargs", "custom_reward_function.functions")
+"""Keys whose values can be passwords or tokens. Variables of the environment in them are not written to files."""
+
+
+def stored_config(composed: DictConfig) -> str:
+    """Return a composed configuration as YAML that does not depend on the environment.
+
+    Interpolations such as ``${oc.env:QUICKSTART_DIR}`` are replaced by their values, except in :data:`PRIVATE_KEYS`.
+
+    Args:
+        composed: Valid configuration with unresolved interpolations.
+    """
+    stored = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
+    for key in PRIVATE_KEYS:
+        if isinstance(value := OmegaConf.select(composed, key), DictConfig):
+            OmegaConf.update(stored, key, OmegaConf.to_container(value, resolve=False), merge=False)
+    return OmegaConf.to_yaml(stored)

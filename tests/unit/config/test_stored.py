@@ -1,0 +1,21 @@
+"""The configuration in the run folder."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe_gkd.config.load import read_config
+from recipe_gkd.config.stored import stored_config
+
+
+def test_stored_config_needs_no_variable_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUICKSTART_DIR", "/data/mine")
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    loaded = read_config("quickstart", ["ray_init.env_vars.HF_TOKEN=${oc.env:MY_TOKEN}"])
+    text = stored_config(loaded.composed)
+    monkeypatch.delenv("QUICKSTART_DIR")
+    stored = OmegaConf.create(text)
+    assert stored.actor_rollout_ref.model.path == "/data/mine/student"
+    assert stored.trainer.default_local_dir.startswith("/data/mine/runs/")
+    assert "secret" not in text and stored.ray_init.env_vars.HF_TOKEN == "secret"
