@@ -21,8 +21,8 @@ def count_ids(tokenizer: HasVocabulary) -> int:
     return 1 + max(tokenizer.get_vocab().values())
 
 
-N_LAST_TOKENS = 256
-"""Number of tokens that :func:`last_tokens` returns. Models add at most a few dozen to those of their family."""
+N_LAST_TOKENS = 1024
+"""Number of tokens that :func:`last_tokens` returns. A family may reserve several hundred."""
 MAX_TEXT_CHARS = 64
 """Number of characters of a token that :func:`last_tokens` returns."""
 

@@ -52,7 +52,7 @@ class Limits:
     request_tokens: int = 16 << 20
     vocab_size: int = 1 << 24
     eos_token_ids: int = 256
-    last_tokens: int = 256
+    last_tokens: int = 1024
     request_frame_bytes: int = 4 << 20
     reply_frame_bytes: int = 16 << 30
     timeout_s: float = 7 * 24 * 3600.0

@@ -51,7 +51,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def validation(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides for validation after every second step, on 6 rows, with a reward function of verl's signature."""
+    """Overrides for validation after every second step, on 6 rows: KL, and a reward with verl's signature."""
     from recipe_gkd.quickstart.task import make_splits, write_parquet
 
     path = tmp_path_factory.mktemp("data") / "val.parquet"
@@ -62,6 +62,7 @@ def validation(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         f"custom_reward_function.path={REPO / 'tests/_support/verl_reward.py'}",
         "custom_reward_function.num_workers=1",
         "trainer.test_freq=2",
+        "trainer.val_kl=true",
     ]
 
 

@@ -103,7 +103,6 @@ class TestSchedule:
     ) -> None:
         run = start_run(
             *validation,
-            "trainer.val_kl=true",
             f"trainer.scheduler={scheduler}",
             "trainer.total_epochs=2",
             "trainer.save_freq=2",
