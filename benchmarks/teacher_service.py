@@ -39,6 +39,7 @@ import numpy as np
 from teacher_processes import START_TIMEOUT_S, TIMEOUT_S, Service
 
 from teacher import ScoredSequence, TeacherClient, TeacherSequence
+from teacher.records import LogitSettings
 from teacher.wire import protocol
 from teacher.wire.messages import ScoreReply, WireDtype
 
@@ -165,7 +166,7 @@ def _serve_engine(model: str, case: Case, pipe: Connection) -> None:
         sequences = case.make(seed)
         began = time.perf_counter()
         for key, sequence in enumerate(sequences):
-            engine.check(sequence, 1.0)
+            engine.check(sequence, LogitSettings())
             engine.add(key, sequence)
         while engine.has_work():
             engine.step()
