@@ -293,8 +293,11 @@ async def _train(
             total_steps=planned_steps,
             stop_token_ids=plan.stop_token_ids,
             n_tokens=plan.n_tokens,
+            teacher_specs=teachers.client_specs(),
         ) as workers,
     ):
+        if workers.scoring is not None:
+            teachers.requests = workers.scoring
         folder.accept()
         if plan.points:
             start = await _resume(config, workers, plan.points, folder.path)

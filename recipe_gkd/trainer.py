@@ -25,6 +25,7 @@ from recipe_gkd.errors import GkdError
 from recipe_gkd.hybrid import open_devices
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.run_summary import RunSummary
+from recipe_gkd.metrics.sample_record import SampleRecord
 from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.utilization import ActorUtilization
@@ -80,10 +81,17 @@ class _Run:
     pipeline: Pipeline
     loggers: Loggers
     steps: StepMetrics
+    record: SampleRecord
 
 
-def pipeline_config(config: Config, n_replicas: int) -> PipelineConfig:
-    """Return the settings of the schedule for ``n_replicas`` rollout workers."""
+def pipeline_config(config: Config, n_replicas: int, max_row_bytes: int | None = None) -> PipelineConfig:
+    """Return the settings of the schedule.
+
+    Args:
+        config: Configuration of the run.
+        n_replicas: Number of rollout workers.
+        max_row_bytes: Limit of the teachers' rows of batches that are not trained on yet. None: no limit.
+    """
     settings = config.actor_rollout_ref
     return PipelineConfig(
         max_staleness=staleness_bound(config.trainer),
@@ -93,6 +101,7 @@ def pipeline_config(config: Config, n_replicas: int) -> PipelineConfig:
         requests_per_batch=requests_per_batch(settings.teacher),
         inflight_update=config.trainer.inflight_update,
         on_request=settings.hybrid_engine or settings.teacher.sleep_between_batches,
+        max_row_bytes=max_row_bytes,
     )
 
 
@@ -181,6 +190,7 @@ class Trainer:
             await self._validate_before_training(run)
             async for batch in self._until_stopped(run.pipeline, stop):
                 await self._train(run.pipeline, batch)
+                run.record.write(self.progress.step, batch.samples)
                 await self._validate_if_due(run.pipeline, batch)
                 await self._save_if_due(run.pipeline, batch)
                 run.steps.log(run.loggers, batch, self.progress.step)
@@ -196,7 +206,7 @@ class Trainer:
             replace=self.workers.replace_dead_rollouts,
         )
         batches = self.loader.batches(self.progress.prompts_trained, first_step=self.progress.step)
-        config = pipeline_config(self.config, n_replicas=len(self.workers.rollouts))
+        config = pipeline_config(self.config, len(self.workers.rollouts), self.workers.max_row_bytes)
         return Pipeline(batches, config, stages, first_version=self.progress.step, timeline=timeline)
 
     async def _train(self, pipeline: Pipeline, batch: ReadyBatch) -> None:
@@ -205,7 +215,7 @@ class Trainer:
             with span(batch.metrics, "timing/update_actor"):
                 batch.metrics |= await self.update(batch)
             batch.metrics |= await self.devices.take_metrics()
-        batch.metrics["rollout/restarts"] = float(self.workers.n_restarts)
+            batch.metrics |= await self.workers.metrics()
         self.advance(batch)
 
     async def _until_stopped(self, pipeline: Pipeline, stop: StopRequest) -> AsyncIterator[ReadyBatch]:
@@ -338,9 +348,12 @@ async def _open_run(trainer: Trainer, stop: StopRequest) -> AsyncIterator[_Run]:
     workers, progress = trainer.workers, trainer.progress
     async with Loggers(trainer.config.trainer, completed_steps=progress.step, last_step=trainer.last_step) as loggers:
         utilization = ActorUtilization.of(trainer.config, workers.actor_devices)
-        with StepMetrics(
-            trainer.config, n_rollouts=len(workers.rollouts), capacity=workers.capacity, utilization=utilization
-        ) as steps:
+        with (
+            StepMetrics(
+                trainer.config, n_rollouts=len(workers.rollouts), capacity=workers.capacity, utilization=utilization
+            ) as steps,
+            SampleRecord(trainer.root, progress.step, trainer.config.actor_rollout_ref.rollout.n) as record,
+        ):
             async with trainer.pipeline(steps.timeline) as pipeline:
                 with stop.accepted() if saves_checkpoints(trainer.config) else nullcontext():
-                    yield _Run(pipeline, loggers, steps)
+                    yield _Run(pipeline, loggers, steps, record)

@@ -97,5 +97,5 @@ async def measure_kl(pairs: Sequence[Pair], stages: KlStages, *, group_size: int
         for of_rank in await stages.sum_kl(samples):
             for uid, sums in of_rank.items():
                 totals[uid] += sums
-        n_tokens += [int(np.count_nonzero(sample.teacher.is_scored_T)) for sample in samples]
+        n_tokens += [sample.teacher.n_scored for sample in samples]
     return ResponseKl(np.array(n_tokens, np.int64), np.array(list(totals.values())).reshape(-1, 2))

@@ -8,7 +8,6 @@ from typing import Any
 
 import ray
 
-from recipe_gkd.actor.microbatch import shard_batch
 from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData
@@ -98,7 +97,7 @@ async def _call_on_shards(
     workers: Workers, config: Config, method: str, samples: Sequence[Sample], step: int, phase: str
 ) -> list[Any]:
     """Divide samples among the data-parallel ranks, and return the results of all ranks."""
-    shards = [await in_thread(ray.put, shard) for shard in shard_batch(samples, workers.dp_size)]
+    shards = [await in_thread(ray.put, shard) for shard in workers.sharding.divide(samples)]
     return await workers.actors.call_each(
         method,
         [(shards[dp_rank], step) for dp_rank in workers.dp_ranks],

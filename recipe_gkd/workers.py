@@ -6,10 +6,9 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from ray.exceptions import RayError
 
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.actor.ray_worker import ActorWorker
+from recipe_gkd.actor.shards import Cost, Sharding, token_cost
+from recipe_gkd.actor.student_dims import read_student_dims
 from recipe_gkd.checkpoints.folders import PROBE
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
@@ -27,8 +28,10 @@ from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError, ResourceError, WorkerDied
 from recipe_gkd.memory_budget import check_budget
+from recipe_gkd.metrics.flops import sample_cost
 from recipe_gkd.ray_cluster.capacity import ClusterCapacity, cluster_capacity
 from recipe_gkd.ray_cluster.node_checks import check_nodes
+from recipe_gkd.ray_cluster.object_store import ObjectStoreUsage, warn_if_small
 from recipe_gkd.ray_cluster.placement import (
     check_devices,
     check_transport,
@@ -45,11 +48,17 @@ from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime.tasks import run_to_end
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.runtime.worker_variables import worker_variables
+from recipe_gkd.scoring.homes import Homes
+from recipe_gkd.scoring.pool import ScoringPool
+from recipe_gkd.scoring.setup import longest_batch, max_row_bytes, start_scoring
 from recipe_gkd.weight_sync.spec import WeightSyncSpec
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
+from teacher.client import ClientSpec
 
 log = logging.getLogger(__name__)
 
+CONNECT_S = 60.0
+"""Time that scoring workers have to reach the teachers, which the driver has reached before."""
 SHUTDOWN_S = 10.0
 """Time that workers have for an orderly shutdown before they are killed."""
 
@@ -63,9 +72,13 @@ class Workers:
         rollouts: Rollout workers.
         weights: Transfer of weights from the actors to the rollout workers.
         dp_ranks: Data-parallel rank of each actor rank.
+        sharding: Division of a batch among the data-parallel ranks.
         restarts: Replacement of dead rollout workers.
         engine_dtype: Data type of the rollout engines.
         actor_devices: Name of the device of each actor rank, such as ``NVIDIA H100 80GB HBM3`` or ``cpu``.
+        scoring: Scoring workers. None if the teachers run in the driver's process.
+        max_row_bytes: Limit of the teachers' rows of batches that are not trained on yet. None: no limit.
+        store_usage: Use of Ray's object stores.
         capacity: Resources that the cluster could grant instead, for advice. None if they are unknown.
     """
 
@@ -73,20 +86,21 @@ class Workers:
     rollouts: WorkerGroup
     weights: WeightSynchronizer
     dp_ranks: list[int]
+    sharding: Sharding
     restarts: RolloutRestarts
     engine_dtype: str = ""
     actor_devices: Sequence[str] = ()
+    scoring: ScoringPool | None = None
+    max_row_bytes: int | None = None
+    store_usage: ObjectStoreUsage = field(default_factory=ObjectStoreUsage)
     capacity: ClusterCapacity | None = None
 
-    @property
-    def dp_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return max(self.dp_ranks) + 1
-
-    @property
-    def n_restarts(self) -> int:
-        """Number of rollout workers that were replaced so far."""
-        return self.restarts.n_restarts
+    async def metrics(self) -> dict[str, float]:
+        """Return the numbers of restarted workers so far, and the use of Ray's object stores."""
+        counts = {"rollout/restarts": float(self.restarts.n_restarts)}
+        if self.scoring is not None:
+            counts["scoring/restarts"] = float(self.scoring.n_restarts)
+        return counts | await self.store_usage.metrics()
 
     async def replace_dead_rollouts(self, death: WorkerDied) -> None:
         """Replace dead rollout workers. New workers have no weights until a complete sync.
@@ -100,26 +114,29 @@ class Workers:
 
 @asynccontextmanager
 async def start_workers(
-    config: Config, device: str, *, total_steps: int, stop_token_ids: Sequence[int], n_tokens: int | None
+    config: Config,
+    device: str,
+    *,
+    total_steps: int,
+    stop_token_ids: Sequence[int],
+    n_tokens: int | None,
+    teacher_specs: Mapping[str, ClientSpec] | None = None,
 ) -> AsyncIterator[Workers]:
     """Reserve the pools, start all workers and connect them. End all their processes when the body ends.
 
-    An error of the body is diagnosed while the workers still run. The message of the raised error then contains the
-    folder of the diagnosis.
+    An error of the body is diagnosed while the workers still run. The raised error names the folder of the diagnosis.
 
     Args:
         config: Configuration of the run.
         device: ``"cuda"`` or ``"cpu"``.
         total_steps: Number of optimizer steps at the end of the run.
-        stop_token_ids: Ids at which the teachers end a turn. Responses end there too, because otherwise the student
-            would be trained on text after the end of a turn.
-        n_tokens: Number of ids of the student's tokenizer. The rest of its output layer is padding, which no worker
-            samples. None if there is no padding.
+        stop_token_ids: Ids at which the teachers end a turn. Responses end there too.
+        n_tokens: Number of ids of the student's tokenizer. No worker samples the others. None if there are no others.
+        teacher_specs: Client of each teacher by name, for the scoring workers. None: no scoring workers.
 
     Raises:
         ConfigError: Actor and rollout engines cannot share CUDA devices as configured. No worker was started.
-        ResourceError: The cluster is too small, or the memory of a slot for a phase of the hybrid engine. No worker was
-            started.
+        ResourceError: The cluster, or a slot's memory for a phase of the hybrid engine, is too small. Nothing started.
         GkdError: A worker failed to start.
     """
     if device == "cuda" and (problems := list(hybrid_cuda_problems(config))):
@@ -127,37 +144,50 @@ async def start_workers(
     timeout_s = startup_timeout_s(config, device)
     pools = actor_pool, rollout_pool = await _reserve_pools(config, device, timeout_s=timeout_s)
     n_actors, n_rollouts = actor_pool.spec.n_workers, rollout_pool.spec.n_workers
-    with_forwarded = partial(worker_variables, environment=os.environ, extra=config.ray_init.env_vars)
+    guest_environments: dict[int, dict[str, str]] = {}
 
     def start_actor(rank: int) -> Any:
-        arguments = dict(
-            config=config, total_steps=total_steps, rank=rank, world_size=n_actors, device=device, n_token_ids=n_tokens
-        )
-        return actor_pool.spawn(ActorWorker, rank, arguments, env=with_forwarded(actor_environment(device)))
+        arguments = dict(total_steps=total_steps, world_size=n_actors, n_token_ids=n_tokens)
+        return _spawn(actor_pool, ActorWorker, config, rank, actor_environment(device), arguments)
 
     def start_rollout(rank: int) -> Any:
-        arguments = dict(config=config, rank=rank, device=device, stop_token_ids=stop_token_ids, n_tokens=n_tokens)
-        env = with_forwarded(rollout_environment(device)) | guest_environments.get(rank, {})
-        return rollout_pool.spawn(RolloutWorker, rank, arguments, env=env)
+        arguments = dict(stop_token_ids=stop_token_ids, n_tokens=n_tokens)
+        env = rollout_environment(device)
+        return _spawn(rollout_pool, RolloutWorker, config, rank, env, arguments, guest_environments.get(rank, {}))
 
     phase = "start of the workers"
-    guest_environments: dict[int, dict[str, str]] = {}
     actors = WorkerGroup("actor", [start_actor(rank) for rank in range(n_actors)])
     rollouts = WorkerGroup("rollout", [])
     restarts = RolloutRestarts(rollouts, start_rollout, allowed=config.trainer.max_worker_restarts, timeout_s=timeout_s)
+    scoring = start_scoring(config, teacher_specs, actor_pool.nodes()) if teacher_specs else None
+    groups = [actors, rollouts, *([] if scoring is None else [scoring.group])]
     try:
         if rollout_pool.spec.is_guest and device == "cuda":
             guest_environments = await environments_of_guests(actors, n_guests=n_rollouts, timeout_s=timeout_s)
         rollouts.handles = [start_rollout(rank) for rank in range(n_rollouts)]
-        workers = await _connect(config, device, actors, rollouts, restarts, pools)
-        workers.capacity = await _capacity(pools)
+        workers = await _connect(config, device, actors, rollouts, restarts, pools, scoring)
         phase = "training"
         yield workers
     except Exception as error:  # noqa: BLE001 - raised again with a diagnosis
-        known = await _with_diagnosis(error, phase, [actors, rollouts], folder_of(config.trainer).absolute())
+        known = await _with_diagnosis(error, phase, groups, folder_of(config.trainer).absolute())
         raise known from known.__cause__
     finally:
-        await _end(actors, rollouts, restarts, pools)
+        await _end(groups, restarts, pools)
+
+
+def _spawn(
+    pool: Pool,
+    worker: type,
+    config: Config,
+    rank: int,
+    env: Mapping[str, str],
+    arguments: Mapping[str, Any],
+    own_env: Mapping[str, str] | None = None,
+) -> Any:
+    """Start a worker in its slots, with the variables of the run and those of ``own_env``; return its handle."""
+    variables = worker_variables(env, environment=os.environ, extra=config.ray_init.env_vars) | dict(own_env or {})
+    own = dict(config=config, rank=rank, device=pool.spec.device)
+    return pool.spawn(worker, rank, own | dict(arguments), env=variables)
 
 
 async def _reserve_pools(config: Config, device: str, *, timeout_s: float) -> tuple[Pool, ...]:
@@ -179,6 +209,7 @@ async def _connect(
     rollouts: WorkerGroup,
     restarts: RolloutRestarts,
     pools: Sequence[Pool],
+    scoring: ScoringPool | None,
 ) -> Workers:
     """Set up the processes of all workers, and the transfer of weights between the pools."""
     timeout_s = startup_timeout_s(config, device)
@@ -193,7 +224,15 @@ async def _connect(
         check_devices(reports, is_hybrid=config.actor_rollout_ref.hybrid_engine)
         check_transport(reports, rollout.weight_transport)
         await _check_shared_folder(config, actors)
+        connected = asyncio.ensure_future(scoring.connect(CONNECT_S)) if scoring is not None else None
         ranks, engines = await _set_up(config, device, actors, rollouts, progress)
+        if connected is not None:
+            await connected
+    if scoring is not None:
+        warn_if_small(scoring.nodes, scoring.free_shared_memory, scoring.row_bytes * longest_batch(config))
+    homes = Homes.of(ranks, [str(reports[actors.label(rank)].get("node_id")) for rank in range(len(actors))])
+    if scoring is not None:
+        scoring.homes = homes
     await restarts.record_processes(range(len(rollouts)))
     weights = WeightSynchronizer(
         actors,
@@ -213,10 +252,21 @@ async def _connect(
         rollouts,
         weights,
         dp_ranks=[report["dp_rank"] for report in ranks],
+        sharding=Sharding(homes.of_ranks, _sample_cost(config)),
         restarts=restarts,
         engine_dtype=engines[0]["dtype"],
         actor_devices=[report["device_name"] for report in ranks],
+        scoring=scoring,
+        max_row_bytes=max_row_bytes(config, scoring),
+        capacity=await _capacity(pools),
     )
+
+
+def _sample_cost(config: Config) -> Cost:
+    """Return the cost of a sample: its FLOPs, or its number of tokens if they are unknown."""
+    dims = read_student_dims(config.actor_rollout_ref.model.path, config)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return token_cost if dims.flops_problem(longest) else sample_cost(dims)
 
 
 async def _with_diagnosis(error: Exception, phase: str, groups: list[WorkerGroup], root: Path) -> Exception:
@@ -230,15 +280,15 @@ async def _with_diagnosis(error: Exception, phase: str, groups: list[WorkerGroup
     return diagnosed
 
 
-async def _end(actors: WorkerGroup, rollouts: WorkerGroup, restarts: RolloutRestarts, pools: Sequence[Pool]) -> None:
+async def _end(groups: Sequence[WorkerGroup], restarts: RolloutRestarts, pools: Sequence[Pool]) -> None:
     """Shut down all workers, kill their remaining processes and release the pools."""
     try:
-        stops = (actors.stop(timeout_s=SHUTDOWN_S), rollouts.stop(timeout_s=SHUTDOWN_S))
+        stops = (group.stop(timeout_s=SHUTDOWN_S) for group in groups)
         for outcome in await asyncio.gather(*stops, return_exceptions=True):
             if isinstance(outcome, Exception):
                 log.error("workers could not be stopped: %s", outcome, exc_info=outcome)
     finally:  # after a cancellation by a second signal too: end all processes without waiting for the shutdown
-        await run_to_end(restarts.kill_orphans(range(len(rollouts))))
+        await run_to_end(restarts.kill_orphans())
         for pool in pools:
             pool.release()
 

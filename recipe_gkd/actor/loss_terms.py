@@ -38,7 +38,7 @@ def _per_response(batch: PackedBatch, mask_T: np.ndarray) -> np.ndarray:
 
 def _tokens_of_terms(sample: Sample) -> dict[str, int]:
     """Return the number of tokens of a sample in each loss term; see :func:`loss_term_masks`."""
-    n_tokens, n_scored = len(sample.response.ids), int(np.count_nonzero(sample.teacher.is_scored_T))
+    n_tokens, n_scored = len(sample.response.ids), sample.teacher.n_scored
     return {
         "distill": n_scored,
         "pg": 0 if sample.is_reference else n_tokens,

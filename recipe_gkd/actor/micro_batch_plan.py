@@ -137,7 +137,10 @@ def plan_micro_batches(
 
 
 def _checked_here(samples: Sequence[Sample], layout: Layout) -> Sequence[Sample]:
-    """Return this rank's part of the samples to check. The ranks of one data-parallel rank have the same samples."""
-    n_ranks = layout.tp_size * layout.cp_size * layout.pp_size
-    number = layout.tp_rank + layout.tp_size * (layout.cp_rank + layout.cp_size * layout.pp_rank)
-    return samples[number::n_ranks]
+    """Return this rank's part of the samples to check.
+
+    The ranks of one data-parallel rank have the same samples, but only the last pipeline stage has the teacher's rows.
+    """
+    if not layout.is_last_stage:
+        return []
+    return samples[layout.tp_rank + layout.tp_size * layout.cp_rank :: layout.tp_size * layout.cp_size]

@@ -1,4 +1,4 @@
-"""Division of a batch into shards of the data-parallel ranks, micro-batches, and packed rows of tokens.
+"""Division of a shard into micro-batches, and packed rows of tokens.
 
 Inputs and outputs are numpy arrays. Shape suffixes: N tokens of a packed row, T response tokens in it, K teacher top-k.
 """
@@ -12,29 +12,6 @@ from typing import Any
 import numpy as np
 
 from recipe_gkd.data.samples import Sample
-
-
-def shard_batch(samples: Sequence[Sample], dp_size: int) -> list[list[Sample]]:
-    """Divide a global batch into shards with similar numbers of tokens.
-
-    Samples are assigned in descending order of length, each to the smallest shard (Graham 1969, Bounds on
-    Multiprocessing Timing Anomalies: the largest shard has at most 4/3 of the optimum).
-
-    Args:
-        samples: Global batch.
-        dp_size: Number of shards.
-
-    Returns:
-        The shards, each in the order of the batch. A shard may be empty.
-    """
-    lengths = [_input_length(sample) for sample in samples]
-    shards: list[list[int]] = [[] for _ in range(dp_size)]
-    tokens = [0] * dp_size
-    for index in sorted(range(len(samples)), key=lambda i: -lengths[i]):
-        smallest = tokens.index(min(tokens))
-        shards[smallest].append(index)
-        tokens[smallest] += lengths[index]
-    return [[samples[index] for index in sorted(shard)] for shard in shards]
 
 
 def micro_batches(samples: Sequence[Sample], *, micro_batch_size: int, max_token_len: int | None) -> list[list[Sample]]:
@@ -201,7 +178,7 @@ def _positions(lengths: np.ndarray) -> np.ndarray:
 
 def _pack_teacher(samples: Sequence[Sample], allocate: Allocate) -> tuple[np.ndarray, np.ndarray]:
     """Return log-probabilities and ids, [T, K] each, where K is the largest top-k of the samples."""
-    scores = [sample.teacher for sample in samples]
+    scores = [sample.top_k for sample in samples]
     k = max((score.ids_TK.shape[1] for score in scores), default=1)
     shape = (sum(len(score.ids_TK) for score in scores), k)
     # A response without scores has one unused entry per token, whose type does not matter.

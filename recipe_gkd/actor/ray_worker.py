@@ -15,6 +15,7 @@ from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
 from recipe_gkd.ray_cluster.placement import device_report
 from recipe_gkd.runtime.out_of_memory import Phase, out_of_memory_explained
 from recipe_gkd.runtime.phase_memory import peak_bytes, reset_peak
+from recipe_gkd.scoring.fetch import with_top_k
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.sender_api import WeightSenderApi
 from recipe_gkd.weight_sync.stats import TransferStats
@@ -101,7 +102,7 @@ class ActorWorker:
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         """Run one optimizer step on this data-parallel rank's shard."""
-        return self.actor.update(samples, step)
+        return self.actor.update(self._with_top_k(samples), step)
 
     def prepare_update(self) -> None:
         """Begin to move offloaded weights and gradients to the device."""
@@ -120,7 +121,14 @@ class ActorWorker:
     def kl_sums(self, samples: Sequence[Sample], step: int) -> dict[int, tuple[float, float]]:
         """Return sums of the KL divergences to the teacher by uid, over the tokens that this rank computes."""
         with self._memory_explained("validation"):
-            return self.actor.kl_sums(samples, step)
+            return self.actor.kl_sums(self._with_top_k(samples), step)
+
+    def _with_top_k(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Return the samples with the teacher's rows, which only the last pipeline stage reads."""
+        if not self.actor.layout.is_last_stage:
+            return samples
+        # Half of the driver's deadline, so that the error of this rank comes first and names the cause.
+        return with_top_k(samples, self._config.actor_rollout_ref.actor.timeout_s / 2)
 
     def reset_peak_memory(self) -> None:
         """Start a phase; see :func:`~recipe_gkd.runtime.phase_memory.reset_peak`."""

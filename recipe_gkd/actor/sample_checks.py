@@ -66,7 +66,7 @@ def _blocks(samples: Sequence[Sample]) -> Iterator[list[np.ndarray]]:
     pending: list[np.ndarray] = []
     free = 0
     for sample in samples:
-        logps_TK = sample.teacher.logps_TK
+        logps_TK = sample.top_k.logps_TK
         k = max(logps_TK.shape[1], 1)
         start = 0
         while start < len(logps_TK):
@@ -89,7 +89,7 @@ def _check_sample(sample: Sample) -> None:
             f"sample {sample.prompt.uid} has no prompt token; expected at least 1, because the first response token is "
             "predicted from it"
         )
-    mass_T = np.exp(sample.teacher.logps_TK.astype(np.float64)).sum(1)
+    mass_T = np.exp(sample.top_k.logps_TK.astype(np.float64)).sum(1)
     if not (mass_T <= 1 + TEACHER_MASS_TOLERANCE).all():  # also true for NaN
         raise DataError(
             f"sample {sample.prompt.uid}: the teacher's top-k has probability {mass_T.max():.4g} at response position "

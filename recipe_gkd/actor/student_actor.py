@@ -139,7 +139,7 @@ class StudentActor:
         """Run one optimizer step, which changes the weights from version ``step`` to ``step + 1``.
 
         Args:
-            samples: Shard of this data-parallel rank; see :func:`~recipe_gkd.actor.microbatch.shard_batch`. If the
+            samples: Shard of this data-parallel rank; see :func:`~recipe_gkd.actor.shards.Sharding`. If the
                 global batch has no response token, the weights remain unchanged.
             step: Optimizer step, counted from 0. It determines the learning rate.
 

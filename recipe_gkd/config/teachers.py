@@ -20,7 +20,7 @@ TEACHER = "actor_rollout_ref.teacher"
 
 _N_ENCRYPTED_CONNECTIONS = 4
 _DEFAULT_MICROBATCHES = 8
-_SERVICE_ONLY = ("server_ip", "server_port", "wire_dtype", "auth_dir", "n_connections")
+_SERVICE_ONLY = ("server_ip", "server_port", "wire_dtype", "auth_dir", "n_connections", "scoring_workers_per_node")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _ADDRESS = re.compile(r"(?P<host>[^\s:]+):(?P<port>[0-9]{1,5})")
 

@@ -64,6 +64,8 @@ _TEACHER_KEYS = (
     "top_k",
     "wire_dtype",
     "auth_dir",
+    "scoring_workers_per_node",
+    "max_rows_gb",
     "on_failure",
     "sleep_between_batches",
 )

@@ -7,7 +7,8 @@ Axes: P prompt tokens, T response tokens, K teacher top-k.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -78,11 +79,21 @@ class TeacherTopK:
     sampled_logps_T: np.ndarray
 
     @property
+    def n_bytes(self) -> int:
+        """Memory of the top-k, in bytes."""
+        return self.logps_TK.nbytes + self.ids_TK.nbytes
+
+    @property
     def is_scored_T(self) -> np.ndarray:
         """True for the tokens that a teacher scored, bool [T]: those with a valid id."""
         is_scored_T = self.ids_TK[:, 0] >= 0 if self.ids_TK.shape[1] else np.zeros(len(self.ids_TK), np.bool_)
         # Usually the first id is valid. The others are read only if it is not, because they are much memory.
         return np.asarray(is_scored_T if is_scored_T.all() else (self.ids_TK >= 0).any(1))
+
+    @property
+    def n_scored(self) -> int:
+        """Number of tokens that a teacher scored."""
+        return int(np.count_nonzero(self.is_scored_T))
 
     @classmethod
     def absent(cls, rows: int) -> TeacherTopK:
@@ -111,6 +122,46 @@ class TeacherTopK:
             ids_TK=np.concatenate([self.ids_TK, np.full((n_absent, k), -1, np.int32)]),
             sampled_logps_T=np.concatenate([self.sampled_logps_T, np.zeros(n_absent, np.float32)]),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTopK:
+    """The teacher's most likely tokens at every response position, which are in the object store of a node.
+
+    Everything that does not grow with K is here; :mod:`recipe_gkd.scoring` fetches the rest.
+
+    Attributes:
+        block: Reference to the top-k of several responses: a list of pairs ``logps_TK, ids_TK`` as in
+            :class:`TeacherTopK`, without rows for the positions that no teacher scored.
+        index: Position of this response in the block.
+        n_bytes: Memory of the top-k of this response, in bytes.
+        home: Index of the node whose store has the block; see :class:`recipe_gkd.scoring.homes.Homes`.
+        n_scored: Number of tokens that the teacher scored. They are the first of the response.
+        sampled_logps_T: Log-probabilities of the response tokens, float32 [T].
+    """
+
+    block: Any
+    index: int
+    n_bytes: int
+    home: int
+    n_scored: int
+    sampled_logps_T: np.ndarray
+
+    @property
+    def is_scored_T(self) -> np.ndarray:
+        """True for the tokens that a teacher scored, bool [T]."""
+        return np.arange(len(self.sampled_logps_T)) < self.n_scored
+
+    def extended(self, rows: int) -> StoredTopK:
+        """Return the same scores for a response of ``rows`` tokens. The tokens at the end were not scored."""
+        absent_T = np.zeros(rows - len(self.sampled_logps_T), np.float32)
+        return replace(self, sampled_logps_T=np.concatenate([self.sampled_logps_T, absent_T]))
+
+    def fetched(self, logps_TK: np.ndarray, ids_TK: np.ndarray) -> TeacherTopK:
+        """Return the scores with their top-k, which has rows for the scored tokens."""
+        found = TeacherTopK(logps_TK=logps_TK, ids_TK=ids_TK, sampled_logps_T=self.sampled_logps_T[: len(ids_TK)])
+        n_tokens = len(self.sampled_logps_T)
+        return found if len(ids_TK) == n_tokens else found.extended(n_tokens)
 
 
 @dataclass(frozen=True)
@@ -147,7 +198,7 @@ class Sample:
 
     prompt: Prompt
     response: Response
-    teacher: TeacherTopK
+    teacher: TeacherTopK | StoredTopK
     teacher_number: int = 0
     is_skipped: bool = False
     reward: float | None = None
@@ -168,13 +219,25 @@ class Sample:
         lengths = {
             "logprobs": len(self.response.logprobs),
             "versions": len(self.response.versions_T),
-            "teacher rows": len(self.teacher.logps_TK),
-            "teacher id rows": len(self.teacher.ids_TK),
             "teacher logprobs of the response tokens": len(self.teacher.sampled_logps_T),
         }
+        if isinstance(self.teacher, TeacherTopK):
+            lengths["teacher rows"] = len(self.teacher.logps_TK)
+            lengths["teacher id rows"] = len(self.teacher.ids_TK)
         if set(lengths.values()) != {rows}:
             listed = ", ".join(f"{length} {name}" for name, length in lengths.items())
             raise ValueError(f"sample {self.prompt.uid}: {rows} response tokens, {listed}; all must be equal")
+
+    @property
+    def top_k(self) -> TeacherTopK:
+        """The teacher's top-k.
+
+        Raises:
+            ValueError: It is in the object store of a node, and was not fetched.
+        """
+        if isinstance(self.teacher, StoredTopK):
+            raise ValueError(f"sample {self.prompt.uid}: the teacher's top-k is in an object store; fetch it first")
+        return self.teacher
 
     @property
     def token_ids(self) -> np.ndarray:

@@ -9,7 +9,7 @@ that is computed twice to save memory: recomputed layers, and the logits of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,12 +31,29 @@ def update_flops(dims: StudentDims, lengths: Sequence[int], n_logit_rows: int) -
 
 def forward_flops(dims: StudentDims, lengths: Sequence[int], n_logit_rows: int) -> int:
     """Return the FLOPs of the forward pass over packed sequences; see :func:`update_flops`."""
-    layers = sum(lengths) * sum(_layer_flops_per_token(dims, layer) for layer in range(dims.layers))
+    cost = sample_cost(dims)
+    return sum(cost(length, 0) for length in lengths) + cost(0, n_logit_rows)
+
+
+def sample_cost(dims: StudentDims) -> Callable[[int, int], int]:
+    """Return a function that computes the FLOPs of the forward pass over a sample, in constant time.
+
+    Args:
+        dims: Dimensions of the model, whose ``flops_problem`` is None.
+
+    Returns:
+        Function of the numbers of input tokens and of response tokens.
+    """
     # Each token attends to itself and to all tokens before it. A pair of a query and a key has two products of length
     # `head_dim` per head: its score, and its part of the weighted sum of the values.
-    n_pairs = sum(length * (length + 1) // 2 for length in lengths)
-    attention = dims.layers * n_pairs * 4 * dims.heads * dims.head_dim
-    return layers + attention + 2 * n_logit_rows * dims.hidden * dims.vocab_size
+    of_token = sum(_layer_flops_per_token(dims, layer) for layer in range(dims.layers))
+    of_pair = dims.layers * 4 * dims.heads * dims.head_dim
+    of_logits = 2 * dims.hidden * dims.vocab_size
+
+    def cost(n_tokens: int, n_response_tokens: int) -> int:
+        return n_tokens * of_token + n_tokens * (n_tokens + 1) // 2 * of_pair + n_response_tokens * of_logits
+
+    return cost
 
 
 def _layer_flops_per_token(dims: StudentDims, layer: int) -> int:

@@ -28,7 +28,7 @@ class JsonlLogger:
         draft.replace(path)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append a line, or add the metrics to the last kept line if that has the same step."""
         line: dict[str, Any] = {GLOBAL_STEP: step}
         last_line, self._last_line = self._last_line, b""

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
 from recipe_gkd.data.batches import ReadyBatch
+from recipe_gkd.pipeline.row_memory import GIB
 from recipe_gkd.pipeline.stages import Sync
 from recipe_gkd.pipeline.state import PipelineState
 from recipe_gkd.runtime.clock import now
@@ -52,9 +53,11 @@ class ActorLock:
         """
         async with self.hold("update", batch):
             batch.metrics |= self._sync_metrics
+            batch.metrics["perf/teacher_rows_gb"] = self._state.rows.held_bytes / GIB
             self._sync_metrics = {}
             started_at = now()
             yield
+            self._state.rows.release(batch.step)
             self._state.actor_version += 1
             self._state.last_update_s = now() - started_at
 

@@ -48,6 +48,8 @@ class BatchAssembler:
         batch.generated_at = max(ended_at)
         self._state.last_generate_s = batch.generated_at - batch.dispatched_at
         samples = await requests.samples()
+        self._state.rows.complete(batch.step)
+        self._state.notify()
         batch.scored_at = now()
         rewards = await requests.rewards()
         samples = [_with_reward(sample, rewards.get(sample.prompt.uid)) for sample in samples]
@@ -75,7 +77,7 @@ class _ScoringRequests:
         self, state: PipelineState, stages: PipelineStages, tasks: FirstErrorTaskGroup, step: int, n_prompts: int
     ) -> None:
         self.step = step
-        self._timeline, self._stages, self._tasks = state.timeline, stages, tasks
+        self._timeline, self._rows, self._stages, self._tasks = state.timeline, state.rows, stages, tasks
         self._group_size = math.ceil(n_prompts / state.config.requests_per_batch)
         self._n_missing = n_prompts
         self._group: Group = []
@@ -107,7 +109,9 @@ class _ScoringRequests:
     async def _score(self, group: Group) -> list[Sample]:
         self._started_at.append(now())
         with self._timeline.span("teacher", "score", step=self.step, samples=len(group)):
-            return await self._stages.score(group, self.step)
+            samples = await self._stages.score(group, self.step)
+        self._rows.add(self.step, sum(sample.teacher.n_bytes for sample in samples))
+        return samples
 
     async def _compute_rewards(self, compute_rewards: ComputeRewards, group: Group) -> dict[int, Reward]:
         with self._timeline.span("reward", "compute rewards", step=self.step, samples=len(group)):

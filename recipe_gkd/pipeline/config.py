@@ -21,6 +21,8 @@ class PipelineConfig:
         inflight_update: If True, a weight sync may start while responses are in flight.
         on_request: If True, a batch is dispatched only when the trainer asks for it, after checkpoint and validation
             of the step before. Only for ``max_staleness`` 0. The stages then use the same devices in turn.
+        max_row_bytes: Limit of the teachers' rows of all batches that are not trained on yet. The next batch is
+            dispatched when they are below it. None: no limit.
     """
 
     max_staleness: int
@@ -30,3 +32,4 @@ class PipelineConfig:
     requests_per_batch: int = 1
     inflight_update: bool = False
     on_request: bool = False
+    max_row_bytes: int | None = None

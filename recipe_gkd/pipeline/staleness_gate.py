@@ -14,8 +14,9 @@ from recipe_gkd.runtime.clock import now
 class StalenessGate:
     """Admission of batches and of validation to the rollout replicas.
 
-    Batch ``i`` passes when the replicas have weights of version ``i - max_staleness`` or newer, fewer responses than
-    the capacity are in flight, no sync is running, and validation does not reserve the replicas.
+    Batch ``i`` passes when the memory has room for the teachers' rows, the replicas have weights of version
+    ``i - max_staleness`` or newer, fewer responses than the capacity are in flight, no sync is running, and validation
+    does not reserve the replicas.
     """
 
     def __init__(self, state: PipelineState, lock: ActorLock) -> None:
@@ -28,6 +29,9 @@ class StalenessGate:
         if state.config.on_request:
             await state.until(lambda: state.n_requested > self._n_admitted)
         self._n_admitted += 1
+        if not state.rows.has_room():  # before `next_step` is set, which makes updates wait for a sync of this batch
+            state.rows.note_delay(batch.step)
+            await state.until(state.rows.has_room)
         state.next_step, oldest_version = batch.step, batch.step - state.config.max_staleness
         if state.config.inflight_update:  # this sync does not have to wait for free capacity
             await self._ensure_fresh_weights(oldest_version)
@@ -35,6 +39,7 @@ class StalenessGate:
         await self._ensure_fresh_weights(oldest_version)
         # During a sync the wait for weights would be counted as generation time.
         await state.until(lambda: not state.syncing and not state.reserved)
+        state.rows.begin(batch.step)
         state.add_in_flight(len(batch.prompts))
         state.last_dispatch_at = now()
 

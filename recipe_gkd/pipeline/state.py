@@ -10,7 +10,8 @@ States and transitions. The last column names the part that performs the transit
                       idle             weight sync starts                        syncing           ActorLock
                       syncing          sync ends: rollout_version is set         idle              ActorLock
                       held, syncing    error, which ends the run                 unchanged         ActorLock
-    batch             next             weights fresh, capacity free, no sync     dispatched        StalenessGate
+    batch             next             room for rows, weights fresh, capacity    dispatched        StalenessGate
+                                       free, no sync
                       dispatched       last response received                    generated         BatchAssembler
                       generated        last sample scored, rewards computed      ready             BatchAssembler
     prompt            in flight        response received                         finished          RolloutSupervisor
@@ -26,6 +27,7 @@ Invariants:
 * ``rollout_version <= actor_version``.
 * Batch ``i`` is dispatched only if ``rollout_version >= i - max_staleness``.
 * No sync starts while responses are in flight, except with ``inflight_update``.
+* No batch is dispatched while the rows of others fill the memory, unless there is no other batch.
 * No batch is dispatched during a sync or while validation reserves the replicas.
 * Every prompt yields exactly one response, even if its replica dies.
 """
@@ -39,6 +41,7 @@ from dataclasses import dataclass, field
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.pipeline.config import PipelineConfig
+from recipe_gkd.pipeline.row_memory import RowMemory
 
 
 @dataclass
@@ -62,6 +65,7 @@ class PipelineState:
         last_dispatch_at: Time of the last dispatch.
         last_generate_s: Duration of the generation of the last batch, in seconds.
         last_update_s: Duration of the last update, in seconds.
+        rows: Memory of the teachers' rows.
     """
 
     config: PipelineConfig
@@ -80,7 +84,11 @@ class PipelineState:
     last_dispatch_at: float = 0.0
     last_generate_s: float = 0.0
     last_update_s: float = 0.0
+    rows: RowMemory = field(init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.rows = RowMemory(self.config.max_row_bytes)
 
     @property
     def sync_is_possible(self) -> bool:

@@ -104,6 +104,12 @@ class Pool:
         )(worker)
         return remote.remote(**arguments)
 
+    def nodes(self) -> dict[str, str]:
+        """Return the address of each node of the pool by Ray's id of the node, in the order of the bundles."""
+        node_of = placement_group_table(self.group)["bundles_to_node_id"]
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        return {node_of[bundle]: addresses[node_of[bundle]] for bundle in sorted(node_of)}
+
     def release(self) -> None:
         """Return the resources to the cluster."""
         remove_placement_group(self.group)

@@ -30,7 +30,7 @@ class RolloutRestarts:
         restarts = RolloutRestarts(rollouts, start_rollout, allowed=3, timeout_s=300)
         await restarts.record_processes(range(n))  # after the set-up of the workers
         await restarts.replace_dead(error)         # whenever a worker died
-        await restarts.kill_orphans(range(n))      # at the end of the run
+        await restarts.kill_orphans()              # at the end of the run
 
     Args:
         rollouts: Group whose workers are replaced.
@@ -74,12 +74,16 @@ class RolloutRestarts:
         for rank, location, tree in zip(ranks, locations, trees, strict=True):
             self._processes[rank] = location.node_id, tree or []
 
-    async def kill_orphans(self, ranks: Iterable[int]) -> None:
+    async def kill_orphans(self, ranks: Iterable[int] | None = None) -> None:
         """Kill all recorded processes of dead workers, including a worker's own process if its engine has failed.
+
+        Args:
+            ranks: Ranks of the dead workers. None: all ranks, at the end of a run.
 
         Ranks of a tensor-parallel engine can hang, and would keep their GPUs. Never raises, and takes at most
         :data:`NODE_PROBE_TIMEOUT_S`.
         """
+        ranks = range(len(self._rollouts)) if ranks is None else ranks
         recorded = [self._processes.pop(rank) for rank in ranks if rank in self._processes]
         kills = (
             _result_or_none(run_on_node(node, process_trees.kill_trees, processes, NODE_PROBE_TIMEOUT_S / 2))

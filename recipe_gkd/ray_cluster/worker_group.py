@@ -124,6 +124,16 @@ class WorkerGroup:
         locations = await locate(self.handles)
         return [rank for rank, at in enumerate(locations) if at.dead or self._actor_id(rank) in self._died]
 
+    async def as_worker_error(self, rank: int, phase: str, error: BaseException) -> GkdError:
+        """Return the error for the user for a failed call of a method of one worker, which was made without this class.
+
+        Args:
+            rank: Rank of the worker.
+            phase: Name of the phase.
+            error: Error from Ray.
+        """
+        return await self._to_worker_error(rank, self._actor_id(rank), phase, error)
+
     def replace(self, rank: int, handle: Any) -> None:
         """Replace a dead worker by a new one."""
         ray.kill(self.handles[rank], no_restart=True)

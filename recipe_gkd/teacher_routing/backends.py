@@ -14,13 +14,11 @@ from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.teachers import addresses, auth_dirs, n_connections
 from recipe_gkd.teacher_routing.custom_backend import CustomBackend
 from teacher.client import TeacherClient
-from teacher.errors import TeacherProtocolError, TeacherTimeout
+from teacher.errors import TeacherTimeout
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 
 R = TypeVar("R")
@@ -147,27 +145,3 @@ def open_backend(config: Config, name: str) -> TeacherBackend:
             )
         case spec:
             return CustomBackend(spec, teacher)
-
-
-def check_scores(name: str, sequences: Sequence[TeacherSequence], scored: Sequence[ScoredSequence]) -> None:
-    """Check the number and the shapes of a teacher's results.
-
-    Args:
-        name: Name of the teacher, for the error message.
-        sequences: Sequences of the request.
-        scored: Results of the request.
-
-    Raises:
-        TeacherProtocolError: A result is missing or has a wrong shape.
-    """
-    if len(scored) != len(sequences):
-        raise TeacherProtocolError(f"teacher {name}: sent {len(sequences)} sequences, got scores of {len(scored)}")
-    for i, (sequence, result) in enumerate(zip(sequences, scored, strict=True)):
-        n_rows = len(sequence.token_ids) - sequence.prompt_len
-        shapes = [np.shape(array) for array in (result.topk_logps_TK, result.topk_ids_TK, result.sampled_logps_T)]
-        k = shapes[0][-1] if len(shapes[0]) == 2 else 0
-        if k < 1 or shapes != [(n_rows, k), (n_rows, k), (n_rows,)]:
-            raise TeacherProtocolError(
-                f"teacher {name}: sequence {i} has {n_rows} response tokens, got topk_logps_TK, topk_ids_TK and "
-                f"sampled_logps_T of shapes {', '.join(map(str, shapes))}; expected [T, K], [T, K] and [T]"
-            )

@@ -200,7 +200,7 @@ class CustomBackend:
 def check_results(label: str, sequences: Sequence[TeacherSequence], scored: Any) -> None:
     """Check the results of a custom backend: records of numpy arrays, their dtypes, and distinct ids in each row.
 
-    `recipe_gkd.teacher_routing.backends.check_scores` checks number and shapes, for all backends.
+    `recipe_gkd.scoring.checks.check_scores` checks number and shapes, for all backends.
 
     Args:
         label: Key and class, for the error message.

@@ -20,14 +20,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 from recipe_gkd.config.schema import TeacherConfig
 from recipe_gkd.config.teachers import TEACHER
+from recipe_gkd.data.samples import StoredTopK, TeacherTopK
 from recipe_gkd.runtime.clock import now
+from recipe_gkd.scoring.requests import TeacherRequest
 from teacher import LIMITS
 from teacher.errors import TeacherError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
-from teacher.records import ScoredSequence
 
 log = logging.getLogger(__name__)
 
@@ -36,26 +36,9 @@ MIN_RETRY_INTERVAL_S = 1.0
 READY_TIMEOUT_S = 10.0
 """Time that a service gets to repeat a sleep or wake-up without the workers that failed."""
 
-SendRequest = Callable[[float], Awaitable[list[ScoredSequence]]]
+Scores = Sequence[TeacherTopK | StoredTopK]
+SendRequest = Callable[[float], Awaitable[Scores]]
 """Function that sends a request with a time limit in seconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TeacherRequest:
-    """Description of a request, for messages.
-
-    Attributes:
-        teacher: Name of the teacher.
-        step: Training step of the samples.
-        uids: Indices of the samples in the run.
-    """
-
-    teacher: str
-    step: int
-    uids: Sequence[int]
-
-    def __str__(self) -> str:
-        return f"step {self.step}: teacher {self.teacher}, {len(self.uids)} samples ({', '.join(map(str, self.uids))})"
 
 
 class FailurePolicy:
@@ -73,7 +56,7 @@ class FailurePolicy:
         self.last_error: TeacherError | None = None
         self._warned_at: dict[str, float] = {}  # by teacher
 
-    async def send(self, send_request: SendRequest, request: TeacherRequest) -> list[ScoredSequence] | None:
+    async def send(self, send_request: SendRequest, request: TeacherRequest) -> Scores | None:
         """Send a request and return its results, or None if its samples are skipped.
 
         Args:
@@ -96,7 +79,7 @@ class FailurePolicy:
             case _:
                 return await send_request(config.timeout_s)
 
-    async def _send_with_retries(self, send_request: SendRequest, request: TeacherRequest) -> list[ScoredSequence]:
+    async def _send_with_retries(self, send_request: SendRequest, request: TeacherRequest) -> Scores:
         max_wait_s, timeout_s = self._config.max_wait_s, self._config.timeout_s
         failed_at: float | None = None
         while True:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
 
 from recipe_gkd.config.schema import TeacherConfig
@@ -50,19 +49,19 @@ class OutageMonitor:
         self._outage_began: dict[TeacherClient, float] = {}
         self._last_recovery: dict[TeacherClient, float] = {}
 
-    async def result_of(self, teacher: str, request: Future[R]) -> R:
+    async def result_of(self, teacher: str, request: Awaitable[R]) -> R:
         """Return the result of a request, and check the service while there is none.
 
         Canceling the awaiting task cancels the request.
 
         Args:
             teacher: Name of the teacher.
-            request: Future from its client.
+            request: Awaitable of its result.
 
         Raises:
             TeacherError: The request failed.
         """
-        result = asyncio.wrap_future(request)
+        result = asyncio.ensure_future(request)
         try:
             pause_s = FIRST_CHECK_S
             while not (await asyncio.wait([result], timeout=pause_s))[0]:

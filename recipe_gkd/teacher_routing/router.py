@@ -14,17 +14,19 @@ import numpy as np
 from recipe_gkd.config import Config
 from recipe_gkd.config.objective import uses_teacher
 from recipe_gkd.config.teachers import TEACHER, addresses, auth_dirs
-from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
+from recipe_gkd.data.samples import Prompt, Response, Sample, StoredTopK, TeacherTopK
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.clock import now
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
-from recipe_gkd.teacher_routing.backends import TeacherBackend, check_scores, open_backend, result_within
-from recipe_gkd.teacher_routing.failure_policy import FailurePolicy, TeacherRequest
+from recipe_gkd.scoring.requests import Requests, TeacherRequest
+from recipe_gkd.teacher_routing.backends import TeacherBackend, open_backend
+from recipe_gkd.teacher_routing.direct_requests import DirectRequests
+from recipe_gkd.teacher_routing.failure_policy import FailurePolicy, Scores
 from recipe_gkd.teacher_routing.outages import OutageMonitor
 from recipe_gkd.teacher_routing.routes import Routes
-from teacher.client import TeacherClient
+from teacher.client import ClientSpec, TeacherClient
 from teacher.errors import TeacherError
-from teacher.records import ScoredSequence, TeacherSequence
+from teacher.records import TeacherSequence
 
 Pair = tuple[Prompt, Response]
 
@@ -72,6 +74,7 @@ class Teachers:
 
     Attributes:
         clients: Backend of each teacher that has rows, by name.
+        requests: Sender of the requests. At first the driver's process.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Teachers:
         self.clients, self._routes, self._gkd, self._config = clients, routes, config.gkd, config
         self._uses_teacher, self._outages = uses_teacher(config.gkd), outages
         self._policy = FailurePolicy(config.actor_rollout_ref.teacher)
+        self.requests: Requests = DirectRequests(clients)
         self._skips = config.actor_rollout_ref.teacher.on_failure == "skip_samples"
         self._request_times: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
 
@@ -109,7 +113,16 @@ class Teachers:
                 f"trainer.val_kl: rows of the validation data are for teacher {', '.join(absent)}, but no row of the "
                 f"training data is, so the run does not connect to it; remove these rows, or set trainer.val_kl=false"
             )
-        return Teachers(self._config, routes, self.clients, self._outages)
+        teachers = Teachers(self._config, routes, self.clients, self._outages)
+        teachers.requests = self.requests
+        return teachers
+
+    def client_specs(self) -> dict[str, ClientSpec]:
+        """Return what other processes need to send requests to the teachers, by name.
+
+        Empty if the backend runs in the driver's process.
+        """
+        return {name: client.spec() for name, client in self.clients.items() if isinstance(client, TeacherClient)}
 
     def resume(self, n_skipped: int) -> None:
         """Set the number of samples that the run has skipped before its checkpoint."""
@@ -189,8 +202,7 @@ class Teachers:
         return self._uses_teacher and may_score and len(response.ids) > 0
 
     async def _send(self, number: int, pairs: Sequence[Pair], step: int) -> list[Sample]:
-        name, temperature = self._routes.names[number], self._gkd.distill_temperature
-        client = self.clients[name]
+        name = self._routes.names[number]
         sequences = [
             TeacherSequence(
                 token_ids=np.concatenate([prompt.ids_for_teacher, response.ids[: self._gkd.max_loss_position]]),
@@ -199,25 +211,27 @@ class Teachers:
             for prompt, response in pairs
         ]
 
-        async def send_request(timeout_s: float) -> list[ScoredSequence]:
-            request = client.submit(sequences, timeout_s, temperature=temperature)
-            if self._outages is None:
-                scored = await result_within(asyncio.wrap_future(request), timeout_s, name)
-            else:
-                scored = await self._outages.result_of(name, request)
-            check_scores(name, sequences, scored)
-            return scored
+        request = TeacherRequest(
+            teacher=name,
+            step=step,
+            uids=[prompt.uid for prompt, _ in pairs],
+            sequences=sequences,
+            temperature=self._gkd.distill_temperature,
+        )
+
+        async def send_request(timeout_s: float) -> Scores:
+            scores = self.requests.scores(request, timeout_s)
+            return await (scores if self._outages is None else self._outages.result_of(name, scores))
 
         began = now()
-        request = TeacherRequest(teacher=name, step=step, uids=[prompt.uid for prompt, _ in pairs])
-        scored = await self._policy.send(send_request, request)
+        scores = await self._policy.send(send_request, request)
         self._request_times[step, number].append((began, now()))
-        results = [None] * len(pairs) if scored is None else scored
+        results: Sequence[TeacherTopK | StoredTopK | None] = [None] * len(pairs) if scores is None else scores
         return [
             Sample(
                 prompt=prompt,
                 response=response,
-                teacher=_top_k(result, len(response.ids)) if result else TeacherTopK.absent(len(response.ids)),
+                teacher=_of_response(result, len(response.ids)),
                 teacher_number=number,
                 is_skipped=result is None,
             )
@@ -251,7 +265,7 @@ class Teachers:
         metrics = {"teacher/skipped_samples": float(skipped), "teacher/skipped_samples_total": float(before + skipped)}
         tokens = [0] * len(self._routes.names)
         for sample in for_teacher:
-            tokens[sample.teacher_number] += int(np.count_nonzero(sample.teacher.is_scored_T))
+            tokens[sample.teacher_number] += sample.teacher.n_scored
         for number, name in enumerate(self._routes.names):
             metrics |= {
                 f"teacher/{name}/tokens": float(tokens[number]),
@@ -261,12 +275,11 @@ class Teachers:
         return metrics
 
 
-def _top_k(scored: ScoredSequence, n_tokens: int) -> TeacherTopK:
+def _of_response(scores: TeacherTopK | StoredTopK | None, n_tokens: int) -> TeacherTopK | StoredTopK:
     """Return the scores of a response. Positions that were not requested (``gkd.max_loss_position``) are absent."""
-    found = TeacherTopK(
-        logps_TK=scored.topk_logps_TK, ids_TK=scored.topk_ids_TK, sampled_logps_T=scored.sampled_logps_T
-    )
-    return found.extended(n_tokens) if n_tokens > len(found.ids_TK) else found
+    if scores is None:
+        return TeacherTopK.absent(n_tokens)
+    return scores.extended(n_tokens) if n_tokens > len(scores.sampled_logps_T) else scores
 
 
 def _unscored(prompt: Prompt, response: Response) -> Sample:

@@ -5,6 +5,6 @@ is sent, `arguments` checks and converts sequences, `chunks` splits a submission
 """
 
 from teacher.client.async_client import AsyncTeacherClient
-from teacher.client.client import MAX_CONNECTIONS, TeacherClient
+from teacher.client.client import MAX_CONNECTIONS, ClientSpec, TeacherClient
 
-__all__ = ["MAX_CONNECTIONS", "AsyncTeacherClient", "TeacherClient"]
+__all__ = ["MAX_CONNECTIONS", "AsyncTeacherClient", "ClientSpec", "TeacherClient"]

@@ -58,6 +58,7 @@ class ScoreCall(Call[list[ScoredSequence]]):
         top_k: int | None,
         wire_dtype: WireDtype,
         model: ModelInfo | None,
+        as_float32: bool = True,
     ) -> None:
         """Split and encode the sequences.
 
@@ -68,6 +69,7 @@ class ScoreCall(Call[list[ScoredSequence]]):
             top_k: Log-probabilities per position, or None for all that the service returns.
             wire_dtype: Type of the log-probabilities on the wire.
             model: Model that the service must serve, from `TeacherClient.hello`. None accepts any model.
+            as_float32: Convert the log-probabilities to float32. Otherwise they keep ``wire_dtype``.
 
         Raises:
             TeacherRequestError: The sequences cannot be sent. The error names the argument.
@@ -95,6 +97,7 @@ class ScoreCall(Call[list[ScoredSequence]]):
         self._n_rows = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
         self._n_columns = top_k  # None until the first reply
         self._scored: dict[int, ScoredSequence] = {}
+        self._as_float32 = as_float32
 
     def encode(self, request_id: int, timeout_s: float) -> list[Frame]:
         """Return the message of one chunk."""
@@ -113,7 +116,7 @@ class ScoreCall(Call[list[ScoredSequence]]):
             raise TeacherProtocolError(f"sent {len(chunk)} sequences, got scores of {len(message.scored)}")
         for i, scored in zip(chunk, message.scored, strict=True):
             self._check_shape(i, scored)
-            self._scored[i] = _to_float32(scored)
+            self._scored[i] = _to_float32(scored) if self._as_float32 else scored
         self._messages[self._index(request_id)] = []  # free the memory: the other chunks can take long
         if len(self._scored) == len(self._n_rows):
             self.succeed([self._scored[i] for i in range(len(self._n_rows))])

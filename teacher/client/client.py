@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, TypedDict
@@ -17,6 +18,7 @@ from teacher.errors import TeacherRequestError
 from teacher.records import LogitSettings, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 from teacher.wire import protocol
+from teacher.wire.auth import ClientKeys, client_keys, is_loopback
 from teacher.wire.connection import CLIENT, Connection, PeerRole
 from teacher.wire.messages import LIMITS, AsleepSet, Info, Status, WireDtype, check_top_k, check_wire_dtype
 from teacher.wire.sockets import FRONTEND_PORT
@@ -29,13 +31,44 @@ class ClientOptions(TypedDict, total=False):
     """Keyword arguments of `TeacherClient` and `AsyncTeacherClient`. See `TeacherClient.__init__`."""
 
     timeout_s: float
-    auth_dir: str | Path | None
+    auth_dir: str | Path | ClientKeys | None
     top_k: int | None
     wire_dtype: WireDtype
     n_connections: int
 
 
 MAX_CONNECTIONS = 64
+
+
+@dataclass(frozen=True)
+class ClientSpec:
+    """Description of a client that can be sent to another process. It contains the client's secret key.
+
+    Attributes:
+        server_ip: Host name or IP address of the service.
+        server_port: Frontend port of the service.
+        options: Options of the client, with its keys instead of their folder.
+        model: The only model that the client accepts, None for any.
+        n_ids: See `TeacherClient.restrict_ids`.
+    """
+
+    server_ip: str
+    server_port: int
+    options: ClientOptions
+    model: TeacherInfo | None = None
+    n_ids: int = 0
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if only processes of the service's own machine can reach it."""
+        return is_loopback(self.server_ip)
+
+    def open(self) -> TeacherClient:
+        """Return a new client that fits this description."""
+        client = TeacherClient(self.server_ip, self.server_port, **self.options)
+        client.restrict_ids(self.n_ids)
+        client._model = self.model
+        return client
 
 
 class TeacherClient:
@@ -63,7 +96,7 @@ class TeacherClient:
         server_port: int = FRONTEND_PORT,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        auth_dir: str | Path | None = None,
+        auth_dir: str | Path | ClientKeys | None = None,
         top_k: int | None = None,
         wire_dtype: WireDtype = "float32",
         n_connections: int = 1,
@@ -77,7 +110,7 @@ class TeacherClient:
             server_ip: Host name or IP address of the service.
             server_port: Frontend port of the service.
             timeout_s: Default time limit of a call, in seconds.
-            auth_dir: Folder with the client's keys. Required if the service uses keys.
+            auth_dir: Folder with the client's keys, or the keys. Required if the service uses keys.
             top_k: Number of log-probabilities per position, or None for all that the teacher returns.
             wire_dtype: Type of the log-probabilities on the wire. ``float16`` saves a quarter of the bytes (ids stay
                 int32) and has a relative error of at most 2^-11.
@@ -94,10 +127,15 @@ class TeacherClient:
         self._n_ids = 0
         if not 1 <= n_connections <= MAX_CONNECTIONS:
             raise TeacherRequestError(f"n_connections must be 1 to {MAX_CONNECTIONS}, got {n_connections!r}")
+        keys = client_keys(auth_dir)
+        self._options = ClientOptions(
+            timeout_s=timeout_s, auth_dir=keys, top_k=top_k, wire_dtype=wire_dtype, n_connections=n_connections
+        )
+        self._server = server_ip, server_port
         self._io_threads: list[ClientIOThread] = []
         try:
             for _ in range(n_connections):
-                self._io_threads.append(ClientIOThread(Connection(self._role, server_ip, server_port, auth_dir)))
+                self._io_threads.append(ClientIOThread(Connection(self._role, server_ip, server_port, keys)))
         except BaseException:
             self.close()
             raise
@@ -169,7 +207,12 @@ class TeacherClient:
         return self.submit_wake(timeout_s).result()
 
     def submit(
-        self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None, *, temperature: float = 1.0
+        self,
+        sequences: Sequence[TeacherSequence],
+        timeout_s: float | None = None,
+        *,
+        temperature: float = 1.0,
+        as_float32: bool = True,
     ) -> Future[list[ScoredSequence]]:
         """Request the teacher's distributions, ``log_softmax(logits / temperature)``, of up to 4096 sequences.
 
@@ -184,6 +227,7 @@ class TeacherClient:
             sequences: Sequences to score. Their token ids may be plain lists, or arrays of any integer type.
             timeout_s: Time limit in seconds, or None for the client's default.
             temperature: Divisor of the logits.
+            as_float32: Convert the log-probabilities to float32. Otherwise they have the client's ``wire_dtype``.
 
         Returns:
             Future of the scored sequences, in the order of ``sequences``. Its callbacks run in the I/O thread and must
@@ -201,6 +245,7 @@ class TeacherClient:
                 top_k=self._top_k,
                 wire_dtype=self._wire_dtype,
                 model=self._model,
+                as_float32=as_float32,
             )
         except TeacherRequestError as error:
             failed: Future[list[ScoredSequence]] = Future()
@@ -220,6 +265,14 @@ class TeacherClient:
             n_ids: Number of ids that have a probability, from 0 on. 0: all ids of the teacher's tokenizer.
         """
         self._n_ids = n_ids
+
+    def spec(self) -> ClientSpec:
+        """Return what another process needs to open an equal client.
+
+        That client is restricted to the same ids, and accepts only the model of this client's `hello`, if it was
+        called.
+        """
+        return ClientSpec(*self._server, self._options, model=self._model, n_ids=self._n_ids)
 
     def submit_hello(self, timeout_s: float | None = None) -> Future[TeacherInfo]:
         """Return the future of `hello`.

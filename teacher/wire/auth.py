@@ -18,7 +18,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -68,12 +68,14 @@ class ClientKeys:
     Attributes:
         server_public: Public key of the proxy.
         public: Public key of the client.
-        secret: Secret key of the client.
+        secret: Secret key of the client. It is never printed.
+        folder: Folder that they were read from, for messages.
     """
 
     server_public: bytes
     public: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
+    folder: str = field(compare=False)
 
     def secure(self, socket: zmq.Socket) -> None:
         """Configure a socket before it is connected."""
@@ -104,9 +106,9 @@ def server_keys(auth_dir: str | Path | None) -> ServerKeys | None:
     return _read_keys(auth_dir, _read_server_keys)
 
 
-def client_keys(auth_dir: str | Path | None) -> ClientKeys | None:
-    """Read the keys of a client or worker. Arguments, result and errors are those of ``server_keys``."""
-    return _read_keys(auth_dir, _read_client_keys)
+def client_keys(auth_dir: str | Path | ClientKeys | None) -> ClientKeys | None:
+    """Read the keys of a client or worker, unless they are given. Result and errors are those of ``server_keys``."""
+    return auth_dir if isinstance(auth_dir, ClientKeys) else _read_keys(auth_dir, _read_client_keys)
 
 
 def _read_keys(auth_dir: str | Path | None, read: Callable[[Path], _KeysT]) -> _KeysT | None:
@@ -141,11 +143,12 @@ def _read_server_keys(folder: Path) -> ServerKeys:
     return ServerKeys(public, secret, allowed, allowed_dir)
 
 
-def _read_client_keys(folder: Path) -> ClientKeys:
+def _read_client_keys(auth_dir: Path) -> ClientKeys:
+    folder = auth_dir
     if not (folder / "client.key_secret").exists() and (default := folder / "clients" / DEFAULT_CLIENT).is_dir():
         folder = default
     public, secret = _read_pair(folder / "client.key_secret", f"a client; {_COPY_HINT}")
-    return ClientKeys(_read(folder / "server.key")[0], public, secret)
+    return ClientKeys(_read(folder / "server.key")[0], public, secret, str(auth_dir))
 
 
 def allowed_keys(folder: Path) -> dict[bytes, str]:

@@ -112,26 +112,29 @@ class Connection:
         reconnect_at: Time of the next reconnection by ``time.monotonic()``, None if none is due.
     """
 
-    def __init__(self, role: PeerRole, server_ip: str, server_port: int, auth_dir: str | Path | None) -> None:
+    def __init__(
+        self, role: PeerRole, server_ip: str, server_port: int, auth_dir: str | Path | auth.ClientKeys | None
+    ) -> None:
         """Start to connect.
 
         Args:
             role: ``CLIENT`` or ``WORKER``.
             server_ip: Host name or IP of the proxy.
             server_port: Port of the proxy for this role.
-            auth_dir: Folder of keys, None for a service without keys.
+            auth_dir: Folder of keys, or the keys; None for a service without keys.
 
         Raises:
             TeacherError: The address is malformed, or keys are missing.
         """
         self.address = f"tcp://{server_ip}:{server_port}"
         self.is_up = False
-        self._role, self._auth_dir = role, auth_dir
+        self._role = role
         self._refusal, self._refused_at = "", 0.0
         self.reconnect_at: float | None = None
         if not 1 <= server_port <= 65535:  # ZeroMQ accepts every number and then never connects
             raise TeacherError(f"cannot connect to {self.address}: a port is 1 to 65535; {role.address_hint}")
         keys = auth.client_keys(auth_dir)
+        self._auth_dir = None if keys is None else keys.folder
         self._context = zmq.Context()
         try:
             self.socket = make_socket(
@@ -215,7 +218,7 @@ class Connection:
         self._context.destroy(linger=linger_ms)
 
 
-def _explain_refusal(kind: int, value: int, address: str, auth_dir: str | Path | None, *, name: str) -> str:
+def _explain_refusal(kind: int, value: int, address: str, auth_dir: str | None, *, name: str) -> str:
     copy = f"copy its clients/NAME here and set {name} to the copy"
     if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         problem = "refused this client's key"
@@ -231,7 +234,7 @@ def _explain_refusal(kind: int, value: int, address: str, auth_dir: str | Path |
             else f"it may require keys ({copy})"
         )
     got, expected = (
-        (f"{name}={str(auth_dir)!r}", "a key from the service's own folder of keys")
+        (f"{name}={auth_dir!r}", "a key from the service's own folder of keys")
         if auth_dir
         else (f"no {name}", "the folder of a key of this service")
     )

@@ -17,7 +17,7 @@ PROTOCOL_VERSION = 8
 """Peers of different versions refuse each other. A peer that ignores a field would return scores of another request."""
 
 WireDtype = Literal["float32", "float16"]
-"""Dtype of top-k log-probabilities on the wire. Decoded client results are float32 in both cases."""
+"""Dtype of top-k log-probabilities on the wire."""
 
 
 @dataclass(frozen=True)

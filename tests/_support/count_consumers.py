@@ -26,9 +26,13 @@ from recipe_gkd.errors import CheckpointError, WorkerDied
 from recipe_gkd.metrics.prometheus_logger import check_metrics_port
 from recipe_gkd.metrics.utilization import ActorUtilization
 from recipe_gkd.pipeline.config import PipelineConfig
+from recipe_gkd.pipeline.row_memory import RowMemory
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.rewards.items import RewardItem
-from recipe_gkd.teacher_routing.failure_policy import FailurePolicy, TeacherRequest
+from recipe_gkd.scoring.pool import ScoringPool
+from recipe_gkd.scoring.requests import TeacherRequest
+from recipe_gkd.scoring.setup import max_row_bytes
+from recipe_gkd.teacher_routing.failure_policy import FailurePolicy
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.validation import ScoredResponse, table_of
 from teacher.client import TeacherClient
@@ -96,6 +100,16 @@ def check_count_limit(config: Config, name: str) -> None:
             policy.n_skipped = limit
             with pytest.raises(TeacherTimeout, match=f"{name}={limit};"):
                 policy._skip(TeacherRequest(teacher="a", step=0, uids=[0]), TeacherTimeout("late"))
+        case "max_rows_gb":
+            rows = RowMemory(max_row_bytes(config, None))
+            rows.begin(0)
+            rows.add(0, 1)
+            rows.complete(0)
+            assert rows.has_room() == (limit * (1 << 30) >= 2)
+        case "scoring_workers_per_node":
+            group: Any = [None] * 2 * limit
+            workers = ScoringPool({}, group, {"a": "10.0.0.1", "b": "10.0.0.2"}, "a")._workers_of["b"]
+            assert {next(workers) for _ in range(limit)} == set(range(limit, 2 * limit))
         case "max_actor_ckpt_to_keep":
             assert remove_old(Path("no checkpoints"), newest=1, keep=limit) == []
         case "device_peak_tflops":

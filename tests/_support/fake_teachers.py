@@ -75,7 +75,7 @@ def is_scored_by(offset: int, sample: Sample) -> bool:
     expected = fake_scores(TeacherSequence(sample.token_ids, len(sample.prompt.ids)), offset)
     return (
         not sample.is_skipped
-        and np.array_equal(sample.teacher.ids_TK, expected.topk_ids_TK)
-        and np.array_equal(sample.teacher.logps_TK, expected.topk_logps_TK)
+        and np.array_equal(sample.top_k.ids_TK, expected.topk_ids_TK)
+        and np.array_equal(sample.top_k.logps_TK, expected.topk_logps_TK)
         and np.array_equal(sample.teacher.sampled_logps_T, expected.sampled_logps_T)
     )

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -139,12 +140,18 @@ class RunningWorker:
         settled: Event that is set when it has registered or ended.
     """
 
-    def __init__(self, backend_port: int, engine: FakeEngine, stall_timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        backend_port: int,
+        engine: FakeEngine,
+        stall_timeout_s: float | None = None,
+        auth_dir: Path | None = None,
+    ) -> None:
         self.engine = engine
         self.error: BaseException | None = None
         self.settled = threading.Event()
         self._stop = StopFlag()
-        self._worker = Worker(engine, backend_port=backend_port, stall_timeout_s=stall_timeout_s)
+        self._worker = Worker(engine, backend_port=backend_port, stall_timeout_s=stall_timeout_s, auth_dir=auth_dir)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -165,10 +172,13 @@ class RunningWorker:
 
 @contextmanager
 def running_worker(
-    backend_port: int, engine: FakeEngine | None = None, stall_timeout_s: float | None = None
+    backend_port: int,
+    engine: FakeEngine | None = None,
+    stall_timeout_s: float | None = None,
+    auth_dir: Path | None = None,
 ) -> Iterator[RunningWorker]:
     """Yield a worker that has registered or was refused, and stop it."""
-    worker = RunningWorker(backend_port, engine or FakeEngine(), stall_timeout_s)
+    worker = RunningWorker(backend_port, engine or FakeEngine(), stall_timeout_s, auth_dir)
     try:
         assert worker.settled.wait(timeout=10)
         yield worker

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.megatron.model_dims import LLAMA3_ROPE
-from recipe_gkd.actor.microbatch import shard_batch
+from recipe_gkd.actor.shards import shard_batch
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from tests._support.base_config import base_config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -232,6 +233,12 @@ class TestImports:
             if any(module.split(".")[0] == "ray" for module in imports_of(name))
         ]
         assert not found
+
+    def test_scoring_worker_starts_without_large_imports(self) -> None:
+        large = "[name for name in ('torch', 'transformers') if name in sys.modules]"
+        program = f"import sys, recipe_gkd.scoring.ray_worker; print({large})"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+        assert done.stdout.strip() == "[]"
 
     @pytest.mark.parametrize(("package", "other"), [("megatron", "fsdp"), ("fsdp", "megatron")])
     def test_training_backends_do_not_import_each_other(self, package: str, other: str) -> None:

@@ -56,6 +56,7 @@ class FakeWorkers:
     """Rollout workers and a teacher that answer at once. ``deaths``: calls of generate in which the worker dies."""
 
     capacity = None
+    max_row_bytes = None
 
     def __init__(self, n_replicas: int, deaths: Sequence[int] = ()) -> None:
         self.n_replicas, self.deaths = n_replicas, deaths
@@ -269,20 +270,19 @@ def test_teacher_and_reward_failures_keep_their_own_errors(tmp_path: Path) -> No
         asyncio.run(batches_of(build_trainer(config, FakeWorkers(1), None, FailingTeacher(1))))
 
 
-def test_batch_gets_advantages_before_it_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_gets_advantages_before_it_is_divided(tmp_path: Path) -> None:
     class ByUid:
         async def score(self, items: Sequence[Any]) -> list[Reward]:
             return [Reward(float(item.uid % 2)) for item in items]
 
-    def shard_batch(samples: Sequence[Sample], dp_size: int) -> list[list[Sample]]:
+    def divide(samples: Sequence[Sample]) -> list[list[Sample]]:
         raise GkdError(f"{[sample.advantage for sample in samples]}")
 
-    monkeypatch.setattr("recipe_gkd.worker_stages.shard_batch", shard_batch)
     path = "custom_reward_function.path=x.py"
     config = configured(tmp_path, "gkd.use_rl_loss=true", path, "gkd.norm_adv_by_std=false")
     trainer = build_trainer(config, FakeWorkers(1), ByUid())  # type: ignore[arg-type]
     batch = asyncio.run(first_batch(trainer))
-    trainer.workers = SimpleNamespace(actors=None, dp_size=1)  # type: ignore[assignment]
+    trainer.workers = SimpleNamespace(actors=None, sharding=SimpleNamespace(divide=divide))  # type: ignore[assignment]
     with pytest.raises(GkdError, match=re.escape(str([-0.5, 0.5] * BATCH))):
         asyncio.run(trainer.update(batch))
 

@@ -92,7 +92,7 @@ SAMPLED = ("actor_rollout_ref.rollout.val_kwargs.n=2", "actor_rollout_ref.rollou
 class Workers:
     capacity = None
     actor_devices = ("cpu",)
-    n_restarts = 0
+    max_row_bytes = None
 
     def __init__(self) -> None:
         self.rollouts = self.actors = self.weights = self
@@ -101,6 +101,9 @@ class Workers:
 
     def __len__(self) -> int:
         return 1
+
+    async def metrics(self) -> dict[str, float]:
+        return {}
 
     async def stream(
         self, rank: int, method: str, prompts: list[Prompt], step: int, *_: Any, **__: Any

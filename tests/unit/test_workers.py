@@ -12,6 +12,7 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from recipe_gkd import workers
+from recipe_gkd.actor.shards import token_cost
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError, GkdError, ResourceError, UnexpectedError, WorkerError
 from recipe_gkd.ray_cluster import rollout_restarts, worker_group
@@ -19,6 +20,13 @@ from recipe_gkd.ray_cluster.node_probe import ActorLocation
 from recipe_gkd.runtime import process_trees
 from recipe_gkd.workers import start_workers
 from tests._support.base_config import base_config
+
+
+@pytest.fixture(autouse=True)
+def no_model_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake workers load no model, so the cost of a sample cannot be computed from its dimensions."""
+    monkeypatch.setattr(workers, "_sample_cost", lambda config: token_cost)
+
 
 DEADLINE_S = 20.0
 
@@ -99,7 +107,7 @@ class TestStartWorkers:
                 started[kind].set()
                 async with asyncio.timeout(DEADLINE_S):
                     await asyncio.gather(*(event.wait() for event in started.values()))
-                return {"dtype": "float32", "dp_rank": 0, "device_name": "cpu"}
+                return {"dtype": "float32", "dp_rank": 0, "pp_rank": 0, "device_name": "cpu"}
             return ("127.0.0.1", 1) if method == "rendezvous" else {}
 
         async def body() -> None:
@@ -126,7 +134,9 @@ class TestStartWorkers:
     ) -> None:
         async def reply(kind: str, method: str) -> Any:
             return (
-                ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0, "device_name": "cpu"}
+                ("127.0.0.1", 1)
+                if method == "rendezvous"
+                else {"dtype": "float32", "dp_rank": 0, "pp_rank": 0, "device_name": "cpu"}
             )
 
         async def body() -> None:
@@ -149,7 +159,9 @@ class TestStartWorkers:
 
         async def reply(kind: str, method: str) -> Any:
             return (
-                ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0, "device_name": "cpu"}
+                ("127.0.0.1", 1)
+                if method == "rendezvous"
+                else {"dtype": "float32", "dp_rank": 0, "pp_rank": 0, "device_name": "cpu"}
             )
 
         async def body() -> None:
@@ -172,7 +184,9 @@ class TestStartWorkers:
                 closing.set()
                 await asyncio.sleep(3600)
             return (
-                ("127.0.0.1", 1) if method == "rendezvous" else {"dtype": "float32", "dp_rank": 0, "device_name": "cpu"}
+                ("127.0.0.1", 1)
+                if method == "rendezvous"
+                else {"dtype": "float32", "dp_rank": 0, "pp_rank": 0, "device_name": "cpu"}
             )
 
         async def run_on_node(_: str, function: Any, *args: Any) -> list[Any]:
@@ -261,7 +275,7 @@ class TestNodes:
                 await asyncio.sleep(0.05)
                 events.append(f"{kind} ends")
             address = ("127.0.0.1", 1)
-            report = {"dtype": "float32", "dp_rank": 0, "device_name": "x", "assigned": ["3"]}
+            report = {"dtype": "float32", "dp_rank": 0, "pp_rank": 0, "device_name": "x", "assigned": ["3"]}
             return address if method == "rendezvous" else report
 
         def config_of(folder: Path) -> Config:

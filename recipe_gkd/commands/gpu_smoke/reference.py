@@ -48,7 +48,7 @@ def _forward_kl_T(model: torch.nn.Module, sample: Sample) -> Tensor:
     logits = model(torch.as_tensor(sample.token_ids).long()[None]).logits[0]
     first = len(sample.prompt.ids) - 1
     q_TV = logits[first : first + len(sample.response.ids)].softmax(1)
-    p_TK = torch.as_tensor(sample.teacher.logps_TK).double().exp()
-    q_TK = q_TV.gather(1, torch.as_tensor(sample.teacher.ids_TK).long())
+    p_TK = torch.as_tensor(sample.top_k.logps_TK).double().exp()
+    q_TK = q_TV.gather(1, torch.as_tensor(sample.top_k.ids_TK).long())
     p_TB, q_TB = (torch.cat([top, 1 - top.sum(1, keepdim=True)], 1) for top in (p_TK, q_TK))
     return (p_TB * (p_TB.log() - q_TB.log())).sum(1)

@@ -115,6 +115,20 @@ class TeacherConfig:
         ge=1,
         le=MAX_CONNECTIONS,
     )
+    scoring_workers_per_node: int = key(
+        "Number of processes on each node of the actor pool that receive the teachers' results, which go from the "
+        "service to the node that trains on them, not through the driver. More than one if one core cannot decode as "
+        "fast as the network delivers. Used by `backend=zmq`.",
+        ge=1,
+        le=MAX_CONNECTIONS,
+    )
+    max_rows_gb: float | None = key(
+        "Memory in GB, over all nodes of the actor pool, that the teachers' rows of batches may use until the batches "
+        "are trained on. Generation of the next batch waits for it. One batch is always allowed. null: half of the "
+        "object stores of these nodes.",
+        gt=0,
+        le=MAX_STEPS,
+    )
     on_failure: TeacherFailureMode = key(
         "Reaction to a request that fails or exceeds `timeout_s`. `fail`: the run ends. `wait`: the request is "
         "repeated for up to `max_wait_s`; a rejected request ends the run. `skip_samples`: its samples stay in the "

@@ -63,6 +63,17 @@ class TestEnvironment:
         assert "set trainer.check_nodes=false" in facts["node_problems"]
 
 
+class TestScoring:
+    def test_rows_go_to_the_node_that_trains_on_them(self, facts: dict[str, Any]) -> None:
+        scored = facts["scored"]
+        assert scored["homes"] == [0, 1, 1, 0, 1, 1] and len(set(scored["nodes"])) == 2
+        assert scored["places"] == [[scored["nodes"][home]] for home in scored["homes"]]
+
+    def test_rows_outlive_the_scoring_workers_and_keys_are_sent_without_a_folder(self, facts: dict[str, Any]) -> None:
+        assert facts["scored"]["workers"] == ["list"] * 6
+        assert facts["scored"]["secret_is_hidden"]
+
+
 class TestFailures:
     def test_diagnosis_has_stacks_of_workers_on_all_nodes(self, facts: dict[str, Any]) -> None:
         assert len(facts["stacks"]) == 8

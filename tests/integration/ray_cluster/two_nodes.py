@@ -11,9 +11,11 @@ import signal
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from ray.cluster_utils import Cluster
 
@@ -25,8 +27,18 @@ from recipe_gkd.ray_cluster.placement import environments_of_guests
 from recipe_gkd.ray_cluster.pools import Pool, create_pools, pool_specs
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime.worker_variables import worker_variables
+from recipe_gkd.scoring.homes import Homes
+from recipe_gkd.scoring.pool import ScoringPool
+from recipe_gkd.scoring.requests import TeacherRequest
+from teacher.client import TeacherClient
+from teacher.proxy.proxy_sockets import SocketSettings
+from teacher.records import TeacherSequence
+from teacher.wire.auth import server_keys
+from teacher.wire.make_keys import make_keys
 from tests._support.base_config import base_config
+from tests._support.fake_worker import INFO, FakeEngine, running_worker
 from tests._support.processes import is_running
+from tests._support.teacher_service import running_proxy
 from tests._support.waiting import wait_until_async
 
 JSON_PREFIX = "facts "
@@ -113,6 +125,39 @@ async def lose_node(cluster: Cluster, node: Any, rollouts: WorkerGroup) -> dict[
     raise AssertionError("the call did not fail")
 
 
+async def score_on(pool: Pool) -> dict[str, Any]:
+    """Score six samples with keys, for data-parallel ranks on both nodes. Return the homes and places of their rows."""
+    nodes = pool.nodes()
+    with tempfile.TemporaryDirectory() as root:
+        keys = Path(root) / "keys"
+        make_keys(keys)
+        sockets = SocketSettings(keys=server_keys(keys))
+        sequences = [TeacherSequence(np.arange(5000, dtype=np.int32) % 90, 1)] * 6
+        engine = FakeEngine(replace(INFO, max_model_len=5000), capacity_tokens=5000)
+        with (
+            running_proxy(bind="0.0.0.0", sockets=sockets) as proxy,
+            running_worker(proxy.backend_port, engine, auth_dir=keys),
+            TeacherClient(ray.util.get_node_ip_address(), proxy.frontend_port, auth_dir=keys) as client,
+        ):
+            client.hello()
+            spec = client.spec()
+            (keys / "clients").rename(keys / "moved")  # workers on other nodes have no such folder
+            scoring = ScoringPool.start({"a": spec}, nodes, per_node=1, max_restarts=0)
+            await scoring.connect(30)
+            scoring.homes = Homes(tuple(nodes), (0, 1, 1))
+            request = TeacherRequest(teacher="a", step=0, uids=range(6), sequences=sequences)
+            scores = await scoring.scores(request, 30)
+            places = ray.experimental.get_object_locations([each.block for each in scores])
+            await scoring.group.stop(timeout_s=5)
+            return {
+                "nodes": list(nodes),
+                "homes": [each.home for each in scores],
+                "places": [places[each.block]["node_ids"] for each in scores],
+                "workers": [type(ray.get(each.block)).__name__ for each in scores],  # after the workers have ended
+                "secret_is_hidden": "secret" not in repr(spec),
+            }
+
+
 async def scenario(cluster: Cluster, second: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {"second": second.node_id}
     try:
@@ -127,6 +172,7 @@ async def scenario(cluster: Cluster, second: Any) -> dict[str, Any]:
         await check_nodes(base_config(), "cuda", pools, timeout_s=60)
     except ResourceError as error:
         facts["node_problems"] = str(error)
+    facts["scored"] = await score_on(pools[0])
     stopped, hanging = (rank for rank, (node, _, _) in enumerate(facts["actors"]) if node == second.node_id)
     facts["hanging"], facts["stopped"] = hanging, stopped
     facts["stacks"] = await diagnose_stopped_worker(actors, rollouts, stopped, facts["actors"][stopped][2])

@@ -195,6 +195,7 @@ class TestResume:
         first, last = reference_run.metrics[0], reference_run.metrics[-1]
         assert last["actor/sft_loss"] < first["actor/sft_loss"] and last["actor/kl_loss"] < first["actor/kl_loss"]
 
+    @pytest.mark.slow  # test_kills.py resumes a run too, but not from a chosen checkpoint
     def test_resumed_run_equals_uninterrupted_run_and_saves_loadable_model(
         self, start_run: StartRun, validation: list[str], reference_run: Run
     ) -> None:

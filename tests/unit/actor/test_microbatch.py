@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recipe_gkd.actor.loss_terms import GlobalDenominators, loss_term_masks
-from recipe_gkd.actor.microbatch import PackedBatch, bucket_by_length, micro_batches, pack, shard_batch
+from recipe_gkd.actor.microbatch import PackedBatch, bucket_by_length, micro_batches, pack
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from tests._support.tiny_models import TOP_K, make_sample, make_samples, without_empty
 
@@ -21,20 +21,6 @@ def uids(samples: list[Sample]) -> list[int]:
 
 def tokens(samples: list[Sample]) -> int:
     return sum(sample.n_tokens - 1 for sample in samples if len(sample.response.ids))
-
-
-class TestShardBatch:
-    @pytest.mark.parametrize("dp_size", [1, 2, 3, 50])
-    def test_shard_batch_puts_each_sample_in_one_shard_in_order(self, dp_size: int) -> None:
-        shards = shard_batch(SAMPLES, dp_size)
-        assert len(shards) == dp_size
-        assert sorted(uid for shard in shards for uid in uids(shard)) == uids(SAMPLES)
-        assert all(uids(shard) == sorted(uids(shard)) for shard in shards)
-
-    def test_shard_batch_balances_tokens(self) -> None:
-        counts = [tokens(shard) for shard in shard_batch(SAMPLES, 4)]
-        assert max(counts) - min(counts) <= max(sample.n_tokens for sample in SAMPLES)
-        assert max(counts) <= 1.05 * sum(counts) / 4
 
 
 class TestMicroBatches:

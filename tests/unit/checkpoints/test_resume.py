@@ -235,7 +235,7 @@ def test_position_and_best_follow_loaded_checkpoint(
     @asynccontextmanager
     async def start_workers(*_: Any, total_steps: int, **__: Any) -> AsyncIterator[Any]:
         called.append(("start_workers", total_steps))
-        yield SimpleNamespace(actors=SimpleNamespace(call=call))
+        yield SimpleNamespace(actors=SimpleNamespace(call=call), scoring=None)
 
     class Trainer:
         def __init__(self, *args: Any) -> None:
@@ -251,9 +251,10 @@ def test_position_and_best_follow_loaded_checkpoint(
     loader: Any = SimpleNamespace(last_step=lambda position, step: step + (100 - position) // 10)
     folder: Any = SimpleNamespace(path=tmp_path, accept=lambda: None)
     nothing: Any = None
+    teachers: Any = SimpleNamespace(client_specs=dict)
     points = resume_points(settings, PROGRESS)
     plan = main_gkd.TrainingPlan(loader=loader, points=points, fresh=PROGRESS, stop_token_ids=(), n_tokens=8)
-    asyncio.run(main_gkd._train(settings, plan, nothing, nothing, folder, StopRequest()))
+    asyncio.run(main_gkd._train(settings, plan, teachers, nothing, folder, StopRequest()))
     [start] = started
     load = ("load_checkpoint", str(tmp_path / "global_step_4" / "actor"))
     if damaged:

@@ -67,6 +67,7 @@ VALUES = {
     "data.teacher_prompt_key": "seen",
     f"{TEACHER}.prompt_template": "seen",
     f"{TEACHER}.n_server_workers": "2",
+    f"{TEACHER}.max_rows_gb": "1.5",
     f"{TEACHER}.top_k": "8",
     f"{TEACHER}.auth_dir": "keys",
     "gkd.max_loss_position": "8",

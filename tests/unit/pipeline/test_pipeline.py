@@ -17,7 +17,7 @@ from virtual_time import run
 
 from recipe_gkd.config.staleness import MAX_STALENESS
 from recipe_gkd.data.batches import PromptBatch
-from recipe_gkd.data.samples import Prompt, Response, Reward, Sample, TeacherTopK
+from recipe_gkd.data.samples import Prompt, Response, Reward, Sample, StoredTopK
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.pipeline.assignment import assign_prompts
@@ -29,6 +29,9 @@ from recipe_gkd.runtime.stop_request import StopRequest
 
 EMPTY = np.zeros(0, np.int32)
 VALIDATION_STEP = -1
+STORED = StoredTopK(
+    block=None, index=0, n_bytes=1, home=0, n_scored=0, sampled_logps_T=np.zeros(0, np.float32)
+)  # one byte per response
 
 
 @dataclass
@@ -90,6 +93,7 @@ class FakeStages:
         self.generated_during_sync = 0
         self.steps_in_flight: list[int] = []
         self.validated: list[int] = []
+        self.row_bytes = self.most_row_bytes = 0
 
     async def spend(self, stage: str) -> None:
         self.calls[stage] += 1
@@ -145,7 +149,9 @@ class FakeStages:
         self.requests.append(len(group))
         self.overlaps["generate, score"] += self.generating > 0
         await self.spend("score")
-        return [Sample(prompt=prompt, response=response, teacher=TeacherTopK.absent(0)) for prompt, response in group]
+        self.row_bytes += len(group)
+        self.most_row_bytes = max(self.most_row_bytes, self.row_bytes)
+        return [Sample(prompt=prompt, response=response, teacher=STORED) for prompt, response in group]
 
     async def compute_rewards(self, group: Sequence[tuple[Prompt, Response]]) -> dict[int, Reward]:
         await self.spend("rewards")
@@ -222,6 +228,7 @@ class FakeStages:
                     await self.spend("update")
                     batch.metrics["timing/update_actor"] = now() - update_started_at
                     self.version, self.updating = self.version + 1, False
+                    self.row_bytes -= len(batch.samples)
                 batch.metrics["timing/validate"] = await self.validate(pipeline)
                 if "save" in self.plan.seconds:
                     async with pipeline.actor_lock("save", batch):
@@ -277,6 +284,7 @@ pipeline_configs = st.builds(
     requests_per_batch=st.integers(1, 6),
     inflight_update=st.booleans(),
     on_request=st.booleans(),
+    max_row_bytes=st.none() | st.integers(1, 30),
 ).map(lambda config: replace(config, on_request=config.on_request and not config.max_staleness))
 plans = st.builds(
     Plan,
@@ -315,6 +323,8 @@ class TestExactness:
         check_exactness(plan, stages, trained)
         assert sorted(stages.responded) == [uid for batch in trained for uid in batch.uids]
         assert len(stages.syncs) == len(set(stages.syncs))
+        limit = plan.pipeline_config.max_row_bytes
+        assert limit is None or stages.most_row_bytes <= max(limit, plan.batch_size)
 
 
 class TestWorkerDeath:

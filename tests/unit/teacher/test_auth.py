@@ -9,6 +9,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,7 @@ def test_authenticator_unknown_key_is_logged_with_address(
     known, other_client = client_keys(auth_dir), client_keys(other_dir)
     assert known is not None and other_client is not None
     with authenticated_router(server_keys(auth_dir)) as (router, port):
-        assert not can_send(router, port, ClientKeys(known.server_public, other_client.public, other_client.secret))
+        assert not can_send(router, port, replace(known, public=other_client.public, secret=other_client.secret))
         wait_for_log(caplog, "refused 127.0.0.1: its public key " + other_client.public.decode())
         assert can_send(router, port, known, wait_ms=10_000)
 

@@ -20,8 +20,8 @@ from recipe_gkd.config import Config, load
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import check_teacher
+from recipe_gkd.scoring.checks import check_scores
 from recipe_gkd.teacher_routing import Routes, backends, open_teachers
-from recipe_gkd.teacher_routing.backends import check_scores
 from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, TeacherTimeout
 from teacher.fingerprint import tokenizer_fingerprint

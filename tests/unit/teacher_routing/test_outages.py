@@ -102,13 +102,17 @@ def test_outage_slow_service_is_not_reported(caplog: pytest.LogCaptureFixture, m
 def test_result_of_cancelled_wait_cancels_request() -> None:
     async def run() -> None:
         request = client.submit([SEQUENCE])
-        wait = asyncio.create_task(outages.OutageMonitor({"a": client}, config).result_of("a", request))
+        wait = asyncio.create_task(
+            outages.OutageMonitor({"a": client}, config).result_of("a", asyncio.wrap_future(request))
+        )
         await asyncio.sleep(0.2)
         wait.cancel()
         await asyncio.wait([wait])
         assert wait.cancelled() and request.cancelled()
         with pytest.raises(TeacherUnavailable):
-            await outages.OutageMonitor({"a": client}, config).result_of("a", client.submit([SEQUENCE], 0.2))
+            await outages.OutageMonitor({"a": client}, config).result_of(
+                "a", asyncio.wrap_future(client.submit([SEQUENCE], 0.2))
+            )
 
     config = configured().actor_rollout_ref.teacher
     with TeacherClient(server_port=free_port()) as client:
@@ -126,7 +130,7 @@ def test_check_is_shared_by_all_waiting_requests(monkeypatch: pytest.MonkeyPatch
 
     async def run() -> None:
         monitor = outages.OutageMonitor({"a": client, "b": client}, configured().actor_rollout_ref.teacher)  # type: ignore[dict-item]
-        waits = [asyncio.create_task(monitor.result_of("ab"[i % 2], Future())) for i in range(20)]
+        waits = [asyncio.create_task(monitor.result_of("ab"[i % 2], asyncio.wrap_future(Future()))) for i in range(20)]
         await wait_until_async(lambda: client.n_checks > 0)
         await asyncio.sleep(5 * outages.FIRST_CHECK_S)
         for wait in waits:
@@ -159,13 +163,13 @@ def test_status_from_before_the_recovery_begins_no_second_outage(caplog: pytest.
     async def run() -> None:
         monitor = outages.OutageMonitor(clients, configured().actor_rollout_ref.teacher)
         waiting: Future[int] = Future()
-        result = asyncio.create_task(monitor.result_of("second", waiting))
+        result = asyncio.create_task(monitor.result_of("second", asyncio.wrap_future(waiting)))
         await wait_until_async(lambda: len(client.statuses) == 1)
         client.statuses[0].set_result(without_workers)
         await wait_until_async(lambda: len(client.statuses) == 2)
         finished: Future[int] = Future()
         finished.set_result(1)
-        assert await monitor.result_of("first", finished) == 1
+        assert await monitor.result_of("first", asyncio.wrap_future(finished)) == 1
         client.statuses[1].set_result(without_workers)
         await wait_until_async(lambda: len(client.statuses) == 3)
         waiting.set_result(2)

@@ -1,0 +1,45 @@
+"""Scoring workers and memory of the rows as a run configures them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from recipe_gkd.config import Config
+from recipe_gkd.ray_cluster.object_store import GIB, store_bytes
+from recipe_gkd.scoring.pool import ScoringPool
+from teacher.client import ClientSpec
+
+DEFAULT_SHARE_OF_STORE = 0.5
+"""Part of the object stores of the actor pool that rows may fill. Shards and responses need memory too."""
+
+
+def start_scoring(config: Config, specs: Mapping[str, ClientSpec], nodes: Mapping[str, str]) -> ScoringPool:
+    """Start the scoring workers of a run, without waiting for them.
+
+    Args:
+        config: Configuration of the run.
+        specs: Client of each teacher, by name.
+        nodes: Nodes of the actor pool: Ray's id -> address.
+    """
+    per_node = config.actor_rollout_ref.teacher.scoring_workers_per_node
+    return ScoringPool.start(specs, nodes, per_node=per_node, max_restarts=config.trainer.max_worker_restarts)
+
+
+def longest_batch(config: Config) -> int:
+    """Return the number of response tokens of a batch of the longest responses."""
+    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n * config.data.max_response_length
+
+
+def max_row_bytes(config: Config, scoring: ScoringPool | None) -> int | None:
+    """Return the limit of the teachers' rows of batches that are not trained on yet.
+
+    Args:
+        config: Configuration of the run.
+        scoring: Scoring workers. None if the rows are in the driver's memory.
+
+    Returns:
+        ``teacher.max_rows_gb`` in bytes, or else a part of the object stores that have the rows. None: no limit.
+    """
+    if (limit := config.actor_rollout_ref.teacher.max_rows_gb) is not None:
+        return int(limit * GIB)
+    return None if scoring is None else int(sum(store_bytes(scoring.nodes).values()) * DEFAULT_SHARE_OF_STORE)

@@ -1,0 +1,35 @@
+"""Requests from the driver's own process: of backends that run there, and before the workers have started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from recipe_gkd.data.samples import TeacherTopK
+from recipe_gkd.scoring.checks import check_scores
+from recipe_gkd.scoring.requests import TeacherRequest
+from recipe_gkd.teacher_routing.backends import TeacherBackend, result_within
+
+
+class DirectRequests:
+    """An implementation of :class:`~recipe_gkd.scoring.requests.Requests` whose results are in the driver's memory.
+
+    Args:
+        clients: Backend of each teacher, by name.
+    """
+
+    def __init__(self, clients: Mapping[str, TeacherBackend]) -> None:
+        self._clients = clients
+
+    async def scores(self, request: TeacherRequest, timeout_s: float) -> list[TeacherTopK]:
+        """Return the scores of a request; see :meth:`recipe_gkd.scoring.requests.Requests.scores`."""
+        client = self._clients[request.teacher]
+        future = client.submit(request.sequences, timeout_s, temperature=request.temperature)
+        scored = await result_within(asyncio.wrap_future(future), timeout_s, request.teacher)
+        check_scores(request.teacher, request.sequences, scored)
+        return [
+            TeacherTopK(
+                logps_TK=result.topk_logps_TK, ids_TK=result.topk_ids_TK, sampled_logps_T=result.sampled_logps_T
+            )
+            for result in scored
+        ]

@@ -1,0 +1,270 @@
+"""Scoring workers in real Ray actors, with a real proxy and fake engines: results, faults, and where rows are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from recipe_gkd.data.samples import Prompt, Response, Sample, StoredTopK, TeacherTopK
+from recipe_gkd.errors import ResourceError, WorkerDied, WorkerError
+from recipe_gkd.ray_cluster.node_probe import own_node
+from recipe_gkd.scoring import pool as pool_module
+from recipe_gkd.scoring.fetch import with_top_k
+from recipe_gkd.scoring.homes import Homes
+from recipe_gkd.scoring.pool import ScoringPool
+from recipe_gkd.scoring.requests import TeacherRequest
+from teacher.client import ClientSpec, TeacherClient
+from teacher.errors import TeacherChanged, TeacherRequestError, TeacherTimeout
+from teacher.proxy import Proxy
+from teacher.records import TeacherSequence
+from tests._support.fake_teachers import REFUSED, K, OffsetEngine, fake_scores
+from tests._support.fake_worker import running_worker
+from tests._support.ports import free_port
+from tests._support.teacher_service import running_proxy
+from tests._support.waiting import wait_until_async
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("ray_session")]
+
+
+def sequence(uid: int, n_tokens: int = 6) -> TeacherSequence:
+    return TeacherSequence(np.arange(uid, uid + 2 + n_tokens, dtype=np.int32) % 50, 2)
+
+
+def request(n: int, teacher: str = "a", sequences: Sequence[TeacherSequence] | None = None) -> TeacherRequest:
+    sequences = sequences or [sequence(uid) for uid in range(n)]
+    return TeacherRequest(teacher=teacher, step=3, uids=range(len(sequences)), sequences=sequences)
+
+
+@contextmanager
+def scoring(specs: dict[str, ClientSpec], *, max_restarts: int = 2, per_node: int = 1) -> Iterator[ScoringPool]:
+    """Run scoring workers on this node."""
+    node = own_node()
+    pool = ScoringPool.start(specs, {node: "here"}, per_node=per_node, max_restarts=max_restarts)
+    pool.homes = Homes((node,), (0,))
+    try:
+        yield pool
+    finally:
+        asyncio.run(pool.group.stop(timeout_s=5))
+
+
+@pytest.fixture
+def engine() -> OffsetEngine:
+    return OffsetEngine(0)
+
+
+@pytest.fixture
+def service(engine: OffsetEngine) -> Iterator[Proxy]:
+    with running_proxy() as proxy, running_worker(proxy.backend_port, engine):
+        yield proxy
+
+
+def spec_of(proxy: Proxy, **options: Any) -> ClientSpec:
+    """Return the description of a client that knows the model of the service."""
+    with TeacherClient(server_port=proxy.frontend_port, timeout_s=20, **options) as client:
+        client.hello()
+        return client.spec()
+
+
+def fetched(scores: Sequence[StoredTopK], sequences: Sequence[TeacherSequence]) -> list[TeacherTopK]:
+    """Return the rows of scores, read as an actor rank reads them."""
+    samples = []
+    for uid, (stored, each) in enumerate(zip(scores, sequences, strict=True)):
+        ids_T = each.token_ids[each.prompt_len :]
+        zeros_T = np.zeros(len(ids_T), np.float32)
+        response = Response(
+            uid=uid, ids=ids_T, logprobs=zeros_T, finish_reason="stop", weights_version=0, versions_T=ids_T
+        )
+        samples.append(Sample(prompt=Prompt(uid=uid, ids=ids_T[:1], row=0), response=response, teacher=stored))
+    return [sample.top_k for sample in with_top_k(samples, timeout_s=20)]
+
+
+def assert_scored(scores: Sequence[StoredTopK], sequences: Sequence[TeacherSequence], offset: int = 0) -> None:
+    for rows, each in zip(fetched(scores, sequences), sequences, strict=True):
+        expected = fake_scores(each, offset)
+        assert np.array_equal(rows.ids_TK, expected.topk_ids_TK)
+        assert np.array_equal(rows.logps_TK, expected.topk_logps_TK.astype(rows.logps_TK.dtype))
+        assert np.array_equal(rows.sampled_logps_T, expected.sampled_logps_T)
+
+
+async def pid_of(pool: ScoringPool) -> int:
+    """Return the process id of the first worker."""
+    await pool.scores(request(1), 20)
+    return pool._pids[0]
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(body())  # type: ignore[arg-type]
+
+
+class TestResults:
+    def test_scores_of_two_teachers_are_theirs_in_order_and_in_the_type_of_the_wire(
+        self, service: Proxy, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pool_module, "PART_BYTES", 3 * 6 * K * 6)  # three sequences of six float16 rows
+
+        async def body() -> None:
+            await pool.connect(20)
+            of_a, of_b = await asyncio.gather(pool.scores(request(8), 20), pool.scores(request(5, "b"), 20))
+            assert_scored(of_a, request(8).sequences)
+            assert_scored(of_b, request(5).sequences, offset=50)
+            assert [scores.index for scores in of_a] == [0, 1, 2, 0, 1, 2, 0, 1]
+            assert len({scores.block for scores in of_a}) == 3
+            assert {scores.home for scores in of_a} == {0}
+            assert {scores.n_bytes for scores in of_a} == {6 * K * 6}
+            assert {rows.logps_TK.dtype for rows in fetched(of_a, request(8).sequences)} == {np.dtype(np.float16)}
+
+        with (
+            running_proxy() as other,
+            running_worker(other.backend_port, OffsetEngine(50)),
+            scoring(
+                {"a": spec_of(service, wire_dtype="float16"), "b": spec_of(other, wire_dtype="float16")}, per_node=2
+            ) as pool,
+        ):
+            run(body)
+
+    def test_scores_extended_to_a_longer_response_have_absent_rows(self, service: Proxy) -> None:
+        async def body() -> None:
+            [scores] = await pool.scores(request(1), 20)
+            longer = TeacherSequence(np.append(sequence(0).token_ids, [7, 7]).astype(np.int32), 2)
+            [rows] = fetched([scores.extended(8)], [longer])
+            assert rows.is_scored_T.tolist() == [True] * 6 + [False] * 2 == scores.extended(8).is_scored_T.tolist()
+            assert rows.n_scored == scores.n_scored == 6
+
+        with scoring({"a": spec_of(service)}) as pool:
+            run(body)
+
+    def test_loopback_service_is_used_on_the_node_of_the_driver(self, service: Proxy) -> None:
+        async def body() -> None:
+            pool.homes = Homes(("another node",), (0,))
+            scores = await pool.scores(request(2), 20)
+            assert_scored(scores, request(2).sequences)
+            assert {each.home for each in scores} == {-1}
+
+        with scoring({"a": spec_of(service)}) as pool:
+            run(body)
+
+
+class TestErrors:
+    def test_refused_request_raises_the_error_of_the_service(self, service: Proxy) -> None:
+        async def body() -> None:
+            refused = TeacherSequence(np.array([1, 2, REFUSED], np.int32), 1)
+            with pytest.raises(TeacherRequestError, match=f"token {REFUSED} is rejected"):
+                await pool.scores(request(2, sequences=[sequence(0), refused]), 20)
+
+        with scoring({"a": spec_of(service)}) as pool:
+            run(body)
+
+    def test_service_without_result_is_a_timeout_of_the_teacher(self, service: Proxy, engine: OffsetEngine) -> None:
+        async def body() -> None:
+            with pytest.raises(TeacherTimeout, match="did not finish it in time"):
+                await pool.scores(request(2), 0.5)
+
+        engine.step = list  # type: ignore[method-assign, assignment]  # no result
+        with scoring({"a": spec_of(service)}) as pool:
+            run(body)
+
+    def test_canceled_request_is_canceled_at_the_service(self, service: Proxy, engine: OffsetEngine) -> None:
+        async def body() -> None:
+            waiting = asyncio.create_task(pool.scores(request(3), 60))
+            await wait_until_async(lambda: len(engine._waiting) == 3)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            await wait_until_async(lambda: not engine._waiting)
+
+        engine.step = list  # type: ignore[method-assign, assignment]
+        with scoring({"a": spec_of(service)}) as pool:
+            run(body)
+
+    def test_other_model_is_refused_at_the_start(self, service: Proxy) -> None:
+        spec = spec_of(service)
+        with TeacherClient(server_port=service.frontend_port) as client:
+            info = client.hello()
+        other = ClientSpec(spec.server_ip, spec.server_port, spec.options, model=replace(info, model_name="other"))
+        with scoring({"a": other}) as pool, pytest.raises(Exception, match=r"serves fake.*expected other") as caught:
+            asyncio.run(pool.connect(20))
+        assert TeacherChanged.__name__ in str(caught.value)
+
+    def test_node_that_cannot_reach_the_service_is_named(self) -> None:
+        unreachable = ClientSpec("127.0.0.1", free_port(), {"timeout_s": 5})
+        with (
+            scoring({"math": unreachable}) as pool,
+            pytest.raises(ResourceError, match=r"node here .* cannot reach teacher math .*server_ip to an address"),
+        ):
+            asyncio.run(pool.connect(1))
+
+
+class TestFaults:
+    def test_killed_worker_is_restarted_and_its_requests_are_repeated(
+        self, service: Proxy, engine: OffsetEngine, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def body() -> None:
+            pid = await pid_of(pool)
+            before = await pool.scores(request(4), 20)
+            step, engine.step = engine.step, list  # type: ignore[method-assign, assignment]
+            waiting = asyncio.create_task(pool.scores(request(5), 60))
+            await wait_until_async(lambda: len(engine._waiting) == 5)
+            os.kill(pid, signal.SIGKILL)
+            engine.step = step  # type: ignore[method-assign]
+            assert_scored(await waiting, request(5).sequences)
+            assert_scored(before, request(4).sequences)  # results of the dead process are kept
+            assert pool.n_restarts == 1 and f"scoring worker 0 of 1 died (process {pid})" in caplog.text
+
+        with scoring({"a": spec_of(service)}) as pool:
+            run(body)
+
+    def test_worker_without_restarts_left_ends_the_run(self, service: Proxy) -> None:
+        async def body() -> None:
+            os.kill(await pid_of(pool), signal.SIGKILL)
+            with pytest.raises(WorkerDied, match=r"scoring worker 0 of 1 died.*max_worker_restarts is used up"):
+                await pool.scores(request(1), 20)
+
+        with scoring({"a": spec_of(service)}, max_restarts=0) as pool:
+            run(body)
+
+    def test_stopped_worker_is_a_timeout_that_names_it(self, service: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pool_module, "MARGIN_S", 0.5)
+
+        async def body() -> None:
+            os.kill(await pid_of(pool), signal.SIGSTOP)
+            with pytest.raises(TeacherTimeout, match=r"scoring worker 0 of 1 did not answer within 1 s"):
+                await pool.scores(request(1), 0.5)
+
+        with scoring({"a": spec_of(service)}) as pool:
+            run(body)
+
+
+def test_rows_stay_in_the_object_store(service: Proxy) -> None:
+    """The driver holds a reference to large blocks, and Ray frees them with the last reference."""
+
+    async def body() -> None:
+        pool_scores = await pool.scores(request(1, sequences=[sequence(0, n_tokens=4000)]), 20)
+        [block] = {scores.block for scores in pool_scores}
+        location = ray.experimental.get_object_locations([block])[block]
+        assert location["object_size"] > pool_scores[0].n_bytes > 100_000  # larger than what Ray sends inline
+        assert location["node_ids"] == [own_node()]
+
+    with scoring({"a": spec_of(service)}) as pool:
+        run(body)
+
+
+def test_lost_rows_are_a_worker_error(service: Proxy) -> None:
+    """A node that died takes its rows with it. An actor rank must not wait for them."""
+
+    async def body() -> None:
+        sequences = [sequence(0, n_tokens=4000)]
+        scores = await pool.scores(request(1, sequences=sequences), 20)
+        ray._private.internal_api.free([scores[0].block])
+        with pytest.raises(WorkerError, match=r"the teacher's rows are lost \(.*Resume from the last checkpoint"):
+            fetched(scores, sequences)
+
+    with scoring({"a": spec_of(service)}) as pool:
+        run(body)
