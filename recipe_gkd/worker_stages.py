@@ -12,6 +12,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response, Sample
+from recipe_gkd.errors import DeadlineError, WorkerDied
 from recipe_gkd.rewards.advantages import with_group_statistics
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.workers import Workers
@@ -41,7 +42,7 @@ async def generate_responses(
         return
     timeout_s = config.actor_rollout_ref.rollout.timeout_s + GENERATION_RPC_MARGIN_S
     phase = f"generate, step {step}"
-    async for responses in workers.rollouts.stream(rank, "generate", sampled, step, timeout_s=timeout_s, phase=phase):
+    async for responses in _responses(workers, rank, (sampled, step), timeout_s, phase):
         yield responses
 
 
@@ -58,14 +59,27 @@ async def generate_validation_responses(
         step: Version of the weights.
     """
     arguments = (list(prompts), step, "validation", timeout_s)
-    async for responses in workers.rollouts.stream(
-        rank,
-        "generate",
-        *arguments,
-        timeout_s=timeout_s + GENERATION_RPC_MARGIN_S,
-        phase=f"validate after step {step}",
-    ):
+    phase = f"validate after step {step}"
+    async for responses in _responses(workers, rank, arguments, timeout_s + GENERATION_RPC_MARGIN_S, phase):
         yield responses
+
+
+async def _responses(
+    workers: Workers, rank: int, arguments: Sequence[Any], timeout_s: float, phase: str
+) -> AsyncIterator[list[Response]]:
+    """Yield the responses of a rollout worker.
+
+    Raises:
+        WorkerDied: The worker died, or it did not answer before the deadline and can be replaced.
+        GkdError: Generation failed in another way.
+    """
+    try:
+        async for responses in workers.rollouts.stream(rank, "generate", *arguments, timeout_s=timeout_s, phase=phase):
+            yield responses
+    except DeadlineError as error:
+        if not workers.restarts.can_replace(error):
+            raise
+        raise WorkerDied(f"{error}; it is treated as dead") from error
 
 
 async def sum_kl(

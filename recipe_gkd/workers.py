@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,7 +103,9 @@ class Workers:
         return counts | await self.store_usage.metrics()
 
     async def replace_dead_rollouts(self, death: WorkerDied) -> None:
-        """Replace dead rollout workers. New workers have no weights until a complete sync.
+        """Replace dead rollout workers, and silent ones if the death is a missed deadline.
+
+        New workers have no weights until a complete sync.
 
         Raises:
             WorkerDied: No more workers may be replaced (``trainer.max_worker_restarts``).
@@ -158,7 +160,7 @@ async def start_workers(
     phase = "start of the workers"
     actors = WorkerGroup("actor", [start_actor(rank) for rank in range(n_actors)])
     rollouts = WorkerGroup("rollout", [])
-    restarts = RolloutRestarts(rollouts, start_rollout, allowed=config.trainer.max_worker_restarts, timeout_s=timeout_s)
+    restarts = _restarts(config, rollouts, start_rollout, timeout_s)
     scoring = start_scoring(config, teacher_specs, actor_pool.nodes()) if teacher_specs else None
     groups = [actors, rollouts, *([] if scoring is None else [scoring.group])]
     try:
@@ -245,7 +247,7 @@ async def _connect(
             inflight=config.trainer.inflight_update,
             engine_dtype=engines[0]["dtype"],
         ),
-        repair=restarts.replace_dead,
+        restarts=restarts,
     )
     return Workers(
         actors,
@@ -259,6 +261,18 @@ async def _connect(
         scoring=scoring,
         max_row_bytes=max_row_bytes(config, scoring),
         capacity=await _capacity(pools),
+    )
+
+
+def _restarts(config: Config, rollouts: WorkerGroup, start: Callable[[int], Any], timeout_s: float) -> RolloutRestarts:
+    """Return the replacement of rollout workers. The state of a silent one is saved before it is killed."""
+    root = folder_of(config.trainer).absolute()
+    return RolloutRestarts(
+        rollouts,
+        start,
+        allowed=config.trainer.max_worker_restarts,
+        timeout_s=timeout_s,
+        save_state=lambda error: diagnose(error, [rollouts], root),
     )
 
 

@@ -1,4 +1,4 @@
-"""Replacement of dead rollout workers, with a limit on the number of restarts."""
+"""Replacement of dead and silent rollout workers, with a limit on the number of restarts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
-from recipe_gkd.errors import WorkerDied
-from recipe_gkd.ray_cluster.node_probe import locate, run_on_node
+from recipe_gkd.errors import DeadlineError, GkdError, WorkerDied, find_timeout_error
+from recipe_gkd.ray_cluster.node_probe import kill_workers, locate, run_on_node
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime import process_trees
 from recipe_gkd.runtime.process_id import ProcessId
@@ -18,6 +18,8 @@ from recipe_gkd.runtime.process_id import ProcessId
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+KILL_TIMEOUT_S = 5.0
+"""Deadline of the end of a silent worker's processes."""
 NODE_PROBE_TIMEOUT_S = 2.0
 """Deadline of a node that lists or kills processes. It usually takes a tenth of that."""
 
@@ -25,11 +27,14 @@ NODE_PROBE_TIMEOUT_S = 2.0
 class RolloutRestarts:
     """Replaces dead rollout workers, at most ``trainer.max_worker_restarts`` times in a run.
 
+    A worker that did not answer before a deadline, because its process or its node hangs, is replaced too. Its state is
+    saved first, and its process is killed.
+
     Lifecycle::
 
         restarts = RolloutRestarts(rollouts, start_rollout, allowed=3, timeout_s=300)
         await restarts.record_processes(range(n))  # after the set-up of the workers
-        await restarts.replace_dead(error)         # whenever a worker died
+        await restarts.replace_dead(error)         # whenever a worker died, or is silent and can_replace(error)
         await restarts.kill_orphans()              # at the end of the run
 
     Args:
@@ -37,10 +42,20 @@ class RolloutRestarts:
         start: Function that starts a new worker of a rank and returns its handle.
         allowed: Maximum number of restarts.
         timeout_s: Deadline of the set-up of new workers.
+        save_state: Saves the state of all workers because of an error, for a diagnosis. None: nothing is saved.
     """
 
-    def __init__(self, rollouts: WorkerGroup, start: Callable[[int], Any], *, allowed: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rollouts: WorkerGroup,
+        start: Callable[[int], Any],
+        *,
+        allowed: int,
+        timeout_s: float,
+        save_state: Callable[[DeadlineError], Awaitable[object]] | None = None,
+    ) -> None:
         self._rollouts, self._start, self._allowed, self._timeout_s = rollouts, start, allowed, timeout_s
+        self._save_state = save_state
         self._used = 0
         self._processes: dict[int, tuple[str, list[ProcessId]]] = {}  # rank -> node id, processes after the set-up
         self._lock = asyncio.Lock()
@@ -50,11 +65,18 @@ class RolloutRestarts:
         """Number of workers that were replaced so far."""
         return self._used
 
-    async def replace_dead(self, death: WorkerDied | None = None) -> None:
+    def can_replace(self, error: BaseException) -> bool:
+        """Return True if an error is a missed deadline of rollout workers alone, and enough restarts are left."""
+        late = find_timeout_error(error)
+        ranks = self._silent_ranks(late)
+        return late is not None and len(ranks) == len(late.silent) and self._used + len(ranks) <= self._allowed
+
+    async def replace_dead(self, death: GkdError | None = None) -> None:
         """Replace all dead workers, and wait until the new workers are set up. They start without weights.
 
         Args:
-            death: Error that reported the death, if there is one.
+            death: Error that reported the death, if there is one. If it is a missed deadline, or follows from one, the
+                workers that did not answer are killed and replaced.
 
         Raises:
             WorkerDied: No restart is left.
@@ -62,7 +84,24 @@ class RolloutRestarts:
             DeadlineError: A new worker was not set up in time.
         """
         async with self._lock:
+            if late := find_timeout_error(death):
+                await self._kill_silent(late)
             await self._replace_dead(death)
+
+    def _silent_ranks(self, late: DeadlineError | None) -> list[int]:
+        return [rank for rank in range(len(self._rollouts)) if late and self._rollouts.label(rank) in late.silent]
+
+    async def _kill_silent(self, late: DeadlineError) -> None:
+        """Kill workers that missed a deadline, after their state was saved. They count as dead afterwards."""
+        ranks = [rank for rank in self._silent_ranks(late) if self._rollouts.is_unanswered(rank)]  # not replaced since
+        if not ranks:
+            return
+        log.warning("%s; killing %s", late, ", ".join(map(self._rollouts.label, ranks)))
+        if self._save_state is not None:
+            await self._save_state(late)
+        await kill_workers([self._rollouts.handles[rank] for rank in ranks], timeout_s=KILL_TIMEOUT_S)
+        for rank in ranks:
+            self._rollouts.count_as_dead(rank)
 
     async def record_processes(self, ranks: Iterable[int]) -> None:
         """Record the processes of live workers. The children of a dead process can no longer be found."""
@@ -92,7 +131,7 @@ class RolloutRestarts:
         if survivors := [pid for pids in await asyncio.gather(*kills) for pid in pids or ()]:
             log.warning("processes of dead rollout workers that could not be killed: %s", survivors)
 
-    async def _replace_dead(self, death: WorkerDied | None) -> None:
+    async def _replace_dead(self, death: GkdError | None) -> None:
         dead = await self._rollouts.dead()
         await self.kill_orphans(dead)
         reason = f": {death}" if death is not None else ""

@@ -124,6 +124,14 @@ class WorkerGroup:
         locations = await locate(self.handles)
         return [rank for rank, at in enumerate(locations) if at.dead or self._actor_id(rank) in self._died]
 
+    def is_unanswered(self, rank: int) -> bool:
+        """Return True if a worker has not answered a call before its deadline, and was not replaced since."""
+        return rank in self._unanswered
+
+    def count_as_dead(self, rank: int) -> None:
+        """Report a worker as dead from now on, until it is replaced."""
+        self._died.add(self._actor_id(rank))
+
     async def as_worker_error(self, rank: int, phase: str, error: BaseException) -> GkdError:
         """Return the error for the user for a failed call of a method of one worker, which was made without this class.
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from recipe_gkd.errors import GkdError
+
 SYNC_RPC_MARGIN_S = 2.5
 """Time by which the driver's deadline is later than the workers', whose errors contain more details."""
 
@@ -34,6 +36,16 @@ class WeightSyncSpec:
     def rpc_timeout_s(self) -> float:
         """Deadline of a remote call, in seconds."""
         return self.timeout_s + SYNC_RPC_MARGIN_S
+
+
+class Restarts(Protocol):
+    """Replacement of rollout workers, as :class:`recipe_gkd.ray_cluster.rollout_restarts.RolloutRestarts` does it."""
+
+    def can_replace(self, error: BaseException) -> bool:
+        """Return True if an error is a missed deadline of rollout workers alone, which can be replaced."""
+
+    async def replace_dead(self, death: GkdError | None = None) -> None:
+        """Replace all dead workers, and those that the error names because they did not answer."""
 
 
 class RemoteGroup(Protocol):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from recipe_gkd.runtime.run_log import FILE_ONLY
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.cleanup import drop_update
 from recipe_gkd.weight_sync.connection import WeightConnection
-from recipe_gkd.weight_sync.spec import RemoteGroup, WeightSyncSpec
+from recipe_gkd.weight_sync.spec import RemoteGroup, Restarts, WeightSyncSpec
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class WeightSynchronizer:
             ``send_weights``; see :class:`recipe_gkd.weight_sync.sender_api.WeightSenderApi`.
         rollouts: Rollout pool, with the methods of :class:`recipe_gkd.rollout.ray_worker.RolloutWorker`.
         spec: Settings.
-        repair: Awaited before the second attempt; it may replace dead workers in ``rollouts``.
+        restarts: Replacement of workers in ``rollouts`` before the second attempt. None: none is replaced.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class WeightSynchronizer:
         rollouts: RemoteGroup,
         spec: WeightSyncSpec,
         *,
-        repair: Callable[[], Awaitable[object]] | None = None,
+        restarts: Restarts | None = None,
     ) -> None:
-        self._actors, self._rollouts, self._spec, self._repair = actors, rollouts, spec, repair
+        self._actors, self._rollouts, self._spec, self._restarts = actors, rollouts, spec, restarts
         self._connection = WeightConnection(actors, rollouts, spec)
         self._warned_of_conversion = False
 
@@ -84,8 +84,9 @@ class WeightSynchronizer:
     async def sync(self, version: int) -> dict[str, float]:
         """Transfer the actor's current weights to all rollout workers.
 
-        A failed attempt is repeated once on a new transport. It is not repeated if the update does not fit into the
-        memory of a worker, or if a worker did not answer, because a new transport would wait for the same worker again.
+        A failed attempt is repeated once on a new transport, after dead rollout workers and those that did not answer
+        were replaced. It is not repeated if the update does not fit into the memory of a worker, or if a worker that
+        cannot be replaced did not answer, because a new transport would wait for the same worker again.
 
         Args:
             version: Version that the rollout workers report for the new weights.
@@ -103,12 +104,14 @@ class WeightSynchronizer:
             metrics = await self._attempt(version)
             retries = 0
         except WeightSyncError as first:
-            if isinstance(first.__cause__, DeadlineError | ResourceError) or find_timeout_error(first):
+            is_late = isinstance(first.__cause__, DeadlineError) or find_timeout_error(first) is not None
+            can_replace = self._restarts is not None and self._restarts.can_replace(first)
+            if isinstance(first.__cause__, ResourceError) or (is_late and not can_replace):
                 raise
             log.warning("weight sync v%d: retrying once on a new transport", version)
             try:
-                if self._repair is not None:
-                    await self._repair()
+                if self._restarts is not None:
+                    await self._restarts.replace_dead(first)
                 metrics = await self._attempt(version)
             except GkdError as second:
                 raise WeightSyncError(f"{second}; the first attempt failed with: {first}") from second

@@ -159,8 +159,8 @@ class TrainerConfig:
         "only; with FSDP on several ranks `fsdp_size=1`): see docs/operations.md."
     )
     max_worker_restarts: int = key(
-        "Maximum number of dead rollout workers that are replaced during a run, and of restarts of each scoring "
-        "worker. The next death ends the run.",
+        "Maximum number of rollout workers that are replaced during a run, because they died or missed a deadline, and "
+        "of restarts of each scoring worker. The next fault ends the run.",
         ge=0,
         le=MAX_STEPS,
     )

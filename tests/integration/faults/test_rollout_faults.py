@@ -16,65 +16,70 @@ from recipe_gkd.runtime import process_trees
 from recipe_gkd.runtime.clock import now
 from recipe_gkd.trainer import Trainer
 from tests._support.processes import is_running
-from tests.integration.faults.faulty import DEADLINE_S, Census, TrainerFactory, inject
+from tests.integration.faults.faulty import DEADLINE_S, Census, InjectedSignal, TrainerFactory, inject
 
 pytestmark = pytest.mark.timeout(250)
 
-ERROR_MARGIN_S = 5.0
-"""Time from the deadline to the error: the margins of nested deadlines, on a busy machine."""
+END_S = 25.0
+"""Time from the deadline to the end of all workers: margins of nested deadlines, the diagnosis, and the shutdown."""
 
 
-async def stop_and_continue(trainer: Trainer, point: str) -> None:
-    """Stop worker 1 at a point of its code, wait for the error that names it, continue it, and sync its weights."""
-    weights = trainer.workers.weights
-    prompts = next(iter(trainer.loader.batches(0, 0))).prompts
-    call = 1 if point == "load" else 2
-    injected = await inject(trainer.workers.rollouts, 1, point, signal.SIGSTOP, call=call)
-    with pytest.raises(GkdError, match="rollout worker 1"):
-        if point != "generate":
-            await weights.sync(0)
-        else:
-            async for _ in trainer.generate(1, prompts, 0):
-                pass
-    assert injected.seconds_ago < DEADLINE_S + ERROR_MARGIN_S
-    assert psutil.Process(injected.pid).status() == psutil.STATUS_STOPPED
-    os.kill(injected.pid, signal.SIGCONT)
-    await weights.sync(0)
+STOP, KILL = signal.SIGSTOP, signal.SIGKILL
 
 
-def test_stopped_workers_are_named_and_killed_workers_replaced_without_losing_prompts(
-    start_trainer: TrainerFactory, census: Census
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param({1: (0, "generate", STOP), 3: (1, "receive", KILL), 5: (0, "load", STOP)}, id="stop, kill, stop"),
+        pytest.param(
+            {1: (1, "receive", STOP), 3: (0, "load", STOP), 5: (1, "generate", KILL)},
+            id="stop, stop, kill",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {1: (0, "generate", KILL), 3: (1, "load", KILL), 5: (0, "receive", STOP)},
+            id="kill, kill, stop",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_stopped_and_killed_workers_are_replaced_without_losing_prompts(
+    start_trainer: TrainerFactory, census: Census, faults: dict[int, tuple[int, str, signal.Signals]]
 ) -> None:
-    """One pool serves all faults, because its start takes longer than any of them."""
-    kills = {1: (0, "generate"), 3: (1, "receive"), 5: (0, "load")}  # step -> rank, point
+    """The first two faults, by step, use up the restarts. The third ends the run with an error that names the worker.
+
+    One pool serves all faults, because its start takes longer than any of them.
+    """
     trained: list[int] = []
     staleness: list[int] = []
-    killed: list[int] = []
+    signaled: list[InjectedSignal] = []
 
     async def train() -> None:
-        async with start_trainer("trainer.max_worker_restarts=2") as trainer:
-            await trainer.workers.weights.sync(0)
-            for point in ("receive", "load", "generate"):
-                await stop_and_continue(trainer, point)
-            async with trainer.pipeline(Timeline(now)) as pipeline:
-                async for batch in pipeline:
-                    if batch.step in kills:
-                        await census.take(trainer.workers)  # Include workers that are replaced later.
-                        rank, point = kills[batch.step]
-                        injected = await inject(trainer.workers.rollouts, rank, point, signal.SIGKILL)
-                        killed.append(injected.pid)
-                    async with pipeline.actor_update(batch):
-                        await trainer.update(batch)
-                    trained.extend(sample.prompt.uid for sample in batch.samples)
-                    staleness.extend(batch.staleness)
+        async with (
+            start_trainer("trainer.max_worker_restarts=2") as trainer,
+            trainer.pipeline(Timeline(now)) as pipeline,
+        ):
+            async for batch in pipeline:
+                if batch.step in faults:
+                    await census.take(trainer.workers)  # Include workers that are replaced later.
+                    rank, point, number = faults[batch.step]
+                    signaled.append(await inject(trainer.workers.rollouts, rank, point, number))
+                async with pipeline.actor_update(batch):
+                    await trainer.update(batch)
+                trained.extend(sample.prompt.uid for sample in batch.samples)
+                staleness.extend(batch.staleness)
 
-    with pytest.raises(GkdError, match=r"rollout worker 0 of 2 died[\s\S]*max_worker_restarts=2 are used up") as caught:
+    rank, _, number = faults[5]
+    ends = "max_worker_restarts=2 are used up" if number is KILL else "did not answer within"
+    with pytest.raises(GkdError, match=rf"rollout worker {rank} of 2[\s\S]*{ends}") as caught:
         asyncio.run(train())
+    assert number is KILL or signaled[-1].seconds_ago < DEADLINE_S + END_S
     assert trained == list(range(len(trained))) and len(trained) >= 20
     assert min(staleness) >= 0 and max(staleness) <= 1
-    assert len(killed) == 3 and not any(map(is_running, killed))
+    assert len(signaled) == 3 and not any(is_running(injected.pid) for injected in signaled)
     folder = Path(re.search(r"diagnosis: (\S+)", str(caught.value))[1])  # type: ignore[index]
-    assert "rollout worker 0" in (folder / "report.md").read_text()
+    assert f"rollout worker {rank}" in (folder / "report.md").read_text()
+    assert len(list(folder.parent.iterdir())) == 1 + sum(fault[2] is STOP for fault in list(faults.values())[:2])
 
 
 @pytest.mark.slow

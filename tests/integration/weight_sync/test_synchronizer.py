@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_gkd.errors import DeadlineError, ResourceError, WeightSyncError, WorkerDied, find_timeout_error
+from recipe_gkd.errors import DeadlineError, GkdError, ResourceError, WeightSyncError, WorkerDied, find_timeout_error
 from recipe_gkd.weight_sync import spec as spec_module
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.receiver import NamedTensors, receive_weights
@@ -145,14 +145,14 @@ class Cluster:
     """An actor, rollout workers, and their synchronizer."""
 
     def __init__(
-        self, n_rollouts: int = 2, *, transport: str = "collective", repair: Any = None, **options: Any
+        self, n_rollouts: int = 2, *, transport: str = "collective", restarts: Any = None, **options: Any
     ) -> None:
         self.actor, self.rollouts = Actor(), [Rollout() for _ in range(n_rollouts)]
         self.spec = WeightSyncSpec(
             tensor_parallel_size=1, bucket_bytes=3000, timeout_s=TIMEOUT_S, transport=transport, **options
         )
         self.sync = WeightSynchronizer(
-            Group("actor", [self.actor]), Group("rollout", self.rollouts), self.spec, repair=repair
+            Group("actor", [self.actor]), Group("rollout", self.rollouts), self.spec, restarts=restarts
         )
 
     def shorten_deadline(self, timeout_s: float) -> None:
@@ -196,11 +196,27 @@ def test_sync_two_failures_raise_one_error_with_both() -> None:
     assert cluster.has(2)
 
 
-def test_sync_dead_worker_is_repaired_before_retry() -> None:
-    async def replace() -> None:
-        cluster.rollouts[1] = Rollout()
+class Replacement:
+    """Replacement of rollout worker 1, which counts as the only worker that can be replaced."""
 
-    cluster = Cluster(repair=replace)
+    def __init__(self, error: GkdError | None = None) -> None:
+        self.cluster: Cluster | None = None
+        self.error = error
+
+    def can_replace(self, error: BaseException) -> bool:
+        late = find_timeout_error(error)
+        return late is not None and list(late.silent) == ["rollout worker 1 of 2"]
+
+    async def replace_dead(self, death: GkdError | None = None) -> None:
+        if self.error is not None:
+            raise self.error
+        assert self.cluster is not None
+        self.cluster.rollouts[1] = Rollout()
+
+
+def test_sync_dead_worker_is_replaced_before_retry() -> None:
+    replacement = Replacement()
+    replacement.cluster = cluster = Cluster(restarts=replacement)
     cluster.rollouts[1].dies = True
     with Timer() as timer:
         assert asyncio.run(cluster.sync.sync(1))["weights/retries"] == 1
@@ -233,11 +249,32 @@ def test_sync_frozen_worker_is_named_without_retry(
     assert 1.0 <= late.waited_s <= timer.seconds + 0.1 and timer.seconds < 5 and len(cluster.actor.stores) == 1
 
 
-def test_sync_failed_repair_raises_both_errors() -> None:
-    async def refuse() -> None:
-        raise WorkerDied("no more restarts")
+@pytest.mark.parametrize("freeze_in", ["begin_weight_update", "receive_weights", "commit_weights"])
+def test_sync_that_a_silent_worker_stopped_is_retried_with_another_one(
+    monkeypatch: pytest.MonkeyPatch, freeze_in: str
+) -> None:
+    replacement = Replacement()
+    replacement.cluster = cluster = Cluster(restarts=replacement)
+    asyncio.run(cluster.sync.sync(1))
+    cluster.shorten_deadline(1.0)
+    monkeypatch.setattr(spec_module, "SYNC_RPC_MARGIN_S", 0.5)
+    cluster.rollouts[1].freeze_in = freeze_in
+    assert asyncio.run(cluster.sync.sync(2))["weights/retries"] == 1
+    assert cluster.has(2)
 
-    cluster = Cluster(repair=refuse)
+
+def test_sync_with_silent_actor_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(restarts=Replacement())
+    asyncio.run(cluster.sync.sync(1))
+    cluster.shorten_deadline(1.0)
+    monkeypatch.setattr(spec_module, "SYNC_RPC_MARGIN_S", 0.5)
+    cluster.actor.freeze_in = "send_weights"
+    with pytest.raises(WeightSyncError, match="actor worker 0 of 1"):
+        asyncio.run(cluster.sync.sync(2))
+
+
+def test_sync_failed_replacement_raises_both_errors() -> None:
+    cluster = Cluster(restarts=Replacement(WorkerDied("no more restarts")))
     cluster.rollouts[1].dies = True
     with pytest.raises(
         WeightSyncError, match=r"no more restarts; the first attempt failed with.*rollout worker 1 of 2 died"
