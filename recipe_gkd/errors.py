@@ -37,7 +37,13 @@ class WorkerError(GkdError, RuntimeError):
 
 
 class WorkerDied(WorkerError):
-    """Death of a worker: its process ended, or its engine failed. Another worker can take over its work."""
+    """Death of a worker: its process ended, or its engine failed. Another worker can take over its work.
+
+    Attributes:
+        label: Label of the worker. Empty if the message names several.
+    """
+
+    label: str = ""
 
 
 class SecondaryFailure(WorkerError):

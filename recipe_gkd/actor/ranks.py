@@ -13,6 +13,7 @@ import torch.distributed as dist
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.startup import startup_timeout_s
 from recipe_gkd.errors import DeadlineError
+from recipe_gkd.runtime.interfaces import interface_toward
 
 COLLECTIVE_GRACE_S = 60.0
 """Time by which collectives of the actor time out later than other deadlines; see :func:`collective_timeout_s`."""
@@ -203,6 +204,7 @@ def join_ranks(config: Config, spec: RankSpec) -> None:
     device = spec.torch_device
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        _choose_gloo_interface(spec.rendezvous)
     else:
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -214,6 +216,17 @@ def join_ranks(config: Config, spec: RankSpec) -> None:
         device_id=device if device.type == "cuda" else None,
     )
     torch.manual_seed(config.data.seed)
+
+
+def _choose_gloo_interface(rendezvous: dist.Store | tuple[str, int]) -> None:
+    """Let gloo use the interface that leads to the store, if the user has not chosen one.
+
+    By itself gloo takes the address of the host name, which may be 127.0.1.1. Later groups need the choice too, so it
+    is an environment variable.
+    """
+    host = rendezvous[0] if isinstance(rendezvous, tuple) else getattr(rendezvous, "host", None)
+    if host and (name := interface_toward(host)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def leave_ranks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -17,9 +18,13 @@ from recipe_gkd.ray_cluster import worker_errors
 from recipe_gkd.ray_cluster.node_probe import kill_workers, locate
 from recipe_gkd.runtime.tasks import run_to_end
 
+log = logging.getLogger(__name__)
+
 _MORE_FAILURES_S = 1.0
 """Time to collect further failures after the first one, which need not be the one that explains the others."""
 _CANCEL_TIMEOUT_S = 1.0
+_LOCATE_TIMEOUT_S = 1.0
+"""Deadline of Ray's control service for the nodes in a message."""
 _BUSY_SHUTDOWN_S = 1.0
 """Time that ``shutdown`` gets if a worker has left a call unanswered."""
 _KILL_TIMEOUT_S = 5.0
@@ -115,7 +120,7 @@ class WorkerGroup:
             raise await self._to_worker_error(rank, actor_id, phase, error) from error
         except TimeoutError as error:
             self._unanswered.add(rank)
-            raise self._deadline_error(phase, [rank], [], timeout_s) from error
+            raise await self._deadline_error(phase, [rank], [], timeout_s) from error
         finally:
             await _close(items)
 
@@ -193,7 +198,7 @@ class WorkerGroup:
                 raise await self._to_worker_error(rank, actor_ids[rank], phase, error) from error
             if pending:
                 silent = [rank for task, rank in tasks.items() if task in pending]
-                raise self._deadline_error(phase, silent, [tasks[task] for task in done], timeout_s)
+                raise await self._deadline_error(phase, silent, [tasks[task] for task in done], timeout_s)
             return [task.result() for task in tasks]
         finally:
             for task, rank in tasks.items():
@@ -209,18 +214,33 @@ class WorkerGroup:
             location = (await locate([self.handles[rank]]))[0] if isinstance(cause, RayError) else None
             known = worker_errors.to_worker_error(cause, phase, label, location)
         if isinstance(known, WorkerDied):
+            known.label = label
             self._died.add(actor_id)
         return known
 
-    def _deadline_error(self, phase: str, silent: list[int], answered: list[int], timeout_s: float) -> DeadlineError:
+    async def _deadline_error(
+        self, phase: str, silent: list[int], answered: list[int], timeout_s: float
+    ) -> DeadlineError:
         silent_labels, answered_labels = [self.label(rank) for rank in silent], [self.label(rank) for rank in answered]
         others = f" ({', '.join(answered_labels)} did)" if answered_labels else ""
         error = DeadlineError(
-            f"{phase}: {', '.join(silent_labels)} did not answer within {timeout_s:g} s{others}; "
-            "read that worker's log in /tmp/ray/session_latest/logs on its node, or give the phase more time"
+            f"{phase}: {', '.join(silent_labels)} did not answer within {timeout_s:g} s{others}"
+            f"{await self._nodes_of(silent)}; check that the node can be reached, read that worker's log in "
+            "/tmp/ray/session_latest/logs there, or give the phase more time"
         )
         error.phase, error.silent, error.answered, error.waited_s = phase, silent_labels, answered_labels, timeout_s
         return error
+
+    async def _nodes_of(self, ranks: list[int]) -> str:
+        """Return `` on node ADDRESS ID, ...`` for a message, empty if Ray does not report the nodes."""
+        try:
+            async with asyncio.timeout(_LOCATE_TIMEOUT_S):
+                locations = await locate([self.handles[rank] for rank in ranks])
+        except (RayError, OSError) as error:  # TimeoutError is an OSError
+            log.debug("the nodes of %s workers %s are unknown: %s", self.name, ranks, error)
+            return ""
+        nodes = dict.fromkeys(f"{at.node_ip} {at.node_id[:8]}" for at in locations if at.node_ip)
+        return f", on node {', '.join(nodes)}" if nodes else ""
 
     def _actor_id(self, rank: int) -> str:
         return str(self.handles[rank]._actor_id.hex())

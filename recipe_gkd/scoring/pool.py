@@ -113,9 +113,10 @@ class ScoringPool:
             WorkerError: A worker failed to start.
             DeadlineError: A worker did not answer.
         """
-        await self.group.call(
+        free = await self.group.call(
             "setup", timeout_s, timeout_s=timeout_s + MARGIN_S, phase="start, connect to the teachers"
         )
+        self.free_shared_memory = dict(zip(self._node_of, free, strict=True))
 
     async def scores(self, request: TeacherRequest, timeout_s: float) -> list[StoredTopK]:
         """Return the scores of a request; see :meth:`recipe_gkd.scoring.requests.Requests.scores`."""

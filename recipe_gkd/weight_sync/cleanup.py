@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from recipe_gkd.errors import GkdError, find_timeout_error
+from recipe_gkd.errors import GkdError, WorkerDied, find_timeout_error
 from recipe_gkd.weight_sync.deadlines import merge_deadline_errors
 from recipe_gkd.weight_sync.spec import RemoteGroup
 
@@ -34,8 +34,10 @@ async def drop_update(
         workers do not answer now, a :class:`DeadlineError` that names all of them.
     """
     known = find_timeout_error(error)
-    states = await _drop_on_all(rollouts, known.silent if known else (), timeout_s)
-    failed = [state for state in states.values() if isinstance(state, GkdError)]
+    # Ray reports a lost node at once, but a call to it may wait until Ray declares the node dead.
+    dead = _dead_label(error)
+    states = await _drop_on_all(rollouts, [*(known.silent if known else ()), dead], timeout_s)
+    failed = [state for label, state in states.items() if isinstance(state, GkdError) and label != dead]
     invalid = [label for label, state in states.items() if isinstance(state, str)]
     if invalid:
         summary = f"invalid until a complete sync: {', '.join(invalid)}"
@@ -50,6 +52,13 @@ async def drop_update(
     late.answered = [label for label in dict.fromkeys([*late.answered, *answered]) if label not in late.silent]
     late.__cause__ = error
     return outcome, late
+
+
+def _dead_label(error: BaseException | None) -> str:
+    """Return the label of the worker whose death is the cause of ``error``, empty if there is none."""
+    while error is not None and not isinstance(error, WorkerDied):
+        error = error.__cause__
+    return "" if error is None else error.label
 
 
 async def _drop_on_all(

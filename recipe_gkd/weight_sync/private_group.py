@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from recipe_gkd.runtime.interfaces import own_address_toward
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ def _gloo_devices(host: str) -> list[Any]:
     create = dist.ProcessGroupGloo.create_device
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return [create(interface=name.strip()) for name in names.split(",")]
-    return [create(hostname=_own_address_toward(host))]
+    return [create(hostname=own_address_toward(host))]
 
 
 def _abort(parts: list[Any]) -> None:
@@ -215,11 +216,3 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _own_address_toward(host: str) -> str:
-    """Return the address of the network interface that leads to ``host``."""
-    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # on a datagram socket this selects the route and sends nothing
-        return str(probe.getsockname()[0])
