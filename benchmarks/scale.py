@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import platform
 import statistics
 import sys
@@ -55,16 +56,19 @@ from recipe_gkd.data.samples import Prompt
 from recipe_gkd.ray_cluster.connection import start_local_cluster
 from recipe_gkd.ray_cluster.node_probe import own_node
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.scoring.homes import Homes
 from recipe_gkd.scoring.pool import ScoringPool
+from recipe_gkd.scoring.requests import TeacherRequest
 from recipe_gkd.teacher_routing import Routes, open_teachers
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.workers import Workers
+from teacher.records import TeacherSequence
 
 PROCESSES = 4
 WARM_UP_STEPS = 3
 TARGETS = {"driver_us_per_response_token": 1.0, "driver_mb_per_gb_of_rows": 20.0}
-LOAD = Load(responses=64, mean_tokens=512, k=256, generate_s=1.0, teacher_s=0.3, update_s=1.0)
+LOAD = Load(responses=64, mean_tokens=1024, k=256, generate_s=1.0, teacher_s=0.3, update_s=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +101,8 @@ CASES = [
     Case(replicas=1, ranks=1),
     Case(replicas=16, ranks=8),
     Case(replicas=64, ranks=16),
-    Case(load=replace(LOAD, responses=256, mean_tokens=128)),
-    Case(load=replace(LOAD, responses=16, mean_tokens=2048)),
+    Case(load=replace(LOAD, responses=256, mean_tokens=256)),
+    Case(load=replace(LOAD, responses=16, mean_tokens=4096)),
     Case(direct=True),
     Case(load=replace(LOAD, k=32), direct=True),
 ]
@@ -228,14 +232,8 @@ def measure(case: Case, n_steps: int) -> dict[str, float]:
                 trainer = MeasuredTrainer(config, workers, teachers, loader, start)
                 before = own_memory()
                 with PeakMemory() as memory:
-                    asyncio.run(trainer.loop(_never_stopped()))
+                    asyncio.run(trainer.loop(StopRequest()))
     return figures(case, trainer.steps, max(0, memory.peak - before))
-
-
-def _never_stopped() -> Any:
-    from recipe_gkd.runtime.stop_request import StopRequest
-
-    return StopRequest()
 
 
 def figures(case: Case, steps: list[tuple[float, float, float, float]], growth: int) -> dict[str, float]:
@@ -277,9 +275,6 @@ def worker_rate(n_bytes: int = 1 << 30) -> float:
 
 
 async def _receive(pool: Any, load: Load, n_bytes: int) -> float:
-    from recipe_gkd.scoring.requests import TeacherRequest
-    from teacher.records import TeacherSequence
-
     sequences = [TeacherSequence(np.zeros(load.max_tokens + 1, np.int32), 1)] * 8
     request = TeacherRequest(teacher="default", step=0, uids=range(len(sequences)), sequences=sequences)
     await pool.scores(request, 60)
@@ -318,6 +313,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     start_local_cluster(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    measure(QUICK[0], 2)  # imports and caches of the driver would count as growth of the first case
     results, observations = {}, []
     for case in QUICK if arguments.quick else CASES:
         results[case.name] = row = measure(case, arguments.steps)
@@ -338,7 +334,7 @@ def main() -> int:
         main_row = results[next(iter(results))]
         found = {
             "machine": platform.machine(),
-            "cpu_count": len(__import__("os").sched_getaffinity(0)),
+            "cpu_count": len(os.sched_getaffinity(0)),
             "driver_us_per_response_token": main_row["us_per_token"],
             "driver_mb_per_gb_of_rows": main_row["mb_per_gb"],
             "targets": TARGETS,

@@ -56,13 +56,18 @@ class DriverCosts:
 
     @classmethod
     def fit(cls, observations: Sequence[Observation]) -> DriverCosts:
-        """Return the non-negative costs with the least squared relative errors (Lawson and Hanson 1974)."""
-        from scipy.optimize import nnls
-
+        """Return the costs with the least squared relative errors. A cost that would be negative is 0."""
         terms = np.array([[1.0, o.responses, o.tokens, o.replicas, o.ranks] for o in observations])
-        seconds = np.array([o.driver_s for o in observations])
-        found, _ = nnls(terms / seconds[:, None], np.ones(len(seconds)))
-        return cls(*map(float, found))
+        relative = terms / np.array([[o.driver_s] for o in observations])
+        used = list(range(terms.shape[1]))
+        while True:
+            found = np.linalg.lstsq(relative[:, used], np.ones(len(relative)), rcond=None)[0]
+            if found.min() >= 0:
+                break
+            used.pop(int(found.argmin()))
+        costs = np.zeros(terms.shape[1])
+        costs[used] = found
+        return cls(*map(float, costs))
 
     def of(self, *, responses: float, tokens: float, replicas: int, ranks: int) -> float:
         """Return the CPU seconds of a step."""

@@ -27,3 +27,12 @@ class TeacherRequestError(TeacherError):
 
 class TeacherUnavailable(TeacherError):
     """There is no service at the address, or it has no worker."""
+
+
+def short(value: object) -> str:
+    """Return a value's representation in at most 120 characters, for error messages."""
+    try:
+        shown = str(value) if isinstance(value, Exception) else repr(value)
+    except RecursionError:  # msgpack allows deeper nesting than the remaining Python stack
+        shown = f"a deeply nested {type(value).__name__}"
+    return shown if len(shown) <= 120 else shown[:117] + "..."

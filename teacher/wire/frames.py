@@ -9,8 +9,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from teacher.errors import TeacherProtocolError
-from teacher.wire.header import Header, short
+from teacher.errors import TeacherProtocolError, short
+from teacher.wire.header import Header
 from teacher.wire.messages import LIMITS, PROTOCOL_VERSION, Kind
 
 Frame = Any

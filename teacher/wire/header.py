@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from teacher.errors import TeacherProtocolError
+from teacher.errors import TeacherProtocolError, short
 from teacher.records import LastToken, ModelInfo
 from teacher.wire.messages import LIMITS
 
@@ -110,12 +110,3 @@ def _last_token(token: object) -> LastToken:
     if max(map(len, texts.values())) > _MAX_TOKEN_CHARS:
         raise TeacherProtocolError(f"a token's texts have at most {_MAX_TOKEN_CHARS} characters, got {short(texts)}")
     return LastToken(integer(token, "id", 0, LIMITS.vocab_size), **texts)
-
-
-def short(value: object) -> str:
-    """Return a value's representation in at most 120 characters, for error messages."""
-    try:
-        shown = str(value) if isinstance(value, Exception) else repr(value)
-    except RecursionError:  # msgpack allows deeper nesting than the remaining Python stack
-        shown = f"a deeply nested {type(value).__name__}"
-    return shown if len(shown) <= 120 else shown[:117] + "..."

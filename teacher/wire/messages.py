@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from teacher.errors import TeacherError, TeacherRequestError
+from teacher.errors import TeacherError, TeacherRequestError, short
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 
@@ -341,8 +341,9 @@ def _check_sequence(i: int, sequence: TeacherSequence) -> None:
         )
     if type(sequence.prompt_len) is not int or not 1 <= sequence.prompt_len < len(ids):
         raise TeacherRequestError(
-            f"sequence {i}: expected 1 <= prompt_len < number of tokens, got prompt_len={sequence.prompt_len!r:.40} "
-            f"with {len(ids)} tokens; a prompt has at least one token, and an empty response cannot be scored"
+            f"sequence {i}: expected 1 <= prompt_len < number of tokens, got prompt_len="
+            f"{short(sequence.prompt_len):.40} with {len(ids)} tokens; a prompt has at least one token, and an empty "
+            "response cannot be scored"
         )
 
 
@@ -357,7 +358,7 @@ def check_temperature(temperature: Any) -> float:
         return float(temperature)
     raise TeacherRequestError(
         f"temperature must be a number from {LIMITS.min_temperature:g} to {LIMITS.max_temperature:g}, "
-        f"got {repr(temperature)[:40]}; correct gkd.distill_temperature"
+        f"got {short(temperature):.40}; correct gkd.distill_temperature"
     )
 
 
@@ -372,8 +373,8 @@ def check_top_k(top_k: Any) -> int:
     if type(top_k) is int and 1 <= top_k <= LIMITS.vocab_size:
         return top_k
     raise TeacherRequestError(
-        f"top_k must be 1 to {LIMITS.vocab_size}, or None for all that the teacher returns, got {top_k!r:.40}; correct "
-        "actor_rollout_ref.teacher.top_k"
+        f"top_k must be 1 to {LIMITS.vocab_size}, or None for all that the teacher returns, got {short(top_k):.40}; "
+        "correct actor_rollout_ref.teacher.top_k"
     )
 
 
@@ -387,5 +388,6 @@ def check_wire_dtype(wire_dtype: Any) -> WireDtype:
         if wire_dtype == allowed:
             return allowed
     raise TeacherRequestError(
-        f"wire_dtype must be float32 or float16, got {wire_dtype!r:.40}; correct actor_rollout_ref.teacher.wire_dtype"
+        f"wire_dtype must be float32 or float16, got {short(wire_dtype):.40}; correct "
+        "actor_rollout_ref.teacher.wire_dtype"
     )

@@ -27,12 +27,13 @@ from teacher.errors import (
     TeacherRequestError,
     TeacherTimeout,
     TeacherUnavailable,
+    short,
 )
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 from teacher.wire import header as checked
 from teacher.wire.frames import Frame, pack, unpack_arrays, unpack_header
-from teacher.wire.header import Header, short
+from teacher.wire.header import Header
 from teacher.wire.messages import (
     LIMITS,
     PROTOCOL_VERSION,

@@ -107,7 +107,7 @@ RULES: dict[str, tuple[str, Callable[[list[str], list[str]], None]]] = {
     "pip": (r"pip install ", check_pip),
     "benchmark": (r"\S*python3? (?=benchmarks/)", check_file),
     "system": (
-        r"(?:python3\.\d+ -m venv|source|ray|scp|cp|install|systemctl|kubectl|docker|pre-commit|mv|'\(head') ",
+        r"(?:python3\.\d+ -m venv|source|export|ray|scp|cp|install|systemctl|kubectl|docker|pre-commit|mv|'\(head') ",
         nothing,
     ),
 }

@@ -208,6 +208,15 @@ def test_decode_nested_values_is_refused(depth: int) -> None:
             assert decode_safely([msgpack.packb(header), *VALID[kind][1:]]) is None
 
 
+@pytest.mark.parametrize("depth", [400, 800, 900, 940, 980, 1000, 1020])
+def test_decode_nested_element_of_a_list_is_refused(depth: int) -> None:
+    """The text of the error has the element. A proxy that could not write it ended."""
+    header = msgpack.unpackb(VALID["score"][0])
+    packed = msgpack.packb(header | {"prompt_lens": ["here", *header["prompt_lens"][1:]]})
+    nested_element = packed.replace(msgpack.packb("here"), b"\x91" * depth + b"\xc0")
+    assert nested_element != packed and decode_safely([nested_element, *VALID["score"][1:]]) is None
+
+
 @pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\xa0", b"\xcd\xff\xff", b"\xcb" + 8 * b"\x41"])
 def test_decode_largest_header_allocates_below_64_mib(item: bytes) -> None:
     """The header contains as many arrays of the largest length as its size allows."""

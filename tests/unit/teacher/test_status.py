@@ -22,6 +22,11 @@ class TestServiceStatus:
         with pytest.raises(TeacherProtocolError, match=r"scored of ServiceTotals must have type int, got '7'"):
             ServiceStatus.from_dict(values)
 
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
+    def test_from_dict_with_number_that_cannot_be_shown_is_refused(self, value: float) -> None:
+        with pytest.raises(TeacherProtocolError, match="uptime_s of ServiceStatus must be at most"):
+            ServiceStatus.from_dict(STATUS.to_dict() | {"uptime_s": value})
+
 
 class TestFormatStatus:
     def test_format_status_shows_counts_and_mean_times(self) -> None:

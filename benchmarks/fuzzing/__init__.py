@@ -1,0 +1,1 @@
+"""Coverage-guided fuzzing of the teacher service, see ``benchmarks/fuzz.py``."""

@@ -1,0 +1,396 @@
+"""Seconds per step of this project and of TRL's on-policy distillation, on the same CPU job, alternating in one run.
+
+    python benchmarks/vs_trl.py [--job small|medium] [--rounds 2] [--steps 30] [--env DIR] [--json FILE]
+
+**TRL**: ``trl.DistillationTrainer`` of TRL 1.16.0, the only trainer of that version that is 100 % on-policy with a
+teacher in its own process. (``GKDTrainer`` with ``lmbda=1`` is its predecessor, in ``trl.experimental``;
+``ServerDistillationTrainer`` and ``AsyncDistillationTrainer`` need vLLM servers.) Settings that differ from its
+defaults: ``beta=0`` (forward KL), float32 on the CPU, no gradient checkpointing, the batch as one micro-batch. It
+generates with ``model.generate``, its default, and has no top-k with such a teacher: its loss is on the whole
+vocabulary. torch uses as many threads as there are cores.
+
+**Ours**: the training command with ``--config-name quickstart``, the schedule ``one_step_off``, and a teacher service
+of ``teacher/start_server.sh``, which sends the ``TOP_K`` most probable ids. Each process has one thread, as in
+``launch/quickstart.sh``.
+
+Both train the same random models in float32 with the same prompts, batch size and AdamW. The models give their
+only end-of-sequence id a probability below 1e-15, so that every response has the maximum length.
+
+    s/step     median over the steps after the first ``WARM_UP_STEPS``: on our side of ``timing/step``, on TRL's of the
+               time between the ends of two steps; then the median over the rounds
+    fastest    the fastest step, on which other programs have the least influence
+    foreign    mean number of CPUs that other programs used meanwhile; the times are valid only if it is near 0
+    cpu s      CPU seconds per step, in user and kernel mode, in total and of each group of processes
+
+TRL needs versions of packages that this project does not. It is installed with uv into an environment of its own. If
+that fails, the command prints the reason and exits with status 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from teacher_processes import REPO, free_port
+from vs_trl_job import JOBS, PROMPT_TOKENS, Job, busy_s, prepare
+
+REQUIREMENTS = ["trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0"]
+TORCH = "2.13.0"
+ENVIRONMENT = Path.home() / ".cache" / "recipe_gkd" / "vs_trl"
+WARM_UP_STEPS = 5
+TOP_K = 16
+LR = 1e-4
+INSTALL_TIMEOUT_S = 900.0
+START_TIMEOUT_S = 600.0
+STEP_TIMEOUT_S = 60.0
+_POLL_S = 0.05
+_GROUPS = {
+    "ray::RolloutWorker": "rollout",
+    "VLLM::": "rollout",
+    "ray::ActorWorker": "actor",
+    "ray::ScoringWorker": "scoring",
+    "recipe_gkd.main_gkd": "driver",
+    "teacher worker": "teacher",
+    "teacher proxy": "teacher proxy",
+}
+"""Part of a command line -> group of the process. Its descendants belong to the same group, if they have none."""
+
+
+class SkippedError(Exception):
+    """TRL could not be installed. The message is the reason."""
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """Result of one run of one side.
+
+    Attributes:
+        step_s: Seconds of each step after the first :data:`WARM_UP_STEPS`.
+        cpu_s: Group of processes -> its CPU seconds per step.
+        timings: Name of a metric ``timing/NAME`` -> median seconds per step.
+        mean_length: Mean length of the responses, in tokens.
+        foreign_cpus: Mean number of CPUs that were busy with other processes. The times are wrong if it is not near 0.
+    """
+
+    step_s: list[float]
+    cpu_s: dict[str, float]
+    timings: dict[str, float]
+    mean_length: float
+    foreign_cpus: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Clocks after a number of steps.
+
+    Attributes:
+        steps: Completed steps.
+        wall_s: Monotonic time.
+        busy_s: CPU seconds of all processes of the machine.
+        cpu_s: Group of our processes -> its CPU seconds.
+    """
+
+    steps: int
+    wall_s: float
+    busy_s: float
+    cpu_s: dict[str, float]
+
+
+def environment_python(folder: Path) -> Path:
+    """Return the interpreter of an environment with TRL. Create the environment if it does not exist.
+
+    Raises:
+        SkippedError: It could not be created.
+    """
+    python, stamp = folder / "bin" / "python", folder / ".installed"
+    wanted = "\n".join([f"torch=={TORCH}", *REQUIREMENTS])
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+        return python
+    beside = Path(sys.executable).with_name("uv")  # installed there by launch/setup.sh
+    uv = str(beside) if beside.is_file() else shutil.which("uv")
+    if uv is None:
+        raise SkippedError("uv was not found; run bash launch/setup.sh, or install uv")
+    env = {**_pip_settings(), **os.environ}
+    install = [uv, "pip", "install", "-q", "--python", str(python)]
+    _run([uv, "venv", "-q", "--clear", "--python", sys.executable, str(folder)], env)
+    try:
+        _run([*install, f"torch=={TORCH}+cpu", "numpy"], env)
+    except SkippedError:
+        _run([*install, f"torch=={TORCH}", "numpy", "--default-index", "https://download.pytorch.org/whl/cpu"], env)
+    _run([*install, *REQUIREMENTS], env)
+    _run([str(python), "-c", "from trl import DistillationTrainer"], env)
+    stamp.write_text(wanted, encoding="utf-8")
+    return python
+
+
+def _pip_settings() -> dict[str, str]:
+    """Return uv's variables with the indexes of pip's configuration, which uv does not read."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, timeout=60, check=False
+    ).stdout
+    values: dict[str, str] = {}
+    for line in sorted(listed.splitlines(), key=lambda line: line.startswith(":env:")):  # variables precede files
+        name, _, value = line.partition("=")
+        values[name.rpartition(".")[2]] = value.strip("'").replace("\\n", " ")
+    names = {
+        "index-url": "UV_DEFAULT_INDEX",
+        "extra-index-url": "UV_INDEX",
+        "find-links": "UV_FIND_LINKS",
+        "cert": "SSL_CERT_FILE",
+    }
+    found = {variable: values[name] for name, variable in names.items() if values.get(name)}
+    if "UV_FIND_LINKS" in found:
+        found["UV_FIND_LINKS"] = ",".join(found["UV_FIND_LINKS"].split())
+    return {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_HTTP_TIMEOUT": "180", **found}
+
+
+def _run(command: list[str], env: dict[str, str]) -> None:
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SkippedError(f"{' '.join(command[:3])}: {error}") from error
+    if done.returncode:
+        raise SkippedError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+
+
+def run_trl(job: Job, folder: Path, steps: int, python: Path) -> Measurement:
+    """Train with TRL in its environment."""
+    files = {"student": "student", "teacher": "teacher", "data": "train.parquet", "result": "trl.json"}
+    settings: dict[str, Any] = {name: str(folder / file) for name, file in files.items()}
+    settings |= {"responses": job.responses, "response_tokens": job.response_tokens, "steps": steps, "lr": LR}
+    (folder / "job.json").write_text(json.dumps(settings), encoding="utf-8")
+    with (folder / "trl.log").open("w", encoding="utf-8") as output:
+        code = subprocess.run(
+            [str(python), str(REPO / "benchmarks" / "vs_trl_job.py"), str(folder / "job.json")],
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=START_TIMEOUT_S + steps * STEP_TIMEOUT_S,
+            check=False,
+        ).returncode
+    if code:
+        raise RuntimeError(f"TRL ended with status {code}:\n{_end_of(folder / 'trl.log')}")
+    found = json.loads((folder / "trl.json").read_text(encoding="utf-8"))
+    wall_s, cpu_s, busy = (found[name][WARM_UP_STEPS - 1 :] for name in ("wall_s", "cpu_s", "busy_s"))
+    return Measurement(
+        step_s=[after - before for before, after in itertools.pairwise(wall_s)],
+        cpu_s={"trl": (cpu_s[-1] - cpu_s[0]) / (len(cpu_s) - 1)},
+        timings={},
+        mean_length=found["mean_length"],
+        foreign_cpus=(busy[-1] - busy[0] - (cpu_s[-1] - cpu_s[0])) / (wall_s[-1] - wall_s[0]),
+    )
+
+
+def run_ours(job: Job, folder: Path, steps: int) -> Measurement:
+    """Train with this project: teacher service, Ray, vLLM and Megatron."""
+    ports = {"PROXY_FRONTEND_PORT": str(free_port()), "PROXY_BACKEND_PORT": str(free_port())}
+    service = {
+        "CKPT_PATH": str(folder / "teacher"), "RUN_DIR": str(folder / "service"), "N_LOGPROBS": str(TOP_K),
+        "DTYPE": "float32", "MAX_MODEL_LEN": str(PROMPT_TOKENS + job.response_tokens), "HTTP_PORT": "-1",
+    }  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "QUICKSTART_DIR": str(folder)}
+    service_env = {**env, **ports, **service}
+    _script("start_server.sh", service_env)
+    try:
+        return _train_ours(job, folder, steps, env, ports["PROXY_FRONTEND_PORT"])
+    finally:
+        _script("stop_server.sh", service_env)
+
+
+def _script(name: str, env: dict[str, str]) -> None:
+    done = subprocess.run(
+        ["bash", str(REPO / "teacher" / name)],
+        env=env, cwd=REPO, capture_output=True, text=True, timeout=START_TIMEOUT_S + 60.0, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"teacher/{name} failed:\n{done.stdout}{done.stderr}")
+
+
+def overrides(job: Job, folder: Path, steps: int, port: str) -> list[str]:
+    """Return the arguments of the training command. One step more than ``steps`` keeps its processes alive."""
+    return [
+        f"data.train_files={folder / 'train.parquet'}",
+        f"data.max_prompt_length={PROMPT_TOKENS}",
+        f"data.max_response_length={job.response_tokens}",
+        f"data.train_batch_size={job.responses}",
+        f"actor_rollout_ref.model.path={folder / 'student'}",
+        f"actor_rollout_ref.teacher.server_port={port}",
+        f"actor_rollout_ref.actor.optim.lr={LR}",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+        "actor_rollout_ref.actor.optim.lr_decay_style=constant",
+        f"trainer.total_training_steps={steps + 1}",
+        "trainer.scheduler=one_step_off",
+        "trainer.save_freq=-1",
+        "trainer.logger=[jsonl]",
+        "trainer.resume_mode=disable",
+        f"trainer.default_local_dir={folder / 'ours'}",
+    ]
+
+
+def _train_ours(job: Job, folder: Path, steps: int, env: dict[str, str], port: str) -> Measurement:
+    metrics = folder / "ours" / "metrics.jsonl"
+    shutil.rmtree(metrics.parent, ignore_errors=True)
+    command = [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-name", "quickstart"]
+    command += overrides(job, folder, steps, port)
+    with (folder / "ours.log").open("w", encoding="utf-8") as output:
+        driver = subprocess.Popen(command, env=env, cwd=REPO, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        roots = [driver.pid, *(int(file.read_text().split()[0]) for file in (folder / "service").glob("*.pid"))]
+
+        def wait_for(step: int, timeout_s: float) -> Snapshot:
+            deadline = time.monotonic() + timeout_s
+            while (done := _n_lines(metrics)) < step:
+                if driver.poll() is not None:
+                    raise RuntimeError(f"the training ended with {driver.returncode}:\n{_end_of(folder / 'ours.log')}")
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"step {step} took over {timeout_s} s:\n{_end_of(folder / 'ours.log')}")
+                time.sleep(_POLL_S)
+            return Snapshot(steps=done, wall_s=time.monotonic(), busy_s=busy_s(), cpu_s=cpu_seconds(roots))
+
+        before = wait_for(WARM_UP_STEPS, START_TIMEOUT_S)
+        after = wait_for(steps, steps * STEP_TIMEOUT_S)
+        driver.wait(timeout=START_TIMEOUT_S)
+    finally:
+        if driver.poll() is None:
+            driver.terminate()
+            driver.wait(timeout=60.0)
+    if driver.returncode:
+        raise RuntimeError(f"the training ended with {driver.returncode}:\n{_end_of(folder / 'ours.log')}")
+    return _measurement(metrics, steps, before, after)
+
+
+def _measurement(metrics: Path, steps: int, before: Snapshot, after: Snapshot) -> Measurement:
+    cpu_s = {group: seconds - before.cpu_s.get(group, 0.0) for group, seconds in after.cpu_s.items()}
+    foreign_s = after.busy_s - before.busy_s - sum(cpu_s.values())
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()][WARM_UP_STEPS:steps]
+    names = sorted(name for name in rows[-1] if name.startswith("timing/"))
+    return Measurement(
+        step_s=[row["timing/step"] for row in rows],
+        cpu_s={group: seconds / (after.steps - before.steps) for group, seconds in cpu_s.items()},
+        timings={name.removeprefix("timing/"): statistics.median(row.get(name, 0.0) for row in rows) for name in names},
+        mean_length=statistics.mean(row["response_seq_len/average"] for row in rows),
+        foreign_cpus=foreign_s / (after.wall_s - before.wall_s),
+    )
+
+
+def _n_lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.is_file() else 0
+
+
+def _end_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")[-3000:]
+
+
+def cpu_seconds(roots: list[int]) -> dict[str, float]:
+    """Return the CPU seconds of the processes of several trees, by group. See :data:`_GROUPS`."""
+    parents: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # the process ended
+        pid = int(folder.name)
+        parents[pid] = int(fields[1])
+        seconds[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    totals: dict[str, float] = defaultdict(float)
+    for pid in seconds:
+        path = [pid]
+        while path[-1] not in roots and path[-1] in parents:
+            path.append(parents[path[-1]])
+        if path[-1] in roots:
+            totals[_group(path)] += seconds[pid]
+    return dict(totals)
+
+
+def _group(path: list[int]) -> str:
+    """Return the group of the first process, given its pid and those of its ancestors."""
+    for pid in path:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        group = next((group for part, group in _GROUPS.items() if part in command), None)
+        if group == "driver" and pid != path[0]:
+            return "ray"  # raylet, GCS and idle workers
+        if group:
+            return group
+    return "other"
+
+
+def report(name: str, job: Job, found: dict[str, list[Measurement]]) -> dict[str, Any]:
+    """Print the table of a job. Return its figures."""
+    step_s = {side: statistics.median(statistics.median(m.step_s) for m in runs) for side, runs in found.items()}
+    fastest_s = {side: min(min(m.step_s) for m in runs) for side, runs in found.items()}
+    ratio, fastest_ratio = (times["trl"] / times["ours"] for times in (step_s, fastest_s))
+    print(f"\n{name}: {job.responses} responses x {job.response_tokens} tokens, {os.cpu_count()} CPUs")
+    print("side  s/step  fastest  (rounds)              tokens  foreign  cpu s  by group")
+    for side, runs in found.items():
+        rounds = " ".join(f"{statistics.median(m.step_s):.3f}" for m in runs)
+        groups = {group: statistics.median(m.cpu_s.get(group, 0.0) for m in runs) for group in runs[-1].cpu_s}
+        parts = ", ".join(f"{group} {s:.3f}" for group, s in sorted(groups.items(), key=lambda item: -item[1]))
+        means = [statistics.mean(getattr(m, name) for m in runs) for name in ("mean_length", "foreign_cpus")]
+        columns = f"{step_s[side]:6.3f}  {fastest_s[side]:7.3f}  {rounds:20}  {means[0]:6.1f}  {means[1]:7.2f}"
+        print(f"{side:4}  {columns}  {sum(groups.values()):5.2f}  {parts}")
+    print(f"TRL / ours: {ratio:.2f} (target {job.target}), fastest steps: {fastest_ratio:.2f}")
+    return {
+        "step_s": step_s, "ratio": ratio, "target": job.target, "fastest_s": fastest_s,
+        "rounds": {side: [asdict(m) for m in runs] for side, runs in found.items()},
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Run the command. Return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--job", choices=JOBS, action="append", help="repeatable; default: all")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
+    parser.add_argument("--steps", type=int, default=30, help=f"steps of a run, the first {WARM_UP_STEPS} unmeasured")
+    parser.add_argument("--env", type=Path, default=ENVIRONMENT, help="folder of TRL's environment")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.steps <= WARM_UP_STEPS + 1:
+        parser.error(f"expected --rounds of at least 1 and --steps of at least {WARM_UP_STEPS + 2}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `finally` then stops the teacher service
+    try:
+        python = environment_python(arguments.env.expanduser().absolute())
+    except SkippedError as reason:
+        print(f"skipped: {reason}")
+        return 0
+    results = {}
+    for name in arguments.job or JOBS:
+        job = JOBS[name]
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            prepare(job, folder, arguments.steps + 1)
+            sides: dict[str, Callable[[], Measurement]] = {
+                "trl": partial(run_trl, job, folder, arguments.steps, python),
+                "ours": partial(run_ours, job, folder, arguments.steps),
+            }
+            found: dict[str, list[Measurement]] = {side: [] for side in sides}
+            for _ in range(arguments.rounds):
+                for side, run in sides.items():
+                    found[side].append(run())
+                    print(f"{name} {side}: {statistics.median(found[side][-1].step_s):.3f} s/step", file=sys.stderr)
+        results[name] = report(name, job, found)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"requirements": REQUIREMENTS, "jobs": results}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
