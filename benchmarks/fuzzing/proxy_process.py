@@ -181,6 +181,10 @@ class ValidClient:
                 text = str(found.error) if isinstance(found, Failure) else repr(found)
                 raise Defect(f"expected {kind.__name__} for a valid request, got {text[:120]}")
 
+    def wake(self) -> None:
+        """Send a request to wake up the service. Its reply is dropped."""
+        self._peer.send(protocol.encode_set_asleep(self._next_id(), 60.0, asleep=False))
+
     def submit(self) -> int:
         """Send a request, and return its id."""
         request_id = self._next_id()

@@ -22,6 +22,7 @@ _WAIT_S = 20.0
 _HANDSHAKE_S = 0.002
 """Time for the proxy's part of a handshake."""
 _GREETING_BYTES = 64
+_POLL_S = 0.02
 
 
 def _is_valid(frames: Frames) -> bool:
@@ -177,10 +178,20 @@ class WorkerSideTarget(ProxyTarget):
                 self._is_registered, self._job_id = True, 0
                 self._barrier()
             if not self._job_id:
-                if not self._request_id or self._valid.has_reply(self._request_id):
+                self._drop_answered_request()
+                if not self._request_id:
+                    self._valid.wake()  # a mutated Ready may have let the service sleep
                     self._request_id = self._valid.submit()
-                if (message := self._peer.receive(0.2)) is not None:
+                message = self._peer.receive(_POLL_S)
+                if message is not None:
                     self._follow(message)
+                else:
+                    self._is_registered = False  # a mutated Goodbye has no reply
+
+    def _drop_answered_request(self) -> None:
+        """Forget the open request and its job if the client has the reply."""
+        if self._request_id and self._valid.has_reply(self._request_id):
+            self._job_id = self._request_id = 0
 
     def _barrier(self) -> None:
         """Wait until the proxy has read everything before."""
@@ -189,8 +200,7 @@ class WorkerSideTarget(ProxyTarget):
         _, others = self._peer.wait_for(lambda message: getattr(message, "request_id", 0) == barrier_id, _WAIT_S)
         for message in others:
             self._follow(message)
-        if self._valid.has_reply(self._request_id):
-            self._job_id = self._request_id = 0
+        self._drop_answered_request()
 
     def _follow(self, message: Message) -> None:
         """Update the state of the worker by a message of the proxy."""
@@ -200,8 +210,8 @@ class WorkerSideTarget(ProxyTarget):
             self._job_id = message.request_id
         elif isinstance(message, Welcome):
             self._is_registered, self._job_id = True, 0
-        elif isinstance(message, SetAsleep):  # left unanswered: the mutated replies may answer it
-            self._is_registered = False
+        elif isinstance(message, SetAsleep):
+            self._peer.send(protocol.encode_asleep_set(message.request_id, asleep=message.asleep, n_workers=1))
 
     def check(self) -> None:
         """Check the status, and that a valid worker can register and score."""
