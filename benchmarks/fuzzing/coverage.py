@@ -48,7 +48,7 @@ class ArcTracer:
     def stop(self) -> None:
         """Stop tracing this thread and new ones."""
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
 
     def _base(self, code: CodeType) -> int | None:
         """Return the first arc number of a module, None if it is not traced."""

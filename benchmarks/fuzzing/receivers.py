@@ -197,7 +197,8 @@ class WorkerTarget:
         self._start()
 
     def _start(self) -> None:
-        self._end, self._error = EndSignal(), None
+        self._end = EndSignal()
+        self._error: BaseException | None = None
         self._tracer.start()
         worker = Worker(PreparedEngine(), backend_port=self._router.port)
         self._thread = threading.Thread(target=self._run_worker, args=(worker,), daemon=True)
@@ -206,7 +207,6 @@ class WorkerTarget:
         self._finish_registration(self._router.receive())
 
     def _run_worker(self, worker: Worker) -> None:
-        self._error: BaseException | None = None
         try:
             worker.run(self._end)
         except BaseException as error:  # noqa: BLE001 - raised in the thread of the target
