@@ -124,7 +124,7 @@ class ScoreCall(Call[list[ScoredSequence]]):
     def rewrite_error(self, request_id: int, text: str) -> str:
         """Return ``text`` with the sequence index of the chunk replaced by the one of the whole call."""
         start = self._chunks[self._index(request_id)].start
-        return re.sub(r"\bsequence (\d+):", lambda found: f"sequence {int(found[1]) + start}:", text, count=1)
+        return re.sub(r"\bsequence ([0-9]{1,9}):", lambda found: f"sequence {int(found[1]) + start}:", text, count=1)
 
     def _index(self, request_id: int) -> int:
         return request_id - self.request_ids.start

@@ -46,6 +46,7 @@ class ClientIOThread:
         self.address = connection.address
         self._connection = connection
         self._inflight = InFlight()
+        self._answered: Call[Any] | None = None  # call of the last reply
         self._pid = os.getpid()
         self._next_id = 1
         self._inbox: queue.SimpleQueue[Call[Any] | range] = queue.SimpleQueue()  # a range: ids of a canceled call
@@ -115,6 +116,8 @@ class ClientIOThread:
     def _fail_all(self, reason: str) -> None:
         requests = self._inflight.open_requests()
         calls = [request.call for request in requests]
+        if self._answered is not None:  # its reply may be the reason, and its request is not open any more
+            calls.append(self._answered)
         while not self._inbox.empty():
             if isinstance(item := self._inbox.get_nowait(), Call):
                 calls.append(item)
@@ -139,6 +142,7 @@ class ClientIOThread:
                 self._read_inbox()
             while (frames := self._connection.receive()) is not None:
                 self._on_message(frames)
+                self._answered = None  # a reference would keep its arrays
             now = time.monotonic()
             while (call := self._inflight.expired(now)) is not None:
                 self._expire(call)
@@ -178,25 +182,31 @@ class ClientIOThread:
         try:
             message = protocol.decode(frames)
         except TeacherProtocolError as error:
-            request = self._inflight.remove(protocol.peek_request_id(frames) or 0)
+            request = self._take(protocol.peek_request_id(frames) or 0)
             if request is None:
                 logger.warning("dropped a message from %s: %s", self.address, error)
             else:
                 self._fail_call(request, error)
             return
         if isinstance(message, ScoreReply | Info | Status | AsleepSet):
-            if (request := self._inflight.remove(message.request_id)) is not None:
+            if (request := self._take(message.request_id)) is not None:
                 try:
                     request.call.accept(request.request_id, message)
                 except TeacherProtocolError as error:
                     self._fail_call(request, error)
         elif isinstance(message, Failure):
-            if (request := self._inflight.remove(message.request_id)) is not None:
+            if (request := self._take(message.request_id)) is not None:
                 self._fail_call(request, message.error)
         elif isinstance(message, RetryLater):
             self._inflight.defer(message.request_id, message.reason, time.monotonic())
         elif not isinstance(message, Probe):
             logger.warning("dropped a %s message from %s", type(message).__name__, self.address)
+
+    def _take(self, request_id: int) -> Request | None:
+        """Remove and return the request of a reply. Return None if it is not open."""
+        request = self._inflight.remove(request_id)
+        self._answered = request.call if request is not None else None
+        return request
 
     def _expire(self, call: Call[Any]) -> None:
         reasons = [request.defer_reason for request in self._drop(call.request_ids) if request.defer_reason]

@@ -27,6 +27,7 @@ from teacher.wire.sockets import DIAGNOSIS_HINT
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING_HELLOS = 1024
+_MAX_SLEEP_REQUESTS = 1024
 _MIN_STATUS_AGE_PER_REQUEST_S = 1e-5
 """Age below which a status is reused, per open request, in seconds. Computing a status costs about that much."""
 
@@ -99,6 +100,9 @@ class ClientSide:
     def _on_set_asleep(self, key: RequestKey, message: SetAsleep, now: float) -> None:
         if self._drain.is_active:
             self._retry_later(key, DRAIN_REASON)
+            return
+        if len(self._sleep.waiting) >= _MAX_SLEEP_REQUESTS:
+            self._retry_later(key, f"{_MAX_SLEEP_REQUESTS} requests to sleep or wake up are open already")
             return
         try:
             self._sleep.request(key, message, now)

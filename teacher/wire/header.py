@@ -17,6 +17,7 @@ Header = dict[str, Any]
 
 _MAX_COUNT = 2**40
 _MAX_TOKEN_CHARS = 1024
+_MAX_NAME_CHARS = 1024
 
 
 def expect_keys(header: Header, allowed: set[str] | frozenset[str]) -> None:
@@ -77,12 +78,19 @@ def record(header: Header, record_type: type[ModelInfo]) -> dict[str, Any]:
         raise TeacherProtocolError(f"info must have the keys {sorted(types)}, got {short(info)}")
     # Field types are strings because the records module postpones the evaluation of annotations.
     read_by_type: dict[Any, Callable[[Header, str], Any]] = {
-        "str": text,
-        "int": lambda info, name: integer(info, name, 0, _MAX_COUNT),
+        "str": _name,
+        "int": lambda info, name: integer(info, name, int(name != "n_workers"), _MAX_COUNT),
         "tuple[int, ...]": _token_ids,
         "tuple[LastToken, ...]": _last_tokens,
     }
     return {name: read_by_type[type_name](info, name) for name, type_name in types.items()}
+
+
+def _name(header: Header, key: str) -> str:
+    value = text(header, key)
+    if len(value) > _MAX_NAME_CHARS:  # requests contain names, and their texts are limited too
+        raise TeacherProtocolError(f"{key} must have at most {_MAX_NAME_CHARS} characters, got {len(value)}")
+    return value
 
 
 def _token_ids(header: Header, key: str) -> tuple[int, ...]:

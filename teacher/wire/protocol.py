@@ -64,6 +64,7 @@ from teacher.wire.messages import (
 )
 
 DEFAULT_LOGITS = LogitSettings()
+_MAX_WORKER_NAME_CHARS = 256  # the status contains the names of all workers
 
 _ERROR_OF_CODE: dict[str, type[TeacherError]] = {
     "changed": TeacherChanged,
@@ -326,7 +327,7 @@ def _decode_ready(header: Header, arrays: list[np.ndarray]) -> Ready:
     return Ready(
         info=ModelInfo(**checked.record(header, ModelInfo)),
         capacity_tokens=checked.integer(header, "capacity_tokens", 1, 2**40),
-        name=checked.text(header, "name"),
+        name=checked.text(header, "name")[:_MAX_WORKER_NAME_CHARS],
         stall_timeout_s=checked.number(header, "stall_timeout_s", -1, LIMITS.stall_timeout_s),
         has_sleep_mode=checked.boolean(header, "has_sleep_mode"),
         is_asleep=checked.boolean(header, "is_asleep"),

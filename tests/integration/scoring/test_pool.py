@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -256,15 +257,30 @@ def test_rows_stay_in_the_object_store(service: Proxy) -> None:
         run(body)
 
 
+@ray.remote(num_cpus=0)
+def wait_a_minute() -> None:
+    time.sleep(60)
+
+
+@ray.remote(num_cpus=0)
+class OwnerOfRows:
+    """A process whose end takes its objects with it, also those that do not exist yet."""
+
+    def reference(self) -> list[ray.ObjectRef]:
+        return [wait_a_minute.remote()]
+
+
 def test_lost_rows_are_a_worker_error(service: Proxy) -> None:
     """A node that died takes its rows with it. An actor rank must not wait for them."""
 
     async def body() -> None:
-        sequences = [sequence(0, n_tokens=4000)]
+        sequences = [sequence(0)]
         scores = await pool.scores(request(1, sequences=sequences), 20)
-        ray._private.internal_api.free([scores[0].block])
+        owner = OwnerOfRows.remote()
+        (block,) = ray.get(owner.reference.remote(), timeout=60)
+        ray.kill(owner)
         with pytest.raises(WorkerError, match=r"the teacher's rows are lost \(.*Resume from the last checkpoint"):
-            fetched(scores, sequences)
+            fetched([replace(scores[0], block=block)], sequences)
 
     with scoring({"a": spec_of(service)}) as pool:
         run(body)
