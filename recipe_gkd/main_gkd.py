@@ -35,7 +35,7 @@ from recipe_gkd.config.validate import needs_rewards, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.exit_messages import report_error, report_saved_stop, report_stop
-from recipe_gkd.errors import DataError
+from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.hybrid import teacher_asleep
 from recipe_gkd.metrics.prometheus_logger import check_metrics_port
 from recipe_gkd.model_files import Student
@@ -281,16 +281,18 @@ async def _train(
     folder: RunFolder,
     stop: StopRequest,
 ) -> None:
-    """Start the workers, resume from the first checkpoint of the plan that they can load, and train."""
+    """Start the workers, resume from the first checkpoint of the plan that they can load, and train.
+
+    If an actor rank is lost, all of them are started again, and the run continues from its newest checkpoint.
+    """
     # Workers may have another working directory.
     config = replace(config, trainer=replace(config.trainer, default_local_dir=str(folder.path.absolute())))
-    planned_steps = plan.last_step(plan.progress)
     async with (
         teacher_asleep(config, teachers),
         start_workers(
             config,
             choose_device(config.trainer.device),
-            total_steps=planned_steps,
+            total_steps=plan.last_step(plan.progress),
             stop_token_ids=plan.stop_token_ids,
             n_tokens=plan.n_tokens,
             teacher_specs=teachers.client_specs(),
@@ -299,27 +301,48 @@ async def _train(
         if workers.scoring is not None:
             teachers.requests = workers.scoring
         folder.accept()
-        if plan.points:
-            start = await _resume(config, workers, plan.points, folder.path)
-        else:
-            forget_best(folder.path)
-            start = ResumeState(plan.fresh)
-        if (total_steps := plan.last_step(start.progress)) != planned_steps:  # another checkpoint than planned
-            await workers.actors.call(
-                "set_total_steps", total_steps, timeout_s=config.actor_rollout_ref.actor.timeout_s, phase="resume"
-            )
-        await Trainer(config, workers, teachers, plan.loader, start, reward_context).fit(stop)
+        points = plan.points
+        while True:
+            start = await _load(config, workers, plan, points, folder.path)
+            trainer = Trainer(config, workers, teachers, plan.loader, start, reward_context)
+            try:
+                return await trainer.fit(stop)
+            except GkdError as error:
+                if stop.reason is not None:
+                    raise
+                await workers.restart_actors(error)
+                points = _newest_point(config, trainer.saver.newest, plan) or points
+                log.warning("the actor ranks were started again; steps after the newest checkpoint are repeated")
 
 
-async def _resume(config: Config, workers: Workers, points: Sequence[ResumePoint], root: Path) -> ResumeState:
+def _newest_point(config: Config, checkpoint: Path | None, plan: TrainingPlan) -> list[ResumePoint]:
+    """Return the newest checkpoint of this run, as a list. Empty if there is none."""
+    if checkpoint is None:
+        return []
+    trainer = replace(config.trainer, resume_mode="resume_path", resume_from_path=str(checkpoint))
+    return resume_points(replace(config, trainer=trainer), plan.fresh)
+
+
+async def _load(
+    config: Config, workers: Workers, plan: TrainingPlan, points: Sequence[ResumePoint], root: Path
+) -> ResumeState:
+    """Load the first checkpoint that the actors can load. Without one, the run starts from the model folder."""
+    timeout_s = config.actor_rollout_ref.actor.timeout_s
+
     async def load(path: str) -> None:
-        timeout_s = config.actor_rollout_ref.actor.timeout_s
         await workers.actors.call("load_checkpoint", path, timeout_s=timeout_s, phase="load_checkpoint")
 
-    point = await load_first_usable(points, load, may_skip=config.trainer.resume_mode == "auto")
-    log.info("resumed from %s", point.folder)
-    best = read_best(root, config.trainer.best_metric, until=point.progress.step)
-    return ResumeState(point.progress, point.folder, best)
+    if points:
+        point = await load_first_usable(points, load, may_skip=config.trainer.resume_mode == "auto")
+        log.info("resumed from %s", point.folder)
+        best = read_best(root, config.trainer.best_metric, until=point.progress.step)
+        start = ResumeState(point.progress, point.folder, best)
+    else:
+        forget_best(root)
+        start = ResumeState(plan.fresh)
+    if (total_steps := plan.last_step(start.progress)) != plan.last_step(plan.progress):  # not the planned checkpoint
+        await workers.actors.call("set_total_steps", total_steps, timeout_s=timeout_s, phase="resume")
+    return start
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

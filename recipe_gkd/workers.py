@@ -5,34 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-from ray.exceptions import RayError
 
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.actor.shards import Cost, Sharding, token_cost
 from recipe_gkd.actor.student_dims import read_student_dims
-from recipe_gkd.checkpoints.folders import PROBE
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
 from recipe_gkd.config.hybrid_engine import hybrid_cuda_problems
 from recipe_gkd.config.startup import startup_timeout_s
-from recipe_gkd.config.validate import saves_checkpoints
-from recipe_gkd.diagnostics.collect import diagnose
-from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.errors import ConfigError, ResourceError, WorkerDied
+from recipe_gkd.config.weight_transport import weight_transport
+from recipe_gkd.diagnostics.collect import diagnose, with_diagnosis
+from recipe_gkd.errors import ConfigError, GkdError, WorkerDied
 from recipe_gkd.memory_budget import check_budget
 from recipe_gkd.metrics.flops import sample_cost
-from recipe_gkd.ray_cluster.capacity import ClusterCapacity, cluster_capacity
+from recipe_gkd.ray_cluster.actor_restarts import ActorRestarts
+from recipe_gkd.ray_cluster.capacity import ClusterCapacity, capacity_or_none
 from recipe_gkd.ray_cluster.node_checks import check_nodes
 from recipe_gkd.ray_cluster.object_store import ObjectStoreUsage, warn_if_small
 from recipe_gkd.ray_cluster.placement import (
+    Reports,
     check_devices,
     check_transport,
     collect_device_reports,
@@ -41,12 +37,12 @@ from recipe_gkd.ray_cluster.placement import (
 )
 from recipe_gkd.ray_cluster.pools import Pool, create_pools, pool_specs
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
+from recipe_gkd.ray_cluster.shared_folder import check_shared_folder
 from recipe_gkd.ray_cluster.startup_progress import StartupProgress
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime.tasks import run_to_end
-from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.runtime.worker_variables import worker_variables
 from recipe_gkd.scoring.homes import Homes
 from recipe_gkd.scoring.pool import ScoringPool
@@ -63,6 +59,30 @@ SHUTDOWN_S = 10.0
 """Time that workers have for an orderly shutdown before they are killed."""
 
 
+@dataclass(frozen=True)
+class ActorReports:
+    """Reports of the actor ranks after their set-up.
+
+    Attributes:
+        ranks: Report of each rank; see :meth:`~recipe_gkd.actor.ray_worker.ActorWorker.setup`.
+        homes: Nodes of the data-parallel ranks.
+    """
+
+    ranks: list[dict[str, Any]]
+    homes: Homes
+
+    @classmethod
+    def of(cls, ranks: list[dict[str, Any]], actors: WorkerGroup, devices: Reports) -> ActorReports:
+        """Return the reports of the set-up, with the nodes of the device reports."""
+        nodes = [str(devices[actors.label(rank)].get("node_id")) for rank in range(len(actors))]
+        return cls(ranks, Homes.of(ranks, nodes))
+
+    @property
+    def dp_ranks(self) -> list[int]:
+        """Data-parallel rank of each rank."""
+        return [report["dp_rank"] for report in self.ranks]
+
+
 @dataclass
 class Workers:
     """Connected workers of both pools.
@@ -74,6 +94,7 @@ class Workers:
         dp_ranks: Data-parallel rank of each actor rank.
         sharding: Division of a batch among the data-parallel ranks.
         restarts: Replacement of dead rollout workers.
+        actor_restarts: Replacement of all actor ranks after one was lost.
         engine_dtype: Data type of the rollout engines.
         actor_devices: Name of the device of each actor rank, such as ``NVIDIA H100 80GB HBM3`` or ``cpu``.
         scoring: Scoring workers. None if the teachers run in the driver's process.
@@ -88,6 +109,7 @@ class Workers:
     dp_ranks: list[int]
     sharding: Sharding
     restarts: RolloutRestarts
+    actor_restarts: ActorRestarts[ActorReports]
     engine_dtype: str = ""
     actor_devices: Sequence[str] = ()
     scoring: ScoringPool | None = None
@@ -97,7 +119,10 @@ class Workers:
 
     async def metrics(self) -> dict[str, float]:
         """Return the numbers of restarted workers so far, and the use of Ray's object stores."""
-        counts = {"rollout/restarts": float(self.restarts.n_restarts)}
+        counts = {
+            "actor/restarts": float(self.actor_restarts.n_restarts),
+            "rollout/restarts": float(self.restarts.n_restarts),
+        }
         if self.scoring is not None:
             counts["scoring/restarts"] = float(self.scoring.n_restarts)
         return counts | await self.store_usage.metrics()
@@ -111,6 +136,23 @@ class Workers:
             WorkerDied: No more workers may be replaced (``trainer.max_worker_restarts``).
         """
         await self.restarts.replace_dead(death)
+        self.weights.forget()
+
+    async def restart_actors(self, error: GkdError) -> None:
+        """Start all actor ranks again if one was lost, with the weights of the model folder. The engines stay.
+
+        Args:
+            error: Error with which the training ended.
+
+        Raises:
+            GkdError: ``error`` itself if no rank was lost or no restart is left (``trainer.max_actor_restarts``), or an
+                error of the start.
+        """
+        reports = await self.actor_restarts.restart(error)
+        self.dp_ranks = reports.dp_ranks
+        self.sharding = replace(self.sharding, homes=reports.homes.of_ranks)
+        if self.scoring is not None:
+            self.scoring.homes = reports.homes
         self.weights.forget()
 
 
@@ -141,8 +183,6 @@ async def start_workers(
         ResourceError: The cluster, or a slot's memory for a phase of the hybrid engine, is too small. Nothing started.
         GkdError: A worker failed to start.
     """
-    if device == "cuda" and (problems := list(hybrid_cuda_problems(config))):
-        raise ConfigError("\n".join(problems))
     timeout_s = startup_timeout_s(config, device)
     pools = actor_pool, rollout_pool = await _reserve_pools(config, device, timeout_s=timeout_s)
     n_actors, n_rollouts = actor_pool.spec.n_workers, rollout_pool.spec.n_workers
@@ -161,17 +201,18 @@ async def start_workers(
     actors = WorkerGroup("actor", [start_actor(rank) for rank in range(n_actors)])
     rollouts = WorkerGroup("rollout", [])
     restarts = _restarts(config, rollouts, start_rollout, timeout_s)
+    actor_restarts = _actor_restarts(config, device, actors, start_actor)
     scoring = start_scoring(config, teacher_specs, actor_pool.nodes()) if teacher_specs else None
     groups = [actors, rollouts, *([] if scoring is None else [scoring.group])]
     try:
         if rollout_pool.spec.is_guest and device == "cuda":
             guest_environments = await environments_of_guests(actors, n_guests=n_rollouts, timeout_s=timeout_s)
         rollouts.handles = [start_rollout(rank) for rank in range(n_rollouts)]
-        workers = await _connect(config, device, actors, rollouts, restarts, pools, scoring)
+        workers = await _connect(config, device, actor_restarts, rollouts, restarts, pools, scoring)
         phase = "training"
         yield workers
     except Exception as error:  # noqa: BLE001 - raised again with a diagnosis
-        known = await _with_diagnosis(error, phase, groups, folder_of(config.trainer).absolute())
+        known = await with_diagnosis(error, phase, groups, folder_of(config.trainer).absolute())
         raise known from known.__cause__
     finally:
         await _end(groups, restarts, pools)
@@ -194,6 +235,8 @@ def _spawn(
 
 async def _reserve_pools(config: Config, device: str, *, timeout_s: float) -> tuple[Pool, ...]:
     """Reserve both pools, and check that the phases of the hybrid engine fit into the memory of their slots."""
+    if device == "cuda" and (problems := list(hybrid_cuda_problems(config))):
+        raise ConfigError("\n".join(problems))
     pools = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
     try:
         await check_budget(config, device, pools, timeout_s=timeout_s)
@@ -207,7 +250,7 @@ async def _reserve_pools(config: Config, device: str, *, timeout_s: float) -> tu
 async def _connect(
     config: Config,
     device: str,
-    actors: WorkerGroup,
+    actor_restarts: ActorRestarts[ActorReports],
     rollouts: WorkerGroup,
     restarts: RolloutRestarts,
     pools: Sequence[Pool],
@@ -215,7 +258,7 @@ async def _connect(
 ) -> Workers:
     """Set up the processes of all workers, and the transfer of weights between the pools."""
     timeout_s = startup_timeout_s(config, device)
-    rollout = config.actor_rollout_ref.rollout
+    rollout, actors = config.actor_rollout_ref.rollout, actor_restarts.actors
     async with StartupProgress() as progress:
         activity = "starting processes"
         started = {group.name: progress.begin(group.name, len(group), activity) for group in (actors, rollouts)}
@@ -225,16 +268,16 @@ async def _connect(
         log.info("workers:\n%s", placement_table(reports))
         check_devices(reports, is_hybrid=config.actor_rollout_ref.hybrid_engine)
         check_transport(reports, rollout.weight_transport)
-        await _check_shared_folder(config, actors)
+        await check_shared_folder(config, actors)
         connected = asyncio.ensure_future(scoring.connect(CONNECT_S)) if scoring is not None else None
         ranks, engines = await _set_up(config, device, actors, rollouts, progress)
         if connected is not None:
             await connected
     if scoring is not None:
         warn_if_small(scoring.nodes, scoring.free_shared_memory, scoring.row_bytes * longest_batch(config))
-    homes = Homes.of(ranks, [str(reports[actors.label(rank)].get("node_id")) for rank in range(len(actors))])
+    actor_reports = ActorReports.of(ranks, actors, reports)
     if scoring is not None:
-        scoring.homes = homes
+        scoring.homes = actor_reports.homes
     await restarts.record_processes(range(len(rollouts)))
     weights = WeightSynchronizer(
         actors,
@@ -243,7 +286,7 @@ async def _connect(
             tensor_parallel_size=rollout.tensor_model_parallel_size,
             bucket_bytes=int(rollout.update_weights_bucket_megabytes * (1 << 20)),
             timeout_s=config.actor_rollout_ref.nccl_timeout,
-            transport=_transport(config),
+            transport=weight_transport(config),
             inflight=config.trainer.inflight_update,
             engine_dtype=engines[0]["dtype"],
         ),
@@ -253,14 +296,15 @@ async def _connect(
         actors,
         rollouts,
         weights,
-        dp_ranks=[report["dp_rank"] for report in ranks],
-        sharding=Sharding(homes.of_ranks, _sample_cost(config)),
+        dp_ranks=actor_reports.dp_ranks,
+        sharding=Sharding(actor_reports.homes.of_ranks, _sample_cost(config)),
         restarts=restarts,
+        actor_restarts=actor_restarts,
         engine_dtype=engines[0]["dtype"],
         actor_devices=[report["device_name"] for report in ranks],
         scoring=scoring,
         max_row_bytes=max_row_bytes(config, scoring),
-        capacity=await _capacity(pools),
+        capacity=await capacity_or_none(pools),
     )
 
 
@@ -276,22 +320,36 @@ def _restarts(config: Config, rollouts: WorkerGroup, start: Callable[[int], Any]
     )
 
 
+def _actor_restarts(
+    config: Config, device: str, actors: WorkerGroup, start: Callable[[int], Any]
+) -> ActorRestarts[ActorReports]:
+    """Return the replacement of the actor ranks. Ranks that share their devices are not started again.
+
+    Models of other processes may occupy these devices at the time of the failure.
+    """
+    settings, timeout_s = config.actor_rollout_ref, startup_timeout_s(config, device)
+    shares_devices = settings.hybrid_engine or settings.teacher.sleep_between_batches
+    root = folder_of(config.trainer).absolute()
+
+    async def set_up() -> ActorReports:
+        async with StartupProgress() as progress:
+            devices = await collect_device_reports([actors], timeout_s=timeout_s)
+            return ActorReports.of(await _set_up_actors(actors, timeout_s, progress), actors, devices)
+
+    return ActorRestarts(
+        actors,
+        start,
+        set_up,
+        allowed=0 if shares_devices else config.trainer.max_actor_restarts,
+        save_state=lambda error: diagnose(error, [actors], root),
+    )
+
+
 def _sample_cost(config: Config) -> Cost:
     """Return the cost of a sample: its FLOPs, or its number of tokens if they are unknown."""
     dims = read_student_dims(config.actor_rollout_ref.model.path, config)
     longest = config.data.max_prompt_length + config.data.max_response_length
     return token_cost if dims.flops_problem(longest) else sample_cost(dims)
-
-
-async def _with_diagnosis(error: Exception, phase: str, groups: list[WorkerGroup], root: Path) -> Exception:
-    """Save the state of all workers, and return the error to raise, with its cause."""
-    known = as_known_error(error, phase)
-    folder = await diagnose(known, groups, root)
-    if folder is None:
-        return known
-    diagnosed = type(known)(f"{known}\ndiagnosis: {folder}")
-    diagnosed.__cause__ = error
-    return diagnosed
 
 
 async def _end(groups: Sequence[WorkerGroup], restarts: RolloutRestarts, pools: Sequence[Pool]) -> None:
@@ -305,27 +363,6 @@ async def _end(groups: Sequence[WorkerGroup], restarts: RolloutRestarts, pools: 
         await run_to_end(restarts.kill_orphans())
         for pool in pools:
             pool.release()
-
-
-async def _capacity(pools: Sequence[Pool]) -> ClusterCapacity | None:
-    """Return the resources that the cluster could grant instead of ``pools``, or None if Ray does not report them."""
-    try:
-        return await in_thread(cluster_capacity, pools)
-    except (RayError, LookupError) as error:
-        log.warning(
-            "no advice about the sizes of the pools, because Ray did not report its resources: %s: %s",
-            type(error).__name__,
-            error,
-        )
-        return None
-
-
-def _transport(config: Config) -> str:
-    """Return the weight transport. ``auto`` avoids NCCL on shared GPUs, because it allows one rank per GPU."""
-    transport = config.actor_rollout_ref.rollout.weight_transport
-    if transport == "auto":
-        return "ipc" if config.actor_rollout_ref.hybrid_engine and config.trainer.nnodes == 1 else "collective"
-    return transport
 
 
 async def _set_up(
@@ -359,20 +396,3 @@ async def _set_up_actors(actors: WorkerGroup, timeout_s: float, progress: Startu
     for warning in ranks[0].get("warnings", ()):
         log.warning("actor: %s", warning)
     return ranks
-
-
-async def _check_shared_folder(config: Config, actors: WorkerGroup) -> None:
-    """Check that all actor ranks see the driver's run folder, because they write checkpoints and profiles there."""
-    if not saves_checkpoints(config) and not config.trainer.profile.steps:
-        return
-    folder = folder_of(config.trainer).absolute()
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=PROBE) as probe:
-        found = await actors.call(
-            "path_exists", probe.name, timeout_s=SHUTDOWN_S, phase="look for the checkpoint folder"
-        )
-    if unable := [actors.label(rank) for rank, exists in enumerate(found) if not exists]:
-        raise ResourceError(
-            f"{', '.join(unable)} cannot see trainer.default_local_dir={folder} of the driver; set it to a folder on "
-            "a disk that all nodes share, or write neither checkpoints nor profiles: trainer.save_freq=-1 "
-            "trainer.best_metric=null trainer.profile.steps=[]"
-        )

@@ -81,6 +81,11 @@ class CheckpointSaver:
         """Number of failed saves since the run started."""
         return self._failures.count
 
+    @property
+    def newest(self) -> Path | None:
+        """Folder of the newest checkpoint that is complete. None before the first one."""
+        return self._failures.latest_checkpoint
+
     async def save(self, progress: Progress, best: Best | None) -> None:
         """Save a checkpoint.
 

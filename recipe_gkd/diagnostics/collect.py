@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from recipe_gkd.diagnostics.node_agent import GONE, WorkerReport, inspect_workers
 from recipe_gkd.diagnostics.report import WorkerDiagnostics, render
+from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import DeadlineError, UnexpectedError, WeightSyncError, WorkerError, find_timeout_error
 from recipe_gkd.ray_cluster.node_probe import locate, run_on_node
 from recipe_gkd.runtime.threads import in_thread
@@ -68,6 +69,17 @@ async def diagnose(
     except Exception:
         log.warning("not all files of the diagnosis in %s could be written", folder, exc_info=True)
     return folder
+
+
+async def with_diagnosis(error: Exception, phase: str, groups: Sequence[WorkerGroup], root: Path) -> Exception:
+    """Save the state of all workers, and return the error to raise, with its cause. It names the folder."""
+    known = as_known_error(error, phase)
+    folder = await diagnose(known, groups, root)
+    if folder is None:
+        return known
+    diagnosed = type(known)(f"{known}\ndiagnosis: {folder}")
+    diagnosed.__cause__ = error
+    return diagnosed
 
 
 async def _in_thread_until(deadline: float, function: Callable[..., T], *args: Any) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,10 +10,14 @@ from dataclasses import dataclass, replace
 import psutil
 import ray
 from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 
 from recipe_gkd.ray_cluster.node_probe import own_node
 from recipe_gkd.ray_cluster.pools import Pool, PoolSpec, choose_nodes
+from recipe_gkd.runtime.threads import in_thread
+
+log = logging.getLogger(__name__)
 
 PoolSize = tuple[int, int]
 """Number of nodes, devices on each node."""
@@ -64,6 +69,19 @@ def cluster_capacity(pools: Sequence[Pool]) -> ClusterCapacity:
         nodes.append(usable)
     cores = sum(node["CPU"] for node in nodes) if on_cpu else None
     return ClusterCapacity((actor.spec, rollout.spec), tuple(nodes), cores)
+
+
+async def capacity_or_none(pools: Sequence[Pool]) -> ClusterCapacity | None:
+    """Return the capacity, or None with a warning if Ray does not report its resources."""
+    try:
+        return await in_thread(cluster_capacity, pools)
+    except (RayError, LookupError) as error:
+        log.warning(
+            "no advice about the sizes of the pools, because Ray did not report its resources: %s: %s",
+            type(error).__name__,
+            error,
+        )
+        return None
 
 
 def physical_cores() -> int:

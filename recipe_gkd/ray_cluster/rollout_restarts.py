@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar, cast
 
 from ray.exceptions import RayError
 
-from recipe_gkd.errors import DeadlineError, GkdError, ResourceError, WorkerDied, find_timeout_error
+from recipe_gkd.errors import DeadlineError, GkdError, WorkerDied, find_timeout_error
+from recipe_gkd.ray_cluster.new_workers import set_up_in_new_processes
 from recipe_gkd.ray_cluster.node_probe import kill_workers, locate, run_on_node
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime import process_trees
@@ -19,8 +19,6 @@ from recipe_gkd.runtime.process_id import ProcessId
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PLACEMENT_TIMEOUT_S = 120.0
-"""Time that Ray has to start the process of a new worker, whose node may be lost."""
 KILL_TIMEOUT_S = 5.0
 """Deadline of the end of a silent worker's processes."""
 NODE_PROBE_TIMEOUT_S = 2.0
@@ -159,31 +157,9 @@ class RolloutRestarts:
             await self._replace_dead(cast(WorkerDied, failed[0]))
 
     async def _set_up(self, rank: int) -> None:
-        """Wait until a new worker is set up.
-
-        Raises:
-            WorkerDied: The worker died.
-            ResourceError: Ray has not started it, because no node has room for it.
-            GkdError: The set-up failed.
-        """
-        call = asyncio.ensure_future(
-            self._rollouts.call_one(rank, "setup", timeout_s=self._timeout_s, phase="start again")
-        )
-        try:
-            started = time.monotonic()
-            while not call.done() and time.monotonic() - started < PLACEMENT_TIMEOUT_S:
-                if (await locate([self._rollouts.handles[rank]]))[0].pid:
-                    break
-                await asyncio.wait([call], timeout=1.0)
-            else:
-                if not call.done():
-                    raise ResourceError(
-                        f"{self._rollouts.label(rank)} was not started again within {PLACEMENT_TIMEOUT_S:g} s: Ray has "
-                        "no room for it. Its node may be lost; add a node with as many slots, and start the run again"
-                    )
-            await call
-        finally:
-            call.cancel()
+        """Wait until a new worker is set up. Errors: see :func:`set_up_in_new_processes`."""
+        call = self._rollouts.call_one(rank, "setup", timeout_s=self._timeout_s, phase="start again")
+        await set_up_in_new_processes(self._rollouts, [rank], call)
 
 
 async def _result_or_none(call: Awaitable[T]) -> T | None:

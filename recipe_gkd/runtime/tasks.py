@@ -42,7 +42,8 @@ class FirstErrorTaskGroup:
         try:
             await self._group.__aexit__(*error)
         except BaseExceptionGroup as group:
-            raise _cause(error[1], group) from None
+            first = _cause(error[1], group)
+            raise first from first.__cause__  # without the group as its context
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:

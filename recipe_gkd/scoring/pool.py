@@ -163,7 +163,8 @@ class ScoringPool:
         self, request: TeacherRequest, home: int, indices: Sequence[int], timeout_s: float
     ) -> dict[int, StoredTopK]:
         node = self._own_node if home == NO_HOME else self.homes.nodes[home]
-        rank = next(self._workers_of[node])
+        # Actor ranks that were started again may be on a node without a worker.
+        rank = next(self._workers_of.get(node) or self._workers_of[self._node_of[0]])
         sequences = [request.sequences[index] for index in indices]
         answer, block = self.group.handles[rank].score.remote(
             request.teacher, sequences, timeout_s, request.temperature

@@ -27,6 +27,7 @@ from recipe_gkd.metrics.prometheus_logger import check_metrics_port
 from recipe_gkd.metrics.utilization import ActorUtilization
 from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.row_memory import RowMemory
+from recipe_gkd.ray_cluster.actor_restarts import ActorRestarts
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.rewards.items import RewardItem
 from recipe_gkd.scoring.pool import ScoringPool
@@ -95,6 +96,12 @@ def check_count_limit(config: Config, name: str) -> None:
             restarts._used = limit
             with pytest.raises(WorkerDied, match=f"{name}={limit} "):
                 asyncio.run(restarts.replace_dead())
+        case "max_actor_restarts":
+            actors: Any = SimpleNamespace(dead=lambda: asyncio.sleep(0, [0]), label=str, __len__=lambda: 1)
+            actor_restarts = ActorRestarts(actors, print, print, allowed=limit, save_state=print)  # type: ignore[arg-type]
+            actor_restarts.n_restarts = limit
+            with pytest.raises(WorkerDied, match="lost"):
+                asyncio.run(actor_restarts.restart(WorkerDied("lost")))
         case "max_skipped_samples":
             policy = FailurePolicy(config.actor_rollout_ref.teacher)
             policy.n_skipped = limit

@@ -68,7 +68,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(workers, "check_budget", check_nodes)
     monkeypatch.setattr(workers, "check_devices", lambda *_, **__: None)
     monkeypatch.setattr(workers, "placement_table", lambda _: "")
-    monkeypatch.setattr(workers, "cluster_capacity", lambda _: None)
+    monkeypatch.setattr("recipe_gkd.ray_cluster.capacity.cluster_capacity", lambda _: None)
     return names
 
 
@@ -168,7 +168,7 @@ class TestStartWorkers:
             trained.append(True)
 
         trained: list[bool] = []
-        monkeypatch.setattr(workers, "cluster_capacity", no_capacity)
+        monkeypatch.setattr("recipe_gkd.ray_cluster.capacity.cluster_capacity", no_capacity)
         monkeypatch.setattr(worker_group, "kill_workers", refuse)
         asyncio.run(train(tmp_path, monkeypatch, reply, body))
         assert trained == [True]

@@ -164,6 +164,13 @@ class TrainerConfig:
         ge=0,
         le=MAX_STEPS,
     )
+    max_actor_restarts: int = key(
+        "Maximum number of times that all actor ranks are started again during a run, because one died or missed a "
+        "deadline. The run continues from its newest checkpoint; the rollout engines stay. Not with `hybrid_engine` or "
+        "`teacher.sleep_between_batches`, whose ranks share their devices.",
+        ge=0,
+        le=MAX_STEPS,
+    )
     device_peak_tflops: float | None = key(
         "Peak rate of an actor device in TFLOP/s, in the data type of training and without sparsity, for "
         "`perf/mfu/actor`. null: the rate of the data sheet for common GPUs; the metric is left out for other devices.",

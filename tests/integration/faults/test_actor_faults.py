@@ -9,6 +9,7 @@ import pytest
 
 from recipe_gkd.diagnostics.collect import TIMEOUT_S
 from recipe_gkd.errors import GkdError
+from recipe_gkd.trainer import Trainer
 from tests.integration.faults.faulty import DEADLINE_S, InjectedSignal, TrainerFactory, inject
 
 pytestmark = pytest.mark.timeout(200)
@@ -58,3 +59,25 @@ def test_fit_with_a_failing_actor_rank_names_it_and_ends_before_its_deadlines(
     report = (folder / "report.md").read_text()
     state = "stopped" if number == signal.SIGSTOP else "gone"
     assert re.search(rf"^\| actor worker {rank} of 2 \|.* {state}", report, re.MULTILINE), report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.parametrize(("point", "rank"), [("update", 1), ("gather", 1), ("broadcast", 0)])
+def test_lost_rank_is_replaced_with_all_others_while_the_engine_stays(
+    start_trainer: TrainerFactory, point: str, rank: int, number: signal.Signals
+) -> None:
+    async def train() -> None:
+        async with start_trainer(*TWO_RANKS) as trainer:
+            workers, teachers, loader = trainer.workers, trainer.teachers, trainer.loader
+            engine = list(workers.rollouts.handles)
+            await inject(workers.actors, rank, point, number)
+            with pytest.raises(GkdError) as caught:
+                await trainer.fit()
+            await workers.restart_actors(caught.value)
+            second = Trainer(trainer.config, workers, teachers, loader, trainer.start)
+            await second.fit()
+            assert second.progress.step == second.last_step == 10
+            assert workers.rollouts.handles == engine and (await workers.metrics())["actor/restarts"] == 1
+
+    asyncio.run(train())

@@ -129,8 +129,8 @@ class TestKilledProcess:
         wait_until(lambda: not any(is_alive(process) for process in descendants), timeout_s=15)
 
     @pytest.mark.slow  # tests/integration/faults stops an actor rank without a run.
-    def test_killed_actor_ends_run(self, start_run: StartRun) -> None:
-        run = start_run(*LONG_RUN, "trainer.scheduler=two_step_off")
+    def test_killed_actor_without_restart_ends_run(self, start_run: StartRun) -> None:
+        run = start_run(*LONG_RUN, "trainer.scheduler=two_step_off", "trainer.max_actor_restarts=0")
         run.await_step(3)
         kill_worker(run, "ActorWorker")
         assert_ended(run, 1, "actor worker 0 of 1 died", timeout_s=60)

@@ -31,7 +31,7 @@ TARGETS = {
     "control service": "/gcs/gcs_server",
 }
 """Name of a target -> part of the command line of its process."""
-REPLACED = {"rollout", "scoring"}
+REPLACED = {"actor", "rollout", "scoring"}
 """Targets without which a run continues."""
 END_TIMEOUT_S = 120.0
 REPRODUCIBLE = ("actor/", "response_seq_len/", "reward/")
@@ -40,8 +40,11 @@ N_PER_STEP = 2 + 2 * 6
 
 
 def reproducible(run: Run) -> list[dict[str, Any]]:
-    """Return the metrics of each step that do not depend on time."""
-    return [{name: value for name, value in line.items() if name.startswith(REPRODUCIBLE)} for line in run.metrics]
+    """Return the metrics of each step that do not depend on time or restarts."""
+    return [
+        {name: value for name, value in line.items() if name.startswith(REPRODUCIBLE) and name != "actor/restarts"}
+        for line in run.metrics
+    ]
 
 
 def record_of(folder: Path) -> list[dict[str, Any]]:
@@ -84,7 +87,8 @@ class Campaign:
     def start(self) -> Run:
         """Start the run again."""
         self.n_starts += 1
-        self.run = self._start_run(*self._overrides, "trainer.max_worker_restarts=1000", folder=self._folder)
+        restarts = ("trainer.max_worker_restarts=1000", "trainer.max_actor_restarts=1000")
+        self.run = self._start_run(*self._overrides, *restarts, folder=self._folder)
         return self.run
 
     def execute(self, targets: list[str], rng: random.Random) -> None:
@@ -126,13 +130,15 @@ def check_exactly_once(run: Run, n_steps: int, per_step: int, max_staleness: int
 def test_killed_processes_change_nothing_in_sync(
     start_run: StartRun, validation: list[str], reference_run: Run, tmp_path: Path
 ) -> None:
-    """Kills of a scoring worker, a rollout worker and the driver."""
+    """Kills of a scoring worker, a rollout worker, the actor and the driver."""
     assert reference_run.status == 0, reference_run.output
     overrides = ("trainer.scheduler=sync", "trainer.total_epochs=2", "trainer.save_freq=2", *validation)
     campaign = Campaign(start_run, (*overrides, *FULL_OBJECTIVE), tmp_path / "killed", n_steps=6)
     campaign.run.await_step(1)
     assert kill(campaign.run, "scoring") and kill(campaign.run, "rollout")
     campaign.run.await_step(3)
+    assert kill(campaign.run, "actor")
+    campaign.run.await_step(5)
     assert kill(campaign.run, "driver")
     campaign.await_end("driver")
     final = campaign.start().finish()
@@ -141,8 +147,10 @@ def test_killed_processes_change_nothing_in_sync(
     check_exactly_once(final, n_steps=6, per_step=N_PER_STEP, max_staleness=0)
     expected = [(line["uids"], line["rows"]) for line in record_of(reference_run.folder)]
     assert [(line["uids"], line["rows"]) for line in record_of(final.folder)] == expected
+    assert [line["resumed_from"] for line in record_of(final.folder)] == [0, 0, 2, 2, 4, 4]
     log = (final.folder / "run.log").read_text()
     assert "scoring worker 0 of 1 died" in log and "rollout worker 0 of 1 died" in log
+    assert "starting all actor ranks again (1 of 1000 restarts)" in log
 
     import transformers
 

@@ -27,7 +27,7 @@ class TestFirstErrorTaskGroup:
                 cleaned.append("in order")
 
         async def fail() -> None:
-            raise ZeroDivisionError
+            raise ZeroDivisionError from cause
 
         async def scenario() -> None:
             async with FirstErrorTaskGroup() as tasks:
@@ -38,9 +38,11 @@ class TestFirstErrorTaskGroup:
                     await asyncio.sleep(60)
                 await fail()
 
-        with pytest.raises(ZeroDivisionError):
+        cause = KeyError("the cause")
+        with pytest.raises(ZeroDivisionError) as caught:
             asyncio.run(scenario())
         assert cleaned == ["in order"]
+        assert caught.value.__cause__ is cause and caught.value.__suppress_context__
 
 
 class TestRunToEnd:

@@ -1,0 +1,91 @@
+"""Replacement of all actor ranks after one was lost, with a limit on the number of restarts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+from recipe_gkd.errors import GkdError, WorkerDied, find_timeout_error
+from recipe_gkd.ray_cluster.new_workers import set_up_in_new_processes
+from recipe_gkd.ray_cluster.node_probe import kill_workers
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+KILL_TIMEOUT_S = 5.0
+"""Deadline of the end of the old ranks' processes."""
+
+
+class ActorRestarts(Generic[T]):
+    """Starts all actor ranks again after one was lost, at most ``trainer.max_actor_restarts`` times in a run.
+
+    A rank is lost if its process has ended, or if it did not answer before a deadline. The others cannot go on without
+    it, because they share the model, the gradients or the states of the optimizer with it.
+
+    Args:
+        actors: Group whose workers are replaced.
+        start: Function that starts a new worker of a rank and returns its handle.
+        set_up: Function that sets up all new workers.
+        allowed: Maximum number of restarts. 0: none, for ranks that share their devices with other models.
+        save_state: Saves the state of all workers because of an error, for a diagnosis, and returns its folder.
+
+    Attributes:
+        actors: The group.
+        n_restarts: Number of restarts so far.
+    """
+
+    def __init__(
+        self,
+        actors: WorkerGroup,
+        start: Callable[[int], Any],
+        set_up: Callable[[], Awaitable[T]],
+        *,
+        allowed: int,
+        save_state: Callable[[GkdError], Awaitable[object]],
+    ) -> None:
+        self.actors, self._start, self._set_up = actors, start, set_up
+        self._allowed, self._save_state = allowed, save_state
+        self.n_restarts = 0
+
+    async def restart(self, error: GkdError) -> T:
+        """Kill all ranks, start and set up new ones, and return the result of the set-up.
+
+        Args:
+            error: Error with which the training ended.
+
+        Raises:
+            GkdError: ``error`` itself if no rank was lost or no restart is left, or an error of the set-up.
+        """
+        while True:
+            await self._check(error)
+            self.n_restarts += 1
+            folder = await self._save_state(error)
+            log.warning(
+                "%s; starting all actor ranks again (%d of %d restarts)%s",
+                error, self.n_restarts, self._allowed, "" if folder is None else f"; diagnosis: {folder}",
+            )  # fmt: skip
+            await kill_workers(self.actors.handles, timeout_s=KILL_TIMEOUT_S)
+            ranks = range(len(self.actors))
+            for rank in ranks:
+                self.actors.replace(rank, self._start(rank))
+            try:
+                return await set_up_in_new_processes(self.actors, ranks, self._set_up())
+            except WorkerDied as death:  # Ray needs up to 30 s to notice that a node is lost, and starts workers there
+                error = death
+
+    async def _check(self, error: GkdError) -> None:
+        """Raise ``error`` unless a rank was lost and a restart is left."""
+        late = find_timeout_error(error)
+        silent = [] if late is None else [label for label in self._labels() if label in late.silent]
+        lost = [self.actors.label(rank) for rank in await self.actors.dead()] or silent
+        if not lost:
+            raise error
+        if self.n_restarts >= self._allowed:
+            if self._allowed:
+                log.error("%s was not started again: trainer.max_actor_restarts=%d is used up", lost[0], self._allowed)
+            raise error
+
+    def _labels(self) -> list[str]:
+        return [self.actors.label(rank) for rank in range(len(self.actors))]
