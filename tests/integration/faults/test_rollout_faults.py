@@ -27,20 +27,13 @@ END_S = 25.0
 STOP, KILL = signal.SIGSTOP, signal.SIGKILL
 
 
+@pytest.mark.slow  # test_kills.py replaces a killed worker, and test_actor_faults.py has a silent one
 @pytest.mark.parametrize(
     "faults",
     [
         pytest.param({1: (0, "generate", STOP), 3: (1, "receive", KILL), 5: (0, "load", STOP)}, id="stop, kill, stop"),
-        pytest.param(
-            {1: (1, "receive", STOP), 3: (0, "load", STOP), 5: (1, "generate", KILL)},
-            id="stop, stop, kill",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {1: (0, "generate", KILL), 3: (1, "load", KILL), 5: (0, "receive", STOP)},
-            id="kill, kill, stop",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param({1: (1, "receive", STOP), 3: (0, "load", STOP), 5: (1, "generate", KILL)}, id="stop, stop, kill"),
+        pytest.param({1: (0, "generate", KILL), 3: (1, "load", KILL), 5: (0, "receive", STOP)}, id="kill, kill, stop"),
     ],
 )
 def test_stopped_and_killed_workers_are_replaced_without_losing_prompts(

@@ -5,7 +5,6 @@ KILLS and KILL_SEED set the number of kills of the slow campaign and its seed.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.metrics.sample_record import FILE
+from tests._support.sample_records import check_exactly_once, record_of
 from tests._support.training_command import FULL_OBJECTIVE, Run, StartRun, processes_of_run
 
 pytestmark = pytest.mark.timeout(600)
@@ -45,10 +44,6 @@ def reproducible(run: Run) -> list[dict[str, Any]]:
         {name: value for name, value in line.items() if name.startswith(REPRODUCIBLE) and name != "actor/restarts"}
         for line in run.metrics
     ]
-
-
-def record_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
 
 
 def kill(run: Run, target: str) -> bool:
@@ -116,17 +111,6 @@ class Campaign:
         assert ended.leftovers(timeout_s=20) == [], target
 
 
-def check_exactly_once(run: Run, n_steps: int, per_step: int, max_staleness: int) -> None:
-    """Check with the record of samples that each was trained on once after the checkpoint that a start resumed from."""
-    record = record_of(run.folder)
-    assert [line["training/global_step"] for line in record] == list(range(1, n_steps + 1))
-    assert all(line["resumed_from"] < line["training/global_step"] for line in record)
-    assert [line["resumed_from"] for line in record] == sorted(line["resumed_from"] for line in record)
-    uids = [uid for line in record for first, last in line["uids"] for uid in range(first, last + 1)]
-    assert len(uids) == len(set(uids)) == n_steps * per_step
-    assert all(0 <= low <= high <= max_staleness for low, high in (line["staleness"] for line in record))
-
-
 def test_killed_processes_change_nothing_in_sync(
     start_run: StartRun, validation: list[str], reference_run: Run, tmp_path: Path
 ) -> None:
@@ -144,7 +128,7 @@ def test_killed_processes_change_nothing_in_sync(
     final = campaign.start().finish()
     assert final.status == 0, final.output
     assert reproducible(final) == reproducible(reference_run)
-    check_exactly_once(final, n_steps=6, per_step=N_PER_STEP, max_staleness=0)
+    check_exactly_once(final.folder, n_steps=6, per_step=N_PER_STEP, max_staleness=0)
     expected = [(line["uids"], line["rows"]) for line in record_of(reference_run.folder)]
     assert [(line["uids"], line["rows"]) for line in record_of(final.folder)] == expected
     assert [line["resumed_from"] for line in record_of(final.folder)] == [0, 0, 2, 2, 4, 4]
@@ -172,7 +156,7 @@ def test_campaign_of_random_kills(start_run: StartRun, validation: list[str], tm
     campaign.execute(targets, rng)
     print(f"{scheduler}: {campaign.n_starts} starts, kills (target, complete steps): {campaign.kills}")
     bound = 0 if scheduler == "sync" else 1
-    check_exactly_once(campaign.run, n_steps, N_PER_STEP, bound)
+    check_exactly_once(campaign.run.folder, n_steps, N_PER_STEP, bound)
     if scheduler == "sync":
         undisturbed = start_run(*overrides, folder=tmp_path / "undisturbed").finish(timeout_s=400)
         assert undisturbed.status == 0, undisturbed.output

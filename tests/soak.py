@@ -1,0 +1,302 @@
+"""Train for a long time while processes are killed and stopped, and measure whether anything grows.
+
+    python -m tests.soak [--minutes 60] [--fault-every 90] [--seed 0] [--dir DIR] [--json FILE]
+
+A training of the quickstart's size (``one_step_off``) with a teacher service of two workers. Every ``--fault-every``
+seconds, on average, one random fault of :data:`FAULTS`, which the run must survive. Every 10 s a sample of the memory
+(USS), file descriptors and threads of each process, and of ``/dev/shm``, temporary files and logs. At the end: growth
+per hour after the first ten minutes, the number of faults, and a check that each sample was trained on once.
+
+The exit status is 1 if anything grows beyond its limit, the run ended, or a process is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+
+from tests._support.growth import Measure, Sample, growths, table
+from tests._support.repository import REPO
+from tests._support.sample_records import check_exactly_once, record_of
+from tests._support.teacher_service import run_script
+from tests._support.training_command import RUN_ID_VARIABLE, Run, Teacher, processes_of_run, running_teacher
+
+WARM_UP_S = 600.0
+SAMPLE_EVERY_S = 10.0
+SILENCE_S = 240.0
+"""Time without a step after which the run counts as hung. The longest fault costs two deadlines and two starts."""
+SAVE_FREQ = 25
+ROLES = {
+    "ray::ActorWorker": "actor",
+    "ray::RolloutWorker": "rollout worker",
+    "ray::ScoringWorker": "scoring worker",
+    "/raylet/raylet": "raylet",
+    "/gcs/gcs_server": "Ray control service",
+    "teacher proxy": "teacher proxy",
+    "teacher worker": "teacher worker",
+    "dashboard": "Ray dashboard and agents",
+    "log_monitor": "Ray log monitor",
+    "ray/_private/monitor": "Ray monitor",
+}
+"""Part of a command line -> role of the process."""
+MEASURES = {
+    "memory": Measure("MB", limit=25.0, relative=0.05),
+    "file descriptors": Measure("", limit=5.0),
+    "threads": Measure("", limit=2.0),
+    "size": Measure("MB", limit=25.0, relative=0.05),
+    "files": Measure("", limit=20.0),
+    "logs of Ray files": Measure("", limit=400.0),
+    "Ray log monitor file descriptors": Measure("", limit=200.0),
+}
+"""Limits by measure, or by role and measure. Ray keeps three log files of each process that it has started, until the
+end of the session, and its log monitor keeps up to 200 of them open."""
+SETTINGS = (
+    "trainer.total_training_steps=1000000",
+    f"trainer.save_freq={SAVE_FREQ}",
+    "trainer.max_actor_ckpt_to_keep=2",
+    "trainer.max_worker_restarts=100000",
+    "trainer.max_actor_restarts=100000",
+    "trainer.logger=[jsonl]",
+    "actor_rollout_ref.actor.optim.lr=1e-5",
+    "actor_rollout_ref.actor.timeout_s=30",
+    "actor_rollout_ref.rollout.timeout_s=30",
+    "actor_rollout_ref.nccl_timeout=20",
+    "actor_rollout_ref.teacher.on_failure=wait",
+)
+
+
+class Soak:
+    """A run, its teacher service, and the faults and samples so far.
+
+    Attributes:
+        run: The training.
+        teacher: The teacher service.
+        faults: Number of faults by name.
+        samples: Values of all measures.
+        started: Start, of the monotonic clock.
+    """
+
+    def __init__(self, run: Run, teacher: Teacher, rng: random.Random) -> None:
+        self.run, self.teacher, self._rng = run, teacher, rng
+        self.faults: Counter[str] = Counter()
+        self.samples: list[Sample] = []
+        self.started = time.monotonic()
+
+    # --- faults ---
+
+    def inject(self) -> None:
+        """Inject a random fault. Without its process, which may be starting, nothing happens."""
+        name = self._rng.choice(list(FAULTS))
+        if FAULTS[name](self):
+            self.faults[name] += 1
+            print(f"{self.seconds:6.0f} s  step {self.step:5d}  {name}", flush=True)
+
+    def signal_run(self, part: str, number: int) -> bool:
+        """Send a signal to the oldest process of the run whose command line has ``part``."""
+        pids = sorted(int(line.split()[0]) for line in processes_of_run(self.run.run_id) if part in line)
+        return bool(pids) and send(pids[0], number)
+
+    def kill_teacher_worker(self) -> bool:
+        """Kill a teacher worker, and start another one."""
+        pids = [p for p in self._service_pids() if "teacher worker" in command_of(p)]
+        if len(pids) < 2 or not send(self._rng.choice(pids), signal.SIGKILL):
+            return False
+        joined = run_script("join_server.sh", timeout_s=150, RUN_DIR=str(self.teacher.run_dir), **self.teacher.settings)
+        assert joined.returncode == 0, joined.stdout + joined.stderr
+        return True
+
+    def stop_proxy_for_a_while(self) -> bool:
+        """Stop the teacher's proxy for 8 s."""
+        [proxy] = [p for p in self._service_pids() if "teacher proxy" in command_of(p)]
+        send(proxy, signal.SIGSTOP)
+        time.sleep(8)
+        return send(proxy, signal.SIGCONT)
+
+    # --- samples ---
+
+    def take_samples(self) -> None:
+        """Read all measures."""
+        at_s = self.seconds
+        for process in self._processes():
+            with suppress(psutil.Error, OSError), process.oneshot():
+                role, source = role_of(process, self.run.process.pid), f"{process.pid}-{process.create_time()}"
+                values = {
+                    "memory": process.memory_full_info().uss / 1e6,
+                    "file descriptors": process.num_fds(),
+                    "threads": process.num_threads(),
+                }
+                self.samples += [Sample(role, name, source, at_s, float(value)) for name, value in values.items()]
+        for role, folder in self._folders().items():
+            sizes = list(file_sizes(folder))
+            self.samples.append(Sample(role, "size", role, at_s, sum(sizes) / 1e6))
+            self.samples.append(Sample(role, "files", role, at_s, float(len(sizes))))
+
+    def _processes(self) -> Iterator[psutil.Process]:
+        for pid in [self.run.process.pid, *self._service_pids()]:
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                yield from (process, *process.children(recursive=True))
+
+    def _service_pids(self) -> list[int]:
+        files = self.teacher.run_dir.glob("*.pid")
+        pids = [int(file.read_text().split()[0]) for file in files]
+        return [pid for pid in pids if psutil.pid_exists(pid)]
+
+    def _folders(self) -> dict[str, Path]:
+        return {
+            "/dev/shm": Path("/dev/shm"),
+            "temporary files": self.run.temporary,
+            "logs of Ray": self.run.folder.parent / "ray" / "ray" / "session_latest" / "logs",
+            "logs of the teacher": self.teacher.run_dir,
+        }
+
+    @property
+    def seconds(self) -> float:
+        """Time since the start."""
+        return time.monotonic() - self.started
+
+    @property
+    def step(self) -> int:
+        """Number of completed steps of the present history."""
+        path = self.run.folder / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+FAULTS: dict[str, Callable[[Soak], bool]] = {
+    "actor killed": lambda soak: soak.signal_run("ray::ActorWorker", signal.SIGKILL),
+    "actor stopped": lambda soak: soak.signal_run("ray::ActorWorker", signal.SIGSTOP),
+    "rollout worker killed": lambda soak: soak.signal_run("ray::RolloutWorker", signal.SIGKILL),
+    "rollout worker stopped": lambda soak: soak.signal_run("ray::RolloutWorker", signal.SIGSTOP),
+    "scoring worker killed": lambda soak: soak.signal_run("ray::ScoringWorker", signal.SIGKILL),
+    "teacher worker killed": Soak.kill_teacher_worker,
+    "teacher proxy stopped for 8 s": Soak.stop_proxy_for_a_while,
+}
+
+
+def send(pid: int, number: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False
+
+
+def command_of(pid: int) -> str:
+    with suppress(psutil.Error):
+        return " ".join(psutil.Process(pid).cmdline())
+    return ""
+
+
+def role_of(process: psutil.Process, driver: int) -> str:
+    if process.pid == driver:
+        return "driver"
+    command = " ".join(process.cmdline())
+    return next((role for part, role in ROLES.items() if part in command), "other processes")
+
+
+def file_sizes(folder: Path) -> Iterator[int]:
+    """Yield the size on the disk of each file below a folder."""
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            if path.is_file() and not path.is_symlink():
+                yield path.stat().st_blocks * 512
+
+
+@contextmanager
+def running_training(folder: Path, teacher: Teacher) -> Iterator[Run]:
+    """Start the training, and end it with Ctrl-C."""
+    temporary = Path(tempfile.mkdtemp(prefix="gkd", dir="/tmp"))  # the path of a Unix socket must be short
+    run_id = f"soak-{os.getpid()}"
+    command = [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-name", "quickstart", *SETTINGS]
+    command += [
+        f"trainer.default_local_dir={folder / 'run'}",
+        f"actor_rollout_ref.teacher.server_port={teacher.port}",
+    ]
+    (folder / "ray").mkdir(exist_ok=True)
+    env = {
+        "QUICKSTART_DIR": str(folder),
+        RUN_ID_VARIABLE: run_id,
+        "TMPDIR": str(temporary),
+        "RAY_TMPDIR": str(folder / "ray"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "OMP_NUM_THREADS": "1",
+    }
+    with (folder / "output.txt").open("w") as output:
+        process = subprocess.Popen(command, env=os.environ | env, stdout=output, stderr=output, text=True, cwd=REPO)
+        run = Run(process, folder / "run", run_id, temporary)
+        try:
+            yield run
+        finally:
+            send(process.pid, signal.SIGINT)
+            run.finish(timeout_s=90)
+
+
+def train_with_faults(soak: Soak, minutes: float, fault_every_s: float, rng: random.Random) -> str | None:
+    """Inject faults and take samples until the time is over. Return the reason of an earlier end."""
+    next_fault_s, step, step_at_s = 60.0, 0, 0.0
+    while soak.seconds < 60 * minutes:
+        if soak.run.process.poll() is not None:
+            return f"the run ended with status {soak.run.process.returncode}; see output.txt and run.log"
+        if soak.step != step:
+            step, step_at_s = soak.step, soak.seconds
+        if soak.seconds - step_at_s > SILENCE_S:
+            return f"no step for {SILENCE_S:g} s"
+        soak.take_samples()
+        if soak.seconds > next_fault_s:
+            soak.inject()
+            next_fault_s = soak.seconds + rng.uniform(0.5, 1.5) * fault_every_s
+        time.sleep(SAMPLE_EVERY_S)
+    return None
+
+
+def main() -> int:
+    """Run the soak test, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--fault-every", type=float, default=90.0, help="mean seconds between two faults")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dir", type=Path, help="folder of the models and the run; default: a temporary one")
+    parser.add_argument("--json", type=Path, help="file for the figures and all samples")
+    arguments = parser.parse_args()
+    folder = (arguments.dir or Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"files: {folder}", flush=True)
+    subprocess.run([sys.executable, "-m", "recipe_gkd.quickstart.prepare", "--out", str(folder)], check=True, cwd=REPO)
+    rng = random.Random(arguments.seed)
+    with (
+        contextmanager(running_teacher)(folder / "teacher", folder / "service", n_workers=2, N_LOGPROBS=16) as teacher,
+        running_training(folder, teacher) as run,
+    ):
+        soak = Soak(run, teacher, rng)
+        problem = train_with_faults(soak, arguments.minutes, arguments.fault_every, rng)
+        step, seconds = soak.step, soak.seconds
+    leftovers = run.leftovers(timeout_s=20)
+    found = list(growths(soak.samples, MEASURES, min(WARM_UP_S, seconds / 3)))
+    record = record_of(run.folder)
+    print(f"\n{table(found, MEASURES)}\n\n{seconds / 60:.0f} minutes, {step} steps; faults: {dict(soak.faults)}")
+    n_starts = len({r["resumed_from"] for r in record})
+    print(f"ended early: {problem}; left over: {leftovers}; starts of the actors: {n_starts}")
+    check_exactly_once(run.folder, len(record), per_step=64, max_staleness=1)
+    print(f"each of {64 * len(record)} samples was trained on once")
+    if arguments.json:
+        figures = {"minutes": seconds / 60, "steps": step, "faults": soak.faults, "problem": problem}
+        rows = [asdict(row) for row in found]
+        arguments.json.write_text(json.dumps(figures | {"growth": rows, "samples": list(map(asdict, soak.samples))}))
+    return int(problem is not None or bool(leftovers) or not all(row.is_within for row in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

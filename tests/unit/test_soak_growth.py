@@ -1,0 +1,53 @@
+"""Evaluation of the soak test, with synthetic series."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+from tests._support.growth import Growth, Measure, Sample, growths, table
+
+MEASURES = {"memory": Measure("MB", limit=20.0, relative=0.05)}
+
+
+def series(slope_per_hour: float, source: str = "1", start_s: int = 0, end_s: int = 3600) -> list[Sample]:
+    """Return samples of a process every 10 s: a warm-up, noise, and a linear growth."""
+    rng = random.Random(source)
+    return [
+        Sample(
+            "driver", "memory", source, at, 200 + min(at - start_s, 100) + slope_per_hour * at / 3600 + rng.gauss(0, 3)
+        )
+        for at in range(start_s, end_s, 10)
+    ]
+
+
+def growth_of(samples: list[Sample]) -> Growth:
+    [found] = growths(samples, MEASURES, warm_up_s=600)
+    return found
+
+
+def test_noise_and_warm_up_are_no_growth() -> None:
+    found = growth_of(series(0.0))
+    assert found.is_within and found.per_hour is not None and abs(found.per_hour) < 3
+    assert 290 < found.first < 310 and found.limit == 20.0
+
+
+def test_slow_leak_is_found() -> None:
+    found = growth_of(series(40.0))
+    assert not found.is_within and found.per_hour is not None and 35 < found.per_hour < 45
+    assert "GROWS" in table([found], MEASURES)
+
+
+def test_leak_is_found_in_processes_that_are_replaced() -> None:
+    """Each replacement begins at the lowest value, so the value of the role does not grow."""
+    starts = [*range(0, 3601, 600)]
+    leaking = [sample for start, end in pairwise(starts) for sample in series(240.0, str(start), start, end)]
+    steady = [sample for start, end in pairwise(starts) for sample in series(0.0, str(start), start, end)]
+    leak = [Sample(s.role, s.measure, s.source, s.at_s, s.value - 240 * int(s.source) / 3600) for s in leaking]
+    assert not growth_of(leak).is_within and growth_of(steady).is_within
+
+
+def test_growth_of_short_lived_processes_is_unknown() -> None:
+    starts = [*range(600, 1201, 60)]
+    samples = [sample for start, end in pairwise(starts) for sample in series(0.0, str(start), start, end)]
+    assert growth_of(samples).per_hour is None
