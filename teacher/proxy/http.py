@@ -31,6 +31,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client.exposition import choose_encoder
 
 from teacher.errors import TeacherError
 from teacher.proxy.metrics import StatusCollector, StatusSource
@@ -111,6 +112,8 @@ def make_app(source: StatusSource) -> WSGIApplication:
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
         if path == "/metrics":
+            if not _is_format(environ.get("HTTP_ACCEPT", "")):
+                return _respond(start_response, HTTPStatus.BAD_REQUEST, "text/plain", b"Accept has no valid version\n")
             result: Iterable[bytes] = metrics_app(environ, start_response)
             return result
         if path != "/healthz":
@@ -121,6 +124,15 @@ def make_app(source: StatusSource) -> WSGIApplication:
         return _respond(start_response, code, "application/json", body)
 
     return app
+
+
+def _is_format(accept: str) -> bool:
+    """Return False for an Accept header in which prometheus_client finds a version that is not a number."""
+    try:
+        choose_encoder(accept)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _respond(start_response: StartResponse, code: HTTPStatus, content_type: str, body: bytes) -> list[bytes]:

@@ -23,7 +23,7 @@ from teacher import (
     TeacherRequestError,
     TeacherTimeout,
 )
-from teacher.client.chunks import CHUNK_TOKENS, split_request
+from teacher.client.chunks import CHUNK_TOKENS, ScoreCall, split_request
 from teacher.records import LogitSettings, TeacherInfo
 from teacher.wire import protocol
 from teacher.wire.messages import Cancel, Hello, Score, StatusRequest
@@ -96,6 +96,31 @@ def test_submit_failed_chunk_fails_call_and_cancels_rest(service: ScriptedServic
     again = client.submit([sequence(3)])
     service.reply(service.receive(Score))
     assert_scores(again.result(timeout=5), [sequence(3)])
+
+
+def test_error_with_a_huge_sequence_index_fails_only_its_call(service: ScriptedService, client: TeacherClient) -> None:
+    future = client.submit([sequence(3)])
+    text = f"sequence {'9' * 5000}: too long"  # Python refuses to convert more than 4,300 digits
+    service.send(protocol.encode_error(service.receive(Score).request_id, TeacherRequestError(text)))
+    with pytest.raises(TeacherRequestError, match="sequence 9999"):
+        future.result(timeout=5)
+    again = client.submit([sequence(3)])
+    service.reply(service.receive(Score))
+    assert_scores(again.result(timeout=5), [sequence(3)])
+
+
+def test_defect_in_reading_a_reply_fails_its_call_and_open_ones(
+    service: ScriptedService, client: TeacherClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request of the reply is not open any more, but its future must not wait until the deadline."""
+    answered, is_open = client.submit([sequence(3)]), client.submit([sequence(4)])
+    monkeypatch.setattr(ScoreCall, "accept", lambda *_: 1 / 0)
+    service.reply(service.receive(Score))
+    for future in (answered, is_open):
+        with pytest.raises(TeacherError, match="I/O thread failed: ZeroDivisionError"):
+            future.result(timeout=5)
+    with pytest.raises(TeacherError, match="make a new TeacherClient"):
+        client.submit([sequence(3)]).result(timeout=5)
 
 
 def test_submit_too_many_sequences_is_refused(client: TeacherClient) -> None:

@@ -113,6 +113,21 @@ def test_unknown_path_is_404_and_post_is_405(server: HttpServer) -> None:
         assert b" 405 " in peer.recv(100)
 
 
+@pytest.mark.parametrize(
+    ("accept", "code"),
+    [
+        ("application/openmetrics-text; version=1.0.0", 200),
+        ("application/openmetrics-text; version=x", 400),
+        ("text/plain; version=1.x", 400),
+        ("anything", 200),
+    ],
+)
+def test_metrics_accept_header(server: HttpServer, accept: str, code: int) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as peer:
+        peer.sendall(f"GET /metrics HTTP/1.0\r\nAccept: {accept}\r\n\r\n".encode())
+        assert f" {code} ".encode() in peer.recv(100)
+
+
 def test_slow_endless_or_invalid_request_is_dropped(server: HttpServer) -> None:
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:

@@ -279,6 +279,8 @@ def malformed_other_headers() -> list[list[bytes]]:
         ),
         with_header(valid_messages()[5], info={**MODEL, "vocab_size": "9"}),
         with_header(valid_messages()[5], info={**MODEL, "extra": 1}),
+        with_header(valid_messages()[5], info={**MODEL, "model_name": "x" * 1025}),
+        *(with_header(valid_messages()[5], info={**MODEL, key: 0}) for key in ("n_logprobs", "vocab_size", "n_tokens")),
         *(
             with_header(valid_messages()[5], info={**MODEL, "eos_token_ids": ids})
             for ids in (7, "7", [-1], [True], ["7"], [[7]], [2**62], [1] * (LIMITS.eos_token_ids + 1), {7: 7})
@@ -326,3 +328,10 @@ def test_decode_damaged_message_raises_protocol_error_only() -> None:
         with pytest.raises(errors.TeacherProtocolError):
             protocol.decode(frames)
     assert n_refused > 500
+
+
+def test_decode_long_worker_name_is_cut() -> None:
+    """The status has the names of all workers, and its size is limited."""
+    (ready,) = [frames for frames in valid_messages() if msgpack.unpackb(frames[0])["kind"] == "ready"]
+    message = protocol.decode(with_header(ready, name="h" * 5000))
+    assert isinstance(message, Ready) and message.name == "h" * 256

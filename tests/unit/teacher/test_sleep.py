@@ -12,7 +12,7 @@ from teacher.__main__ import main
 from teacher.engines.out_of_memory import explain, find_out_of_memory, out_of_memory_explained
 from teacher.engines.self_check import check_unchanged
 from teacher.engines.vllm_sleep import check_checksums
-from teacher.proxy import Proxy
+from teacher.proxy import Proxy, client_side
 from teacher.records import ScoredSequence
 from teacher.wire import protocol
 from teacher.wire.messages import AsleepSet, Ready, SetAsleep, Welcome
@@ -84,6 +84,22 @@ class TestService:
             worker.engine.gate.set()
             assert asleep.result(timeout=10) == 1 and worker.engine.is_asleep
             assert [len(future.result(timeout=0)) for future in futures] == [1] * 5
+
+    def test_too_many_open_requests_are_deferred(
+        self, proxy: Proxy, client: TeacherClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A client that sends requests without end does not fill the proxy's memory."""
+        monkeypatch.setattr(client_side, "_MAX_SLEEP_REQUESTS", 2)
+        with running_worker(proxy.backend_port) as worker:
+            worker.engine.gate.clear()
+            scored = client.submit([SEQUENCE])
+            open_requests = [client.submit_sleep(timeout_s=20) for _ in range(2)]
+            state_becomes(client, "finishing")
+            with pytest.raises(TeacherTimeout, match="2 requests to sleep or wake up are open already"):
+                client.submit_sleep(timeout_s=0.5).result(timeout=5)
+            worker.engine.gate.set()
+            assert [request.result(timeout=10) for request in open_requests] == [1, 1]
+            assert len(scored.result(timeout=0)) == 1
 
     def test_requests_open_until_deadline_keep_service_awake(self, proxy: Proxy, client: TeacherClient) -> None:
         with running_worker(proxy.backend_port) as worker:
