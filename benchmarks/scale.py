@@ -210,7 +210,7 @@ def running_workers(case: Case, teachers: Any) -> Iterator[Workers]:
     restarts: Any = SimpleNamespace(n_restarts=0)
     sharding = Sharding(homes.of_ranks, token_cost)
     try:
-        yield Workers(actors, rollouts, weights, list(range(case.ranks)), sharding, restarts, scoring=scoring)
+        yield Workers(actors, rollouts, weights, list(range(case.ranks)), sharding, restarts, restarts, scoring=scoring)
     finally:
         handles = [*actors.handles, *rollouts.handles, *([] if scoring is None else scoring.group.handles)]
         for handle in dict.fromkeys(handles):

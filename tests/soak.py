@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,7 +33,14 @@ from tests._support.growth import Measure, Sample, growths, table
 from tests._support.repository import REPO
 from tests._support.sample_records import check_exactly_once, record_of
 from tests._support.teacher_service import run_script
-from tests._support.training_command import RUN_ID_VARIABLE, Run, Teacher, processes_of_run, running_teacher
+from tests._support.training_command import (
+    RUN_ID_VARIABLE,
+    Run,
+    Teacher,
+    processes_of_run,
+    running_teacher,
+    stop_service,
+)
 
 WARM_UP_S = 600.0
 SAMPLE_EVERY_S = 10.0
@@ -60,10 +67,11 @@ MEASURES = {
     "size": Measure("MB", limit=25.0, relative=0.05),
     "files": Measure("", limit=20.0),
     "logs of Ray files": Measure("", limit=400.0),
+    "logs of the teacher files": Measure("", limit=60.0),
     "Ray log monitor file descriptors": Measure("", limit=200.0),
 }
-"""Limits by measure, or by role and measure. Ray keeps three log files of each process that it has started, until the
-end of the session, and its log monitor keeps up to 200 of them open."""
+"""Limits by measure, or by role and measure. Each teacher worker has its own log. Ray keeps three logs of each process
+until the end of the session, and its log monitor keeps up to 200 of them open."""
 SETTINGS = (
     "trainer.total_training_steps=1000000",
     f"trainer.save_freq={SAVE_FREQ}",
@@ -90,18 +98,20 @@ class Soak:
         started: Start, of the monotonic clock.
     """
 
-    def __init__(self, run: Run, teacher: Teacher, rng: random.Random) -> None:
-        self.run, self.teacher, self._rng = run, teacher, rng
+    def __init__(self, run: Run, teacher: Teacher, rng: random.Random, joined: ExitStack) -> None:
+        self.run, self.teacher, self._rng, self._joined = run, teacher, rng, joined
         self.faults: Counter[str] = Counter()
+        self._next: list[str] = []
         self.samples: list[Sample] = []
         self.started = time.monotonic()
 
     # --- faults ---
 
     def inject(self) -> None:
-        """Inject a random fault. Without its process, which may be starting, nothing happens."""
-        name = self._rng.choice(list(FAULTS))
-        if FAULTS[name](self):
+        """Inject the next fault of a random order. Without its process, which may be starting, nothing happens."""
+        if not self._next:
+            self._next = self._rng.sample(list(FAULTS), len(FAULTS))
+        if FAULTS[name := self._next.pop()](self):
             self.faults[name] += 1
             print(f"{self.seconds:6.0f} s  step {self.step:5d}  {name}", flush=True)
 
@@ -115,7 +125,9 @@ class Soak:
         pids = [p for p in self._service_pids() if "teacher worker" in command_of(p)]
         if len(pids) < 2 or not send(self._rng.choice(pids), signal.SIGKILL):
             return False
-        joined = run_script("join_server.sh", timeout_s=150, RUN_DIR=str(self.teacher.run_dir), **self.teacher.settings)
+        folder = self.teacher.run_dir / f"joined{self.faults['teacher worker killed']}"
+        self._joined.callback(stop_service, folder)
+        joined = run_script("join_server.sh", timeout_s=150, RUN_DIR=str(folder), **self.teacher.settings)
         assert joined.returncode == 0, joined.stdout + joined.stderr
         return True
 
@@ -152,7 +164,7 @@ class Soak:
                 yield from (process, *process.children(recursive=True))
 
     def _service_pids(self) -> list[int]:
-        files = self.teacher.run_dir.glob("*.pid")
+        files = self.teacher.run_dir.rglob("*.pid")
         pids = [int(file.read_text().split()[0]) for file in files]
         return [pid for pid in pids if psutil.pid_exists(pid)]
 
@@ -276,11 +288,13 @@ def main() -> int:
     print(f"files: {folder}", flush=True)
     subprocess.run([sys.executable, "-m", "recipe_gkd.quickstart.prepare", "--out", str(folder)], check=True, cwd=REPO)
     rng = random.Random(arguments.seed)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a command in the background ignores it, and its children
     with (
         contextmanager(running_teacher)(folder / "teacher", folder / "service", n_workers=2, N_LOGPROBS=16) as teacher,
+        ExitStack() as joined,
         running_training(folder, teacher) as run,
     ):
-        soak = Soak(run, teacher, rng)
+        soak = Soak(run, teacher, rng, joined)
         problem = train_with_faults(soak, arguments.minutes, arguments.fault_every, rng)
         step, seconds = soak.step, soak.seconds
     leftovers = run.leftovers(timeout_s=20)

@@ -104,4 +104,4 @@ def _reason(error: BaseException) -> str:
 def _advice(error: BaseException) -> str:
     if isinstance(error, OutOfMemoryError):
         return "; use fewer or smaller workers on that node, or give it more memory"
-    return ", and the kernel's log shows if it was killed for lack of memory"
+    return ", the kernel's log shows if it was killed for lack of memory, and `df /tmp/ray` if its log had no space"

@@ -30,6 +30,8 @@ _TMP = "/tmp"
 _SETUP_TIMEOUT_S = 20.0
 _RAY_TIMEOUT_S = 120.0
 _SHARED_MEMORY = "512m"
+_DISK = "256m"
+"""Size of ``/tmp/ray`` of a node, the folder of Ray's logs and spilled objects."""
 _RAY_TOKEN = secrets.token_hex(32)
 """Token of the clusters of this process. By default Ray's head requires a token if the home directory has one."""
 _NOT_INHERITED = ("VLLM_", "RAY_", "TMPDIR", "GLOO_", "NCCL_", "PYTEST_")
@@ -167,6 +169,10 @@ class Node:
         """Connect the node again."""
         _check_call(self.switch.command("ip", "link", "set", self.port, "master", "switch"))
 
+    def fill_disk(self) -> None:
+        """Fill the disk of Ray's logs and spilled objects."""
+        self.run("dd", "if=/dev/zero", "of=/tmp/ray/full", "bs=64k", timeout_s=_SETUP_TIMEOUT_S)
+
     def kill(self) -> None:
         """Kill all processes of the node. Its connections are closed, as far as the other ends can be reached."""
         self.namespaces.end()
@@ -298,8 +304,9 @@ def _private_files(folder: Path, hosts: Path, kept: Sequence[Path]) -> str:
         hosts: File that becomes its ``/etc/hosts``.
         kept: Folders that the node shares with this machine.
     """
-    folder.mkdir()
+    (folder / "ray").mkdir(parents=True)
     commands = [
+        f"mount -t tmpfs -o size={_DISK} tmpfs '{folder}/ray'",
         f"mount -t tmpfs -o size={_SHARED_MEMORY} tmpfs /dev/shm",
         f"mount --bind '{hosts}' /etc/hosts",
         "mount --bind /dev/null /etc/resolv.conf",  # No name server can be reached: fail at once instead of in 10 s.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -111,4 +112,32 @@ class TestCutLink:
                 assert run.finish(END_S) == 1, run.output
             finally:
                 laboratory.teacher.restore()
+            assert_nothing_left(first, before)
+
+
+class TestFullDisk:
+    """The disk of Ray's logs and spilled objects is full on the rollout node."""
+
+    def test_training_continues(self, laboratory: Laboratory) -> None:
+        with laboratory.ray_nodes(2, 1) as (first, second):
+            run, before = start(laboratory, first, "full_disk")
+            second.fill_disk()
+            n_before = len(run.metrics)
+            run.await_step(n_before + 5, 60)
+            assert run.metrics[-1]["rollout/restarts"] == 0
+            run.node.send(run.process, signal.SIGINT)
+            run.finish(END_S)
+            assert_nothing_left(first, before)
+
+    def test_worker_that_dies_there_ends_the_run(self, laboratory: Laboratory) -> None:
+        """Its successor cannot write its log. The error names the node, and mentions the disk."""
+        with laboratory.ray_nodes(2, 1) as (first, second):
+            run, before = start(laboratory, first, "full_disk_restart")
+            second.fill_disk()
+            [worker] = [line for line in second.processes() if "ray::RolloutWorker" in line]
+            os.kill(int(worker.split()[0]), signal.SIGKILL)
+            message = rf"error: start again: rollout worker 0 of 1 died, on node {second.address}"
+            await_error(run, message, TIMEOUT_S + ERROR_MARGIN_S)
+            assert run.finish(END_S) == 1, run.output
+            assert "`df /tmp/ray` if its log had no space" in run.output
             assert_nothing_left(first, before)
