@@ -313,9 +313,10 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     start_local_cluster(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    measure(QUICK[0], 2)  # imports and caches of the driver would count as growth of the first case
+    cases = QUICK if arguments.quick else CASES
+    measure(cases[0], 2)  # imports and caches of the driver would count as growth of the first case
     results, observations = {}, []
-    for case in QUICK if arguments.quick else CASES:
+    for case in cases:
         results[case.name] = row = measure(case, arguments.steps)
         print(f"{case.name}: {row['us_per_token']:.2f} us per token", file=sys.stderr)
         if not case.direct:

@@ -79,7 +79,7 @@ def start_local_cluster(**settings: Any) -> None:
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             # Without an address, ray.init would join any cluster that it finds on this machine.
-            ray.init(address="local", logging_level=logging.ERROR, **settings)
+            context: Any = ray.init(address="local", logging_level=logging.ERROR, **settings)
             break
         except Exception as error:
             if _START_TIMED_OUT not in str(error):
@@ -94,8 +94,11 @@ def start_local_cluster(**settings: Any) -> None:
                 ) from error
             log.warning("Ray did not start within %d s (logs: %s); trying again", RAY_START_TIMEOUT_S, logs)
     # After the driver is killed, Ray's agents would report that for 60 s to a service that has ended with the driver
-    # (ray/_private/utils.py, publish_error_to_driver).
-    kill_after_this_process(process for process in _descendants() if process not in before)
+    # (ray/_private/utils.py, publish_error_to_driver). A worker that was about to start would wait as long.
+    session = Path(context.address_info["session_dir"]).name
+    kill_after_this_process(
+        (process for process in _descendants() if process not in before), argument=f"--session-name={session}"
+    )
 
 
 def choose_device(requested: str) -> str:

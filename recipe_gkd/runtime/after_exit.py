@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterable
 
@@ -19,11 +20,16 @@ exec 3<&0
 """
 _KILL = """
   sleep "$1"
-  shift
+  pattern=$2
+  shift 2
   for process; do
     stat=$(cat "/proc/${process%:*}/stat") || continue
     set -- ${stat##*) }
     [ "${20}" = "${process#*:}" ] && kill -KILL "${process%:*}"
+  done
+  [ -z "$pattern" ] || for file in $(grep -ls -e "$pattern" /proc/[0-9]*/cmdline); do
+    pid=${file#/proc/}
+    kill -KILL "${pid%/*}"
   done
 """
 
@@ -53,6 +59,14 @@ def run_after_this_process(script: str, *arguments: str) -> None:
         os.close(read_end)
 
 
-def kill_after_this_process(processes: Iterable[ProcessId]) -> None:
-    """Kill the processes that still run :data:`KILL_GRACE_S` after the end of this process."""
-    run_after_this_process(_KILL, str(KILL_GRACE_S), *(f"{process.pid}:{process.start_ticks}" for process in processes))
+def kill_after_this_process(processes: Iterable[ProcessId], argument: str = "") -> None:
+    """Kill the processes that still run :data:`KILL_GRACE_S` after the end of this process.
+
+    Args:
+        processes: Processes.
+        argument: Part of the command line of further processes, which may start later.
+    """
+    pattern = re.sub(r"([][.*^$\\])", r"\\\1", argument[1:])
+    pattern = argument and f"[{argument[0]}]{pattern}"  # so that the watcher's own command line has no match
+    identities = (f"{process.pid}:{process.start_ticks}" for process in processes)
+    run_after_this_process(_KILL, str(KILL_GRACE_S), pattern, *identities)

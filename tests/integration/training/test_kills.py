@@ -56,13 +56,13 @@ def kill(run: Run, target: str) -> bool:
     return True
 
 
-def wait_for_moment(run: Run, rng: random.Random, n_steps: int) -> None:
-    """Wait until a random number of steps is done, and for a random part of a step more, or until the run ends."""
-    step = rng.randint(0, n_steps - 1)
+def wait_for_moment(run: Run, rng: random.Random, steps: range) -> None:
+    """Wait until a random one of ``steps`` is done, and for a random part of a step more, or until the run ends."""
+    step = rng.choice(steps)
     deadline = time.monotonic() + END_TIMEOUT_S
     while len(run.metrics) < step and run.process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(rng.uniform(0.0, 1.0) if step else rng.uniform(0.0, 20.0))
+    time.sleep(rng.uniform(0.0, 0.5) if step else rng.uniform(0.0, 20.0))
 
 
 class Campaign:
@@ -87,15 +87,14 @@ class Campaign:
         return self.run
 
     def execute(self, targets: list[str], rng: random.Random) -> None:
-        """Kill each target at a random moment, and let the run finish."""
-        for target in targets:
-            wait_for_moment(self.run, rng, self._n_steps)
-            if self.run.process.poll() is not None:
-                if self.run.finish().status == 0:
-                    return
-                self.start()
-            if not kill(self.run, target):
-                continue
+        """Kill each target at a random moment of its part of the steps, and let the run finish."""
+        last = self._n_steps - 2  # the run must not end before the last kill
+        for i, target in enumerate(targets):
+            first = i * last // len(targets)
+            wait_for_moment(self.run, rng, range(first, max(first + 1, (i + 1) * last // len(targets))))
+            while not (self.run.process.poll() is None and kill(self.run, target)):
+                self.start_if_ended()
+                time.sleep(0.1)
             self.kills.append((target, len(self.run.metrics)))
             if target not in REPLACED:
                 self.await_end(target)
@@ -103,6 +102,12 @@ class Campaign:
         while self.run.finish(timeout_s=400).status != 0 and self.n_starts <= len(targets) + 1:
             self.start()  # the last kill of a worker can end the run, for example during its start
         assert self.run.status == 0, self.run.output
+
+    def start_if_ended(self) -> None:
+        """Start the run again if the kill of a worker has ended it, for example during its start."""
+        if self.run.process.poll() is not None:
+            assert self.run.finish().status != 0, f"the run is complete after the kills {self.kills}"
+            self.start()
 
     def await_end(self, target: str) -> None:
         """Wait for the end of the run after the kill of ``target``. Nothing of it may be left."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ KILLED_HOLDER = """
 import os, signal, sys
 from recipe_gkd.runtime.after_exit import kill_after_this_process
 from recipe_gkd.runtime.process_id import ProcessId
-kill_after_this_process(eval(sys.argv[1]))
+kill_after_this_process(eval(sys.argv[1]), *sys.argv[2:])
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -42,3 +43,18 @@ def test_kill_after_this_process_kills_by_identity_after_the_holder_is_killed(
     subprocess.run([sys.executable, "-c", KILLED_HOLDER, repr([reused_pid, identity(sleeper)])], timeout=60)
     assert sleeper.wait(timeout=60) == -9
     assert other.poll() is None
+
+
+def test_kill_after_this_process_kills_by_argument(sleepers: list[subprocess.Popen[bytes]]) -> None:
+    """The argument is not a pattern: ``.`` is a dot."""
+    name = f"--name=[{os.getpid()}].session"
+    command = (sys.executable, "-c", "import time; time.sleep(600)")
+    named, similar = (subprocess.Popen([*command, argument]) for argument in (name, name.replace(".", "_")))
+    try:
+        subprocess.run([sys.executable, "-c", KILLED_HOLDER, repr([identity(sleepers[0])]), name], timeout=60)
+        assert named.wait(timeout=60) == -9
+        assert sleepers[0].wait(timeout=60) == -9
+        assert similar.poll() is None
+    finally:
+        similar.kill()
+        similar.wait()
