@@ -5,8 +5,8 @@
 
 Inputs are mutations of valid messages: values of the msgpack header, frames, and single bytes. An input that reaches a
 new arc (a pair of consecutive lines of ``teacher``) is mutated further. A target may refuse an input with its
-documented error. Any other exception, a hang of more than 1 s, and a growth of memory are findings. The exit status is
-1 if there are findings.
+documented error. Findings are any other exception, a hang (1 s, and 1 s more per 100 kB of the input), and a growth of
+memory. The exit status is 1 if there are findings.
 
     header, frames, messages, status    decoding of one part
     protocol_client, protocol_replies,  decoding of whole messages, and what their receivers do with the values

@@ -19,7 +19,16 @@ from typing import Any
 
 from fuzzing.memory import PeakMemory
 from fuzzing.mutations import Mutator
-from fuzzing.targets import HANG_S, MAX_INPUT_GROWTH_BYTES, MAX_TOTAL_GROWTH_BYTES, Defect, Frames, Hang, Target
+from fuzzing.targets import (
+    BYTES_PER_HANG_S,
+    HANG_S,
+    MAX_INPUT_GROWTH_BYTES,
+    MAX_TOTAL_GROWTH_BYTES,
+    Defect,
+    Frames,
+    Hang,
+    Target,
+)
 
 _HISTORY = 64
 """Inputs before a finding that are saved with it, for a target with state."""
@@ -120,7 +129,7 @@ class Fuzzer:
             is not.
         folder: Folder for the findings.
         words: Further byte strings of the mutations.
-        hang_s: Time limit of an input, in seconds. Targets with state have limits of their own.
+        hang_s: Time limit of a small input, in seconds. Targets with state have limits of their own.
     """
 
     def __init__(
@@ -176,7 +185,7 @@ class Fuzzer:
         """Run an input. Return its error if it is a finding."""
         self._peak.reset()
         try:
-            with _time_limit(self._hang_s):
+            with _time_limit(_limit_s(self._hang_s, frames)):
                 accepted = self._target.run(frames)
         except (Exception, Hang) as error:  # noqa: BLE001 - every unexpected error is a finding
             return error
@@ -238,7 +247,7 @@ def replay(target: Target, finding: Finding, hang_s: float = HANG_S) -> BaseExce
         with _alarm():
             for frames in inputs:
                 try:
-                    with _time_limit(0.0 if target.is_stateful else hang_s):
+                    with _time_limit(0.0 if target.is_stateful else _limit_s(hang_s, frames)):
                         target.run(frames)
                 except (Exception, Hang) as error:  # noqa: BLE001 - every unexpected error is a finding
                     return error
@@ -258,6 +267,10 @@ def _alarm() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
+
+
+def _limit_s(hang_s: float, frames: Frames) -> float:
+    return hang_s * (1 + sum(map(len, frames)) / BYTES_PER_HANG_S)
 
 
 @contextmanager

@@ -241,10 +241,10 @@ class Mutator:
         if isinstance(value, str):
             changed = self._change_number(value)
             return self._rng.choice(
-                [changed, changed, value * 2, value * 1000, value[:-1], value + "\ud7ff", value.upper()]
+                [changed, changed, value * 2, value * _times(value, 1000), value[:-1], value + "\ud7ff", value.upper()]
             )
         if isinstance(value, list):
-            return self._rng.choice([value * 2, value[:-1], value[::-1], [value], value * 5000])
+            return self._rng.choice([value * 2, value[:-1], value[::-1], [value], value * _times(value, 5000)])
         return [value]
 
     def _change_number(self, text: str) -> str:
@@ -257,6 +257,12 @@ class Mutator:
 
 def _keys(node: Any) -> list[Any]:
     return list(node) if isinstance(node, dict) else list(range(len(node))) if isinstance(node, list) else []
+
+
+def _times(value: str | list[Any], n_times: int) -> int:
+    """Return ``n_times``, or less if ``value`` would become larger than an input may be."""
+    n_bytes = len(_pack(value) or bytes(MAX_INPUT_BYTES))
+    return min(n_times, 1 + MAX_INPUT_BYTES // n_bytes)
 
 
 def _unpack(frame: bytes) -> Any:

@@ -263,6 +263,8 @@ class HttpTarget(ProxyTarget):
     def _send(self, frames: Frames) -> bool:
         response = exchange(self._proxy.http_port, frames)
         line = response.partition(b"\r\n")[0]
+        if not line.startswith(b"HTTP/"):  # a response to HTTP/0.9 has no status
+            return False
         if line[9:10] == b"5" and line[9:12] != b"503":
             raise Defect(f"the response was {line[:60]!r}")
         return line[9:12] == b"200"

@@ -47,9 +47,14 @@ def reproducible(run: Run) -> list[dict[str, Any]]:
 
 
 def kill(run: Run, target: str) -> bool:
-    """Kill the oldest process of a target. Return False if there is none, because the run is starting or ending."""
-    pids = sorted(int(line.split()[0]) for line in processes_of_run(run.run_id) if TARGETS[target] in line)
-    if not pids:
+    """Kill the oldest process of a target. Return False if there is none, because the run is starting or ending.
+
+    Ray is not killed before it has started: the driver would start it once more.
+    """
+    processes = processes_of_run(run.run_id)
+    pids = sorted(int(line.split()[0]) for line in processes if TARGETS[target] in line)
+    has_started = any(TARGETS["actor"] in line for line in processes)
+    if not pids or (target in ("raylet", "control service") and not has_started):
         return False
     with suppress(ProcessLookupError):
         os.kill(run.process.pid if target == "driver" else pids[0], signal.SIGKILL)

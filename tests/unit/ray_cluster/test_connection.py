@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -29,10 +30,11 @@ class TestStartLocalCluster:
         caplog: pytest.LogCaptureFixture,
         started: list[subprocess.Popen[bytes]],
     ) -> None:
-        def init(**settings: object) -> None:
+        def init(**settings: object) -> SimpleNamespace:
             started.append(subprocess.Popen(["sleep", "600"]))
             if len(started) == 1:
                 raise Exception(TIMED_OUT)
+            return SimpleNamespace(address_info={"session_dir": "/tmp/ray/session_of_test_connection"})
 
         monkeypatch.setattr(ray, "init", init)
         connection.start_local_cluster(num_cpus=1)
