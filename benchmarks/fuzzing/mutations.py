@@ -260,9 +260,9 @@ def _keys(node: Any) -> list[Any]:
 
 
 def _times(value: str | list[Any], n_times: int) -> int:
-    """Return ``n_times``, or less if ``value`` would become larger than an input may be."""
+    """Return ``n_times``, or 1 if ``value`` would become larger than an input may be."""
     n_bytes = len(_pack(value) or bytes(MAX_INPUT_BYTES))
-    return min(n_times, 1 + MAX_INPUT_BYTES // n_bytes)
+    return n_times if n_bytes * n_times <= MAX_INPUT_BYTES else 1
 
 
 def _unpack(frame: bytes) -> Any:
