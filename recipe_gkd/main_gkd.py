@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -23,7 +24,7 @@ from omegaconf import OmegaConf
 from recipe_gkd.checkpoints.folders import recover
 from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
 from recipe_gkd.checkpoints.resume_hint import resume_hint
-from recipe_gkd.checkpoints.run_folder import CONFIG, LOG, RunFolder, run_folder
+from recipe_gkd.checkpoints.run_folder import CONFIG, LOG, RunFolder, folder_of, run_folder
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.checkpoints.store import forget_best, read_best
 from recipe_gkd.commands.arguments import config_parser
@@ -31,7 +32,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.durations import duration_s
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.stored import stored_config
-from recipe_gkd.config.validate import needs_rewards, trains_on_rewards
+from recipe_gkd.config.validate import needs_rewards, saves_checkpoints, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.exit_messages import report_error, report_saved_stop, report_stop
@@ -281,10 +282,7 @@ async def _train(
     folder: RunFolder,
     stop: StopRequest,
 ) -> None:
-    """Start the workers, resume from the first checkpoint of the plan that they can load, and train.
-
-    If an actor rank is lost, all of them are started again, and the run continues from its newest checkpoint.
-    """
+    """Start the workers, and train."""
     # Workers may have another working directory.
     config = replace(config, trainer=replace(config.trainer, default_local_dir=str(folder.path.absolute())))
     async with (
@@ -301,18 +299,39 @@ async def _train(
         if workers.scoring is not None:
             teachers.requests = workers.scoring
         folder.accept()
-        points = plan.points
-        while True:
-            start = await _load(config, workers, plan, points, folder.path)
+        await _train_with_restarts(config, workers, plan, teachers, reward_context, stop)
+
+
+async def _train_with_restarts(
+    config: Config,
+    workers: Workers,
+    plan: TrainingPlan,
+    teachers: Teachers,
+    reward_context: RewardContext,
+    stop: StopRequest,
+) -> None:
+    """Resume from the first checkpoint of the plan that the workers can load, and train.
+
+    If an actor rank is lost, all of them are started again, and the run continues from its newest checkpoint.
+    """
+    points, trainer = plan.points, None
+    while True:
+        try:
+            start = await _load(config, workers, plan, points)
             trainer = Trainer(config, workers, teachers, plan.loader, start, reward_context)
-            try:
-                return await trainer.fit(stop)
-            except GkdError as error:
-                if stop.reason is not None:
-                    raise
+            return await trainer.fit(stop)
+        except GkdError as error:
+            if stop.reason is not None:
+                raise
+            with stop.accepted() if saves_checkpoints(config) else nullcontext():
                 await workers.restart_actors(error)
-                points = _newest_point(config, trainer.saver.newest, plan) or points
-                log.warning("the actor ranks were started again; steps after the newest checkpoint are repeated")
+        if stop.reason is not None:
+            return None  # the newest checkpoint is all that can be saved
+        if trainer is not None:
+            points = _newest_point(config, trainer.saver.newest, plan) or points
+        trainer = None
+        gc.collect()  # cycles of the error and its frames, which refer to rows in the object stores
+        log.warning("the actor ranks were started again; steps after the newest checkpoint are repeated")
 
 
 def _newest_point(config: Config, checkpoint: Path | None, plan: TrainingPlan) -> list[ResumePoint]:
@@ -323,10 +342,9 @@ def _newest_point(config: Config, checkpoint: Path | None, plan: TrainingPlan) -
     return resume_points(replace(config, trainer=trainer), plan.fresh)
 
 
-async def _load(
-    config: Config, workers: Workers, plan: TrainingPlan, points: Sequence[ResumePoint], root: Path
-) -> ResumeState:
+async def _load(config: Config, workers: Workers, plan: TrainingPlan, points: Sequence[ResumePoint]) -> ResumeState:
     """Load the first checkpoint that the actors can load. Without one, the run starts from the model folder."""
+    root = folder_of(config.trainer)
     timeout_s = config.actor_rollout_ref.actor.timeout_s
 
     async def load(path: str) -> None:

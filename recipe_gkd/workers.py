@@ -42,11 +42,11 @@ from recipe_gkd.ray_cluster.startup_progress import StartupProgress
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
 from recipe_gkd.rollout.ray_worker import RolloutWorker
-from recipe_gkd.runtime.tasks import run_to_end
+from recipe_gkd.runtime.tasks import FirstErrorTaskGroup, run_to_end
 from recipe_gkd.runtime.worker_variables import worker_variables
 from recipe_gkd.scoring.homes import Homes
 from recipe_gkd.scoring.pool import ScoringPool
-from recipe_gkd.scoring.setup import longest_batch, max_row_bytes, start_scoring
+from recipe_gkd.scoring.setup import longest_batch, max_row_bytes, row_capacity_bytes, start_scoring
 from recipe_gkd.weight_sync.spec import WeightSyncSpec
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 from teacher.client import ClientSpec
@@ -152,7 +152,8 @@ class Workers:
         self.dp_ranks = reports.dp_ranks
         self.sharding = replace(self.sharding, homes=reports.homes.of_ranks)
         if self.scoring is not None:
-            self.scoring.homes = reports.homes
+            await self.scoring.move(reports.homes, CONNECT_S)
+        await self.restarts.replace_dead()  # one whose replacement was interrupted by the error
         self.weights.forget()
 
 
@@ -269,15 +270,16 @@ async def _connect(
         check_devices(reports, is_hybrid=config.actor_rollout_ref.hybrid_engine)
         check_transport(reports, rollout.weight_transport)
         await check_shared_folder(config, actors)
-        connected = asyncio.ensure_future(scoring.connect(CONNECT_S)) if scoring is not None else None
-        ranks, engines = await _set_up(config, device, actors, rollouts, progress)
-        if connected is not None:
-            await connected
-    if scoring is not None:
-        warn_if_small(scoring.nodes, scoring.free_shared_memory, scoring.row_bytes * longest_batch(config))
+        async with FirstErrorTaskGroup() as tasks:
+            connected = None if scoring is None else tasks.start(scoring.connect(CONNECT_S))
+            ranks, engines = await _set_up(config, device, actors, rollouts, progress)
+            if connected is not None:
+                await connected
     actor_reports = ActorReports.of(ranks, actors, reports)
     if scoring is not None:
         scoring.homes = actor_reports.homes
+        largest_bytes, capacity_bytes = scoring.row_bytes * longest_batch(config), row_capacity_bytes(scoring)
+        warn_if_small(scoring.nodes, scoring.free_shared_memory, largest_bytes, capacity_bytes)
     await restarts.record_processes(range(len(rollouts)))
     weights = WeightSynchronizer(
         actors,
@@ -334,6 +336,7 @@ def _actor_restarts(
     async def set_up() -> ActorReports:
         async with StartupProgress() as progress:
             devices = await collect_device_reports([actors], timeout_s=timeout_s)
+            await check_shared_folder(config, actors)
             return ActorReports.of(await _set_up_actors(actors, timeout_s, progress), actors, devices)
 
     return ActorRestarts(

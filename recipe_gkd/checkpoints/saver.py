@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 SAVE_DEADLINE_MARGIN_S = 15.0
 # Deadline of a background save after a worker has failed.
 SAVE_GRACE_PERIOD_S = 1.0
+# Deadline of the disk for a save that all ranks have written, after a worker has failed.
+COMPLETION_GRACE_PERIOD_S = 30.0
 
 
 class CheckpointSaver:
@@ -163,6 +165,8 @@ class CheckpointSaver:
         try:
             with suppress(GkdError):
                 await self.finish(wait=not workers_failed, timeout_s=SAVE_GRACE_PERIOD_S if workers_failed else None)
+                if self._folders.is_completing:  # only the disk is needed; the checkpoint may replace the older ones
+                    await self.finish(timeout_s=COMPLETION_GRACE_PERIOD_S)
         finally:
             await self._discard()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from recipe_gkd.data.samples import Prompt, Sample
+from recipe_gkd.data.samples import Prompt, Sample, StoredTopK
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,15 @@ class ReadyBatch:
     scored_at: float = 0.0
     samples: list[Sample] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def drop_rows(self) -> None:
+        """Drop the references to rows in object stores, so that they can be freed while the batch is logged."""
+        self.samples = [
+            replace(sample, teacher=replace(sample.teacher, block=None))
+            if isinstance(sample.teacher, StoredTopK)
+            else sample
+            for sample in self.samples
+        ]
 
     @property
     def staleness(self) -> list[int]:

@@ -132,7 +132,7 @@ class StoredTopK:
 
     Attributes:
         block: Reference to the top-k of several responses: a list of pairs ``logps_TK, ids_TK`` as in
-            :class:`TeacherTopK`, without rows for the positions that no teacher scored.
+            :class:`TeacherTopK`, without rows for the positions that no teacher scored. None after the update.
         index: Position of this response in the block.
         n_bytes: Memory of the top-k of this response, in bytes.
         home: Index of the node whose store has the block; see :class:`recipe_gkd.scoring.homes.Homes`.

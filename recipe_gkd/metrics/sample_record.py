@@ -24,7 +24,8 @@ class SampleRecord:
     - ``uids``: Ranges ``[first, last]`` of the samples' uids, both inclusive.
     - ``rows``: Row of the data of each prompt, in the order of the uids.
     - ``staleness``: Lowest and highest policy lag, in steps.
-    - ``resumed_from``: Step that the process resumed from which made this step. 0 for the first start.
+    - ``resumed_from``: Step of the checkpoint that was loaded last before this step, at the start of the process or
+      after the actor ranks were started again. 0 without one.
 
     Args:
         root: Run folder.

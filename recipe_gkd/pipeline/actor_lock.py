@@ -57,6 +57,7 @@ class ActorLock:
             self._sync_metrics = {}
             started_at = now()
             yield
+            batch.drop_rows()
             self._state.rows.release(batch.step)
             self._state.actor_version += 1
             self._state.last_update_s = now() - started_at

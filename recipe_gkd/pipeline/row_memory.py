@@ -12,8 +12,8 @@ GIB = 1 << 30
 class RowMemory:
     """Bytes of the teachers' rows by batch, from its dispatch until it has been trained on.
 
-    A batch that is not complete counts as much as the largest complete one. Until the first is complete, there is only
-    one. One batch is always allowed, however large it is, so that the run continues.
+    A batch that is not complete counts at least as much as the largest batch so far. Until the first is complete, there
+    is only one. One batch is always allowed, however large it is, so that the run continues.
 
     Args:
         limit_bytes: Limit for all batches together. None: no limit.
@@ -25,6 +25,7 @@ class RowMemory:
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit_bytes, self.n_delayed = limit_bytes, 0
         self._bytes_of: dict[int, int] = {}
+        self._incomplete: set[int] = set()
         self._largest: int | None = None
 
     @property
@@ -35,6 +36,7 @@ class RowMemory:
     def begin(self, step: int) -> None:
         """Add a batch that is dispatched now."""
         self._bytes_of[step] = 0
+        self._incomplete.add(step)
 
     def add(self, step: int, n_bytes: int) -> None:
         """Add rows of a batch."""
@@ -42,17 +44,22 @@ class RowMemory:
 
     def complete(self, step: int) -> None:
         """Record that all rows of a batch have arrived."""
+        self._incomplete.discard(step)
         self._largest = max(self._largest or 0, self._bytes_of[step])
 
     def release(self, step: int) -> None:
         """Remove a batch that has been trained on."""
         self._bytes_of.pop(step, None)
+        self._incomplete.discard(step)
 
     def has_room(self) -> bool:
         """Return True if another batch may be dispatched."""
         if self._limit_bytes is None or not self._bytes_of:
             return True
-        return self._largest is not None and (len(self._bytes_of) + 1) * self._largest <= self._limit_bytes
+        if self._largest is None:
+            return False
+        expected = sum(max(n, self._largest) if step in self._incomplete else n for step, n in self._bytes_of.items())
+        return expected + self._largest <= self._limit_bytes
 
     def note_delay(self, step: int) -> None:
         """Report the first batch that has to wait for memory."""

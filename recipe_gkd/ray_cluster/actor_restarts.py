@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
@@ -16,13 +17,16 @@ T = TypeVar("T")
 
 KILL_TIMEOUT_S = 5.0
 """Deadline of the end of the old ranks' processes."""
+LOST_NODE_NOTICE_S = 40.0
+"""Time in which Ray notices that a node is lost. Until then it starts workers there, which die."""
 
 
 class ActorRestarts(Generic[T]):
     """Starts all actor ranks again after one was lost, at most ``trainer.max_actor_restarts`` times in a run.
 
     A rank is lost if its process has ended, or if it did not answer before a deadline. The others cannot go on without
-    it, because they share the model, the gradients or the states of the optimizer with it.
+    it, because they share the model, the gradients or the states of the optimizer with it. New ranks that die within
+    :data:`LOST_NODE_NOTICE_S` of a restart belong to the same restart, because Ray may start them on a lost node.
 
     Args:
         actors: Group whose workers are replaced.
@@ -58,9 +62,12 @@ class ActorRestarts(Generic[T]):
         Raises:
             GkdError: ``error`` itself if no rank was lost or no restart is left, or an error of the set-up.
         """
+        counted_at = float("-inf")
         while True:
-            await self._check(error)
-            self.n_restarts += 1
+            is_same = time.monotonic() - counted_at < LOST_NODE_NOTICE_S
+            await self._check(error, is_counted=is_same)
+            if not is_same:
+                self.n_restarts, counted_at = self.n_restarts + 1, time.monotonic()
             folder = await self._save_state(error)
             log.warning(
                 "%s; starting all actor ranks again (%d of %d restarts)%s",
@@ -72,17 +79,17 @@ class ActorRestarts(Generic[T]):
                 self.actors.replace(rank, self._start(rank))
             try:
                 return await set_up_in_new_processes(self.actors, ranks, self._set_up())
-            except WorkerDied as death:  # Ray needs up to 30 s to notice that a node is lost, and starts workers there
+            except WorkerDied as death:
                 error = death
 
-    async def _check(self, error: GkdError) -> None:
-        """Raise ``error`` unless a rank was lost and a restart is left."""
+    async def _check(self, error: GkdError, *, is_counted: bool) -> None:
+        """Raise ``error`` unless a rank was lost, and its restart is already counted or another one is left."""
         late = find_timeout_error(error)
         silent = [] if late is None else [label for label in self._labels() if label in late.silent]
         lost = [self.actors.label(rank) for rank in await self.actors.dead()] or silent
         if not lost:
             raise error
-        if self.n_restarts >= self._allowed:
+        if not is_counted and self.n_restarts >= self._allowed:
             if self._allowed:
                 log.error("%s was not started again: trainer.max_actor_restarts=%d is used up", lost[0], self._allowed)
             raise error

@@ -70,6 +70,11 @@ def own_node() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
+def node_addresses() -> dict[str, str]:
+    """Return the address of each node that the cluster has or had, by Ray's id of the node."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+
+
 async def locate(handles: Sequence[Any]) -> list[ActorLocation]:
     """Return the location of each actor. The source is Ray's control service, so hung actors are located too."""
     return await in_thread(lambda: [_locate(handle) for handle in handles])

@@ -60,13 +60,16 @@ def store_bytes(nodes: Mapping[str, str]) -> dict[str, float]:
     }
 
 
-def warn_if_small(nodes: Mapping[str, str], free_bytes: Mapping[str, int], batch_bytes: float) -> None:
-    """Log a warning for each node whose object store cannot hold the teachers' rows in memory.
+def warn_if_small(
+    nodes: Mapping[str, str], free_bytes: Mapping[str, int], batch_bytes: float, capacity_bytes: float
+) -> None:
+    """Log a warning if the object stores cannot hold the teachers' rows in memory.
 
     Args:
         nodes: Nodes of the actor pool: Ray's id -> address.
         free_bytes: Free shared memory of each node, by id.
         batch_bytes: Rows of the largest possible batch, over all nodes.
+        capacity_bytes: Rows over all nodes with which the object store of one node is full.
     """
     sizes = store_bytes(nodes)
     for node, size in sizes.items():
@@ -77,10 +80,10 @@ def warn_if_small(nodes: Mapping[str, str], free_bytes: Mapping[str, int], batch
                 "--object-store-memory",
                 nodes[node], size / GIB, free_bytes.get(node, 0) / GIB,
             )  # fmt: skip
-    if batch_bytes > sum(sizes.values()):
+    if batch_bytes > capacity_bytes:
         log.warning(
-            "a batch of the longest responses has %.1f GB of teacher rows, and the object stores of the actor pool "
-            "have %.1f GB; Ray then writes rows to disk (perf/object_store_spilled_gb). Start Ray with a larger "
-            "--object-store-memory, or request fewer rows per position: actor_rollout_ref.teacher.top_k",
-            batch_bytes / GIB, sum(sizes.values()) / GIB,
+            "a batch of the longest responses has %.1f GB of teacher rows, and the object stores of the nodes that "
+            "read them hold %.1f GB; Ray then writes rows to disk (perf/object_store_spilled_gb). Start Ray with a "
+            "larger --object-store-memory, or request fewer rows per position: actor_rollout_ref.teacher.top_k",
+            batch_bytes / GIB, capacity_bytes / GIB,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ResourceError
-from recipe_gkd.ray_cluster.node_probe import own_node, start_probe
+from recipe_gkd.ray_cluster.node_probe import node_addresses, own_node, start_probe
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Pool:
     def nodes(self) -> dict[str, str]:
         """Return the address of each node of the pool by Ray's id of the node, in the order of the bundles."""
         node_of = placement_group_table(self.group)["bundles_to_node_id"]
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        addresses = node_addresses()
         return {node_of[bundle]: addresses[node_of[bundle]] for bundle in sorted(node_of)}
 
     def release(self) -> None:

@@ -59,6 +59,7 @@ class RolloutRestarts:
         self._save_state = save_state
         self._used = 0
         self._processes: dict[int, tuple[str, list[ProcessId]]] = {}  # rank -> node id, processes after the set-up
+        self._interrupted: set[int] = set()  # ranks whose new worker was not awaited; its processes are not recorded
         self._lock = asyncio.Lock()
 
     @property
@@ -134,6 +135,10 @@ class RolloutRestarts:
 
     async def _replace_dead(self, death: GkdError | None) -> None:
         dead = await self._rollouts.dead()
+        if self._interrupted:
+            handles = [self._rollouts.handles[rank] for rank in self._interrupted]
+            await kill_workers(handles, timeout_s=KILL_TIMEOUT_S)
+            self._interrupted.clear()
         await self.kill_orphans(dead)
         reason = f": {death}" if death is not None else ""
         for rank in dead:
@@ -146,7 +151,13 @@ class RolloutRestarts:
             self._used += 1
             log.warning("%s died; starting another (%d of %d restarts)%s", label, self._used, self._allowed, reason)
             self._rollouts.replace(rank, self._start(rank))
-        outcomes = await asyncio.gather(*map(self._set_up, dead), return_exceptions=True)
+        try:
+            outcomes = await asyncio.gather(*map(self._set_up, dead), return_exceptions=True)
+        except asyncio.CancelledError:  # an error of another worker; if the run survives it, the next call begins anew
+            for rank in dead:
+                self._rollouts.count_as_dead(rank)
+            self._interrupted.update(dead)
+            raise
         failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         for error in failed:
             if not isinstance(error, WorkerDied):

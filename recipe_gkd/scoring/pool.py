@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnschedulableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from recipe_gkd.data.samples import StoredTopK
 from recipe_gkd.errors import WorkerDied
-from recipe_gkd.ray_cluster.node_probe import own_node
+from recipe_gkd.ray_cluster.node_probe import locate, node_addresses, own_node, run_on_node
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from recipe_gkd.runtime import process_trees
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
 from recipe_gkd.scoring.homes import NO_HOME, Homes
 from recipe_gkd.scoring.ray_worker import PartScores, ScoringWorker
@@ -31,6 +35,8 @@ PART_BYTES = 32 << 20
 freed independently of each other."""
 MARGIN_S = 5.0
 """Time after a request's deadline in which a scoring worker must answer."""
+KILL_TIMEOUT_S = 5.0
+"""Deadline of the end of a worker's process that does not answer."""
 _BYTES_OF_ID = 4
 _BYTES_OF_LOGP = {"float32": 4, "float16": 2}
 
@@ -40,7 +46,8 @@ class ScoringPool:
 
     A request is divided by the homes of its samples, and into parts of limited size. Each part is one call of a scoring
     worker on the home's node. The driver gets what does not grow with K, and a reference to the rest. Ray restarts a
-    scoring worker that died, on the same node, and repeats the calls that it had not completed.
+    scoring worker that died, on the same node, and repeats the calls that it had not completed. A worker that does not
+    answer is killed, once per request, and so restarted too.
 
     Lifecycle::
 
@@ -48,6 +55,7 @@ class ScoringPool:
         await pool.connect(timeout_s)
         pool.homes = Homes.of(ranks, node_ids)
         scores = await pool.scores(request, timeout_s)      # concurrently
+        await pool.move(homes, timeout_s)                   # after the actor ranks were started again
         await pool.group.stop(timeout_s=10)
 
     Attributes:
@@ -59,29 +67,36 @@ class ScoringPool:
     """
 
     def __init__(
-        self, specs: Mapping[str, ClientSpec], group: WorkerGroup, nodes: Mapping[str, str], own_node: str
+        self, specs: Mapping[str, ClientSpec], own_node: str, start_worker: Callable[..., Any], *, per_node: int
     ) -> None:
-        """Create the pool of started workers.
+        """Create a pool without workers.
 
         Args:
             specs: Client of each teacher, by name.
-            group: Workers, equally many on each node, node after node.
-            nodes: Nodes of the workers: Ray's id -> address.
             own_node: Ray's id of the driver's node.
+            start_worker: Function that starts a worker with the clients of ``specs`` on a node, given by its id and
+                address, and returns its handle.
+            per_node: Number of workers on each node.
         """
-        self.group, self.nodes, self.homes, self.n_restarts = group, nodes, Homes((), ()), 0
+        self.group, self.homes, self.n_restarts = WorkerGroup("scoring", []), Homes((), ()), 0
+        self.nodes: dict[str, str] = {}
         self.free_shared_memory: dict[str, int] = {}
-        self._specs, self._own_node = specs, own_node
+        self._specs, self._own_node, self._start_worker, self._per_node = specs, own_node, start_worker, per_node
         self._is_loopback = {name: spec.is_loopback for name, spec in specs.items()}
-        self._node_of = [node for node in nodes for _ in range(len(group) // len(nodes))]
-        self._workers_of = {
-            node: itertools.cycle([rank for rank, at in enumerate(self._node_of) if at == node]) for node in nodes
-        }
+        self._node_of: list[str] = []
+        self._workers_of: dict[str, Iterator[int]] = {}
         self._pids: dict[int, int] = {}
+        self._killed_at: dict[int, float] = {}
 
     @classmethod
     def start(
-        cls, specs: Mapping[str, ClientSpec], nodes: Mapping[str, str], *, per_node: int, max_restarts: int
+        cls,
+        specs: Mapping[str, ClientSpec],
+        nodes: Mapping[str, str],
+        *,
+        per_node: int,
+        max_restarts: int,
+        env: Mapping[str, str] | None = None,
     ) -> ScoringPool:
         """Start the workers, without waiting for them.
 
@@ -90,17 +105,42 @@ class ScoringPool:
             nodes: Nodes of the actor pool: Ray's id -> address.
             per_node: Number of workers on each node.
             max_restarts: Number of restarts that Ray may make of each worker.
+            env: Environment variables of the workers.
         """
         nodes = dict(nodes)
         if any(spec.is_loopback for spec in specs.values()):
-            nodes.setdefault(own_node(), "of the driver")  # the only node that reaches the service
-        handles = [_start_worker(specs, node, nodes[node], max_restarts) for node in nodes for _ in range(per_node)]
-        return cls(specs, WorkerGroup("scoring", handles), nodes, own_node())
+            nodes.setdefault(own_node(), "of the driver")
+        start_worker = partial(_start_worker, max_restarts=max_restarts, env=dict(env or {}))
+        pool = cls(specs, own_node(), start_worker, per_node=per_node)
+        pool._start_on(nodes)
+        return pool
+
+    def _start_on(self, nodes: Mapping[str, str]) -> list[int]:
+        """Start workers on nodes that have none, and return their ranks.
+
+        Clients of loopback services are started on the driver's node only.
+        """
+        first = len(self.group)
+        for node, address in nodes.items():
+            specs = {name: spec for name, spec in self._specs.items() if not spec.is_loopback or node == self._own_node}
+            if node in self._workers_of or not specs:
+                continue
+            ranks = range(len(self.group), len(self.group) + self._per_node)
+            self.group.handles += [self._start_worker(specs, node, address) for _ in ranks]
+            self.nodes[node], self._workers_of[node] = address, itertools.cycle(ranks)
+            self._node_of += [node] * len(ranks)
+        return list(range(first, len(self.group)))
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of the top-k, of the teacher with the largest rows."""
         return max(map(self._row_bytes, self._specs))
+
+    def node_shares(self) -> dict[str, float]:
+        """Return the largest part of a batch's rows that each node may get, by its id. The homes must be set."""
+        of_ranks = [self.homes.nodes[home] for home in self.homes.of_ranks]
+        shares = {node: of_ranks.count(node) / len(of_ranks) for node in self.homes.nodes}
+        return shares | ({self._own_node: 1.0} if any(self._is_loopback.values()) else {})
 
     async def connect(self, timeout_s: float) -> None:
         """Wait until all workers have reached the teachers.
@@ -113,10 +153,28 @@ class ScoringPool:
             WorkerError: A worker failed to start.
             DeadlineError: A worker did not answer.
         """
-        free = await self.group.call(
-            "setup", timeout_s, timeout_s=timeout_s + MARGIN_S, phase="start, connect to the teachers"
-        )
-        self.free_shared_memory = dict(zip(self._node_of, free, strict=True))
+        await self._connect(range(len(self.group)), timeout_s)
+
+    async def move(self, homes: Homes, timeout_s: float) -> None:
+        """Use other homes, after the actor ranks were started again. Start workers on nodes that have none.
+
+        Args:
+            homes: Nodes of the new ranks.
+            timeout_s: Time limit, in seconds. Errors: see :meth:`connect`.
+        """
+        addresses = node_addresses()
+        await self._connect(self._start_on({node: addresses[node] for node in homes.nodes}), timeout_s)
+        self.homes = homes
+
+    async def _connect(self, ranks: Sequence[int], timeout_s: float) -> None:
+        phase, deadline_s = "start, connect to the teachers", timeout_s + MARGIN_S
+        async with FirstErrorTaskGroup() as tasks:
+            calls = {
+                rank: tasks.start(self.group.call_one(rank, "setup", timeout_s, timeout_s=deadline_s, phase=phase))
+                for rank in ranks
+            }
+            for rank, call in calls.items():
+                self.free_shared_memory[self._node_of[rank]] = await call
 
     async def scores(self, request: TeacherRequest, timeout_s: float) -> list[StoredTopK]:
         """Return the scores of a request; see :meth:`recipe_gkd.scoring.requests.Requests.scores`."""
@@ -128,12 +186,12 @@ class ScoringPool:
 
     def _parts(self, request: TeacherRequest) -> list[tuple[int, list[int]]]:
         """Divide the sequences of a request. Return the home of each part, and the indices of its sequences."""
-        of_home: defaultdict[int, list[int]] = defaultdict(list)
-        for index, uid in enumerate(request.uids):
-            of_home[self._home_of(request.teacher, uid)].append(index)
+        of_home: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for index, uid in enumerate(request.uids):  # by the reading node too, so that it fetches no rows of others
+            of_home[self._home_of(request.teacher, uid), self.homes.of_uid(uid)].append(index)
         row_bytes = self._row_bytes(request.teacher)
         parts: list[tuple[int, list[int]]] = []
-        for home, indices in of_home.items():
+        for (home, _), indices in of_home.items():
             part: list[int] = []
             n_bytes = 0
             for index in indices:
@@ -163,13 +221,14 @@ class ScoringPool:
         self, request: TeacherRequest, home: int, indices: Sequence[int], timeout_s: float
     ) -> dict[int, StoredTopK]:
         node = self._own_node if home == NO_HOME else self.homes.nodes[home]
-        # Actor ranks that were started again may be on a node without a worker.
-        rank = next(self._workers_of.get(node) or self._workers_of[self._node_of[0]])
+        rank = next(self._workers_of[node])
         sequences = [request.sequences[index] for index in indices]
         answer, block = self.group.handles[rank].score.remote(
             request.teacher, sequences, timeout_s, request.temperature
         )
         part = await self._answer(rank, answer, request, timeout_s)
+        if isinstance(part, TeacherError):
+            raise _with_uids(part, [request.uids[index] for index in indices])
         self._note_process(rank, part.pid)
         return {
             index: StoredTopK(
@@ -183,35 +242,66 @@ class ScoringPool:
             for position, index in enumerate(indices)
         }
 
-    async def _answer(self, rank: int, answer: Any, request: TeacherRequest, timeout_s: float) -> PartScores:
-        """Await the first result of a call, and cancel the call if the caller is canceled or the deadline passes.
+    async def _answer(
+        self, rank: int, answer: Any, request: TeacherRequest, timeout_s: float
+    ) -> PartScores | TeacherError:
+        """Await the first result of a call. Cancel the call if the caller is canceled or the deadline passes.
+
+        If the worker does not answer, its process is killed. Ray then repeats the call, which has a deadline once more.
 
         Raises:
-            TeacherError: The request failed.
+            TeacherTimeout: The worker did not answer twice.
             WorkerDied: The worker died, and Ray may not restart it again.
         """
-        is_done = False
+        is_done, sent_at = False, time.monotonic()
         try:
-            async with asyncio.timeout(timeout_s + MARGIN_S):
-                part: PartScores | TeacherError = await answer
-            is_done = True
-        except RayError as error:  # must precede TimeoutError: a TimeoutError that a worker raised is both
+            part = await self._first_answer(rank, answer, timeout_s)
+            if part is None:
+                await self._kill_silent(rank, sent_at)
+                part = await self._first_answer(rank, answer, timeout_s)
+            is_done = part is not None
+        except RayError as error:
             is_done = True
             known = await self.group.as_worker_error(rank, f"score, {request}", error)
             if isinstance(known, WorkerDied):
-                raise WorkerDied(f"{known}; it is not restarted: trainer.max_worker_restarts is used up") from error
+                is_lost = isinstance(error, ActorUnschedulableError)
+                reason = "its node is lost" if is_lost else "trainer.max_worker_restarts is used up"
+                raise WorkerDied(f"{known}; it is not restarted: {reason}") from error
             raise known from error
-        except TimeoutError as error:
-            raise TeacherTimeout(
-                f"score, {request}: {self.group.label(rank)} did not answer within {timeout_s + MARGIN_S:g} s; its "
-                "process hangs, or its node cannot be reached"
-            ) from error
         finally:
             if not is_done:
                 ray.cancel(answer)
-        if isinstance(part, TeacherError):
-            raise part
+        if part is None:
+            raise TeacherTimeout(
+                f"score, {request}: {self.group.label(rank)} did not answer within {timeout_s + MARGIN_S:g} s, and not "
+                "after a restart; its node cannot be reached, or cannot start processes"
+            )
         return part
+
+    async def _first_answer(self, rank: int, answer: Any, timeout_s: float) -> PartScores | TeacherError | None:
+        """Return the first result of a call, or None if the worker does not answer in time."""
+        try:
+            async with asyncio.timeout(timeout_s + MARGIN_S):
+                part: PartScores | TeacherError = await answer
+                return part
+        except RayError:  # must precede TimeoutError: a TimeoutError that a worker raised is both
+            raise
+        except TimeoutError:
+            return None
+
+    async def _kill_silent(self, rank: int, sent_at: float) -> None:
+        """Kill the process of a worker that has not answered a call, except if it is newer than the call."""
+        if self._killed_at.get(rank, -1.0) > sent_at:
+            return
+        self._killed_at[rank] = time.monotonic()
+        log.warning("%s does not answer; killing its process", self.group.label(rank))
+        try:
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                [at] = await locate([self.group.handles[rank]])
+                processes = await run_on_node(at.node_id, process_trees.tree, [at.pid])
+                await run_on_node(at.node_id, process_trees.kill_trees, processes, KILL_TIMEOUT_S)
+        except (RayError, TimeoutError) as error:
+            log.warning("the process of %s was not killed: %s", self.group.label(rank), str(error) or "no answer")
 
     def _note_process(self, rank: int, pid: int) -> None:
         if (known := self._pids.setdefault(rank, pid)) != pid:
@@ -222,8 +312,16 @@ class ScoringPool:
             )
 
 
-def _start_worker(specs: Mapping[str, ClientSpec], node_id: str, address: str, max_restarts: int) -> Any:
+def _with_uids(error: TeacherError, uids: Sequence[int]) -> TeacherError:
+    """Return an error that names a sequence by the uid of its sample instead of its position in the part."""
+    text = re.sub(r"\bsequence ([0-9]{1,9}):", lambda found: f"sample {uids[int(found[1])]}:", str(error), count=1)
+    return type(error)(text)
+
+
+def _start_worker(
+    specs: Mapping[str, ClientSpec], node_id: str, address: str, *, max_restarts: int, env: dict[str, str]
+) -> Any:
     on_node: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)
     remote: Any = ray.remote(ScoringWorker)
     options = dict(num_cpus=0, max_restarts=max_restarts, max_task_retries=-1, scheduling_strategy=on_node)
-    return remote.options(**options).remote(dict(specs), address)
+    return remote.options(**options, runtime_env={"env_vars": env}).remote(dict(specs), address)

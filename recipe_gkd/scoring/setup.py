@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from recipe_gkd.config import Config
 from recipe_gkd.ray_cluster.object_store import GIB, store_bytes
+from recipe_gkd.runtime.worker_variables import worker_variables
 from recipe_gkd.scoring.pool import ScoringPool
 from teacher.client import ClientSpec
 
@@ -21,8 +23,13 @@ def start_scoring(config: Config, specs: Mapping[str, ClientSpec], nodes: Mappin
         specs: Client of each teacher, by name.
         nodes: Nodes of the actor pool: Ray's id -> address.
     """
-    per_node = config.actor_rollout_ref.teacher.scoring_workers_per_node
-    return ScoringPool.start(specs, nodes, per_node=per_node, max_restarts=config.trainer.max_worker_restarts)
+    return ScoringPool.start(
+        specs,
+        nodes,
+        per_node=config.actor_rollout_ref.teacher.scoring_workers_per_node,
+        max_restarts=config.trainer.max_worker_restarts,
+        env=worker_variables({}, environment=os.environ, extra=config.ray_init.env_vars),
+    )
 
 
 def longest_batch(config: Config) -> int:
@@ -30,16 +37,22 @@ def longest_batch(config: Config) -> int:
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.n * config.data.max_response_length
 
 
+def row_capacity_bytes(scoring: ScoringPool) -> float:
+    """Return the bytes of rows with which the object store of the fullest node is full. The homes must be set."""
+    stores, shares = store_bytes(scoring.nodes), scoring.node_shares()
+    return min((stores[node] / share for node, share in shares.items() if node in stores), default=float("inf"))
+
+
 def max_row_bytes(config: Config, scoring: ScoringPool | None) -> int | None:
     """Return the limit of the teachers' rows of batches that are not trained on yet.
 
     Args:
         config: Configuration of the run.
-        scoring: Scoring workers. None if the rows are in the driver's memory.
+        scoring: Scoring workers with homes. None if the rows are in the driver's memory.
 
     Returns:
         ``teacher.max_rows_gb`` in bytes, or else a part of the object stores that have the rows. None: no limit.
     """
     if (limit := config.actor_rollout_ref.teacher.max_rows_gb) is not None:
         return int(limit * GIB)
-    return None if scoring is None else int(sum(store_bytes(scoring.nodes).values()) * DEFAULT_SHARE_OF_STORE)
+    return None if scoring is None else int(row_capacity_bytes(scoring) * DEFAULT_SHARE_OF_STORE)

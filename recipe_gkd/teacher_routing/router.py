@@ -125,8 +125,9 @@ class Teachers:
         return {name: client.spec() for name, client in self.clients.items() if isinstance(client, TeacherClient)}
 
     def resume(self, n_skipped: int) -> None:
-        """Set the number of samples that the run has skipped before its checkpoint."""
-        self._policy.n_skipped = n_skipped
+        """Set the number of samples that the run has skipped before its checkpoint. Forget requests after it."""
+        self._policy.n_skipped, self._policy.last_error = n_skipped, None
+        self._request_times.clear()
 
     async def sleep(self) -> None:
         """Let the services of all teachers release their devices, at the same time. Other backends are skipped.

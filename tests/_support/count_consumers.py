@@ -36,7 +36,7 @@ from recipe_gkd.scoring.setup import max_row_bytes
 from recipe_gkd.teacher_routing.failure_policy import FailurePolicy
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.validation import ScoredResponse, table_of
-from teacher.client import TeacherClient
+from teacher.client import ClientSpec, TeacherClient
 from teacher.errors import TeacherTimeout
 
 PROMPT = Prompt(uid=0, ids=np.zeros(3, np.int32), row=0)
@@ -114,9 +114,10 @@ def check_count_limit(config: Config, name: str) -> None:
             rows.complete(0)
             assert rows.has_room() == (limit * (1 << 30) >= 2)
         case "scoring_workers_per_node":
-            group: Any = [None] * 2 * limit
-            workers = ScoringPool({}, group, {"a": "10.0.0.1", "b": "10.0.0.2"}, "a")._workers_of["b"]
-            assert {next(workers) for _ in range(limit)} == set(range(limit, 2 * limit))
+            specs = {"default": ClientSpec("10.0.0.9", 1, {})}
+            pool = ScoringPool(specs, "a", lambda *_: None, per_node=limit)
+            pool._start_on({"a": "10.0.0.1", "b": "10.0.0.2"})
+            assert {next(pool._workers_of["b"]) for _ in range(limit)} == set(range(limit, 2 * limit))
         case "max_actor_ckpt_to_keep":
             assert remove_old(Path("no checkpoints"), newest=1, keep=limit) == []
         case "device_peak_tflops":

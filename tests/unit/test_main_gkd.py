@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +23,11 @@ from recipe_gkd.config import Config
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.errors import ConfigError, DataError, UnexpectedError
+from recipe_gkd.errors import ConfigError, DataError, GkdError, UnexpectedError, WorkerDied
 from recipe_gkd.main_gkd import _reward_items
 from recipe_gkd.model_files import Student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from recipe_gkd.runtime.stop_request import StopRequest
 from tests._support.base_config import base_config
 
 STUDENT = Student(Path("x"), 64, build_tokenizer(), "the same", n_tokens=60)
@@ -132,3 +135,49 @@ class TestUnexpectedErrors:
         assert isinstance(known, UnexpectedError) and re.match(message, str(known), re.DOTALL)
         assert known.__cause__ is error
         assert as_known_error(known, "later") is known
+
+
+class TestRestarts:
+    """The loop around the trainer, with fake workers that lose an actor rank."""
+
+    def train(
+        self, monkeypatch: pytest.MonkeyPatch, *outcomes: GkdError | None, on_restart: Callable[[StopRequest], object]
+    ) -> tuple[list[str], StopRequest]:
+        """Train with these outcomes of loads and trainings. Return the calls, and the request to stop."""
+        calls, remaining, stop = list[str](), iter(outcomes), StopRequest()
+
+        async def call(name: str) -> None:
+            calls.append(name)
+            if (error := next(remaining)) is not None:
+                raise error
+
+        async def restart_actors(error: GkdError) -> None:
+            if not isinstance(error, WorkerDied):
+                raise error
+            calls.append("restart")
+            on_restart(stop)
+
+        trainer = SimpleNamespace(fit=lambda _: call("fit"), saver=SimpleNamespace(newest=None))
+        monkeypatch.setattr(main_gkd, "_load", lambda *_: call("load"))
+        monkeypatch.setattr(main_gkd, "Trainer", lambda *_: trainer)
+        workers: Any = SimpleNamespace(restart_actors=restart_actors)
+        plan: Any = SimpleNamespace(points=[], loader=None)
+        context: Any = None
+        config = base_config("trainer.save_freq=1")
+        asyncio.run(main_gkd._train_with_restarts(config, workers, plan, context, context, stop))
+        return calls, stop
+
+    def test_actor_lost_in_training_or_in_a_load_is_restarted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        deaths = None, WorkerDied("in training"), WorkerDied("in the load"), None, None
+        calls, stop = self.train(monkeypatch, *deaths, on_restart=lambda _: None)
+        assert calls == ["load", "fit", "restart", "load", "restart", "load", "fit"] and stop.reason is None
+
+    def test_request_to_stop_during_a_restart_ends_the_run_after_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls, stop = self.train(
+            monkeypatch, None, WorkerDied("in training"), on_restart=lambda stop: stop.request("SIGTERM")
+        )
+        assert calls == ["load", "fit", "restart"] and stop.reason == "SIGTERM"
+
+    def test_other_errors_are_raised(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ConfigError, match="other"):
+            self.train(monkeypatch, ConfigError("other"), on_restart=lambda _: None)

@@ -124,8 +124,8 @@ class TeacherConfig:
     )
     max_rows_gb: float | None = key(
         "Memory in GB, over all nodes of the actor pool, that the teachers' rows of batches may use until the batches "
-        "are trained on. Generation of the next batch waits for it. One batch is always allowed. null: half of the "
-        "object stores of these nodes.",
+        "are trained on. Generation of the next batch waits for it. One batch is always allowed. null: the rows "
+        "that fill half of the object store of the node that gets most of them.",
         gt=0,
         le=MAX_STEPS,
     )

@@ -65,3 +65,46 @@ def test_children_of_a_killed_worker_end_before_its_successor_starts(ray_session
         await group.stop(timeout_s=5)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+class SlowParent(Parent):
+    """A worker whose set-up takes too long, and has started its child before."""
+
+    async def setup(self) -> None:  # type: ignore[override]
+        super().setup()
+        await asyncio.sleep(60)
+
+    async def pids(self) -> tuple[int, int]:  # type: ignore[override]
+        while not hasattr(self, "child"):
+            await asyncio.sleep(0.01)
+        return super().pids()
+
+
+def test_worker_whose_replacement_was_canceled_is_replaced_again_with_its_processes(ray_session: None) -> None:
+    """Another error may end the training loop meanwhile, which then begins again."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    classes = iter([Parent, SlowParent, Parent])
+
+    def start(rank: int) -> Any:
+        return ray.remote(num_cpus=0)(next(classes)).remote()
+
+    async def scenario() -> None:
+        group = WorkerGroup("rollout", [start(0)])
+        restarts = RolloutRestarts(group, start, allowed=2, timeout_s=30)
+        await group.call("setup", timeout_s=30, phase="start")
+        await restarts.record_processes([0])
+        first = group.handles[0]
+        ray.kill(first)
+        replacing = asyncio.ensure_future(restarts.replace_dead(WorkerDied("killed")))
+        while group.handles[0] is first:
+            await asyncio.sleep(0.01)
+        interrupted = await group.call_one(0, "pids", timeout_s=30, phase="look")
+        replacing.cancel()
+        await asyncio.wait([replacing])
+        await restarts.replace_dead()
+        assert restarts.n_restarts == 2 and not any(map(is_running, interrupted))
+        assert all(map(is_running, (await group.call("pids", timeout_s=30, phase="look"))[0]))
+        await restarts.kill_orphans()
+        await group.stop(timeout_s=5)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

@@ -158,8 +158,8 @@ class TestErrors:
     def test_refused_request_raises_the_error_of_the_service(self, service: Proxy) -> None:
         async def body() -> None:
             refused = TeacherSequence(np.array([1, 2, REFUSED], np.int32), 1)
-            with pytest.raises(TeacherRequestError, match=f"token {REFUSED} is rejected"):
-                await pool.scores(request(2, sequences=[sequence(0), refused]), 20)
+            with pytest.raises(TeacherRequestError, match=f"sample 12: .*token {REFUSED} is rejected"):
+                await pool.scores(replace(request(2, sequences=[sequence(0), refused]), uids=[11, 12]), 20)
 
         with scoring({"a": spec_of(service)}) as pool:
             run(body)
@@ -231,13 +231,71 @@ class TestFaults:
         with scoring({"a": spec_of(service)}, max_restarts=0) as pool:
             run(body)
 
-    def test_stopped_worker_is_a_timeout_that_names_it(self, service: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_stopped_worker_is_killed_and_its_requests_are_repeated(
+        self, service: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
         monkeypatch.setattr(pool_module, "MARGIN_S", 0.5)
 
         async def body() -> None:
             os.kill(await pid_of(pool), signal.SIGSTOP)
-            with pytest.raises(TeacherTimeout, match=r"scoring worker 0 of 1 did not answer within 1 s"):
+            first, second = await asyncio.gather(pool.scores(request(2), 10), pool.scores(request(3), 10))
+            assert_scored(first, request(2).sequences)
+            assert_scored(second, request(3).sequences)
+            assert pool.n_restarts == 1 and caplog.text.count("scoring worker 0 of 1 does not answer") == 1
+
+        with scoring({"a": spec_of(service)}, max_restarts=1) as pool:
+            run(body)
+
+    def test_worker_that_stops_again_is_a_timeout_that_names_it(
+        self, service: Proxy, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pool_module, "MARGIN_S", 0.5)
+
+        async def kill_nothing(rank: int, sent_at: float) -> None:
+            """A node that cannot be reached."""
+
+        async def body() -> None:
+            os.kill(await pid_of(pool), signal.SIGSTOP)
+            monkeypatch.setattr(pool, "_kill_silent", kill_nothing)
+            with pytest.raises(TeacherTimeout, match=r"scoring worker 0 of 1 did not answer within 1 s, and not after"):
                 await pool.scores(request(1), 0.5)
+
+        with scoring({"a": spec_of(service)}) as pool:
+            run(body)
+
+
+class TestNodes:
+    def test_loopback_services_have_clients_on_the_node_of_the_driver_only(self) -> None:
+        started: list[tuple[str, list[str]]] = []
+
+        def start(specs: dict[str, ClientSpec], node: str, address: str) -> str:
+            started.append((node, list(specs)))
+            return f"worker on {address}"
+
+        here, there = ClientSpec("127.0.0.1", 1, {}), ClientSpec("10.0.0.9", 1, {})
+        pool = ScoringPool({"here": here, "there": there}, "driver", start, per_node=2)
+        pool._start_on({"driver": "a", "other": "b"})
+        assert started == [("driver", ["here", "there"])] * 2 + [("other", ["there"])] * 2
+        only_here = ScoringPool({"here": here}, "driver", start, per_node=1)
+        only_here._start_on({"driver": "a", "other": "b"})
+        assert only_here.group.handles == ["worker on a"]
+
+    def test_requests_to_a_loopback_service_are_divided_by_the_nodes_that_read_the_rows(self) -> None:
+        pool = ScoringPool({"a": ClientSpec("127.0.0.1", 1, {"top_k": 4})}, "driver", lambda *_: None, per_node=1)
+        pool.homes = Homes(("driver", "other"), (0, 1))
+        assert pool._parts(request(4)) == [(0, [0, 2]), (0, [1, 3])]
+        assert pool.node_shares() == {"driver": 1.0, "other": 0.5}
+
+    def test_actors_on_a_new_node_get_a_worker_there(self, service: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The node of the actors may be lost."""
+
+        async def body() -> None:
+            await pool.connect(20)
+            pool._workers_of["lost node"] = pool._workers_of.pop(own_node())
+            await pool.move(Homes((own_node(),), (0,)), 20)
+            scores = await pool.scores(request(3), 20)
+            assert_scored(scores, request(3).sequences)
+            assert list(pool._pids) == [1] and len(pool.group) == 2
 
         with scoring({"a": spec_of(service)}) as pool:
             run(body)

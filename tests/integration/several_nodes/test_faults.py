@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 
 from tests._support.network_nodes import Node
+from tests._support.sample_records import record_of
 from tests._support.waiting import wait_until
 from tests.integration.several_nodes.conftest import TIMEOUT_S, Laboratory, TrainingOnNodes
 
@@ -75,6 +76,22 @@ class TestLostNode:
             run.await_step(n_before + 5)
             assert run.metrics[-1]["rollout/restarts"] >= 1
             assert address in run.output.split("starting another")[1], run.output
+            run.node.send(run.process, signal.SIGINT)
+            run.finish(END_S)
+            assert_nothing_left(first, before)
+
+    def test_actor_ranks_continue_on_another_node_from_the_newest_checkpoint(self, laboratory: Laboratory) -> None:
+        """Their scoring worker moves with them. The default allows one restart."""
+        with laboratory.ray_nodes(1, 2, 2) as (first, *others):
+            run, before = start(laboratory, first, "replaced_actors", "trainer.save_freq=2")
+            [address] = set(re.findall(r"^actor +\d of 2 +\w+ (\S+) ", run.output, re.MULTILINE))
+            [lost] = [node for node in others if node.address == address]
+            lost.kill()
+            n_before = len(run.metrics)
+            run.await_step(n_before + 5)
+            assert run.metrics[-1]["actor/restarts"] == 1 and run.metrics[-1]["rollout/restarts"] == 0
+            resumed = [line["resumed_from"] for line in record_of(run.folder)]
+            assert resumed[0] == 0 and resumed[-1] >= 2 and resumed[-1] % 2 == 0
             run.node.send(run.process, signal.SIGINT)
             run.finish(END_S)
             assert_nothing_left(first, before)

@@ -152,6 +152,26 @@ def test_slow_disk_blocks_neither_step_nor_event_loop(tmp_path: Path, monkeypatc
     assert actors.calls.count("finish_saves") == 1
 
 
+def test_save_that_the_disk_completes_after_a_worker_failed_is_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The completion removes older checkpoints, so the run must continue from this one."""
+    disk = threading.Event()
+    monkeypatch.setattr(store, "sync_tree", lambda _: disk.wait(60))
+    saver = saver_of(tmp_path, Actors(), ASYNC)
+
+    async def work() -> None:
+        await saver.save(at(1), None)
+        await saver.finish(wait=False)
+        timer = threading.Timer(1.0, disk.set)
+        timer.start()
+        await saver.give_up(workers_failed=True)
+        timer.join()
+
+    run(work)
+    assert steps_of(tmp_path) == [1] and saver.newest == tmp_path / "global_step_1"
+
+
 def test_hung_disk_blocks_neither_failed_save_nor_end_of_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -244,6 +245,10 @@ class FakeStages:
         return trained
 
 
+class Block:
+    """Rows in an object store."""
+
+
 def reward_of(uid: int) -> float:
     return uid / 2
 
@@ -325,6 +330,32 @@ class TestExactness:
         assert len(stages.syncs) == len(set(stages.syncs))
         limit = plan.pipeline_config.max_row_bytes
         assert limit is None or stages.most_row_bytes <= max(limit, plan.batch_size)
+
+
+class TestRows:
+    @pytest.mark.parametrize("bound", [0, 1, 2])
+    def test_rows_of_a_batch_are_freed_with_its_update(self, bound: int) -> None:
+        """Otherwise the rows of one more batch than the limit allows would be in memory."""
+        stages = FakeStages(Plan(PipelineConfig(max_staleness=bound), seconds=SHAPES["balanced"]))
+        blocks: dict[int, weakref.ref[Block]] = {}
+
+        async def score(group: Sequence[tuple[Prompt, Response]], step: int) -> list[Sample]:
+            block = Block()
+            blocks.update({prompt.uid: weakref.ref(block) for prompt, _ in group})
+            return [replace(sample, teacher=replace(STORED, block=block)) for sample in await scored(group, step)]
+
+        scored, stages.score = stages.score, score  # type: ignore[method-assign]
+
+        async def work() -> None:
+            async with stages.pipeline() as pipeline:
+                async for batch in pipeline:
+                    async with pipeline.actor_update(batch):
+                        stages.version += 1
+                        assert all(blocks[sample.prompt.uid]() is not None for sample in batch.samples)
+                    assert not any(blocks[sample.prompt.uid]() for sample in batch.samples)
+
+        run(work())
+        assert len(blocks) == stages.plan.n_batches * stages.plan.batch_size
 
 
 class TestWorkerDeath:

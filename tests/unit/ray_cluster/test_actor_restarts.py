@@ -115,14 +115,24 @@ def test_error_is_raised_when_no_restart_is_left(killed: list[str], caplog: pyte
 
 
 @pytest.mark.parametrize("allowed", [1, 2])
-def test_death_during_the_set_up_is_another_restart(allowed: int, killed: list[str]) -> None:
+def test_death_during_a_long_set_up_is_another_restart(
+    allowed: int, killed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_restarts, "LOST_NODE_NOTICE_S", 0.0)
     restarts = restarts_of(Actors([0], [1]), WorkerDied("in the set-up"), "reports", allowed=allowed)
     if allowed == 1:
         with pytest.raises(WorkerDied, match="in the set-up"):
             asyncio.run(restarts.restart(WorkerDied("first")))
     else:
         assert asyncio.run(restarts.restart(WorkerDied("first"))) == "reports"
-    assert len(killed) == 2 * allowed
+    assert len(killed) == 2 * allowed == 2 * restarts.n_restarts
+
+
+def test_deaths_on_a_node_that_ray_does_not_know_to_be_lost_are_one_restart(killed: list[str]) -> None:
+    deaths = WorkerDied("on the lost node"), WorkerDied("on the lost node")
+    restarts = restarts_of(Actors([0], [1], [1]), *deaths, "reports", allowed=1)
+    assert asyncio.run(restarts.restart(WorkerDied("first"))) == "reports"
+    assert len(killed) == 6 and restarts.n_restarts == 1
 
 
 def test_ranks_that_find_no_room_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
