@@ -34,6 +34,7 @@ import zmq
 
 from teacher.engines.base import ScoringEngine, SleepingEngine
 from teacher.errors import TeacherProtocolError, TeacherRequestError, TeacherUnavailable
+from teacher.free_memory import MemoryTrimmer
 from teacher.stall_watchdog import stall_watchdog
 from teacher.stop_signal import Stoppable
 from teacher.wire import protocol
@@ -122,7 +123,7 @@ class Worker:
         poller = zmq.Poller()
         for source in (self._connection.socket, self._connection.monitor, stop.fileno()):
             poller.register(source, zmq.POLLIN)
-        was_registered = False
+        was_registered, trimmer = False, MemoryTrimmer()
         while stop.fileno() not in (ready := dict(poller.poll(0 if self._jobs else self._heartbeats.wait_ms()))):
             if self._connection.monitor in ready:
                 self._on_connection_event(was_registered)
@@ -136,6 +137,7 @@ class Worker:
             if self._state_request is not None and not self._jobs:
                 self._change_state(self._state_request)
             self._heartbeats.send_if_due(is_registered=self._is_registered)
+            trimmer.trim_if_due()
             if self._is_registered and not was_registered:
                 was_registered = True
                 on_registered()

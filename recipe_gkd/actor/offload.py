@@ -14,11 +14,8 @@ memory when it returns. A tensor must not be read meanwhile.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -27,6 +24,7 @@ from recipe_gkd.actor.host_copy import HostCopy, host_copy
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import WorkerError
 from recipe_gkd.runtime.out_of_memory import describe, is_out_of_memory
+from teacher.free_memory import trim
 
 NAMES: dict[ActorState, str] = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer state"}
 KEYS: dict[ActorState, str] = {"params": "param_offload", "grads": "grad_offload", "optimizer": "optimizer_offload"}
@@ -238,11 +236,5 @@ def _return_memory(device: torch.device) -> None:
     """Return freed memory to the device, where another process needs it, or to the operating system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif (trim := _malloc_trim()) is not None:
-        trim(0)
-
-
-@cache
-def _malloc_trim() -> Any:
-    """Return glibc's function; None with another C library."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    else:
+        trim()

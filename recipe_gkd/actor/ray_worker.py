@@ -20,6 +20,7 @@ from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.sender_api import WeightSenderApi
 from recipe_gkd.weight_sync.stats import TransferStats
 from recipe_gkd.weight_sync.store import open_store
+from teacher.free_memory import MemoryTrimmer
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -61,6 +62,7 @@ class ActorWorker:
         self._config, self._total_steps, self._n_token_ids = config, total_steps, n_token_ids
         self._rank, self._world_size, self._device = rank, world_size, device
         self._store: TCPStore | None = None
+        self._trimmer = MemoryTrimmer()
 
     def device_report(self) -> dict[str, Any]:
         """Return the node and the devices of this worker."""
@@ -102,7 +104,9 @@ class ActorWorker:
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         """Run one optimizer step on this data-parallel rank's shard."""
-        return self.actor.update(self._with_top_k(samples), step)
+        metrics = self.actor.update(self._with_top_k(samples), step)
+        self._trimmer.trim_if_due()
+        return metrics
 
     def prepare_update(self) -> None:
         """Begin to move offloaded weights and gradients to the device."""

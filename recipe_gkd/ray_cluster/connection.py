@@ -42,6 +42,9 @@ def connected_cluster(config: Config) -> Iterator[None]:
     # The default of a future Ray version. It suppresses a warning.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if not settings.timeline_json_file:
+        # The control service keeps records of 100,000 calls by default, each of 3 kB.
+        os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "10000")
     try:
         if settings.address:
             ray.init(address=settings.address, logging_level=logging.ERROR)

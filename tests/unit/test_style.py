@@ -55,6 +55,7 @@ TEACHER_MODULES = (
     "client",
     "errors",
     "fingerprint",
+    "free_memory",
     "machine_checks",
     "records",
     "status",
@@ -72,7 +73,7 @@ TEACHER_SHARED = {"errors", "fingerprint", "logs", "records", "status", "wire"}
 TEACHER_PARTS = {
     "client": {"client"},
     "proxy": {"proxy", "stop_signal"},
-    "worker": {"engines", "stall_watchdog", "stop_signal", "worker", "worker_jobs"},
+    "worker": {"engines", "free_memory", "stall_watchdog", "stop_signal", "worker", "worker_jobs"},
 }
 """Other modules of ``teacher`` that each part may import."""
 RAY_FREE = ("errors", "runtime", "losses", "config", "data", "pipeline", "actor", "rollout", "weight_sync", "metrics")
