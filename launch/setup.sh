@@ -97,8 +97,10 @@ fi
 
 .venv/bin/python - <<'PY'
 import torch
-import vllm._C  # noqa: F401  (vLLM itself imports without it, and fails much later)
+from vllm.platforms import current_platform
 assert torch.version.cuda is None, f"a CUDA build of torch was installed: {torch.__version__}"
+current_platform.import_kernels()  # the library for this CPU: AVX2, AVX-512, or AVX-512 with bfloat16
+assert hasattr(torch.ops._C, "rms_norm"), "vLLM's kernels were not loaded; vLLM would fail much later"
 PY
 touch "$stamp"
 echo "set up in $((SECONDS - began)) s"
