@@ -81,15 +81,18 @@ class TestLostNode:
             assert_nothing_left(first, before)
 
     def test_actor_ranks_continue_on_another_node_from_the_newest_checkpoint(self, laboratory: Laboratory) -> None:
-        """Their scoring worker moves with them. The default allows one restart."""
-        with laboratory.ray_nodes(1, 2, 2) as (first, *others):
+        """Their scoring worker moves with them. The default allows one restart.
+
+        Ray may place the rollout worker on any node, so the spare one has room for it and the actors.
+        """
+        with laboratory.ray_nodes(1, 3, 3) as (first, *others):
             run, before = start(laboratory, first, "replaced_actors", "trainer.save_freq=2")
             [address] = set(re.findall(r"^actor +\d of 2 +\w+ (\S+) ", run.output, re.MULTILINE))
             [lost] = [node for node in others if node.address == address]
             lost.kill()
             n_before = len(run.metrics)
             run.await_step(n_before + 5)
-            assert run.metrics[-1]["actor/restarts"] == 1 and run.metrics[-1]["rollout/restarts"] == 0
+            assert run.metrics[-1]["actor/restarts"] == 1
             resumed = [line["resumed_from"] for line in record_of(run.folder)]
             assert resumed[0] == 0 and resumed[-1] >= 2 and resumed[-1] % 2 == 0
             run.node.send(run.process, signal.SIGINT)
