@@ -26,7 +26,7 @@ from recipe_gkd.metrics.flops import sample_cost
 from recipe_gkd.ray_cluster.actor_restarts import ActorRestarts
 from recipe_gkd.ray_cluster.capacity import ClusterCapacity, capacity_or_none
 from recipe_gkd.ray_cluster.node_checks import check_nodes
-from recipe_gkd.ray_cluster.object_store import ObjectStoreUsage, warn_if_small
+from recipe_gkd.ray_cluster.object_store import ObjectStoreUsage
 from recipe_gkd.ray_cluster.placement import (
     Reports,
     check_devices,
@@ -46,7 +46,7 @@ from recipe_gkd.runtime.tasks import FirstErrorTaskGroup, run_to_end
 from recipe_gkd.runtime.worker_variables import worker_variables
 from recipe_gkd.scoring.homes import Homes
 from recipe_gkd.scoring.pool import ScoringPool
-from recipe_gkd.scoring.setup import longest_batch, max_row_bytes, row_capacity_bytes, start_scoring
+from recipe_gkd.scoring.setup import max_row_bytes, start_scoring, warn_about_memory
 from recipe_gkd.weight_sync.spec import WeightSyncSpec
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 from teacher.client import ClientSpec
@@ -278,8 +278,7 @@ async def _connect(
     actor_reports = ActorReports.of(ranks, actors, reports)
     if scoring is not None:
         scoring.homes = actor_reports.homes
-        largest_bytes, capacity_bytes = scoring.row_bytes * longest_batch(config), row_capacity_bytes(scoring)
-        warn_if_small(scoring.nodes, scoring.free_shared_memory, largest_bytes, capacity_bytes)
+        warn_about_memory(config, scoring)
     await restarts.record_processes(range(len(rollouts)))
     weights = WeightSynchronizer(
         actors,

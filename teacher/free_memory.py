@@ -1,7 +1,6 @@
 """Return of freed memory to the operating system.
 
-glibc keeps freed memory that lies between blocks in use. Tensors of many sizes leave more and more of it: a worker on a
-CPU grew by 0.4 GB per hour in this way, while the memory in use did not grow.
+glibc keeps freed memory that lies between blocks in use. Tensors of many sizes leave more and more of it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from functools import cache
 from typing import Any
 
 TRIM_EVERY_S = 60.0
-"""Time between two calls of ``malloc_trim``, which takes 10 to 50 ms."""
+"""Time between two calls of ``malloc_trim``, which reads the whole heap."""
 
 
 class MemoryTrimmer:

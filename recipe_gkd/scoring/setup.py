@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 
 from recipe_gkd.config import Config
-from recipe_gkd.ray_cluster.object_store import GIB, store_bytes
+from recipe_gkd.ray_cluster.object_store import GIB, store_bytes, warn_if_small
 from recipe_gkd.runtime.worker_variables import worker_variables
 from recipe_gkd.scoring.pool import ScoringPool
 from teacher.client import ClientSpec
 
 DEFAULT_SHARE_OF_STORE = 0.5
-"""Part of the object stores of the actor pool that rows may fill. Shards and responses need memory too."""
+"""Part of the object store of the fullest node that rows may fill. Shards and responses need memory too."""
 
 
 def start_scoring(config: Config, specs: Mapping[str, ClientSpec], nodes: Mapping[str, str]) -> ScoringPool:
@@ -32,15 +32,17 @@ def start_scoring(config: Config, specs: Mapping[str, ClientSpec], nodes: Mappin
     )
 
 
-def longest_batch(config: Config) -> int:
-    """Return the number of response tokens of a batch of the longest responses."""
-    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n * config.data.max_response_length
-
-
 def row_capacity_bytes(scoring: ScoringPool) -> float:
     """Return the bytes of rows with which the object store of the fullest node is full. The homes must be set."""
     stores, shares = store_bytes(scoring.nodes), scoring.node_shares()
     return min((stores[node] / share for node, share in shares.items() if node in stores), default=float("inf"))
+
+
+def warn_about_memory(config: Config, scoring: ScoringPool) -> None:
+    """Log a warning if the object stores cannot hold the rows of a batch of the longest responses."""
+    n_tokens = config.data.train_batch_size * config.actor_rollout_ref.rollout.n * config.data.max_response_length
+    batch_bytes = scoring.row_bytes * n_tokens
+    warn_if_small(scoring.nodes, scoring.free_shared_memory, batch_bytes, row_capacity_bytes(scoring))
 
 
 def max_row_bytes(config: Config, scoring: ScoringPool | None) -> int | None:
