@@ -314,8 +314,10 @@ class ScoringPool:
 
 def _with_uids(error: TeacherError, uids: Sequence[int]) -> TeacherError:
     """Return an error that names a sequence by the uid of its sample instead of its position in the part."""
-    text = re.sub(r"\bsequence ([0-9]{1,9}):", lambda found: f"sample {uids[int(found[1])]}:", str(error), count=1)
-    return type(error)(text)
+    found = re.search(r"\bsequence ([0-9]{1,9}):", str(error))
+    if found is None or int(found[1]) >= len(uids):  # the text may be that of an engine or of another program
+        return error
+    return type(error)(str(error).replace(found[0], f"sample {uids[int(found[1])]}:", 1))
 
 
 def _start_worker(

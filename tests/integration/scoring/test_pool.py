@@ -264,6 +264,19 @@ class TestFaults:
             run(body)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("teacher a: sequence 1: 3 tokens", "teacher a: sample 12: 3 tokens"),
+        ("sequence 2: of another program", "sequence 2: of another program"),
+        ("no position", "no position"),
+    ],
+)
+def test_errors_name_samples_instead_of_positions_in_a_part(text: str, shown: str) -> None:
+    error = pool_module._with_uids(TeacherRequestError(text), [11, 12])
+    assert isinstance(error, TeacherRequestError) and str(error) == shown
+
+
 class TestNodes:
     def test_loopback_services_have_clients_on_the_node_of_the_driver_only(self) -> None:
         started: list[tuple[str, list[str]]] = []
