@@ -12,7 +12,7 @@ from recipe_gkd.errors import GkdError
 from recipe_gkd.trainer import Trainer
 from tests.integration.faults.faulty import DEADLINE_S, InjectedSignal, TrainerFactory, inject
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 
 TWO_RANKS = (
     "trainer.n_gpus_per_node=2",

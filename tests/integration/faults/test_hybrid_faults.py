@@ -13,7 +13,7 @@ from recipe_gkd.errors import GkdError
 from tests._support.processes import is_running
 from tests.integration.faults.faulty import Census, InjectedSignal, TrainerFactory, inject
 
-pytestmark = pytest.mark.timeout(250)
+pytestmark = pytest.mark.timeout(400)
 
 HYBRID = (
     "actor_rollout_ref.hybrid_engine=true",

@@ -18,7 +18,7 @@ from recipe_gkd.trainer import Trainer
 from tests._support.processes import is_running
 from tests.integration.faults.faulty import DEADLINE_S, Census, InjectedSignal, TrainerFactory, inject
 
-pytestmark = pytest.mark.timeout(250)
+pytestmark = pytest.mark.timeout(400)
 
 END_S = 25.0
 """Time from the deadline to the end of all workers: margins of nested deadlines, the diagnosis, and the shutdown."""

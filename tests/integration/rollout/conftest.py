@@ -174,6 +174,7 @@ def pool(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[P
     actor = ray.remote(num_cpus=0, runtime_env=environment())(TinyActor).remote(TRANSPORT_TIMEOUT_S)
     try:
         descriptions = ray.get([handle.setup.remote() for handle in handles], timeout=240)
+        ray.get(actor.__ray_ready__.remote(), timeout=240)  # It may still load its modules.
         result = Pool(handles, descriptions, WorkerGroup("actor", [actor]), {})
         result.call_actor("set_weights", OLD, True)
         for rank in range(len(handles)):
