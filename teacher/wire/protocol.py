@@ -2,7 +2,7 @@
 
 A message is one msgpack header frame, followed by raw little-endian array frames::
 
-    header = {"v": 7, "kind": "score", "id": 7, ..., "arrays": [["i4", 12], ["f4", 5, 64], ...]}
+    header = {"v": PROTOCOL_VERSION, "kind": "score", "id": 7, ..., "arrays": [["i4", 12], ["f4", 5, 64], ...]}
     frames = [msgpack(header), array 0, array 1, ...]
 
 Arrays are ragged: one (request) or three (reply) per sequence, response positions only, without padding. Nothing is

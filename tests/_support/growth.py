@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-MIN_AGE_S = 120.0
-"""Age from which the samples of a process count. Before, its allocators and caches fill."""
 MIN_DISTANCE_S = 60.0
 """Least distance of two samples whose difference counts."""
 
@@ -80,7 +78,7 @@ def growths(samples: Sequence[Sample], measures: dict[str, Measure], warm_up_s: 
     Args:
         samples: All samples, in any order.
         measures: Measures by name. Where ``"ROLE NAME"`` is a key, it applies to that role.
-        warm_up_s: Time since the start of the run whose samples do not count.
+        warm_up_s: Age of the run, and of each process, before which samples do not count: allocators and caches fill.
     """
     late = sorted((s for s in samples if s.at_s >= warm_up_s), key=lambda s: (s.role, s.measure, s.at_s))
     began: dict[str, float] = {}
@@ -89,7 +87,7 @@ def growths(samples: Sequence[Sample], measures: dict[str, Measure], warm_up_s: 
     for (role, name), group in groupby(late, key=lambda s: (s.role, s.measure)):
         found = list(group)
         totals = [sum(s.value for s in same) for _, same in groupby(found, key=lambda s: s.at_s)]
-        aged = [s for s in found if s.at_s - began[s.source] >= MIN_AGE_S or began[s.source] < warm_up_s]
+        aged = [s for s in found if s.at_s - began[s.source] >= warm_up_s]
         slopes = list(_slopes(aged))
         first, last = statistics.median(totals[:5]), statistics.median(totals[-5:])
         measure = measures.get(f"{role} {name}", measures[name])

@@ -40,7 +40,7 @@ def test_slow_leak_is_found() -> None:
 
 def test_leak_is_found_in_processes_that_are_replaced() -> None:
     """Each replacement begins at the lowest value, so the value of the role does not grow."""
-    starts = [*range(0, 3601, 600)]
+    starts = [*range(0, 3601, 900)]
     leaking = [sample for start, end in pairwise(starts) for sample in series(240.0, str(start), start, end)]
     steady = [sample for start, end in pairwise(starts) for sample in series(0.0, str(start), start, end)]
     leak = [Sample(s.role, s.measure, s.source, s.at_s, s.value - 240 * int(s.source) / 3600) for s in leaking]
