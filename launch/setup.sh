@@ -32,7 +32,7 @@ if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3
   exit 1
 fi
 
-echo "setting up .venv (about 1 minute, 4 GB) ..."
+echo "setting up .venv (1 to 2 minutes, 4 GB) ..."
 began=$SECONDS
 apt_install() { # apt_install PACKAGE: as root on Debian; fails elsewhere
   [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
@@ -94,6 +94,11 @@ if [ "${INSTALLER:-uv}" != uv ] || ! install_with_uv; then
   [ "${INSTALLER:-uv}" != uv ] || echo "setup.sh: uv could not install everything; using pip, which takes longer" >&2
   install_with "${pip[@]}" install
 fi
+
+# uv does not compile. Where PYTHONDONTWRITEBYTECODE is set, as in many containers, every process would compile what it
+# imports, each time: an engine would take 18 s more to start.
+.venv/bin/python -m compileall -q -j 0 -x 'transformers/models/|ray/rllib/|/tests/' .venv/lib/python3*/site-packages \
+  >/dev/null || true  # a few files of packages are templates or of another Python version
 
 .venv/bin/python - <<'PY'
 import torch
