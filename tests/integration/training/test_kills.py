@@ -33,6 +33,8 @@ TARGETS = {
 REPLACED = {"actor", "rollout", "scoring"}
 """Targets without which a run continues."""
 END_TIMEOUT_S = 120.0
+RAY_WITHOUT_CONTROL_SERVICE_S = 5
+"""Time after which Ray ends without its control service. In its 60 s by default, a campaign would complete."""
 REPRODUCIBLE = ("actor/", "response_seq_len/", "reward/")
 N_PER_STEP = 2 + 2 * 6
 """Samples per step with ``FULL_OBJECTIVE``: two prompts have a reference response, six have two responses."""
@@ -156,8 +158,11 @@ def test_killed_processes_change_nothing_in_sync(
 @pytest.mark.slow
 @pytest.mark.timeout(120 * (N_KILLS + 3))
 @pytest.mark.parametrize("scheduler", ["sync", "one_step_off"])
-def test_campaign_of_random_kills(start_run: StartRun, validation: list[str], tmp_path: Path, scheduler: str) -> None:
+def test_campaign_of_random_kills(
+    start_run: StartRun, validation: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str
+) -> None:
     """Half of the kills in each schedule. ``sync`` ends bitwise as without kills."""
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", str(RAY_WITHOUT_CONTROL_SERVICE_S))
     rng, n_steps = random.Random(f"{SEED}-{scheduler}"), 24
     settings = (f"trainer.scheduler={scheduler}", f"trainer.total_training_steps={n_steps}", "trainer.save_freq=2")
     overrides = (*settings, *validation, "trainer.test_freq=-1", "trainer.val_kl=false", *FULL_OBJECTIVE)
