@@ -21,7 +21,7 @@ from pathlib import Path
 import pyarrow as pa
 from omegaconf import OmegaConf
 
-from recipe_gkd.checkpoints.folders import recover
+from recipe_gkd.checkpoints.folders import final_folder, read_latest, recover
 from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
 from recipe_gkd.checkpoints.resume_hint import resume_hint
 from recipe_gkd.checkpoints.run_folder import CONFIG, LOG, RunFolder, folder_of, run_folder
@@ -324,20 +324,20 @@ async def _train_with_restarts(
             if stop.reason is not None:
                 raise
             with stop.accepted() if saves_checkpoints(config) else nullcontext():
-                await workers.restart_actors(error)
+                await stop.unless_requested(workers.restart_actors(error))
         if stop.reason is not None:
             return None  # the newest checkpoint is all that can be saved
-        if trainer is not None:
-            points = _newest_point(config, trainer.saver.newest, plan) or points
+        if trainer is not None and trainer.saver.newest is not None:
+            points = _newest_point(config, trainer.saver.newest, plan)
         trainer = None
         gc.collect()  # cycles of the error and its frames, which refer to rows in the object stores
         log.warning("the actor ranks were started again; steps after the newest checkpoint are repeated")
 
 
-def _newest_point(config: Config, checkpoint: Path | None, plan: TrainingPlan) -> list[ResumePoint]:
-    """Return the newest checkpoint of this run, as a list. Empty if there is none."""
-    if checkpoint is None:
-        return []
+def _newest_point(config: Config, checkpoint: Path, plan: TrainingPlan) -> list[ResumePoint]:
+    """Return the newest checkpoint of this run, as a list: ``checkpoint``, or one that the disk completed later."""
+    if (step := read_latest(checkpoint.parent)) is not None:
+        checkpoint = final_folder(checkpoint.parent, step)
     trainer = replace(config.trainer, resume_mode="resume_path", resume_from_path=str(checkpoint))
     return resume_points(replace(config, trainer=trainer), plan.fresh)
 

@@ -35,6 +35,7 @@ from recipe_gkd.pipeline.stages import ComputeRewards, PipelineStages
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.scoring.setup import max_row_bytes
 from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.validation import Validation
 from recipe_gkd.validation_kl import KlStages, ResponseKl, measure_kl
@@ -206,7 +207,8 @@ class Trainer:
             replace=self.workers.replace_dead_rollouts,
         )
         batches = self.loader.batches(self.progress.prompts_trained, first_step=self.progress.step)
-        config = pipeline_config(self.config, len(self.workers.rollouts), self.workers.max_row_bytes)
+        limit = max_row_bytes(self.config, self.workers.scoring)  # again after the actor ranks have moved
+        config = pipeline_config(self.config, len(self.workers.rollouts), limit)
         return Pipeline(batches, config, stages, first_version=self.progress.step, timeline=timeline)
 
     async def _train(self, pipeline: Pipeline, batch: ReadyBatch) -> None:

@@ -46,7 +46,7 @@ from recipe_gkd.runtime.tasks import FirstErrorTaskGroup, run_to_end
 from recipe_gkd.runtime.worker_variables import worker_variables
 from recipe_gkd.scoring.homes import Homes
 from recipe_gkd.scoring.pool import ScoringPool
-from recipe_gkd.scoring.setup import max_row_bytes, start_scoring, warn_about_memory
+from recipe_gkd.scoring.setup import start_scoring, warn_about_memory
 from recipe_gkd.weight_sync.spec import WeightSyncSpec
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 from teacher.client import ClientSpec
@@ -98,7 +98,6 @@ class Workers:
         engine_dtype: Data type of the rollout engines.
         actor_devices: Name of the device of each actor rank, such as ``NVIDIA H100 80GB HBM3`` or ``cpu``.
         scoring: Scoring workers. None if the teachers run in the driver's process.
-        max_row_bytes: Limit of the teachers' rows of batches that are not trained on yet. None: no limit.
         store_usage: Use of Ray's object stores.
         capacity: Resources that the cluster could grant instead, for advice. None if they are unknown.
     """
@@ -113,7 +112,6 @@ class Workers:
     engine_dtype: str = ""
     actor_devices: Sequence[str] = ()
     scoring: ScoringPool | None = None
-    max_row_bytes: int | None = None
     store_usage: ObjectStoreUsage = field(default_factory=ObjectStoreUsage)
     capacity: ClusterCapacity | None = None
 
@@ -304,7 +302,6 @@ async def _connect(
         engine_dtype=engines[0]["dtype"],
         actor_devices=[report["device_name"] for report in ranks],
         scoring=scoring,
-        max_row_bytes=max_row_bytes(config, scoring),
         capacity=await capacity_or_none(pools),
     )
 

@@ -153,16 +153,17 @@ class RolloutRestarts:
             self._rollouts.replace(rank, self._start(rank))
         try:
             outcomes = await asyncio.gather(*map(self._set_up, dead), return_exceptions=True)
+            failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+            await self.record_processes(rank for rank, one in zip(dead, outcomes, strict=True) if one not in failed)
         except asyncio.CancelledError:  # an error of another worker; if the run survives it, the next call begins anew
+            self._used -= len(dead)
             for rank in dead:
                 self._rollouts.count_as_dead(rank)
             self._interrupted.update(dead)
             raise
-        failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         for error in failed:
             if not isinstance(error, WorkerDied):
                 raise error
-        await self.record_processes(rank for rank, one in zip(dead, outcomes, strict=True) if one not in failed)
         if failed:
             # Ray needs up to 30 s to notice that a node is lost, and starts workers there until then.
             await self._replace_dead(cast(WorkerDied, failed[0]))

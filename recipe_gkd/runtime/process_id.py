@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,6 +46,11 @@ def is_alive(process: ProcessId) -> bool:
         and int(stat[19]) == process.start_ticks
         and stat[0] not in ("Z", "X", "x")
     )
+
+
+def age_s(process: ProcessId) -> float:
+    """Return the time since the start of a process of this boot, in seconds."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - process.start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int) -> list[str] | None:

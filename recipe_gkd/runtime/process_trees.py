@@ -11,7 +11,7 @@ from contextlib import suppress
 import psutil
 
 from recipe_gkd.runtime import scratch
-from recipe_gkd.runtime.process_id import ProcessId, boot_id, is_alive, process_id
+from recipe_gkd.runtime.process_id import ProcessId, age_s, boot_id, is_alive, process_id
 
 
 def tree(pids: Sequence[int]) -> list[ProcessId]:
@@ -36,6 +36,15 @@ def kill_trees(processes: Sequence[ProcessId], timeout_s: float) -> list[int]:
     """
     alive = [process.pid for process in processes if is_alive(process)]
     return end(list({*processes, *tree(alive)}), 0.0, timeout_s)
+
+
+def kill_older(pid: int, than_s: float, timeout_s: float) -> bool:
+    """Kill process ``pid`` and its descendants if it has run for longer than ``than_s``. Return True if it has."""
+    process = process_id(pid)
+    if process is None or not is_alive(process) or age_s(process) <= than_s:
+        return False
+    kill_trees(tree([pid]), timeout_s)
+    return True
 
 
 def end(processes: Sequence[ProcessId], grace_s: float, timeout_s: float) -> list[int]:

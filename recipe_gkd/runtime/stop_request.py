@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -72,6 +72,20 @@ class StopRequest:
             if timer is not None:
                 timer.cancel()
 
+    async def unless_requested(self, work: Coroutine[Any, Any, object]) -> None:
+        """Await ``work``, and cancel it if the end of the run is requested meanwhile. Its own error is raised."""
+        task: asyncio.Future[Any] = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task, *self._requests()], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    def _requests(self) -> list[asyncio.Future[None]]:
+        """Return what completes with the request, if one is accepted now."""
+        return [self._requested] if self._requested is not None else []
+
     async def until_requested(self, items: AsyncIterable[T], *, interrupt: bool = True) -> AsyncIterator[T]:
         """Yield from ``items`` until the end of the run is requested, or to their end.
 
@@ -80,7 +94,7 @@ class StopRequest:
             interrupt: Cancel the wait for the next item. False: yield one more item after a request during a wait.
         """
         source, no_item = aiter(items), object()
-        waited_for: list[asyncio.Future[Any]] = [self._requested] if self._requested is not None and interrupt else []
+        waited_for: list[asyncio.Future[Any]] = [*self._requests()] if interrupt else []
         item: asyncio.Future[Any] | None = None
         try:
             while self.reason is None:

@@ -86,7 +86,7 @@ class ScoringPool:
         self._node_of: list[str] = []
         self._workers_of: dict[str, Iterator[int]] = {}
         self._pids: dict[int, int] = {}
-        self._killed_at: dict[int, float] = {}
+        self._kill_locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @classmethod
     def start(
@@ -291,17 +291,18 @@ class ScoringPool:
 
     async def _kill_silent(self, rank: int, sent_at: float) -> None:
         """Kill the process of a worker that has not answered a call, except if it is newer than the call."""
-        if self._killed_at.get(rank, -1.0) > sent_at:
-            return
-        self._killed_at[rank] = time.monotonic()
-        log.warning("%s does not answer; killing its process", self.group.label(rank))
-        try:
-            async with asyncio.timeout(KILL_TIMEOUT_S):
-                [at] = await locate([self.group.handles[rank]])
-                processes = await run_on_node(at.node_id, process_trees.tree, [at.pid])
-                await run_on_node(at.node_id, process_trees.kill_trees, processes, KILL_TIMEOUT_S)
-        except (RayError, TimeoutError) as error:
-            log.warning("the process of %s was not killed: %s", self.group.label(rank), str(error) or "no answer")
+        label = self.group.label(rank)
+        async with self._kill_locks[rank]:  # the calls of a batch have the same deadline
+            try:
+                async with asyncio.timeout(KILL_TIMEOUT_S):
+                    [at] = await locate([self.group.handles[rank]])
+                    if at.dead or not at.pid or not at.node_id:
+                        return  # Ray is starting another process
+                    age_s = time.monotonic() - sent_at
+                    if await run_on_node(at.node_id, process_trees.kill_older, at.pid, age_s, KILL_TIMEOUT_S):
+                        log.warning("%s does not answer; its process was killed", label)
+            except (RayError, TimeoutError) as error:
+                log.warning("%s does not answer, and was not killed: %s", label, str(error) or "no answer of its node")
 
     def _note_process(self, rank: int, pid: int) -> None:
         if (known := self._pids.setdefault(rank, pid)) != pid:

@@ -156,6 +156,7 @@ class TestRestarts:
                 raise error
             calls.append("restart")
             on_restart(stop)
+            await asyncio.sleep(60 if stop.reason else 0)
 
         trainer = SimpleNamespace(fit=lambda _: call("fit"), saver=SimpleNamespace(newest=None))
         monkeypatch.setattr(main_gkd, "_load", lambda *_: call("load"))
@@ -172,7 +173,7 @@ class TestRestarts:
         calls, stop = self.train(monkeypatch, *deaths, on_restart=lambda _: None)
         assert calls == ["load", "fit", "restart", "load", "restart", "load", "fit"] and stop.reason is None
 
-    def test_request_to_stop_during_a_restart_ends_the_run_after_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_request_to_stop_during_a_restart_ends_the_run_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls, stop = self.train(
             monkeypatch, None, WorkerDied("in training"), on_restart=lambda stop: stop.request("SIGTERM")
         )

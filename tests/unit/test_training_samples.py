@@ -56,7 +56,7 @@ class FakeWorkers:
     """Rollout workers and a teacher that answer at once. ``deaths``: calls of generate in which the worker dies."""
 
     capacity = None
-    max_row_bytes = None
+    scoring = None
 
     def __init__(self, n_replicas: int, deaths: Sequence[int] = ()) -> None:
         self.n_replicas, self.deaths = n_replicas, deaths

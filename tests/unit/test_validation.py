@@ -91,8 +91,8 @@ SAMPLED = ("actor_rollout_ref.rollout.val_kwargs.n=2", "actor_rollout_ref.rollou
 
 class Workers:
     capacity = None
+    scoring = None
     actor_devices = ("cpu",)
-    max_row_bytes = None
 
     def __init__(self) -> None:
         self.rollouts = self.actors = self.weights = self

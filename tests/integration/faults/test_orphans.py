@@ -90,7 +90,7 @@ def test_worker_whose_replacement_was_canceled_is_replaced_again_with_its_proces
 
     async def scenario() -> None:
         group = WorkerGroup("rollout", [start(0)])
-        restarts = RolloutRestarts(group, start, allowed=2, timeout_s=30)
+        restarts = RolloutRestarts(group, start, allowed=1, timeout_s=30)
         await group.call("setup", timeout_s=30, phase="start")
         await restarts.record_processes([0])
         first = group.handles[0]
@@ -102,7 +102,7 @@ def test_worker_whose_replacement_was_canceled_is_replaced_again_with_its_proces
         replacing.cancel()
         await asyncio.wait([replacing])
         await restarts.replace_dead()
-        assert restarts.n_restarts == 2 and not any(map(is_running, interrupted))
+        assert restarts.n_restarts == 1 and not any(map(is_running, interrupted))
         assert all(map(is_running, (await group.call("pids", timeout_s=30, phase="look"))[0]))
         await restarts.kill_orphans()
         await group.stop(timeout_s=5)

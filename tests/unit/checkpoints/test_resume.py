@@ -271,6 +271,15 @@ def test_position_and_best_follow_loaded_checkpoint(
         assert start.progress.prompts_trained == 40 and start.best == Best("m", 0.2, 4)
 
 
+def test_restart_resumes_from_a_checkpoint_that_the_disk_completed_later(tmp_path: Path) -> None:
+    """Its save was given up when the actors were lost, and it may have removed the one before."""
+    write_checkpoints(tmp_path, 4)
+    nothing: Any = None
+    plan = main_gkd.TrainingPlan(loader=nothing, points=[], fresh=PROGRESS, stop_token_ids=(), n_tokens=8)
+    [point] = main_gkd._newest_point(config(tmp_path), tmp_path / "global_step_2", plan)
+    assert point.folder == tmp_path / "global_step_4"
+
+
 class Command:
     """``main_gkd.run`` without teacher, Ray and workers. ``train`` replaces the training."""
 

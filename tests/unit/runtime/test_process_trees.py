@@ -22,3 +22,15 @@ def test_end_trees_identifies_processes_after_a_clock_step_and_pid_reuse(monkeyp
         for child in children:
             child.kill()
             child.wait()
+
+
+def test_kill_older_kills_a_process_only_if_it_is_older() -> None:
+    child = subprocess.Popen(["sh", "-c", "sleep 60 & wait"])
+    try:
+        assert not process_trees.kill_older(child.pid, 30.0, 5.0) and child.poll() is None
+        members = process_trees.tree([child.pid])
+        assert process_trees.kill_older(child.pid, -1.0, 5.0)
+        assert not any(map(is_alive, members)) and not process_trees.kill_older(child.pid, -1.0, 5.0)
+    finally:
+        child.kill()
+        child.wait()

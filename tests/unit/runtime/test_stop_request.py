@@ -119,6 +119,42 @@ class TestUntilRequested:
         assert asyncio.run(work()) == 999
 
 
+class TestUnlessRequested:
+    """Work of 60 s that a request cancels, and work that ends by itself."""
+
+    def test_request_cancels_the_work(self) -> None:
+        async def work() -> bool:
+            stop = StopRequest()
+            with stop.accepted():
+                asyncio.get_running_loop().call_later(0.01, stop.request, "test")
+                await stop.unless_requested(task := asyncio.sleep(60))
+            return task.cr_frame is None
+
+        assert asyncio.run(asyncio.wait_for(work(), 10))
+
+    def test_error_of_the_work_is_raised(self) -> None:
+        async def failing() -> None:
+            raise ArithmeticError("work")
+
+        async def work() -> None:
+            stop = StopRequest()
+            with stop.accepted():
+                await stop.unless_requested(failing())
+
+        with pytest.raises(ArithmeticError, match="work"):
+            asyncio.run(work())
+
+    def test_without_acceptance_the_work_is_completed(self) -> None:
+        done: list[str] = []
+
+        async def working() -> None:
+            await asyncio.sleep(0.01)
+            done.append("done")
+
+        asyncio.run(StopRequest().unless_requested(working()))
+        assert done == ["done"]
+
+
 class TestSaveBefore:
     @pytest.mark.parametrize(("limit_s", "ends"), [(0.001, True), (1e6, False)])  # the process is older, or younger
     def test_age_of_the_process_makes_the_request(self, limit_s: float, ends: bool) -> None:
