@@ -17,7 +17,7 @@ import ray
 
 from recipe_gkd.data.samples import Prompt, Response, Sample, StoredTopK, TeacherTopK
 from recipe_gkd.errors import ResourceError, WorkerDied, WorkerError
-from recipe_gkd.ray_cluster.node_probe import own_node
+from recipe_gkd.ray_cluster.node_probe import ActorLocation, own_node
 from recipe_gkd.scoring import pool as pool_module
 from recipe_gkd.scoring.fetch import with_top_k
 from recipe_gkd.scoring.homes import Homes
@@ -245,6 +245,18 @@ class TestFaults:
 
         with scoring({"a": spec_of(service)}, max_restarts=1) as pool:
             run(body)
+
+    def test_worker_that_ray_is_starting_again_is_not_killed(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def locate(handles: Sequence[Any]) -> list[ActorLocation]:
+            return [ActorLocation(pid=7, node_id="", node_ip="", dead=False, cause="")]  # Ray has no node for it yet
+
+        monkeypatch.setattr(pool_module, "locate", locate)
+        pool = ScoringPool({"a": ClientSpec("127.0.0.1", 1, {})}, "driver", lambda *_: None, per_node=1)
+        pool._start_on({"driver": "a"})
+        run(lambda: pool._kill_silent(0, 0.0))
+        assert "does not answer" not in caplog.text
 
     def test_worker_that_stops_again_is_a_timeout_that_names_it(
         self, service: Proxy, monkeypatch: pytest.MonkeyPatch
