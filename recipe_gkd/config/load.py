@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -179,7 +180,8 @@ def to_config(composed: DictConfig) -> Config:
     return config
 
 
-def known_keys(section: type = Config, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
+@cache
+def known_keys(section: type = Config, prefix: str = "") -> Mapping[str, dataclasses.Field[Any]]:
     """Return the schema field of every key by its dotted name.
 
     Args:

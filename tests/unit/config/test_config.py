@@ -12,6 +12,7 @@ from recipe_gkd.config.load import compose_config, known_keys
 from recipe_gkd.config.teachers import addresses, names
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import CONFIG_NAME, REQUIRED, base_config
+from tests._support.composition import compose_from_cache, compose_with_hydra
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 FSDP, STRATEGY = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.actor.strategy"
@@ -51,6 +52,25 @@ class TestFiles:
             f"defaults: [{CONFIG_NAME}, _self_]\ndata: {{train_files: a}}\nactor_rollout_ref: {{model: {{path: b}}}}\n"
         )
         assert load_config("mine", folder=tmp_path).data.train_files == ["a"]
+
+    @pytest.mark.parametrize("name", ["on_policy_distill_trainer", "quickstart_simple"])
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            [],
+            ["trainer.save_freq=3", "data.train_files=[a, b]", "actor_rollout_ref.model.path=${trainer.project_name}"],
+            [
+                "++actor_rollout_ref.teacher.teachers={math: {server_ip: a, server_port: 1}}",
+                "+custom_reward_function.kwargs.x=1",
+            ],
+            ["++ray_init.env_vars.A=b", "gkd.custom_loss.path=null", "~trainer.save_freq"],
+        ],
+    )
+    def test_composition_of_the_tests_equals_hydra(self, name: str, overrides: list[str]) -> None:
+        found, expected = (
+            compose(name, overrides, config_dir()) for compose in (compose_from_cache, compose_with_hydra)
+        )
+        assert OmegaConf.to_container(found) == OmegaConf.to_container(expected) and OmegaConf.is_struct(found)
 
     def test_docs_contain_generated_reference(self) -> None:
         from recipe_gkd.config.__main__ import reference
