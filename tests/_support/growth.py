@@ -19,11 +19,14 @@ class Measure:
         unit: Unit of the number.
         limit: Growth per hour that is tolerated.
         relative: Growth per hour that is tolerated, as a part of the number. The larger of both limits applies.
+        window_s: Only the lowest value in each time of this length counts, in seconds. 0: each value. Memory that an
+            allocator keeps until it returns it at intervals is then not taken for a leak.
     """
 
     unit: str
     limit: float
     relative: float = 0.0
+    window_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,21 @@ def growths(samples: Sequence[Sample], measures: dict[str, Measure], warm_up_s: 
     for (role, name), group in groupby(late, key=lambda s: (s.role, s.measure)):
         found = list(group)
         totals = [sum(s.value for s in same) for _, same in groupby(found, key=lambda s: s.at_s)]
-        aged = [s for s in found if s.at_s - began[s.source] >= warm_up_s]
-        slopes = list(_slopes(aged))
-        first, last = statistics.median(totals[:5]), statistics.median(totals[-5:])
         measure = measures.get(f"{role} {name}", measures[name])
+        aged = [s for s in found if s.at_s - began[s.source] >= warm_up_s]
+        slopes = list(_slopes(_lows(aged, measure.window_s) if measure.window_s else aged))
+        first, last = statistics.median(totals[:5]), statistics.median(totals[-5:])
         limit = max(measure.limit, measure.relative * first)
         yield Growth(role, name, first, last, 3600 * statistics.median(slopes) if slopes else None, limit)
+
+
+def _lows(samples: Sequence[Sample], window_s: float) -> list[Sample]:
+    """Return the lowest sample of each process in each window."""
+    lows: dict[tuple[str, int], Sample] = {}
+    for sample in samples:
+        window = sample.source, int(sample.at_s // window_s)
+        lows[window] = min(lows.get(window, sample), sample, key=lambda s: s.value)
+    return list(lows.values())
 
 
 def _slopes(samples: Sequence[Sample]) -> Iterator[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 from tests._support.growth import Growth, Measure, Sample, growths, table
@@ -36,6 +37,22 @@ def test_slow_leak_is_found() -> None:
     found = growth_of(series(40.0))
     assert not found.is_within and found.per_hour is not None and 35 < found.per_hour < 45
     assert "GROWS" in table([found], MEASURES)
+
+
+def sawtooth(slope_per_hour: float, extra_per_hour: float) -> list[Sample]:
+    """Return a process that frees memory each minute. What it had taken until then also grows."""
+    return [
+        Sample(s.role, s.measure, s.source, s.at_s, s.value + s.at_s % 60 / 60 * extra_per_hour * s.at_s / 3600)
+        for s in series(slope_per_hour)
+    ]
+
+
+def test_only_lows_of_a_window_count() -> None:
+    lows = {"memory": replace(MEASURES["memory"], window_s=120.0)}
+    assert not growth_of(sawtooth(0.0, 150.0)).is_within
+    [steady] = growths(sawtooth(0.0, 150.0), lows, warm_up_s=600)
+    [leak] = growths(sawtooth(40.0, 150.0), lows, warm_up_s=600)
+    assert steady.is_within and not leak.is_within
 
 
 def test_leak_is_found_in_processes_that_are_replaced() -> None:
