@@ -18,12 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipe_gkd.config import load
 
+FOLDER = load.config_dir()
 compose_with_hydra = load._compose
 
 
 def compose_from_cache(name: str, overrides: Sequence[str], folder: Path) -> DictConfig:
     """Compose like ``recipe_gkd.config.load``. Whatever is not simply a value of a key is left to Hydra."""
-    if folder != load.config_dir():
+    if folder != FOLDER:
         return compose_with_hydra(name, overrides, folder)
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
@@ -37,9 +38,9 @@ def compose_from_cache(name: str, overrides: Sequence[str], folder: Path) -> Dic
 
 
 def _selects_group(key: str) -> bool:
-    return key == "hydra" or key.startswith("hydra.") or (load.config_dir() / key.replace(".", "/")).is_dir()
+    return key == "hydra" or key.startswith("hydra.") or (FOLDER / key.replace(".", "/")).is_dir()
 
 
 @cache
 def _pickled(name: str) -> bytes:
-    return pickle.dumps(compose_with_hydra(name, [], load.config_dir()))
+    return pickle.dumps(compose_with_hydra(name, [], FOLDER))

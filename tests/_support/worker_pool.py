@@ -76,7 +76,7 @@ class WorkerPool:
 
     def _start(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["recipe_gkd.actor.megatron.backend", "recipe_gkd.actor.student_actor"])
+        context.set_forkserver_preload(["tests._support.preload"])
         while len(self._workers) < world_size:
             parent_end, child_end = context.Pipe()
             process = context.Process(target=_serve, args=(child_end,))
