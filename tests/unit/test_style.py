@@ -7,7 +7,8 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -88,13 +89,19 @@ FILES = tracked_files()
 PYTHON_FILES = [name for name in FILES if name.endswith(".py")]
 
 
+@cache
 def parse(name: str) -> ast.Module:
     return ast.parse((REPO / name).read_text(encoding="utf-8"))
 
 
+@cache
+def nodes(tree: ast.Module) -> Sequence[ast.AST]:
+    return list(ast.walk(tree))
+
+
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield line and text of the docstrings of modules, classes, functions and attributes."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for before, part in zip([None, *node.body], node.body, strict=False):
                 is_text = isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
@@ -103,16 +110,19 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def imports_of(name: str) -> Iterator[str]:
-    """Yield the dotted modules that a file imports."""
-    for node in ast.walk(parse(name)):
+@cache
+def imports_of(name: str) -> Sequence[str]:
+    """Return the dotted modules that a file imports."""
+    found: list[str] = []
+    for node in nodes(parse(name)):
         if isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
+    return found
 
 
 def package_of(name: str) -> str:

@@ -35,7 +35,8 @@ def assert_equal_runs(run: Run, reference: Run, n_steps: int) -> None:
     assert weights(run.folder / f"global_step_{n_steps}") == weights(reference.folder / f"global_step_{n_steps}")
 
 
-@pytest.mark.parametrize("level", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow  # rollout/test_sleep.py, actor/test_offload.py and ray_cluster/test_nodes.py have the parts
+@pytest.mark.parametrize("level", [2, 1, 0])
 def test_hybrid_engine_with_offload_equals_separate_pools(
     start_run: StartRun, reference_run: Run, validation: list[str], level: int
 ) -> None:
