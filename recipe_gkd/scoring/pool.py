@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import re
 import time
 from collections import defaultdict
@@ -87,6 +88,7 @@ class ScoringPool:
         self._workers_of: dict[str, Iterator[int]] = {}
         self._pids: dict[int, int] = {}
         self._kill_locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._killed_at: defaultdict[int, float] = defaultdict(lambda: -math.inf)
 
     @classmethod
     def start(
@@ -290,9 +292,14 @@ class ScoringPool:
             return None
 
     async def _kill_silent(self, rank: int, sent_at: float) -> None:
-        """Kill the process of a worker that has not answered a call, except if it is newer than the call."""
+        """Kill the process of a worker that has not answered a call, except if it is newer than the call.
+
+        The age of a process does not suffice to tell: Ray may restart the worker in an idle process.
+        """
         label = self.group.label(rank)
         async with self._kill_locks[rank]:  # the calls of a batch have the same deadline
+            if self._killed_at[rank] > sent_at:
+                return
             try:
                 async with asyncio.timeout(KILL_TIMEOUT_S):
                     [at] = await locate([self.group.handles[rank]])
@@ -300,6 +307,7 @@ class ScoringPool:
                         return  # Ray is starting another process
                     age_s = time.monotonic() - sent_at
                     if await run_on_node(at.node_id, process_trees.kill_older, at.pid, age_s, KILL_TIMEOUT_S):
+                        self._killed_at[rank] = time.monotonic()
                         log.warning("%s does not answer; its process was killed", label)
             except (RayError, TimeoutError) as error:
                 log.warning("%s does not answer, and was not killed: %s", label, str(error) or "no answer of its node")

@@ -28,8 +28,12 @@ from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.runtime.clock import now
+from recipe_gkd.scoring import setup
+from recipe_gkd.scoring.homes import Homes
+from recipe_gkd.scoring.pool import ScoringPool
 from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.trainer import RewardContext, Trainer
+from teacher.client import ClientSpec
 from teacher.errors import TeacherError, TeacherTimeout
 from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.base_config import base_config
@@ -292,3 +296,17 @@ async def first_batch(trainer: Trainer) -> ReadyBatch:
         async for batch in pipeline:
             return batch
     raise AssertionError
+
+
+def test_limit_of_rows_follows_the_actor_ranks_to_other_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = {"a": 1000.0, "b": 600.0}
+    monkeypatch.setattr(setup, "store_bytes", lambda nodes: {node: stores[node] for node in nodes})
+    scoring = ScoringPool({"default": ClientSpec("10.0.0.9", 1, {})}, "driver", lambda *_: None, per_node=1)
+    scoring._start_on({"a": "10.0.0.1", "b": "10.0.0.2"})
+    trainer = build_trainer(configured(tmp_path), FakeWorkers(1))
+    trainer.workers.scoring = scoring
+    limits = []
+    for home in ("a", "b"):
+        scoring.homes = Homes((home,), (0,))
+        limits.append(trainer.pipeline(Timeline(now))._state.config.max_row_bytes)
+    assert limits == [500, 300]

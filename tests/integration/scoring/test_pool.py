@@ -231,21 +231,6 @@ class TestFaults:
         with scoring({"a": spec_of(service)}, max_restarts=0) as pool:
             run(body)
 
-    def test_stopped_worker_is_killed_and_its_requests_are_repeated(
-        self, service: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        monkeypatch.setattr(pool_module, "MARGIN_S", 0.5)
-
-        async def body() -> None:
-            os.kill(await pid_of(pool), signal.SIGSTOP)
-            first, second = await asyncio.gather(pool.scores(request(2), 10), pool.scores(request(3), 10))
-            assert_scored(first, request(2).sequences)
-            assert_scored(second, request(3).sequences)
-            assert pool.n_restarts == 1 and caplog.text.count("scoring worker 0 of 1 does not answer") == 1
-
-        with scoring({"a": spec_of(service)}, max_restarts=1) as pool:
-            run(body)
-
     def test_worker_that_ray_is_starting_again_is_not_killed(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -258,21 +243,27 @@ class TestFaults:
         run(lambda: pool._kill_silent(0, 0.0))
         assert "does not answer" not in caplog.text
 
-    def test_worker_that_stops_again_is_a_timeout_that_names_it(
-        self, service: Proxy, monkeypatch: pytest.MonkeyPatch
+    def test_stopped_worker_is_a_timeout_without_its_node_and_is_killed_once_with_it(
+        self, service: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setattr(pool_module, "MARGIN_S", 0.5)
 
-        async def kill_nothing(rank: int, sent_at: float) -> None:
-            """A node that cannot be reached."""
+        async def unreachable(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
+            raise TimeoutError
 
         async def body() -> None:
             os.kill(await pid_of(pool), signal.SIGSTOP)
-            monkeypatch.setattr(pool, "_kill_silent", kill_nothing)
-            with pytest.raises(TeacherTimeout, match=r"scoring worker 0 of 1 did not answer within 1 s, and not after"):
-                await pool.scores(request(1), 0.5)
+            with monkeypatch.context() as during_fault:
+                during_fault.setattr(pool_module, "run_on_node", unreachable)
+                with pytest.raises(TeacherTimeout, match=r"scoring worker 0 of 1 did not answer within 1 s, and not"):
+                    await pool.scores(request(1), 0.5)
+            assert "does not answer, and was not killed: no answer of its node" in caplog.text
+            first, second = await asyncio.gather(pool.scores(request(2), 10), pool.scores(request(3), 10))
+            assert_scored(first, request(2).sequences)
+            assert_scored(second, request(3).sequences)
+            assert pool.n_restarts == 1 and caplog.text.count("its process was killed") == 1
 
-        with scoring({"a": spec_of(service)}) as pool:
+        with scoring({"a": spec_of(service)}, max_restarts=1) as pool:
             run(body)
 
 
