@@ -10,9 +10,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in
   -h|--help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
-selected=(-m "not slow") n_processes=2
+selected=(-m "not slow")
 case "${1:-}" in
-  --fast) selected=(-m "not slow" tests/unit) n_processes=3; shift ;;
+  --fast) selected=(-m "not slow" tests/unit); shift ;;
   --all) selected=(); shift ;;
 esac
 
@@ -20,7 +20,7 @@ bash launch/setup.sh
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 .venv/bin/ruff check .
 .venv/bin/mypy
-# Two processes, because most of the long tests wait for processes that use one core each; three for the unit tests,
-# which wait for deadlines. tests/conftest.py keeps tests that share an engine together. A busy machine can miss a
-# deadline of seconds, so a failed test is run once more, and pytest lists it (RERUN).
-exec .venv/bin/python -m pytest -n "$n_processes" --no-loadscope-reorder --reruns 1 -rR "${selected[@]}" "$@"
+# Three processes, because many tests wait for deadlines, or for processes that use one core each.
+# tests/conftest.py keeps tests that share an engine together. A busy machine can miss a deadline of seconds, so a failed
+# test is run once more, and pytest lists it (RERUN).
+exec .venv/bin/python -m pytest -n 3 --no-loadscope-reorder --reruns 1 -rR "${selected[@]}" "$@"
