@@ -6,8 +6,8 @@ A training of the quickstart's size (``one_step_off``) with a teacher service of
 ``--fault-every`` seconds on average, one random fault of :data:`FAULTS`, which the run must survive. The second half is
 without faults, so that the growth of a worker can be told from the memory that each new one takes in its first minutes.
 Every 10 s a sample of the memory, file descriptors and threads of each process, and of ``/dev/shm``, temporary files
-and logs. Memory is anonymous memory: pages of libraries change between shared and private with the other processes. Of
-two minutes the lowest value counts, because freed memory is returned once per minute. At the end: growth per hour after
+and logs. Memory is anonymous memory: pages of libraries change between shared and private with the other processes. Its
+lowest values are compared, because freed memory is returned once per minute and taken again by the next step. At the end: growth per hour after
 the first ten minutes of the run and of the process, for the whole run and for its first half alone, the number of
 faults, and a check that each sample was trained on once.
 
@@ -24,11 +24,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -52,8 +53,7 @@ SILENCE_S = 240.0
 """Time without a step after which the run counts as hung. The longest fault costs two deadlines and two starts."""
 SAVE_FREQ = 25
 TEACHER = {"N_LOGPROBS": 16, "KV_CACHE_MIB": 64}
-"""Options of the teacher service. A worker's memory grows until each page of its KV cache was used once, which takes 25
-minutes with the default of 256 MiB."""
+"""Options of the teacher service. A worker's memory grows until each page of its KV cache was used once."""
 ROLES = {
     "ray::ActorWorker": "actor",
     "ray::RolloutWorker": "rollout worker",
@@ -67,10 +67,12 @@ ROLES = {
     "ray/_private/monitor": "Ray monitor",
 }
 """Part of a command line -> role of the process."""
+MEMORY = Measure("MB", limit=25.0, relative=0.05, of_lows=True)
 MEASURES = {
-    "memory": Measure("MB", limit=25.0, relative=0.05, window_s=120.0),
+    "memory": MEMORY,
+    "teacher worker memory": replace(MEMORY, warm_up_s=1500.0),
     "file descriptors": Measure("", limit=5.0),
-    "threads": Measure("", limit=2.0),
+    "threads": Measure("", limit=8.0),
     "size": Measure("MB", limit=25.0, relative=0.05),
     "files": Measure("", limit=20.0),
     "logs of Ray files": Measure("", limit=400.0),
@@ -78,7 +80,8 @@ MEASURES = {
     "Ray log monitor file descriptors": Measure("", limit=200.0),
 }
 """Limits by measure, or by role and measure. Each teacher worker has its own log. Ray keeps three logs of each process
-until the end of the session, and its log monitor keeps up to 200 of them open."""
+until the end of the session, and its log monitor keeps up to 200 of them open. A pool of threads grows one by one up to
+its size. The memory of a teacher worker reaches its maximum within 25 minutes."""
 SETTINGS = (
     "trainer.total_training_steps=1000000",
     f"trainer.save_freq={SAVE_FREQ}",
@@ -92,6 +95,35 @@ SETTINGS = (
     "actor_rollout_ref.nccl_timeout=20",
     "actor_rollout_ref.teacher.on_failure=wait",
 )
+
+
+class LowestMemory:
+    """Lowest anonymous memory of processes since the last call of :meth:`take`, sampled every 0.1 s by a thread."""
+
+    def __init__(self) -> None:
+        self._lowest: dict[int, int] = {}
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def take(self, pid: int) -> float:
+        """Return the lowest value of a process in MB, and the present one the first time."""
+        lowest = self._lowest.get(pid)
+        self._lowest[pid] = present = anonymous_bytes(pid)
+        return (present if lowest is None else min(lowest, present)) / 1e6
+
+    def _sample(self) -> None:
+        while True:
+            for pid, lowest in list(self._lowest.items()):
+                try:
+                    self._lowest[pid] = min(lowest, anonymous_bytes(pid))
+                except OSError:
+                    self._lowest.pop(pid, None)
+            time.sleep(0.1)
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Return the anonymous memory of a process."""
+    _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Soak:
@@ -110,6 +142,7 @@ class Soak:
         self.faults: Counter[str] = Counter()
         self._next: list[str] = []
         self.samples: list[Sample] = []
+        self._memory = LowestMemory()
         self.started = time.monotonic()
 
     # --- faults ---
@@ -154,7 +187,7 @@ class Soak:
             with suppress(psutil.Error, OSError), process.oneshot():
                 role, source = role_of(process, self.run.process.pid), f"{process.pid}-{process.create_time()}"
                 values = {
-                    "memory": anonymous_mb(process.pid),
+                    "memory": self._memory.take(process.pid),
                     "file descriptors": process.num_fds(),
                     "threads": process.num_threads(),
                 }
@@ -217,13 +250,6 @@ def command_of(pid: int) -> str:
     with suppress(psutil.Error):
         return " ".join(psutil.Process(pid).cmdline())
     return ""
-
-
-def anonymous_mb(pid: int) -> float:
-    """Return the anonymous memory of a process, in MB."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    [kib] = [line.split()[1] for line in lines if line.startswith("Anonymous:")]
-    return int(kib) * 1024 / 1e6
 
 
 def role_of(process: psutil.Process, driver: int) -> str:

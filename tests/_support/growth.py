@@ -9,6 +9,8 @@ from itertools import groupby
 
 MIN_DISTANCE_S = 60.0
 """Least distance of two samples whose difference counts."""
+MIN_SPAN_S = 600.0
+"""Least time of a process whose lowest values are compared."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +21,16 @@ class Measure:
         unit: Unit of the number.
         limit: Growth per hour that is tolerated.
         relative: Growth per hour that is tolerated, as a part of the number. The larger of both limits applies.
-        window_s: Only the lowest value in each time of this length counts, in seconds. 0: each value. Memory that an
-            allocator keeps until it returns it at intervals is then not taken for a leak.
+        of_lows: Compare the lowest values of the first and the last third of a process's time. Memory that an allocator
+            keeps until it returns it at intervals is then not taken for a leak.
+        warm_up_s: Age of a process before which samples do not count, in seconds, if it differs from the others'.
     """
 
     unit: str
     limit: float
     relative: float = 0.0
-    window_s: float = 0.0
+    of_lows: bool = False
+    warm_up_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Growth:
         first: Median of the first values, of the sum over the processes of the role at one time.
         last: Median of the last values.
         per_hour: Growth per hour of a process: the median over all pairs of its samples (Theil-Sen estimator; Sen 1968,
-            Estimates of the Regression Coefficient Based on Kendall's Tau). None if no process lived long enough.
+            Estimates of the Regression Coefficient Based on Kendall's Tau), or with ``of_lows`` the median over the
+            processes. None if no process lived long enough.
         limit: Growth per hour that is tolerated.
     """
 
@@ -91,20 +96,23 @@ def growths(samples: Sequence[Sample], measures: dict[str, Measure], warm_up_s: 
         found = list(group)
         totals = [sum(s.value for s in same) for _, same in groupby(found, key=lambda s: s.at_s)]
         measure = measures.get(f"{role} {name}", measures[name])
-        aged = [s for s in found if s.at_s - began[s.source] >= warm_up_s]
-        slopes = list(_slopes(_lows(aged, measure.window_s) if measure.window_s else aged))
+        least_age_s = warm_up_s if measure.warm_up_s is None else measure.warm_up_s
+        aged = [s for s in found if s.at_s - began[s.source] >= least_age_s]
+        slopes = list((_slopes_of_lows if measure.of_lows else _slopes)(aged))
         first, last = statistics.median(totals[:5]), statistics.median(totals[-5:])
         limit = max(measure.limit, measure.relative * first)
         yield Growth(role, name, first, last, 3600 * statistics.median(slopes) if slopes else None, limit)
 
 
-def _lows(samples: Sequence[Sample], window_s: float) -> list[Sample]:
-    """Return the lowest sample of each process in each window."""
-    lows: dict[tuple[str, int], Sample] = {}
-    for sample in samples:
-        window = sample.source, int(sample.at_s // window_s)
-        lows[window] = min(lows.get(window, sample), sample, key=lambda s: s.value)
-    return list(lows.values())
+def _slopes_of_lows(samples: Sequence[Sample]) -> Iterator[float]:
+    """Yield the slope between the lowest values of the first and the last third of each process, per second."""
+    for _, group in groupby(sorted(samples, key=lambda s: (s.source, s.at_s)), key=lambda s: s.source):
+        of_one = list(group)
+        start_s, span_s = of_one[0].at_s, of_one[-1].at_s - of_one[0].at_s
+        if span_s >= MIN_SPAN_S:
+            first = min(s.value for s in of_one if s.at_s <= start_s + span_s / 3)
+            last = min(s.value for s in of_one if s.at_s >= start_s + span_s * 2 / 3)
+            yield (last - first) / (span_s * 2 / 3)
 
 
 def _slopes(samples: Sequence[Sample]) -> Iterator[float]:

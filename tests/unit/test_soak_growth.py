@@ -47,12 +47,20 @@ def sawtooth(slope_per_hour: float, extra_per_hour: float) -> list[Sample]:
     ]
 
 
-def test_only_lows_of_a_window_count() -> None:
-    lows = {"memory": replace(MEASURES["memory"], window_s=120.0)}
+def test_only_lows_count() -> None:
+    lows = {"memory": replace(MEASURES["memory"], of_lows=True)}
     assert not growth_of(sawtooth(0.0, 150.0)).is_within
     [steady] = growths(sawtooth(0.0, 150.0), lows, warm_up_s=600)
     [leak] = growths(sawtooth(40.0, 150.0), lows, warm_up_s=600)
     assert steady.is_within and not leak.is_within
+
+
+def test_a_longer_warm_up_of_one_role_is_no_growth() -> None:
+    samples = [Sample(s.role, s.measure, s.source, s.at_s, s.value + min(s.at_s, 1500) / 10) for s in series(0.0)]
+    measure = replace(MEASURES["memory"], of_lows=True)
+    [short] = growths(samples, {"memory": measure}, warm_up_s=600)
+    [long] = growths(samples, {"memory": measure, "driver memory": replace(measure, warm_up_s=1500.0)}, warm_up_s=600)
+    assert not short.is_within and long.is_within
 
 
 def test_leak_is_found_in_processes_that_are_replaced() -> None:
