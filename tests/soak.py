@@ -7,9 +7,9 @@ A training of the quickstart's size (``one_step_off``) with a teacher service of
 without faults, so that the growth of a worker can be told from the memory that each new one takes in its first minutes.
 Every 10 s a sample of the memory, file descriptors and threads of each process, and of ``/dev/shm``, temporary files
 and logs. Memory is anonymous memory: pages of libraries change between shared and private with the other processes. Its
-lowest values are compared, because freed memory is returned once per minute and taken again by the next step. At the end: growth per hour after
-the first ten minutes of the run and of the process, for the whole run and for its first half alone, the number of
-faults, and a check that each sample was trained on once.
+lowest values are compared, because freed memory is returned once per minute and taken again by the next step. At the
+end: growth per hour after the first ten minutes of the run and of the process, for the whole run and for its first half
+alone, the number of faults, and a check that each sample was trained on once.
 
 The exit status is 1 if anything grows beyond its limit, the run ended, or a process is left.
 """
