@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up, then run ruff, mypy and the tests.
 #   bash launch/test.sh [--fast | --all] [pytest arguments]
-#     --fast  unit tests only: no Ray, vLLM or Megatron process, 2 to 6 minutes
+#     --fast  unit tests only: no Ray, vLLM or Megatron process, 3 minutes
 #     --all   the slow tests too
 #     -n 0    (an argument of pytest) one test after the other
 set -euo pipefail

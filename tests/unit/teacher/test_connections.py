@@ -14,6 +14,7 @@ from teacher.wire.auth import check_bind, server_keys
 from teacher.wire.make_keys import make_keys
 from tests._support.fake_worker import FakeEngine, expected_scores, running_worker
 from tests._support.teacher_service import running_proxy
+from tests._support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,8 +33,8 @@ class TestIOThreads:
         """Each accepted connection is assigned to an I/O thread, so reading one socket is not limited to one thread."""
         before = io_thread_runtimes_ns()
         with running_proxy(sockets=SocketSettings(io_threads=3)) as proxy:
+            wait_until(lambda: len(io_thread_runtimes_ns().keys() - before.keys()) == 3)  # a thread names itself
             of_proxy = io_thread_runtimes_ns().keys() - before.keys()
-            assert len(of_proxy) == 3
             idle = io_thread_runtimes_ns()
             sequences = [TeacherSequence(np.arange(1, 31, dtype=np.int32), 1)] * 64
             with (
