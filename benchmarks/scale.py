@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from own_memory import own_memory
 from scale_model import ASSUMPTIONS, DriverCosts, Observation, extrapolate
 from scale_stages import (
     PROMPT_TOKENS,
@@ -143,16 +144,6 @@ class MeasuredTrainer(Trainer):
         return metrics
 
 
-SAMPLER = """
-import select, sys
-path, peak = f"/proc/{sys.argv[1]}/status", 0
-while not select.select([sys.stdin], [], [], 0.02)[0]:
-    with open(path) as status:
-        peak = max(peak, int(next(line.split()[1] for line in status if line.startswith("RssAnon"))) * 1024)
-print(peak)
-"""
-
-
 class PeakMemory:
     """Peak of the memory that belongs to this process alone.
 
@@ -163,19 +154,13 @@ class PeakMemory:
         self.peak = 0
 
     def __enter__(self) -> PeakMemory:
-        command = [sys.executable, "-c", SAMPLER, str(os.getpid())]
+        command = [sys.executable, Path(__file__).with_name("own_memory.py"), str(os.getpid())]
         self._sampler = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         output, _ = self._sampler.communicate("", timeout=10)
         self.peak = int(output or 0)
-
-
-def own_memory() -> int:
-    """Return the memory that belongs to this process alone (RssAnon), in bytes."""
-    status = Path("/proc/self/status").read_text()
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon"))) * 1024
 
 
 def configured(case: Case, port: int, folder: Path, steps: int) -> Config:

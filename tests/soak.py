@@ -53,7 +53,7 @@ SILENCE_S = 240.0
 """Time without a step after which the run counts as hung. The longest fault costs two deadlines and two starts."""
 SAVE_FREQ = 25
 TEACHER = {"N_LOGPROBS": 16, "KV_CACHE_MIB": 64}
-"""Options of the teacher service. A worker's memory grows until each page of its KV cache was used once."""
+"""Options of the teacher service. All pages of a small KV cache are in use soon, so that they are no growth."""
 ROLES = {
     "ray::ActorWorker": "actor",
     "ray::RolloutWorker": "rollout worker",
@@ -102,21 +102,25 @@ class LowestMemory:
 
     def __init__(self) -> None:
         self._lowest: dict[int, int] = {}
+        self._lock = threading.Lock()
         threading.Thread(target=self._sample, daemon=True).start()
 
     def take(self, pid: int) -> float:
         """Return the lowest value of a process in MB, and the present one the first time."""
-        lowest = self._lowest.get(pid)
-        self._lowest[pid] = present = anonymous_bytes(pid)
-        return (present if lowest is None else min(lowest, present)) / 1e6
+        with self._lock:
+            present = anonymous_bytes(pid)
+            lowest = min(self._lowest.get(pid, present), present)
+            self._lowest[pid] = present
+        return lowest / 1e6
 
     def _sample(self) -> None:
         while True:
-            for pid, lowest in list(self._lowest.items()):
-                try:
-                    self._lowest[pid] = min(lowest, anonymous_bytes(pid))
-                except OSError:
-                    self._lowest.pop(pid, None)
+            with self._lock:
+                for pid, lowest in list(self._lowest.items()):
+                    try:
+                        self._lowest[pid] = min(lowest, anonymous_bytes(pid))
+                    except OSError:
+                        del self._lowest[pid]
             time.sleep(0.1)
 
 

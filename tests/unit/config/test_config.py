@@ -63,6 +63,7 @@ class TestFiles:
                 "++actor_rollout_ref.teacher.teachers={math: {server_ip: a, server_port: 1}}",
                 "+custom_reward_function.kwargs.x=1",
             ],
+            ["gkd=distillation", "trainer.save_freq=3"],
             ["++ray_init.env_vars.A=b", "gkd.custom_loss.path=null", "~trainer.save_freq"],
         ],
     )
