@@ -20,7 +20,8 @@ class Measure:
     Attributes:
         unit: Unit of the number.
         limit: Growth per hour that is tolerated.
-        relative: Growth per hour that is tolerated, as a part of the number. The larger of both limits applies.
+        relative: Growth per hour that is tolerated, as a part of the first values of a process. The larger of both
+            limits applies.
         of_lows: Compare the lowest values of the first and the last third of a process's time. Memory that an allocator
             keeps until it returns it at intervals is then not taken for a leak.
         warm_up_s: Age of a process before which samples do not count, in seconds, if it differs from the others'.
@@ -64,7 +65,7 @@ class Growth:
         per_hour: Growth per hour of a process: the median over all pairs of its samples (Theil-Sen estimator; Sen 1968,
             Estimates of the Regression Coefficient Based on Kendall's Tau), or with ``of_lows`` the median over the
             processes. None if no process lived long enough.
-        limit: Growth per hour that is tolerated.
+        limit: Growth per hour of a process that is tolerated.
     """
 
     role: str
@@ -100,7 +101,7 @@ def growths(samples: Sequence[Sample], measures: dict[str, Measure], warm_up_s: 
         aged = [s for s in found if s.at_s - began[s.source] >= least_age_s]
         slopes = list((_slopes_of_lows if measure.of_lows else _slopes)(aged))
         first, last = statistics.median(totals[:5]), statistics.median(totals[-5:])
-        limit = max(measure.limit, measure.relative * first)
+        limit = max(measure.limit, measure.relative * statistics.median(s.value for s in found[:5]))
         yield Growth(role, name, first, last, 3600 * statistics.median(slopes) if slopes else None, limit)
 
 

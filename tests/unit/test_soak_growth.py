@@ -39,6 +39,13 @@ def test_slow_leak_is_found() -> None:
     assert "GROWS" in table([found], MEASURES)
 
 
+def test_limit_is_of_one_process() -> None:
+    measures = {"memory": replace(MEASURES["memory"], relative=0.1)}
+    [one] = growths(series(0.0), measures, warm_up_s=600)
+    [two] = growths(series(0.0) + series(0.0, "2"), measures, warm_up_s=600)
+    assert 1.9 < two.first / one.first < 2.1 and 0.9 < two.limit / one.limit < 1.1
+
+
 def sawtooth(slope_per_hour: float, extra_per_hour: float) -> list[Sample]:
     """Return a process that frees memory each minute. What it had taken until then also grows."""
     return [
