@@ -106,7 +106,7 @@ class WorkerGroup:
         """Iterate over the items of an async generator method of one worker. The deadline is for the whole stream."""
         items = getattr(self.handles[rank], method).options(num_returns="streaming").remote(*args)
         actor_id = self._actor_id(rank)  # The worker may be replaced meanwhile.
-        started = time.monotonic()
+        started, has_ended = time.monotonic(), False
         try:
             while True:
                 left_s = timeout_s - (time.monotonic() - started)
@@ -114,6 +114,7 @@ class WorkerGroup:
                     async with asyncio.timeout(max(0.0, left_s)):
                         item = await (await anext(items))
                 except StopAsyncIteration:
+                    has_ended = True
                     return
                 yield item
         except RayError as error:  # must precede TimeoutError: a TimeoutError that a worker raised is both
@@ -122,7 +123,8 @@ class WorkerGroup:
             self._unanswered.add(rank)
             raise await self._deadline_error(phase, [rank], [], timeout_s) from error
         finally:
-            await _close(items)
+            if not has_ended:  # Canceling an ended stream would cost a call of Ray per replica and step.
+                await _close(items)
 
     async def dead(self) -> list[int]:
         """Return the ranks whose process has ended, or that a call could not reach. Hung workers are not dead."""
