@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from recipe_gkd.errors import GkdError, WeightSyncError
-from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.runtime.threads import start_in_thread
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.deadlines import merge_deadline_errors
 from recipe_gkd.weight_sync.spec import RemoteGroup, WeightSyncSpec
@@ -76,7 +76,7 @@ class WeightConnection:
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if pending:
                 reasons = "; ".join(str(task.exception()) for task in done if task.exception())
-                await in_thread(interrupt, *self._store, reasons)
+                start_in_thread(interrupt, *self._store, reasons)  # takes 2 s if the process of the store is stopped
                 await asyncio.wait(pending)
         finally:
             for task in tasks:

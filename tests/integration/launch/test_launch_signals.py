@@ -34,6 +34,14 @@ def stub(text: str) -> str:
     return f"#!/bin/bash\n{text}\n"
 
 
+@pytest.fixture(autouse=True)
+def default_hangup() -> Iterator[None]:
+    """Set SIGHUP as in a shell. Bash cannot trap a signal that was ignored when it started, as under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """Copy the launch scripts next to stubs of the teacher's scripts and of Python. All write to ``events``."""

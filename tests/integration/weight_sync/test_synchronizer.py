@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from recipe_gkd.errors import DeadlineError, GkdError, ResourceError, WeightSyncError, WorkerDied, find_timeout_error
+from recipe_gkd.weight_sync import connection as connection_module
 from recipe_gkd.weight_sync import spec as spec_module
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.receiver import NamedTensors, receive_weights
@@ -28,7 +29,7 @@ from recipe_gkd.weight_sync.transport_factory import open_transport
 from tests.integration.weight_sync.transport_pairs import CPU, META, Timer, make_weights, spawn
 
 pytestmark = pytest.mark.timeout(60)
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 
 
 class FreezableWorker:
@@ -304,6 +305,21 @@ def test_sync_dtype_conversion_is_logged_once(
     assert [f"weights in {other}, which the rollout engine converts to {engine}" in text for text in warnings] == (
         [True] if is_logged else []
     )
+
+
+def test_sync_failure_of_both_pools_does_not_wait_for_the_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It blocks if the process of the store is stopped."""
+    monkeypatch.setattr(connection_module, "interrupt", lambda *_: time.sleep(20))
+    cluster = Cluster()
+
+    async def fail(after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        raise WeightSyncError(f"failed after {after_s} s")
+
+    connection = connection_module.WeightConnection(cluster.sync._actors, cluster.sync._rollouts, cluster.spec)
+    with Timer() as timer, pytest.raises(WeightSyncError, match=r"failed after 0.1 s \| failed after 0.2 s"):
+        asyncio.run(connection.call_both("transfer", fail(0.1), fail(0.2)))
+    assert timer.seconds < 10
 
 
 def test_sync_unknown_transport_error_lists_known_ones() -> None:
