@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from recipe_gkd.config import load
+from recipe_gkd.runtime.worker_variables import RES_OPTIONS
 from tests._support.composition import compose_from_cache
 from tests._support.repository import REPO
 from tests._support.teacher_service import make_tiny_qwen2
@@ -19,6 +20,7 @@ from tests._support.teacher_service import make_tiny_qwen2
 os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RES_OPTIONS", RES_OPTIONS)
 load._compose = compose_from_cache  # some modules load a configuration when they are imported
 
 LONGEST_FIRST = ("training", "faults", "actor", "rollout", "ray_cluster", "integration/teacher", "test_triton_backend")

@@ -18,6 +18,7 @@ from recipe_gkd.errors import ResourceError
 from recipe_gkd.runtime.after_exit import kill_after_this_process
 from recipe_gkd.runtime.process_id import ProcessId
 from recipe_gkd.runtime.process_trees import kill_trees, tree
+from recipe_gkd.runtime.worker_variables import RES_OPTIONS
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ def connected_cluster(config: Config) -> Iterator[None]:
     # The default of a future Ray version. It suppresses a warning.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RES_OPTIONS", RES_OPTIONS)
     if not settings.timeline_json_file:
         # The control service keeps records of 100,000 calls by default, each of 3 kB.
         os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "10000")

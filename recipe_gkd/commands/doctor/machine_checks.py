@@ -6,7 +6,9 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from recipe_gkd.checkpoints.run_folder import folder_of
@@ -22,6 +24,8 @@ from teacher.machine_checks import driver_release, find_problems, shared_memory_
 
 CONNECT_TIMEOUT_S = 5.0
 """Deadline of a TCP connection to another service."""
+SLOW_LOOKUP_S = 0.5
+"""Time of a lookup of a host name that is a warning."""
 _PROBE_BYTES = 1 << 20
 _GIB = 1 << 30
 
@@ -109,6 +113,37 @@ def connection_error(host: str, port: int) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
+
+
+def name_lookup_findings() -> list[Finding]:
+    """Look up the host names of this machine's addresses, as torch does for each connection."""
+    addresses = ["127.0.0.1"]
+    with suppress(OSError):  # The machine's own name may be unknown.
+        own = socket.gethostbyname_ex(socket.gethostname())[2]
+        addresses = list(dict.fromkeys([*addresses, *own]))
+    seconds = {address: _lookup_seconds(address) for address in addresses}
+    slow = [
+        f"a lookup of the host name of {address} took {seconds[address]:.1f} s, expected {SLOW_LOOKUP_S:g} s at most; "
+        "torch makes one for each connection. Check the DNS server in /etc/resolv.conf, or add a line such as "
+        f"`::ffff:{address} {socket.gethostname()}` to /etc/hosts for each node"
+        for address in addresses
+        if seconds[address] > SLOW_LOOKUP_S
+    ]
+    fast = f"host names of {', '.join(addresses)} found in {max(seconds.values()):.2f} s"
+    return problems_of("name lookups", slow, otherwise=fast, severity="warning")
+
+
+def _lookup_seconds(address: str) -> float:
+    """Return the longest of three lookups, in seconds. torch connects to IPv6 forms of IPv4 addresses."""
+    longest = 0.0
+    for _ in range(3):
+        started = time.monotonic()
+        with suppress(OSError):
+            socket.getnameinfo((f"::ffff:{address}", 0), 0)
+        longest = max(longest, time.monotonic() - started)
+        if longest > SLOW_LOOKUP_S:
+            break
+    return longest
 
 
 def folder_findings(config: Config) -> Iterator[Finding]:

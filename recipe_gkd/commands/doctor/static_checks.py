@@ -12,6 +12,7 @@ from recipe_gkd.commands.doctor.machine_checks import (
     device_of,
     folder_findings,
     memory_findings,
+    name_lookup_findings,
     port_findings,
     shared_memory_findings,
 )
@@ -34,6 +35,7 @@ def static_findings(config: Config) -> Iterator[Finding]:
     yield from findings_of("devices", partial(device_findings, config, device))
     yield from findings_of("shared memory", partial(shared_memory_findings, config, device))
     yield from findings_of("ports", partial(port_findings, config))
+    yield from findings_of("name lookups", name_lookup_findings)
     student, found = student_findings(config)
     yield from found
     if student is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,14 @@ class TestDoctor:
             port = closed.getsockname()[1]
         _, found = run(capsys, keys | {"ray_init.address": f"127.0.0.1:{port}", "ray_init.num_cpus": "null"})
         assert_problem(found, "ports", "Connection refused", "check `ray status`")
+
+    def test_slow_name_lookups_are_a_warning(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(machine_checks, "SLOW_LOOKUP_S", 0.05)
+        monkeypatch.setattr(socket, "getnameinfo", lambda *_: time.sleep(0.1))
+        warned = machine_checks.name_lookup_findings()
+        assert {finding.severity for finding in warned} == {"warning"} and "::ffff:127.0.0.1 " in warned[0].text
+        monkeypatch.setattr(socket, "getnameinfo", lambda *_: None)
+        assert [finding.severity for finding in machine_checks.name_lookup_findings()] == ["ok"]
 
     def test_teacher_of_another_model_or_with_too_low_limits_is_found(
         self, keys: dict[str, Any], capsys: pytest.CaptureFixture[str]

@@ -6,9 +6,10 @@ from recipe_gkd.runtime.worker_variables import FIXED, PER_NODE, worker_variable
 
 
 class TestWorkerVariables:
-    def test_only_variables_of_the_communication_libraries_are_forwarded(self) -> None:
-        driver = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "TORCH_LOGS": "x", "VLLM_X": "1", "HOME": "/root"}
-        assert worker_variables({}, driver, {}) == {name: driver[name] for name in driver if name != "HOME"}
+    def test_only_variables_of_libraries_are_forwarded(self) -> None:
+        driver = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "TORCH_LOGS": "x", "VLLM_X": "1"}
+        driver["RES_OPTIONS"] = "timeout:2"
+        assert worker_variables({}, driver | {"HOME": "/root"}, {}) == driver
 
     def test_config_precedes_driver_and_driver_precedes_defaults(self) -> None:
         defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
