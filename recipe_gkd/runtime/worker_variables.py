@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "VLLM_", "RES_OPTIONS")
-"""Prefixes of the driver's variables that are sent to all workers."""
+"""Prefixes, and a whole name, of the driver's variables that are sent to all workers."""
 
 RES_OPTIONS = "timeout:1 attempts:3"
 """Default of ``RES_OPTIONS``, see resolv.conf(5). torch looks up the host name of each address that it connects to, for

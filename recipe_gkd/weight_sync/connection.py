@@ -76,7 +76,8 @@ class WeightConnection:
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if pending:
                 reasons = "; ".join(str(task.exception()) for task in done if task.exception())
-                start_in_thread(interrupt, *self._store, reasons)  # takes 2 s if the process of the store is stopped
+                # Not awaited: it needs 2 s if the process of the store is stopped.
+                start_in_thread(interrupt, *self._store, reasons)
                 await asyncio.wait(pending)
         finally:
             for task in tasks:

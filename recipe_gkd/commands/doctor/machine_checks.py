@@ -1,4 +1,4 @@
-"""Checks of this machine: devices, /dev/shm, ports, memory, and the run folder with its disk."""
+"""Checks of this machine: devices, /dev/shm, ports, name lookups, memory, and the run folder with its disk."""
 
 from __future__ import annotations
 

@@ -105,11 +105,16 @@ class TestCall:
 
 
 class TestStream:
-    def test_items_arrive_in_order(self, group: WorkerGroup) -> None:
+    def test_items_arrive_in_order_and_the_ended_stream_is_not_canceled(
+        self, group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        canceled: list[Any] = []
+        monkeypatch.setattr(ray, "cancel", canceled.append)
+
         async def collect() -> list[int]:
             return [i async for i in group.stream(1, "count", 3, 0.01, timeout_s=20, phase="generate")]
 
-        assert run(collect()) == [0, 1, 2]
+        assert run(collect()) == [0, 1, 2] and not canceled
 
     @pytest.mark.parametrize(
         ("args", "timeout_s", "error", "message"),

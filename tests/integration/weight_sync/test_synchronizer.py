@@ -310,15 +310,14 @@ def test_sync_dtype_conversion_is_logged_once(
 def test_sync_failure_of_both_pools_does_not_wait_for_the_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """It blocks if the process of the store is stopped."""
     monkeypatch.setattr(connection_module, "interrupt", lambda *_: time.sleep(20))
-    cluster = Cluster()
 
     async def fail(after_s: float) -> None:
         await asyncio.sleep(after_s)
         raise WeightSyncError(f"failed after {after_s} s")
 
-    connection = connection_module.WeightConnection(cluster.sync._actors, cluster.sync._rollouts, cluster.spec)
+    call_both = Cluster().sync._connection.call_both
     with Timer() as timer, pytest.raises(WeightSyncError, match=r"failed after 0.1 s \| failed after 0.2 s"):
-        asyncio.run(connection.call_both("transfer", fail(0.1), fail(0.2)))
+        asyncio.run(call_both("transfer", fail(0.1), fail(0.2)))
     assert timer.seconds < 10
 
 

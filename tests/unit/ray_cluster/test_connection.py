@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ import ray
 
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.ray_cluster import connection
+from recipe_gkd.runtime.worker_variables import RES_OPTIONS, worker_variables
+from tests._support.base_config import base_config
 
 TIMED_OUT = "The current node timed out during startup. This could happen because ..."
 
@@ -21,6 +24,18 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
     for process in processes:
         process.kill()
         process.wait()
+
+
+class TestConnectedCluster:
+    @pytest.mark.parametrize("of_the_user", [None, "timeout:2"])
+    def test_driver_and_workers_limit_name_lookups(
+        self, monkeypatch: pytest.MonkeyPatch, of_the_user: str | None
+    ) -> None:
+        monkeypatch.setattr(connection, "start_local_cluster", lambda **_: None)
+        monkeypatch.setattr(os, "environ", {} if of_the_user is None else {"RES_OPTIONS": of_the_user})
+        with connection.connected_cluster(base_config()):
+            assert os.environ["RES_OPTIONS"] == (of_the_user or RES_OPTIONS)
+            assert worker_variables({}, os.environ, {})["RES_OPTIONS"] == (of_the_user or RES_OPTIONS)
 
 
 class TestStartLocalCluster:
