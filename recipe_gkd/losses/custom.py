@@ -46,7 +46,8 @@ class LossInputs:
         teacher_probs_TB: Teacher's probability of each bucket.
         teacher_ids_TK: Token ids of the teacher's top-k, int64; -1 for a missing entry.
         valid_TB: True for the buckets that exist, bool.
-        teacher_sampled_logps_T: Teacher's log-probability of the response token at ``gkd.distill_temperature``.
+        teacher_sampled_logps_T: Teacher's log-probability of the response token at ``gkd.distill_temperature``; 0
+            without ``has_teacher_T``. Leave such tokens out of means and standard deviations of your own.
         sampling_logps_T: Log-probability of the response token at temperature 1 under the weights that sampled it; 0
             for reference responses.
         advantages_T: GRPO advantage of the response; 0 with ``gkd.use_rl_loss=false``.

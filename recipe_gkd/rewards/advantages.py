@@ -77,8 +77,9 @@ def with_baselines(samples: Sequence[Sample], responses_per_prompt: int) -> list
 
     The token reward is ``log p - log q`` of a sampled token. The statistics of a response are over the tokens of the
     *other* responses to its prompt (leave-one-out): a response's own tokens depend on each other, and would bias its
-    baseline. The standard deviation is at least :data:`MIN_SCALE_NATS`, and 1 if the others have a single token.
-    Samples without teacher scores are left out and returned unchanged.
+    baseline. Only scored tokens count (``gkd.max_loss_position``): the teacher's log-probability of others is unknown.
+    The standard deviation is at least :data:`MIN_SCALE_NATS`, and 1 if the others have a single scored token. Samples
+    without teacher scores are left out and returned unchanged.
 
     Args:
         samples: All samples of a batch.
@@ -87,18 +88,20 @@ def with_baselines(samples: Sequence[Sample], responses_per_prompt: int) -> list
     prepared = list(samples)
     for group in _groups(samples, responses_per_prompt):
         indices = [index for index in group if not samples[index].is_skipped]
-        rewards = {
-            index: np.subtract(
-                samples[index].teacher.sampled_logps_T, samples[index].response.logprobs, dtype=np.float64
-            )
-            for index in indices
-        }
+        rewards = {index: _token_rewards(samples[index]) for index in indices}
         for index in indices:
             others = np.concatenate([np.zeros(0), *(rewards[other] for other in indices if other != index)])
             if len(others):
                 scale = max(float(others.std()), MIN_SCALE_NATS) if len(others) > 1 else 1.0
                 prepared[index] = replace(samples[index], baseline=float(others.mean()), scale=scale)
     return prepared
+
+
+def _token_rewards(sample: Sample) -> np.ndarray:
+    """Return ``log p - log q`` of each scored token, float64 [R]."""
+    scored_T = sample.teacher.is_scored_T
+    teacher_R, student_R = sample.teacher.sampled_logps_T[scored_T], sample.response.logprobs[scored_T]
+    return np.subtract(teacher_R, student_R, dtype=np.float64)
 
 
 def _groups(samples: Sequence[Sample], responses_per_prompt: int) -> list[list[int]]:

@@ -16,14 +16,25 @@ NO_IDS = np.zeros(0, np.int32)
 
 
 def sample(
-    uid: int, reward: float | None = None, *, token_rewards: list[float] | None = None, is_reference: bool = False
+    uid: int,
+    reward: float | None = None,
+    *,
+    token_rewards: list[float] | None = None,
+    n_unscored: int = 0,
+    is_reference: bool = False,
 ) -> Sample:
-    """Return a sample. ``token_rewards``: log-probability by the teacher minus that by the student, for each token."""
-    length = len(token_rewards or [])
+    """Return a sample.
+
+    ``token_rewards``: log-probability by the teacher minus that by the student, for each scored token. Then come
+    ``n_unscored`` tokens without a teacher.
+    """
+    n_scored = len(token_rewards or [])
+    length = n_scored + n_unscored
     ids = np.zeros(length, np.int32)
     logprobs = -np.arange(length, dtype=np.float32)
     teacher = TeacherTopK.absent(length)
-    teacher.sampled_logps_T[:] = logprobs + np.array(token_rewards or [], np.float32)
+    teacher.ids_TK[:n_scored] = 0
+    teacher.sampled_logps_T[:n_scored] = logprobs[:n_scored] + np.array(token_rewards or [], np.float32)
     response = Response(
         uid=uid, ids=ids, logprobs=logprobs, finish_reason="stop", weights_version=0, versions_T=np.zeros(length)
     )
@@ -97,6 +108,23 @@ class TestWithBaselines:
         assert [s.baseline for s in prepared[:3]] == pytest.approx([5.0, tokens.mean(), 2.0])
         assert [s.scale for s in prepared[:3]] == pytest.approx([1.0, tokens.std(), tokens[:3].std()])
         assert (prepared[3].baseline, prepared[3].scale) == (0.0, 1.0)  # the only response to its prompt
+
+    @settings(max_examples=50, deadline=None)
+    @given(
+        rewards=st.lists(st.lists(st.floats(-3, 3, width=16), max_size=5), min_size=2, max_size=4),
+        n_unscored=st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    )
+    def test_unscored_tokens_change_no_statistic(self, rewards: list[list[float]], n_unscored: list[int]) -> None:
+        """``gkd.max_loss_position`` leaves tokens without a teacher, whose log-probability is stored as 0."""
+        scored = with_baselines([sample(uid, token_rewards=r) for uid, r in enumerate(rewards)], 4)
+        padded = with_baselines(
+            [sample(uid, token_rewards=r, n_unscored=n_unscored[uid]) for uid, r in enumerate(rewards)], 4
+        )
+        assert [(s.baseline, s.scale) for s in padded] == [(s.baseline, s.scale) for s in scored]
+
+    def test_single_scored_token_of_the_others_has_scale_one(self) -> None:
+        first = with_baselines([sample(0, token_rewards=[2.0]), sample(1, token_rewards=[0.5], n_unscored=9)], 2)[0]
+        assert (first.baseline, first.scale) == (0.5, 1.0)
 
 
 def test_reference_responses_are_unchanged_and_order_is_kept() -> None:
