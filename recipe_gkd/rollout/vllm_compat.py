@@ -12,6 +12,7 @@ import logging
 import multiprocessing.connection
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ try:
     )
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.logprobs import FlatLogprobs
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.platforms import current_platform
@@ -63,7 +65,7 @@ __all__ = [
     "WeightTransferInitInfo", "WeightTransferUpdateInfo", "check_platform", "default_batched_tokens",
     "detach_expert_kernels", "finalize_layerwise_reload", "initialize_layerwise_reload", "is_released_with_weights",
     "keep_files_in",
-    "kv_cache_tokens", "model_parameter_names", "refresh_tied_head", "restore_expert_kernels",
+    "kv_cache_tokens", "model_parameter_names", "refresh_tied_heads", "restore_expert_kernels",
     "set_current_vllm_config", "unpinned_nccl_env", "watch_ranks",
 ]  # fmt: skip
 
@@ -190,19 +192,24 @@ def model_parameter_names(model: torch.nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters()}
 
 
-def refresh_tied_head(model: torch.nn.Module) -> None:
-    """Pack the output layer again, after the embedding that it shares was reloaded.
+def refresh_tied_heads(model: torch.nn.Module) -> None:
+    """Pack output layers again that share the weight of another layer, such as the embedding, after it was reloaded.
 
     Only the CPU needs it, where oneDNN keeps a packed copy. vLLM's layerwise reload refreshes the packed copies of the
     layers that it loads, and a tied output layer is not among them. Without this call, logprobs are silently those of
     the old output layer.
+
+    The shared weight is found by its memory. The flag ``tie_word_embeddings`` is no sign of it: vLLM unsets it for a
+    folder that also stores the output layer, and ties after it has loaded both
+    (``model_loader/weight_tying.py``, ``maybe_retie_word_embeddings``).
     """
-    head = getattr(model, "lm_head", None)
-    if not current_platform.is_cpu() or head is None:
+    if not current_platform.is_cpu():
         return
-    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
-    if getattr(model.config, "tie_word_embeddings", False) or head is embedding:
-        head.quant_method.process_weights_after_loading(head)
+    embeddings = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    n_users = Counter(module.weight.data_ptr() for module in embeddings)
+    for module in embeddings:
+        if isinstance(module, ParallelLMHead) and n_users[module.weight.data_ptr()] > 1:
+            module.quant_method.process_weights_after_loading(module)
 
 
 def detach_expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:

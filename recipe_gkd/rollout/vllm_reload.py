@@ -12,7 +12,7 @@ from recipe_gkd.rollout.vllm_compat import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
     model_parameter_names,
-    refresh_tied_head,
+    refresh_tied_heads,
     restore_expert_kernels,
     set_current_vllm_config,
 )
@@ -50,7 +50,7 @@ class ModelReload:
         with set_current_vllm_config(self._vllm_config):
             finalize_layerwise_reload(self._model, self._model_config)
             restore_expert_kernels(self._expert_kernels)
-            refresh_tied_head(self._model)
+            refresh_tied_heads(self._model)
 
     def check_complete(self) -> None:
         """Raise :class:`WeightSyncError` if a parameter was not loaded."""

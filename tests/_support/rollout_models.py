@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response
@@ -47,6 +48,13 @@ def make_padded_model(seed: int, *, tied: bool) -> Any:
     padded = make_model(seed, tied=tied, vocab_size=PADDED_VOCABULARY)
     padded.load_state_dict(state)
     return padded
+
+
+def store_output_layer(folder: Path) -> None:
+    """Store the output layer of a tied model, too. Many tools that merge or fine-tune models write such folders."""
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def config_for(folder: Path, *overrides: str) -> Config:

@@ -27,6 +27,7 @@ from tests._support.rollout_models import (
     config_for,
     make_padded_model,
     prompts,
+    store_output_layer,
 )
 
 OLD, NEW = 1, 2  # seeds of the weights before and after a sync
@@ -63,8 +64,8 @@ def environment() -> dict[str, Any]:
 class Pool:
     """Three rollout workers and an actor.
 
-    Worker 0 starts from the tied weights OLD, worker 1 from the tied weights NEW, and worker 2 from the untied weights
-    OLD. The output layer of the untied model is padded, and no token may come from the padding. Worker 2 samples with
+    Worker 0 starts from the tied weights OLD, worker 1 from the tied weights NEW in a folder that also stores the output
+    layer, and worker 2 from the untied weights OLD. The output layer of the untied model is padded, and no token may come from the padding. Worker 2 samples with
     ``SHAPED``, and also stops at ``TEACHER_EOS``.
 
     Attributes:
@@ -148,6 +149,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], 
         for tied in (True, False):
             result[seed, tied] = root / f"{seed}-{'tied' if tied else 'untied'}"
             make_padded_model(seed, tied=tied).save_pretrained(result[seed, tied])
+    store_output_layer(result[NEW, True])
     return result
 
 

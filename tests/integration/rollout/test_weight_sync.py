@@ -61,6 +61,11 @@ def test_sync_equals_start_from_same_weights(pool: Pool, tied: bool, bucket_byte
         np.testing.assert_allclose(new[prompt.uid].logprobs, expected, atol=1e-4)
 
 
+def test_sync_tied_folder_that_stores_its_output_layer_updates_it(pool: Pool) -> None:
+    reset(pool, 1)
+    assert same(generate(pool, 1), pool.fresh[0])
+
+
 @pytest.mark.parametrize("double_buffered", [True, False])
 def test_sync_double_buffered_and_in_place_give_same_weights(pool: Pool, double_buffered: bool) -> None:
     reset(pool, 0)
