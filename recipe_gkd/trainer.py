@@ -39,6 +39,7 @@ from recipe_gkd.scoring.setup import max_row_bytes
 from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.validation import Validation
 from recipe_gkd.validation_kl import KlStages, ResponseKl, measure_kl
+from recipe_gkd.weight_sync.model_check import MismatchGuard
 from recipe_gkd.worker_stages import generate_responses, generate_validation_responses, sum_kl, update_actors
 from recipe_gkd.workers import Workers
 
@@ -160,7 +161,8 @@ class Trainer:
         lower_is_better = validation is not None and metric in validation.kl_names
         self.best = BestTracker(metric, start.best, lower_is_better=lower_is_better)
         self.teachers.resume(start.progress.skipped_samples)
-        self.devices = open_devices(config, workers, teachers, loader.data.ids[0].tolist())
+        self.mismatch = MismatchGuard.of(config, workers.engine_dtype)
+        self.devices = open_devices(config, workers, teachers, loader.data.ids, self.mismatch)
         self.root = folder_of(config.trainer).absolute()
         self.saver = CheckpointSaver(config, self.root, self.call_actors, best=start.best)
         self.last_step = loader.last_step(self.progress.prompts_trained, self.progress.step)
@@ -216,6 +218,7 @@ class Trainer:
         async with pipeline.actor_update(batch), self.devices.turn("update"):
             with span(batch.metrics, "timing/update_actor"):
                 batch.metrics |= await self.update(batch)
+            self.mismatch.observe_update(batch.step, batch.metrics)
             batch.metrics |= await self.devices.take_metrics()
             batch.metrics |= await self.workers.metrics()
         self.advance(batch)

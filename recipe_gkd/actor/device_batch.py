@@ -49,6 +49,7 @@ class DeviceBatch:
     has_teacher_T: Tensor
     teacher_numbers_T: Tensor
     is_reference_T: Tensor
+    is_current_T: Tensor
     rewards_T: Tensor
     advantages_T: Tensor
     baselines_T: Tensor

@@ -1,6 +1,6 @@
-"""Log-probabilities of one sequence under the student, to verify the weights of a rollout engine.
+"""Log-probabilities of given continuations under the student, to verify the model of a rollout engine.
 
-Shape suffixes: T tokens that are predicted.
+Shape suffixes: P tokens of a context, T tokens of a continuation, or of all of them, U continuations.
 """
 
 from __future__ import annotations
@@ -22,31 +22,36 @@ from recipe_gkd.errors import DataError
 from recipe_gkd.losses.logits_query import LogitsQuery
 from recipe_gkd.losses.student_output import Student
 
-_SUM = "logps_by_position"
+Continuation = tuple[Sequence[int], Sequence[int]]
+"""Token ids of a context, [P], and of the tokens that follow it, [T]. Both have at least one."""
+
+_SUM = "logps_by_token"
 
 
-def sequence_log_probs(backend: Backend, gkd: GkdConfig, ids: Sequence[int], n_token_ids: int) -> list[float]:
-    """Return the log-probability of each token of a sequence after the first, at temperature 1. Collective.
+def continuation_log_probs(
+    backend: Backend, gkd: GkdConfig, continuations: Sequence[Continuation], n_token_ids: int
+) -> list[list[float]]:
+    """Return the log-probability of each token of each continuation, at temperature 1. Collective.
+
+    All continuations are one micro-batch of one data-parallel rank.
 
     Args:
         backend: Model in training. It needs the weights only.
         gkd: Options of the objective, which select the kernels.
-        ids: Token ids of the sequence, equal on all ranks.
+        continuations: Contexts and continuations, equal on all ranks.
         n_token_ids: Number of token ids. Larger ids are padding of the output layer and belong to no distribution.
 
     Returns:
-        Float32 values, one less than ``ids``, equal on all ranks.
+        Float32 values, [T] for each continuation, equal on all ranks.
 
     Raises:
-        DataError: There are fewer than two ids, or one is not in ``[0, n_token_ids)``. Raised on all ranks.
+        DataError: A part is empty, or an id is not in ``[0, n_token_ids)``. Raised on all ranks.
     """
-    if len(ids) < 2 or not 0 <= min(ids) <= max(ids) < n_token_ids:
-        raise DataError(
-            f"log_probs() received {len(ids)} ids"
-            + (f" from {min(ids)} to {max(ids)}" if len(ids) else "")
-            + f"; expected at least 2 ids from 0 to {n_token_ids - 1}"
-        )
-    n_predicted = len(ids) - 1
+    for context, continuation in continuations:
+        _check_ids(context, continuation, n_token_ids)
+    samples = [_sample(uid, *continuation) for uid, continuation in enumerate(continuations)]
+    lengths = [len(sample.response.ids) for sample in samples]
+    starts_U = torch.tensor(np.cumsum([0, *lengths])[:-1], device=backend.device)
 
     def score(student: Student, batch: DeviceBatch) -> MicroBatchLosses:
         query = LogitsQuery(
@@ -56,16 +61,16 @@ def sequence_log_probs(backend: Backend, gkd: GkdConfig, ids: Sequence[int], n_t
             vocab_size=n_token_ids,
         )
         logp_T = student.compute_log_stats(query, kernel_backend=gkd.kernel_backend).sampled_logp_T
-        by_position_T = logp_T.new_zeros(n_predicted).index_copy_(0, batch.positions_T, logp_T)
-        return MicroBatchLosses(loss_T=logp_T, sums={_SUM: by_position_T}, maxima={})
+        by_token_T = logp_T.new_zeros(sum(lengths))
+        by_token_T.index_copy_(0, starts_U[batch.uids_T] + batch.positions_T, logp_T)
+        return MicroBatchLosses(loss_T=logp_T, sums={_SUM: by_token_T}, maxima={})
 
     layout = backend.layout
-    # One data-parallel rank computes the sequence; the others compute an empty micro-batch, as in an update.
-    groups = [[_sample(ids)]] if layout.dp_rank == 0 else []
+    # One data-parallel rank computes the sequences; the others compute an empty micro-batch, as in an update.
     plan = MicroBatchPlan(
-        groups=groups,
+        groups=[samples] if layout.dp_rank == 0 and samples else [],
         count=backend.micro_batch_multiple,
-        denominators=GlobalDenominators.of(GlobalDenominators.counts([_sample(ids)])),
+        denominators=GlobalDenominators.of(GlobalDenominators.counts(samples)),
         loss_agg_mode=gkd.loss_agg_mode,
         layout=layout,
         row_multiple=backend.row_multiple,
@@ -73,24 +78,33 @@ def sequence_log_probs(backend: Backend, gkd: GkdConfig, ids: Sequence[int], n_t
         attention=backend.attention,
     )
     reports = backend.evaluate(plan, score)
-    logps_T = torch.zeros(n_predicted, device=backend.device)
+    logps_T = torch.zeros(sum(lengths), device=backend.device)
     if layout.counts_tokens:
         for report in reports:
             logps_T += report["sums"][_SUM]
     dist.all_reduce(logps_T)  # each token is computed by one of the ranks that count
-    return logps_T.tolist()
+    return [part.tolist() for part in logps_T.split(lengths)]
 
 
-def _sample(ids: Sequence[int]) -> Sample:
-    """Return a sample whose prompt is the first token and whose response is the rest, without a teacher's scores."""
-    prompt, response = np.array(ids[:1], np.int32), np.array(ids[1:], np.int32)
-    zeros = np.zeros(len(response), np.float32)
+def _check_ids(context: Sequence[int], continuation: Sequence[int], n_token_ids: int) -> None:
+    ids = [*context, *continuation]
+    if not len(context) or not len(continuation) or not 0 <= min(ids) <= max(ids) < n_token_ids:
+        raise DataError(
+            f"log_probs() received a context of {len(context)} and a continuation of {len(continuation)} ids"
+            + (f" from {min(ids)} to {max(ids)}" if ids else "")
+            + f"; expected at least 1 id in each, from 0 to {n_token_ids - 1}"
+        )
+
+
+def _sample(uid: int, context: Sequence[int], continuation: Sequence[int]) -> Sample:
+    """Return a sample whose response is the continuation, without a teacher's scores."""
+    response = np.array(continuation, np.int32)
     return Sample(
-        prompt=Prompt(uid=0, ids=prompt, row=0),
+        prompt=Prompt(uid=uid, ids=np.array(context, np.int32), row=uid),
         response=Response(
-            uid=0,
+            uid=uid,
             ids=response,
-            logprobs=zeros,
+            logprobs=np.zeros(len(response), np.float32),
             finish_reason="stop",
             weights_version=0,
             versions_T=np.zeros(len(response), np.int32),

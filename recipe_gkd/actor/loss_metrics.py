@@ -48,6 +48,8 @@ def quotients(gkd: GkdConfig, teachers: Sequence[str]) -> dict[str, tuple[str, s
         "actor/above_importance_cap": ("above_cap", "n_sampled"),
         "actor/rollout_probs_diff_mean": ("rollout_probs_diff", "n_sampled"),
         "actor/rollout_kl": ("rollout_kl", "n_sampled"),
+        "actor/rollout_kl_capped": ("rollout_kl_capped", "n_sampled"),
+        "actor/rollout_log_prob_diff": ("rollout_current_diff", "n_current"),
     }
     for model in ("teacher", "student"):
         for measure in ("topk_mass", "tail_mass", "topk_entropy"):

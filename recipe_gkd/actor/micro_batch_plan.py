@@ -39,6 +39,7 @@ class MicroBatchPlan:
         row_multiple: The rows of a micro-batch are padded to a multiple of this.
         device: Training device.
         attention: Attention kernel. Only the row indices that it reads are prepared.
+        version: Version of the actor's weights; see :func:`~recipe_gkd.actor.microbatch.pack`.
         allocate: Allocates the large arrays.
         before_reduction: Called on each rank after the last backward pass and before any gradient is reduced, which
             then cannot overlap with the computation. No rank waits for another one before this call. It may raise an
@@ -53,6 +54,7 @@ class MicroBatchPlan:
     row_multiple: int
     device: torch.device
     attention: AttentionKernel
+    version: int | None = None
     allocate: Allocate = np.empty
     before_reduction: Callable[[], None] | None = None
 
@@ -63,6 +65,7 @@ class MicroBatchPlan:
             self.groups[index] if index < len(self.groups) else [],
             multiple_of=multiple_of,
             with_teacher=layout.is_last_stage,
+            version=self.version,
             allocate=self.allocate,
         )
         packed, weights = shard_for_context(
@@ -94,7 +97,7 @@ def plan_micro_batches(
         backend: Model in training.
         config: Size of the micro-batches.
         samples: Shard of this data-parallel rank.
-        step: Optimizer step, for messages.
+        step: Optimizer step, which is the version of the actor's weights.
         loss_agg_mode: ``gkd.loss_agg_mode``.
         allocate: Allocates the large arrays of the micro-batches.
         before_reduction: See :class:`MicroBatchPlan`.
@@ -131,6 +134,7 @@ def plan_micro_batches(
         row_multiple=backend.row_multiple,
         device=device,
         attention=backend.attention,
+        version=step,
         allocate=allocate,
         before_reduction=before_reduction,
     )

@@ -71,6 +71,7 @@ class PackedBatch:
         is_skipped_T: True if the teacher's score was requested and not received, bool [T].
         teacher_numbers_T: Index of the teacher, int32 [T].
         is_reference_T: True if the token belongs to a reference response of the data set, bool [T].
+        is_current_T: True if the actor's present weights sampled the token, bool [T].
         rewards_T: Reward of the response, float32 [T]; NaN without a reward.
         advantages_T: Advantage of the response, float32 [T]; see :class:`~recipe_gkd.data.samples.Sample`.
         baselines_T: Baseline of the response, float32 [T].
@@ -92,6 +93,7 @@ class PackedBatch:
     is_skipped_T: np.ndarray
     teacher_numbers_T: np.ndarray
     is_reference_T: np.ndarray
+    is_current_T: np.ndarray
     rewards_T: np.ndarray
     advantages_T: np.ndarray
     baselines_T: np.ndarray
@@ -108,7 +110,12 @@ Allocate = Callable[[tuple[int, ...], Any], np.ndarray]
 
 
 def pack(
-    samples: Sequence[Sample], *, multiple_of: int = 1, with_teacher: bool = True, allocate: Allocate = np.empty
+    samples: Sequence[Sample],
+    *,
+    multiple_of: int = 1,
+    with_teacher: bool = True,
+    version: int | None = None,
+    allocate: Allocate = np.empty,
 ) -> PackedBatch:
     """Concatenate samples to one row of tokens. The samples must have passed ``check_samples``.
 
@@ -118,6 +125,7 @@ def pack(
             least this.
         with_teacher: Pack the teacher's top-k, which only the last pipeline stage reads. Otherwise its arrays are
             [T, 0].
+        version: Version of the actor's weights. None if no token counts as sampled by them.
         allocate: Allocates the teacher's arrays.
     """
     prompt_lengths = np.array([len(sample.prompt.ids) for sample in samples], dtype=np.int64)
@@ -137,10 +145,8 @@ def pack(
     def of_samples(values: Iterable[float], dtype: Any) -> np.ndarray:
         return np.repeat(np.array(list(values), dtype), response_lengths)
 
-    if with_teacher:
-        logps_TK, ids_TK = _pack_teacher(samples, allocate)
-    else:
-        logps_TK, ids_TK = np.empty((len(positions_T), 0), np.float32), np.empty((len(positions_T), 0), np.int32)
+    no_teacher = np.empty((len(positions_T), 0), np.float32), np.empty((len(positions_T), 0), np.int32)
+    logps_TK, ids_TK = _pack_teacher(samples, allocate) if with_teacher else no_teacher
     return PackedBatch(
         token_ids_N=of_tokens(ids, np.int32),
         lengths=lengths,
@@ -157,11 +163,18 @@ def pack(
         is_skipped_T=of_samples((sample.is_skipped for sample in samples), np.bool_),
         teacher_numbers_T=of_samples((sample.teacher_number for sample in samples), np.int32),
         is_reference_T=of_samples((sample.is_reference for sample in samples), np.bool_),
+        is_current_T=of_tokens((_is_current(sample, version) for sample in samples), np.bool_),
         rewards_T=of_samples((np.nan if sample.reward is None else sample.reward for sample in samples), np.float32),
         advantages_T=of_samples((sample.advantage for sample in samples), np.float32),
         baselines_T=of_samples((sample.baseline for sample in samples), np.float32),
         scales_T=of_samples((sample.scale for sample in samples), np.float32),
     )
+
+
+def _is_current(sample: Sample, version: int | None) -> np.ndarray:
+    """Return True for the tokens that weights of ``version`` sampled, bool [T]. Reference responses have none."""
+    versions_T = sample.response.versions_T
+    return np.zeros(len(versions_T), np.bool_) if sample.is_reference or version is None else versions_T == version
 
 
 def _input_ids(sample: Sample) -> tuple[np.ndarray, ...]:

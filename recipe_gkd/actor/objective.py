@@ -97,8 +97,14 @@ class Objective:
             loss_T = loss_T - gkd.sft_loss_coef * batch.weights["sft"] * logp_T
             values["sft"] = -batch.weights["sft"] * logp_T
         values |= {"loss": loss_T} | self._differences(inputs, values["kl"])
-        mismatch = RolloutMismatch.of(logp_T, batch.sampling_logps_T, ~batch.is_reference_T)
-        values |= {"rollout_probs_diff": mismatch.probs_diff_T, "rollout_kl": mismatch.kl_T}
+        mismatch = RolloutMismatch.of(logp_T, batch.sampling_logps_T, ~batch.is_reference_T, batch.is_current_T)
+        values |= {
+            "rollout_probs_diff": mismatch.probs_diff_T,
+            "rollout_kl": mismatch.kl_T,
+            "rollout_kl_capped": mismatch.kl_capped_T,
+            "rollout_current_diff": mismatch.current_diff_T,
+            "n_current": batch.is_current_T,
+        }
         sums |= _sums(values)
         maxima = {"actor/rollout_probs_diff_max": mismatch.max_probs_diff()}
         return MicroBatchLosses(loss_T=loss_T, sums=sums, maxima=maxima)

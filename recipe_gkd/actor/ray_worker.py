@@ -25,6 +25,8 @@ from teacher.free_memory import MemoryTrimmer
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
+    from recipe_gkd.actor.log_probs import Continuation
+
 
 class ActorWorker:
     """One actor rank in a Ray worker.
@@ -117,10 +119,10 @@ class ActorWorker:
         """Release all memory of the device that this rank does not need between two calls."""
         self.actor.release_states()
 
-    def log_probs(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token of a sequence after the first."""
+    def log_probs(self, continuations: Sequence[Continuation]) -> list[list[float]]:
+        """Return the log-probability of each token of each continuation of a context."""
         with self._memory_explained("log-probabilities"):
-            return self.actor.log_probs(ids)
+            return self.actor.log_probs(continuations)
 
     def kl_sums(self, samples: Sequence[Sample], step: int) -> dict[int, tuple[float, float]]:
         """Return sums of the KL divergences to the teacher by uid, over the tokens that this rank computes."""

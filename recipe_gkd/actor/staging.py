@@ -27,7 +27,7 @@ BOUNDARIES = "boundaries"
 PACKED_ARRAYS = (
     "token_ids_N", "position_ids_N", "loss_rows_T", "logps_TK", "ids_TK", "uids_T", "response_ids_T", "positions_T",
     "sequence_T", "sampling_logps_T", "teacher_logps_T", "has_teacher_T", "teacher_numbers_T", "is_reference_T",
-    "rewards_T", "advantages_T", "baselines_T", "scales_T",
+    "is_current_T", "rewards_T", "advantages_T", "baselines_T", "scales_T",
 )  # fmt: skip
 _WIDE = {torch.int32: torch.int64, torch.float16: torch.float32}
 _ALIGNMENT = 256

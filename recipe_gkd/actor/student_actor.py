@@ -14,7 +14,7 @@ from recipe_gkd.actor.backend import Backend, build_backend
 from recipe_gkd.actor.checkpoint_writer import CheckpointWriter
 from recipe_gkd.actor.hf_save import save_hf_folder
 from recipe_gkd.actor.kl_sums import KlSums, kl_sums
-from recipe_gkd.actor.log_probs import sequence_log_probs
+from recipe_gkd.actor.log_probs import Continuation, continuation_log_probs
 from recipe_gkd.actor.offload import state_sizes
 from recipe_gkd.actor.profile import profiled
 from recipe_gkd.actor.ranks import Layout, RankSpec
@@ -190,25 +190,24 @@ class StudentActor:
                 is_copied = self.device.type == "cpu" and states.is_offloaded("params")
                 yield name, tensor.clone() if is_copied else tensor
 
-    def log_probs(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token of a sequence after the first, at temperature 1.
+    def log_probs(self, continuations: Sequence[Continuation]) -> list[list[float]]:
+        """Return the log-probability of each token of each continuation, at temperature 1.
 
         It needs no memory for gradients or optimizer state.
 
         Args:
-            ids: Token ids, equal on all ranks.
+            continuations: Contexts and continuations, equal on all ranks.
 
         Returns:
-            Float32 values, one less than ``ids``, equal on all ranks.
+            Float32 values, [T] for each continuation, equal on all ranks.
 
         Raises:
-            DataError: There are fewer than two ids, or one is not a token id. Raised on all ranks; the actor remains
-                usable.
+            DataError: A part is empty, or an id is not a token id. Raised on all ranks; the actor remains usable.
         """
         self._ensure_usable()
         n_token_ids = self._n_token_ids or self.backend.vocab_size
         with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
-            return sequence_log_probs(self.backend, self._config.gkd, ids, n_token_ids)
+            return continuation_log_probs(self.backend, self._config.gkd, continuations, n_token_ids)
 
     def kl_sums(self, samples: Sequence[Sample], step: int) -> KlSums:
         """Return the KL divergences to the teacher of each sample, summed over the tokens that this rank computes.

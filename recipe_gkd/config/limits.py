@@ -28,6 +28,8 @@ MAX_BATCH, MAX_GROUP, MAX_STEPS, MAX_EPOCHS = 1 << 20, 1 << 12, 10**9, 10**6
 MAX_CALLS = 1 << 14
 # Losses and gradient norms stay finite in float32 even if all coefficients have this value.
 MAX_COEFFICIENT = 1e6
+# Differences of log-probabilities are capped there (``losses.sampled_token.MAX_LOG_RATIO``).
+MAX_MISMATCH = 20.0
 # vLLM raises lower temperatures to 0.01 and rejects higher ones.
 LOWEST_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 

@@ -30,13 +30,17 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Protocol
 
+import numpy as np
+
 from recipe_gkd.config import Config
 from recipe_gkd.hybrid.engines import Engines
 from recipe_gkd.hybrid.memory import PhasePeaks
+from recipe_gkd.hybrid.sync_probe import SyncProbe, needs_probe, probe_contexts
 from recipe_gkd.hybrid.turns import Phase, Turns
 from recipe_gkd.hybrid.verification import request_ids
 from recipe_gkd.metrics.steps import span
 from recipe_gkd.teacher_routing import Teachers
+from recipe_gkd.weight_sync.model_check import SYNC_METRIC, MismatchGuard
 from recipe_gkd.workers import Workers
 
 
@@ -58,7 +62,8 @@ class Devices(Protocol):
         """Send the actor's weights to all rollout workers as ``version``, and return metrics.
 
         Raises:
-            WeightSyncError: The weights could not be transferred.
+            WeightSyncError: The weights could not be transferred, or the engines have computed another model than the
+                actor in several steps.
         """
 
     def prepare_update(self) -> None:
@@ -74,19 +79,23 @@ class Devices(Protocol):
         """Cancel a preparation. Call it before the workers end."""
 
 
-def open_devices(config: Config, workers: Workers, teachers: Teachers, prompt_ids: Sequence[int]) -> Devices:
+def open_devices(
+    config: Config, workers: Workers, teachers: Teachers, prompts: Sequence[np.ndarray], guard: MismatchGuard
+) -> Devices:
     """Return the devices of a run.
 
     Args:
         config: Configuration of the run.
         workers: Connected workers.
         teachers: Clients of the teachers.
-        prompt_ids: Token ids of a prompt, with which engines are verified after they woke.
+        prompts: Token ids of the prompts of the data set, int32 [P] each, with which engines are verified.
+        guard: Receives the differences between engines and actor after a weight sync.
     """
     settings = config.actor_rollout_ref
     if settings.hybrid_engine or settings.teacher.sleep_between_batches:
-        return SharedDevices(config, workers, teachers, request_ids(prompt_ids))
-    return SeparateDevices(workers)
+        return SharedDevices(config, workers, teachers, request_ids(prompts[0].tolist()))
+    contexts = probe_contexts(prompts, config) if guard.is_enabled and needs_probe(config) else []
+    return SeparateDevices(workers, guard, SyncProbe(config, workers, contexts) if contexts else None)
 
 
 class SeparateDevices:
@@ -94,18 +103,26 @@ class SeparateDevices:
 
     Args:
         workers: Connected workers.
+        guard: Receives the differences that the probe measures.
+        probe: Comparison of the engines with the actor after each weight sync. None: there is none.
     """
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+    def __init__(self, workers: Workers, guard: MismatchGuard, probe: SyncProbe | None = None) -> None:
+        self._workers, self._guard, self._probe = workers, guard, probe
 
     def turn(self, phase: Phase) -> AbstractAsyncContextManager[None]:
         """Return an empty context."""
         return nullcontext()
 
     async def sync(self, version: int) -> dict[str, float]:
-        """Send the actor's weights to all rollout workers as ``version``, and return metrics."""
-        return await self._workers.weights.sync(version)
+        """Send the actor's weights to all rollout workers as ``version``, compare the engines, and return metrics."""
+        metrics = await self._workers.weights.sync(version)
+        if self._probe is None:
+            return metrics
+        with span(metrics, "timing/sync_probe"):
+            differences = await self._probe.measure(version)
+        self._guard.observe(version, differences)
+        return metrics | ({SYNC_METRIC: max(differences.values())} if differences else {})
 
     def prepare_update(self) -> None:
         """Do nothing."""

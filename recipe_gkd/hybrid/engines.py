@@ -67,8 +67,9 @@ class Engines:
         if self._can_sleep:
             # Now, because the actor's weights leave the devices before the engines are complete.
             phase = f"log-probabilities of v{version}"
-            calls = self._workers.actors.call("log_probs", self._ids, timeout_s=self._actor_timeout_s, phase=phase)
-            self._expected = (await calls)[0]
+            request = [(self._ids[:1], self._ids[1:])]
+            calls = self._workers.actors.call("log_probs", request, timeout_s=self._actor_timeout_s, phase=phase)
+            self._expected = (await calls)[0][0]
         return metrics
 
     async def prepare_generation(self) -> None:

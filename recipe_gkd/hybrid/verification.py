@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from recipe_gkd.errors import WeightSyncError
+from recipe_gkd.weight_sync.model_check import default_bound
 
 MAX_REQUEST_TOKENS = 32
-LIMITS = {"float32": 0.01}
-"""Largest mean difference of log-probabilities by data type of actor and engine, if both have the same."""
-LIMIT_16_BIT = 0.25
-"""The same for other data types. Rounding errors are about 0.02 on average; wrong weights give more than 1."""
 
 
 def request_ids(prompt_ids: Sequence[int]) -> list[int]:
@@ -34,7 +31,7 @@ def largest_difference(
     Raises:
         WeightSyncError: The difference exceeds the rounding errors of the data types.
     """
-    limit = LIMITS.get(min(dtypes), LIMIT_16_BIT) if len(dtypes) == 1 else LIMIT_16_BIT
+    limit = default_bound(dtypes)
     differences = {name: float(np.abs(np.subtract(expected, got)).mean()) for name, got in got_by_engine.items()}
     wrong = {name: difference for name, difference in differences.items() if not difference <= limit}
     if wrong:

@@ -14,8 +14,10 @@ from recipe_gkd.config import Config
 from recipe_gkd.errors import ModelError
 from teacher.engines.eos import declared_eos_ids
 
-SamplingName = Literal["train", "validation"]
-"""Parameters of training (``actor_rollout_ref.rollout``) and of validation (its ``val_kwargs``)."""
+SamplingName = Literal["train", "validation", "probe"]
+"""Parameters of training (``actor_rollout_ref.rollout``), of validation (its ``val_kwargs``), and of the tokens with
+which an engine is verified after a weight sync (:mod:`recipe_gkd.hybrid.sync_probe`)."""
+PROBE_TOKENS = 4
 VALIDATION_STEP = -1
 """Step in the seeds of validation. It makes them equal at every step, and different from those of training."""
 
@@ -81,7 +83,8 @@ def sampling_from(config: Config, name: SamplingName = "train", *, also_stop_at:
 
     Args:
         config: Configuration of the run.
-        name: ``"train"`` for ``actor_rollout_ref.rollout``, ``"validation"`` for its ``val_kwargs``.
+        name: ``"train"`` for ``actor_rollout_ref.rollout``, ``"validation"`` for its ``val_kwargs``, ``"probe"`` for
+            few tokens from the unchanged distribution.
         also_stop_at: EOS ids of the teachers, at which a response ends in addition to the student's own EOS ids. A base
             student and an instruct teacher end a turn with different tokens, and a teacher's distribution after its own
             end of turn is noise.
@@ -91,11 +94,12 @@ def sampling_from(config: Config, name: SamplingName = "train", *, also_stop_at:
     """
     rollout = config.actor_rollout_ref.rollout
     chosen = rollout.val_kwargs if name == "validation" else rollout
+    is_probe = name == "probe"
     return Sampling(
-        temperature=chosen.temperature,
-        top_p=chosen.top_p,
-        top_k=chosen.top_k,
-        max_tokens=config.data.max_response_length,
+        temperature=1.0 if is_probe else chosen.temperature,
+        top_p=1.0 if is_probe else chosen.top_p,
+        top_k=-1 if is_probe else chosen.top_k,
+        max_tokens=PROBE_TOKENS if is_probe else config.data.max_response_length,
         stop_token_ids=tuple(sorted({*stop_token_ids(config.actor_rollout_ref.model.path), *also_stop_at})),
         seed=config.data.seed,
         fixed_step=VALIDATION_STEP if name == "validation" else None,

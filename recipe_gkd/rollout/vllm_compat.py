@@ -12,10 +12,9 @@ import logging
 import multiprocessing.connection
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 from recipe_gkd.errors import ResourceError, WorkerError
@@ -206,9 +205,9 @@ def refresh_tied_heads(model: torch.nn.Module) -> None:
     if not current_platform.is_cpu():
         return
     embeddings = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    n_users = Counter(module.weight.data_ptr() for module in embeddings)
-    for module in embeddings:
-        if isinstance(module, ParallelLMHead) and n_users[module.weight.data_ptr()] > 1:
+    addresses = [cast(torch.Tensor, module.weight).data_ptr() for module in embeddings]
+    for module, address in zip(embeddings, addresses, strict=True):
+        if isinstance(module, ParallelLMHead) and addresses.count(address) > 1:
             module.quant_method.process_weights_after_loading(module)
 
 

@@ -101,6 +101,16 @@ class TinyActor:
         """Replace the weights, like a training step."""
         state = make_padded_model(seed, tied=tied).state_dict()
         self._state = {name: tensor for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
+        self._model = make_model(seed, tied=tied)
+
+    def log_probs(self, continuations: list[tuple[list[int], list[int]]]) -> list[list[float]]:
+        """Return the log-probability of each token of each continuation, by transformers."""
+        found = []
+        for context, continuation in continuations:
+            with torch.no_grad():
+                logits = self._model(torch.tensor([[*context, *continuation]])).logits[0, len(context) - 1 : -1]
+            found.append(logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None])[:, 0].tolist())
+        return found
 
     def break_next_export(self, after: int, stall_s: float) -> None:
         """Make the next export stall after ``after`` tensors, or raise there if ``stall_s`` is 0."""

@@ -22,7 +22,8 @@ from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.data.tables import read_table
-from recipe_gkd.hybrid import open_devices, teacher_asleep
+from recipe_gkd.hybrid import Devices, open_devices, teacher_asleep
+from recipe_gkd.hybrid.sync_probe import SyncProbe, probe_contexts
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import read_student, with_model_path
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
@@ -30,17 +31,19 @@ from recipe_gkd.rollout.limits import engine_length
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.teacher_routing import Teachers, open_teachers, read_routes
 from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
+from recipe_gkd.weight_sync.model_check import UPDATE_METRIC, MismatchGuard, default_bound
 from recipe_gkd.worker_stages import generate_responses, update_actors
 from recipe_gkd.workers import Workers, start_workers
 from teacher.records import TeacherSequence
 
 MAX_LOSS = 1e-3
 """Largest loss in nats per token of a teacher with the student's own weights."""
-MAX_PROBS_DIFF = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
-"""Largest mean difference of the probabilities of a token in engine and actor, by data type."""
+LEARNING_RATE = 1e-3
+"""Large enough that a weight which an engine does not load changes its log-probabilities visibly."""
 _MIN_PROMPTS, _MAX_PROMPTS, _MAX_RESPONSE = 4, 64, 64
 _SCORE_TIMEOUT_S = 600.0
 _TOP_K = 32
+_N_UPDATES = 2
 
 
 def live_findings(config: Config) -> Iterator[Finding]:
@@ -69,7 +72,7 @@ def _check_all(config: Config) -> Iterator[Finding]:
 
 
 def live_config(config: Config, folder: Path) -> Config:
-    """Return the configuration of one update on few prompts with short responses, which writes no checkpoint.
+    """Return the configuration of updates on few prompts with short responses, which writes no checkpoint.
 
     Layout, data types, kernels and limits of the engines stay those of the run. The objective is forward KL alone with
     the tail as one outcome, which is 0 for equal distributions.
@@ -100,7 +103,9 @@ def live_config(config: Config, folder: Path) -> Config:
     rollout = replace(settings.rollout, max_model_len=length, n=1, temperature=1.0, top_p=1.0, top_k=-1)
     profile = replace(config.trainer.profile, steps=[])
     trainer = replace(config.trainer, save_freq=-1, best_metric=None, default_local_dir=str(folder), profile=profile)
-    return replace(config, data=data, gkd=gkd, trainer=trainer, actor_rollout_ref=replace(settings, rollout=rollout))
+    optim = replace(settings.actor.optim, lr=LEARNING_RATE, lr_warmup_steps=0, lr_decay_style="constant")
+    settings = replace(settings, rollout=rollout, actor=replace(settings.actor, optim=optim))
+    return replace(config, data=data, gkd=gkd, trainer=trainer, actor_rollout_ref=settings)
 
 
 async def _check_workers(
@@ -111,30 +116,63 @@ async def _check_workers(
     started_at = time.monotonic()
     async with (
         teacher_asleep(config, teachers),
-        start_workers(config, device, total_steps=1, stop_token_ids=(), n_tokens=student.n_tokens) as workers,
+        start_workers(config, device, total_steps=_N_UPDATES, stop_token_ids=(), n_tokens=student.n_tokens) as workers,
     ):
         names = ", ".join(sorted(set(workers.actor_devices)))
         text = f"{len(workers.actors)} actor ranks on {names}, {len(workers.rollouts)} rollout workers"
         found.append(Finding("workers", "ok", f"{text}, started in {time.monotonic() - started_at:.0f} s"))
         found.append(await _shared_folder_finding(workers, run_folder))
-        devices = open_devices(config, workers, teachers, data.ids[0].tolist())
+        no_guard = MismatchGuard(None, 1, ())  # its differences are findings
+        devices = open_devices(config, workers, teachers, data.ids, no_guard)
         try:
-            started_at = time.monotonic()
-            await devices.sync(0)
-            found.append(Finding("weight sync", "ok", f"all weights in {time.monotonic() - started_at:.2g} s"))
-            async with devices.turn("generate"):
-                pairs = await _generate(workers, config, data)
-            samples = await in_thread(_score, student, pairs)
-            if not samples:
-                found.append(Finding("loss", "skipped", "all sampled responses are empty"))
-                return
-            async with devices.turn("update"):
-                batch = ReadyBatch(step=0, epoch=0.0, dispatched_at=started_at, samples=samples)
-                metrics = await update_actors(workers, config, batch)
+            await _check_model(workers, devices, config, student, data, found)
         finally:
             await devices.close()
-    found.append(mismatch_finding(metrics, config.actor_rollout_ref.actor.dtype))
-    found.append(loss_finding(metrics))
+
+
+async def _check_model(
+    workers: Workers, devices: Devices, config: Config, student: Student, data: PromptData, found: list[Finding]
+) -> None:
+    """Sync weights, train, and sync the changed weights; compare the engines with the actor after each sync.
+
+    The first comparison alone proves little: engines have loaded the same folder as the actor, so a weight that the
+    sync does not reach is equal.
+    """
+    started_at = time.monotonic()
+    await devices.sync(0)
+    found.append(Finding("weight sync", "ok", f"all weights in {time.monotonic() - started_at:.2g} s"))
+    async with devices.turn("generate"):
+        pairs = await _generate(workers, config, data)
+    samples = await in_thread(_score, student, pairs)
+    if not samples:
+        found.append(Finding("loss", "skipped", "all sampled responses are empty"))
+        return
+    async with devices.turn("update"):
+        first = await _update(workers, config, samples, 0)
+        await _update(workers, config, [_with_other_teacher(sample) for sample in samples], 1)
+    await devices.sync(_N_UPDATES)
+    probe = SyncProbe(config, workers, probe_contexts(data.ids, config))
+    async with devices.turn("generate"):
+        sampled = await probe.sample(_N_UPDATES)
+    async with devices.turn("update"):
+        changed = await probe.compare(sampled, _N_UPDATES)
+    differences = {"the folder's weights": first[UPDATE_METRIC]}
+    differences |= {f"{label} after an update": difference for label, difference in changed.items()}
+    bound = MismatchGuard.of(config, workers.engine_dtype).bound
+    dtypes = {config.actor_rollout_ref.actor.dtype, workers.engine_dtype}
+    found.append(mismatch_finding(differences, default_bound(dtypes) if bound is None else bound))
+    found.append(loss_finding(first))
+
+
+async def _update(workers: Workers, config: Config, samples: list[Sample], step: int) -> dict[str, float]:
+    batch = ReadyBatch(step=step, epoch=0.0, dispatched_at=time.monotonic(), samples=samples)
+    return await update_actors(workers, config, batch)
+
+
+def _with_other_teacher(sample: Sample) -> Sample:
+    """Return the sample with the teacher's ids in reverse order, which gives its own student a large loss."""
+    top_k = sample.top_k
+    return replace(sample, teacher=replace(top_k, ids_TK=np.ascontiguousarray(top_k.ids_TK[:, ::-1])))
 
 
 async def _shared_folder_finding(workers: Workers, folder: Path) -> Finding:
@@ -194,21 +232,22 @@ def _score(student: Student, pairs: Sequence[tuple[Prompt, Response]]) -> list[S
     ]
 
 
-def mismatch_finding(metrics: Mapping[str, float], dtype: str) -> Finding:
-    """Return the agreement of the engine's probabilities with the actor's.
+def mismatch_finding(differences: Mapping[str, float], bound: float) -> Finding:
+    """Return the agreement of the engines' log-probabilities with the actor's.
 
     Args:
-        metrics: Metrics of an update on responses of the same weights.
-        dtype: Data type of the actor.
+        differences: Mean absolute difference of the log-probabilities of sampled tokens in nats, by weights.
+        bound: Largest difference that is expected.
     """
-    mean, limit = metrics["actor/rollout_probs_diff_mean"], MAX_PROBS_DIFF[dtype]
-    text = f"mean difference of the probabilities in engine and actor: {mean:.2g}, at most {limit:g} is expected"
-    if mean <= limit:
+    listed = ", ".join(f"{name} {difference:.2g}" for name, difference in differences.items())
+    text = f"mean difference of the log-probabilities in engine and actor: {listed} nats, at most {bound:g} is expected"
+    if all(difference <= bound for difference in differences.values()):  # false for NaN
         return Finding("rollout mismatch", "ok", text)
     return Finding(
         "rollout mismatch", "problem",
         f"{text}; the engine computes another model than the actor: use one dtype for actor_rollout_ref.rollout.dtype "
-        "and the actor, check the versions above, and run python -m recipe_gkd gpu_smoke",
+        "and the actor, compare rope_scaling and tie_word_embeddings in the model folder's config.json with its "
+        "weights, check the versions above, and run python -m recipe_gkd gpu_smoke",
     )  # fmt: skip
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import (
     MAX_DEVICES,
     MAX_GROUP,
     MAX_INT32,
+    MAX_MISMATCH,
     MAX_NODES,
+    MAX_STEPS,
     MAX_TEMPERATURE,
     MAX_TOKENS,
     Temperature,
@@ -20,6 +23,7 @@ from recipe_gkd.config.schema.fields import STRICT, key, timeout
 RolloutDtype = Literal["auto", "bfloat16", "float16", "float32"]
 WeightTransport = Literal["auto", "collective", "ipc"]
 SleepLevel = Literal[0, 1, 2]
+MismatchBound = Annotated[float | None, BeforeValidator(lambda value: 0.0 if value == "auto" else value)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -94,6 +98,17 @@ class RolloutEngineConfig:
         "What an engine releases while the actor trains (`hybrid_engine`). 2: weights and KV cache; the next weight "
         "sync sends the weights. 1: the KV cache, and the weights move to host memory. 0: nothing. On a CPU vLLM "
         "cannot release weights, so 1 and 2 release the KV cache."
+    )
+    mismatch_bound: MismatchBound = key(
+        "Largest mean difference, in nats, between the log-probabilities that an engine reports for tokens it samples "
+        "with the newest weights and those of the actor for the same tokens. More is a warning, and after "
+        "`mismatch_patience` steps an error, because the engine then computes another model than the actor. `auto`, or "
+        "0: 0.004 if actor and engine are float32, else 0.25. null: nothing is compared.",
+        ge=0,
+        le=MAX_MISMATCH,
+    )
+    mismatch_patience: int = key(
+        "Number of consecutive steps above `mismatch_bound` after which the run ends.", ge=1, le=MAX_STEPS
     )
     timeout_s: float = timeout("the responses of one batch, in seconds.")
     val_kwargs: ValidationSamplingConfig

@@ -167,7 +167,7 @@ def log_probs(
 ) -> list[list[float]]:
     """Return the log-probabilities of each sequence."""
     with started(rank, world_size, port, config, n_token_ids=n_token_ids) as actor:
-        result = [actor.log_probs(ids) for ids in sequences]
+        result = actor.log_probs([(ids[:1], ids[1:]) for ids in sequences])
         _assert_offloaded(actor)
         return result
 

@@ -63,6 +63,19 @@ class TestPack:
         assert len(packed.token_ids_N) == sum(packed.lengths) == -(-start // 4) * 4
         assert packed.position_ids_N[packed.lengths[0]] == 0
 
+    def test_pack_marks_tokens_that_the_present_weights_sampled(self) -> None:
+        first, second = without_empty(SAMPLES)[:2]
+        updated_in_flight = replace(first.response, versions_T=np.arange(len(first.response.ids), dtype=np.int32))
+        batch = [replace(first, response=updated_in_flight), second]
+        n_first, n_second = len(first.response.ids), len(second.response.ids)
+        packed = pack(batch, version=1)
+        assert packed.is_current_T.tolist() == [t == 1 for t in range(n_first)] + [False] * n_second
+        assert not pack(batch).is_current_T.any()
+        reference = replace(second, prompt=replace(second.prompt, reference_ids=second.response.ids))
+        version = second.response.weights_version
+        assert pack([second], version=version).is_current_T.all()
+        assert not pack([reference], version=version).is_current_T.any()
+
     def test_pack_without_samples_has_padding_and_no_loss_rows(self) -> None:
         packed = pack([], multiple_of=2)
         assert packed.lengths == [2] and len(packed.loss_rows_T) == 0

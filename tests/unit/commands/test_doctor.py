@@ -239,16 +239,19 @@ class TestLiveFindings:
         assert ("gkd.kernel_backend=torch" in finding.text) is (severity == "problem")
 
     @pytest.mark.parametrize(
-        ("mean", "dtype", "severity"), [(1e-7, "float32", "ok"), (0.01, "float32", "problem"), (0.01, "bfloat16", "ok")]
+        ("changed", "bound", "severity"),
+        [(1e-7, 0.004, "ok"), (0.01, 0.004, "problem"), (0.01, 0.25, "ok"), (np.nan, 0.25, "problem")],
     )
-    def test_mismatch_limit_depends_on_data_type(self, mean: float, dtype: str, severity: str) -> None:
-        finding = live_checks.mismatch_finding({"actor/rollout_probs_diff_mean": mean}, dtype)
-        assert finding.severity == severity
+    def test_mismatch_of_changed_weights_is_a_problem(self, changed: float, bound: float, severity: str) -> None:
+        differences = {"the folder's weights": 1e-7, "rollout worker 0 after an update": changed}
+        finding = live_checks.mismatch_finding(differences, bound)
+        assert finding.severity == severity and "rollout worker 0 after an update" in finding.text
         assert ("use one dtype" in finding.text) is (severity == "problem")
 
     def test_live_configuration_keeps_the_layout_and_saves_nothing(self, tmp_path: Path) -> None:
         config = base_config("actor_rollout_ref.rollout.n=8", "gkd.distill_loss_type=jsd", "trainer.save_freq=1")
         live = live_checks.live_config(config, tmp_path)
-        assert live.actor_rollout_ref.actor == config.actor_rollout_ref.actor
+        actor, optim = live.actor_rollout_ref.actor, config.actor_rollout_ref.actor.optim
+        assert replace(actor, optim=optim) == config.actor_rollout_ref.actor
         assert live.actor_rollout_ref.rollout.max_model_len == 3072
         assert live.trainer.save_freq == -1 and live.trainer.default_local_dir == str(tmp_path)

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from recipe_gkd.errors import WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.hybrid.devices import SeparateDevices, SharedDevices, open_devices
 from recipe_gkd.hybrid.turns import Phase
 from recipe_gkd.teacher_routing import Teachers
+from recipe_gkd.weight_sync.model_check import MismatchGuard
 from recipe_gkd.workers import Workers
 from tests._support.base_config import base_config
 
@@ -69,10 +71,10 @@ class FakeDevices:
         assert "teacher" not in self.on_device
         self.on_device.add({"weights": "engine weights", "kv_cache": "engine cache"}[part])
 
-    async def _log_probs(self, ids: list[int]) -> list[float]:
-        is_engine = "engine cache" in self.on_device
-        version = self.weights_of_engine if is_engine else self.version
-        return [-1.0 - (version or 0) - 5.0 * (is_engine and self.wrong_log_probs)] * (len(ids) - 1)
+    async def _log_probs(self, request: list[Any]) -> list[Any]:
+        if "engine cache" in self.on_device:
+            return [-1.0 - (self.weights_of_engine or 0) - 5.0 * self.wrong_log_probs] * (len(request) - 1)
+        return [[-1.0 - self.version] * len(continuation) for _, continuation in request]
 
     version = 0
 
@@ -98,7 +100,8 @@ class FakeDevices:
 
 def devices_of(fake: FakeDevices, *overrides: str) -> SharedDevices:
     config = base_config(*overrides, f"{LEVEL}={fake.sleep_level}", "actor_rollout_ref.actor.megatron.dtype=float32")
-    devices = open_devices(config, cast(Workers, fake), cast(Teachers, fake), [1, 2, 3])
+    guard = MismatchGuard.of(config, fake.engine_dtype)
+    devices = open_devices(config, cast(Workers, fake), cast(Teachers, fake), [np.array([1, 2, 3])], guard)
     assert isinstance(devices, SharedDevices)
     return devices
 
@@ -276,7 +279,9 @@ class TestTeacher:
 
 def test_separate_devices_have_no_transitions() -> None:
     fake = FakeDevices(0)
-    devices = open_devices(base_config(), cast(Workers, fake), cast(Teachers, fake), [1, 2])
+    config = base_config("trainer.scheduler=sync")
+    guard = MismatchGuard.of(config, fake.engine_dtype)
+    devices = open_devices(config, cast(Workers, fake), cast(Teachers, fake), [np.array([1, 2])], guard)
     assert isinstance(devices, SeparateDevices)
 
     async def scenario() -> None:

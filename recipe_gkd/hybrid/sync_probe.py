@@ -1,0 +1,130 @@
+"""Comparison of every rollout engine with the actor after a weight sync, on tokens that the engine samples for it.
+
+With a staleness bound of 0 a batch is trained on by the weights that sampled it, so the update compares all its tokens
+and this probe is not needed. Otherwise the actor has newer weights when the responses arrive. Then each engine samples
+a few tokens after the sync, as it samples responses, and the actor computes their log-probabilities.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from recipe_gkd.config import Config
+from recipe_gkd.config.staleness import staleness_bound
+from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.errors import GkdError
+from recipe_gkd.rollout.limits import engine_length
+from recipe_gkd.rollout.sampling import PROBE_TOKENS
+from recipe_gkd.workers import Workers
+
+log = logging.getLogger(__name__)
+
+N_SHORT_CONTEXTS = 4
+MAX_CONTEXT_TOKENS = 1024
+
+
+def needs_probe(config: Config) -> bool:
+    """Return True if updates alone cannot compare the engines with the actor.
+
+    With ``trainer.inflight_update`` the requests of the probe would wait for responses in flight, while batches contain
+    tokens of the present weights.
+    """
+    return staleness_bound(config.trainer) > 0 and not config.trainer.inflight_update
+
+
+def probe_contexts(prompts: Sequence[np.ndarray], config: Config) -> list[np.ndarray]:
+    """Return the contexts after which engines sample: evenly spaced prompts, and a long one that joins prompts.
+
+    The long context reaches positions at which an error of the position embedding is visible.
+
+    Args:
+        prompts: Token ids of the prompts of the data set, int32 [P] each.
+        config: Configuration of the run.
+    """
+    longest = min(MAX_CONTEXT_TOKENS, engine_length(config) - PROBE_TOKENS)
+    if longest < 1:
+        return []
+    short = [prompts[i * len(prompts) // N_SHORT_CONTEXTS][:longest] for i in range(N_SHORT_CONTEXTS)]
+    joined: list[np.ndarray] = []
+    while sum(map(len, joined)) < longest:
+        joined.append(prompts[len(joined) % len(prompts)])
+    return [*short, np.concatenate(joined)[:longest]]
+
+
+class SyncProbe:
+    """Comparison of all engines with the actor.
+
+    Args:
+        config: Configuration of the run.
+        workers: Connected workers.
+        contexts: Result of :func:`probe_contexts`.
+    """
+
+    def __init__(self, config: Config, workers: Workers, contexts: Sequence[np.ndarray]) -> None:
+        settings = config.actor_rollout_ref
+        self._workers, self._timeout_s, self._actor_timeout_s = workers, settings.nccl_timeout, settings.actor.timeout_s
+        self._prompts = [Prompt(uid=uid, ids=ids, row=uid) for uid, ids in enumerate(contexts)]
+
+    async def measure(self, version: int) -> dict[str, float]:
+        """Sample on all engines and compare them with the actor; see :meth:`sample` and :meth:`compare`."""
+        return await self.compare(await self.sample(version), version)
+
+    async def sample(self, version: int) -> dict[str, list[Response]]:
+        """Return responses of each engine by its label. An engine that fails is left out.
+
+        The next request to an engine that fails handles the failure.
+
+        Args:
+            version: Version of the weights that actor and engines have.
+        """
+        rollouts = self._workers.rollouts
+        sampled = await asyncio.gather(*(self._sample(rank, version) for rank in range(len(rollouts))))
+        return {rollouts.label(rank): responses for rank, responses in enumerate(sampled) if responses}
+
+    async def compare(self, by_engine: Mapping[str, Sequence[Response]], version: int) -> dict[str, float]:
+        """Return the mean absolute difference of the log-probabilities of engine and actor, in nats, by engine.
+
+        Args:
+            by_engine: Result of :meth:`sample`.
+            version: Version of the weights that actor and engines have.
+
+        Raises:
+            GkdError: The actor failed.
+        """
+        # Engines usually sample the same tokens, which are sent once.
+        ordered = sorted({_key(response) for responses in by_engine.values() for response in responses})
+        if not ordered:
+            return {}
+        found = await self._workers.actors.call(
+            "log_probs",
+            [(self._prompts[uid].ids.tolist(), list(ids)) for uid, ids in ordered],
+            timeout_s=self._actor_timeout_s,
+            phase=f"log-probabilities of v{version}",
+        )
+        expected = dict(zip(ordered, found[0], strict=True))
+        return {
+            label: float(np.abs(np.concatenate([r.logprobs - expected[_key(r)] for r in responses])).mean())
+            for label, responses in by_engine.items()
+        }
+
+    async def _sample(self, rank: int, version: int) -> list[Response]:
+        """Return the responses of one engine that have tokens; none if it fails."""
+        stream = self._workers.rollouts.stream(
+            rank, "generate", self._prompts, version, "probe", self._timeout_s,
+            timeout_s=self._timeout_s, phase=f"weight sync v{version}, probe",
+        )  # fmt: skip
+        try:
+            responses = [response async for some in stream for response in some]
+        except GkdError as error:
+            log.warning("weight sync v%d: an engine was not compared with the actor: %s", version, error)
+            return []
+        return [response for response in responses if len(response.ids)]
+
+
+def _key(response: Response) -> tuple[int, tuple[int, ...]]:
+    """Return the context and the ids of a response."""
+    return response.uid, tuple(response.ids.tolist())

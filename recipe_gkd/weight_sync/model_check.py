@@ -1,0 +1,113 @@
+"""Verification of the model that generates: its log-probabilities against the actor's for the same tokens.
+
+A sync verifies the bytes that were received. An engine that loads them can still compute another model: it can keep a
+packed copy of an old weight, skip a layer, or read other RoPE settings than the actor. Its responses then look normal,
+and the student is trained on tokens of a model that does not exist anywhere else.
+
+Measures, each a mean absolute difference of log-probabilities at temperature 1, in nats:
+
+================================== ====================================================================================
+``actor/rollout_log_prob_diff``    tokens of a batch that the actor's present weights sampled
+``weights/sync_log_prob_diff``     tokens that each engine samples after a sync (:mod:`recipe_gkd.hybrid.sync_probe`)
+``weights/wake_log_prob_diff``     a fixed request after an engine woke (:mod:`recipe_gkd.hybrid.verification`)
+================================== ====================================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+
+from recipe_gkd.config import Config
+from recipe_gkd.errors import WeightSyncError
+
+log = logging.getLogger(__name__)
+
+UPDATE_METRIC, SYNC_METRIC = "actor/rollout_log_prob_diff", "weights/sync_log_prob_diff"
+MISMATCH_BOUNDS = {"float32": 0.004}
+"""Largest difference in nats by data type, if actor and engine have the same. Measured on CPUs: at most 3e-6."""
+MISMATCH_BOUND_16_BIT = 0.25
+"""The same for other data types. Rounding errors are about 0.02 on average; wrong weights give more than 1."""
+
+
+def default_bound(dtypes: Collection[str]) -> float:
+    """Return the bound for the data types of actor and engines, in nats."""
+    return MISMATCH_BOUNDS.get(min(dtypes), MISMATCH_BOUND_16_BIT) if len({*dtypes}) == 1 else MISMATCH_BOUND_16_BIT
+
+
+class MismatchGuard:
+    """Warning at once, and an error after several steps, if the engines compute another model than the actor.
+
+    Args:
+        bound: Largest difference in nats. None: nothing is checked.
+        patience: Number of consecutive steps above the bound after which the run ends.
+        dtypes: Data types of actor and engines, for the message.
+
+    Attributes:
+        bound: As in the argument.
+    """
+
+    def __init__(self, bound: float | None, patience: int, dtypes: Collection[str]) -> None:
+        self.bound, self._patience, self._dtypes = bound, patience, sorted(dtypes)
+        self._last_wrong_step, self._n_steps = -1, 0
+
+    @classmethod
+    def of(cls, config: Config, engine_dtype: str) -> MismatchGuard:
+        """Return the guard of a run.
+
+        Args:
+            config: Configuration of the run.
+            engine_dtype: Data type of the rollout engines.
+        """
+        rollout, dtypes = config.actor_rollout_ref.rollout, {config.actor_rollout_ref.actor.dtype, engine_dtype}
+        bound = default_bound(dtypes) if rollout.mismatch_bound == 0 else rollout.mismatch_bound
+        return cls(bound, rollout.mismatch_patience, dtypes)
+
+    @property
+    def is_enabled(self) -> bool:
+        """True if differences are checked."""
+        return self.bound is not None
+
+    def observe(self, step: int, differences: Mapping[str, float]) -> None:
+        """Compare differences of one step with the bound.
+
+        Args:
+            step: Step whose batch the tokens belong to, from 0. Several calls for one step count once.
+            differences: Difference in nats by the name of the tokens' source, such as ``rollout worker 0``.
+
+        Raises:
+            WeightSyncError: The bound was exceeded in ``patience`` consecutive steps.
+        """
+        # A comparison with NaN is false, so NaN is wrong.
+        wrong = {} if self.bound is None else {n: d for n, d in differences.items() if not d <= self.bound}
+        if not wrong:
+            return
+        if step != self._last_wrong_step:
+            self._n_steps = self._n_steps + 1 if step == self._last_wrong_step + 1 else 1
+            self._last_wrong_step = step
+        listed = ", ".join(f"{name} {difference:.3g}" for name, difference in wrong.items())
+        message = (
+            f"step {step + 1}: the rollout engine computes another model than the actor: the log-probabilities of "
+            f"tokens that it sampled with the actor's present weights differ from the actor's by {listed} nats on "
+            f"average; expected at most {self.bound:g} for {' and '.join(self._dtypes)} "
+            "(actor_rollout_ref.rollout.mismatch_bound). The student is trained on responses of that other model. "
+            "Run python -m recipe_gkd doctor with the same keys; use one dtype for actor_rollout_ref.rollout.dtype and "
+            "the actor; compare rope_scaling and tie_word_embeddings in the model folder's config.json with its "
+            "weights, and the installed vLLM with the tested release"
+        )
+        if self._n_steps >= self._patience:
+            raise WeightSyncError(
+                f"{message}. This is step {self._n_steps} in a row (mismatch_patience={self._patience}). Resume from a "
+                "checkpoint before these steps; mismatch_bound=null disables the check"
+            )
+        log.warning("%s. The run ends after %d such steps in a row", message, self._patience)
+
+    def observe_update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Compare the tokens of an update's batch, if the present weights sampled any of them.
+
+        Args:
+            step: Step of the batch, from 0.
+            metrics: Metrics of the update.
+        """
+        if UPDATE_METRIC in metrics:
+            self.observe(step, {"the batch": metrics[UPDATE_METRIC]})
