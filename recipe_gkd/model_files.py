@@ -1,17 +1,25 @@
-"""The student's model folder: its properties, and checks of its files by names, headers and sizes."""
+"""The student's model folder: its properties, and checks of its files by names, headers and sizes.
+
+Shape suffixes: V rows of the output layer, D hidden size.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipe_gkd.errors import ModelError
-from teacher.weight_files import INDEX_NAME, find_damaged_weights
+from teacher.weight_files import INDEX_NAME, find_damaged_weights, open_weights, weight_files
 
 VOCABULARY_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
 """Alternative sets of files. A tokenizer needs one complete set."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
+OUTPUT_LAYER = "lm_head.weight"
+EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|embedding)\.weight$")
+_ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,44 @@ def check_weight_files(folder: Path) -> None:
         )
     if damage := find_damaged_weights(folder):
         raise ModelError(f"actor_rollout_ref.model.path: {damage}")
+
+
+def check_tied_output_layer(folder: Path) -> None:
+    """Check that the folder of a tied model does not store another output layer than its embedding.
+
+    The actor ties them, as ``config.json`` requires. vLLM compares the stored tensors and unties them, so the engines
+    would generate with an output layer that no weight sync updates.
+
+    Args:
+        folder: Folder whose ``config.json`` ties the output layer to the embedding, and whose weight files are intact.
+
+    Raises:
+        ModelError: The stored tensors differ.
+    """
+    places: dict[str, Path] = {}
+    for path in weight_files(folder):
+        with open_weights(path) as file:
+            places |= dict.fromkeys(file.keys(), path)
+    heads = [name for name in places if name == OUTPUT_LAYER or name.endswith(f".{OUTPUT_LAYER}")]
+    embeddings = [name for name in places if EMBEDDING.search(name)]
+    if len(heads) != 1 or len(embeddings) != 1 or _are_equal(places, heads[0], embeddings[0]):
+        return
+    raise ModelError(
+        f"actor_rollout_ref.model.path: {folder}/config.json has tie_word_embeddings=true, but the weight files store "
+        f"{heads[0]} with other values than {embeddings[0]}. If the stored output layer is right, set "
+        "tie_word_embeddings to false in config.json; if not, remove it from the weight files"
+    )
+
+
+def _are_equal(places: Mapping[str, Path], first: str, second: str) -> bool:
+    """Return True if two stored matrices [V, D] are equal. A part of their rows is in memory at a time."""
+    with open_weights(places[first], "pt") as left, open_weights(places[second], "pt") as right:
+        a_VD, b_VD = left.get_slice(first), right.get_slice(second)
+        n_rows, *_ = shape = a_VD.get_shape()
+        starts = range(0, n_rows, _ROWS_AT_ONCE)
+        return shape == b_VD.get_shape() and all(
+            bool((a_VD[start : start + _ROWS_AT_ONCE] == b_VD[start : start + _ROWS_AT_ONCE]).all()) for start in starts
+        )
 
 
 def check_tokenizer_files(folder: Path) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
-from recipe_gkd.actor.student_dims import read_student_dims
+from recipe_gkd.actor.student_dims import load_hf_config, read_student_dims
 from recipe_gkd.config import Config
 from recipe_gkd.config.objective import max_scored_tokens, uses_custom_loss, uses_sampled_token_loss
 from recipe_gkd.config.teachers import TEACHER, names, prompt_settings
 from recipe_gkd.config.validate import runs_validation
 from recipe_gkd.errors import ConfigError, ModelError
-from recipe_gkd.model_files import Student, check_tokenizer_files, check_weight_files
+from recipe_gkd.model_files import Student, check_tied_output_layer, check_tokenizer_files, check_weight_files
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
 from recipe_gkd.teacher_routing.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
@@ -57,6 +57,8 @@ def read_student(config: Config) -> Student:
         )
     check_engine_fits(dims, config)
     check_weight_files(path)
+    if load_hf_config(path, trust_remote_code=model.trust_remote_code).get_text_config().tie_word_embeddings:
+        check_tied_output_layer(path)
     if not model.trust_remote_code:  # custom code may read tokenizer files of other names
         check_tokenizer_files(path)
     try:

@@ -23,6 +23,7 @@ from recipe_gkd.data.prompts import PromptLoader
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
 from recipe_gkd.errors import GkdError
 from recipe_gkd.hybrid import open_devices
+from recipe_gkd.hybrid.sync_probe import mismatch_guard
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.run_summary import RunSummary
 from recipe_gkd.metrics.sample_record import SampleRecord
@@ -39,7 +40,6 @@ from recipe_gkd.scoring.setup import max_row_bytes
 from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.validation import Validation
 from recipe_gkd.validation_kl import KlStages, ResponseKl, measure_kl
-from recipe_gkd.weight_sync.model_check import MismatchGuard
 from recipe_gkd.worker_stages import generate_responses, generate_validation_responses, sum_kl, update_actors
 from recipe_gkd.workers import Workers
 
@@ -161,7 +161,7 @@ class Trainer:
         lower_is_better = validation is not None and metric in validation.kl_names
         self.best = BestTracker(metric, start.best, lower_is_better=lower_is_better)
         self.teachers.resume(start.progress.skipped_samples)
-        self.mismatch = MismatchGuard.of(config, workers.engine_dtype)
+        self.mismatch = mismatch_guard(config, workers.engine_dtype)
         self.devices = open_devices(config, workers, teachers, loader.data.ids, self.mismatch)
         self.root = folder_of(config.trainer).absolute()
         self.saver = CheckpointSaver(config, self.root, self.call_actors, best=start.best)

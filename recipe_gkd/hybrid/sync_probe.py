@@ -19,12 +19,25 @@ from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import GkdError
 from recipe_gkd.rollout.limits import engine_length
 from recipe_gkd.rollout.sampling import PROBE_TOKENS
+from recipe_gkd.weight_sync.model_check import MismatchGuard, default_bound
 from recipe_gkd.workers import Workers
 
 log = logging.getLogger(__name__)
 
 N_SHORT_CONTEXTS = 4
 MAX_CONTEXT_TOKENS = 1024
+
+
+def mismatch_guard(config: Config, engine_dtype: str) -> MismatchGuard:
+    """Return the guard of a run.
+
+    Args:
+        config: Configuration of the run.
+        engine_dtype: Data type of the rollout engines.
+    """
+    rollout, dtypes = config.actor_rollout_ref.rollout, {config.actor_rollout_ref.actor.dtype, engine_dtype}
+    bound = default_bound(dtypes) if rollout.mismatch_bound == 0 else rollout.mismatch_bound
+    return MismatchGuard(bound, rollout.mismatch_patience, dtypes)
 
 
 def needs_probe(config: Config) -> bool:

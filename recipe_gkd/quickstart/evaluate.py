@@ -33,6 +33,7 @@ from recipe_gkd.rollout.offline_engine import (
     prepare_environment,
     vllm_engine,
 )
+from teacher.fingerprint import count_ids
 
 N_EXAMPLES = 5
 MAX_RESPONSE_TOKENS = 48
@@ -145,7 +146,7 @@ def generate_greedy(model: Path, chats: list[list[dict[str, str]]]) -> list[str]
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
     options = OfflineEngineOptions(dtype="float32", gpu_memory_utilization=0.2, cpu_cache_bytes=KV_CACHE_BYTES)
-    with vllm_engine(model, options) as engine:
+    with vllm_engine(model, options, n_tokens=count_ids(tokenizer)) as engine:
         outputs = [found for [found] in generate(engine, prompts, Sampling(max_tokens=MAX_RESPONSE_TOKENS))]
     texts = [tokenizer.decode(out.ids.tolist(), skip_special_tokens=True) for out in outputs]
     return [text if out.finish_reason == "stop" else text + "..." for text, out in zip(texts, outputs, strict=True)]

@@ -17,6 +17,9 @@ import numpy as np
 
 from recipe_gkd.errors import ModelError
 from recipe_gkd.rollout.environment import worker_environment
+from teacher.engines.vllm_worker import LogitsCalls
+
+log = logging.getLogger(__name__)
 
 # Read when torch and vLLM are imported: the environment of a rollout worker, without messages below an error.
 _ENVIRONMENT = worker_environment("cuda") | {
@@ -120,12 +123,14 @@ def prepare_environment() -> bool:
 
 
 @contextmanager
-def vllm_engine(folder: Path, options: OfflineEngineOptions) -> Iterator[Any]:
+def vllm_engine(folder: Path, options: OfflineEngineOptions, *, n_tokens: int) -> Iterator[Any]:
     """Start an engine, and shut it down at the end.
 
     Args:
         folder: Hugging Face folder with a tokenizer.
         options: Settings of the engine.
+        n_tokens: Number of ids of the tokenizer. Larger ids are padding of the output layer and get probability 0, as
+            in training.
     """
     on_gpu = prepare_environment()
     # vLLM logs and warns during its import, before it reads its own logging level.
@@ -146,9 +151,14 @@ def vllm_engine(folder: Path, options: OfflineEngineOptions) -> Iterator[Any]:
         enforce_eager=True,
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        worker_extension_cls=f"{LogitsCalls.__module__}.{LogitsCalls.__name__}",
         **memory,
     )
     try:
+        n_rows = engine.llm_engine.model_config.get_vocab_size()
+        if n_padding := max(0, n_rows - n_tokens):
+            log.info("%s: %d of %d ids are padding of the output layer, not sampled", folder, n_padding, n_rows)
+            engine.collective_rpc(LogitsCalls.set_logits.__name__, args=(1.0, n_tokens))
         yield engine
     finally:
         engine.llm_engine.engine_core.shutdown()

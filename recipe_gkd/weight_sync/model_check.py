@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 
-from recipe_gkd.config import Config
 from recipe_gkd.errors import WeightSyncError
 
 log = logging.getLogger(__name__)
@@ -50,18 +49,6 @@ class MismatchGuard:
     def __init__(self, bound: float | None, patience: int, dtypes: Collection[str]) -> None:
         self.bound, self._patience, self._dtypes = bound, patience, sorted(dtypes)
         self._last_wrong_step, self._n_steps = -1, 0
-
-    @classmethod
-    def of(cls, config: Config, engine_dtype: str) -> MismatchGuard:
-        """Return the guard of a run.
-
-        Args:
-            config: Configuration of the run.
-            engine_dtype: Data type of the rollout engines.
-        """
-        rollout, dtypes = config.actor_rollout_ref.rollout, {config.actor_rollout_ref.actor.dtype, engine_dtype}
-        bound = default_bound(dtypes) if rollout.mismatch_bound == 0 else rollout.mismatch_bound
-        return cls(bound, rollout.mismatch_patience, dtypes)
 
     @property
     def is_enabled(self) -> bool:

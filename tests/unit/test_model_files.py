@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from recipe_gkd.errors import ModelError
 from recipe_gkd.preflight import read_student
@@ -45,6 +48,27 @@ class TestReadStudent:
     def test_vocabulary_without_merges_refused(self, folder: Path) -> None:
         (folder / "tokenizer.json").rename(folder / "vocab.json")
         with pytest.raises(ModelError, match=r"has no merges\.txt; save"):
+            read(folder)
+
+    @pytest.mark.parametrize("in_two_files", [False, True])
+    def test_tied_model_with_another_output_layer_refused(self, folder: Path, in_two_files: bool) -> None:
+        """An engine of vLLM would generate with the stored layer, and the actor trains the tied one."""
+        weights = load_file(folder / "model.safetensors")
+        head = weights["model.embed_tokens.weight"].clone()
+        if in_two_files:
+            weight_map = dict.fromkeys(weights, "model.safetensors") | {"lm_head.weight": "head.safetensors"}
+            index = {"metadata": {}, "weight_map": weight_map}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+        def store(head: torch.Tensor) -> None:
+            name, others = ("head.safetensors", {}) if in_two_files else ("model.safetensors", weights)
+            save_file(others | {"lm_head.weight": head}, folder / name)
+
+        store(head)  # many tools store an equal one
+        read(folder)
+        head[-1, -1] += 1
+        store(head)
+        with pytest.raises(ModelError, match=r"tie_word_embeddings=true, .* store lm_head\.weight .*set tie_word_emb"):
             read(folder)
 
     @pytest.mark.parametrize(("n_bytes", "message"), [(0, "is empty"), (100, "cannot be read as safetensors")])

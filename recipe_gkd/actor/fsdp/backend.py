@@ -19,6 +19,7 @@ from recipe_gkd.actor.fsdp.forward_backward import evaluate_micro_batches, run_m
 from recipe_gkd.actor.fsdp.fsdp_model import FsdpModel
 from recipe_gkd.actor.fsdp.loading import load_sharded, model_name
 from recipe_gkd.actor.fsdp.lora import adapted_layers, adapter_dropout, adapter_files
+from recipe_gkd.actor.fsdp.model_dims import read_causal_lm_dims
 from recipe_gkd.actor.fsdp.offloaded_tensors import state_tensors
 from recipe_gkd.actor.fsdp.optimizer import clip_and_step, gradient_norm, keep_padding_rows, make_optimizer
 from recipe_gkd.actor.fsdp.output_layer import ensure_output_layer_is_last
@@ -59,6 +60,7 @@ class FsdpBackend:
         self._path = student.path
         self.layout, self.device = Layout.data_parallel(spec.rank, spec.world_size), spec.torch_device
         self.dtype = getattr(torch, fsdp.dtype)
+        read_causal_lm_dims(student.path, trust_remote_code=student.trust_remote_code)  # refuses unsupported models
         join_ranks(config, spec)
         mesh = _mesh(spec, fsdp.fsdp_size)
         module, self._names = load_sharded(

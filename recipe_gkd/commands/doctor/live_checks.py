@@ -23,7 +23,7 @@ from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.hybrid import Devices, open_devices, teacher_asleep
-from recipe_gkd.hybrid.sync_probe import SyncProbe, probe_contexts
+from recipe_gkd.hybrid.sync_probe import SyncProbe, mismatch_guard, probe_contexts
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import read_student, with_model_path
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
@@ -158,7 +158,7 @@ async def _check_model(
         changed = await probe.compare(sampled, _N_UPDATES)
     differences = {"the folder's weights": first[UPDATE_METRIC]}
     differences |= {f"{label} after an update": difference for label, difference in changed.items()}
-    bound = MismatchGuard.of(config, workers.engine_dtype).bound
+    bound = mismatch_guard(config, workers.engine_dtype).bound
     dtypes = {config.actor_rollout_ref.actor.dtype, workers.engine_dtype}
     found.append(mismatch_finding(differences, default_bound(dtypes) if bound is None else bound))
     found.append(loss_finding(first))

@@ -39,6 +39,7 @@ from recipe_gkd.rollout.offline_engine import (
     vllm_engine,
 )
 from recipe_gkd.validation import read_sources
+from teacher.fingerprint import count_ids
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 NAME = "the evaluation data"
@@ -120,7 +121,8 @@ def evaluate(
     data = PromptData(table, config.data, tokenizer, name=NAME)
     factory = _item_factory(data, config, tokenizer, scorer)  # before the engine starts, because it may raise an error
     longest = max(map(len, data.ids)) + sampling.max_tokens
-    with vllm_engine(folder, replace(options, max_model_len=limit_to_model(longest, folder))) as engine:
+    options = replace(options, max_model_len=limit_to_model(longest, folder))
+    with vllm_engine(folder, options, n_tokens=count_ids(tokenizer)) as engine:
         started = time.monotonic()
         generated = generate(engine, data.ids, sampling)
         seconds = time.monotonic() - started

@@ -62,6 +62,8 @@ class TestSetup:
         assert "config.recompute_granularty is unknown: did you mean recompute_granularity?" in message(
             f"{OVERRIDE}.recompute_granularty=full"
         )
+        experts = message("actor_rollout_ref.actor.strategy=fsdp", folder=folders["qwen3_moe"])
+        assert "is a mixture-of-experts model" in experts and "strategy=megatron" in experts
         assert "must divide the model's 4 heads, 2 key/value heads" in message(TP2.replace("=2", "=4"), ranks=4)
 
         folder = make_folder(tmp_path / "broken", "qwen2")

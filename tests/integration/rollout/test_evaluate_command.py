@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from recipe_gkd.commands.gpu_smoke.tiny_models import read_model, write_model
@@ -73,6 +75,21 @@ def test_greedy_responses_and_rewards(folder: Path) -> None:
     means = [next(iter(model["scores"].values()))["mean"] for model in results["models"]]
     assert results["models"][1]["difference"]["mean"] == pytest.approx(means[1] - means[0])
     assert "mean reward, greedy" in printed and "difference to a" in printed
+
+
+def test_padding_of_the_output_layer_is_not_sampled(folder: Path) -> None:
+    """Padding ids have no text, so a response of them loses its reward without a sign."""
+    padded = folder / "padded"
+    shutil.copytree(folder / "a", padded)
+    config = json.loads((padded / "config.json").read_text())
+    weights = load_file(padded / "model.safetensors")
+    rows = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = torch.cat([rows, 30 * rows])
+    (padded / "config.json").write_text(json.dumps(config | {"vocab_size": 2 * len(rows)}))
+    save_file(weights, padded / "model.safetensors", metadata={"format": "pt"})
+    _, _, responses = evaluate(folder, str(padded), "--n", "2")
+    texts = {name: [one["response"] for one in responses if one["model"].endswith(name)] for name in ("/a", "/padded")}
+    assert texts["/a"] == texts["/padded"] != []
 
 
 def test_several_responses_differ_and_repeat_with_the_seed(folder: Path) -> None:

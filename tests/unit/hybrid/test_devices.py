@@ -11,9 +11,9 @@ import pytest
 
 from recipe_gkd.errors import WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.hybrid.devices import SeparateDevices, SharedDevices, open_devices
+from recipe_gkd.hybrid.sync_probe import mismatch_guard
 from recipe_gkd.hybrid.turns import Phase
 from recipe_gkd.teacher_routing import Teachers
-from recipe_gkd.weight_sync.model_check import MismatchGuard
 from recipe_gkd.workers import Workers
 from tests._support.base_config import base_config
 
@@ -100,7 +100,7 @@ class FakeDevices:
 
 def devices_of(fake: FakeDevices, *overrides: str) -> SharedDevices:
     config = base_config(*overrides, f"{LEVEL}={fake.sleep_level}", "actor_rollout_ref.actor.megatron.dtype=float32")
-    guard = MismatchGuard.of(config, fake.engine_dtype)
+    guard = mismatch_guard(config, fake.engine_dtype)
     devices = open_devices(config, cast(Workers, fake), cast(Teachers, fake), [np.array([1, 2, 3])], guard)
     assert isinstance(devices, SharedDevices)
     return devices
@@ -280,7 +280,7 @@ class TestTeacher:
 def test_separate_devices_have_no_transitions() -> None:
     fake = FakeDevices(0)
     config = base_config("trainer.scheduler=sync")
-    guard = MismatchGuard.of(config, fake.engine_dtype)
+    guard = mismatch_guard(config, fake.engine_dtype)
     devices = open_devices(config, cast(Workers, fake), cast(Teachers, fake), [np.array([1, 2])], guard)
     assert isinstance(devices, SeparateDevices)
 

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from recipe_gkd.errors import WeightSyncError
+from recipe_gkd.hybrid.sync_probe import mismatch_guard
 from recipe_gkd.weight_sync.model_check import MismatchGuard, default_bound
 from tests._support.base_config import base_config
 
@@ -25,7 +26,7 @@ class TestBound:
 
     @pytest.mark.parametrize(("value", "allowed"), [("auto", 0.0039), ("0.5", 0.49), ("null", math.inf)])
     def test_key_sets_bound(self, value: str, allowed: float) -> None:
-        found = MismatchGuard.of(base_config(f"{BOUND}={value}", FLOAT32), "float32")
+        found = mismatch_guard(base_config(f"{BOUND}={value}", FLOAT32), "float32")
         assert found.is_enabled == (value != "null")
         found.observe(0, {"a": allowed})
         if value != "null":
