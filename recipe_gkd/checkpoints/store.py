@@ -163,6 +163,15 @@ def read_best(root: Path, metric: str | None, *, until: int) -> Best | None:
     return kept[-1] if kept else None
 
 
+def recorded_best(root: Path) -> Best | None:
+    """Return the best record of a run, without a change of its files. None if there is none.
+
+    Raises:
+        CheckpointError: ``best.json`` cannot be read.
+    """
+    return next(reversed(_read_bests(root)), None)
+
+
 def _read_bests(root: Path) -> list[Best]:
     try:
         return [Best(**best) for best in json.loads((root / BEST).read_text())]

@@ -16,6 +16,8 @@ from recipe_gkd.metrics.measured_stages import NEEDED, usual
 
 N_STEPS = 200
 """Number of last steps that the advice is about."""
+MAX_TRUNCATED = 0.05
+"""Largest usual fraction of truncated responses."""
 ZERO_STD = "reward/zero_std_group_fraction"
 """Metric that is always 1 with one response per prompt."""
 
@@ -40,7 +42,7 @@ class Check:
 CHECKS = (
     Check(
         "response_seq_len/truncated_fraction",
-        lambda value: value > 0.05,
+        lambda value: value > MAX_TRUNCATED,
         "{value:.0%} of the responses are truncated.",
         "Raise data.max_response_length: the student never sees how these responses end.",
     ),
@@ -92,7 +94,7 @@ def advice_section(run: Run) -> str:
             value = float(series.values[-N_STEPS:].mean())
             if check.is_bad(value):
                 items.append(_item("check", check.finding.format(value=value), check.remedy))
-    items += [_item("check", *found) for found in trends(run)]
+    items += [_item("check", *found) for found in [*truncated_validations(run), *trends(run)]]
     if not items:
         items = [_item("fine", "No lasting bottleneck, and no metric outside its usual range.", "")]
     return f'<ul class="advice">{"".join(items)}</ul>'
@@ -115,6 +117,18 @@ def bottlenecks(run: Run) -> list[tuple[str, str]]:
     if bottleneck is None:
         return []
     return [(_sentence(describe(bottleneck, steps)), "docs/metrics.md lists the settings that change it.")]
+
+
+def truncated_validations(run: Run) -> list[tuple[str, str]]:
+    """Return a finding for each data source whose last validation responses were truncated."""
+    found = []
+    for name, series in sorted(run.series.items()):
+        source = re.fullmatch(r"val/(.+)/truncated_fraction", name)
+        if source and (value := float(series.values[-1])) > MAX_TRUNCATED:
+            finding = f"{value:.0%} of the last validation responses of {source[1]} are truncated."
+            remedy = "Their rewards are those of unfinished responses. Raise data.max_response_length."
+            found.append((finding, remedy))
+    return found
 
 
 def trends(run: Run) -> list[tuple[str, str]]:

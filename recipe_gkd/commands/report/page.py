@@ -83,11 +83,11 @@ def _project(run: Run) -> str:
 
 def _subtitle(run: Run) -> str:
     facts = [
-        ("strategy", "actor_rollout_ref.actor.strategy"),
-        ("schedule", "trainer.scheduler"),
-        ("loss", "gkd.loss"),
+        ("strategy", run.setting("actor_rollout_ref.actor.strategy")),
+        ("schedule", run.setting("trainer.scheduler")),
+        ("loss", run.setting("gkd.custom_loss.name") or run.setting("gkd.distill_loss_type")),
     ]
-    shown = [f"{label} <b>{text(run.setting(key))}</b>" for label, key in facts if run.setting(key)]
+    shown = [f"{label} <b>{text(value)}</b>" for label, value in facts if value]
     if model := run.setting("actor_rollout_ref.model.path"):
         shown.append(f"student <b>{text(str(model).rstrip('/').rpartition('/')[2])}</b>")
     return f'<p class="facts">{" · ".join(shown)}</p>' if shown else ""
@@ -99,7 +99,9 @@ def _tiles(run: Run) -> str:
     of_total = f"of {total:,}" if isinstance(total, int) and total > 0 else "completed"
     tiles = [("Steps", f"{run.last_step:,}", of_total)]
     if (loss := series.get("actor/kl_loss")) is not None:
-        tiles.append(("Distillation loss", number(_last(loss)), f"from {number(_first(loss))}"))
+        n_last = min(N_LAST, len(loss.values))
+        below = f"mean of the last {n_last} steps, first step {number(_first(loss))}"
+        tiles.append(("Distillation loss", number(_last(loss)), below))
     if rewards := validation_rewards(series):
         one = series[next(iter(rewards))]
         tiles.append(("Validation", number(float(one.values[-1])), f"from {number(_first(one))}"))

@@ -18,8 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipe_gkd.checkpoints.folders import damage, final_folder, read_latest, steps_of
 from recipe_gkd.checkpoints.run_folder import CONFIG, LOG
+from recipe_gkd.checkpoints.state import Best
+from recipe_gkd.checkpoints.store import recorded_best
 from recipe_gkd.commands.report.series import Series
-from recipe_gkd.errors import DataError
+from recipe_gkd.errors import CheckpointError, DataError
 
 METRICS, STEP = "metrics.jsonl", "training/global_step"
 MAX_RECENT_STEPS = 2000
@@ -59,7 +61,7 @@ class Run:
         validations: File of the responses of each validation, by step, ascending.
         checkpoints: All checkpoints, ascending.
         latest: Step of the checkpoint that a resumed run starts from.
-        best: Content of ``best.json``. Empty if there is none.
+        best: Best weights by ``trainer.best_metric``. None if there are none.
         notes: Problems of the files that the reader of the report must know.
     """
 
@@ -71,7 +73,7 @@ class Run:
     validations: dict[int, Path] = field(default_factory=dict)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     latest: int | None = None
-    best: dict[str, Any] = field(default_factory=dict)
+    best: Best | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -107,7 +109,7 @@ def read_run(folder: Path) -> Run:
         validations=find_validations(folder / "validation"),
         checkpoints=[read_checkpoint(folder, step) for step in steps_of(folder)],
         latest=read_latest(folder),
-        best=_read_best(folder / "best.json"),
+        best=_read_best(folder, notes),
         notes=notes,
     )
 
@@ -241,9 +243,9 @@ def _with_references(raw: Any, resolved: Any) -> Any:
     return raw if isinstance(raw, str) and "${oc.env:" in raw else resolved
 
 
-def _read_best(path: Path) -> dict[str, Any]:
+def _read_best(folder: Path, notes: list[str]) -> Best | None:
     try:
-        best = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return best if isinstance(best, dict) else {}
+        return recorded_best(folder)
+    except CheckpointError as error:
+        notes.append(f"{error}.")
+        return None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
+from recipe_gkd.checkpoints.folders import final_folder
 from recipe_gkd.commands.report.markup import table, text
 from recipe_gkd.commands.report.run_files import Run
 from recipe_gkd.config.load import compose_config
@@ -93,7 +95,7 @@ def checkpoints_section(run: Run) -> str:
     """Return the checkpoints and the commands to resume and to export as HTML."""
     if not run.checkpoints:
         return '<p class="lead">The run folder has no checkpoint yet.</p>'
-    best = run.best.get("step")
+    best = None if run.best is None else run.best.step
     rows = []
     for checkpoint in reversed(run.checkpoints):
         marks = [
@@ -113,13 +115,12 @@ def checkpoints_section(run: Run) -> str:
         step = best if best in usable else usable[-1]
         lines += (
             "\n\n# a Hugging Face folder for inference\n"
-            f"python -m recipe_gkd export {run.folder}/global_step_{step} OUT"
+            f"python -m recipe_gkd export {shlex.quote(str(final_folder(run.folder, step)))} OUT"
         )
     chosen = ""
-    if best is not None:
-        chosen = (
-            f'<p class="lead">Best: step {best}, {text(run.best.get("metric"))} = {text(run.best.get("value"))}.</p>'
-        )
+    if run.best is not None:
+        without = "" if run.best.has_checkpoint else " These are the weights that the run started from."
+        chosen = f'<p class="lead">Best: step {best}, {text(run.best.metric)} = {text(run.best.value)}.{without}</p>'
     head = ["checkpoint", "state", "parts", ">size"]
     return f'{chosen}<div class="card">{table(head, rows)}<pre class="shell">{text(lines)}</pre></div>'
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import numpy as np
 import pytest
 import yaml
 
+from recipe_gkd.checkpoints.state import Best
+from recipe_gkd.checkpoints.store import keep_best
 from recipe_gkd.commands.report import main
 from recipe_gkd.commands.report.advice import advice_section
 from recipe_gkd.commands.report.command import write_report
@@ -22,8 +27,10 @@ from recipe_gkd.commands.report.series import Series, duration, log_ticks, numbe
 from recipe_gkd.commands.report.settings import HIDDEN, hide_secrets
 from recipe_gkd.commands.report.stage_charts import stage_times
 from recipe_gkd.commands.report.trace_chart import last_updates, read_spans
+from recipe_gkd.config.load import known_keys
 from recipe_gkd.metrics.trace import TraceFile
 from tests._support.browser import CHROMIUM, browser_page
+from tests._support.repository import REPO
 
 REFERENCE = re.compile(r"""\b(?:src|href)\s*=(?!["']?(?:#|data:))|url\(|@import|https?://""")
 """Anything in the page that a browser could load."""
@@ -88,6 +95,32 @@ class TestPage:
         page = render_page(read_run(tmp_path))
         assert "no checkpoint yet" in page and "config.yaml" in page
 
+    def test_page_names_the_loss_and_the_best_checkpoint(self, tmp_path: Path) -> None:
+        """With the files that a run writes: the loss is not a key ``gkd.loss``, and ``best.json`` is a list."""
+        run = make_run(tmp_path / "lr=1e-3 (second)")
+        config = {"gkd": {"distill_loss_type": "jsd", "custom_loss": {"name": None}}}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        shutil.copytree(run / "global_step_60", run / "global_step_20")
+        for step, value in ((20, 0.5), (40, 0.25)):
+            keep_best(run, Best("val/sums/score", value, step, has_checkpoint=True))
+        keep_best(run, Best("val/sums/score", 0.75, 20, has_checkpoint=True))
+        page = render_page(read_run(run))
+        assert "loss <b>jsd</b>" in page and "Best: step 20, val/sums/score = 0.75." in page
+        assert '<span class="tag">best</span>' in page
+        command = html.unescape(page).partition("recipe_gkd export ")[2].partition("\n")[0].partition("<")[0]
+        assert shlex.split(command) == [str(run / "global_step_20"), "OUT"]
+
+    def test_page_notes_unreadable_best_record(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        (run / "best.json").write_text("{")
+        assert any("best.json cannot be read" in note for note in read_run(run).notes)
+
+    def test_keys_that_the_report_reads_exist(self) -> None:
+        """A key in a string that no schema has is silently absent from every report."""
+        source = "".join(path.read_text() for path in (REPO / "recipe_gkd/commands/report").glob("*.py"))
+        read = set(re.findall(r'setting\(\s*"([\w.]+)"', source))
+        assert len(read) > 5 and not read - known_keys().keys()
+
 
 class TestCommand:
     def test_writes_page_into_the_run_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +167,10 @@ class TestFiles:
 
 
 class TestAdvice:
+    def test_truncated_validation_is_reported(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run", **{"val/sums/truncated_fraction": 1.0})
+        assert "100% of the last validation responses of sums are truncated" in render_page(read_run(run))
+
     def test_latest_advice_of_the_log_is_shown(self, tmp_path: Path) -> None:
         run = make_run(tmp_path / "run")
         lines = [f"10:00:0{n} I recipe_gkd.metrics.steps: the trainer waits {n} s of a step of 9 s, 50%, for rewards "
