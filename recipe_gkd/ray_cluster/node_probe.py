@@ -33,6 +33,7 @@ class ActorLocation:
         node_ip: Address of the node.
         dead: True if Ray has declared the actor dead.
         cause: Ray's explanation of the death. Empty for a live actor.
+        n_restarts: Number of times that Ray has started the actor again.
     """
 
     pid: int
@@ -40,6 +41,7 @@ class ActorLocation:
     node_ip: str
     dead: bool
     cause: str
+    n_restarts: int = 0
 
 
 class NodeProbe:
@@ -146,4 +148,5 @@ def _locate(handle: Any) -> ActorLocation:
     address = info.get("Address", {})
     dead = info.get("State") == "DEAD"
     cause = info["DeathCause"].actor_died_error_context.error_message.split(" Some common")[0] if dead else ""
-    return ActorLocation(info.get("Pid", 0), address.get("NodeID", ""), address.get("IPAddress", ""), dead, cause)
+    node_id, node_ip = address.get("NodeID", ""), address.get("IPAddress", "")
+    return ActorLocation(info.get("Pid", 0), node_id, node_ip, dead, cause, info.get("NumRestarts", 0))

@@ -68,7 +68,13 @@ class ScoringPool:
     """
 
     def __init__(
-        self, specs: Mapping[str, ClientSpec], own_node: str, start_worker: Callable[..., Any], *, per_node: int
+        self,
+        specs: Mapping[str, ClientSpec],
+        own_node: str,
+        start_worker: Callable[..., Any],
+        *,
+        per_node: int,
+        max_restarts: int = 0,
     ) -> None:
         """Create a pool without workers.
 
@@ -78,7 +84,9 @@ class ScoringPool:
             start_worker: Function that starts a worker with the clients of ``specs`` on a node, given by its id and
                 address, and returns its handle.
             per_node: Number of workers on each node.
+            max_restarts: Number of restarts that Ray may make of each worker.
         """
+        self._max_restarts = max_restarts
         self.group, self.homes, self.n_restarts = WorkerGroup("scoring", []), Homes((), ()), 0
         self.nodes: dict[str, str] = {}
         self.free_shared_memory: dict[str, int] = {}
@@ -113,7 +121,7 @@ class ScoringPool:
         if any(spec.is_loopback for spec in specs.values()):
             nodes.setdefault(own_node(), "of the driver")
         start_worker = partial(_start_worker, max_restarts=max_restarts, env=dict(env or {}))
-        pool = cls(specs, own_node(), start_worker, per_node=per_node)
+        pool = cls(specs, own_node(), start_worker, per_node=per_node, max_restarts=max_restarts)
         pool._start_on(nodes)
         return pool
 
@@ -266,9 +274,7 @@ class ScoringPool:
             is_done = True
             known = await self.group.as_worker_error(rank, f"score, {request}", error)
             if isinstance(known, WorkerDied):
-                is_lost = isinstance(error, ActorUnschedulableError)
-                reason = "its node is lost" if is_lost else "trainer.max_worker_restarts is used up"
-                raise WorkerDied(f"{known}; it is not restarted: {reason}") from error
+                raise WorkerDied(f"{known}; it is not restarted: {await self._why_not_restarted(rank, error)}") from error
             raise known from error
         finally:
             if not is_done:
@@ -279,6 +285,15 @@ class ScoringPool:
                 "after a restart; its node cannot be reached, or cannot start processes"
             )
         return part
+
+    async def _why_not_restarted(self, rank: int, error: RayError) -> str:
+        if isinstance(error, ActorUnschedulableError):
+            return "its node is lost"
+        [at] = await locate([self.group.handles[rank]])
+        limit = f"trainer.max_worker_restarts={self._max_restarts}"
+        if at.n_restarts >= self._max_restarts:
+            return f"{limit} is used up"
+        return f"Ray could not start it again, although {at.n_restarts} restarts were made and {limit} allows more"
 
     async def _first_answer(self, rank: int, answer: Any, timeout_s: float) -> PartScores | TeacherError | None:
         """Return the first result of a call, or None if the worker does not answer in time."""
@@ -332,6 +347,11 @@ def _with_uids(error: TeacherError, uids: Sequence[int]) -> TeacherError:
 def _start_worker(
     specs: Mapping[str, ClientSpec], node_id: str, address: str, *, max_restarts: int, env: dict[str, str]
 ) -> Any:
+    """Start a worker, and return its handle.
+
+    ``specs`` must stay below 100 KiB. Ray stores larger arguments as objects, and deletes them a second after the
+    start, so that it cannot start the worker again (ray-project/ray#53727).
+    """
     on_node: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)
     remote: Any = ray.remote(ScoringWorker)
     options = dict(num_cpus=0, max_restarts=max_restarts, max_task_retries=-1, scheduling_strategy=on_node)
