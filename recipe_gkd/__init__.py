@@ -14,7 +14,9 @@ def _check_teacher() -> None:
     """
     spec, expected = _find_spec("teacher"), _Path(__file__).parents[1] / "teacher"
     if spec is None or spec.origin is None or _Path(spec.origin).resolve() != (expected / "__init__.py").resolve():
-        locations = [] if spec is None else [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
+        locations = (
+            [] if spec is None else [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
+        )
         # With this name, `python -m` prints the sentence without a traceback.
         raise ImportError(
             f"the package teacher is {', '.join(map(str, locations)) or 'missing'}, expected {expected}; rename that "

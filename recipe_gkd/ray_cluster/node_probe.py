@@ -72,6 +72,15 @@ def own_node() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
+def session_folder() -> str:
+    """Return the folder of the session of the connected cluster, which has the same path on each node.
+
+    After the end of the connection it is a description for messages.
+    """
+    node: Any = ray._private.worker.global_worker.node
+    return "the folder of Ray's session" if node is None else str(node.address_info["session_dir"])
+
+
 def node_addresses() -> dict[str, str]:
     """Return the address of each node that the cluster has or had, by Ray's id of the node."""
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}

@@ -13,8 +13,8 @@ import numpy as np
 
 from recipe_gkd.data.samples import Prompt, Response, Sample
 from teacher.errors import TeacherRequestError
-from teacher.proxy import Proxy
 from teacher.fingerprint import N_LAST_TOKENS
+from teacher.proxy import Proxy
 from teacher.records import LastToken, ScoredSequence, TeacherSequence
 from tests._support.fake_worker import INFO, FakeEngine, running_worker
 from tests._support.teacher_service import running_proxy

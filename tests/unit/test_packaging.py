@@ -50,7 +50,9 @@ def test_editable_installation_in_a_folder_with_the_name_of_a_package_imports_th
     )
     command = [sys.executable, "-S", "-c", program]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout.strip() == str(REPO / name / "__init__.py"), done.stderr
 
 

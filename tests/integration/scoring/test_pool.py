@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import signal
@@ -19,6 +20,9 @@ import ray
 from recipe_gkd.data.samples import Prompt, Response, Sample, StoredTopK, TeacherTopK
 from recipe_gkd.errors import ResourceError, WorkerDied, WorkerError
 from recipe_gkd.ray_cluster.node_probe import ActorLocation, own_node
+from recipe_gkd.runtime import wait_log
+from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
+from recipe_gkd.runtime.wait_log import WaitLog
 from recipe_gkd.scoring import pool as pool_module
 from recipe_gkd.scoring.fetch import with_top_k
 from recipe_gkd.scoring.homes import Homes
@@ -245,6 +249,25 @@ class TestFaults:
                 await pool.scores(request(1), 20)
 
         with scoring({"a": spec_with_last_tokens(service)}) as pool:
+            run(body)
+
+    def test_wait_for_a_stopped_worker_is_logged_with_samples_deadline_and_key(
+        self, service: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(wait_log, "_waits", WaitLog(first_line_s=0.2, repeat_s=60))
+        caplog.set_level(logging.INFO, logger="recipe_gkd")
+        timeout_s = KeyedTimeout(120, "teacher.timeout_s")
+        line = "waits 0 of 120 s (teacher.timeout_s) for 4 samples of teacher a, by scoring worker 0"
+
+        async def body() -> None:
+            pid = await pid_of(pool)
+            os.kill(pid, signal.SIGSTOP)
+            waiting = asyncio.create_task(pool.scores(request(4), timeout_s))
+            await wait_until_async(lambda: f"score, step 3: {line}" in caplog.text)
+            os.kill(pid, signal.SIGCONT)
+            assert_scored(await waiting, request(4).sequences)
+
+        with scoring({"a": spec_of(service)}) as pool:
             run(body)
 
     def test_worker_without_restarts_left_ends_the_run(self, service: Proxy) -> None:
