@@ -191,9 +191,17 @@ check_machine() {
     || die "a vLLM engine cannot start on this machine; see the problems above"
 }
 
+# shorten_socket_paths: Put vLLM's sockets into /tmp if TMPDIR is too long for them. Their paths have at most 107 bytes, of
+# which the name needs 37.
+shorten_socket_paths() {
+  local LC_ALL=C temporary=${TMPDIR:-}
+  if [[ -z ${VLLM_RPC_BASE_PATH:-} ]] && ((${#temporary} > 70)); then export VLLM_RPC_BASE_PATH=/tmp; fi
+}
+
 # launch_workers PROXY_IP: Launch N_WORKERS workers, each on TP_SIZE of `gpus` if there are GPUs.
 launch_workers() {
   local i sleep_flags=('' --sleep-mode)
+  shorten_socket_paths
   for ((i = 0; i < N_WORKERS; i++)); do
     local devices="${gpus[*]:i*TP_SIZE:TP_SIZE}"
     launch_env=(${devices:+"CUDA_VISIBLE_DEVICES=${devices// /,}"})

@@ -20,6 +20,7 @@ from recipe_gkd.errors import ModelError
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, read_actor_memory
 from recipe_gkd.memory_budget.slots import slot_memory
 from recipe_gkd.metrics.prometheus_logger import check_metrics_port
+from recipe_gkd.runtime.socket_paths import shorten_socket_paths
 from teacher.machine_checks import driver_release, find_problems, shared_memory_problems
 
 CONNECT_TIMEOUT_S = 5.0
@@ -131,6 +132,18 @@ def name_lookup_findings() -> list[Finding]:
     ]
     fast = f"host names of {', '.join(addresses)} found in {max(seconds.values()):.2f} s"
     return problems_of("name lookups", slow, otherwise=fast, severity="warning")
+
+
+def socket_findings(config: Config) -> list[Finding]:
+    """Check that the sockets of Ray and vLLM fit into the temporary folder.
+
+    Raises:
+        ResourceError: They do not, and no short folder can be used instead.
+    """
+    if config.ray_init.address:
+        return []
+    changes = shorten_socket_paths(dict(os.environ))
+    return problems_of("sockets", changes, otherwise="the temporary folder is short enough", severity="warning")
 
 
 def _lookup_seconds(address: str) -> float:

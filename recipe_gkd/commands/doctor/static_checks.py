@@ -15,6 +15,7 @@ from recipe_gkd.commands.doctor.machine_checks import (
     name_lookup_findings,
     port_findings,
     shared_memory_findings,
+    socket_findings,
 )
 from recipe_gkd.commands.doctor.reward_checks import reward_findings
 from recipe_gkd.commands.doctor.student_checks import student_findings
@@ -36,6 +37,7 @@ def static_findings(config: Config) -> Iterator[Finding]:
     yield from findings_of("shared memory", partial(shared_memory_findings, config, device))
     yield from findings_of("ports", partial(port_findings, config))
     yield from findings_of("name lookups", name_lookup_findings)
+    yield from findings_of("sockets", partial(socket_findings, config))
     student, found = student_findings(config)
     yield from found
     if student is not None:
