@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import wait
 from dataclasses import replace
@@ -77,6 +78,11 @@ def _check_megatron_layout(dims: ModelDims, config: Config) -> None:
     ensure_layout_fits(dims, megatron)
     if config.trainer.device == "cpu" or megatron.transformer_impl == "local":
         ensure_heads_fit_context(dims, megatron)  # otherwise the worker checks it, when it has chosen the kernel
+    if megatron.override_transformer_config or megatron.override_ddp_config:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron lists packages that it does not find
+            from recipe_gkd.actor.megatron.model import check_overrides  # imports Megatron, which takes seconds
+        check_overrides(dims, megatron, config.trainer.device)
 
 
 def check_metric_names(config: Config) -> None:
