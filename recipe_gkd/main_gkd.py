@@ -39,12 +39,14 @@ from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.exit_messages import report_error, report_saved_stop, report_stop
 from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.hybrid import teacher_asleep
+from recipe_gkd.metrics.logger_checks import check_loggers
 from recipe_gkd.metrics.prometheus_logger import check_metrics_port
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import (
     check_stop_ids,
     check_teacher_prompts,
     check_teachers,
+    conversion_warnings,
     read_student,
     with_model_path,
 )
@@ -147,6 +149,7 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         Cause of the end before the last step, such as ``"SIGTERM"``. None if the training is complete.
     """
     check_metrics_port(config.trainer.metrics_port)
+    check_loggers(config.trainer.logger)
     with waiting_for("start, read the student's files", None, config.actor_rollout_ref.model.path):
         student = read_student(config)
     config = with_model_path(config, student.path)
@@ -154,6 +157,8 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         table = read_table(config.data.train_files, config.data.prompt_key, config.data.response_key)
     routes = read_routes(table, config)
     with open_teachers(config, routes) as teachers, ExitStack() as opened:
+        for text in conversion_warnings(config, student.path):
+            log.warning("%s", text)
         log.info("student %s: %d ids, output layer of %d", student.path, student.n_tokens, student.vocab_size)
         with waiting_for("start, check the teachers", None, ", ".join(teachers.clients)):
             stop_token_ids = check_teachers(teachers.clients, student, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Collection, Mapping
@@ -71,6 +72,33 @@ def read_student(config: Config) -> Student:
         ) from error
     n_tokens = min(count_ids(tokenizer), dims.vocab_size)
     return Student(path, dims.vocab_size, tokenizer, tokenizer_fingerprint(tokenizer), n_tokens)
+
+
+def engine_dtype(config: Config, folder: Path) -> str:
+    """Return the data type that vLLM chooses for the rollout engines.
+
+    Args:
+        config: Configuration of the run.
+        folder: Model folder of the student.
+    """
+    dtype = config.actor_rollout_ref.rollout.dtype
+    if dtype != "auto":
+        return dtype
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stored = values.get("dtype") or values.get("torch_dtype")
+    return stored if stored in ("bfloat16", "float16") else "bfloat16"
+
+
+def conversion_warnings(config: Config, folder: Path) -> list[str]:
+    """Return a warning if the rollout engines convert the actor's weights to another data type."""
+    actor, rollout = config.actor_rollout_ref.actor.dtype, engine_dtype(config, folder)
+    if actor == rollout:
+        return []
+    return [
+        f"the actor trains in {actor}, but the rollout engines compute in {rollout} (actor_rollout_ref.rollout.dtype="
+        f"{config.actor_rollout_ref.rollout.dtype}), so that their log-probabilities differ; set both to the same type "
+        "if that is not intended"
+    ]
 
 
 def _check_megatron_layout(dims: ModelDims, config: Config) -> None:
