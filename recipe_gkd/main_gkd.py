@@ -46,7 +46,6 @@ from recipe_gkd.preflight import (
     check_stop_ids,
     check_teacher_prompts,
     check_teachers,
-    conversion_warnings,
     read_student,
     with_model_path,
 )
@@ -157,8 +156,6 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         table = read_table(config.data.train_files, config.data.prompt_key, config.data.response_key)
     routes = read_routes(table, config)
     with open_teachers(config, routes) as teachers, ExitStack() as opened:
-        for text in conversion_warnings(config, student.path):
-            log.warning("%s", text)
         log.info("student %s: %d ids, output layer of %d", student.path, student.n_tokens, student.vocab_size)
         with waiting_for("start, check the teachers", None, ", ".join(teachers.clients)):
             stop_token_ids = check_teachers(teachers.clients, student, config)

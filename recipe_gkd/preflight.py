@@ -37,7 +37,8 @@ HELLO_TIMEOUT_S = 10.0
 def read_student(config: Config) -> Student:
     """Find the student's model folder, check its files, and load its config and tokenizer.
 
-    The metric names of a custom loss are checked first, because this needs neither model nor data.
+    The metric names of a custom loss are checked first, because this needs neither model nor data. Different data types
+    of actor and rollout engines are logged as a warning.
 
     Raises:
         ModelError: The folder or one of its files is missing or unusable.
@@ -71,6 +72,8 @@ def read_student(config: Config) -> Student:
             "the folder"
         ) from error
     n_tokens = min(count_ids(tokenizer), dims.vocab_size)
+    for text in conversion_warnings(config, path):
+        log.warning("%s", text)
     return Student(path, dims.vocab_size, tokenizer, tokenizer_fingerprint(tokenizer), n_tokens)
 
 

@@ -13,7 +13,7 @@ import pytest
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.model_files import Student
-from recipe_gkd.preflight import check_stop_ids, check_teachers, find_model, read_student
+from recipe_gkd.preflight import check_stop_ids, check_teachers, conversion_warnings, find_model, read_student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from teacher.errors import TeacherRequestError
 from teacher.records import TeacherInfo
@@ -201,6 +201,29 @@ class TestMegatronOverrides:
         lengths = ("data.max_prompt_length=8", "data.max_response_length=8")
         key = f"{self.MEGATRON}.override_{overrides}"
         assert read_student(make_config(f"actor_rollout_ref.model.path={model}", *lengths, key)).vocab_size
+
+
+class TestDataTypes:
+    @pytest.mark.parametrize(
+        ("rollout", "stored", "expected"),
+        [
+            ("float16", {"dtype": "float32"}, "float16"),
+            ("auto", {"dtype": "float32"}, "bfloat16"),
+            ("auto", {"torch_dtype": "float16"}, "float16"),
+            ("auto", {}, "bfloat16"),
+        ],
+    )
+    def test_difference_of_actor_and_engines_is_a_warning(
+        self, tmp_path: Path, rollout: str, stored: dict[str, str], expected: str
+    ) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+        actor = "actor_rollout_ref.actor.megatron.dtype"
+        config = make_config(f"actor_rollout_ref.rollout.dtype={rollout}", f"{actor}=float32")
+        [text] = conversion_warnings(config, tmp_path)
+        assert f"trains in float32, but the rollout engines compute in {expected}" in text and rollout in text
+        if expected == "bfloat16":
+            same = make_config(f"actor_rollout_ref.rollout.dtype={rollout}", f"{actor}=bfloat16")
+            assert conversion_warnings(same, tmp_path) == []
 
 
 class TestFindModel:
