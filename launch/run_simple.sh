@@ -12,7 +12,7 @@
 #
 # Environment: STUDENT, TEACHER (folders, or hub names that `hf download` has fetched), TRAIN_FILES,
 # SHARE_TEACHER_GPU (0), TEACHER_IP, CUDA_VISIBLE_DEVICES (all GPUs), TEACHER_GPUS, PYTHON (.venv/bin/python, or
-# python3), and the settings of teacher/start_server.sh, such as MAX_MODEL_LEN (3072 tokens; at least
+# python3), and the settings of teacher/start_server.sh, such as MAX_MODEL_LEN (3072 tokens, or the model's; at least
 # data.max_prompt_length + data.max_response_length).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -50,6 +50,14 @@ options=(--config-name on_policy_distill_simple data.train_files="$TRAIN_FILES" 
   actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT")
 [ "$share" = 0 ] || options+=(actor_rollout_ref.teacher.sleep_between_batches=true)
 
+default_length() { # default_length FOLDER: 3072 tokens, or the length of a model that takes fewer
+  "$python" - "$1/config.json" <<'PY'
+import json, sys
+config = json.load(open(sys.argv[1], encoding="utf-8"))
+print(min(3072, (config.get("text_config") or config).get("max_position_embeddings") or 3072))
+PY
+}
+
 start_teacher() {
   if [ ${#gpus[@]} -gt 0 ]; then export CUDA_VISIBLE_DEVICES; CUDA_VISIBLE_DEVICES=$(join "${teacher_gpus[@]}"); fi
   if [ "$share" = 1 ]; then
@@ -57,7 +65,7 @@ start_teacher() {
     export SLEEP_MODE=1 GPU_MEMORY_UTILIZATION=${GPU_MEMORY_UTILIZATION:-0.7}
   fi
   CKPT_PATH=$teacher_folder RUN_DIR=$teacher_run_dir N_WORKERS=$n_workers N_LOGPROBS=${N_LOGPROBS:-256} \
-    MAX_MODEL_LEN=${MAX_MODEL_LEN:-3072} exec bash teacher/start_server.sh
+    MAX_MODEL_LEN=${MAX_MODEL_LEN:-$(default_length "$teacher_folder")} exec bash teacher/start_server.sh
 }
 
 if [ "${1:-}" != --cfg ] && [ -n "$TEACHER" ]; then  # --cfg job only validates and prints the configuration

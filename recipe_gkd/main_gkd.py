@@ -32,12 +32,14 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.durations import duration_s
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.stored import stored_config
+from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
 from recipe_gkd.config.validate import needs_rewards, saves_checkpoints, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.exit_messages import report_error, report_saved_stop, report_stop
 from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.hybrid import teacher_asleep
+from recipe_gkd.metrics.logger_checks import check_loggers
 from recipe_gkd.metrics.prometheus_logger import check_metrics_port
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import (
@@ -54,6 +56,7 @@ from recipe_gkd.runtime.run_log import log_background_error, start_logging
 from recipe_gkd.runtime.signals import Terminated, hangup_ignored, raise_on_signals, run_until_terminated
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import run_until
+from recipe_gkd.runtime.wait_log import waiting_for
 from recipe_gkd.teacher_routing import (
     Routes,
     Teachers,
@@ -109,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parse(argv)
     hint: Callable[[], str] = str
+    folder: RunFolder | None = None
     try:
         loaded = read_config(arguments.config_name, arguments.overrides, arguments.config_dir)
         if arguments.cfg:
@@ -124,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = partial(resume_hint, loaded.config.trainer, sys.argv[1:] if argv is None else argv)
             stopped_by = run(loaded.config, stored_config(loaded.composed), folder)
     except Exception as error:  # noqa: BLE001 - the only handler that reports errors to the user
-        return report_error(error)
+        return report_error(error, hint() if folder is not None and folder.is_accepted else "")
     except KeyboardInterrupt:
         return report_stop("interrupted", signal.SIGINT, hint())
     except Terminated as stop:
@@ -144,16 +148,21 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         Cause of the end before the last step, such as ``"SIGTERM"``. None if the training is complete.
     """
     check_metrics_port(config.trainer.metrics_port)
-    student = read_student(config)
+    check_loggers(config.trainer.logger)
+    with waiting_for("start, read the student's files", None, config.actor_rollout_ref.model.path):
+        student = read_student(config)
     config = with_model_path(config, student.path)
-    table = read_table(config.data.train_files, config.data.prompt_key, config.data.response_key)
+    with waiting_for("start, read the data", None, "data.train_files"):
+        table = read_table(config.data.train_files, config.data.prompt_key, config.data.response_key)
     routes = read_routes(table, config)
     with open_teachers(config, routes) as teachers, ExitStack() as opened:
         log.info("student %s: %d ids, output layer of %d", student.path, student.n_tokens, student.vocab_size)
-        stop_token_ids = check_teachers(teachers.clients, student, config)
+        with waiting_for("start, check the teachers", None, ", ".join(teachers.clients)):
+            stop_token_ids = check_teachers(teachers.clients, student, config)
         config = with_worker_count(config, teachers.clients)
-        data = _read_data(config, table, student, stop_token_ids)
-        _read_teacher_prompts(config, data, routes, teachers, student)
+        with waiting_for("start, tokenize the data", None, "the tokenizer"):
+            data = _read_data(config, table, student, stop_token_ids)
+            _read_teacher_prompts(config, data, routes, teachers, student)
         scorer = opened.enter_context(_open_scorer(config))
         truth_use: TruthUse = "unused" if scorer is None else scorer.truth_use
         validation = read_validation(config, student.tokenizer, truth_use=truth_use)
@@ -247,7 +256,10 @@ def _recover_at_the_end(root: Path) -> None:
 
 def _open_scorer(config: Config) -> AbstractContextManager[RewardScorer | None]:
     """Start the processes of the reward functions, if anything needs rewards."""
-    return RewardScorer(config.custom_reward_function) if needs_rewards(config) else nullcontext()
+    if not needs_rewards(config):
+        return nullcontext()
+    with waiting_for("start, load the reward functions", None, "custom_reward_function.path"):
+        return RewardScorer(config.custom_reward_function)
 
 
 def _reward_items(
@@ -345,7 +357,7 @@ def _newest_point(config: Config, checkpoint: Path, plan: TrainingPlan) -> list[
 async def _load(config: Config, workers: Workers, plan: TrainingPlan, points: Sequence[ResumePoint]) -> ResumeState:
     """Load the first checkpoint that the actors can load. Without one, the run starts from the model folder."""
     root = folder_of(config.trainer)
-    timeout_s = config.actor_rollout_ref.actor.timeout_s
+    timeout_s = timeout_of(config, ACTOR_TIMEOUT)
 
     async def load(path: str) -> None:
         await workers.actors.call("load_checkpoint", path, timeout_s=timeout_s, phase="load_checkpoint")

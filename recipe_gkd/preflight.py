@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import wait
 from dataclasses import replace
@@ -35,7 +37,8 @@ HELLO_TIMEOUT_S = 10.0
 def read_student(config: Config) -> Student:
     """Find the student's model folder, check its files, and load its config and tokenizer.
 
-    The metric names of a custom loss are checked first, because this needs neither model nor data.
+    The metric names of a custom loss are checked first, because this needs neither model nor data. Different data types
+    of actor and rollout engines are logged as a warning.
 
     Raises:
         ModelError: The folder or one of its files is missing or unusable.
@@ -71,7 +74,36 @@ def read_student(config: Config) -> Student:
             "the folder"
         ) from error
     n_tokens = min(count_ids(tokenizer), dims.vocab_size)
+    for text in conversion_warnings(config, path):
+        log.warning("%s", text)
     return Student(path, dims.vocab_size, tokenizer, tokenizer_fingerprint(tokenizer), n_tokens)
+
+
+def engine_dtype(config: Config, folder: Path) -> str:
+    """Return the data type that vLLM chooses for the rollout engines.
+
+    Args:
+        config: Configuration of the run.
+        folder: Model folder of the student.
+    """
+    dtype = config.actor_rollout_ref.rollout.dtype
+    if dtype != "auto":
+        return dtype
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stored = values.get("dtype") or values.get("torch_dtype")
+    return stored if stored in ("bfloat16", "float16") else "bfloat16"
+
+
+def conversion_warnings(config: Config, folder: Path) -> list[str]:
+    """Return a warning if the rollout engines convert the actor's weights to another data type."""
+    actor, rollout = config.actor_rollout_ref.actor.dtype, engine_dtype(config, folder)
+    if actor == rollout:
+        return []
+    return [
+        f"the actor trains in {actor}, but the rollout engines compute in {rollout} (actor_rollout_ref.rollout.dtype="
+        f"{config.actor_rollout_ref.rollout.dtype}), so that their log-probabilities differ; set both to the same type "
+        "if that is not intended"
+    ]
 
 
 def _check_megatron_layout(dims: ModelDims, config: Config) -> None:
@@ -79,6 +111,11 @@ def _check_megatron_layout(dims: ModelDims, config: Config) -> None:
     ensure_layout_fits(dims, megatron)
     if config.trainer.device == "cpu" or megatron.transformer_impl == "local":
         ensure_heads_fit_context(dims, megatron)  # otherwise the worker checks it, when it has chosen the kernel
+    if megatron.override_transformer_config or megatron.override_ddp_config:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron lists packages that it does not find
+            from recipe_gkd.actor.megatron.model import check_overrides  # imports Megatron, which takes seconds
+        check_overrides(dims, megatron, config.trainer.device)
 
 
 def check_metric_names(config: Config) -> None:

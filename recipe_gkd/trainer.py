@@ -17,6 +17,7 @@ from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.config import Config
 from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.config.teachers import requests_per_batch
+from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
 from recipe_gkd.config.validate import saves_checkpoints
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptLoader
@@ -340,7 +341,7 @@ class Trainer:
 
     async def call_actors(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
         """Call a method on every actor rank and return the results in the order of the ranks."""
-        timeout_s = timeout_s or self.config.actor_rollout_ref.actor.timeout_s
+        timeout_s = timeout_s or timeout_of(self.config, ACTOR_TIMEOUT)
         phase = f"{method}, step {self.progress.step}"
         needs_states = method != "finish_saves"
         async with self.devices.turn("update") if needs_states else nullcontext():

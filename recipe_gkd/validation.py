@@ -33,6 +33,7 @@ import pyarrow as pa
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
 from recipe_gkd.config.reward_functions import has_reward, reward_name
+from recipe_gkd.config.timeouts import ROLLOUT_TIMEOUT
 from recipe_gkd.config.validate import runs_validation, validates_kl
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response, Reward
@@ -41,6 +42,7 @@ from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
 from recipe_gkd.rewards.reporting import mean_numbers, reward_fields
+from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.teacher_routing import read_routes
 from recipe_gkd.validation_kl import FORWARD, REVERSE, ResponseKl
@@ -97,7 +99,8 @@ class Validation:
         sources = read_sources(table, config.data.data_source_key)
         self._sources = np.array([sources[row] for row in data.rows])
         batch_size = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-        self.timeout_s = config.actor_rollout_ref.rollout.timeout_s * math.ceil(len(data) * self.n / batch_size)
+        n_batches = math.ceil(len(data) * self.n / batch_size)
+        self.timeout_s = KeyedTimeout(config.actor_rollout_ref.rollout.timeout_s * n_batches, ROLLOUT_TIMEOUT)
         self._check_names(config.trainer.best_metric)
 
     @cached_property

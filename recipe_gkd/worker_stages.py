@@ -9,12 +9,15 @@ from typing import Any
 import ray
 
 from recipe_gkd.config import Config
+from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, ROLLOUT_TIMEOUT, timeout_of
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response, Sample
 from recipe_gkd.errors import DeadlineError, WorkerDied
 from recipe_gkd.rewards.advantages import with_group_statistics
+from recipe_gkd.runtime.keyed_timeout import with_margin
 from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.runtime.wait_log import waiting_for
 from recipe_gkd.workers import Workers
 
 GENERATION_RPC_MARGIN_S = 3.0
@@ -40,7 +43,7 @@ async def generate_responses(
     sampled = [prompt for prompt in prompts if prompt.reference_ids is None]
     if not sampled:
         return
-    timeout_s = config.actor_rollout_ref.rollout.timeout_s + GENERATION_RPC_MARGIN_S
+    timeout_s = timeout_of(config, ROLLOUT_TIMEOUT, GENERATION_RPC_MARGIN_S)
     phase = f"generate, step {step}"
     async for responses in _responses(workers, rank, (sampled, step), timeout_s, phase):
         yield responses
@@ -60,7 +63,8 @@ async def generate_validation_responses(
     """
     arguments = (list(prompts), step, "validation", timeout_s)
     phase = f"validate after step {step}"
-    async for responses in _responses(workers, rank, arguments, timeout_s + GENERATION_RPC_MARGIN_S, phase):
+    deadline_s = with_margin(timeout_s, GENERATION_RPC_MARGIN_S)
+    async for responses in _responses(workers, rank, arguments, deadline_s, phase):
         yield responses
 
 
@@ -74,7 +78,9 @@ async def _responses(
         GkdError: Generation failed in another way.
     """
     try:
-        async for responses in workers.rollouts.stream(rank, "generate", *arguments, timeout_s=timeout_s, phase=phase):
+        async for responses in workers.rollouts.stream(
+            rank, "generate", *arguments, timeout_s=timeout_s, phase=phase, n_results=len(arguments[0])
+        ):
             yield responses
     except DeadlineError as error:
         if not workers.restarts.can_replace(error):
@@ -111,10 +117,11 @@ async def _call_on_shards(
     workers: Workers, config: Config, method: str, samples: Sequence[Sample], step: int, phase: str
 ) -> list[Any]:
     """Divide samples among the data-parallel ranks, and return the results of all ranks."""
-    shards = [await in_thread(ray.put, shard) for shard in workers.sharding.divide(samples)]
+    with waiting_for(phase, None, "the object store of this node"):
+        shards = [await in_thread(ray.put, shard) for shard in workers.sharding.divide(samples)]
     return await workers.actors.call_each(
         method,
         [(shards[dp_rank], step) for dp_rank in workers.dp_ranks],
-        timeout_s=config.actor_rollout_ref.actor.timeout_s,
+        timeout_s=timeout_of(config, ACTOR_TIMEOUT),
         phase=phase,
     )

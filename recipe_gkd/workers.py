@@ -18,6 +18,7 @@ from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
 from recipe_gkd.config.hybrid_engine import hybrid_cuda_problems
 from recipe_gkd.config.startup import startup_timeout_s
+from recipe_gkd.config.timeouts import SYNC_TIMEOUT, timeout_of
 from recipe_gkd.config.weight_transport import weight_transport
 from recipe_gkd.diagnostics.collect import diagnose, with_diagnosis
 from recipe_gkd.errors import ConfigError, GkdError, WorkerDied
@@ -284,7 +285,7 @@ async def _connect(
         WeightSyncSpec(
             tensor_parallel_size=rollout.tensor_model_parallel_size,
             bucket_bytes=int(rollout.update_weights_bucket_megabytes * (1 << 20)),
-            timeout_s=config.actor_rollout_ref.nccl_timeout,
+            timeout_s=timeout_of(config, SYNC_TIMEOUT),
             transport=weight_transport(config),
             inflight=config.trainer.inflight_update,
             engine_dtype=engines[0]["dtype"],

@@ -40,4 +40,4 @@ await_ready
 
 trap - EXIT INT TERM HUP
 echo "$N_WORKERS workers joined $SERVER_IP:$PROXY_BACKEND_PORT after $SECONDS s; logs in $RUN_DIR"
-echo "stop them with: teacher/stop_server.sh --run-dir $RUN_DIR"
+echo "stop them with: $teacher_dir/stop_server.sh --run-dir $RUN_DIR"

@@ -147,8 +147,8 @@ def shared_memory_problems() -> list[str]:
     if total >= MIN_SHARED_BYTES:
         return []
     return [
-        f"{_SHARED_MEMORY} has {_size(total)}, expected at least {_size(MIN_SHARED_BYTES)} for buffers of Ray, NCCL "
-        "and vLLM; start the container with --shm-size=64g or --ipc=host"
+        f"{_SHARED_MEMORY} has {size_text(total)}, expected at least {size_text(MIN_SHARED_BYTES)} for buffers of Ray, "
+        "NCCL and vLLM; start the container with --shm-size=64g or --ipc=host"
     ]
 
 
@@ -191,8 +191,8 @@ def disk_problems(folders: Mapping[str, str], min_free_bytes: int) -> list[str]:
         elif free < min_free_bytes:
             small.setdefault(disk, (free, []))[1].append(label)
     return problems + [
-        f"the disk of {', '.join(labels)} has {_size(free)} free, expected at least {_size(min_free_bytes)}; free some "
-        "space, or choose another folder"
+        f"the disk of {', '.join(labels)} has {size_text(free)} free, expected at least {size_text(min_free_bytes)}; "
+        "free some space, or choose another folder"
         for free, labels in small.values()
     ]
 
@@ -246,8 +246,12 @@ def _major(version: str) -> int:
     return int(version.split(".")[0])
 
 
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / (1 << 30):.1f} GiB" if n_bytes >= 1 << 30 else f"{n_bytes / (1 << 20):.0f} MiB"
+def size_text(n_bytes: float) -> str:
+    """Return a size with two or three digits and its unit, such as ``1.5 GiB`` or ``48 KiB``."""
+    for exponent, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if (value := n_bytes / (1 << exponent)) >= 1:
+            return f"{value:.1f} {unit}" if value < 10 or unit == "GiB" else f"{value:.0f} {unit}"
+    return f"{n_bytes:.0f} bytes"
 
 
 def main(arguments: Sequence[str]) -> int:

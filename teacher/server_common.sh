@@ -191,9 +191,17 @@ check_machine() {
     || die "a vLLM engine cannot start on this machine; see the problems above"
 }
 
+# shorten_socket_paths: Put vLLM's sockets into /tmp if TMPDIR is too long for them. Their paths have at most 107 bytes, of
+# which the name needs 37.
+shorten_socket_paths() {
+  local LC_ALL=C temporary=${TMPDIR:-}
+  if [[ -z ${VLLM_RPC_BASE_PATH:-} ]] && ((${#temporary} > 70)); then export VLLM_RPC_BASE_PATH=/tmp; fi
+}
+
 # launch_workers PROXY_IP: Launch N_WORKERS workers, each on TP_SIZE of `gpus` if there are GPUs.
 launch_workers() {
   local i sleep_flags=('' --sleep-mode)
+  shorten_socket_paths
   for ((i = 0; i < N_WORKERS; i++)); do
     local devices="${gpus[*]:i*TP_SIZE:TP_SIZE}"
     launch_env=(${devices:+"CUDA_VISIBLE_DEVICES=${devices// /,}"})
@@ -322,7 +330,7 @@ place of logs; chmod o-w $RUN_DIR, or set RUN_DIR to a folder of your own"
     die "RUN_DIR=$RUN_DIR holds pid files that are damaged or of another host; see above, or set another RUN_DIR"
   fi
   if any_alive; then
-    die "the processes in $RUN_DIR are running already; stop them with teacher/stop_server.sh --run-dir $RUN_DIR, or \
+    die "the processes in $RUN_DIR are running already; stop them with $teacher_dir/stop_server.sh --run-dir $RUN_DIR, or \
 start more beside them with another --run-dir"
   fi
   rm -f -- "$RUN_DIR"/*.pid "$RUN_DIR"/*.ready
@@ -381,7 +389,7 @@ Options, as flags or environment variables (--n-logprobs 64 is N_LOGPROBS=64; fl
   TP_SIZE                 tensor-parallel ranks of one worker          [1]
   N_WORKERS               workers started here                         [1]
   N_LOGPROBS              top-k, up to the vocabulary size             [256]
-  DTYPE                   auto, float32, bfloat16, float16             [auto: the checkpoint's]
+  DTYPE                   auto, float32, bfloat16, float16             [auto: the checkpoint's, bfloat16 for float32]
   HEAD_DTYPE              dtype of the logits: auto, float32, model    [auto: float32 on a GPU, else DTYPE]
   MAX_MODEL_LEN           longest prompt plus response in tokens       [0: the model's]
   LOGITS_MIB              memory for the logits of one engine step     [1024]

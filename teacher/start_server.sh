@@ -49,7 +49,7 @@ if [[ $BIND == 0.0.0.0 || $BIND == "*" ]]; then local_ip=127.0.0.1; fi
 # Otherwise another service on the port could answer the final check.
 for port in "$PROXY_FRONTEND_PORT" "$PROXY_BACKEND_PORT"; do
   if (: <>"/dev/tcp/$local_ip/$port") 2>/dev/null; then
-    die "port $port of $local_ip is in use; stop what uses it (teacher/stop_server.sh), or set PROXY_FRONTEND_PORT / \
+    die "port $port of $local_ip is in use; stop what uses it ($teacher_dir/stop_server.sh), or set PROXY_FRONTEND_PORT / \
 PROXY_BACKEND_PORT"
   fi
 done
@@ -75,4 +75,4 @@ checker=''
 trap - EXIT INT TERM HUP
 echo "teacher service ready after $SECONDS s; logs in $RUN_DIR"
 echo "show its status with: $python -m teacher status --server-ip $local_ip --port $PROXY_FRONTEND_PORT${AUTH_DIR:+ --auth-dir $AUTH_DIR}"
-echo "stop it with: teacher/stop_server.sh --run-dir $RUN_DIR"
+echo "stop it with: $teacher_dir/stop_server.sh --run-dir $RUN_DIR"

@@ -29,23 +29,23 @@ class RunFolder:
 
     Attributes:
         path: The folder, ``trainer.default_local_dir``.
+        is_accepted: True once the workers have started.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.is_accepted = path, False
         self._new_files = [path / name for name in (LOG, CONFIG) if not (path / name).exists()]
-        self._accepted = False
 
     def accept(self) -> None:
         """Keep all files from now on. Call it once the workers have started."""
-        self._accepted = True
+        self.is_accepted = True
 
     def remove_traces(self, error: BaseException) -> None:
         """Remove the files of this start if ``error`` rejects it before the workers have started.
 
         After the failure of a worker or an unexpected error, the files stay, because the log explains it.
         """
-        if self._accepted or not isinstance(error, REJECTIONS):
+        if self.is_accepted or not isinstance(error, REJECTIONS):
             return
         for path in self._new_files:
             path.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from recipe_gkd.checkpoints.disk_queue import DiskQueue
 from recipe_gkd.checkpoints.state import Best, Progress
 from recipe_gkd.checkpoints.store import CheckpointWriter, remove_old
 from recipe_gkd.errors import CheckpointError
+from recipe_gkd.runtime.wait_log import waiting_for
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ class SaveFolders:
             CheckpointError: The disk failed, or did not answer in time.
         """
         making = self._disk.start(CheckpointWriter, self._root, progress, best)
-        await asyncio.wait([making], timeout=self._timeout_s)
+        with waiting_for(f"checkpoint of step {progress.step}", self._timeout_s, f"the disk of {self._root}"):
+            await asyncio.wait([making], timeout=self._timeout_s)
         if not making.done():
             raise CheckpointError(
                 f"the disk of {self._root} did not make a folder within {self._timeout_s:g} s; check the disk"
@@ -72,7 +74,8 @@ class SaveFolders:
         if self._completion is None:
             self._completion = self._disk.start(complete_and_clean_up, writer, self._keep)
         wait_s = (timeout_s or self._timeout_s) if wait else COMPLETION_POLL_S
-        await asyncio.wait([self._completion], timeout=wait_s)
+        with waiting_for(f"checkpoint of step {writer.progress.step}", wait_s, f"the disk of {self._root}"):
+            await asyncio.wait([self._completion], timeout=wait_s)
         if not self._completion.done():
             if wait:
                 raise CheckpointError(

@@ -28,6 +28,7 @@ from recipe_gkd.checkpoints.shard_writers import CallActors, ShardWriters
 from recipe_gkd.checkpoints.state import Best, Progress
 from recipe_gkd.checkpoints.store import CheckpointWriter, keep_best
 from recipe_gkd.config import Config
+from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
 from recipe_gkd.errors import CheckpointError, GkdError
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class CheckpointSaver:
         actor = config.actor_rollout_ref.actor
         self._root = root
         self._background = actor.checkpoint.async_save
-        timeout_s = actor.timeout_s + SAVE_DEADLINE_MARGIN_S
+        timeout_s = timeout_of(config, ACTOR_TIMEOUT, SAVE_DEADLINE_MARGIN_S)
         with_hf = "hf_model" in actor.checkpoint.save_contents
         self._shards = ShardWriters(call_actors, with_hf=with_hf, timeout_s=timeout_s)
         self._folders = SaveFolders(root, keep=config.trainer.max_actor_ckpt_to_keep, timeout_s=timeout_s)

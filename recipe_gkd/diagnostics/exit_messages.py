@@ -15,8 +15,12 @@ SAVED_AND_STOPPED = os.EX_TEMPFAIL
 """Exit status 75: the run has saved a checkpoint before its last step. The same command continues it."""
 
 
-def report_error(error: Exception) -> int:
+def report_error(error: Exception, hint: str = "") -> int:
     """Print an error without a traceback. The traceback of an unexpected one goes to ``run.log`` if that is open.
+
+    Args:
+        error: Error that ends the command.
+        hint: Clause about the newest checkpoint. Empty if the run had not started.
 
     Returns:
         Exit status.
@@ -29,7 +33,7 @@ def report_error(error: Exception) -> int:
         else:
             details = "\n" + "".join(traceback.format_exception(known)).rstrip()
     with suppress(OSError):  # the terminal may be gone
-        print(f"\nerror: {known}{details}", file=sys.stderr)
+        print(f"\nerror: {known}{details}" + (f"\n{hint}" if hint else ""), file=sys.stderr)
     return 1
 
 

@@ -33,6 +33,7 @@ from typing import Protocol
 import numpy as np
 
 from recipe_gkd.config import Config
+from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
 from recipe_gkd.hybrid.engines import Engines
 from recipe_gkd.hybrid.memory import PhasePeaks
 from recipe_gkd.hybrid.sync_probe import SyncProbe, needs_probe, probe_contexts
@@ -147,7 +148,7 @@ class SharedDevices:
 
     def __init__(self, config: Config, workers: Workers, teachers: Teachers, ids: Sequence[int]) -> None:
         settings = config.actor_rollout_ref
-        self._workers, self._teachers, self._actor_timeout_s = workers, teachers, settings.actor.timeout_s
+        self._workers, self._teachers, self._actor_timeout_s = workers, teachers, timeout_of(config, ACTOR_TIMEOUT)
         self._is_hybrid, self._teacher_sleeps = settings.hybrid_engine, settings.teacher.sleep_between_batches
         self._engines = Engines(config, workers, ids)
         self._memory = PhasePeaks(config, workers)

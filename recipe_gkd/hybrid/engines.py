@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from recipe_gkd.config import Config
+from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, SYNC_TIMEOUT, timeout_of
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.hybrid.verification import largest_difference
 from recipe_gkd.metrics.steps import span
@@ -31,7 +32,7 @@ class Engines:
     def __init__(self, config: Config, workers: Workers, ids: Sequence[int]) -> None:
         settings = config.actor_rollout_ref
         self._workers, self._ids = workers, list(ids)
-        self._timeout_s, self._actor_timeout_s = settings.nccl_timeout, settings.actor.timeout_s
+        self._timeout_s, self._actor_timeout_s = timeout_of(config, SYNC_TIMEOUT), timeout_of(config, ACTOR_TIMEOUT)
         self._dtypes = {settings.actor.dtype, workers.engine_dtype}
         self._can_sleep = settings.hybrid_engine and settings.rollout.sleep_level > 0
         self._version = 0

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recipe_gkd.config import Config
+from recipe_gkd.config.timeouts import SYNC_TIMEOUT, timeout_of
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.hybrid.turns import Phase
 from recipe_gkd.metrics.steps import GIB
@@ -30,7 +31,7 @@ class PhasePeaks:
     """
 
     def __init__(self, config: Config, workers: Workers) -> None:
-        self._workers, self._timeout_s = workers, config.actor_rollout_ref.nccl_timeout
+        self._workers, self._timeout_s = workers, timeout_of(config, SYNC_TIMEOUT)
         self._tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         self.metrics: dict[str, float] = {}
 

@@ -17,6 +17,7 @@ from recipe_gkd.memory_budget.slots import slot_memory
 from recipe_gkd.ray_cluster.node_probe import run_on_node
 from recipe_gkd.ray_cluster.pools import Pool
 from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.runtime.wait_log import waiting_for
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ async def _read_node(node: str, device: str, n_slots: int, timeout_s: float) -> 
     """Return the name of a node and the memory of each of its slots in bytes, None if it is unknown."""
     try:
         async with asyncio.timeout(timeout_s):
-            host, memory = await run_on_node(node, _read_memory, device, n_slots)
+            with waiting_for("start, memory of the slots", timeout_s, f"node {node[:8]}"):
+                host, memory = await run_on_node(node, _read_memory, device, n_slots)
     except TimeoutError as error:
         raise DeadlineError(
             f"memory of the slots: node {node[:8]} did not answer within {timeout_s:g} s; check `ray status` and "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,15 +16,18 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray.exceptions import RayError
 
 from recipe_gkd.config.schema import Config
+from recipe_gkd.config.startup import DEFAULT_STARTUP_TIMEOUT_S, startup_timeout_s
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.runtime.after_exit import kill_after_this_process
+from recipe_gkd.runtime.keyed_timeout import raise_hint
 from recipe_gkd.runtime.process_id import ProcessId
 from recipe_gkd.runtime.process_trees import kill_trees, tree
+from recipe_gkd.runtime.socket_paths import shorten_socket_paths
+from recipe_gkd.runtime.wait_log import waiting_for
 from recipe_gkd.runtime.worker_variables import RES_OPTIONS
 
 log = logging.getLogger(__name__)
 
-START_ATTEMPTS = 3
 RAY_START_TIMEOUT_S = 30
 """Time that Ray gives each attempt to start a local cluster. It cannot be configured."""
 _KILL_TIMEOUT_S = 10.0
@@ -40,6 +45,7 @@ def connected_cluster(config: Config) -> Iterator[None]:
         ResourceError: Ray could not connect or start.
     """
     settings = config.ray_init
+    timeout_s = startup_timeout_s(config, "cuda" if config.trainer.device == "cuda" else "cpu")
     # The default of a future Ray version. It suppresses a warning.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -49,14 +55,22 @@ def connected_cluster(config: Config) -> Iterator[None]:
         os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "10000")
     try:
         if settings.address:
-            ray.init(address=settings.address, logging_level=logging.ERROR)
+            with waiting_for("start, connect to Ray", None, f"the cluster at {settings.address}"):
+                ray.init(address=settings.address, logging_level=logging.ERROR)
         else:
-            start_local_cluster(num_cpus=settings.num_cpus, include_dashboard=False)
+            for change in shorten_socket_paths(os.environ):
+                log.warning("%s", change)
+            start_local_cluster(num_cpus=settings.num_cpus, include_dashboard=False, timeout_s=timeout_s)
+    except ResourceError:
+        raise
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        target = f"the cluster at ray_init.address={settings.address}" if settings.address else "a local cluster"
+        if not settings.address:
+            raise ResourceError(
+                f"Ray could not start a cluster on this machine: {error}; read the logs in {_latest_logs()}"
+            ) from error
         raise ResourceError(
-            f"Ray could not connect to {target}: {error}; check `ray status`, or set ray_init.address=null "
-            "to start a cluster on this machine"
+            f"Ray could not connect to the cluster at ray_init.address={settings.address}: {error}; check `ray "
+            "status`, or set ray_init.address=null to start a cluster on this machine"
         ) from error
     try:
         yield
@@ -66,38 +80,44 @@ def connected_cluster(config: Config) -> Iterator[None]:
         ray.shutdown()
 
 
-def start_local_cluster(**settings: Any) -> None:
+def start_local_cluster(*, timeout_s: float = DEFAULT_STARTUP_TIMEOUT_S["cpu"], **settings: Any) -> None:
     """Start a Ray cluster on this machine that ends with this process, and connect to it.
 
     A raylet gives its agents 15 s to start, and exits if a busy machine needs longer. Ray reports that as a bare
     ``Exception`` 30 s later, and neither time can be configured (ray-project/ray#65983). Therefore the start is
-    attempted :data:`START_ATTEMPTS` times.
+    repeated until the deadline.
 
     Args:
+        timeout_s: Time after which no further attempt is made.
         **settings: Arguments of ``ray.init``, except ``address`` and ``logging_level``.
 
     Raises:
-        ResourceError: No attempt succeeded.
+        ResourceError: No attempt succeeded before the deadline.
         ConnectionError, OSError, RuntimeError, ValueError: Errors of ``ray.init``.
     """
-    before = set(_descendants())
-    for attempt in range(1, START_ATTEMPTS + 1):
+    before, started = set(_descendants()), time.monotonic()
+    for attempt in itertools.count(1):
         try:
-            # Without an address, ray.init would join any cluster that it finds on this machine.
-            context: Any = ray.init(address="local", logging_level=logging.ERROR, **settings)
+            with waiting_for("start, Ray", timeout_s, f"Ray's processes on this machine (attempt {attempt})"):
+                # Without an address, ray.init would join any cluster that it finds on this machine.
+                context: Any = ray.init(address="local", logging_level=logging.ERROR, **settings)
             break
         except Exception as error:
             if _START_TIMED_OUT not in str(error):
                 raise
             kill_trees([process for process in _descendants() if process not in before], _KILL_TIMEOUT_S)
-            logs = Path(get_default_ray_temp_dir()) / "session_latest" / "logs"
-            if attempt == START_ATTEMPTS:
+            logs, elapsed_s = _latest_logs(), time.monotonic() - started
+            if elapsed_s >= timeout_s:
                 raise ResourceError(
-                    f"Ray did not start on this machine in {attempt} attempts of {RAY_START_TIMEOUT_S} s. The machine "
-                    f"may be too busy, or out of memory or disk space. Read raylet.err and dashboard_agent.log in "
-                    f"{logs}, or start Ray with `ray start --head` and set ray_init.address=auto"
+                    f"Ray did not start on this machine within {timeout_s:g} s, in {attempt} attempts of "
+                    f"{RAY_START_TIMEOUT_S} s. The machine may be too busy, or out of memory or disk space. Read "
+                    f"raylet.err and dashboard_agent.log in {logs}, {raise_hint(timeout_s, 'use a longer deadline')}, "
+                    "or start Ray with `ray start --head` and set ray_init.address=auto"
                 ) from error
-            log.warning("Ray did not start within %d s (logs: %s); trying again", RAY_START_TIMEOUT_S, logs)
+            log.warning(
+                "Ray did not start within %d s (logs: %s); trying again until %g s have passed",
+                RAY_START_TIMEOUT_S, logs, timeout_s,
+            )  # fmt: skip
     # After the driver is killed, Ray's agents would report that for 60 s to a service that has ended with the driver
     # (ray/_private/utils.py, publish_error_to_driver). A worker that was about to start would wait as long.
     session = Path(context.address_info["session_dir"]).name
@@ -127,6 +147,11 @@ def choose_device(requested: str) -> str:
             "machines with GPUs"
         )
     return requested
+
+
+def _latest_logs() -> Path:
+    """Return the logs of the cluster that this machine started last."""
+    return Path(get_default_ray_temp_dir()) / "session_latest" / "logs"
 
 
 def _descendants() -> list[ProcessId]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
 
 import ray
 from ray.exceptions import RayError
@@ -15,8 +15,9 @@ from ray.util.placement_group import placement_group_table
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
 from recipe_gkd.errors import DeadlineError, ResourceError
-from recipe_gkd.ray_cluster.node_probe import run_on_node
+from recipe_gkd.ray_cluster.node_probe import run_on_node, session_folder
 from recipe_gkd.ray_cluster.pools import Pool
+from recipe_gkd.runtime.wait_log import waiting
 from recipe_gkd.runtime.worker_variables import forwarded_variables
 from teacher.machine_checks import find_problems
 
@@ -43,12 +44,14 @@ async def check_nodes(config: Config, device: str, pools: Sequence[Pool], *, tim
         node: asyncio.ensure_future(run_on_node(node, find_problems, device, folders, variables))
         for node, folders in _folders_by_node(config, pools).items()
     }
-    _, silent = await asyncio.wait(calls.values(), timeout=timeout_s)
+    names = _node_names()
+    unfinished = partial(_unfinished, calls, names)
+    with waiting("start, check the nodes", timeout_s, unfinished):
+        _, silent = await asyncio.wait(calls.values(), timeout=timeout_s)
     for call in silent:
         call.cancel()
-    names = _node_names()
     if silent:
-        listed = ", ".join(names[node] for node, call in calls.items() if call in silent)
+        listed = ", ".join(unfinished())
         raise DeadlineError(
             f"check of the nodes: {listed} did not answer within {timeout_s:g} s; check `ray status` and `nvidia-smi` "
             "there, or raise trainer.startup_timeout_s"
@@ -65,6 +68,11 @@ async def check_nodes(config: Config, device: str, pools: Sequence[Pool], *, tim
     log.warning("problems of the nodes, ignored because of trainer.check_nodes=false:\n%s", "\n".join(problems))
 
 
+def _unfinished(calls: Mapping[str, asyncio.Future[list[str]]], names: Mapping[str, str]) -> dict[str, int]:
+    """Return the names of the nodes that have not answered."""
+    return {names[node]: 1 for node, call in calls.items() if call.cancelled() or not call.done()}
+
+
 def _problems_of(call: asyncio.Future[list[str]]) -> list[str]:
     try:
         return call.result()
@@ -75,8 +83,7 @@ def _problems_of(call: asyncio.Future[list[str]]) -> list[str]:
 def _folders_by_node(config: Config, pools: Sequence[Pool]) -> dict[str, dict[str, str]]:
     """Return node id -> purpose -> folder that workers write there. Only actor ranks write to the run folder."""
     actor, rollout = ({*placement_group_table(pool.group)["bundles_to_node_id"].values()} for pool in pools)
-    node: Any = ray._private.worker.global_worker.node
-    session = {"Ray's session": str(node.address_info["session_dir"])}
+    session = {"Ray's session": session_folder()}
     run_folder = {"trainer.default_local_dir": str(folder_of(config.trainer).absolute())}
     return {node: session | (run_folder if node in actor else {}) for node in sorted(actor | rollout)}
 

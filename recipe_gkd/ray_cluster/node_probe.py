@@ -33,6 +33,7 @@ class ActorLocation:
         node_ip: Address of the node.
         dead: True if Ray has declared the actor dead.
         cause: Ray's explanation of the death. Empty for a live actor.
+        n_restarts: Number of times that Ray has started the actor again.
     """
 
     pid: int
@@ -40,6 +41,7 @@ class ActorLocation:
     node_ip: str
     dead: bool
     cause: str
+    n_restarts: int = 0
 
 
 class NodeProbe:
@@ -68,6 +70,15 @@ def _start_probe(node_id: str, job_id: str) -> Any:
 def own_node() -> str:
     """Return Ray's id of the node of this process."""
     return ray.get_runtime_context().get_node_id()
+
+
+def session_folder() -> str:
+    """Return the folder of the session of the connected cluster, which has the same path on each node.
+
+    After the end of the connection it is a description for messages.
+    """
+    node: Any = ray._private.worker.global_worker.node
+    return "the folder of Ray's session" if node is None else str(node.address_info["session_dir"])
 
 
 def node_addresses() -> dict[str, str]:
@@ -146,4 +157,5 @@ def _locate(handle: Any) -> ActorLocation:
     address = info.get("Address", {})
     dead = info.get("State") == "DEAD"
     cause = info["DeathCause"].actor_died_error_context.error_message.split(" Some common")[0] if dead else ""
-    return ActorLocation(info.get("Pid", 0), address.get("NodeID", ""), address.get("IPAddress", ""), dead, cause)
+    node_id, node_ip = address.get("NodeID", ""), address.get("IPAddress", "")
+    return ActorLocation(info.get("Pid", 0), node_id, node_ip, dead, cause, info.get("NumRestarts", 0))

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.ray_cluster.node_probe import node_addresses, own_node, start_probe
+from recipe_gkd.runtime.wait_log import waiting
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,11 @@ async def create_pools(specs: tuple[PoolSpec, ...], *, timeout_s: float) -> tupl
         for spec in _hosts(specs)
     ]
     try:
+        names = {f"the {spec.name} pool, which Ray has not granted yet": 1 for spec in _hosts(specs)}
         async with asyncio.timeout(timeout_s):
-            for group in groups:
-                await group.ready()
+            with waiting("start, reserve the pools", timeout_s, lambda: names):
+                for group in groups:
+                    await group.ready()
     except BaseException as error:
         for group in groups:
             remove_placement_group(group)

@@ -59,7 +59,9 @@ def with_label(error: GkdError, phase: str, label: str) -> GkdError:
     return error if is_named else type(error)(f"{phase}: {label}: {error}")
 
 
-def to_worker_error(error: BaseException, phase: str, label: str, location: ActorLocation | None) -> WorkerError:
+def to_worker_error(
+    error: BaseException, phase: str, label: str, location: ActorLocation | None, session: str
+) -> WorkerError:
     """Convert an exception that the project did not raise on purpose.
 
     Args:
@@ -67,6 +69,7 @@ def to_worker_error(error: BaseException, phase: str, label: str, location: Acto
         phase: Phase of the call.
         label: Label of the worker.
         location: Location of the worker. None if the exception is not Ray's, so that it cannot be a death.
+        session: Folder of Ray's session on each node.
 
     Returns:
         :class:`WorkerDied` if the worker's process has ended or cannot be reached, else a :class:`WorkerError`.
@@ -78,7 +81,7 @@ def to_worker_error(error: BaseException, phase: str, label: str, location: Acto
     event = "died or cannot be reached" if isinstance(error, ActorUnavailableError) else "died"
     return WorkerDied(
         f"{phase}: {label} {event}, on node {location.node_ip or '(none yet)'} {location.node_id[:8]} "
-        f"({_reason(error)}); its log is in /tmp/ray/session_latest/logs on that node{_advice(error)}"
+        f"({_reason(error)}); its log is in {session}/logs on that node{_advice(error, session)}"
     )
 
 
@@ -101,7 +104,7 @@ def _reason(error: BaseException) -> str:
     return lines[-1].split(" Some common causes")[0].rstrip(".")
 
 
-def _advice(error: BaseException) -> str:
+def _advice(error: BaseException, session: str) -> str:
     if isinstance(error, OutOfMemoryError):
         return "; use fewer or smaller workers on that node, or give it more memory"
-    return ", the kernel's log shows if it was killed for lack of memory, and `df /tmp/ray` if its log had no space"
+    return f", the kernel's log shows if it was killed for lack of memory, and `df {session}` if its log had no space"

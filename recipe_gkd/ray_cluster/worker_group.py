@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,8 +15,10 @@ from ray.exceptions import RayError
 
 from recipe_gkd.errors import DeadlineError, GkdError, WorkerDied
 from recipe_gkd.ray_cluster import worker_errors
-from recipe_gkd.ray_cluster.node_probe import kill_workers, locate
+from recipe_gkd.ray_cluster.node_probe import kill_workers, locate, session_folder
+from recipe_gkd.runtime.keyed_timeout import raise_hint
 from recipe_gkd.runtime.tasks import run_to_end
+from recipe_gkd.runtime.wait_log import waiting
 
 log = logging.getLogger(__name__)
 
@@ -102,21 +104,36 @@ class WorkerGroup:
         call = {rank: getattr(self.handles[rank], method).remote(*args)}
         return (await self._gather(call, timeout_s=timeout_s, phase=phase))[0]
 
-    async def stream(self, rank: int, method: str, *args: Any, timeout_s: float, phase: str) -> AsyncIterator[Any]:
-        """Iterate over the items of an async generator method of one worker. The deadline is for the whole stream."""
+    async def stream(
+        self, rank: int, method: str, *args: Any, timeout_s: float, phase: str, n_results: int = 0
+    ) -> AsyncIterator[Any]:
+        """Iterate over the items of an async generator method of one worker. The deadline is for the whole stream.
+
+        Args:
+            rank: Rank of the worker.
+            method: Name of the method.
+            *args: Its arguments.
+            timeout_s: Deadline.
+            phase: Name of the phase, for messages.
+            n_results: Number of responses in all items together, which are sequences of responses, for the log of
+                waits. 0: the items are something else.
+        """
         items = getattr(self.handles[rank], method).options(num_returns="streaming").remote(*args)
         actor_id = self._actor_id(rank)  # The worker may be replaced meanwhile.
-        started, has_ended = time.monotonic(), False
+        started, has_ended, name = time.monotonic(), False, self._short_label(rank)
+        n_missing = n_results or 1
         try:
-            while True:
-                left_s = timeout_s - (time.monotonic() - started)
-                try:
-                    async with asyncio.timeout(max(0.0, left_s)):
-                        item = await (await anext(items))
-                except StopAsyncIteration:
-                    has_ended = True
-                    return
-                yield item
+            with waiting(phase, timeout_s, lambda: {name: n_missing}, "responses" if n_results else ""):
+                while True:
+                    left_s = timeout_s - (time.monotonic() - started)
+                    try:
+                        async with asyncio.timeout(max(0.0, left_s)):
+                            item = await (await anext(items))
+                    except StopAsyncIteration:
+                        has_ended = True
+                        return
+                    n_missing -= len(item) if n_results else 0
+                    yield item
         except RayError as error:  # must precede TimeoutError: a TimeoutError that a worker raised is both
             raise await self._to_worker_error(rank, actor_id, phase, error) from error
         except TimeoutError as error:
@@ -191,7 +208,8 @@ class WorkerGroup:
                 task.add_done_callback(partial(_report_result, rank, on_result))
         actor_ids = {rank: self._actor_id(rank) for rank in calls}  # The workers may be replaced meanwhile.
         try:
-            _, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            with waiting(phase, timeout_s, partial(self._unfinished, tasks)):
+                _, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             if pending and any(task.done() and task.exception() for task in tasks):
                 _, pending = await asyncio.wait(pending, timeout=_MORE_FAILURES_S)
             done = [task for task in tasks if task.done()]
@@ -214,7 +232,7 @@ class WorkerGroup:
             known = worker_errors.with_label(cause, phase, label)
         else:
             location = (await locate([self.handles[rank]]))[0] if isinstance(cause, RayError) else None
-            known = worker_errors.to_worker_error(cause, phase, label, location)
+            known = worker_errors.to_worker_error(cause, phase, label, location, session_folder())
         if isinstance(known, WorkerDied):
             known.label = label
             self._died.add(actor_id)
@@ -228,7 +246,7 @@ class WorkerGroup:
         error = DeadlineError(
             f"{phase}: {', '.join(silent_labels)} did not answer within {timeout_s:g} s{others}"
             f"{await self._nodes_of(silent)}; check that the node can be reached, read that worker's log in "
-            "/tmp/ray/session_latest/logs there, or give the phase more time"
+            f"{session_folder()}/logs there, or {raise_hint(timeout_s, 'give the phase more time')}"
         )
         error.phase, error.silent, error.answered, error.waited_s = phase, silent_labels, answered_labels, timeout_s
         return error
@@ -243,6 +261,13 @@ class WorkerGroup:
             return ""
         nodes = dict.fromkeys(f"{at.node_ip} {at.node_id[:8]}" for at in locations if at.node_ip)
         return f", on node {', '.join(nodes)}" if nodes else ""
+
+    def _unfinished(self, tasks: Mapping[asyncio.Task[Any], int]) -> dict[str, int]:
+        """Return the names of the workers whose calls have not returned, for the log of waits."""
+        return {self._short_label(rank): 1 for task, rank in tasks.items() if not task.done()}
+
+    def _short_label(self, rank: int) -> str:
+        return f"{self.name} worker {rank}"
 
     def _actor_id(self, rank: int) -> str:
         return str(self.handles[rank]._actor_id.hex())

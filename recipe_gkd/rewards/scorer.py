@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,6 +17,7 @@ from recipe_gkd.config.schema import RewardFunctionConfig
 from recipe_gkd.data.samples import Reward
 from recipe_gkd.rewards.items import RewardItem
 from recipe_gkd.rewards.process import RewardProcess, file_of
+from recipe_gkd.runtime.wait_log import waiting
 
 MAX_CHUNK_ITEMS = 16
 """Maximum number of items in a message to a process. Larger messages would not be faster."""
@@ -95,7 +97,8 @@ class RewardScorer:
 
         run = asyncio.get_running_loop().run_in_executor
         try:
-            await asyncio.gather(*(run(self._threads, score_chunks) for _ in range(min(n_processes, len(starts)))))
+            with waiting("rewards", None, partial(_missing, len(items), results), "results"):
+                await asyncio.gather(*(run(self._threads, score_chunks) for _ in range(min(n_processes, len(starts)))))
         finally:
             starts.clear()  # After a failure or a cancellation, the other threads start no further chunk.
         return [result for start in sorted(results) for result in results[start]]
@@ -107,3 +110,8 @@ class RewardScorer:
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.close()
+
+
+def _missing(n_items: int, results: Mapping[int, Sequence[Reward]]) -> dict[str, int]:
+    n_scored = sum(map(len, list(results.values())))  # a copy, because threads add results
+    return {"custom_reward_function": n_items - n_scored}

@@ -22,7 +22,9 @@ from recipe_gkd.errors import WorkerDied
 from recipe_gkd.ray_cluster.node_probe import locate, node_addresses, own_node, run_on_node
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime import process_trees
+from recipe_gkd.runtime.keyed_timeout import with_margin
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
+from recipe_gkd.runtime.wait_log import waiting
 from recipe_gkd.scoring.homes import NO_HOME, Homes
 from recipe_gkd.scoring.ray_worker import PartScores, ScoringWorker
 from recipe_gkd.scoring.requests import TeacherRequest
@@ -68,7 +70,13 @@ class ScoringPool:
     """
 
     def __init__(
-        self, specs: Mapping[str, ClientSpec], own_node: str, start_worker: Callable[..., Any], *, per_node: int
+        self,
+        specs: Mapping[str, ClientSpec],
+        own_node: str,
+        start_worker: Callable[..., Any],
+        *,
+        per_node: int,
+        max_restarts: int = 0,
     ) -> None:
         """Create a pool without workers.
 
@@ -78,7 +86,9 @@ class ScoringPool:
             start_worker: Function that starts a worker with the clients of ``specs`` on a node, given by its id and
                 address, and returns its handle.
             per_node: Number of workers on each node.
+            max_restarts: Number of restarts that Ray may make of each worker.
         """
+        self._max_restarts = max_restarts
         self.group, self.homes, self.n_restarts = WorkerGroup("scoring", []), Homes((), ()), 0
         self.nodes: dict[str, str] = {}
         self.free_shared_memory: dict[str, int] = {}
@@ -113,7 +123,7 @@ class ScoringPool:
         if any(spec.is_loopback for spec in specs.values()):
             nodes.setdefault(own_node(), "of the driver")
         start_worker = partial(_start_worker, max_restarts=max_restarts, env=dict(env or {}))
-        pool = cls(specs, own_node(), start_worker, per_node=per_node)
+        pool = cls(specs, own_node(), start_worker, per_node=per_node, max_restarts=max_restarts)
         pool._start_on(nodes)
         return pool
 
@@ -169,7 +179,7 @@ class ScoringPool:
         self.homes = homes
 
     async def _connect(self, ranks: Sequence[int], timeout_s: float) -> None:
-        phase, deadline_s = "start, connect to the teachers", timeout_s + MARGIN_S
+        phase, deadline_s = "start, connect to the teachers", with_margin(timeout_s, MARGIN_S)
         async with FirstErrorTaskGroup() as tasks:
             calls = {
                 rank: tasks.start(self.group.call_one(rank, "setup", timeout_s, timeout_s=deadline_s, phase=phase))
@@ -228,7 +238,7 @@ class ScoringPool:
         answer, block = self.group.handles[rank].score.remote(
             request.teacher, sequences, timeout_s, request.temperature
         )
-        part = await self._answer(rank, answer, request, timeout_s)
+        part = await self._answer(rank, answer, request, len(indices), timeout_s)
         if isinstance(part, TeacherError):
             raise _with_uids(part, [request.uids[index] for index in indices])
         self._note_process(rank, part.pid)
@@ -245,7 +255,7 @@ class ScoringPool:
         }
 
     async def _answer(
-        self, rank: int, answer: Any, request: TeacherRequest, timeout_s: float
+        self, rank: int, answer: Any, request: TeacherRequest, n_samples: int, timeout_s: float
     ) -> PartScores | TeacherError:
         """Await the first result of a call. Cancel the call if the caller is canceled or the deadline passes.
 
@@ -257,18 +267,18 @@ class ScoringPool:
         """
         is_done, sent_at = False, time.monotonic()
         try:
-            part = await self._first_answer(rank, answer, timeout_s)
+            part = await self._first_answer(rank, answer, request, n_samples, timeout_s)
             if part is None:
                 await self._kill_silent(rank, sent_at)
-                part = await self._first_answer(rank, answer, timeout_s)
+                part = await self._first_answer(rank, answer, request, n_samples, timeout_s)
             is_done = part is not None
         except RayError as error:
             is_done = True
             known = await self.group.as_worker_error(rank, f"score, {request}", error)
             if isinstance(known, WorkerDied):
-                is_lost = isinstance(error, ActorUnschedulableError)
-                reason = "its node is lost" if is_lost else "trainer.max_worker_restarts is used up"
-                raise WorkerDied(f"{known}; it is not restarted: {reason}") from error
+                raise WorkerDied(
+                    f"{known}; it is not restarted: {await self._why_not_restarted(rank, error)}"
+                ) from error
             raise known from error
         finally:
             if not is_done:
@@ -280,12 +290,26 @@ class ScoringPool:
             )
         return part
 
-    async def _first_answer(self, rank: int, answer: Any, timeout_s: float) -> PartScores | TeacherError | None:
+    async def _why_not_restarted(self, rank: int, error: RayError) -> str:
+        if isinstance(error, ActorUnschedulableError):
+            return "its node is lost"
+        [at] = await locate([self.group.handles[rank]])
+        limit = f"trainer.max_worker_restarts={self._max_restarts}"
+        if at.n_restarts >= self._max_restarts:
+            return f"{limit} is used up"
+        return f"Ray could not start it again, although {at.n_restarts} restarts were made and {limit} allows more"
+
+    async def _first_answer(
+        self, rank: int, answer: Any, request: TeacherRequest, n_samples: int, timeout_s: float
+    ) -> PartScores | TeacherError | None:
         """Return the first result of a call, or None if the worker does not answer in time."""
+        phase, deadline_s = f"score, step {request.step}", with_margin(timeout_s, MARGIN_S)
+        missing = {f"teacher {request.teacher}, by scoring worker {rank}": n_samples}
         try:
-            async with asyncio.timeout(timeout_s + MARGIN_S):
-                part: PartScores | TeacherError = await answer
-                return part
+            with waiting(phase, deadline_s, lambda: missing, "samples"):
+                async with asyncio.timeout(deadline_s):
+                    part: PartScores | TeacherError = await answer
+                    return part
         except RayError:  # must precede TimeoutError: a TimeoutError that a worker raised is both
             raise
         except TimeoutError:
@@ -332,6 +356,11 @@ def _with_uids(error: TeacherError, uids: Sequence[int]) -> TeacherError:
 def _start_worker(
     specs: Mapping[str, ClientSpec], node_id: str, address: str, *, max_restarts: int, env: dict[str, str]
 ) -> Any:
+    """Start a worker, and return its handle.
+
+    ``specs`` must stay below 100 KiB. Ray stores larger arguments as objects, and deletes them a second after the
+    start, so that it cannot start the worker again (ray-project/ray#53727).
+    """
     on_node: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)
     remote: Any = ray.remote(ScoringWorker)
     options = dict(num_cpus=0, max_restarts=max_restarts, max_task_retries=-1, scheduling_strategy=on_node)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from recipe_gkd.data.samples import TeacherTopK
+from recipe_gkd.runtime.wait_log import waiting
 from recipe_gkd.scoring.checks import check_scores
 from recipe_gkd.scoring.requests import TeacherRequest
 from recipe_gkd.teacher_routing.backends import TeacherBackend, result_within
@@ -25,7 +26,9 @@ class DirectRequests:
         """Return the scores of a request; see :meth:`recipe_gkd.scoring.requests.Requests.scores`."""
         client = self._clients[request.teacher]
         future = client.submit(request.sequences, timeout_s, temperature=request.temperature)
-        scored = await result_within(asyncio.wrap_future(future), timeout_s, request.teacher)
+        missing = {f"teacher {request.teacher}": len(request.uids)}
+        with waiting(f"score, step {request.step}", timeout_s, lambda: missing, "samples"):
+            scored = await result_within(asyncio.wrap_future(future), timeout_s, request.teacher)
         check_scores(request.teacher, request.sequences, scored)
         return [
             TeacherTopK(

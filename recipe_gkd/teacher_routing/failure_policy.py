@@ -23,8 +23,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from recipe_gkd.config.schema import TeacherConfig
 from recipe_gkd.config.teachers import TEACHER
+from recipe_gkd.config.timeouts import TEACHER_TIMEOUT
 from recipe_gkd.data.samples import StoredTopK, TeacherTopK
 from recipe_gkd.runtime.clock import now
+from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
 from recipe_gkd.scoring.requests import TeacherRequest
 from teacher import LIMITS
 from teacher.errors import TeacherError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
@@ -64,23 +66,32 @@ class FailurePolicy:
             request: Description of the request.
 
         Raises:
-            TeacherError: The error ends the run.
+            TeacherError: The error ends the run. The message names the step and the samples.
         """
-        config = self._config
+        try:
+            return await self._send(send_request, request)
+        except TeacherError as error:
+            if str(request) in str(error):
+                raise
+            raise type(error)(f"{request}: {error}") from error
+
+    async def _send(self, send_request: SendRequest, request: TeacherRequest) -> Scores | None:
+        config, timeout_s = self._config, KeyedTimeout(self._config.timeout_s, TEACHER_TIMEOUT)
         match config.on_failure:
             case "wait":
                 return await self._send_with_retries(send_request, request)
             case "skip_samples":
                 try:
-                    return await send_request(config.timeout_s)
+                    return await send_request(timeout_s)
                 except (TeacherTimeout, TeacherUnavailable, TeacherRequestError) as error:
                     self._skip(request, error)
                     return None
             case _:
-                return await send_request(config.timeout_s)
+                return await send_request(timeout_s)
 
     async def _send_with_retries(self, send_request: SendRequest, request: TeacherRequest) -> Scores:
-        max_wait_s, timeout_s = self._config.max_wait_s, self._config.timeout_s
+        max_wait_s = self._config.max_wait_s
+        timeout_s: float = KeyedTimeout(self._config.timeout_s, TEACHER_TIMEOUT)
         failed_at: float | None = None
         while True:
             sent_at = now()
@@ -118,7 +129,8 @@ class FailurePolicy:
         """
         max_wait_s = self._config.max_wait_s if self._config.on_failure == "wait" else 0.0
         first: TeacherError | None = None
-        give_up_at, timeout_s = 0.0, self._config.timeout_s
+        give_up_at = 0.0
+        timeout_s: float = KeyedTimeout(self._config.timeout_s, TEACHER_TIMEOUT)
         while True:
             try:
                 await call(timeout_s)

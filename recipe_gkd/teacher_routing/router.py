@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -18,6 +18,7 @@ from recipe_gkd.data.samples import Prompt, Response, Sample, StoredTopK, Teache
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.clock import now
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
+from recipe_gkd.runtime.wait_log import waiting
 from recipe_gkd.scoring.requests import Requests, TeacherRequest
 from recipe_gkd.teacher_routing.backends import TeacherBackend, open_backend
 from recipe_gkd.teacher_routing.direct_requests import DirectRequests
@@ -160,7 +161,8 @@ class Teachers:
         """Start one call per address and wait for all. The error has the messages of all services that failed."""
         services = {client.address: client for client in self.clients.values() if isinstance(client, TeacherClient)}
         calls = [asyncio.wrap_future(submit(client, timeout_s)) for client in services.values()]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        with waiting("sleep or wake-up of the teachers", timeout_s, lambda: _unfinished(services, calls)):
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if len(errors) > 1 and isinstance(errors[0], TeacherError):
             raise type(errors[0])("; also: ".join(map(str, errors))) from errors[0]
@@ -274,6 +276,11 @@ class Teachers:
                 f"teacher/{name}/seconds": length_of_union(self._request_times.pop((step, number), [])),
             }
         return metrics
+
+
+def _unfinished(addresses: Iterable[str], calls: Sequence[asyncio.Future[int]]) -> dict[str, int]:
+    """Return the services whose calls have not returned."""
+    return {f"the teacher at {address}": 1 for address, call in zip(addresses, calls, strict=True) if not call.done()}
 
 
 def _of_response(scores: TeacherTopK | StoredTopK | None, n_tokens: int) -> TeacherTopK | StoredTopK:

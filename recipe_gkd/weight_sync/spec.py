@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from recipe_gkd.errors import GkdError
+from recipe_gkd.runtime.keyed_timeout import with_margin
 
 SYNC_RPC_MARGIN_S = 2.5
 """Time by which the driver's deadline is later than the workers', whose errors contain more details."""
@@ -35,7 +36,7 @@ class WeightSyncSpec:
     @property
     def rpc_timeout_s(self) -> float:
         """Deadline of a remote call, in seconds."""
-        return self.timeout_s + SYNC_RPC_MARGIN_S
+        return with_margin(self.timeout_s, SYNC_RPC_MARGIN_S)
 
 
 class Restarts(Protocol):

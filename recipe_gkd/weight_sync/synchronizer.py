@@ -65,7 +65,7 @@ class WeightSynchronizer:
     ) -> None:
         self._actors, self._rollouts, self._spec, self._restarts = actors, rollouts, spec, restarts
         self._connection = WeightConnection(actors, rollouts, spec)
-        self._warned_of_conversion = False
+        self._warned_of_conversion = self._has_synced = False
 
     def forget(self) -> None:
         """Discard the transport, because a worker was replaced. The next sync connects again."""
@@ -118,10 +118,13 @@ class WeightSynchronizer:
             retries = 1
         seconds = time.monotonic() - started
         megabytes = metrics["weights/megabytes"]
+        # The line of each step has the time of its sync, so the console shows the first one, and what went wrong.
+        is_news = retries > 0 or not self._has_synced
         log.info(
             "weight sync v%d: %.1f MB in %.2f s (%.0f MB/s), %d rollout workers",
-            version, megabytes, seconds, megabytes / seconds, len(self._rollouts),
+            version, megabytes, seconds, megabytes / seconds, len(self._rollouts), extra=None if is_news else FILE_ONLY,
         )  # fmt: skip
+        self._has_synced = True
         return metrics | {"timing/sync_rollout_weights": seconds, "weights/retries": float(retries)}
 
     async def _attempt(self, version: int) -> dict[str, float]:

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, TypedDict
@@ -270,9 +270,10 @@ class TeacherClient:
         """Return what another process needs to open an equal client.
 
         That client is restricted to the same ids, and accepts only the model of this client's `hello`, if it was
-        called.
+        called. The model's last tokens, 100 kB, are left out: no client compares them.
         """
-        return ClientSpec(*self._server, self._options, model=self._model, n_ids=self._n_ids)
+        model = None if self._model is None else replace(self._model, last_tokens=())
+        return ClientSpec(*self._server, self._options, model=model, n_ids=self._n_ids)
 
     def submit_hello(self, timeout_s: float | None = None) -> Future[TeacherInfo]:
         """Return the future of `hello`.

@@ -70,7 +70,12 @@ def _add_worker(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     worker.add_argument("--backend", default="vllm", help="engine: vllm")
     worker.add_argument("--tp-size", type=positive, default=1, help="tensor-parallel ranks")
     worker.add_argument("--n-logprobs", type=positive, default=256, help="top-k, up to the vocabulary size")
-    worker.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    worker.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="auto: the checkpoint's, bfloat16 for float32",
+    )
     worker.add_argument(
         "--head-dtype", default="auto", choices=HEAD_DTYPES, help="dtype of logits; auto: float32 on CUDA, else --dtype"
     )

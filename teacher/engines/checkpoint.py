@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from teacher.engines.eos import declared_eos_ids
 from teacher.errors import TeacherError
 from teacher.weight_files import find_damaged_weights
 from teacher.wire.messages import LIMITS
+
+T = TypeVar("T")
 
 _WANTED = "expected a local folder with config.json, weights and tokenizer (Hugging Face format)"
 
@@ -22,10 +24,27 @@ class Checkpoint:
     Attributes:
         vocab_size: Rows of the output layer.
         eos_token_ids: Ids that end a turn, ascending.
+        n_heads: Attention heads. 0: unknown.
+        dtype: Data type of the stored weights. Empty: unknown.
     """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    n_heads: int = 0
+    dtype: str = ""
+
+    def check_tp_size(self, tp_size: int) -> None:
+        """Check that tensor-parallel ranks can divide the attention heads. vLLM reports it much later.
+
+        Raises:
+            TeacherError: ``tp_size`` does not divide their number.
+        """
+        if self.n_heads % tp_size:
+            sizes = [size for size in range(1, self.n_heads + 1) if self.n_heads % size == 0]
+            raise TeacherError(
+                f"TP_SIZE={tp_size} does not divide the model's {self.n_heads} attention heads; set TP_SIZE to one of "
+                f"{', '.join(map(str, sizes))}"
+            )
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -48,7 +67,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(
         _vocab_size(config.get("vocab_size") or text_config.get("vocab_size")),
         _eos_token_ids(folder, config),
+        n_heads=_first(int, config, text_config, "num_attention_heads", "n_head"),
+        dtype=_first(str, config, text_config, "dtype", "torch_dtype"),
     )
+
+
+def _first(kind: type[T], config: dict[str, Any], text_config: dict[str, Any], *names: str) -> T:
+    """Return the first value of this type under one of the names, or 0 or an empty string."""
+    values = (section.get(name) for section in (text_config, config) for name in names)
+    return next((value for value in values if isinstance(value, kind)), kind())
 
 
 def _vocab_size(value: object) -> int:

@@ -77,6 +77,7 @@ class VllmEngine:
             TeacherError: The checkpoint or the configuration cannot be used.
         """
         checkpoint = read_checkpoint(Path(config.ckpt_path))
+        checkpoint.check_tp_size(config.tp_size)
         vocab_size = checkpoint.vocab_size
         on_cpu = is_cpu_build()
         prepare_process(on_cpu=on_cpu)
@@ -111,7 +112,7 @@ class VllmEngine:
             tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
             max_model_len=args.max_model_len - 1,
             n_logprobs=self._k,
-            engine=f"vllm {__version__} {_dtypes(self._engine.model_config)}",
+            engine=f"vllm {__version__} {_dtypes(self._engine.model_config, checkpoint.dtype)}",
             eos_token_ids=checkpoint.eos_token_ids,
             last_tokens=last_tokens(tokenizer),
         )
@@ -119,6 +120,9 @@ class VllmEngine:
         if runner == "cuda_v2":
             limit_logit_rows(self._engine, step)
             self._check_device_memory(config, step)
+        if config.dtype == "auto" and checkpoint.dtype == "float32":
+            served = str(self._engine.model_config.dtype).removeprefix("torch.")
+            logger.warning("DTYPE=auto serves the float32 checkpoint in %s; DTYPE=float32 keeps float32", served)
         if __version__.partition("+")[0] != TESTED_VLLM:
             logger.warning("vLLM %s is installed, this engine was tested with %s", __version__, TESTED_VLLM)
         with out_of_memory_explained("start", self._sizes):
@@ -292,10 +296,12 @@ def _sampling_params(k: int) -> Any:
     )
 
 
-def _dtypes(model_config: Any) -> str:
-    """Return the data type of a model, and that of its logits if it differs."""
+def _dtypes(model_config: Any, stored: str) -> str:
+    """Return the data type in which a model is served, and those of its logits and of its files if they differ."""
     dtype, head_dtype = (str(each).removeprefix("torch.") for each in (model_config.dtype, model_config.head_dtype))
-    return dtype if head_dtype == dtype else f"{dtype} (logits {head_dtype})"
+    others = {"logits": head_dtype, "checkpoint": stored or dtype}
+    differing = [f"{name} {other}" for name, other in others.items() if other != dtype]
+    return f"{dtype} ({', '.join(differing)})" if differing else dtype
 
 
 def _scored(sequence: TeacherSequence, tensors: Any, k: int) -> ScoredSequence:

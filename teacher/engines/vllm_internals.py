@@ -86,6 +86,9 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
         config: Model and limits.
         step: Maximum size of an engine step.
         on_cpu: True for the CPU build of vLLM.
+
+    Raises:
+        TeacherError: vLLM does not serve the model, or not with sequences of this length.
     """
     from vllm import EngineArgs
 
@@ -96,9 +99,8 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
         "skip_tokenizer_init": True,
         "max_logprobs": config.n_logprobs,
     }
-    # vLLM's own rule determines the model's maximum length, and rejects a larger requested one.
-    requested: dict[str, Any] = {"max_model_len": config.max_model_len} if config.max_model_len else {}
-    max_model_len = EngineArgs(**common, **requested).create_model_config().max_model_len
+    longest = _longest_sequence(EngineArgs(**common), config)
+    max_model_len = config.max_model_len or longest
     # vLLM also reserves a slot for one generated token. It is never fed back, so its position may exceed the limit.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
 
@@ -125,6 +127,24 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
         use_tqdm_on_load=False,
         seed=0,
     )
+
+
+def _longest_sequence(args: Any, config: EngineConfig) -> int:
+    """Return the model's maximum length by vLLM's own rule, after a check of ``MAX_MODEL_LEN`` against it."""
+    try:
+        longest = int(args.create_model_config().max_model_len)
+    except ValueError as error:
+        reasons = [item["msg"] for item in error.errors()] if hasattr(error, "errors") else [str(error)]
+        raise TeacherError(
+            f"vLLM does not serve CKPT_PATH={config.ckpt_path} with DTYPE={config.dtype}: {'; '.join(reasons)}"
+        ) from error
+    may_exceed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
+    if config.max_model_len > longest and not may_exceed:
+        raise TeacherError(
+            f"MAX_MODEL_LEN={config.max_model_len}, but the model in CKPT_PATH={config.ckpt_path} takes at most "
+            f"{longest} tokens; lower it, or leave it out for the model's maximum"
+        )
+    return longest
 
 
 def make_llm_engine(args: Any) -> Any:

@@ -13,12 +13,19 @@ import numpy as np
 
 from recipe_gkd.data.samples import Prompt, Response, Sample
 from teacher.errors import TeacherRequestError
+from teacher.fingerprint import N_LAST_TOKENS
 from teacher.proxy import Proxy
-from teacher.records import ScoredSequence, TeacherSequence
+from teacher.records import LastToken, ScoredSequence, TeacherSequence
 from tests._support.fake_worker import INFO, FakeEngine, running_worker
 from tests._support.teacher_service import running_proxy
 
-N_TOKENS, K = INFO.n_tokens, INFO.n_logprobs
+N_TOKENS, K = 151_936, INFO.n_logprobs
+LAST_TOKENS = tuple(
+    LastToken(token, f"<|reserved_special_token_{token}|>", f"sha256:{token:064x}")
+    for token in range(N_TOKENS - N_LAST_TOKENS, N_TOKENS)
+)
+"""Last tokens of a vocabulary of real size: pickled, they are larger than what Ray sends inline."""
+MAX_MODEL_LEN = 64_000
 REFUSED = 99  # a token that every engine rejects
 
 
@@ -34,7 +41,8 @@ class OffsetEngine(FakeEngine):
     """A fake engine that returns `fake_scores` and rejects the token `REFUSED`."""
 
     def __init__(self, offset: int) -> None:
-        super().__init__(replace(INFO, max_model_len=64))
+        sizes = dict(vocab_size=N_TOKENS, n_tokens=N_TOKENS, last_tokens=LAST_TOKENS)
+        super().__init__(replace(INFO, max_model_len=MAX_MODEL_LEN, **sizes), capacity_tokens=2 * MAX_MODEL_LEN)
         self._offset = offset
 
     def check(self, sequence: TeacherSequence, temperature: float) -> None:

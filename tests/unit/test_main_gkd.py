@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from recipe_gkd import main_gkd
-from recipe_gkd.checkpoints.run_folder import check_outputs
+from recipe_gkd.checkpoints.run_folder import RunFolder, check_outputs
 from recipe_gkd.config import Config
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.tables import read_table
@@ -28,6 +28,7 @@ from recipe_gkd.main_gkd import _reward_items
 from recipe_gkd.model_files import Student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.runtime.stop_request import StopRequest
+from teacher.errors import TeacherTimeout
 from tests._support.base_config import base_config
 
 STUDENT = Student(Path("x"), 64, build_tokenizer(), "the same", n_tokens=60)
@@ -121,6 +122,33 @@ class TestUnexpectedErrors:
         log = (tmp_path / "run" / "run.log").read_text()
         assert f"the traceback is in {tmp_path}/run/run.log" in printed
         assert "Traceback" in log and "zmq.ZMQError" in log
+
+    @pytest.mark.parametrize("has_started", [False, True])
+    def test_main_error_of_a_started_run_names_the_newest_checkpoint(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_started: bool
+    ) -> None:
+        def run(config: Config, stored: str, folder: RunFolder) -> None:
+            (folder.path / "global_step_4").mkdir()
+            (folder.path / "latest_checkpointed_iteration.txt").write_text("4")
+            if has_started:
+                folder.accept()
+            raise TeacherTimeout("step 5: teacher default, 2 samples (8, 9): late")
+
+        handlers = logging.getLogger().handlers[:]
+        monkeypatch.setattr(logging, "raiseExceptions", True)  # main sets it
+        monkeypatch.setattr(main_gkd, "run", run)
+        monkeypatch.setattr(main_gkd, "raise_on_signals", lambda: None)
+        overrides = [f"data.train_files={tmp_path}/x", "actor_rollout_ref.model.path=x"]
+        try:
+            assert main_gkd.main([*overrides, f"trainer.default_local_dir={tmp_path}/run"]) == 1
+        finally:
+            logging.getLogger().handlers[:] = handlers
+        printed = capsys.readouterr().err
+        assert "error: step 5: teacher default" in printed
+        hint = (
+            f"\nthe newest checkpoint is {tmp_path}/run/global_step_4\nto resume from it: python -m recipe_gkd.main_gkd"
+        )
+        assert (hint in printed) == has_started
 
     @pytest.mark.parametrize(
         ("error", "message"),

@@ -13,11 +13,12 @@ import pytest
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.model_files import Student
-from recipe_gkd.preflight import check_stop_ids, check_teachers, find_model, read_student
+from recipe_gkd.preflight import check_stop_ids, check_teachers, conversion_warnings, find_model, read_student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from teacher.errors import TeacherRequestError
 from teacher.records import TeacherInfo
 from tests._support.base_config import base_config
+from tests._support.training_command import make_model
 
 STUDENT = Student(Path("x"), 64, build_tokenizer(), "the same", n_tokens=60)
 MATCHING = TeacherInfo(
@@ -155,6 +156,74 @@ class TestReadStudent:
         else:
             with pytest.raises(ModelError, match=r"actor_rollout_ref\.model\.path=student"):
                 read_student(config)
+
+
+class TestMegatronOverrides:
+    MEGATRON = "actor_rollout_ref.actor.megatron"
+
+    @pytest.fixture(scope="class")
+    def model(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return make_model(tmp_path_factory.mktemp("models") / "student", seed=1)
+
+    @pytest.mark.parametrize("device", ["cpu", "auto"])
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            ("transformer_config={recompute_granularty: full}", r"recompute_granularty is unknown: did you mean recom"),
+            ("transformer_config={recompute_granularity: whole}", "recompute_granularity=whole: expected 'full' or 's"),
+            ("transformer_config={recompute_num_layers: many}", "recompute_num_layers=many: expected a valid integer"),
+            ("transformer_config={recompute_num_layers: '2'}", "recompute_num_layers=2: expected an integer"),
+            ("transformer_config={distribute_saved_activations: 1}", "activations=1: expected true or false"),
+            ("transformer_config={init_method_std: true}", "init_method_std=True: expected a number"),
+            ("transformer_config={recompute_granularity: full}", "Megatron refuses these values"),
+            ("ddp_config={overlap_grad_reduc: true}", r"overlap_grad_reduc is unknown: did you mean overlap_grad_red"),
+            ("ddp_config={bucket_size: large}", "bucket_size=large: expected a valid integer"),
+        ],
+    )
+    def test_wrong_override_is_refused_before_a_worker_starts(
+        self, model: Path, overrides: str, message: str, device: str
+    ) -> None:
+        key = f"{self.MEGATRON}.override_{overrides}"
+        config = make_config(f"actor_rollout_ref.model.path={model}", f"trainer.device={device}", key)
+        with pytest.raises(ConfigError, match=message) as caught:
+            read_student(config)
+        assert f"{self.MEGATRON}.override_" in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            "transformer_config={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}",
+            "transformer_config={init_method_std: 1, moe_router_dtype: null, recompute_modules: [core_attn]}",
+            "ddp_config={bucket_size: 2000, overlap_param_gather: true}",
+        ],
+    )
+    def test_right_override_is_accepted(self, model: Path, overrides: str) -> None:
+        lengths = ("data.max_prompt_length=8", "data.max_response_length=8")
+        key = f"{self.MEGATRON}.override_{overrides}"
+        assert read_student(make_config(f"actor_rollout_ref.model.path={model}", *lengths, key)).vocab_size
+
+
+class TestDataTypes:
+    @pytest.mark.parametrize(
+        ("rollout", "stored", "expected"),
+        [
+            ("float16", {"dtype": "float32"}, "float16"),
+            ("auto", {"dtype": "float32"}, "bfloat16"),
+            ("auto", {"torch_dtype": "float16"}, "float16"),
+            ("auto", {}, "bfloat16"),
+        ],
+    )
+    def test_difference_of_actor_and_engines_is_a_warning(
+        self, tmp_path: Path, rollout: str, stored: dict[str, str], expected: str
+    ) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+        actor = "actor_rollout_ref.actor.megatron.dtype"
+        config = make_config(f"actor_rollout_ref.rollout.dtype={rollout}", f"{actor}=float32")
+        [text] = conversion_warnings(config, tmp_path)
+        assert f"trains in float32, but the rollout engines compute in {expected}" in text and rollout in text
+        if expected == "bfloat16":
+            same = make_config(f"actor_rollout_ref.rollout.dtype={rollout}", f"{actor}=bfloat16")
+            assert conversion_warnings(same, tmp_path) == []
 
 
 class TestFindModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -64,12 +63,8 @@ def ddp_config(config: MegatronConfig, *, overlaps: bool) -> DistributedDataPara
         ConfigError: An override is unknown, not allowed, or does not fit the others.
     """
     overrides = checked_overrides(SECTION, config.override_ddp_config, DistributedDataParallelConfig, FIXED_DDP_FIELDS)
-    for field in dataclasses.fields(DistributedDataParallelConfig):
-        value = overrides.get(field.name)
-        if isinstance(field.default, bool) and field.name in overrides and not isinstance(value, bool):
-            raise ConfigError(f"{MEGATRON}.{SECTION}.{field.name}={value}: expected true or false")
     bucket_size = overrides.get("bucket_size")
-    if bucket_size is not None and (type(bucket_size) is not int or bucket_size < 1):
+    if bucket_size is not None and bucket_size < 1:
         raise ConfigError(f"{MEGATRON}.{SECTION}.bucket_size={bucket_size}: expected a number of parameters, or null")
     values = {
         "grad_reduce_in_fp32": True,

@@ -12,15 +12,17 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
+from recipe_gkd.actor.megatron.data_parallel import ddp_config
 from recipe_gkd.actor.megatron.layer_spec import decoder_spec, ensure_megatron_supports_te
 from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
-from recipe_gkd.actor.megatron.overrides import checked_overrides
+from recipe_gkd.actor.megatron.overrides import MEGATRON, checked_overrides
 from recipe_gkd.actor.megatron.packed_attention import attention_kernel
 from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding
 from recipe_gkd.actor.megatron.transformer_impl import ResolvedImpl, resolve_transformer_impl
 from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.config.megatron_fields import FIXED_FIELDS
 from recipe_gkd.config.schema import MegatronConfig
+from recipe_gkd.errors import ConfigError
 
 
 def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.device) -> TransformerConfig:
@@ -36,10 +38,47 @@ def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.de
             cannot be used.
     """
     ensure_layout_fits(dims, config)
-    overrides = _checked_overrides(config.override_transformer_config)
     impl = resolve_transformer_impl(config.transformer_impl, device.type)
     if impl == "transformer_engine":
         ensure_megatron_supports_te()
+    transformer = _build_config(dims, config, device, impl)
+    if config.context_parallel_size > 1 and attention_kernel(transformer) is not AttentionKernel.TE_FUSED:
+        ensure_heads_fit_context(dims, config)
+    return transformer
+
+
+def check_overrides(dims: ModelDims, config: MegatronConfig, device: str) -> None:
+    """Check ``override_transformer_config`` and ``override_ddp_config`` before a worker starts.
+
+    Args:
+        dims: Dimensions of the model.
+        config: Parallel layout, data type and overrides.
+        device: ``trainer.device``. If it can be a GPU, the layers that the workers will use are unknown, and overrides
+            are accepted if they fit some.
+
+    Raises:
+        ConfigError: An override is unknown or not allowed, or has a value that Megatron does not accept.
+    """
+    ddp_config(config, overlaps=True)
+    implementations: list[ResolvedImpl] = ["local"]
+    if device != "cpu" and config.transformer_impl != "local":
+        implementations.append("transformer_engine")
+    problems = []
+    for impl in implementations:
+        try:
+            _build_config(dims, config, torch.device("cpu"), impl)
+            return
+        except ConfigError as error:
+            problems.append(error)
+    raise problems[0]
+
+
+def _build_config(
+    dims: ModelDims, config: MegatronConfig, device: torch.device, impl: ResolvedImpl
+) -> TransformerConfig:
+    overrides = checked_overrides(
+        "override_transformer_config", config.override_transformer_config, TransformerConfig, FIXED_FIELDS
+    )
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     values: dict[str, Any] = dict(
         num_layers=dims.layers,
@@ -76,10 +115,15 @@ def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.de
         output_layer_init_method=_skip_init,
         embedding_init_method=_skip_init,
     )
-    transformer = TransformerConfig(**values | overrides)
-    if config.context_parallel_size > 1 and attention_kernel(transformer) is not AttentionKernel.TE_FUSED:
-        ensure_heads_fit_context(dims, config)
-    return transformer
+    try:
+        return TransformerConfig(**values | overrides)
+    except Exception as error:
+        if not overrides:
+            raise
+        raise ConfigError(
+            f"{MEGATRON}.override_transformer_config={overrides}: Megatron refuses these values: {error}; correct or "
+            "remove them"
+        ) from error
 
 
 def _implementation_fields(impl: ResolvedImpl) -> dict[str, Any]:
@@ -137,10 +181,6 @@ def _moe_fields(moe: MoEConfig | None, config: MegatronConfig, *, grouped_gemm: 
 
 def _skip_init(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _checked_overrides(overrides: dict[str, Any]) -> dict[str, Any]:
-    return checked_overrides("override_transformer_config", overrides, TransformerConfig, FIXED_FIELDS)
 
 
 def build_chunks(dims: ModelDims, config: TransformerConfig, device: torch.device) -> list[GPTModel]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from recipe_gkd.errors import ConfigError
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
+
+_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 
 
 def checked_overrides(
@@ -24,15 +28,37 @@ def checked_overrides(
         fixed: Fields that must not be overridden, each with the reason.
 
     Raises:
-        ConfigError: A field is unknown or must not be overridden.
+        ConfigError: A field is unknown or must not be overridden, or its value has a wrong type.
     """
     prefix = f"{MEGATRON}.{section}"
     for name in sorted(fixed.keys() & overrides.keys()):
         raise ConfigError(f"{prefix}.{name}={overrides[name]} is not allowed, because {fixed[name]}; remove it")
     names = [field.name for field in dataclasses.fields(target) if field.init]
-    for name in overrides:
+    hints = get_type_hints(target) if overrides else {}
+    for name, value in overrides.items():
         if name not in names:
             closest = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {closest[0]}?" if closest else f"see megatron.core's class {target.__name__}"
             raise ConfigError(f"{prefix}.{name} is unknown: {hint}")
+        if expected := _type_problem(hints[name], value):
+            raise ConfigError(f"{prefix}.{name}={value}: {expected}; see megatron.core's class {target.__name__}")
     return dict(overrides)
+
+
+def _type_problem(hint: Any, value: Any) -> str:
+    """Return what a value of a YAML file should be instead, empty if it fits. Megatron does not convert values."""
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError:  # types with a configuration of their own
+        adapter = TypeAdapter(hint)
+    try:
+        converted = adapter.validate_python(value)
+    except ValidationError as error:
+        if hint is bool:
+            return f"expected {_NAMES[bool]}"
+        messages = dict.fromkeys(problem["msg"].replace("Input should be", "expected") for problem in error.errors())
+        return " or ".join(messages)
+    kinds = type(value), type(converted)
+    if kinds[0] is kinds[1] or kinds == (int, float) or isinstance(value, list):
+        return ""
+    return f"expected {_NAMES.get(kinds[1], kinds[1].__name__)}"

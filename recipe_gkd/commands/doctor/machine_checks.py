@@ -19,15 +19,16 @@ from recipe_gkd.config import Config
 from recipe_gkd.errors import ModelError
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, read_actor_memory
 from recipe_gkd.memory_budget.slots import slot_memory
+from recipe_gkd.metrics.logger_checks import check_loggers
 from recipe_gkd.metrics.prometheus_logger import check_metrics_port
-from teacher.machine_checks import driver_release, find_problems, shared_memory_problems
+from recipe_gkd.runtime.socket_paths import shorten_socket_paths
+from teacher.machine_checks import driver_release, find_problems, shared_memory_problems, size_text
 
 CONNECT_TIMEOUT_S = 5.0
 """Deadline of a TCP connection to another service."""
 SLOW_LOOKUP_S = 0.5
 """Time of a lookup of a host name that is a warning."""
 _PROBE_BYTES = 1 << 20
-_GIB = 1 << 30
 
 
 def device_of(config: Config) -> str:
@@ -133,6 +134,28 @@ def name_lookup_findings() -> list[Finding]:
     return problems_of("name lookups", slow, otherwise=fast, severity="warning")
 
 
+def logger_findings(config: Config) -> list[Finding]:
+    """Check the loggers that can fail when they open.
+
+    Raises:
+        ConfigError: A user's class cannot be loaded, or a service has no API key.
+    """
+    check_loggers(config.trainer.logger)
+    return [Finding("loggers", "ok", ", ".join(config.trainer.logger) or "none")]
+
+
+def socket_findings(config: Config) -> list[Finding]:
+    """Check that the sockets of Ray and vLLM fit into the temporary folder.
+
+    Raises:
+        ResourceError: They do not, and no short folder can be used instead.
+    """
+    if config.ray_init.address:
+        return []
+    changes = shorten_socket_paths(dict(os.environ))
+    return problems_of("sockets", changes, otherwise="the temporary folder is short enough", severity="warning")
+
+
 def _lookup_seconds(address: str) -> float:
     """Return the longest of three lookups, in seconds. torch connects to IPv6 forms of IPv4 addresses."""
     longest = 0.0
@@ -163,11 +186,11 @@ def folder_findings(config: Config) -> Iterator[Finding]:
         return
     free, needed = shutil.disk_usage(existing).free, _checkpoint_bytes(config)
     if config.trainer.save_freq > 0 and needed is not None and free < needed:
-        text = f"{key}: the disk has {free / _GIB:.2f} GiB free, but a checkpoint needs {needed / _GIB:.2f} GiB"
+        text = f"{key}: the disk has {size_text(free)} free, but a checkpoint needs {size_text(needed)}"
         yield Finding("run folder", "problem", f"{text}; free some space, or choose a folder on another disk")
         return
     yield from problems_of("run folder", find_problems("cpu", {"trainer.default_local_dir": str(folder)}),
-                           otherwise=f"{folder} can be written, {free / _GIB:.1f} GiB free")  # fmt: skip
+                           otherwise=f"{folder} can be written, {size_text(free)} free")  # fmt: skip
 
 
 def _write_probe(path: Path) -> None:
@@ -202,7 +225,7 @@ def memory_findings(config: Config, device: str) -> list[Finding]:
     estimate = estimate_run(config, device, memory)
     if not estimate.problems:
         largest = max(pool.total for pool in estimate.pools)
-        text = f"about {largest / _GIB:.2f} GiB of {memory / _GIB:.2f} GiB per device are needed"
+        text = f"about {size_text(largest)} of {size_text(memory)} per device are needed"
         return [Finding("memory", "ok", text)]
     change = smallest_change(config, device, memory)
     remedy = "set " + " ".join(change.overrides) if change is not None else "use more or larger devices"

@@ -1,17 +1,29 @@
-"""Check of the reward functions: each is imported, and its parameters are accepted."""
+"""Checks of the reward functions: they are imported, their parameters are accepted, and they return a number."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
+from recipe_gkd.commands.doctor.data_checks import MAX_ROWS, TRAIN, VALIDATION
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.config import Config
 from recipe_gkd.config.reward_functions import reward_functions
-from recipe_gkd.config.validate import needs_rewards
-from recipe_gkd.rewards import RewardScorer
+from recipe_gkd.config.validate import needs_rewards, trains_on_rewards
+from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.samples import Response
+from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
 
-CHECK = "reward function"
+CHECK, CALL = "reward function", "reward call"
+_RESPONSE_TOKENS = 16
+_SHOWN_CHARS = 60
 
 
 def reward_findings(config: Config) -> tuple[TruthUse, list[Finding]]:
@@ -34,3 +46,34 @@ def reward_findings(config: Config) -> tuple[TruthUse, list[Finding]]:
 
     found = list(findings_of(CHECK, load))
     return truth_use, found
+
+
+def reward_call_findings(
+    config: Config, tables: Mapping[str, pa.Table], tokenizer: Any, truth_use: TruthUse
+) -> Iterator[Finding]:
+    """Call the reward functions once, on the first row that they would score, and report what they return.
+
+    Args:
+        config: Configuration of the run.
+        tables: Rows of the files, by their config keys.
+        tokenizer: Tokenizer of the student.
+        truth_use: Use of the ground truth by the functions.
+    """
+    key = TRAIN if trains_on_rewards(config) else VALIDATION
+    if key in tables:
+        yield from findings_of(CALL, partial(_call, config, tables[key], tokenizer, truth_use))
+
+
+def _call(config: Config, table: pa.Table, tokenizer: Any, truth_use: TruthUse) -> Iterator[Finding]:
+    relaxed = replace(config.data, filter_overlong_prompts=True)
+    data = PromptData(table.slice(0, MAX_ROWS), relaxed, tokenizer)
+    prompt = data.prompt(0, 0)
+    ids_T = prompt.ids[:_RESPONSE_TOKENS]  # any text that the tokenizer can decode
+    zeros_T = np.zeros(len(ids_T), np.float32)
+    response = Response(
+        uid=0, ids=ids_T, logprobs=zeros_T, finish_reason="stop", weights_version=0, versions_T=zeros_T.astype(np.int32)
+    )
+    item = RewardItems(data, config.data, tokenizer, truth_use=truth_use).build_item(prompt, response)
+    with RewardScorer(replace(config.custom_reward_function, num_workers=1)) as scorer:
+        [reward] = asyncio.run(scorer.score([item]))
+    yield Finding(CALL, "ok", f"returns {reward.score:g} for the response {item.response[:_SHOWN_CHARS]!r}")

@@ -11,12 +11,14 @@ from recipe_gkd.commands.doctor.machine_checks import (
     device_findings,
     device_of,
     folder_findings,
+    logger_findings,
     memory_findings,
     name_lookup_findings,
     port_findings,
     shared_memory_findings,
+    socket_findings,
 )
-from recipe_gkd.commands.doctor.reward_checks import reward_findings
+from recipe_gkd.commands.doctor.reward_checks import reward_call_findings, reward_findings
 from recipe_gkd.commands.doctor.student_checks import student_findings
 from recipe_gkd.commands.doctor.teacher_checks import teacher_findings
 from recipe_gkd.commands.doctor.versions import version_findings
@@ -36,6 +38,8 @@ def static_findings(config: Config) -> Iterator[Finding]:
     yield from findings_of("shared memory", partial(shared_memory_findings, config, device))
     yield from findings_of("ports", partial(port_findings, config))
     yield from findings_of("name lookups", name_lookup_findings)
+    yield from findings_of("sockets", partial(socket_findings, config))
+    yield from findings_of("loggers", partial(logger_findings, config))
     student, found = student_findings(config)
     yield from found
     if student is not None:
@@ -50,6 +54,8 @@ def static_findings(config: Config) -> Iterator[Finding]:
         return
     truth_use, found = reward_findings(config)
     yield from found
+    if [finding.severity for finding in found] == ["ok"]:
+        yield from reward_call_findings(config, tables, student.tokenizer, truth_use)
     for key, table in tables.items():
         check = partial(data_findings, config, key, table, student.tokenizer, truth_use=truth_use)
         yield from findings_of(key, check)

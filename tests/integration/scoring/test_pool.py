@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import pickle
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -18,6 +20,9 @@ import ray
 from recipe_gkd.data.samples import Prompt, Response, Sample, StoredTopK, TeacherTopK
 from recipe_gkd.errors import ResourceError, WorkerDied, WorkerError
 from recipe_gkd.ray_cluster.node_probe import ActorLocation, own_node
+from recipe_gkd.runtime import wait_log
+from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
+from recipe_gkd.runtime.wait_log import WaitLog
 from recipe_gkd.scoring import pool as pool_module
 from recipe_gkd.scoring.fetch import with_top_k
 from recipe_gkd.scoring.homes import Homes
@@ -32,6 +37,9 @@ from tests._support.fake_worker import running_worker
 from tests._support.ports import free_port
 from tests._support.teacher_service import running_proxy
 from tests._support.waiting import wait_until_async
+
+FREED_AFTER_S = 2.0
+"""Time after which Ray has deleted unused arguments of a constructor (RAY_free_objects_period_milliseconds is 1000)."""
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("ray_session")]
 
@@ -73,6 +81,14 @@ def spec_of(proxy: Proxy, **options: Any) -> ClientSpec:
     with TeacherClient(server_port=proxy.frontend_port, timeout_s=20, **options) as client:
         client.hello()
         return client.spec()
+
+
+def spec_with_last_tokens(proxy: Proxy) -> ClientSpec:
+    """Return a description that Ray stores as an object, because it is above 100 KiB."""
+    with TeacherClient(server_port=proxy.frontend_port, timeout_s=20) as client:
+        spec = replace(client.spec(), model=client.hello())
+    assert len(pickle.dumps(spec)) > 100 << 10
+    return spec
 
 
 def fetched(scores: Sequence[StoredTopK], sequences: Sequence[TeacherSequence]) -> list[TeacherTopK]:
@@ -210,14 +226,46 @@ class TestFaults:
         async def body() -> None:
             pid = await pid_of(pool)
             before = await pool.scores(request(4), 20)
+            await asyncio.sleep(FREED_AFTER_S)
             step, engine.step = engine.step, list  # type: ignore[method-assign, assignment]
-            waiting = asyncio.create_task(pool.scores(request(5), 60))
+            long = [sequence(uid, n_tokens=10_000) for uid in range(5)]  # 200 kB, more than Ray sends inline
+            waiting = asyncio.create_task(pool.scores(request(5, sequences=long), 60))
             await wait_until_async(lambda: len(engine._waiting) == 5)
             os.kill(pid, signal.SIGKILL)
             engine.step = step  # type: ignore[method-assign]
-            assert_scored(await waiting, request(5).sequences)
+            assert_scored(await waiting, long)
             assert_scored(before, request(4).sequences)  # results of the dead process are kept
             assert pool.n_restarts == 1 and f"scoring worker 0 of 1 died (process {pid})" in caplog.text
+
+        with scoring({"a": spec_of(service)}) as pool:
+            run(body)
+
+    def test_worker_that_ray_cannot_start_again_is_not_called_used_up(self, service: Proxy) -> None:
+        async def body() -> None:
+            pid = await pid_of(pool)
+            await asyncio.sleep(FREED_AFTER_S)
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(WorkerDied, match=r"Ray could not start it again.*max_worker_restarts=2 allows more"):
+                await pool.scores(request(1), 20)
+
+        with scoring({"a": spec_with_last_tokens(service)}) as pool:
+            run(body)
+
+    def test_wait_for_a_stopped_worker_is_logged_with_samples_deadline_and_key(
+        self, service: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(wait_log, "_waits", WaitLog(first_line_s=0.2, repeat_s=60))
+        caplog.set_level(logging.INFO, logger="recipe_gkd")
+        timeout_s = KeyedTimeout(120, "teacher.timeout_s")
+        line = "waits 0 of 120 s (teacher.timeout_s) for 4 samples of teacher a, by scoring worker 0"
+
+        async def body() -> None:
+            pid = await pid_of(pool)
+            os.kill(pid, signal.SIGSTOP)
+            waiting = asyncio.create_task(pool.scores(request(4), timeout_s))
+            await wait_until_async(lambda: f"score, step 3: {line}" in caplog.text)
+            os.kill(pid, signal.SIGCONT)
+            assert_scored(await waiting, request(4).sequences)
 
         with scoring({"a": spec_of(service)}) as pool:
             run(body)
@@ -225,7 +273,7 @@ class TestFaults:
     def test_worker_without_restarts_left_ends_the_run(self, service: Proxy) -> None:
         async def body() -> None:
             os.kill(await pid_of(pool), signal.SIGKILL)
-            with pytest.raises(WorkerDied, match=r"scoring worker 0 of 1 died.*max_worker_restarts is used up"):
+            with pytest.raises(WorkerDied, match=r"scoring worker 0 of 1 died.*max_worker_restarts=0 is used up"):
                 await pool.scores(request(1), 20)
 
         with scoring({"a": spec_of(service)}, max_restarts=0) as pool:

@@ -156,7 +156,7 @@ def test_engine_too_large_result_is_rejected_with_its_size(scored: dict[str, Any
 def test_engine_float32_head_returns_logits_without_rounding_to_16_bits(scored: dict[str, Any]) -> None:
     assert scored["head model/dtype"] == "torch.bfloat16" and scored["head model/error"] > 1e-2
     assert scored["head float32/dtype"] == "torch.float32" and scored["head float32/error"] < 1e-4
-    assert "bfloat16 (logits float32)" in str(scored["head float32/engine"])
+    assert "bfloat16 (logits float32, checkpoint float32)" in str(scored["head float32/engine"])
     mass_T = np.exp(scored["head float32/4/topk_logps_TK"].astype(np.float64)).sum(axis=1)
     assert np.abs(mass_T - 1).max() < 1e-5, "padding rows of the output layer have probability"
 

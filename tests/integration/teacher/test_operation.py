@@ -62,6 +62,7 @@ def test_scripts_secured_service_starts_joins_and_stops(python: Path, tmp_path: 
     try:
         started = run_script("start_server.sh", python, **setting, AUTH_DIR=str(tmp_path / "keys"))
         assert started.returncode == 0, started.stderr
+        assert f"stop it with: {REPO}/teacher/stop_server.sh --run-dir {tmp_path / 'run'}" in started.stdout
         joined = run_script("join_server.sh", python, **setting, AUTH_DIR=str(copy), RUN_DIR=str(tmp_path / "run2"))
         assert joined.returncode == 0, joined.stderr
         command = ["status", "--json", "--port", setting["PROXY_FRONTEND_PORT"], "--auth-dir", str(copy)]

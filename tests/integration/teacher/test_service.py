@@ -218,6 +218,8 @@ def test_second_service_on_same_port_is_refused(service: Service, client: Teache
         "unset",
         "unknown backend",
         "k too large",
+        "ranks do not divide the heads",
+        "longer than the model",
     ],
 )
 def test_start_invalid_settings_fails_without_leaving_processes(wrong: str, tiny_qwen2: Path, tmp_path: Path) -> None:
@@ -230,9 +232,15 @@ def test_start_invalid_settings_fails_without_leaving_processes(wrong: str, tiny
         for path in tiny_qwen2.iterdir():
             content = path.read_bytes()
             (folder / path.name).write_bytes(content[: len(content) // 2] if path.suffix == ".safetensors" else content)
-    elif wrong in ("unknown backend", "k too large"):
-        folder = tiny_qwen2
-        flags = ["--backend=sglang"] if wrong == "unknown backend" else [f"--n-logprobs={VOCAB_SIZE + 1}"]
+    elif wrong in (
+        of_options := {
+            "unknown backend": "--backend=sglang",
+            "k too large": f"--n-logprobs={VOCAB_SIZE + 1}",
+            "ranks do not divide the heads": "--tp-size=3",
+            "longer than the model": "--max-model-len=3072",
+        }
+    ):
+        folder, flags = tiny_qwen2, [of_options[wrong]]
     flags += [] if wrong == "unset" else ["--ckpt-path", str(folder), "--kv-cache-mib", "16"]
     flags += ["--n-logprobs=4"] if wrong != "k too large" else []
     ports = [f"--proxy-frontend-port={free_port()}", f"--proxy-backend-port={free_port()}"]
@@ -246,8 +254,10 @@ def test_start_invalid_settings_fails_without_leaving_processes(wrong: str, tiny
         "unset": "CKPT_PATH is not set",
         "unknown backend": "BACKEND must be vllm, got 'sglang'",
         "k too large": f"N_LOGPROBS must be 1 to the model's vocabulary size {VOCAB_SIZE}",
+        "ranks do not divide the heads": "TP_SIZE=3 does not divide the model's 2 attention heads; set TP_SIZE to",
+        "longer than the model": f"MAX_MODEL_LEN=3072, but the model in CKPT_PATH={tiny_qwen2} takes at most 64 tokens",
     }[wrong]
-    assert expected in failed.stderr
+    assert expected in failed.stderr and "Traceback" not in failed.stderr
     assert processes_of(run_dir) == []
 
 

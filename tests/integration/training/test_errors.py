@@ -71,11 +71,11 @@ class TestWorkers:
     def test_too_many_slots_per_node_are_refused(self, start_run: StartRun) -> None:
         assert_refused(start_run("trainer.n_gpus_per_node=999"), "actor pool: 1 x 999 CPU slots")
 
-    @pytest.mark.slow  # tests/integration/actor checks the refusal without a run.
-    def test_failed_worker_start_ends_run(self, start_run: StartRun) -> None:
+    @pytest.mark.slow  # tests/unit/test_preflight.py checks the refusal without a run.
+    def test_wrong_override_of_megatron_is_refused(self, start_run: StartRun) -> None:
         key = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularty"
         run = start_run(f"{key}=full")
-        assert_refused(run, "recompute_granularity", timeout_s=150)  # Ray, Megatron and vLLM start first.
+        assert_refused(run, "recompute_granularity", timeout_s=60)
 
     @pytest.mark.slow
     def test_cuda_without_gpu_is_refused(self, start_run: StartRun) -> None:

@@ -184,6 +184,18 @@ def test_sync_failed_attempt_is_retried_once_on_new_transport(transport: str) ->
     assert cluster.actor.transports == {transport} and all(rollout.inflight for rollout in cluster.rollouts)
 
 
+def test_sync_logs_its_first_and_its_repeated_transfers_on_the_console(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="recipe_gkd")
+    cluster = Cluster()
+    for version in range(1, 6):
+        cluster.actor.n_failing_exports = int(version == 4)
+        asyncio.run(cluster.sync.sync(version))
+    lines = [record for record in caplog.records if " MB in " in record.getMessage()]
+    assert len(lines) == 5
+    on_console = [record.getMessage() for record in lines if not hasattr(record, "file_only")]
+    assert [line.split(":")[0] for line in on_console] == ["weight sync v1", "weight sync v4"]
+
+
 def test_sync_two_failures_raise_one_error_with_both() -> None:
     cluster = Cluster()
     cluster.actor.n_failing_exports = 2

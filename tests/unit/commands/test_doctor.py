@@ -117,6 +117,52 @@ class TestDoctor:
         assert {"data.train_files", "chat template", "teacher default", "end of response"} <= found.keys()
         assert not Path(keys["trainer.default_local_dir"]).exists(), "the command must leave nothing"
 
+    def test_full_disk_is_reported_in_units_of_its_size(
+        self, keys: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        free = SimpleNamespace(free=3000, total=1 << 40)
+        monkeypatch.setattr(machine_checks.shutil, "disk_usage", lambda _: free)
+        _, found = run(capsys, keys | {"trainer.save_freq": 1})
+        [(severity, text)] = found["run folder"]
+        assert severity == "problem" and "has 2.9 KiB free, but a checkpoint needs" in text and "GiB" not in text
+
+    def test_reward_function_that_returns_no_number_is_found(
+        self, keys: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        reward = tmp_path / "reward.py"
+        path = {"custom_reward_function.path": reward}
+        reward.write_text("def compute_score(prompt, response, extra):\n    len(response)\n")
+        status, found = run(capsys, keys | path)
+        assert status == 1 and found["reward function"][0][0] == "ok"
+        assert_problem(found, "reward call", "None", "expected a finite number")
+        reward.write_text("def compute_score(prompt, response, extra):\n    return 0.5\n")
+        status, found = run(capsys, keys | path)
+        assert status == 0 and found["reward call"] == [("ok", found["reward call"][0][1])]
+        assert found["reward call"][0][1].startswith("returns 0.5 for the response '")
+
+    def test_login_data_types_and_temporary_folder_are_checked_before_workers_start(
+        self, keys: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("wandb")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        for name in ("WANDB_API_KEY", "WANDB_MODE", "RAY_TMPDIR"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("TMPDIR", "/" + "x" * 50)
+        faults = {"trainer.logger": "[console,wandb]", "actor_rollout_ref.rollout.dtype": "auto"}
+        status, found = run(capsys, keys | faults)
+        assert status == 1
+        assert_problem(found, "loggers", "no API key was found", "set WANDB_MODE=offline")
+        [(severity, text)] = found["data types"]
+        assert severity == "warning" and "trains in float32, but the rollout engines compute in bfloat16" in text
+        [(severity, text)] = found["sockets"]
+        assert severity == "warning" and "has 51 bytes" in text and "set RAY_TMPDIR" in text
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.delenv("TMPDIR")
+        status, found = run(capsys, keys | {"trainer.logger": "[console,wandb]"})
+        assert status == 0, found
+        for check in ("loggers", "data types", "sockets"):
+            assert found[check][0][0] == "ok", found[check]
+
     def test_faults_of_machine_and_data_are_all_found_at_once(
         self, keys: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,3 +75,25 @@ def test_gpus_are_divided(variables: dict[str, str], gpus: str, options: set[str
 def test_one_gpu_for_the_teacher_alone_is_refused_with_a_remedy() -> None:
     refused = run(TEACHER="/t", CUDA_VISIBLE_DEVICES="0")
     assert refused.returncode == 2 and "SHARE_TEACHER_GPU=1" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"max_position_embeddings": 32768}, 3072),
+        ({"text_config": {"max_position_embeddings": 512}}, 512),
+        ({}, 3072),
+    ],
+)
+def test_default_length_of_the_teacher_is_at_most_that_of_its_model(
+    tmp_path: Path, config: dict[str, Any], length: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    script = (REPO / "launch" / "run_simple.sh").read_text()
+    function = script[script.index("default_length() {") : script.index("start_teacher() {")]
+    command = ["bash", "-c", f'{function}\ndefault_length "$1"', "-", str(tmp_path)]
+    shown = subprocess.run(
+        command, env=os.environ | {"python": sys.executable}, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert shown.stdout.strip() == str(length)

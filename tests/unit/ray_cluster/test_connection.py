@@ -56,13 +56,35 @@ class TestStartLocalCluster:
         assert [process.poll() for process in started] == [-9, None]
         assert "trying again" in caplog.text
 
-    def test_timeout_in_every_attempt_names_the_logs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_attempts_are_repeated_until_the_deadline_and_the_error_is_raised_unchanged(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = [0.0]
+
         def init(**settings: object) -> None:
+            clock[0] += 30
             raise Exception(TIMED_OUT)
 
         monkeypatch.setattr(ray, "init", init)
-        with pytest.raises(ResourceError, match=r"3 attempts of 30 s.*raylet.err.*session_latest/logs"):
-            connection.start_local_cluster()
+        monkeypatch.setattr(connection.time, "monotonic", lambda: clock[0])
+        message = r"^Ray did not start on this machine within 140 s, in 5 attempts of 30 s.*raylet.err.*logs, raise "
+        with (
+            pytest.raises(ResourceError, match=message + "trainer.startup_timeout_s") as caught,
+            connection.connected_cluster(base_config("trainer.startup_timeout_s=140")),
+        ):
+            pass
+        assert "ray_init.address=null" not in str(caught.value)
+
+    def test_other_error_of_a_local_start_does_not_advise_a_local_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def init(**settings: object) -> None:
+            raise OSError("no space left")
+
+        monkeypatch.setattr(ray, "init", init)
+        with pytest.raises(ResourceError, match="on this machine: no space left; read the logs in") as caught:
+            connection.connected_cluster(base_config()).__enter__()
+        assert "ray_init.address" not in str(caught.value)
+        with pytest.raises(ResourceError, match=r"ray_init.address=a:1: no space.*set ray_init.address=null"):
+            connection.connected_cluster(base_config("ray_init.address=a:1")).__enter__()
 
     def test_logging_level_cannot_be_overridden(self) -> None:
         with pytest.raises(TypeError, match="logging_level"):

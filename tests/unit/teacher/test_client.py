@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import pickle
 import time
 import weakref
 from collections.abc import Iterator
@@ -24,9 +25,13 @@ from teacher import (
     TeacherTimeout,
 )
 from teacher.client.chunks import CHUNK_TOKENS, ScoreCall, split_request
+from teacher.fingerprint import N_LAST_TOKENS
+from teacher.proxy import Proxy
 from teacher.records import LogitSettings, TeacherInfo
 from teacher.wire import protocol
 from teacher.wire.messages import Cancel, Hello, Score, StatusRequest
+from tests._support.fake_teachers import OffsetEngine
+from tests._support.fake_worker import running_worker
 from tests._support.teacher_status import STATUS
 from tests._support.waiting import wait_until
 from tests.unit.teacher.scripted_service import ScriptedService, assert_scores, expected_scores, sequence
@@ -352,3 +357,18 @@ def test_many_submits_get_their_own_results(service: ScriptedService, client: Te
         service.reply(service.receive(Score))
     for request, future in zip(requests, futures, strict=True):
         assert_scores(future.result(timeout=20), request)
+
+
+def test_spec_without_last_tokens_is_small_for_a_ray_actor_that_may_be_restarted(proxy: Proxy) -> None:
+    """Ray deletes constructor arguments above 100 KiB, and then cannot start the actor again."""
+    with (
+        running_worker(proxy.backend_port, OffsetEngine(0)),
+        TeacherClient(server_port=proxy.frontend_port, timeout_s=20) as client,
+    ):
+        info, spec = client.hello(), client.spec()
+        assert len(info.last_tokens) == N_LAST_TOKENS and len(pickle.dumps(info)) > 100 << 10
+        assert len(pickle.dumps(spec)) < 4 << 10
+        assert spec.model is not None and spec.model.identity == info.identity
+        with spec.open() as opened:
+            [scores] = opened.submit([sequence(3)]).result()
+        assert len(scores.topk_ids_TK) == 2

@@ -170,3 +170,11 @@ class TestFindProblems:
         assert len(found) == 3 and "error 100" in found[0]
         assert checked["TRITON_CACHE_DIR"] == "/fast/triton" and checked["VLLM_CACHE_ROOT"] == "/v"
         assert checked["logs"] == "/logs" and checked["FLASHINFER_WORKSPACE_BASE"].endswith("/.cache/flashinfer")
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [(0, "0 bytes"), (1000, "1000 bytes"), (1536, "1.5 KiB"), (700 << 10, "700 KiB"), (3 << 30, "3.0 GiB")],
+)
+def test_size_text_has_the_unit_that_fits(n_bytes: int, text: str) -> None:
+    assert machine_checks.size_text(n_bytes) == text

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.numpy import save_file
 
 from teacher.engines.checkpoint import Checkpoint, read_checkpoint
+from teacher.engines.vllm_engine import _dtypes
 from teacher.errors import TeacherError
 
 
@@ -36,6 +38,35 @@ def test_read_checkpoint_eos_ids_come_from_generation_config_first(
     if generation_config is not None:
         write(tmp_path, generation_config=generation_config)
     assert read_checkpoint(tmp_path) == Checkpoint(vocab_size=9, eos_token_ids=expected)
+
+
+@pytest.mark.parametrize("section", [None, "text_config"])
+def test_tp_size_that_does_not_divide_the_heads_is_refused_with_those_that_do(
+    section: str | None, tmp_path: Path
+) -> None:
+    heads = {"num_attention_heads": 6, "dtype": "float32"}
+    write(tmp_path, config={"vocab_size": 9, **(heads if section is None else {section: heads})})
+    checkpoint = read_checkpoint(tmp_path)
+    assert checkpoint.dtype == "float32"
+    for tp_size in (1, 2, 3, 6):
+        checkpoint.check_tp_size(tp_size)
+    with pytest.raises(TeacherError, match=r"TP_SIZE=4 does not divide the model's 6 attention heads; .* 1, 2, 3, 6$"):
+        checkpoint.check_tp_size(4)
+    Checkpoint(vocab_size=9, eos_token_ids=()).check_tp_size(4)  # unknown: vLLM decides
+
+
+@pytest.mark.parametrize(
+    ("head_dtype", "stored", "shown"),
+    [
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("bfloat16", "", "bfloat16"),
+        ("bfloat16", "float32", "bfloat16 (checkpoint float32)"),
+        ("float32", "float32", "bfloat16 (logits float32, checkpoint float32)"),
+    ],
+)
+def test_served_data_type_is_shown_with_that_of_the_checkpoint(head_dtype: str, stored: str, shown: str) -> None:
+    model_config = SimpleNamespace(dtype="torch.bfloat16", head_dtype=f"torch.{head_dtype}")
+    assert _dtypes(model_config, stored) == shown
 
 
 @pytest.mark.parametrize("eos_token_id", ["</s>", [1, "</s>"], True, -1, {"id": 1}])

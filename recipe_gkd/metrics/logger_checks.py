@@ -1,0 +1,47 @@
+"""Checks of the loggers of ``trainer.logger`` before workers start. The loggers themselves open after that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from recipe_gkd.config.schema import BUILT_IN_LOGGERS
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.runtime.user_code import load_attribute, split_spec
+from recipe_gkd.runtime.wait_log import waiting_for
+
+_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
+_REMEDY = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to upload later with `wandb sync`"
+
+
+def check_loggers(specs: Sequence[str]) -> None:
+    """Load the users' logger classes, and log in to Weights & Biases if the run uses it.
+
+    Args:
+        specs: ``trainer.logger``.
+
+    Raises:
+        ConfigError: A class cannot be loaded, or the service has no usable API key.
+    """
+    for spec in specs:
+        if spec not in BUILT_IN_LOGGERS:
+            path, name = split_spec(spec, key="trainer.logger")
+            load_attribute(path, name, key="trainer.logger")
+    if "wandb" in specs:
+        with waiting_for("start, log in to wandb", None, "Weights & Biases"):
+            _check_wandb()
+
+
+def _check_wandb() -> None:
+    if os.environ.get("WANDB_MODE") in _WITHOUT_LOGIN:
+        return
+    import wandb
+
+    if wandb.setup().settings.mode in _WITHOUT_LOGIN:  # `wandb offline` writes it to a file
+        return
+    try:
+        if wandb.login(prompt=False):
+            return
+    except wandb.errors.Error as error:
+        raise ConfigError(f"trainer.logger has wandb, but its login failed: {error}; {_REMEDY}") from error
+    raise ConfigError(f"trainer.logger has wandb, but no API key was found; {_REMEDY}")
