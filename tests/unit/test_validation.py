@@ -22,8 +22,8 @@ from recipe_gkd.checkpoints.store import forget_best, read_best
 from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData, PromptLoader
+from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample, TeacherTopK
-from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItem
@@ -166,7 +166,7 @@ def train(
     workers: Any = None,
 ) -> Run:
     """Train to the end, or until the save after step ``crash_after``. ``scores`` are rewards by weights version."""
-    data = PromptData(read_table(config.data.train_files, config.data.prompt_key), config.data, TOKENIZER)
+    data = PromptData(read_data_set(config.data.train_files, config.data), config.data, TOKENIZER)
     loader = PromptLoader(data, config.data, n=1, epochs=9, max_steps=config.trainer.total_training_steps)
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
     checkpoint = None
@@ -285,7 +285,10 @@ class TestValidationSettings:
                 {"prompt": ["1+1=", "2+2="], "ground_truth": ["2", None]},
                 "data.val_files: .*row 1 of the validation data",
             ),
-            ({"prompt": [3], "ground_truth": ["a"]}, "data.val_files: row 0 of the validation data: the prompt is 3"),
+            (
+                {"prompt": [3], "ground_truth": ["a"]},
+                "data.val_files: row 0 of the validation data .*: the prompt is 3",
+            ),
         ],
     )
     def test_unusable_data_refused(self, tmp_path: Path, rows: dict[str, list[Any]], message: str) -> None:

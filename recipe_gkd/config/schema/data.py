@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from recipe_gkd.config.limits import MAX_BATCH, MAX_SEED, MAX_TOKENS
+from recipe_gkd.config.limits import MAX_BATCH, MAX_INT32, MAX_SEED, MAX_TOKENS
 from recipe_gkd.config.schema.fields import STRICT, Files, key
 
 Truncation = Literal["error", "left", "right", "middle"]
@@ -17,9 +17,15 @@ class DataConfig:
     """Training and validation prompts, section ``data``."""
 
     train_files: Files = key(
-        "Parquet, jsonl, json or csv files with the training prompts, or folders of these. A single path is accepted."
+        "Files with the training prompts (parquet, arrow, feather, jsonl, json, csv; the last three also with .gz), or "
+        "folders of these. A single path is accepted, and paths separated by commas in quotes."
     )
     val_files: Files = key("Files with held-out prompts for validation, like `train_files`. May be empty.")
+    train_max_samples: int = key(
+        "Number of training rows to use: random ones by `seed` if `shuffle` is true, else the first. -1: all.",
+        ge=-1, le=MAX_INT32,
+    )  # fmt: skip
+    val_max_samples: int = key("Number of validation rows to use, like `train_max_samples`.", ge=-1, le=MAX_INT32)
     prompt_key: str = key(
         "Column with the prompt: a list of {role, content} messages, or a string. Files without it may have "
         "`messages`, whose final assistant message is the reference response."

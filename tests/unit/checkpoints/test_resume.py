@@ -22,6 +22,7 @@ from recipe_gkd import main_gkd
 from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
 from recipe_gkd.checkpoints.state import Best, Progress, ResumeState
 from recipe_gkd.config import Config
+from recipe_gkd.data.fingerprints import FORMAT
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch, WorkerDied
 from recipe_gkd.model_files import Student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
@@ -172,6 +173,23 @@ def test_checkpoint_of_older_version_is_read_with_warning(tmp_path: Path, caplog
     assert "made by an older version, so its data cannot be compared" in caplog.text
 
 
+def test_fingerprint_of_older_format_is_not_compared_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, prompts of teachers were hashed as token ids. The next checkpoint has one that can be compared."""
+    write_checkpoints(tmp_path)
+    file = tmp_path / "global_step_4" / "trainer.json"
+    old = {"data_fingerprint": "abc", "teacher_prompts_fingerprint": "def"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | old))
+    new = {"data_fingerprint": f"{FORMAT}1", "teacher_prompts_fingerprint": f"{FORMAT}2"}
+    [point] = resume_points(config(tmp_path), replace(PROGRESS, **new))
+    assert point.progress == replace(PROGRESS, **new)
+    assert "made by an older version, so its prompts of the teachers cannot be compared" in caplog.text
+    file.write_text(json.dumps(json.loads(file.read_text()) | new))
+    with pytest.raises(CheckpointMismatch, match="other prompts of the teachers"):
+        resume_points(config(tmp_path), replace(PROGRESS, **new | {"teacher_prompts_fingerprint": f"{FORMAT}3"}))
+
+
 # ---- loading by the actors
 
 
@@ -319,7 +337,7 @@ class Command:
 def test_run_recovers_before_and_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = Command(tmp_path, monkeypatch)
     command.run()
-    assert len(command.progress.data_fingerprint) == len(command.progress.references_fingerprint) == 32
+    assert len(command.progress.data_fingerprint) == len(FORMAT) + len(command.progress.references_fingerprint)
     writer = begin_checkpoint(command.root, 8)  # of a run that was killed before the rename
     writer.progress = replace(command.progress, step=8)
     writer._mark_as_written()

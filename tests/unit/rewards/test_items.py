@@ -10,8 +10,8 @@ import pytest
 
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Response
-from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.reward import compute_score
 from recipe_gkd.quickstart.task import Problem, write_parquet
@@ -27,7 +27,7 @@ def settings(files: list[Path], **values: Any) -> DataConfig:
 
 def loaded(files: list[Path], **values: Any) -> tuple[PromptData, DataConfig, Any]:
     tokenizer, config = build_tokenizer(), settings(files, **values)
-    return PromptData(read_table(config.train_files, config.prompt_key), config, tokenizer), config, tokenizer
+    return PromptData(read_data_set(config.train_files, config), config, tokenizer), config, tokenizer
 
 
 def build_item(files: list[Path], index: int, text: str, **values: Any) -> RewardItem:
@@ -66,7 +66,7 @@ def test_dotted_key_reads_a_nested_field_and_keeps_its_column_in_extra(tmp_path:
     item = build_item(files, 0, "2", ground_truth_key="reward_model.inner.truth")
     assert item == RewardItem(
         uid=9,
-        where="row 0 of the training data",
+        where=f"row 0 of the training data ({files[0]}, row 0)",
         prompt="1+1=",
         response="2",
         ground_truth="2",
@@ -103,8 +103,8 @@ def test_column_name_with_dots_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("truth", "row 1 of the training data has no value there, like 2 of 4 rows in use"),
-        ("model.inner.truth", "row 0 of the training data has no value there, like 3 of 4 rows in use"),
+        ("truth", "row 1 of the training data .*a.parquet, row 1.* has no value there, like 2 of 4 rows in use"),
+        ("model.inner.truth", "row 0 of the training data .* has no value there, like 3 of 4 rows in use"),
     ],
 )
 def test_missing_truth_raises_if_each_row_must_have_one(tmp_path: Path, key: str, message: str) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -32,6 +31,7 @@ from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
 from recipe_gkd.teacher_routing.prompts import TeacherPrompts
 from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.base_config import base_config
+from tests._support.data_sets import data_set_of
 from tests._support.fake_teachers import fake_scores
 
 pytestmark = pytest.mark.timeout(60)
@@ -71,23 +71,23 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return found
 
 
-def table(**columns: list[Any]) -> pa.Table:
+def table(**columns: list[Any]) -> dict[str, Any]:
     default = {
         "prompt": [problem.messages() for problem in PROBLEMS],
         "answer": [problem.answer for problem in PROBLEMS],
         "extra_info": [{"index": index, "steps": [1, index]} for index in range(3)],
     }
-    return pa.table(default | columns)
+    return default | columns
 
 
-def read(config: Config, tokenizer: Any, rows: pa.Table | None = None) -> PromptData:
-    return PromptData(table() if rows is None else rows, config.data, tokenizer)
+def read(config: Config, tokenizer: Any, rows: dict[str, Any] | None = None) -> PromptData:
+    return PromptData(data_set_of(table() if rows is None else rows, config.data), config.data, tokenizer)
 
 
 def prompts_of(
     config: Config,
     tokenizer: Any,
-    rows: pa.Table | None = None,
+    rows: dict[str, Any] | None = None,
     routes: Routes = ONE,
     student: ChatTemplate | None = None,
 ) -> TeacherPrompts | None:
@@ -274,7 +274,7 @@ class TestPrompts:
                 "row 0 of .* replaces the last user message, but the prompt .* has none with a text",
             ),
             ({"prompt_key": "hint"}, {}, r"data\.teacher_prompt_key=hint: the data has no such column"),
-            ({"prompt_key": "hint"}, {"hint": [5, 6, 7]}, "row 0 of .* teacher default.*the prompt is 5"),
+            ({"prompt_key": "hint"}, {"hint": [5, 6, 7]}, "prompt of teacher default: row 0 of .*the prompt is 5"),
         ],
     )
     def test_unusable_row_or_field_raises(

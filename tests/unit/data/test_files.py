@@ -1,4 +1,4 @@
-"""Formats of data files, and conversations in the column ``messages``."""
+"""Formats of data files, conversations, and ``data inspect``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe_gkd.commands.data import main
-from recipe_gkd.data.tables import read_table
+from recipe_gkd.data.rows import DataSet, read_data_set
 from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from tests._support.base_config import base_config
 
 ROWS = [{"prompt": "1", "answer": "007"}, {"prompt": "2", "answer": "2020-01-01"}]
+
+
+def read(path: Path, **keys: str) -> DataSet:
+    return read_data_set([str(path)], base_config(*(f"data.{key}={value}" for key, value in keys.items())).data)
 
 
 @pytest.mark.parametrize(
@@ -25,19 +30,20 @@ ROWS = [{"prompt": "1", "answer": "007"}, {"prompt": "2", "answer": "2020-01-01"
         ("a.csv", "prompt,answer\n1,007\n2,2020-01-01\n"),
     ],
 )
-def test_read_table_text_files_and_folders_keep_text(tmp_path: Path, name: str, text: str) -> None:
+def test_text_files_and_folders_keep_text(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / name).write_text(text)
-    assert read_table([str(tmp_path / "train" / name)], "prompt").to_pylist() == ROWS
-    assert read_table([str(tmp_path)], "prompt").to_pylist() == ROWS
+    for path in (tmp_path / "train" / name, tmp_path):
+        assert [{"prompt": row.prompt, **row.extra} for row in read(path)] == ROWS
 
 
 @pytest.mark.parametrize("key", ["prompt", "messages"])
-def test_read_table_final_assistant_message_is_the_response(tmp_path: Path, key: str) -> None:
+def test_final_assistant_message_is_the_response(tmp_path: Path, key: str) -> None:
     user, assistant = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
     (tmp_path / "a.json").write_text(json.dumps([{"messages": [user, assistant]}, {"messages": [user]}]))
-    rows = read_table([str(tmp_path / "a.json")], key, "reply").to_pylist()
-    assert rows == [{key: [user], "reply": "2"}, {key: [user], "reply": None}]
+    rows = read(tmp_path / "a.json", prompt_key=key, response_key="reply")
+    assert [(row.prompt, row.response) for row in rows] == [([user], "2"), ([user], None)]
+    assert [row.extra for row in rows] == [{"reply": "2"}, {"reply": None}]
 
 
 @pytest.mark.parametrize(
@@ -48,19 +54,19 @@ def test_read_table_final_assistant_message_is_the_response(tmp_path: Path, key:
         ("a.csv", "prompt,prompt\n1,2\n", "two columns are named prompt"),
         ("a.csv", "", "cannot be read as csv"),
         ("a.json", '{\n "data": []}', "expected a list of objects"),
-        ("a.jsonl", '{"n": 99999999999999999999}', "cannot be read as jsonl"),
+        ("a.jsonl", '{"n": 99999999999999999999}', "has no column 'prompt'; it has: n"),
         ("a.json", "[]", "has no column 'prompt'"),
     ],
 )
-def test_read_table_unusable_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_unusable_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=f"{name}.*{message}|{name}: {message}"):
-        read_table([str(tmp_path / name)], "prompt")
+        read(tmp_path / name)
 
 
-def test_read_table_folder_without_data_is_refused(tmp_path: Path) -> None:
+def test_folder_without_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="contains no file with a suffix of"):
-        read_table([str(tmp_path)], "prompt")
+        read(tmp_path)
 
 
 class TestInspect:
@@ -95,20 +101,20 @@ class TestInspect:
         assert "--row" in out and "--val-fraction" in out
 
 
-def test_read_table_folder_skips_hidden_files_and_long_csv_cells_are_read(tmp_path: Path) -> None:
+def test_folder_skips_hidden_files_and_long_csv_cells_are_read(tmp_path: Path) -> None:
     long = "x" * (3 << 20)
     (tmp_path / "a.csv").write_text(f"prompt,answer\n{long},1\n2,3\n")
     (tmp_path / ".ipynb_checkpoints").mkdir()
     for name in (".hidden.jsonl", ".ipynb_checkpoints/b.jsonl"):
         (tmp_path / name).write_text('{"prompt": "hidden"}\n')
-    assert read_table([str(tmp_path)], "prompt").column("prompt").to_pylist() == [long, "2"]
+    assert [row.prompt for row in read(tmp_path)] == [long, "2"]
 
 
-def test_read_table_message_without_text_and_large_lists_are_split(tmp_path: Path) -> None:
+def test_message_without_text_and_large_lists_are_split(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "tool_calls": "f"}]
     column = pa.array(
         [messages], pa.large_list(pa.struct([(n, pa.string()) for n in ("role", "content", "tool_calls")]))
     )
     pq.write_table(pa.table({"messages": column}), tmp_path / "a.parquet")
-    [row] = read_table([str(tmp_path / "a.parquet")], "prompt").to_pylist()
-    assert [message["role"] for message in row["prompt"]] == ["user"] and "response" not in row
+    [row] = read(tmp_path / "a.parquet")
+    assert row.prompt == [{"role": "user", "content": "1"}] and row.response is None
