@@ -6,11 +6,12 @@ import csv
 import gzip
 import logging
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
@@ -34,16 +35,16 @@ class ArrowRows:
         self.path, (self._schema, found) = path, batches
         self._batches = [batch for batch in found if batch.num_rows]
         self.columns = list(self._schema.names)
-        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+        self._starts = [0, *accumulate(batch.num_rows for batch in self._batches)]
         self._reported: set[str] = set()
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def values(self, index: int) -> Mapping[str, Any]:
         """Return the values of a row by column; see :class:`recipe_gkd.data.files.StoredRows`."""
-        number = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return _ArrowRow(self, self._batches[number], index - int(self._starts[number]))
+        number = bisect_right(self._starts, index) - 1
+        return _ArrowRow(self, self._batches[number], index - self._starts[number])
 
     def report(self, column: str, error: Exception) -> Unreadable:
         """Return a value that cannot be read, and log a warning for the first one of the column."""

@@ -33,7 +33,8 @@ class JsonRows:
         """
         self.path, self._is_list = path, False
         content = content.removeprefix(b"\xef\xbb\xbf")
-        self._content, spans = content, _lines(content)
+        self._content: bytes | bytearray = content
+        spans = _lines(content)
         if content.lstrip().startswith(b"["):
             self._is_list = True
             self._content, spans = _elements(content)
@@ -65,7 +66,7 @@ class JsonRows:
             self._types.setdefault(name, Counter())[type(value)] += 1
         return may_have_surrogates(self._line(index)) and replace_surrogates(row) != row
 
-    def _line(self, index: int) -> bytes:
+    def _line(self, index: int) -> bytes | bytearray:
         return self._content[self._spans[index, 0] : self._spans[index, 1]]
 
     def __len__(self) -> int:
@@ -111,7 +112,7 @@ def _lines(content: bytes) -> array[int]:
     return spans
 
 
-def _elements(content: bytes) -> tuple[bytes, array[int]]:
+def _elements(content: bytes) -> tuple[bytearray, array[int]]:
     """Return the elements of a JSON list as bytes, and start, end and 0 of each. One is parsed at a time."""
     try:
         text = content.decode()
@@ -147,4 +148,4 @@ def _elements(content: bytes) -> tuple[bytes, array[int]]:
             f"line {error.lineno}, column {error.colno} (row {len(spans) // 3}): {error.msg}; expected a list "
             "of objects, or one object per line. Correct the file"
         ) from error
-    return bytes(joined), spans
+    return joined, spans

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -204,7 +206,7 @@ class DataSet(Sequence[Row]):
         """
         self.name, self._stored, self._config = name, stored, config
         self.columns = list(dict.fromkeys(column for file in stored for column in file.columns))
-        self._starts = np.cumsum([0, *map(len, stored)])
+        self._starts = [0, *accumulate(map(len, stored))]
         self._selected: np.ndarray | None = None
         self._tools: ColumnPath | None = None
         if (key := config.tools_key) is not None:
@@ -226,7 +228,7 @@ class DataSet(Sequence[Row]):
         )
 
     def __len__(self) -> int:
-        return int(self._starts[-1]) if self._selected is None else len(self._selected)
+        return self._starts[-1] if self._selected is None else len(self._selected)
 
     def __getitem__(self, index: Any) -> Any:
         """Return a row, or for a slice a data set of rows."""
@@ -241,8 +243,8 @@ class DataSet(Sequence[Row]):
 
     def _row(self, index: int, columns: RowColumns) -> Row:
         number = index if self._selected is None else int(self._selected[index])
-        which = int(np.searchsorted(self._starts, number, side="right")) - 1
-        file, at = self._stored[which], number - int(self._starts[which])
+        which = bisect_right(self._starts, number) - 1
+        file, at = self._stored[which], number - self._starts[which]
         where = f"row {index} of {self.name} ({file.path}, {file.place(at)})"
         return Row(index=index, where=where, values=file.values(at), columns=columns, adds_nulls=file.adds_nulls)
 

@@ -39,7 +39,7 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def may_have_surrogates(line: bytes) -> bool:
+def may_have_surrogates(line: bytes | bytearray) -> bool:
     """Return True if a JSON text may have halves of characters, which pairs of escapes also look like."""
     return _ESCAPED_SURROGATE.search(line) is not None
 

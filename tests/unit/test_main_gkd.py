@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -78,6 +79,16 @@ class TestRewardItems:
         config = make_config(tmp_path, *overrides)
         data = PromptData(read_data_set(config.data.train_files, config.data), config.data, STUDENT.tokenizer)
         assert (_reward_items(config, data, STUDENT, scorer_of(config)) is not None) == has_items
+
+    def test_reward_items_decode_as_the_key_states(self, tmp_path: Path) -> None:
+        for skips, text in (("true", ""), ("false", STUDENT.tokenizer.eos_token)):
+            config = make_config(tmp_path, self.REWARD, f"custom_reward_function.skip_special_tokens={skips}")
+            data = PromptData(read_data_set(config.data.train_files, config.data), config.data, STUDENT.tokenizer)
+            items = _reward_items(config, data, STUDENT, scorer_of(config))
+            assert items is not None
+            end = np.array([STUDENT.tokenizer.eos_token_id], np.int32)
+            response = data.reference_response(replace(data.prompt(0, 0), reference_ids=end), 0)
+            assert items.build_item(data.prompt(0, 0), response).response == text
 
     def test_reward_items_unknown_ground_truth_key_is_an_error(self, tmp_path: Path) -> None:
         config = make_config(tmp_path, self.REWARD, "data.ground_truth_key=nowhere")

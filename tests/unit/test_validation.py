@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,29 @@ class TestMetrics:
 
 
 class TestValidationSettings:
+    def test_special_tokens_reach_the_reward_function_with_the_key(self, tmp_path: Path) -> None:
+        for skips, text in (("true", ""), ("false", TOKENIZER.eos_token)):
+            key = f"custom_reward_function.skip_special_tokens={skips}"
+            validation = Validation(make_config(tmp_path, key), TOKENIZER)
+            seen: list[str] = []
+
+            class Recorder:
+                async def score(self, items: Sequence[RewardItem], seen: list[str] = seen) -> list[Reward]:
+                    seen += [item.response for item in items]
+                    return [Reward(0.0)] * len(items)
+
+            end = np.array([TOKENIZER.eos_token_id], np.int32)
+            responses = [
+                replace(respond(prompt, "1"), ids=end, logprobs=np.zeros(1, np.float32), versions_T=end)
+                for prompt in validation.prompts
+            ]
+            asyncio.run(validation.report(responses, Recorder(), 4))  # type: ignore[arg-type]
+            assert seen == [text] * 4
+
+    def test_number_of_rows_is_limited_by_the_key(self, tmp_path: Path) -> None:
+        config = make_config(tmp_path, "data.val_max_samples=2", "data.shuffle=false")
+        assert [prompt.row for prompt in Validation(config, TOKENIZER).prompts] == [0, 1]
+
     def test_timeout_grows_with_number_of_responses(self, tmp_path: Path) -> None:
         timeout = "actor_rollout_ref.rollout.timeout_s=10"
         assert Validation(make_config(tmp_path, timeout), TOKENIZER).timeout_s == 20

@@ -301,13 +301,17 @@ def test_restart_resumes_from_a_checkpoint_that_the_disk_completed_later(tmp_pat
 class Command:
     """``main_gkd.run`` without teacher, Ray and workers. ``train`` replaces the training."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
         table = {"prompt": ["1+1=", "1+2="], "answer": ["2", "3"]}
         pq.write_table(pa.table(table), root / "train.parquet")
         self.root = root / "run"
         self.root.mkdir()
         self.config = config(
-            self.root, f"data.train_files={root}/train.parquet", "gkd.sft_share=0.5", "data.response_key=answer"
+            self.root,
+            f"data.train_files={root}/train.parquet",
+            "gkd.sft_share=0.5",
+            "data.response_key=answer",
+            *overrides,
         )
         self.points: list[int] = []
         self.progress = PROGRESS
@@ -344,6 +348,12 @@ def test_run_recovers_before_and_after_training(tmp_path: Path, monkeypatch: pyt
     command.train = lambda: begin_checkpoint(command.root, 9)
     command.run()
     assert command.points == [8] and not list(command.root.glob(".writing*"))
+
+
+def test_run_uses_as_many_rows_as_the_key_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = Command(tmp_path, monkeypatch, "data.train_max_samples=1")
+    command.run()
+    assert command.progress.n_prompts == 1
 
 
 @pytest.mark.parametrize("disk", ["broken", "hung"])

@@ -225,6 +225,26 @@ class TestPromptLoader:
         assert [one.step for one in batches] == list(range(len(batches)))
         assert batches[-1].epoch == 3.0
 
+    @pytest.mark.parametrize(
+        ("batch", "epochs", "max_steps", "warns"),
+        [(15, 3, None, True), (15, 1, 2, True), (15, 1, None, False), (10, 3, None, False)],
+    )
+    def test_batch_larger_than_the_data_is_reported(
+        self,
+        tmp_path: Path,
+        batch: int,
+        epochs: int,
+        max_steps: int | None,
+        warns: bool,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """A step would train on a prompt more than once."""
+        found = loader(tmp_path, 10, epochs=epochs, max_steps=max_steps, train_batch_size=batch)
+        message = f"data.train_batch_size={batch} is larger than the 10 prompts of the training data: a step trains on"
+        assert (message in caplog.text) == warns
+        repeated = any(len({p.row for p in b.prompts}) < len(b.prompts) for b in found.batches(0, first_step=0))
+        assert repeated == warns
+
     @pytest.mark.parametrize("position", [0, 4, 12, 28])
     def test_restored_position_continues_the_stream(self, tmp_path: Path, position: int) -> None:
         prompts = loader(tmp_path, 10, epochs=3, train_batch_size=4)

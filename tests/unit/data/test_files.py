@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,10 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe_gkd.commands.data import main
+from recipe_gkd.commands.data.inspect import describe_prompts
 from recipe_gkd.data.rows import DataSet, read_data_set
 from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from tests._support.base_config import base_config
+from tests._support.data_sets import data_set_of
 
 ROWS = [{"prompt": "1", "answer": "007"}, {"prompt": "2", "answer": "2020-01-01"}]
 
@@ -89,6 +94,22 @@ class TestInspect:
         (tmp_path / "a.csv").write_text("prompt,answer\n1,2\n")
         assert main(["inspect", str(tmp_path / "a.csv")]) == 0
         assert "add actor_rollout_ref.model.path=FOLDER" in capsys.readouterr().out
+
+    def test_inspect_whose_output_is_closed_ends_without_error(self, tmp_path: Path) -> None:
+        """``head`` closes the pipe when it has seen enough."""
+        (tmp_path / "a.csv").write_text("prompt\n1\n")
+        reader, writer = os.pipe()
+        os.close(reader)
+        command = [sys.executable, "-m", "recipe_gkd", "data", "inspect", str(tmp_path / "a.csv")]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_inspect_names_unusable_reference_responses(self, tmp_path: Path) -> None:
+        columns = {"prompt": ["1", "2"], "response": [["x"], ["y"]]}
+        data_set = data_set_of(columns)
+        lines = list(describe_prompts(data_set, base_config().data, build_tokenizer(), 0))
+        assert any(line.startswith("2 reference responses cannot be used; the first: row 0 of") for line in lines)
 
     def test_inspect_unknown_action_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["show"]) == main([]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ CONFIG = base_config("data.tools_key=tools", "data.max_prompt_length=100000").da
 TOKENIZER = build_tokenizer()
 TOKENIZER.chat_template = (
     "{% for tool in tools or [] %}{{ tool | tojson(sort_keys=true) }}{% endfor %}"
-    "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls | tojson(sort_keys=true) if m.tool_calls else '' }}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}{{ m.content }}"
+    "{{ m.tool_calls | tojson(sort_keys=true) if m.tool_calls else '' }}{% endfor %}"
 )
 """A column of Arrow has one order of fields, so a template that prints them in the order of the file gives others."""
 Values = dict[str, Any]
@@ -423,3 +425,24 @@ class TestMaxSamples:
         assert chosen == self.prompts(tmp_path, ten, "data.seed=3") != self.prompts(tmp_path, ten, "data.seed=4")
         for all_rows in ("-1", "100", "1000"):
             assert self.prompts(tmp_path, f"data.train_max_samples={all_rows}") == list(range(100))
+
+
+class TestMemory:
+    """Rows need little more memory than their file, because they become Python objects one at a time."""
+
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.csv"])
+    def test_rows_need_at_most_twice_the_size_of_their_text(self, tmp_path: Path, name: str) -> None:
+        rows = [
+            {"prompt": [{"role": "user", "content": f"{n} " + "x" * 200}], "extra_info": {"n": n}} for n in range(5000)
+        ]
+        (WRITERS | {"a.csv": write_csv})[name](tmp_path / name, rows)
+        size = max(sum(len(json.dumps(row)) for row in rows), (tmp_path / name).stat().st_size)
+        arrow_before = pa.total_allocated_bytes()
+        tracemalloc.start()
+        found = read(tmp_path / name, "data.tools_key=null")
+        for row in found:
+            assert row.prompt
+        stored, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        arrow = pa.total_allocated_bytes() - arrow_before
+        assert stored + arrow < 2 * size and peak + arrow < 5 * size

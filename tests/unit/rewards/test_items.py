@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,19 @@ def build_item(files: list[Path], index: int, text: str, **values: Any) -> Rewar
         versions_T=np.zeros(len(ids), np.int32),
     )
     return RewardItems(data, config, tokenizer).build_item(data.prompt(index, uid=9), response)
+
+
+def test_special_tokens_are_part_of_the_response_if_they_are_not_skipped(tmp_path: Path) -> None:
+    data, config, tokenizer = loaded(table(tmp_path))
+    ids = np.array([*tokenizer("2")["input_ids"], tokenizer.eos_token_id], np.int32)
+    response = data.reference_response(replace(data.prompt(0, 0), reference_ids=ids), 0)
+    found = [
+        RewardItems(data, config, tokenizer, truth_use="unused", skip_special_tokens=skips)
+        .build_item(data.prompt(0, 0), response)
+        .response
+        for skips in (True, False)
+    ]
+    assert found == ["2", f"2{tokenizer.eos_token}"]
 
 
 def table(folder: Path, **columns: list[Any]) -> list[Path]:
