@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from recipe_gkd.data.values import may_have_surrogates, nested_value, parse_json, replace_surrogates
+from recipe_gkd.data.values import (
+    MAX_LEVELS,
+    MAX_ROW_LEVELS,
+    Unreadable,
+    count_levels,
+    may_have_surrogates,
+    nested_value,
+    parse_json,
+    replace_surrogates,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,16 +49,22 @@ class JsonRows:
             self._content, spans = _elements(content)
         self._spans = np.frombuffer(spans, np.int64).reshape(-1, 3) if spans else np.zeros((0, 3), np.int64)
         self._types: dict[str, Counter[type]] = {}
-        damaged = [index for index in range(len(self)) if self._check(index)]
+        self._repaired: set[int] = set()
+        for index in range(len(self)):
+            self._check(index)
         self.columns = list(self._types)
-        if damaged:
+        if self._repaired:
             log.warning(
-                "%s: %d rows have halves of surrogate pairs, which are no characters and become U+FFFD, the first in "
-                "%s", path, len(damaged), self.place(damaged[0]),
-            )  # fmt: skip
+                "%s: %d rows have halves of surrogate pairs, which are no characters and become U+FFFD, or values with "
+                "more than %d levels, which are not read; the first is %s",
+                path,
+                len(self._repaired),
+                MAX_LEVELS,
+                self.place(min(self._repaired)),
+            )
 
-    def _check(self, index: int) -> bool:
-        """Note the types of a row. Return True if it has halves of characters."""
+    def _check(self, index: int) -> None:
+        """Note the types of a row, and if it needs a repair."""
         try:
             text = self._line(index).decode()
             row = parse_json(text)
@@ -60,11 +75,18 @@ class JsonRows:
             ) from error
         except ValueError as error:  # also UnicodeDecodeError
             raise ValueError(f"{self.place(index)}: {error}; correct or remove the row") from error
+        line = self._line(index)
+        may_be_deep = line.count(b"[") + line.count(b"{") > MAX_LEVELS
+        if may_be_deep and count_levels(row) > MAX_ROW_LEVELS:
+            raise ValueError(
+                f"{self.place(index)}: it has more than {MAX_ROW_LEVELS} nested levels; correct or remove the row"
+            )
         if not isinstance(row, dict):
             raise ValueError(f"{self.place(index)} is {row!r:.100}; expected a list of objects, or one object per line")
         for name, value in row.items():
             self._types.setdefault(name, Counter())[type(value)] += 1
-        return may_have_surrogates(self._line(index)) and replace_surrogates(row) != row
+        if (may_be_deep or may_have_surrogates(line)) and _repair(row) != row:
+            self._repaired.add(index)
 
     def _line(self, index: int) -> bytes | bytearray:
         return self._content[self._spans[index, 0] : self._spans[index, 1]]
@@ -74,9 +96,8 @@ class JsonRows:
 
     def values(self, index: int) -> Mapping[str, Any]:
         """Return the values of a row by column; see :class:`recipe_gkd.data.files.StoredRows`."""
-        line = self._line(index)
-        row: dict[str, Any] = json.loads(line)
-        return replace_surrogates(row) if may_have_surrogates(line) else row
+        row: dict[str, Any] = json.loads(self._line(index))
+        return _repair(row) if index in self._repaired else row
 
     def place(self, index: int) -> str:
         """Return the place of a row in the file."""
@@ -98,6 +119,15 @@ class JsonRows:
         types = self._types[column]
         n_null = len(self) - types.total() + types[type(None)]
         return " or ".join(_TYPE_NAMES[each] for each in types if each is not type(None)) or "null", n_null
+
+
+def _repair(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without halves of characters, and without values that recursive functions cannot walk through."""
+    too_deep = Unreadable(f"it has more than {MAX_LEVELS} nested levels")
+    return {
+        replace_surrogates(name): too_deep if count_levels(value) > MAX_LEVELS else replace_surrogates(value)
+        for name, value in row.items()
+    }
 
 
 def _lines(content: bytes) -> array[int]:
@@ -142,7 +172,9 @@ def _elements(content: bytes) -> tuple[bytearray, array[int]]:
         if skip_spaces(position + 1) < len(text):
             raise json.JSONDecodeError("Extra data", text, position + 1)
     except RecursionError:
-        raise ValueError(f"row {len(spans) // 3}: its values are nested too deeply for Python's JSON parser") from None
+        raise ValueError(
+            f"row {len(spans) // 3}: it has more than {MAX_ROW_LEVELS} nested levels; correct or remove the row"
+        ) from None
     except json.JSONDecodeError as error:
         raise ValueError(
             f"line {error.lineno}, column {error.colno} (row {len(spans) // 3}): {error.msg}; expected a list "

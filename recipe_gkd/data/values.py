@@ -13,6 +13,10 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
+MAX_LEVELS, MAX_ROW_LEVELS = 100, 400
+"""Largest number of nested levels of a value that is read, and of a row that is parsed."""
+
+
 @dataclass(frozen=True)
 class Unreadable:
     """Value of a column that cannot become a Python object, such as a year after 9999. It matters if it is read."""
@@ -29,7 +33,20 @@ def parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("its values are nested too deeply for Python's JSON parser") from None
+        raise ValueError(f"it has more than {MAX_ROW_LEVELS} nested levels") from None
+
+
+def count_levels(value: Any) -> int:
+    """Return the number of nested levels of lists and objects, plus one."""
+    n_levels, layer = 0, [value]
+    while layer:
+        n_levels += 1
+        layer = [
+            child
+            for each in layer
+            for child in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+        ]
+    return n_levels
 
 
 def without_nulls(value: Any) -> Any:

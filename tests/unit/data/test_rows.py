@@ -322,13 +322,22 @@ class TestUnreadColumns:
         with pytest.raises(DataError, match=r"row 0 of .*a\.parquet, row 0\): the column when cannot be read"):
             _ = truth[0].ground_truth
 
+    def test_deep_value_is_an_error_only_if_it_is_read(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        deep = "[" * 300 + "]" * 300
+        (tmp_path / "a.jsonl").write_text(f'{{"prompt": "1", "x": {deep}}}\n{{"prompt": {deep}}}')
+        found = read(tmp_path / "a.jsonl", "data.tools_key=null")
+        assert found[0].prompt == "1" and found[0].extra == {"x": None}
+        assert "2 rows have" in caplog.text
+        with pytest.raises(DataError, match=r"line 2\): the column prompt cannot be read: it has more than 100 nested"):
+            _ = found[1].prompt
+
     def test_half_of_a_character_is_replaced(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         text = '{"prompt": "1\\ud83d", "x": ["\\ud83d"]}\n{"prompt": "\\ud83d\\ude00"}\n{"prompt": "\\\\ud83d"}'
         (tmp_path / "a.jsonl").write_text(text)
         found = read(tmp_path / "a.jsonl", "data.tools_key=null")
         assert [row.prompt for row in found] == ["1\ufffd", "\U0001f600", "\\ud83d"]
         assert found[0].extra == {"x": ["\ufffd"]}
-        assert "1 rows have halves of surrogate pairs" in caplog.text and "the first in line 1" in caplog.text
+        assert "1 rows have halves of surrogate pairs" in caplog.text and "the first is line 1" in caplog.text
 
 
 class TestFiles:
@@ -340,10 +349,10 @@ class TestFiles:
             (
                 "a.jsonl",
                 '{"prompt": "1"}\n{"x": ' + "[" * 2000 + "]" * 2000 + "}",
-                "line 2: its values are nested too deeply",
+                "line 2: it has more than 400 nested levels",
             ),
             ("a.json", '[\n{"prompt": "1"},\n{"prompt": 2 3}]', r"line 3, column 14 \(row 1\): Expecting ','"),
-            ("a.json", '[{"prompt": "1"}, [' + "[" * 2000, "row 1: its values are nested too deeply"),
+            ("a.json", '[{"prompt": "1"}, [' + "[" * 2000, "row 1: it has more than 400 nested levels"),
             ("a.json", '[{"prompt": "1"}, 5]', "row 1 is 5; expected a list of objects"),
             ("a.json", '[{"prompt": "1"}] 5', "Extra data"),
             ("a.csv", 'prompt,x\n1,2\n"a\nb",4\n5\n', "line 5 has 1 values; expected 2"),
