@@ -12,8 +12,20 @@ def print_lines(lines: Iterable[str]) -> None:
     try:
         for line in lines:
             print(line)
+    except BrokenPipeError:
+        _discard_output()
+    flush_output()
+
+
+def flush_output() -> None:
+    """Write what is buffered. That the reader has closed the output is no error."""
+    try:
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes stdout once more when it exits, which must not fail.
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        _discard_output()
+
+
+def _discard_output() -> None:
+    """Discard all further output, also what Python writes when it exits."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())

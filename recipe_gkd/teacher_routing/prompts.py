@@ -26,6 +26,7 @@ from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import ColumnPath, Row
 from recipe_gkd.data.tokenization import ChatTemplate, render_prompt, tokenize_prompt
 from recipe_gkd.data.tools import Tools
+from recipe_gkd.data.values import without_nulls
 from recipe_gkd.errors import DataError
 from recipe_gkd.teacher_routing.routes import Routes
 
@@ -168,7 +169,7 @@ class _PromptBuilder:
 
     def _fill(self, text: str, row: Row, where: str) -> str:
         assert self._text_template is not None
-        values = {field: _as_text(row.value(path)) for field, path in self._columns.items()}
+        values = {field: _as_text(row.value(path), row) for field, path in self._columns.items()}
         if absent := [field for field, value in values.items() if value is None]:
             raise DataError(
                 f"{where}: the column {absent[0]} is null, but {self._key}.prompt_template has the field "
@@ -177,10 +178,11 @@ class _PromptBuilder:
         return fill(self._text_template, {field: value or "" for field, value in values.items()} | {PROMPT: text})
 
 
-def _as_text(value: Any) -> str | None:
-    """Return a value of a column as text, None for null."""
+def _as_text(value: Any, row: Row) -> str | None:
+    """Return a value of a column as text, None for null. An object has the fields of its row only."""
     if value is None or isinstance(value, str):
         return value
+    value = without_nulls(value) if row.adds_nulls else value
     return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value)
 
 

@@ -95,15 +95,24 @@ class TestInspect:
         assert main(["inspect", str(tmp_path / "a.csv")]) == 0
         assert "add actor_rollout_ref.model.path=FOLDER" in capsys.readouterr().out
 
-    def test_inspect_whose_output_is_closed_ends_without_error(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("command", [["data", "inspect", "FILE"], ["check-config", "--help"], ["--help"]])
+    def test_command_whose_output_is_closed_ends_without_error(self, tmp_path: Path, command: list[str]) -> None:
         """``head`` closes the pipe when it has seen enough."""
-        (tmp_path / "a.csv").write_text("prompt\n1\n")
+        (tmp_path / "FILE").with_suffix(".csv").write_text("prompt\n" + "1\n" * 9)
+        arguments = [str(tmp_path / "FILE.csv") if part == "FILE" else part for part in command]
         reader, writer = os.pipe()
         os.close(reader)
-        command = [sys.executable, "-m", "recipe_gkd", "data", "inspect", str(tmp_path / "a.csv")]
-        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "recipe_gkd", *arguments],
+            stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
         os.close(writer)
         assert (done.returncode, done.stderr) == (0, "")
+
+    def test_inspect_reads_as_many_rows_as_a_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "a.csv").write_text("prompt\n1\n2\n3\n")
+        assert main(["inspect", str(tmp_path / "a.csv"), "data.train_max_samples=2"]) == 0
+        assert capsys.readouterr().out.startswith("2 rows\n")
 
     def test_inspect_names_unusable_reference_responses(self, tmp_path: Path) -> None:
         columns = {"prompt": ["1", "2"], "response": [["x"], ["y"]]}

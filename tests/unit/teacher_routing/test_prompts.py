@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -231,6 +232,23 @@ class TestPrompts:
         rows = table(prompt=["1+", "2+", "3+"])
         config = with_teacher(prompt_template="{extra_info.index}{extra_info.steps};{prompt}{prompt}")
         assert texts_of(config, tokenizer, rows)[2] == "2<|unk|>1<|unk|><|unk|>2<|unk|>;3+3+"
+
+    def test_objects_in_a_template_have_the_fields_of_their_row_only(self, tokenizer: Any) -> None:
+        """Arrow gives each object the fields of all others."""
+        config = with_teacher(prompt_template="{steps}")
+        seen: list[str] = []
+        data = read(config, tokenizer, table(steps=[{"a": "1"}, {"b": "2"}, {"a": None, "b": "3"}]))
+        original = tokenizer.apply_chat_template
+
+        class Recording(type(tokenizer)):  # type: ignore[misc]
+            def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+                seen.append(messages[-1]["content"])
+                return original(messages, **options)
+
+        recording = copy(tokenizer)
+        recording.__class__ = Recording
+        make_teacher_prompts(data, ONE, config, recording)
+        assert {'{"a": "1"}', '{"b": "2"}', '{"b": "3"}'} <= set(seen) and not any("null" in text for text in seen)
 
     def test_column_replaces_the_prompt_and_null_keeps_it(self, tokenizer: Any) -> None:
         own = [{"role": "user", "content": "0"}]
