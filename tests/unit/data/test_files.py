@@ -95,7 +95,7 @@ class TestInspect:
         assert main(["inspect", str(tmp_path / "a.csv")]) == 0
         assert "add actor_rollout_ref.model.path=FOLDER" in capsys.readouterr().out
 
-    @pytest.mark.parametrize("command", [["data", "inspect", "FILE"], ["check-config", "--help"], ["--help"]])
+    @pytest.mark.parametrize("command", [["data", "inspect", "FILE"], ["--help"]])
     def test_command_whose_output_is_closed_ends_without_error(self, tmp_path: Path, command: list[str]) -> None:
         """``head`` closes the pipe when it has seen enough."""
         (tmp_path / "FILE").with_suffix(".csv").write_text("prompt\n" + "1\n" * 9)
