@@ -6,6 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from recipe_gkd.commands.output import flush_output, print_lines
+
 # Name of each command -> its module in recipe_gkd.commands, which defines main(argv), and its help in one line.
 COMMANDS = {
     "check-config": ("check_config", "validate a configuration without starting anything"),
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in ("-h", "--help"):
-        print(usage())
+        print_lines([usage()])
         return 0
     if not arguments:
         print(usage(), file=sys.stderr)
@@ -43,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     module_name, _ = COMMANDS[command]
     module = importlib.import_module(f"recipe_gkd.commands.{module_name}")
-    return int(module.main(rest))
+    status = int(module.main(rest))
+    flush_output()
+    return status
 
 
 def usage() -> str:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import pyarrow as pa
 from omegaconf import OmegaConf
 
 from recipe_gkd.checkpoints.folders import final_folder, read_latest, recover
@@ -35,7 +34,7 @@ from recipe_gkd.config.stored import stored_config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
 from recipe_gkd.config.validate import needs_rewards, saves_checkpoints, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData, PromptLoader
-from recipe_gkd.data.tables import read_table
+from recipe_gkd.data.rows import TRAINING, DataSet, read_data_set
 from recipe_gkd.diagnostics.exit_messages import report_error, report_saved_stop, report_stop
 from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.hybrid import teacher_asleep
@@ -153,15 +152,15 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         student = read_student(config)
     config = with_model_path(config, student.path)
     with waiting_for("start, read the data", None, "data.train_files"):
-        table = read_table(config.data.train_files, config.data.prompt_key, config.data.response_key)
-    routes = read_routes(table, config)
+        data_set = read_data_set(config.data.train_files, config.data, TRAINING, config.data.train_max_samples)
+    routes = read_routes(data_set, config)
     with open_teachers(config, routes) as teachers, ExitStack() as opened:
         log.info("student %s: %d ids, output layer of %d", student.path, student.n_tokens, student.vocab_size)
         with waiting_for("start, check the teachers", None, ", ".join(teachers.clients)):
             stop_token_ids = check_teachers(teachers.clients, student, config)
         config = with_worker_count(config, teachers.clients)
         with waiting_for("start, tokenize the data", None, "the tokenizer"):
-            data = _read_data(config, table, student, stop_token_ids)
+            data = _read_data(config, data_set, student, stop_token_ids)
             _read_teacher_prompts(config, data, routes, teachers, student)
         scorer = opened.enter_context(_open_scorer(config))
         truth_use: TruthUse = "unused" if scorer is None else scorer.truth_use
@@ -192,10 +191,10 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         return stop.reason
 
 
-def _read_data(config: Config, table: pa.Table, student: Student, stop_token_ids: Sequence[int]) -> PromptData:
+def _read_data(config: Config, data_set: DataSet, student: Student, stop_token_ids: Sequence[int]) -> PromptData:
     ends = check_stop_ids(config, student, stop_token_ids)
     with_references = config.gkd.sft_share > 0
-    return PromptData(table, config.data, student.tokenizer, with_references=with_references, stop_token_ids=ends)
+    return PromptData(data_set, config.data, student.tokenizer, with_references=with_references, stop_token_ids=ends)
 
 
 def _read_teacher_prompts(
@@ -276,7 +275,14 @@ def _reward_items(
         return None
     is_required, use = config.gkd.use_rl_loss, scorer.truth_use
     try:
-        return RewardItems(data, config.data, student.tokenizer, require_truth=is_required, truth_use=use)
+        return RewardItems(
+            data,
+            config.data,
+            student.tokenizer,
+            require_truth=is_required,
+            truth_use=use,
+            skip_special_tokens=config.custom_reward_function.skip_special_tokens,
+        )
     except DataError as error:
         if config.gkd.use_rl_loss:
             raise

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
@@ -36,8 +35,8 @@ from recipe_gkd.config.reward_functions import has_reward, reward_name
 from recipe_gkd.config.timeouts import ROLLOUT_TIMEOUT
 from recipe_gkd.config.validate import runs_validation, validates_kl
 from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.rows import VALIDATION, DataSet, read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward
-from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
@@ -50,7 +49,6 @@ from recipe_gkd.validation_kl import FORWARD, REVERSE, ResponseKl
 log = logging.getLogger(__name__)
 
 LENGTH, TRUNCATED = "response_len", "truncated_fraction"
-NAME = "the validation data"
 DEFAULT_SOURCE = "data"
 """Data source of rows without one."""
 LOGGED_CHARS = 200
@@ -88,16 +86,21 @@ class Validation:
         self._n_logged = config.trainer.log_val_generations
         self._folder = folder_of(config.trainer) / "validation"
         try:
-            table = read_table(config.data.val_files, config.data.prompt_key, config.data.response_key)
-            data = PromptData(table, config.data, tokenizer, name=NAME)
-            use: TruthUse = "unused" if self._reward is None else truth_use
-            self._items = RewardItems(data, config.data, tokenizer, require_truth=True, truth_use=use)
-            self.routes = read_routes(table, config, NAME) if validates_kl(config) else None
+            data_set = read_data_set(config.data.val_files, config.data, VALIDATION, config.data.val_max_samples)
+            data = PromptData(data_set, config.data, tokenizer)
+            self._items = RewardItems(
+                data,
+                config.data,
+                tokenizer,
+                require_truth=True,
+                truth_use="unused" if self._reward is None else truth_use,
+                skip_special_tokens=section.skip_special_tokens,
+            )
+            self.routes = read_routes(data_set, config) if validates_kl(config) else None
         except DataError as error:
             raise DataError(f"data.val_files: {error}") from error
         self.data = data
-        sources = read_sources(table, config.data.data_source_key)
-        self._sources = np.array([sources[row] for row in data.rows])
+        self._sources = np.array(read_sources(data_set, data.rows))
         batch_size = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
         n_batches = math.ceil(len(data) * self.n / batch_size)
         self.timeout_s = KeyedTimeout(config.actor_rollout_ref.rollout.timeout_s * n_batches, ROLLOUT_TIMEOUT)
@@ -225,11 +228,10 @@ def read_validation(config: Config, tokenizer: Any, *, truth_use: TruthUse = "re
     return Validation(config, tokenizer, truth_use=truth_use) if runs_validation(config) else None
 
 
-def read_sources(table: pa.Table, key: str) -> list[str]:
-    """Return the data source of each row: the value of column ``key``, or ``data`` without one."""
-    if key not in table.column_names:
-        return [DEFAULT_SOURCE] * table.num_rows
-    return [DEFAULT_SOURCE if name is None else str(name) for name in table.column(key).to_pylist()]
+def read_sources(data_set: DataSet, rows: Sequence[int]) -> list[str]:
+    """Return the data source of each of some rows, ``data`` for rows without one."""
+    sources = (data_set[row].data_source for row in rows)
+    return [DEFAULT_SOURCE if source is None else str(source) for source in sources]
 
 
 def write_responses(path: Path, scored: Sequence[ScoredResponse]) -> None:

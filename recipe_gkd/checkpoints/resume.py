@@ -13,6 +13,7 @@ from recipe_gkd.checkpoints.folders import LATEST, TRAINER, damage, final_folder
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.checkpoints.state import Progress
 from recipe_gkd.config import Config
+from recipe_gkd.data.fingerprints import can_compare
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
     Args:
         folder: Folder of the checkpoint.
         expected: Progress of a new run on the data of this run. If it has a fingerprint of reference responses or of
-            teachers' prompts, the result has it too.
+            teachers' prompts, the result has it too. The result's fingerprint of the prompts can be compared with its.
 
     Raises:
         CheckpointMismatch: The checkpoint was made with other data or another data order.
@@ -133,7 +134,11 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
             )
     for name, content, settings in _FINGERPRINTS:
         saved, current = getattr(found, name), getattr(expected, name)
-        if saved and current and saved != current:
+        if saved and current and not can_compare(saved, current):
+            log.warning(
+                "%s was made by an older version, so its %s cannot be compared with those of this run", folder, content
+            )
+        elif saved and current and saved != current:
             raise CheckpointMismatch(
                 f"{folder} was made with other {content}: their number is the same, but their fingerprint is {saved}, "
                 f"and that of this run is {current}. Restore data.train_files and {settings}, or train "
@@ -142,6 +147,7 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
             )
     return replace(
         found,
+        data_fingerprint=found.data_fingerprint and expected.data_fingerprint,
         references_fingerprint=expected.references_fingerprint or found.references_fingerprint,
         teacher_prompts_fingerprint=expected.teacher_prompts_fingerprint or found.teacher_prompts_fingerprint,
     )

@@ -23,7 +23,8 @@ class Progress:
         shuffle: ``data.shuffle``.
         skipped_samples: Number of samples that were trained on without a teacher score
             (``teacher.on_failure=skip_samples``).
-        data_fingerprint: Hash of all prompts in the order of the data. Empty in checkpoints of older versions.
+        data_fingerprint: Hash of all prompts in the order of the data, with the chat template. Empty in checkpoints of
+            older versions.
         references_fingerprint: Hash of the reference responses. Empty if the run has trained on none of them.
         teacher_prompts_fingerprint: Hash of the teachers' own prompts. Empty if they have always seen the student's.
     """

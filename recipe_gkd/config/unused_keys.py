@@ -232,6 +232,7 @@ UNUSED_KEYS = (
     UnusedKeys(
         keys=(
             "data.val_files",
+            "data.val_max_samples",
             "trainer.log_val_generations",
             "trainer.val_kl",
             *(f"{SAMPLING}.{name}" for name in ("n", "temperature", "top_p", "top_k")),
@@ -255,7 +256,15 @@ UNUSED_KEYS = (
     UnusedKeys(
         keys=tuple(
             f"{REWARD}.{name}"
-            for name in ("name", "kwargs", "on_training", "timeout_s", "num_workers", "max_concurrency")
+            for name in (
+                "name",
+                "kwargs",
+                "skip_special_tokens",
+                "on_training",
+                "timeout_s",
+                "num_workers",
+                "max_concurrency",
+            )
         ),
         is_unused=lambda config: not has_reward(config),
         because=f"{REWARD}.path",

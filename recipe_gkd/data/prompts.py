@@ -9,8 +9,6 @@ the stream.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import time
@@ -19,10 +17,11 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.batches import PromptBatch
+from recipe_gkd.data.fingerprints import Fingerprint, PromptFingerprint
+from recipe_gkd.data.rows import DataSet, Row
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.data.tokenization import (
     ChatTemplate,
@@ -31,7 +30,6 @@ from recipe_gkd.data.tokenization import (
     tokenize_references,
     truncate_prompt,
 )
-from recipe_gkd.data.tools import Tools, read_tools
 from recipe_gkd.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -41,97 +39,93 @@ class PromptData:
     """Tokenized prompts of a data set.
 
     Attributes:
-        table: All rows and columns of the data set.
+        data_set: All rows of the data set.
         name: Name of the data set, for messages.
         ids: Token ids of each prompt, int32 [P]. Overlong prompts were dropped or cut.
-        rows: Row of each prompt in ``table``.
+        rows: Row of each prompt in ``data_set``.
         template: Settings of the student's chat template.
-        tools: Tools of each row of ``table``. None for rows without tools.
         reference_ids: Token ids of each reference response, int32 [T]. Empty without ``with_references``.
-        fingerprint: Hash of the prompts, and of the settings of the chat template and the tools if there are any.
+        fingerprint: Hash of the prompts, the tools and the chat template; see :mod:`recipe_gkd.data.fingerprints`.
         references_fingerprint: Hash of the reference responses. Empty without ``with_references``.
         teacher_prompts_fingerprint: Hash of the teachers' own prompts. Empty without :meth:`set_teacher_prompts`.
     """
 
     def __init__(
         self,
-        table: pa.Table,
+        data_set: DataSet,
         config: DataConfig,
         tokenizer: Any,
         *,
         with_references: bool = False,
         stop_token_ids: Collection[int] = (),
-        name: str = "the training data",
     ) -> None:
         """Tokenize the prompts, and with ``with_references`` the reference responses.
 
         Args:
-            table: Data set with the column ``data.prompt_key``.
+            data_set: Rows with prompts.
             config: Settings of the data.
             tokenizer: Tokenizer of the student.
-            with_references: True to tokenize the reference responses of the column ``data.response_key``.
+            with_references: True to tokenize the reference responses too.
             stop_token_ids: Ids at which a sampled response ends, besides ``tokenizer.eos_token_id``. A reference
                 response that ends with one of them is complete; to others ``tokenizer.eos_token_id`` is appended.
-            name: Name of the data set, for messages.
 
         Raises:
             DataError: A row cannot be used, or no prompt is left.
         """
-        self.table, self.name = table, name
-        self._prompt_key = config.prompt_key
+        self.data_set, self.name = data_set, data_set.name
         self.template = ChatTemplate(config.apply_chat_template_kwargs, config.system_prompt)
-        prompts = self.raw_prompts()
-        self.tools = read_tools(table, config, name)
         self.ids: list[np.ndarray] = []
         self.rows: list[int] = []
-        self._tokenize(prompts, config, tokenizer)
-        self.fingerprint = _fingerprint(prompts, self.rows, self.template, self.tools)
+        self.fingerprint = self._tokenize(config, tokenizer)
         self._end_ids = frozenset({*stop_token_ids, tokenizer.eos_token_id}) if with_references else frozenset()
         self.teacher_prompts_fingerprint = ""
         self._teacher_ids: Sequence[np.ndarray | None] | None = None
         self.reference_ids: list[np.ndarray] = []
         self.references_fingerprint = ""
         if with_references:
-            self.reference_ids = tokenize_references(table, self.rows, config, tokenizer, self._end_ids)
-            self.references_fingerprint = _fingerprint(table.column(config.response_key).to_pylist(), self.rows)
+            texts = Fingerprint()
+            for text, ids in tokenize_references(data_set, self.rows, config, tokenizer, self._end_ids):
+                self.reference_ids.append(ids)
+                texts.add(text)
+            self.references_fingerprint = texts.hexdigest()
 
-    def raw_prompts(self) -> list[Any]:
-        """Return the prompt of each row of ``table`` before the chat template: text or messages."""
-        prompts: list[Any] = self.table.column(self._prompt_key).to_pylist()
-        return prompts
-
-    def _tokenize(self, prompts: list[Any], config: DataConfig, tokenizer: Any) -> None:
+    def _tokenize(self, config: DataConfig, tokenizer: Any) -> str:
+        """Tokenize the prompts, log what is unusual, and return the fingerprint."""
         started_at = time.monotonic()
-        for row, (prompt, tools) in enumerate(zip(prompts, self.tools, strict=True)):
-            where = f"row {row} of {self.name}"
-            ids = tokenize_prompt(prompt, tokenizer, where, template=self.template, tools=tools)
+        inputs = PromptFingerprint(tokenizer, self.template)
+        has_text, first_with_tools = False, None
+        for row in self.data_set:
+            has_text = has_text or isinstance(row.prompt, str)
+            if first_with_tools is None and row.tools is not None:
+                first_with_tools = row
+            ids = tokenize_prompt(row.prompt, tokenizer, row.where, template=self.template, tools=row.tools)
             if len(ids) > config.max_prompt_length:
                 if config.filter_overlong_prompts:
                     continue
-                ids = truncate_prompt(ids, config, where)
+                ids = truncate_prompt(ids, config, row.where)
             self.ids.append(ids)
-            self.rows.append(row)
-        limit = f"data.max_prompt_length={config.max_prompt_length}"
-        if n_dropped := len(prompts) - len(self.rows):
-            log.warning(
-                "%s: %d of %d prompts are longer than %s and were dropped", self.name, n_dropped, len(prompts), limit
-            )
-        if getattr(tokenizer, "chat_template", None) and any(isinstance(prompt, str) for prompt in prompts):
+            self.rows.append(row.index)
+            inputs.add_prompt(row.prompt, row.tools)
+        n_rows, limit = len(self.data_set), f"data.max_prompt_length={config.max_prompt_length}"
+        if n_dropped := n_rows - len(self.rows):
+            log.warning("%s: %d of %d prompts are longer than %s and were dropped", self.name, n_dropped, n_rows, limit)
+        if has_text and getattr(tokenizer, "chat_template", None):
             log.warning(
                 "%s: the prompts are plain text, which gets no chat template, but the tokenizer has one. For a chat "
                 "model write them as a list of messages, such as [{'role': 'user', 'content': ...}] (docs/data.md)",
                 self.name,
             )
-        if ignores_tools(prompts, self.tools, tokenizer, self.template):
+        if first_with_tools is not None and ignores_tools(first_with_tools, tokenizer, self.template):
             log.warning(
                 "%s: the tokenizer's chat template ignores the tools of data.tools_key=%s; use a model whose template "
                 "describes tools, or set data.tools_key=null",
                 self.name,
                 config.tools_key,
             )
-        log.info("tokenized %d prompts of %s in %.1f s", len(prompts), self.name, time.monotonic() - started_at)
+        log.info("tokenized %d prompts of %s in %.1f s", n_rows, self.name, time.monotonic() - started_at)
         if not self.ids:
-            raise DataError(f"all {len(prompts)} prompts of {self.name} are longer than {limit}; raise it")
+            raise DataError(f"all {n_rows} prompts of {self.name} are longer than {limit}; raise it")
+        return inputs.hexdigest()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -141,7 +135,7 @@ class PromptData:
 
         Args:
             ids: Token ids for each prompt, int32 [P], or None for the student's.
-            fingerprint: Hash of the ids.
+            fingerprint: Hash of what the prompts are made from.
         """
         self._teacher_ids, self.teacher_prompts_fingerprint = ids, fingerprint
 
@@ -209,6 +203,16 @@ class PromptLoader:
         self._sft_share = Fraction(sft_share).limit_denominator(1_000_000)  # exact: 100 prompts at 0.29 are 29
         self.total_prompts = None if max_steps is not None else len(data) * epochs
         self.max_steps = max_steps
+        size = config.train_batch_size
+        if size > len(data) and (self.total_prompts is None or self.total_prompts > len(data)):
+            log.warning(
+                "data.train_batch_size=%d is larger than the %d prompts of %s: a step trains on prompts more than "
+                "once. Lower it to %d or less, or use more data",
+                size,
+                len(data),
+                data.name,
+                len(data),
+            )
         self._cached_epoch, self._cached_order = -1, np.arange(0)
 
     def last_step(self, position: int, step: int) -> int:
@@ -257,35 +261,9 @@ class PromptLoader:
         return self._cached_order
 
 
-def ignores_tools(
-    prompts: Sequence[Any], tools: Sequence[Tools | None], tokenizer: Any, template: ChatTemplate
-) -> bool:
-    """Return True if the chat template renders the first prompt with tools as if it had none."""
-    first = next((row for row, of_row in enumerate(tools) if of_row), None)
-    if first is None:
-        return False
+def ignores_tools(row: Row, tokenizer: Any, template: ChatTemplate) -> bool:
+    """Return True if the chat template prints the prompt of a row with tools as if it had none."""
     with_tools, without = (
-        render_prompt(prompts[first], tokenizer, f"row {first}", template=template, tools=given)
-        for given in (tools[first], None)
+        render_prompt(row.prompt, tokenizer, row.where, template=template, tools=tools) for tools in (row.tools, None)
     )
     return with_tools == without
-
-
-def _fingerprint(
-    values: list[Any],
-    rows: list[int],
-    template: ChatTemplate | None = None,
-    tools: Sequence[Tools | None] | None = None,
-) -> str:
-    """Return a hash of the values of ``rows``, of a template that is not the default, and of tools if there are any.
-
-    It has 32 hexadecimal digits.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    if template is not None and template != ChatTemplate():
-        digest.update(json.dumps([dict(template.kwargs), template.system_prompt], sort_keys=True).encode() + b"\n")
-    for row in rows:
-        digest.update(json.dumps(values[row], sort_keys=True, default=str).encode() + b"\n")  # JSON has no line feed
-        if tools is not None and tools[row]:
-            digest.update(json.dumps(tools[row]).encode() + b"\n")
-    return digest.hexdigest()

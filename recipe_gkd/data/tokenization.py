@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from recipe_gkd.config.schema import DataConfig
+from recipe_gkd.data.messages import read_messages
+from recipe_gkd.data.rows import DataSet
 from recipe_gkd.errors import DataError
 
 
@@ -100,12 +101,7 @@ def _apply_template(
     **options: bool,
 ) -> Any:
     """Return the text or the token ids of a chat, as the tokenizer's ``apply_chat_template`` with ``options`` does."""
-    if not _is_chat(prompt):
-        raise DataError(
-            f"{where}: the prompt is {prompt!r:.200}; expected a string, or a list of "
-            "{'role': ..., 'content': ...} messages that is not empty"
-        )
-    messages = _messages_without_nulls(prompt, where)
+    messages = read_messages(prompt, where)
     if template.system_prompt is not None and all(message["role"] != "system" for message in messages):
         messages = [{"role": "system", "content": template.system_prompt}, *messages]
     arguments = {**template.kwargs, **({} if tools is None else {"tools": tools}), **options}
@@ -141,12 +137,12 @@ def truncate_prompt(ids: np.ndarray, config: DataConfig, where: str) -> np.ndarr
 
 
 def tokenize_references(
-    table: pa.Table, rows: list[int], config: DataConfig, tokenizer: Any, end_ids: Collection[int | None]
-) -> list[np.ndarray]:
-    """Return the token ids of reference responses, each int32 [T] with T at most ``max_response_length``.
+    data_set: DataSet, rows: Iterable[int], config: DataConfig, tokenizer: Any, end_ids: Collection[int | None]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield text and token ids of reference responses, each int32 [T] with T at most ``max_response_length``.
 
     Args:
-        table: Data set with the column ``data.response_key``.
+        data_set: Data set with reference responses.
         rows: Rows whose reference responses are needed.
         config: Settings of the data.
         tokenizer: Tokenizer of the student.
@@ -157,52 +153,25 @@ def tokenize_references(
     """
     key, limit = config.response_key, config.max_response_length
     remedy = "Set data.response_key to the column of the reference responses, or gkd.sft_share=0 to train without them"
-    if key not in table.column_names:
+    if not data_set.has_responses:
         raise DataError(
             f"gkd.sft_share is above 0, but the data has no column data.response_key={key}; it has: "
-            f"{', '.join(table.column_names)}. {remedy}"
+            f"{', '.join(data_set.columns)}. {remedy}"
         )
     if tokenizer.eos_token_id is None:
         raise DataError(
             "the student's tokenizer has no end-of-sequence token, which reference responses end with: set eos_token "
             "in its tokenizer_config.json, or gkd.sft_share=0"
         )
-    texts = table.column(key).to_pylist()
-    references = []
-    for row in rows:
-        text = texts[row]
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else []
-        if len(ids) == 0:
+    for index in rows:
+        row = data_set[index]
+        text = row.response
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text is not None else []
+        if text is None or len(ids) == 0:
             raise DataError(
-                f"row {row} of the training data: the response in column {key!r} is {text!r:.200}; expected a string "
-                f"that is not empty. Remove the row. {remedy}"
+                f"{row.where}: the response in column {key!r} is {text!r:.200}; expected a string that is not empty. "
+                f"Remove the row. {remedy}"
             )
         if ids[-1] not in end_ids:
             ids = [*ids, tokenizer.eos_token_id]
-        references.append(np.asarray(ids[:limit], dtype=np.int32))
-    return references
-
-
-def _is_chat(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and len(prompt) > 0
-        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt)
-    )
-
-
-def _messages_without_nulls(prompt: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Return the messages without null fields, because parquet gives every message the fields of all others.
-
-    A message that calls tools needs no content and gets an empty one. Other messages without content are refused,
-    because a template would print ``None``.
-    """
-    messages = []
-    for number, message in enumerate(prompt):
-        if message["content"] is None and not message.get("tool_calls"):
-            raise DataError(
-                f"{where}: the content of message {number} (role {message['role']!r}) is null; expected a string. Fill "
-                "it in or remove the row; only a message with tool_calls may have no content"
-            )
-        messages.append({"content": ""} | {key: value for key, value in message.items() if value is not None})
-    return messages
+        yield text, np.asarray(ids[:limit], dtype=np.int32)

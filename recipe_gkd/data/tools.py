@@ -1,44 +1,32 @@
-"""Tools of each row (``data.tools_key``), which chat templates describe to the model."""
+"""Tools of a row (``data.tools_key``), which chat templates describe to the model."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import Any
 
-import pyarrow as pa
-
-from recipe_gkd.config.schema import DataConfig
-from recipe_gkd.data.tables import column_at, column_path
+from recipe_gkd.data.values import parse_json, without_nulls
 from recipe_gkd.errors import DataError
 
 Tools = list[dict[str, Any]]
 """JSON schemas of functions, as a chat template expects them."""
 
 
-def read_tools(table: pa.Table, config: DataConfig, name: str) -> Sequence[Tools | None]:
-    """Return the tools of each row. None for rows without tools, and for all rows without ``data.tools_key``.
+def read_tools(value: Any, where: str, key: str, *, drop_nulls: bool) -> Tools | None:
+    """Return the tools of a row, None without any.
 
     Args:
-        table: Data set.
-        config: Settings of the data.
-        name: Name of the data set, for messages.
+        value: List of objects, or its JSON text.
+        where: Row of the tools, for error messages.
+        key: Column of the tools.
+        drop_nulls: Drop null fields, because the format of the file adds them. Nulls in JSON text are the user's.
 
     Raises:
-        DataError: The column is missing, or a value is not a list of objects, or its JSON text.
+        DataError: The value is not a list of objects, or its JSON text.
     """
-    if config.tools_key is None:
-        return [None] * table.num_rows
-    path = column_path(table, config.tools_key, setting="data.tools_key", purpose="with the tools of each prompt")
-    values = column_at(table, path).to_pylist()
-    return [_tools_of(value, f"row {row} of {name}", config.tools_key) for row, value in enumerate(values)]
-
-
-def _tools_of(value: Any, where: str, key: str) -> Tools | None:
     tools = value
     if isinstance(value, str):
         try:
-            tools = json.loads(value) if value.strip() else None
+            tools = parse_json(value) if value.strip() else None
         except ValueError as error:
             raise DataError(f"{where}: the tools in column {key} are no JSON: {error}; got {value!r:.200}") from error
     if tools is None or tools == []:
@@ -48,11 +36,5 @@ def _tools_of(value: Any, where: str, key: str) -> Tools | None:
             f"{where}: the tools in column {key} are {value!r:.200}; expected a list of objects such as "
             "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}, or its JSON text"
         )
-    return tools if isinstance(value, str) else [_without_nulls(tool) for tool in tools]
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a value without null fields, because a column gives every object the fields of all others."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(field) for name, field in value.items() if field is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+    found: Tools = without_nulls(tools) if drop_nulls and not isinstance(value, str) else tools
+    return found

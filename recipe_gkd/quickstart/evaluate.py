@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from recipe_gkd.config import load_config
+from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.quickstart.task import Problem, final_number, is_exact
 from recipe_gkd.rollout.offline_engine import (
@@ -88,16 +87,10 @@ def read_problems(path: Path, limit: int | None) -> list[dict[str, Any]]:
         DataError: The file cannot be read, or has no rows.
     """
     try:
-        table = pq.read_table(path, columns=["prompt", "answer"])
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path} cannot be read as a parquet file with the columns prompt and answer ({error}); "
-            "create it with python -m recipe_gkd.quickstart.prepare"
-        ) from error
-    rows: list[dict[str, Any]] = table.slice(0, limit).to_pylist()
-    if not rows:
-        raise DataError(f"{path} has no rows to evaluate; create it again with recipe_gkd.quickstart.prepare --fresh")
-    return rows
+        data_set = read_data_set([str(path)], load_config("quickstart").data)
+        return [{"prompt": row.prompt, "answer": row.value(("answer",))} for row in data_set[:limit]]
+    except DataError as error:
+        raise DataError(f"{error}. Create the file with python -m recipe_gkd.quickstart.prepare") from error
 
 
 def score(rows: list[dict[str, Any]], responses: list[str], *, model: str, data: str, seconds: float) -> Evaluation:

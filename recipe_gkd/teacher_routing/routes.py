@@ -6,12 +6,11 @@ import logging
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 
 from recipe_gkd.config import Config
 from recipe_gkd.config.objective import uses_teacher
 from recipe_gkd.config.teachers import TEACHER, names
-from recipe_gkd.data.tables import column_at, column_path
+from recipe_gkd.data.rows import DataSet
 from recipe_gkd.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -40,15 +39,14 @@ class Routes:
         return [self.names[number] for number in numbers]
 
 
-def read_routes(table: pa.Table, config: Config, name: str = "the training data") -> Routes:
+def read_routes(data_set: DataSet, config: Config) -> Routes:
     """Return the teacher of each row, and log a warning for each teacher without rows.
 
     A run without a teacher has empty routes.
 
     Args:
-        table: Data set.
+        data_set: Data set.
         config: Configuration with the teachers and ``route_key``.
-        name: Name of the data set, for messages.
 
     Raises:
         DataError: The data has no column ``route_key``, or a row names an unknown teacher.
@@ -60,17 +58,17 @@ def read_routes(table: pa.Table, config: Config, name: str = "the training data"
     if teacher.route_key is None:
         return Routes(known)
     setting = f"{TEACHER}.route_key"
-    path = column_path(table, teacher.route_key, setting=setting, purpose="that names each prompt's teacher")
+    path = data_set.find(teacher.route_key, setting=setting, purpose="that names each prompt's teacher")
     numbers = {name: number for number, name in enumerate(known)}
-    values = column_at(table, path).to_pylist()
+    values = list(data_set.values_at(path))
     for row, value in enumerate(values):
         if not isinstance(value, str) or value not in numbers:
             raise DataError(
-                f"row {row} of {name} has {value!r:.100} in the column {setting}={teacher.route_key}; "
+                f"{data_set[row].where} has {value!r:.100} in the column {setting}={teacher.route_key}; "
                 f"expected one of the teachers {', '.join(known)}. Correct the row, add its teacher to "
                 f"{TEACHER}.teachers, or write teachers' names into a separate column"
             )
     routes = Routes(known, np.array([numbers[value] for value in values]))
     if unused := [name for name in known if name not in routes.used]:
-        log.warning("no row of %s is for teacher %s, which gets no requests", name, ", ".join(unused))
+        log.warning("no row of %s is for teacher %s, which gets no requests", data_set.name, ", ".join(unused))
     return routes

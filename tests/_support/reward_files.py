@@ -19,6 +19,7 @@ def settings(path: Path | str | None, **values: Any) -> RewardFunctionConfig:
         "functions": {},
         "max_concurrency": 16,
         "name": "compute_score",
+        "skip_special_tokens": True,
         "on_training": True,
         "timeout_s": 20.0,
         "num_workers": 1,

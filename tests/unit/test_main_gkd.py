@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +22,7 @@ from recipe_gkd import main_gkd
 from recipe_gkd.checkpoints.run_folder import RunFolder, check_outputs
 from recipe_gkd.config import Config
 from recipe_gkd.data.prompts import PromptData
-from recipe_gkd.data.tables import read_table
+from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError, DataError, GkdError, UnexpectedError, WorkerDied
 from recipe_gkd.main_gkd import _reward_items
@@ -30,6 +31,7 @@ from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.runtime.stop_request import StopRequest
 from teacher.errors import TeacherTimeout
 from tests._support.base_config import base_config
+from tests._support.data_sets import data_set_of
 
 STUDENT = Student(Path("x"), 64, build_tokenizer(), "the same", n_tokens=60)
 
@@ -76,24 +78,34 @@ class TestRewardItems:
         self, tmp_path: Path, overrides: tuple[str, ...], has_items: bool
     ) -> None:
         config = make_config(tmp_path, *overrides)
-        data = PromptData(read_table(config.data.train_files, config.data.prompt_key), config.data, STUDENT.tokenizer)
+        data = PromptData(read_data_set(config.data.train_files, config.data), config.data, STUDENT.tokenizer)
         assert (_reward_items(config, data, STUDENT, scorer_of(config)) is not None) == has_items
+
+    def test_reward_items_decode_as_the_key_states(self, tmp_path: Path) -> None:
+        for skips, text in (("true", ""), ("false", STUDENT.tokenizer.eos_token)):
+            config = make_config(tmp_path, self.REWARD, f"custom_reward_function.skip_special_tokens={skips}")
+            data = PromptData(read_data_set(config.data.train_files, config.data), config.data, STUDENT.tokenizer)
+            items = _reward_items(config, data, STUDENT, scorer_of(config))
+            assert items is not None
+            end = np.array([STUDENT.tokenizer.eos_token_id], np.int32)
+            response = data.reference_response(replace(data.prompt(0, 0), reference_ids=end), 0)
+            assert items.build_item(data.prompt(0, 0), response).response == text
 
     def test_reward_items_unknown_ground_truth_key_is_an_error(self, tmp_path: Path) -> None:
         config = make_config(tmp_path, self.REWARD, "data.ground_truth_key=nowhere")
-        data = PromptData(read_table(config.data.train_files, config.data.prompt_key), config.data, STUDENT.tokenizer)
+        data = PromptData(read_data_set(config.data.train_files, config.data), config.data, STUDENT.tokenizer)
         with pytest.raises(DataError, match=r"nowhere: the data has no such column.*on_training=false"):
             _reward_items(config, data, STUDENT, scorer_of(config))
 
     def test_reward_items_of_a_function_without_ground_truth_need_no_column(self, tmp_path: Path) -> None:
         config = make_config(tmp_path, self.REWARD, "gkd.use_rl_loss=true", "actor_rollout_ref.rollout.n=2")
-        table = read_table(config.data.train_files, config.data.prompt_key).drop_columns(["ground_truth"])
-        data = PromptData(table, config.data, STUDENT.tokenizer)
+        data = PromptData(data_set_of({"prompt": ["1+1="]}, config.data), config.data, STUDENT.tokenizer)
         items = _reward_items(config, data, STUDENT, scorer_of(config, truth_use="optional"))
         assert items is not None
         response = data.reference_response(replace(data.prompt(0, 0), reference_ids=data.ids[0]), 0)
         assert items.build_item(data.prompt(0, 0), response).ground_truth is None
         named = make_config(tmp_path, self.REWARD, "data.ground_truth_key=nowhere")
+        data = PromptData(data_set_of({"prompt": ["1+1="]}, named.data), named.data, STUDENT.tokenizer)
         with pytest.raises(DataError, match="nowhere: the data has no such column"):
             _reward_items(named, data, STUDENT, scorer_of(named, truth_use="optional"))
         assert _reward_items(named, data, STUDENT, scorer_of(named, truth_use="unused")) is not None

@@ -77,6 +77,8 @@ TEACHER_PARTS = {
     "worker": {"engines", "free_memory", "stall_watchdog", "stop_signal", "worker", "worker_jobs"},
 }
 """Other modules of ``teacher`` that each part may import."""
+ARROW_WRITERS = {"recipe_gkd/commands/data/prepare.py", "recipe_gkd/quickstart/task.py"}
+"""Modules that write parquet files."""
 RAY_FREE = ("errors", "runtime", "losses", "config", "data", "pipeline", "actor", "rollout", "weight_sync", "metrics")
 
 
@@ -244,6 +246,15 @@ class TestImports:
             if any(module.split(".")[0] == "ray" for module in imports_of(name))
         ]
         assert not found
+
+    def test_arrow_is_imported_only_where_files_are_read_and_written(self) -> None:
+        """Other modules see rows, not Arrow's view of them."""
+        found = {
+            name
+            for name in PYTHON_FILES
+            if name.startswith("recipe_gkd/") and any(module.split(".")[0] == "pyarrow" for module in imports_of(name))
+        }
+        assert found == {"recipe_gkd/data/arrow_rows.py", *ARROW_WRITERS}
 
     def test_scoring_worker_starts_without_large_imports(self) -> None:
         large = "[name for name in ('torch', 'transformers') if name in sys.modules]"

@@ -20,8 +20,8 @@ from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData, PromptLoader
+from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
-from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import GkdError, RewardError, WorkerDied
 from recipe_gkd.metrics.steps import describe
 from recipe_gkd.metrics.timeline import Timeline
@@ -132,8 +132,8 @@ def build_ids(text: str) -> list[int]:
 def build_trainer(
     config: Config, workers: FakeWorkers, scorer: RewardScorer | None = None, teacher: Any = None
 ) -> Trainer:
-    table = read_table(config.data.train_files, config.data.prompt_key)
-    data = PromptData(table, config.data, TOKENIZER, with_references=True)
+    data_set = read_data_set(config.data.train_files, config.data)
+    data = PromptData(data_set, config.data, TOKENIZER, with_references=True)
     loader = PromptLoader(data, config.data, n=N, epochs=1, max_steps=None, sft_share=config.gkd.sft_share)
     reward_context = RewardContext(scorer, RewardItems(data, config.data, TOKENIZER)) if scorer else None
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)

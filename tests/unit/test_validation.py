@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from recipe_gkd.checkpoints.store import forget_best, read_best
 from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData, PromptLoader
+from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample, TeacherTopK
-from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItem
@@ -166,7 +167,7 @@ def train(
     workers: Any = None,
 ) -> Run:
     """Train to the end, or until the save after step ``crash_after``. ``scores`` are rewards by weights version."""
-    data = PromptData(read_table(config.data.train_files, config.data.prompt_key), config.data, TOKENIZER)
+    data = PromptData(read_data_set(config.data.train_files, config.data), config.data, TOKENIZER)
     loader = PromptLoader(data, config.data, n=1, epochs=9, max_steps=config.trainer.total_training_steps)
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
     checkpoint = None
@@ -268,6 +269,29 @@ class TestMetrics:
 
 
 class TestValidationSettings:
+    def test_special_tokens_reach_the_reward_function_with_the_key(self, tmp_path: Path) -> None:
+        for skips, text in (("true", ""), ("false", TOKENIZER.eos_token)):
+            key = f"custom_reward_function.skip_special_tokens={skips}"
+            validation = Validation(make_config(tmp_path, key), TOKENIZER)
+            seen: list[str] = []
+
+            class Recorder:
+                async def score(self, items: Sequence[RewardItem], seen: list[str] = seen) -> list[Reward]:
+                    seen += [item.response for item in items]
+                    return [Reward(0.0)] * len(items)
+
+            end = np.array([TOKENIZER.eos_token_id], np.int32)
+            responses = [
+                replace(respond(prompt, "1"), ids=end, logprobs=np.zeros(1, np.float32), versions_T=end)
+                for prompt in validation.prompts
+            ]
+            asyncio.run(validation.report(responses, Recorder(), 4))  # type: ignore[arg-type]
+            assert seen == [text] * 4
+
+    def test_number_of_rows_is_limited_by_the_key(self, tmp_path: Path) -> None:
+        config = make_config(tmp_path, "data.val_max_samples=2", "data.shuffle=false")
+        assert [prompt.row for prompt in Validation(config, TOKENIZER).prompts] == [0, 1]
+
     def test_timeout_grows_with_number_of_responses(self, tmp_path: Path) -> None:
         timeout = "actor_rollout_ref.rollout.timeout_s=10"
         assert Validation(make_config(tmp_path, timeout), TOKENIZER).timeout_s == 20
@@ -285,7 +309,10 @@ class TestValidationSettings:
                 {"prompt": ["1+1=", "2+2="], "ground_truth": ["2", None]},
                 "data.val_files: .*row 1 of the validation data",
             ),
-            ({"prompt": [3], "ground_truth": ["a"]}, "data.val_files: row 0 of the validation data: the prompt is 3"),
+            (
+                {"prompt": [3], "ground_truth": ["a"]},
+                "data.val_files: row 0 of the validation data .*: the prompt is 3",
+            ),
         ],
     )
     def test_unusable_data_refused(self, tmp_path: Path, rows: dict[str, list[Any]], message: str) -> None:

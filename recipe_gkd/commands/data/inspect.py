@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from recipe_gkd.commands.arguments import command_parser
+from recipe_gkd.commands.output import print_lines
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import ignores_tools
-from recipe_gkd.data.tables import column_at, read_table
+from recipe_gkd.data.rows import DataSet, Row, read_data_set
 from recipe_gkd.data.tokenization import ChatTemplate, render_prompt, tokenize_prompt
-from recipe_gkd.data.tools import read_tools
+from recipe_gkd.data.values import Unreadable
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import DataError
-from recipe_gkd.rewards.items import truth_path
 
 DESCRIPTION = """Show a data set as a training run would read it. Neither Ray nor a teacher is needed.
 
@@ -40,8 +40,7 @@ def main(argv: Sequence[str]) -> int:
         Exit status: 0 if a run could read the data, 1 after an error.
     """
     try:
-        for line in _report(make_parser().parse_args(argv)):
-            print(line)
+        print_lines(_report(make_parser().parse_args(argv)))
     except Exception as error:  # noqa: BLE001 - the command prints one error instead of a traceback
         print(f"error: {as_known_error(error, 'data inspect')}", file=sys.stderr)
         return 1
@@ -67,33 +66,34 @@ def _report(arguments: argparse.Namespace) -> Iterator[str]:
     config = read_config(
         arguments.config_name, [f'data.train_files="{quoted}"', *model, *overrides], arguments.config_dir
     ).config
-    table = read_table([file], config.data.prompt_key, config.data.response_key)
-    yield from describe_columns(table)
-    yield _ground_truth(table, config.data)
+    data_set = read_data_set([file], config.data, "the data", config.data.train_max_samples)
+    yield from describe_columns(data_set)
+    yield _ground_truth(data_set, config.data)
     if model:
         yield f"no lengths and no rendered prompt, because no tokenizer is given; add {_MODEL_KEY}=FOLDER"
         return
     from teacher.engines.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-    yield from describe_prompts(table, config.data, tokenizer, arguments.row)
+    yield from describe_prompts(data_set, config.data, tokenizer, arguments.row)
 
 
-def describe_columns(table: pa.Table) -> Iterator[str]:
+def describe_columns(data_set: DataSet) -> Iterator[str]:
     """Yield the number of rows, and name, type, number of nulls and first value of each column."""
-    yield f"{table.num_rows} rows"
-    for name in table.column_names:
-        column = table.column(name)
-        value = repr(column[0].as_py())
-        shown = value if len(value) <= SHOWN_CHARS else f"{value[:SHOWN_CHARS]}..."
-        yield f"  {name} ({column.type!s:.60}, {column.null_count} null): {shown}"
+    yield f"{len(data_set)} rows"
+    for name in data_set.columns:
+        kind, n_null = data_set.describe(name)
+        value = data_set[0].values.get(name)
+        text = f"cannot be read: {value.reason}" if isinstance(value, Unreadable) else repr(value)
+        shown = text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+        yield f"  {name} ({kind}, {n_null} null): {shown}"
 
 
-def describe_prompts(table: pa.Table, config: DataConfig, tokenizer: Any, shown_row: int) -> Iterator[str]:
+def describe_prompts(data_set: DataSet, config: DataConfig, tokenizer: Any, shown_row: int) -> Iterator[str]:
     """Yield lengths of the prompts and reference responses, the number of overlong prompts, and one prompt.
 
     Args:
-        table: Rows of the data set.
+        data_set: Rows of the data set.
         config: Settings of the data.
         tokenizer: Tokenizer of the student.
         shown_row: Row whose prompt is shown.
@@ -101,15 +101,11 @@ def describe_prompts(table: pa.Table, config: DataConfig, tokenizer: Any, shown_
     Raises:
         DataError: A prompt cannot be used, or there is no ``shown_row``.
     """
-    if not 0 <= shown_row < table.num_rows:
-        raise DataError(f"--row {shown_row}: the data has the rows 0 to {table.num_rows - 1}; choose one of them")
+    if not 0 <= shown_row < len(data_set):
+        raise DataError(f"--row {shown_row}: the data has the rows 0 to {len(data_set) - 1}; choose one of them")
     template = ChatTemplate(config.apply_chat_template_kwargs, config.system_prompt)
-    prompts, tools = table.column(config.prompt_key).to_pylist(), read_tools(table, config, "the data")
-    ids = [
-        tokenize_prompt(prompt, tokenizer, f"row {row}", template=template, tools=tools[row])
-        for row, prompt in enumerate(prompts)
-    ]
-    lengths = np.array([len(each) for each in ids])
+    found = [_measure(row, tokenizer, template) for row in data_set]
+    lengths = np.array([each.n_prompt for each in found])
     yield f"prompt tokens: {_percentiles(lengths)}"
     overlong = np.flatnonzero(lengths > config.max_prompt_length)
     if len(overlong):
@@ -118,33 +114,58 @@ def describe_prompts(table: pa.Table, config: DataConfig, tokenizer: Any, shown_
             fate = f"treated with data.truncation={config.truncation}"
         rows = ", ".join(map(str, overlong[:5])) + (", ..." if len(overlong) > 5 else "")
         limit = f"data.max_prompt_length={config.max_prompt_length}"
-        yield f"  {len(overlong)} of {len(ids)} are longer than {limit} and are {fate}: rows {rows}"
-    if config.response_key in table.column_names:
-        texts = [text for text in table.column(config.response_key).to_pylist() if isinstance(text, str)]
-        if texts:
-            sizes = np.array([len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts])
-            yield f"reference response tokens: {_percentiles(sizes)}"
-    if any(isinstance(prompt, str) for prompt in prompts):
+        yield f"  {len(overlong)} of {len(found)} are longer than {limit} and are {fate}: rows {rows}"
+    if sizes := [each.n_response for each in found if each.n_response is not None]:
+        yield f"reference response tokens: {_percentiles(np.array(sizes))}"
+    if unusable := [each.problem for each in found if each.problem is not None]:
+        yield f"{len(unusable)} reference responses cannot be used; the first: {unusable[0]}"
+    if any(each.is_text for each in found):
         yield "plain text prompts get no chat template" + ("; the tokenizer has one" if tokenizer.chat_template else "")
-    if n_with_tools := sum(of_row is not None for of_row in tools):
-        ignored = ", which the chat template ignores" if ignores_tools(prompts, tools, tokenizer, template) else ""
-        yield f"{n_with_tools} of {len(prompts)} prompts have tools{ignored}"
-    text = render_prompt(prompts[shown_row], tokenizer, f"row {shown_row}", template=template, tools=tools[shown_row])
-    shown = ids[shown_row][:SHOWN_IDS]
-    yield f"prompt of row {shown_row}, {lengths[shown_row]} tokens:"
+    if with_tools := [index for index, each in enumerate(found) if each.has_tools]:
+        is_ignored = ignores_tools(data_set[with_tools[0]], tokenizer, template)
+        ignored = ", which the chat template ignores" if is_ignored else ""
+        yield f"{len(with_tools)} of {len(found)} prompts have tools{ignored}"
+    yield from _shown_prompt(data_set[shown_row], tokenizer, template)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Lengths of a row in tokens, and what is unusual about it."""
+
+    n_prompt: int
+    is_text: bool
+    has_tools: bool
+    n_response: int | None = None
+    problem: DataError | None = None
+
+
+def _measure(row: Row, tokenizer: Any, template: ChatTemplate) -> _Measured:
+    n_prompt = len(tokenize_prompt(row.prompt, tokenizer, row.where, template=template, tools=row.tools))
+    prompt = _Measured(n_prompt, isinstance(row.prompt, str), row.tools is not None)
+    try:
+        if row.response is None:
+            return prompt
+    except DataError as error:  # matters only if reference responses are trained on
+        return replace(prompt, problem=error)
+    return replace(prompt, n_response=len(tokenizer(row.response, add_special_tokens=False)["input_ids"]))
+
+
+def _shown_prompt(row: Row, tokenizer: Any, template: ChatTemplate) -> Iterator[str]:
+    text = render_prompt(row.prompt, tokenizer, row.where, template=template, tools=row.tools)
+    ids = tokenize_prompt(row.prompt, tokenizer, row.where, template=template, tools=row.tools)
+    yield f"prompt of row {row.index}, {len(ids)} tokens:"
     yield from (f"  | {line}" for line in text.split("\n"))
-    yield f"tokens: {tokenizer.convert_ids_to_tokens(shown.tolist())}" + (
-        " ..." if len(shown) < lengths[shown_row] else ""
-    )
+    shown = tokenizer.convert_ids_to_tokens(ids[:SHOWN_IDS].tolist())
+    yield f"tokens: {shown}" + (" ..." if len(shown) < len(ids) else "")
 
 
-def _ground_truth(table: pa.Table, config: DataConfig) -> str:
+def _ground_truth(data_set: DataSet, config: DataConfig) -> str:
     """Return the line about the column that reward functions compare responses with."""
     try:
-        path = truth_path(table, config, "the data")
+        path = data_set.truth_path
     except DataError:
         return f"no ground truth: there is no column data.ground_truth_key={config.ground_truth_key}"
-    n_null = column_at(table, path).is_null().to_pylist().count(True)
+    n_null = sum(truth is None for truth in data_set.values_at(path))
     return f"ground truth: {'.'.join(path)}, {n_null} null"
 
 

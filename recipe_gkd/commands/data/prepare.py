@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe_gkd.data.tables import PROMPT_KEY_HINT, read_table
+from recipe_gkd.commands.output import print_lines
+from recipe_gkd.config import load_config
+from recipe_gkd.data.files import FORMATS
+from recipe_gkd.data.rows import CONVERSATIONS, PROMPT_KEY_HINT, DataSet, Row, read_data_set
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import DataError
 
-DESCRIPTION = """Convert raw files to chat messages, and divide them into training and validation data.
+DESCRIPTION = f"""Convert raw files to chat messages, and divide them into training and validation data.
 
 python -m recipe_gkd data prepare gsm8k train.jsonl --val test.jsonl --output data/gsm8k
 python -m recipe_gkd data prepare csv faq.csv --prompt-column question --response-column answer --val-fraction 0.1 \\
     --output data/faq
 
 gsm8k reads the files of the data set of this name: questions, and solutions that end with "#### <number>".
-csv reads csv, jsonl, json and parquet files with one column per text. All other columns are kept.
+csv reads files of all formats with one column per text: {FORMATS}.
+All other columns are kept. One whose name the output needs for another becomes original_NAME.
 """
 ANSWER_HINT = 'Reason step by step, and write the final number after "####".'
 """Instruction after each question of GSM8K, in the format of its solutions."""
@@ -33,7 +37,22 @@ CALCULATION = re.compile(r"<<[^>]*>>")
 """Annotation in the solutions of GSM8K for a calculator that a model could call."""
 TRAIN, VALIDATION = "train.parquet", "val.parquet"
 
-Row = dict[str, Any]
+OutputRow = dict[str, Any]
+
+
+@dataclass
+class Converted:
+    """Rows of files in the training format.
+
+    Attributes:
+        rows: The rows.
+        n_empty: Number of rows without a prompt, which were dropped.
+        renamed: Columns with the name of an output column, which became ``original_NAME``.
+    """
+
+    rows: list[OutputRow] = field(default_factory=list)
+    n_empty: int = 0
+    renamed: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,12 +64,14 @@ class Split:
         validation: Held-out rows, which may be empty.
         n_empty: Number of rows without a prompt, which were dropped.
         n_shared: Number of training rows whose prompt is held out, which were dropped.
+        renamed: Columns with the name of an output column, and their names in the output.
     """
 
-    train: list[Row]
-    validation: list[Row]
+    train: list[OutputRow]
+    validation: list[OutputRow]
     n_empty: int
     n_shared: int
+    renamed: dict[str, str]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,8 +82,7 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = make_parser().parse_args(argv)
     try:
-        for line in prepare(arguments):
-            print(line)
+        print_lines([*prepare(arguments)])
     except Exception as error:  # noqa: BLE001 - the command prints one error instead of a traceback
         print(f"error: {as_known_error(error, 'data prepare')}", file=sys.stderr)
         return 1
@@ -80,7 +100,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("files", nargs="+", metavar="FILE", help="files or folders with the training rows")
     parser.add_argument("--output", type=Path, required=True, help=f"folder for {TRAIN} and {VALIDATION}")
     parser.add_argument("--val", nargs="+", default=[], metavar="FILE", help="files with the validation rows")
-    parser.add_argument("--val-fraction", type=float, default=0.0, help="fraction of the rows that is held out")
+    parser.add_argument(
+        "--val-fraction", type=float, default=0.0, help="fraction of the rows that is held out, at least one row"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice of held-out rows")
     parser.add_argument("--prompt-column", default="prompt", help="csv: column with the user's text (default: prompt)")
     parser.add_argument("--response-column", help="csv: column with the reference response")
@@ -109,6 +131,8 @@ def prepare(arguments: argparse.Namespace) -> Iterator[str]:
         elif path.exists():  # the validation rows of an earlier call
             path.unlink()
             yield f"removed {path}, because no rows are held out"
+    for name, other in split.renamed.items():
+        yield f"the column {name} of the files is kept as {other}"
     if split.n_empty:
         yield f"dropped {split.n_empty} rows without a prompt"
     if split.n_shared:
@@ -126,95 +150,148 @@ def _split(arguments: argparse.Namespace) -> Split:
             f"--val-fraction {fraction:g}{' with --val' if arguments.val else ''}: expected a fraction from 0 to less "
             "than 1, or the files of --val instead; correct it"
         )
-    train, n_empty = read_rows(arguments.files, arguments)
-    validation: list[Row] = []
+    found = read_rows(arguments.files, arguments)
+    train, n_empty, renamed = found.rows, found.n_empty, found.renamed
+    validation: list[OutputRow] = []
     if arguments.val:
-        validation, n_empty_val = read_rows(arguments.val, arguments)
-        n_empty += n_empty_val
-    elif n_held_out := round(fraction * len(train)):
+        held_out_rows = read_rows(arguments.val, arguments)
+        validation, n_empty = held_out_rows.rows, n_empty + held_out_rows.n_empty
+        renamed = renamed | held_out_rows.renamed
+    elif fraction and train:
         order = np.random.default_rng(arguments.seed).permutation(len(train))
-        held_out = set(order[:n_held_out].tolist())
+        held_out = set(order[: max(1, round(fraction * len(train)))].tolist())
         validation = [row for index, row in enumerate(train) if index in held_out]
         train = [row for index, row in enumerate(train) if index not in held_out]
     held_out_prompts = {str(row["prompt"]) for row in validation}
     kept = [row for row in train if str(row["prompt"]) not in held_out_prompts]
     if not kept:
         raise DataError(f"no training row is left of {len(train)}: all have no prompt, or a prompt that is held out")
-    return Split(kept, validation, n_empty, len(train) - len(kept))
+    return Split(kept, validation, n_empty, len(train) - len(kept), renamed)
 
 
-def read_rows(files: Sequence[str], arguments: argparse.Namespace) -> tuple[list[Row], int]:
-    """Return the converted rows of files, and the number of rows without a prompt."""
-    convert: Callable[[Row, str], Row]
-    if arguments.format == "gsm8k":
-        prompt_column, needed, convert = "question", ["answer"], convert_gsm8k
-    else:
-        prompt_column = arguments.prompt_column
-        needed = [name for name in (arguments.response_column, arguments.ground_truth_column) if name is not None]
+def read_rows(files: Sequence[str], arguments: argparse.Namespace) -> Converted:
+    """Return the converted rows of files."""
+    is_gsm8k = arguments.format == "gsm8k"
+    prompt_column = "question" if is_gsm8k else arguments.prompt_column
+    needed = ["answer"] if is_gsm8k else [arguments.response_column, arguments.ground_truth_column]
+    data_set = _read_columns(files, prompt_column, [name for name in needed if name is not None], arguments.format)
+    source = arguments.data_source or ("gsm8k" if is_gsm8k else None)
+    fixed = {} if source is None else {"data_source": source}
+    found = Converted()
+    for row in data_set:
+        prompt = _text(row.values.get(prompt_column))
+        is_chat = prompt is None and any(row.values.get(name) for name in CONVERSATIONS)
+        if (prompt is None and not is_chat) or (isinstance(prompt, str) and not prompt.strip()):
+            found.n_empty += 1
+            continue
+        made = (convert_gsm8k(row) if is_gsm8k else convert_columns(row, arguments)) | fixed
+        made["prompt"] = _messages(made["prompt"], arguments.system)
+        others = {} if is_gsm8k else _other_columns(row, data_set.columns, arguments)
+        found.rows.append(_without_collisions(others, made, row.where, found.renamed) | made)
+    return found
 
-        def convert(row: Row, where: str) -> Row:
-            return convert_columns(row, prompt_column, arguments.response_column, arguments.ground_truth_column)
 
+def _read_columns(files: Sequence[str], prompt_column: str, needed: Sequence[str], file_format: str) -> DataSet:
+    unset = ["data.train_files=none", "actor_rollout_ref.model.path=none"]
+    config = replace(load_config("on_policy_distill_trainer", unset).data, prompt_key=prompt_column)
     try:
-        table = read_table(list(files), prompt_column)
+        data_set = read_data_set(files, config, "the files")
     except DataError as error:
-        hint = "Name it with --prompt-column" if arguments.format == "csv" else f"{arguments.format} needs this column"
+        hint = "Name it with --prompt-column" if file_format == "csv" else f"{file_format} needs this column"
         raise DataError(str(error).replace(PROMPT_KEY_HINT, hint)) from error
-    if absent := [name for name in needed if name not in table.column_names]:
+    if absent := [name for name in needed if name not in data_set.columns]:
         raise DataError(
-            f"{', '.join(files)}: there is no column {absent[0]!r}; the files have: {', '.join(table.column_names)}. "
+            f"{', '.join(files)}: there is no column {absent[0]!r}; the files have: {', '.join(data_set.columns)}. "
             "Name the columns with --prompt-column, --response-column and --ground-truth-column"
         )
-    rows = table.to_pylist()
-    source = arguments.data_source or ("gsm8k" if arguments.format == "gsm8k" else None)
-    fixed = {} if source is None else {"data_source": source}
-    system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
-    converted = []
-    for number, row in enumerate(rows):
-        if row[prompt_column] is None or not str(row[prompt_column]).strip():
-            continue
-        found = convert(row, f"row {number} of {', '.join(files)}")
-        found["prompt"] = [*system, {"role": "user", "content": found["prompt"]}]
-        converted.append(found | fixed)
-    return converted, len(rows) - len(converted)
+    return data_set
 
 
-def convert_gsm8k(row: Row, where: str) -> Row:
+def _text(value: Any) -> Any:
+    """Return a number as text, and other values as they are."""
+    return str(value) if isinstance(value, int | float) else value
+
+
+def _messages(prompt: str | list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    has_system = any(message["role"] == "system" for message in messages)
+    return messages if system is None or has_system else [{"role": "system", "content": system}, *messages]
+
+
+def convert_gsm8k(row: Row) -> OutputRow:
     """Return a row of GSM8K (Cobbe et al. 2021, arXiv:2110.14168) in the training format, with a text as prompt.
 
     Raises:
-        DataError: The solution has no final number.
+        DataError: The question is no text, or the solution has no final number.
     """
-    solution, separator, number = (row["answer"] or "").rpartition("####")
+    question, answer = _text(row.values["question"]), _text(row.values.get("answer"))
+    if not isinstance(question, str):
+        raise DataError(f"{row.where}: the question is {question!r:.200}; expected a text. Correct or remove the row")
+    solution, separator, number = answer.rpartition("####") if isinstance(answer, str) else ("", "", "")
     if not separator or not number.strip():
         raise DataError(
-            f"{where}: the answer {row['answer']!r:.200} does not end with '#### <number>'; correct or remove it"
+            f"{row.where}: the answer {answer!r:.200} does not end with '#### <number>'; correct or remove it"
         )
     return {
-        "prompt": f"{row['question'].strip()} {ANSWER_HINT}",
+        "prompt": f"{question.strip()} {ANSWER_HINT}",
         "response": f"{CALCULATION.sub('', solution).strip()}\n#### {number.strip()}".lstrip(),
         "ground_truth": number.strip().replace(",", ""),
     }
 
 
-def convert_columns(row: Row, prompt: str, response: str | None, ground_truth: str | None) -> Row:
-    """Return a row with the names of the training format, and its other columns. The prompt is a text."""
-    renamed = {prompt: "prompt", response: "response", ground_truth: "ground_truth"}
-    others = {name: value for name, value in row.items() if name not in renamed}
-    found = {"prompt": str(row[prompt])}
-    if response is not None:
-        found["response"] = row[response]
-    if ground_truth is not None:
-        found["ground_truth"] = row[ground_truth]
-    return others | found
+def convert_columns(row: Row, arguments: argparse.Namespace) -> OutputRow:
+    """Return the columns that have a name in the training format. The prompt is a text or messages."""
+    value = row.values.get(arguments.prompt_column)
+    found: OutputRow = {"prompt": str(value) if isinstance(value, int | float) else row.prompt}
+    if arguments.response_column is not None:
+        found["response"] = _text(row.values.get(arguments.response_column))
+    if arguments.ground_truth_column is not None:
+        found["ground_truth"] = row.values.get(arguments.ground_truth_column)
+    return found
 
 
-def write_rows(rows: Sequence[Row], path: Path) -> None:
-    """Write a parquet file, which appears under its name when it is complete."""
+def _other_columns(row: Row, columns: Sequence[str], arguments: argparse.Namespace) -> OutputRow:
+    used = {arguments.prompt_column, arguments.response_column, arguments.ground_truth_column}
+    return {name: row.value((name,)) for name in columns if name not in used}
+
+
+def _without_collisions(others: OutputRow, made: OutputRow, where: str, renamed: dict[str, str]) -> OutputRow:
+    """Return other columns, with another name for those that have the name of an output column."""
+    found = {}
+    for name, value in others.items():
+        if name in made:
+            renamed[name] = f"original_{name}"
+            if renamed[name] in others:
+                raise DataError(
+                    f"{where}: the file has the columns {name} and {renamed[name]}, and {name} is also a column of the "
+                    "output; rename one of them"
+                )
+        found[renamed[name] if name in made else name] = value
+    return found
+
+
+def write_rows(rows: Sequence[OutputRow], path: Path) -> None:
+    """Write a parquet file, which appears under its name when it is complete.
+
+    Raises:
+        DataError: The values of a column have no common type.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = pa.table({name: _column([row.get(name) for row in rows], name) for name in names})
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}")
     try:
-        pq.write_table(pa.Table.from_pylist(list(rows)), draft)
+        pq.write_table(table, draft)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _column(values: list[Any], name: str) -> pa.Array:
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError, TypeError) as error:
+        raise DataError(
+            f"the values of column {name} cannot be written as parquet: {error}; expected values of one type. "
+            "Correct or remove the column"
+        ) from error

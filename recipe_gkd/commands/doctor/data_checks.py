@@ -8,13 +8,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.config import Config
 from recipe_gkd.config.validate import runs_validation, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData
-from recipe_gkd.data.tables import column_path, read_table
+from recipe_gkd.data.rows import DataSet, read_data_set
 from recipe_gkd.rewards import RewardItems
 from recipe_gkd.rewards.items import TruthUse
 
@@ -24,45 +23,45 @@ _MANY = 0.5
 """Fraction of overlong prompts from which on they are reported."""
 
 
-def read_tables(config: Config) -> tuple[dict[str, pa.Table], list[Finding]]:
+def read_data_sets(config: Config) -> tuple[dict[str, DataSet], list[Finding]]:
     """Read the data files of the run.
 
     Returns:
         Config key -> rows of its files, without files that cannot be read, and the findings.
     """
-    files = {TRAIN: config.data.train_files}
+    files = {TRAIN: (config.data.train_files, config.data.train_max_samples)}
     if runs_validation(config):
-        files[VALIDATION] = config.data.val_files
-    tables: dict[str, pa.Table] = {}
+        files[VALIDATION] = (config.data.val_files, config.data.val_max_samples)
+    data_sets: dict[str, DataSet] = {}
 
     def read(key: str) -> list[Finding]:
-        tables[key] = read_table(files[key], config.data.prompt_key, config.data.response_key)
-        return [Finding(key, "ok", f"{tables[key].num_rows} rows: {', '.join(tables[key].column_names)}")]
+        names, max_samples = files[key]
+        data_sets[key] = read_data_set(names, config.data, key, max_samples)
+        return [Finding(key, "ok", f"{len(data_sets[key])} rows: {', '.join(data_sets[key].columns)}")]
 
     found = [finding for key in files for finding in findings_of(key, partial(read, key))]
-    return tables, found
+    return data_sets, found
 
 
 def data_findings(
-    config: Config, key: str, table: pa.Table, tokenizer: Any, *, truth_use: TruthUse
+    config: Config, key: str, data_set: DataSet, tokenizer: Any, *, truth_use: TruthUse
 ) -> Iterator[Finding]:
     """Check the columns that the run needs, and tokenize evenly spaced rows.
 
     Args:
         config: Configuration of the run.
         key: Config key of the files.
-        table: Rows of the files.
+        data_set: Rows of the files.
         tokenizer: Tokenizer of the student.
         truth_use: Use of the ground truth by the reward functions.
     """
     for setting, name, purpose in _needed_columns(config, key):
-        column_path(table, name, setting=setting, purpose=purpose)
-    rows = np.linspace(0, table.num_rows - 1, min(MAX_ROWS, table.num_rows)).astype(int)
-    some = table.take(pa.array(rows))
-    prompts = some.column(config.data.prompt_key).to_pylist()
-    n_texts = sum(isinstance(prompt, str) for prompt in prompts)
+        data_set.find(name, setting=setting, purpose=purpose)
+    rows = np.linspace(0, len(data_set) - 1, min(MAX_ROWS, len(data_set))).astype(int)
+    some = data_set.take(rows.tolist())
+    n_texts = sum(isinstance(row.prompt, str) for row in some)
     template = getattr(tokenizer, "chat_template", None)
-    if n_texts < len(prompts) and not template:
+    if n_texts < len(some) and not template:
         yield Finding(
             "chat template", "problem",
             f"{config.data.prompt_key} of {key} has chat messages, but the student's tokenizer has no chat template; "
@@ -71,21 +70,21 @@ def data_findings(
         return
     with_references = config.gkd.sft_share > 0 and key == TRAIN
     relaxed = replace(config.data, filter_overlong_prompts=True) if config.data.truncation != "error" else config.data
-    data = PromptData(some, relaxed, tokenizer, with_references=with_references, name=f"{len(rows)} rows of {key}")
+    data = PromptData(some, relaxed, tokenizer, with_references=with_references)
     if key == VALIDATION or trains_on_rewards(config):
         RewardItems(data, config.data, tokenizer, truth_use=truth_use)  # raises an error without a ground truth
     if n_texts and template:
         yield Finding(
             "chat template", "warning",
-            f"{n_texts} of {len(prompts)} prompts of {key} are strings, which get no chat template, but the tokenizer "
+            f"{n_texts} of {len(some)} prompts of {key} are strings, which get no chat template, but the tokenizer "
             "has one; if the model was trained with it, use [{'role': 'user', 'content': ...}]",
         )  # fmt: skip
     elif template:
-        yield Finding("chat template", "ok", f"renders {len(prompts)} prompts of {key}")
+        yield Finding("chat template", "ok", f"renders {len(some)} prompts of {key}")
     lengths = [len(ids) for ids in data.ids]
-    n_overlong = len(prompts) - len(lengths)
-    text = f"{min(lengths)} to {max(lengths)} prompt tokens, {n_overlong} of {len(prompts)} prompts are overlong"
-    if n_overlong > _MANY * len(prompts):
+    n_overlong = len(some) - len(lengths)
+    text = f"{min(lengths)} to {max(lengths)} prompt tokens, {n_overlong} of {len(some)} prompts are overlong"
+    if n_overlong > _MANY * len(some):
         yield Finding(key, "warning", f"{text}; raise data.max_prompt_length={config.data.max_prompt_length}")
     else:
         yield Finding(key, "ok", text)

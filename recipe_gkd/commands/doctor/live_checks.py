@@ -20,8 +20,8 @@ from recipe_gkd.commands.plan.estimate import data_parallel_size
 from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.rows import TRAINING, read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
-from recipe_gkd.data.tables import read_table
 from recipe_gkd.hybrid import Devices, open_devices, teacher_asleep
 from recipe_gkd.hybrid.sync_probe import SyncProbe, mismatch_guard, probe_contexts
 from recipe_gkd.model_files import Student
@@ -58,12 +58,12 @@ def live_findings(config: Config) -> Iterator[Finding]:
 def _check_all(config: Config) -> Iterator[Finding]:
     student = read_student(config)
     run_folder = folder_of(config.trainer).absolute()
-    table = read_table(config.data.train_files, config.data.prompt_key, config.data.response_key)
-    routes = read_routes(table, config)
+    data_set = read_data_set(config.data.train_files, config.data, TRAINING, config.data.train_max_samples)
+    routes = read_routes(data_set, config)
     found: list[Finding] = []
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         config = live_config(with_model_path(config, student.path), Path(folder))
-        data = PromptData(table.slice(0, _MAX_PROMPTS), config.data, student.tokenizer)
+        data = PromptData(data_set[:_MAX_PROMPTS], config.data, student.tokenizer)
         try:
             with open_teachers(config, routes) as teachers, connected_cluster(config):
                 asyncio.run(_check_workers(config, student, data, teachers, run_folder, found))

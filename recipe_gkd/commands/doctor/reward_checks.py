@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from recipe_gkd.commands.doctor.data_checks import MAX_ROWS, TRAIN, VALIDATION
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
@@ -17,6 +16,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.reward_functions import reward_functions
 from recipe_gkd.config.validate import needs_rewards, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.rows import DataSet
 from recipe_gkd.data.samples import Response
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
@@ -49,24 +49,24 @@ def reward_findings(config: Config) -> tuple[TruthUse, list[Finding]]:
 
 
 def reward_call_findings(
-    config: Config, tables: Mapping[str, pa.Table], tokenizer: Any, truth_use: TruthUse
+    config: Config, data_sets: Mapping[str, DataSet], tokenizer: Any, truth_use: TruthUse
 ) -> Iterator[Finding]:
     """Call the reward functions once, on the first row that they would score, and report what they return.
 
     Args:
         config: Configuration of the run.
-        tables: Rows of the files, by their config keys.
+        data_sets: Rows of the files, by their config keys.
         tokenizer: Tokenizer of the student.
         truth_use: Use of the ground truth by the functions.
     """
     key = TRAIN if trains_on_rewards(config) else VALIDATION
-    if key in tables:
-        yield from findings_of(CALL, partial(_call, config, tables[key], tokenizer, truth_use))
+    if key in data_sets:
+        yield from findings_of(CALL, partial(_call, config, data_sets[key], tokenizer, truth_use))
 
 
-def _call(config: Config, table: pa.Table, tokenizer: Any, truth_use: TruthUse) -> Iterator[Finding]:
+def _call(config: Config, data_set: DataSet, tokenizer: Any, truth_use: TruthUse) -> Iterator[Finding]:
     relaxed = replace(config.data, filter_overlong_prompts=True)
-    data = PromptData(table.slice(0, MAX_ROWS), relaxed, tokenizer)
+    data = PromptData(data_set[:MAX_ROWS], relaxed, tokenizer)
     prompt = data.prompt(0, 0)
     ids_T = prompt.ids[:_RESPONSE_TOKENS]  # any text that the tokenizer can decode
     zeros_T = np.zeros(len(ids_T), np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from recipe_gkd.commands.doctor.data_checks import data_findings, read_tables
+from recipe_gkd.commands.doctor.data_checks import data_findings, read_data_sets
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.commands.doctor.machine_checks import (
     device_findings,
@@ -46,7 +46,7 @@ def static_findings(config: Config) -> Iterator[Finding]:
         config = with_model_path(config, student.path)
         yield from findings_of("memory", partial(memory_findings, config, device))
     yield from findings_of("run folder", partial(folder_findings, config))
-    tables, found = read_tables(config)
+    data_sets, found = read_data_sets(config)
     yield from found
     if student is None:
         yield Finding("chat template", "skipped", "the student's tokenizer cannot be loaded")
@@ -55,8 +55,8 @@ def static_findings(config: Config) -> Iterator[Finding]:
     truth_use, found = reward_findings(config)
     yield from found
     if [finding.severity for finding in found] == ["ok"]:
-        yield from reward_call_findings(config, tables, student.tokenizer, truth_use)
-    for key, table in tables.items():
-        check = partial(data_findings, config, key, table, student.tokenizer, truth_use=truth_use)
+        yield from reward_call_findings(config, data_sets, student.tokenizer, truth_use)
+    for key, data_set in data_sets.items():
+        check = partial(data_findings, config, key, data_set, student.tokenizer, truth_use=truth_use)
         yield from findings_of(key, check)
-    yield from teacher_findings(config, tables.get("data.train_files"), student)
+    yield from teacher_findings(config, data_sets.get("data.train_files"), student)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import pyarrow as pa
 
 from recipe_gkd.commands.doctor.data_checks import MAX_ROWS
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
@@ -17,6 +16,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.objective import uses_teacher
 from recipe_gkd.config.teachers import TEACHER, addresses, names, prompt_settings
 from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.rows import DataSet
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import check_stop_ids, check_teacher, check_teacher_prompts
 from recipe_gkd.teacher_routing import Teachers, make_teacher_prompts, open_teachers, read_routes
@@ -29,12 +29,12 @@ from teacher.records import TeacherInfo, TeacherSequence
 _SCORE_TIMEOUT_S = 30.0
 
 
-def teacher_findings(config: Config, table: pa.Table | None, student: Student) -> Iterator[Finding]:
+def teacher_findings(config: Config, data_set: DataSet | None, student: Student) -> Iterator[Finding]:
     """Check each teacher of the run, and then the ids at which a response ends.
 
     Args:
         config: Configuration of the run.
-        table: Training data; None if it cannot be read. All teachers are checked then.
+        data_set: Training data; None if it cannot be read. All teachers are checked then.
         student: Student of the run.
     """
     if not uses_teacher(config.gkd):
@@ -43,11 +43,11 @@ def teacher_findings(config: Config, table: pa.Table | None, student: Student) -
     infos: list[TeacherInfo] = []
 
     def check() -> Iterator[Finding]:
-        with open_teachers(config, _routes(config, table)) as teachers:
+        with open_teachers(config, _routes(config, data_set)) as teachers:
             for name, client in teachers.clients.items():
                 yield from findings_of(f"teacher {name}", partial(_check, name, client, student, config, infos))
-            if infos and table is not None:
-                prompts_check = partial(_prompt_findings, config, table, student, teachers)
+            if infos and data_set is not None:
+                prompts_check = partial(_prompt_findings, config, data_set, student, teachers)
                 yield from findings_of("teacher prompts", prompts_check)
 
     yield from findings_of("teacher", check)
@@ -56,9 +56,9 @@ def teacher_findings(config: Config, table: pa.Table | None, student: Student) -
         yield from findings_of("end of response", lambda: [_stop_finding(config, student, ids)])
 
 
-def _routes(config: Config, table: pa.Table | None) -> Routes:
-    if table is not None:
-        return read_routes(table, config)
+def _routes(config: Config, data_set: DataSet | None) -> Routes:
+    if data_set is not None:
+        return read_routes(data_set, config)
     known = names(config.actor_rollout_ref.teacher)
     return Routes(known, np.arange(len(known)))
 
@@ -84,11 +84,11 @@ def _check(
     )  # fmt: skip
 
 
-def _prompt_findings(config: Config, table: pa.Table, student: Student, teachers: Teachers) -> list[Finding]:
+def _prompt_findings(config: Config, data_set: DataSet, student: Student, teachers: Teachers) -> list[Finding]:
     """Render the prompts of teachers that do not see the student's, for the first rows."""
     if not any(prompt_settings(config.actor_rollout_ref.teacher, config.data).values()):
         return []
-    some = table.slice(0, MAX_ROWS)
+    some = data_set[:MAX_ROWS]
     data = PromptData(some, replace(config.data, filter_overlong_prompts=True), student.tokenizer)
     prompts = make_teacher_prompts(data, read_routes(some, config), config, student.tokenizer)
     if prompts is None:

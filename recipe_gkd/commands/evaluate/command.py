@@ -22,8 +22,8 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.load import compose_config, to_config
 from recipe_gkd.config.reward_functions import has_reward
 from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Response, Reward
-from recipe_gkd.data.tables import read_table
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
@@ -117,8 +117,8 @@ def evaluate(
     """
     prepare_environment()
     tokenizer = _tokenizer(folder, options.trust_remote_code)
-    table = read_table(list(config.data.val_files), config.data.prompt_key, config.data.response_key)
-    data = PromptData(table, config.data, tokenizer, name=NAME)
+    data_set = read_data_set(config.data.val_files, config.data, NAME, config.data.val_max_samples)
+    data = PromptData(data_set, config.data, tokenizer)
     factory = _item_factory(data, config, tokenizer, scorer)  # before the engine starts, because it may raise an error
     longest = max(map(len, data.ids)) + sampling.max_tokens
     options = replace(options, max_model_len=limit_to_model(longest, folder))
@@ -128,12 +128,12 @@ def evaluate(
         seconds = time.monotonic() - started
     responses = [_response(one, uid) for uid, one in enumerate(one for several in generated for one in several)]
     pairs = [(data.prompt(response.uid // sampling.n, response.uid), response) for response in responses]
-    sources = read_sources(table, config.data.data_source_key)
+    sources = dict(zip(data.rows, read_sources(data_set, data.rows), strict=True))
     items = [factory.build_item(prompt, response) for prompt, response in pairs] if factory is not None else []
     rewards = asyncio.run(scorer.score(items)) if scorer is not None else None
     evaluation = Evaluation(
         model=str(folder),
-        sources=[sources[row] for row in data.rows],
+        sources=list(sources.values()),
         rows=data.rows,
         rewards_PN=None if rewards is None else np.array([r.score for r in rewards]).reshape(-1, sampling.n),
         numbers=[reward.numbers for reward in rewards or ()],
@@ -141,14 +141,14 @@ def evaluate(
         truncated_PN=np.array([r.finish_reason == "length" for _, r in pairs], np.float64).reshape(-1, sampling.n),
         seconds=seconds,
     )
-    prompts = data.raw_prompts()
+    skips = config.custom_reward_function.skip_special_tokens
     records = [
         {
             "model": str(folder),
             "data_source": sources[prompt.row],
             "row": prompt.row,
-            "prompt": prompts[prompt.row],
-            "response": tokenizer.decode(response.ids.tolist(), skip_special_tokens=True),
+            "prompt": data_set[prompt.row].prompt,
+            "response": tokenizer.decode(response.ids.tolist(), skip_special_tokens=skips),
             **_score_fields(index, items, rewards),
             "response_len": len(response.ids),
             "finish_reason": response.finish_reason,
@@ -162,7 +162,10 @@ def _item_factory(data: PromptData, config: Config, tokenizer: Any, scorer: Rewa
     """Return the source of the reward function's arguments; None without a function."""
     if scorer is None:
         return None
-    return RewardItems(data, config.data, tokenizer, require_truth=True, truth_use=scorer.truth_use)
+    skips = config.custom_reward_function.skip_special_tokens
+    return RewardItems(
+        data, config.data, tokenizer, require_truth=True, truth_use=scorer.truth_use, skip_special_tokens=skips
+    )
 
 
 def _score_fields(index: int, items: Sequence[RewardItem], rewards: Sequence[Reward] | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from recipe_gkd.config.limits import MAX_BATCH, MAX_SEED, MAX_TOKENS
+from recipe_gkd.config.limits import MAX_BATCH, MAX_INT32, MAX_SEED, MAX_TOKENS
 from recipe_gkd.config.schema.fields import STRICT, Files, key
 
 Truncation = Literal["error", "left", "right", "middle"]
@@ -17,12 +17,18 @@ class DataConfig:
     """Training and validation prompts, section ``data``."""
 
     train_files: Files = key(
-        "Parquet, jsonl, json or csv files with the training prompts, or folders of these. A single path is accepted."
+        "Files with the training prompts (parquet, arrow, feather, jsonl, json, csv; the last three also with .gz), or "
+        "folders of these. A single path is accepted, and paths separated by commas in quotes."
     )
     val_files: Files = key("Files with held-out prompts for validation, like `train_files`. May be empty.")
+    train_max_samples: int = key(
+        "Number of training rows to use: random ones by `seed` if `shuffle` is true, else the first. -1: all.",
+        ge=-1, le=MAX_INT32,
+    )  # fmt: skip
+    val_max_samples: int = key("Number of validation rows to use, like `train_max_samples`.", ge=-1, le=MAX_INT32)
     prompt_key: str = key(
-        "Column with the prompt: a list of {role, content} messages, or a string. Files without it may have "
-        "`messages`, whose final assistant message is the reference response."
+        "Column with the prompt: a list of {role, content} messages, their JSON text, or a string. Rows without it may "
+        "have `messages` or ShareGPT's `conversations`, whose final assistant message is the reference response."
     )
     apply_chat_template_kwargs: dict[str, Any] = key(
         "Arguments of the tokenizer's chat template, such as `enable_thinking=false`. Command line: "
@@ -37,7 +43,10 @@ class DataConfig:
         "Column with the prompt that the teacher sees: messages or a string, like `prompt_key`. Dots select a field of "
         "a structure. In a row without a value, and with null, it is the student's prompt."
     )
-    response_key: str = key("Column with the reference response, a string. Used if `gkd.sft_share` is above 0.")
+    response_key: str = key(
+        "Column with the reference response: a string, or a list of one assistant message. Data without it may have "
+        "TRL's `completion`. Used if `gkd.sft_share` is above 0."
+    )
     ground_truth_key: str = key(
         "Column with the ground truth that the reward function receives. Dots select a field of a structure, such as "
         "`reward_model.ground_truth`."

@@ -47,6 +47,10 @@ class RewardFunctionConfig:
         "reward is the weighted sum; `reward/LABEL` and `val/SOURCE/LABEL` are the scores. Default values: "
         "`compute_score`, 1, none. Command line: `custom_reward_function.functions.format=rewards.py:format_score`."
     )
+    skip_special_tokens: bool = key(
+        "Decode responses without special tokens. false: the function also sees tokens such as `<think>` where the "
+        "tokenizer lists them as special, and the token that ends the response."
+    )
     on_training: bool = key("Score training responses even if no loss uses the reward, to report `reward/*` metrics.")
     timeout_s: float = timeout("one call of the reward function, in seconds.")
     num_workers: int = key("Number of processes that call the reward function.", ge=1, le=MAX_DEVICES)

@@ -13,7 +13,7 @@ import ray.cloudpickle
 
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.data.prompts import PromptData, PromptLoader
-from recipe_gkd.data.tables import read_table
+from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.workers import start_workers
@@ -99,7 +99,7 @@ def start_trainer(
             "trainer.logger=[jsonl]",
             *overrides,
         )
-        data = PromptData(read_table(config.data.train_files, "prompt"), config.data, tokenizer)
+        data = PromptData(read_data_set(config.data.train_files, config.data), config.data, tokenizer)
         loader = PromptLoader(data, config.data, n=1, epochs=1, max_steps=None)
         progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
         (tmp_path / "run").mkdir(exist_ok=True)

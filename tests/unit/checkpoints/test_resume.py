@@ -22,6 +22,7 @@ from recipe_gkd import main_gkd
 from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
 from recipe_gkd.checkpoints.state import Best, Progress, ResumeState
 from recipe_gkd.config import Config
+from recipe_gkd.data.fingerprints import FORMAT
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch, WorkerDied
 from recipe_gkd.model_files import Student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
@@ -172,6 +173,23 @@ def test_checkpoint_of_older_version_is_read_with_warning(tmp_path: Path, caplog
     assert "made by an older version, so its data cannot be compared" in caplog.text
 
 
+def test_fingerprint_of_older_format_is_not_compared_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, prompts of teachers were hashed as token ids. The next checkpoint has one that can be compared."""
+    write_checkpoints(tmp_path)
+    file = tmp_path / "global_step_4" / "trainer.json"
+    old = {"data_fingerprint": "abc", "teacher_prompts_fingerprint": "def"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | old))
+    new = {"data_fingerprint": f"{FORMAT}1", "teacher_prompts_fingerprint": f"{FORMAT}2"}
+    [point] = resume_points(config(tmp_path), replace(PROGRESS, **new))
+    assert point.progress == replace(PROGRESS, **new)
+    assert "made by an older version, so its prompts of the teachers cannot be compared" in caplog.text
+    file.write_text(json.dumps(json.loads(file.read_text()) | new))
+    with pytest.raises(CheckpointMismatch, match="other prompts of the teachers"):
+        resume_points(config(tmp_path), replace(PROGRESS, **new | {"teacher_prompts_fingerprint": f"{FORMAT}3"}))
+
+
 # ---- loading by the actors
 
 
@@ -283,13 +301,17 @@ def test_restart_resumes_from_a_checkpoint_that_the_disk_completed_later(tmp_pat
 class Command:
     """``main_gkd.run`` without teacher, Ray and workers. ``train`` replaces the training."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
         table = {"prompt": ["1+1=", "1+2="], "answer": ["2", "3"]}
         pq.write_table(pa.table(table), root / "train.parquet")
         self.root = root / "run"
         self.root.mkdir()
         self.config = config(
-            self.root, f"data.train_files={root}/train.parquet", "gkd.sft_share=0.5", "data.response_key=answer"
+            self.root,
+            f"data.train_files={root}/train.parquet",
+            "gkd.sft_share=0.5",
+            "data.response_key=answer",
+            *overrides,
         )
         self.points: list[int] = []
         self.progress = PROGRESS
@@ -319,13 +341,19 @@ class Command:
 def test_run_recovers_before_and_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = Command(tmp_path, monkeypatch)
     command.run()
-    assert len(command.progress.data_fingerprint) == len(command.progress.references_fingerprint) == 32
+    assert len(command.progress.data_fingerprint) == len(FORMAT) + len(command.progress.references_fingerprint)
     writer = begin_checkpoint(command.root, 8)  # of a run that was killed before the rename
     writer.progress = replace(command.progress, step=8)
     writer._mark_as_written()
     command.train = lambda: begin_checkpoint(command.root, 9)
     command.run()
     assert command.points == [8] and not list(command.root.glob(".writing*"))
+
+
+def test_run_uses_as_many_rows_as_the_key_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = Command(tmp_path, monkeypatch, "data.train_max_samples=1")
+    command.run()
+    assert command.progress.n_prompts == 1
 
 
 @pytest.mark.parametrize("disk", ["broken", "hung"])

@@ -85,6 +85,15 @@ def test_held_out_rows_depend_on_the_seed_and_share_no_prompt(
         ("csv", {"prompt": "1?"}, ["--response-column", "answer"], "there is no column 'answer'.*--response-column"),
         ("csv", {"prompt": "1?"}, ["--val-fraction", "1"], "--val-fraction 1: expected a fraction from 0"),
         ("csv", {"prompt": " "}, [], "no training row is left of 0"),
+        ("gsm8k", {"question": "1?", "answer": 18}, [], "row 0 of .*line 1.*'18' does not end with '#### <number>'"),
+        (
+            "gsm8k",
+            {"question": ["1?"], "answer": "#### 1"},
+            [],
+            r"line 1\): the question is \['1\?'\]; expected a text",
+        ),
+        ("csv", {"prompt": "1", "x": [1, "a"]}, [], "the values of column x cannot be written as parquet"),
+        ("csv", {"prompt": {"a": 1}}, [], r"line 1\), column prompt: the prompt is {'a': 1}; expected a string"),
     ],
 )
 def test_unusable_input_is_refused_and_writes_nothing(
@@ -121,3 +130,44 @@ def test_existing_output_is_kept_without_overwrite_and_if_the_write_fails(
     assert main([*command, "--overwrite"]) == 0
     assert "removed" in capsys.readouterr().out
     assert len(rows_of(tmp_path / "train.parquet")) == 2 and not (tmp_path / "val.parquet").exists()
+
+
+def test_column_with_the_name_of_an_output_column_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"question": "1+1", "answer": 2, "prompt": "a", "ground_truth": "b", "data_source": "c", "response": "d"}
+    file = write(tmp_path / "a.jsonl", [row])
+    columns = ["--prompt-column", "question", "--response-column", "answer", "--data-source", "sums"]
+    assert main(["prepare", "csv", file, *columns, "--output", str(tmp_path)]) == 0
+    assert rows_of(tmp_path / "train.parquet") == [
+        {
+            "prompt": [{"role": "user", "content": "1+1"}],
+            "response": "2",
+            "data_source": "sums",
+            "original_prompt": "a",
+            "original_data_source": "c",
+            "original_response": "d",
+            "ground_truth": "b",
+        }
+    ]
+    assert "the column prompt of the files is kept as original_prompt" in capsys.readouterr().out
+    file = write(tmp_path / "b.jsonl", [row | {"original_prompt": "e"}])
+    assert main(["prepare", "csv", file, *columns, "--output", str(tmp_path), "--overwrite"]) == 1
+    assert "has the columns prompt and original_prompt" in capsys.readouterr().err
+
+
+def test_numbers_and_messages_become_prompts(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": [{"type": "text", "text": "2?"}]}]
+    file = write(tmp_path / "a.jsonl", [{"prompt": 1}, {"prompt": chat}, {"prompt": None}, {}])
+    assert main(["prepare", "csv", file, "--output", str(tmp_path), "--system", "s"]) == 0
+    system = {"role": "system", "content": "s"}
+    assert [row["prompt"] for row in rows_of(tmp_path / "train.parquet")] == [
+        [system, {"role": "user", "content": text}] for text in ("1", "2?")
+    ]
+    file = write(tmp_path / "g.jsonl", [{"question": 5, "answer": "#### 5"}])
+    assert main(["prepare", "gsm8k", file, "--output", str(tmp_path / "g")]) == 0
+    assert rows_of(tmp_path / "g" / "train.parquet")[0]["prompt"][0]["content"] == f"5 {ANSWER_HINT}"
+
+
+def test_small_fraction_holds_out_one_row(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "2"}])
+    assert main(["prepare", "csv", file, "--val-fraction", "0.1", "--output", str(tmp_path)]) == 0
+    assert len(rows_of(tmp_path / "train.parquet")) == len(rows_of(tmp_path / "val.parquet")) == 1

@@ -14,14 +14,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing import Pipe
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import annotated_types
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,7 +35,6 @@ from recipe_gkd.config.ranges import numeric_range
 from recipe_gkd.config.validate import validate
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.samples import Sample, TeacherTopK
-from recipe_gkd.data.tables import read_table
 from recipe_gkd.data.tokenization import truncate_prompt
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses import Divergence, topk_divergence
@@ -64,6 +60,7 @@ from tests._support.count_consumers import (
     run_schedule,
     value_at,
 )
+from tests._support.data_sets import data_set_of
 from tests._support.numeric_ends import ends_of
 
 MEGATRON, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
@@ -221,7 +218,7 @@ def compute_losses(config: Config, name: str) -> None:
 
 def load_data(config: Config, name: str) -> None:
     """Check that batches can be made, and that the index of the last sample of the longest run fits into int64."""
-    data = PromptData(TABLE, config.data, build_tokenizer())
+    data = PromptData(DATA_SET, config.data, build_tokenizer())
     n, trainer = config.actor_rollout_ref.rollout.n, config.trainer
     loader = PromptLoader(
         data, config.data, n=n, epochs=trainer.total_epochs, max_steps=trainer.total_training_steps,
@@ -235,6 +232,12 @@ def load_data(config: Config, name: str) -> None:
     for uid in (*(prompt.uid for prompt in batch.prompts), *most):
         np.int64(uid)
         request_seed(1, uid, last)
+
+
+def select_rows(config: Config, name: str) -> None:
+    max_samples = getattr(config.data, name.removeprefix("data."))
+    assert len(DATA_SET.limited_to(max_samples)) == len(DATA_SET)
+    assert [row.index for row in DATA_SET.limited_to(2)] == [0, 1]
 
 
 def make_micro_batches(config: Config, name: str) -> None:
@@ -333,6 +336,7 @@ def consumer_of(name: str) -> Callable[[Config, str], None]:
         run_schedule: ["trainer.max_staleness", f"{TEACHER}.num_microbatches"],
         encode_teacher_request: [f"{TEACHER}.timeout_s", f"{TEACHER}.top_k", "gkd.distill_temperature"],
         seed_generators: ["data.seed"],
+        select_rows: ["data.train_max_samples", "data.val_max_samples"],
         load_data: ["data.train_batch_size", f"{ROLLOUT}.n", "trainer.total_epochs", "trainer.total_training_steps"],
         make_micro_batches: ["actor_rollout_ref.actor.micro_batch_size", "actor_rollout_ref.actor.max_token_len"],
         plan_weight_buckets: [f"{ROLLOUT}.update_weights_bucket_megabytes"],
@@ -352,15 +356,7 @@ def consumer_of(name: str) -> Callable[[Config, str], None]:
     return next((function for prefix, function in prefixes.items() if name.startswith(prefix)), check_count_limit)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _data(tmp_path_factory: pytest.TempPathFactory) -> None:
-    global TABLE
-    path: Path = tmp_path_factory.mktemp("data") / "train.parquet"
-    pq.write_table(pa.table({"prompt": ["1+1=", "2+2=", "3+3="]}), path)
-    TABLE = read_table([str(path)], "prompt")
-
-
-TABLE: pa.Table
+DATA_SET = data_set_of({"prompt": ["1+1=", "2+2=", "3+3="]})
 
 
 @pytest.mark.parametrize("name", KEYS)

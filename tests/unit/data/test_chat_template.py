@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from recipe_gkd.data.prompts import PromptData
@@ -13,6 +12,7 @@ from recipe_gkd.data.tokenization import ChatTemplate, render_prompt, tokenize_p
 from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from tests._support.base_config import base_config
+from tests._support.data_sets import data_set_of
 
 CONFIG = base_config().data
 CHAT = [{"role": "user", "content": "1"}]
@@ -57,10 +57,10 @@ def test_template_that_refuses_the_arguments_names_the_row(tokenizer: Any) -> No
 
 
 def test_keys_change_prompts_and_fingerprint(tokenizer: Any) -> None:
-    table = pa.table({"prompt": [CHAT, WITH_SYSTEM]})
+    data_set = data_set_of({"prompt": [CHAT, WITH_SYSTEM]})
 
     def read(**values: Any) -> PromptData:
-        return PromptData(table, replace(CONFIG, **values), tokenizer)
+        return PromptData(data_set, replace(CONFIG, **values), tokenizer)
 
     keyed = read(apply_chat_template_kwargs={"enable_thinking": False}, system_prompt="2")
     texts = ["2<|user|>1<|assistant|>;", "9<|user|>1<|assistant|>;"]

@@ -12,7 +12,7 @@ import pytest
 
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import PromptData, PromptLoader
-from recipe_gkd.data.tables import read_table
+from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.errors import DataError
 from tests._support.base_config import base_config
 
@@ -48,7 +48,7 @@ def parquet(folder: Path, rows: dict[str, list[Any]], name: str = "data.parquet"
 
 def load(files: list[str], with_references: bool = False, **values: Any) -> PromptData:
     config = settings(**values)
-    return PromptData(read_table(files, config.prompt_key), config, Bytes(), with_references=with_references)
+    return PromptData(read_data_set(files, config), config, Bytes(), with_references=with_references)
 
 
 CHAT = pa.array([[{"role": "user", "content": "b"}]])
@@ -115,13 +115,13 @@ class TestTokenizePrompt:
         assert shown == [{"role": "user", "content": "a"}, call | {"content": ""}]
 
 
-class TestReadTable:
+class TestReadDataSet:
     def test_files_are_concatenated(self, tmp_path: Path) -> None:
         files = parquet(tmp_path, {"prompt": ["a"], "source": ["one"]}) + parquet(
             tmp_path, {"prompt": ["b", "c"]}, "b.parquet"
         )
         data = load(files)
-        assert [data.table["source"][data.prompt(i, uid=i).row].as_py() for i in range(3)] == ["one", None, None]
+        assert [data.data_set[data.prompt(i, uid=i).row].value(("source",)) for i in range(3)] == ["one", None, None]
 
     @pytest.mark.parametrize(
         ("column", "other"),
@@ -130,31 +130,21 @@ class TestReadTable:
             (pa.array(["1"]), pa.array(["1"], pa.large_string())),
             (pa.array([["1"]]), pa.array([["1"]], pa.large_list(pa.large_string()))),
             (pa.array([{"a": 1}], pa.struct({"a": pa.int32()})), pa.array([{"a": 1}], pa.struct({"a": pa.int64()}))),
-            (pa.array([1], pa.int64()), pa.array([1.0])),
         ],
     )
-    def test_types_of_different_width_are_merged(self, tmp_path: Path, column: pa.Array, other: pa.Array) -> None:
+    def test_types_of_different_width_are_equal_values(self, tmp_path: Path, column: pa.Array, other: pa.Array) -> None:
         a = parquet(tmp_path, {"prompt": ["a"], "column": column}, "a.parquet")
         b = parquet(tmp_path, {"prompt": pa.array(["b"], pa.large_string()), "column": other}, "b.parquet")
         for files in (a + b, b + a):
             data = load(files)
-            assert len(data) == 2 and len({repr(value) for value in data.table["column"].to_pylist()}) == 1
+            assert len(data) == 2 and len(set(map(str, data.data_set.values_at(("column",))))) == 1
 
-    @pytest.mark.parametrize(
-        ("rows", "message"),
-        [
-            (
-                {"prompt": CHAT},
-                "Field prompt has incompatible types: string vs list.*. Give a column one type in all files",
-            ),
-            ({"prompt": ["b"], "level": ["high"]}, "Field level has incompatible types: int64 vs string"),
-            ({"prompt": ["b"], "level": [0.5]}, "Integer value .* not in range"),
-        ],
-    )
-    def test_conflicting_types_refused(self, tmp_path: Path, rows: dict[str, Any], message: str) -> None:
-        files = parquet(tmp_path, {"prompt": ["a"], "level": [2**60 + 1]}) + parquet(tmp_path, rows, "b.parquet")
-        with pytest.raises(DataError, match=rf"(?s)data\.parquet, .*b\.parquet do not fit together: .*{message}"):
-            load(files)
+    @pytest.mark.parametrize("other", [pa.array(["high"]), pa.array([0.5]), pa.array([{"a": 1}]), pa.array([None])])
+    def test_each_file_keeps_its_types(self, tmp_path: Path, other: pa.Array) -> None:
+        files = parquet(tmp_path, {"prompt": ["a"], "level": [2**60 + 1]})
+        data = load(files + parquet(tmp_path, {"prompt": CHAT, "level": other}, "b.parquet"))
+        assert list(data.data_set.values_at(("level",))) == [2**60 + 1, other[0].as_py()]
+        assert [ids.tolist() for ids in data.ids] == [[97], [1, 98, 2]]
 
     def test_duplicate_column_refused(self, tmp_path: Path) -> None:
         pq.write_table(pa.table([pa.array(["a"])] * 3, names=["prompt", "x", "x"]), tmp_path / "twice.parquet")
@@ -186,7 +176,7 @@ class TestPromptData:
             ({"prompt": [[{"role": "system", "content": "a"}]]}, "template refused .* roles are user and assistant"),
             (
                 {"prompt": ["a", "0123456789"]},
-                "row 1 of the training data: the prompt has 10 tokens, more than data.max_prompt_length=8",
+                "row 1 of the training data .*: the prompt has 10 tokens, more than data.max_prompt_length=8",
             ),
         ],
     )
@@ -206,7 +196,8 @@ class TestPromptData:
 
         def of(*texts: str, day: int = 1, **values: Any) -> str:
             files = parquet(tmp_path, {"prompt": [[{"role": "user", "content": text}] for text in texts]})
-            return PromptData(read_table(files, "prompt"), settings(**values), Dated(day)).fingerprint
+            config = settings(**values)
+            return PromptData(read_data_set(files, config), config, Dated(day)).fingerprint
 
         assert of("ab", "c") == of("ab", "c", day=2)
         assert len({of("ab", "c"), of("c", "ab"), of("a", "bc"), of("abc"), of("ab", "d"), of("ab", "c", "d")}) == 6
@@ -233,6 +224,26 @@ class TestPromptLoader:
         assert {len(one.prompts) for one in batches[:-1]} <= {batch}
         assert [one.step for one in batches] == list(range(len(batches)))
         assert batches[-1].epoch == 3.0
+
+    @pytest.mark.parametrize(
+        ("batch", "epochs", "max_steps", "warns"),
+        [(15, 3, None, True), (15, 1, 2, True), (15, 1, None, False), (10, 3, None, False)],
+    )
+    def test_batch_larger_than_the_data_is_reported(
+        self,
+        tmp_path: Path,
+        batch: int,
+        epochs: int,
+        max_steps: int | None,
+        warns: bool,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """A step would train on a prompt more than once."""
+        found = loader(tmp_path, 10, epochs=epochs, max_steps=max_steps, train_batch_size=batch)
+        message = f"data.train_batch_size={batch} is larger than the 10 prompts of the training data: a step trains on"
+        assert (message in caplog.text) == warns
+        repeated = any(len({p.row for p in b.prompts}) < len(b.prompts) for b in found.batches(0, first_step=0))
+        assert repeated == warns
 
     @pytest.mark.parametrize("position", [0, 4, 12, 28])
     def test_restored_position_continues_the_stream(self, tmp_path: Path, position: int) -> None:
@@ -320,8 +331,8 @@ class TestReferences:
         """The end may be the EOS token or another id at which sampled responses end."""
         rows = {"prompt": ["a"] * 4, "response": ["ab\x03", "ab\x04", "ab", "abcdefgh\x03"]}
         config = settings(max_response_length=6)
-        table = read_table(parquet(tmp_path, rows), "prompt")
-        data = PromptData(table, config, Bytes(), with_references=True, stop_token_ids=(4,))
+        data_set = read_data_set(parquet(tmp_path, rows), config)
+        data = PromptData(data_set, config, Bytes(), with_references=True, stop_token_ids=(4,))
         assert [ids.tolist() for ids in data.reference_ids] == [[97, 98, 3], [97, 98, 4], [97, 98, 3], list(b"abcdef")]
         responses = [data.reference_response(data.prompt(i, uid=i, with_reference=True), version=0) for i in range(4)]
         assert [response.finish_reason for response in responses] == ["stop", "stop", "stop", "length"]

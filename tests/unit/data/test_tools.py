@@ -17,6 +17,7 @@ from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.teacher_routing import Routes, make_teacher_prompts
 from tests._support.base_config import base_config
+from tests._support.data_sets import data_set_of
 
 CHAT = [{"role": "user", "content": "1"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -37,7 +38,7 @@ def tokenizer() -> Any:
 
 def read(tokenizer: Any, columns: dict[str, Any], *overrides: str) -> tuple[PromptData, Config]:
     config = base_config(*overrides)
-    return PromptData(pa.table(columns), config.data, tokenizer), config
+    return PromptData(data_set_of(columns, config.data), config.data, tokenizer), config
 
 
 @pytest.mark.parametrize("as_text", [False, True])
@@ -66,7 +67,7 @@ def test_key_changes_the_fingerprint_only_with_tools(tokenizer: Any) -> None:
     ("columns", "message"),
     [
         ({"prompt": [CHAT]}, "data.tools_key=tools: the data has no such column; it has: prompt"),
-        ({"prompt": [CHAT], "tools": ["{"]}, "row 0 of the training data: the tools in column tools are no JSON"),
+        ({"prompt": [CHAT], "tools": ["{"]}, "row 0 of the training data .*: the tools in column tools are no JSON"),
         ({"prompt": [CHAT], "tools": ['{"a": 1}']}, "row 0 of .*expected a list of objects such as"),
         ({"prompt": [CHAT], "tools": [["add"]]}, "row 0 of .*expected a list of objects such as"),
         ({"prompt": ["1"], "tools": [[ADD]]}, "row 0 of .*: the prompt is plain text.*data.tools_key=null"),
@@ -82,7 +83,7 @@ def test_template_that_ignores_tools_is_reported(tokenizer: Any, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         data, config = read(tokenizer, {"prompt": [CHAT], "tools": [[ADD]]}, "data.tools_key=tools")
     assert "chat template ignores the tools of data.tools_key=tools" in caplog.text
-    lines = list(describe_prompts(data.table, config.data, tokenizer, 0))
+    lines = list(describe_prompts(data.data_set, config.data, tokenizer, 0))
     assert "1 of 1 prompts have tools, which the chat template ignores" in lines
 
 
@@ -104,5 +105,5 @@ def test_teacher_sees_the_tools(tokenizer: Any) -> None:
 
 def test_truncation_error_names_the_data(tokenizer: Any) -> None:
     config = replace(base_config().data, max_prompt_length=1, filter_overlong_prompts=False)
-    with pytest.raises(DataError, match="row 0 of the held-out data: the prompt has 2 tokens, more than"):
-        PromptData(pa.table({"prompt": [CHAT]}), config, tokenizer, name="the held-out data")
+    with pytest.raises(DataError, match=r"row 0 of the held-out data .*: the prompt has 2 tokens, more than"):
+        PromptData(data_set_of({"prompt": [CHAT]}, config, "the held-out data"), config, tokenizer)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Response
-from recipe_gkd.data.tables import read_table
 from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.reward import compute_score
 from recipe_gkd.quickstart.task import Problem, write_parquet
@@ -27,7 +28,7 @@ def settings(files: list[Path], **values: Any) -> DataConfig:
 
 def loaded(files: list[Path], **values: Any) -> tuple[PromptData, DataConfig, Any]:
     tokenizer, config = build_tokenizer(), settings(files, **values)
-    return PromptData(read_table(config.train_files, config.prompt_key), config, tokenizer), config, tokenizer
+    return PromptData(read_data_set(config.train_files, config), config, tokenizer), config, tokenizer
 
 
 def build_item(files: list[Path], index: int, text: str, **values: Any) -> RewardItem:
@@ -43,6 +44,19 @@ def build_item(files: list[Path], index: int, text: str, **values: Any) -> Rewar
         versions_T=np.zeros(len(ids), np.int32),
     )
     return RewardItems(data, config, tokenizer).build_item(data.prompt(index, uid=9), response)
+
+
+def test_special_tokens_are_part_of_the_response_if_they_are_not_skipped(tmp_path: Path) -> None:
+    data, config, tokenizer = loaded(table(tmp_path))
+    ids = np.array([*tokenizer("2")["input_ids"], tokenizer.eos_token_id], np.int32)
+    response = data.reference_response(replace(data.prompt(0, 0), reference_ids=ids), 0)
+    found = [
+        RewardItems(data, config, tokenizer, truth_use="unused", skip_special_tokens=skips)
+        .build_item(data.prompt(0, 0), response)
+        .response
+        for skips in (True, False)
+    ]
+    assert found == ["2", f"2{tokenizer.eos_token}"]
 
 
 def table(folder: Path, **columns: list[Any]) -> list[Path]:
@@ -66,7 +80,7 @@ def test_dotted_key_reads_a_nested_field_and_keeps_its_column_in_extra(tmp_path:
     item = build_item(files, 0, "2", ground_truth_key="reward_model.inner.truth")
     assert item == RewardItem(
         uid=9,
-        where="row 0 of the training data",
+        where=f"row 0 of the training data ({files[0]}, row 0)",
         prompt="1+1=",
         response="2",
         ground_truth="2",
@@ -103,8 +117,8 @@ def test_column_name_with_dots_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("truth", "row 1 of the training data has no value there, like 2 of 4 rows in use"),
-        ("model.inner.truth", "row 0 of the training data has no value there, like 3 of 4 rows in use"),
+        ("truth", "row 1 of the training data .*a.parquet, row 1.* has no value there, like 2 of 4 rows in use"),
+        ("model.inner.truth", "row 0 of the training data .* has no value there, like 3 of 4 rows in use"),
     ],
 )
 def test_missing_truth_raises_if_each_row_must_have_one(tmp_path: Path, key: str, message: str) -> None:

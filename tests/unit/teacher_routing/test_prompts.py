@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -32,6 +32,7 @@ from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
 from recipe_gkd.teacher_routing.prompts import TeacherPrompts
 from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.base_config import base_config
+from tests._support.data_sets import data_set_of
 from tests._support.fake_teachers import fake_scores
 
 pytestmark = pytest.mark.timeout(60)
@@ -71,23 +72,23 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return found
 
 
-def table(**columns: list[Any]) -> pa.Table:
+def table(**columns: list[Any]) -> dict[str, Any]:
     default = {
         "prompt": [problem.messages() for problem in PROBLEMS],
         "answer": [problem.answer for problem in PROBLEMS],
         "extra_info": [{"index": index, "steps": [1, index]} for index in range(3)],
     }
-    return pa.table(default | columns)
+    return default | columns
 
 
-def read(config: Config, tokenizer: Any, rows: pa.Table | None = None) -> PromptData:
-    return PromptData(table() if rows is None else rows, config.data, tokenizer)
+def read(config: Config, tokenizer: Any, rows: dict[str, Any] | None = None) -> PromptData:
+    return PromptData(data_set_of(table() if rows is None else rows, config.data), config.data, tokenizer)
 
 
 def prompts_of(
     config: Config,
     tokenizer: Any,
-    rows: pa.Table | None = None,
+    rows: dict[str, Any] | None = None,
     routes: Routes = ONE,
     student: ChatTemplate | None = None,
 ) -> TeacherPrompts | None:
@@ -232,6 +233,23 @@ class TestPrompts:
         config = with_teacher(prompt_template="{extra_info.index}{extra_info.steps};{prompt}{prompt}")
         assert texts_of(config, tokenizer, rows)[2] == "2<|unk|>1<|unk|><|unk|>2<|unk|>;3+3+"
 
+    def test_objects_in_a_template_have_the_fields_of_their_row_only(self, tokenizer: Any) -> None:
+        """Arrow gives each object the fields of all others."""
+        config = with_teacher(prompt_template="{steps}")
+        seen: list[str] = []
+        data = read(config, tokenizer, table(steps=[{"a": "1"}, {"b": "2"}, {"a": None, "b": "3"}]))
+        original = tokenizer.apply_chat_template
+
+        class Recording(type(tokenizer)):  # type: ignore[misc]
+            def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+                seen.append(messages[-1]["content"])
+                return original(messages, **options)
+
+        recording = copy(tokenizer)
+        recording.__class__ = Recording
+        make_teacher_prompts(data, ONE, config, recording)
+        assert {'{"a": "1"}', '{"b": "2"}', '{"b": "3"}'} <= set(seen) and not any("null" in text for text in seen)
+
     def test_column_replaces_the_prompt_and_null_keeps_it(self, tokenizer: Any) -> None:
         own = [{"role": "user", "content": "0"}]
         rows = table(hint=[own, None, [{"role": "user", "content": "1"}]])
@@ -274,7 +292,7 @@ class TestPrompts:
                 "row 0 of .* replaces the last user message, but the prompt .* has none with a text",
             ),
             ({"prompt_key": "hint"}, {}, r"data\.teacher_prompt_key=hint: the data has no such column"),
-            ({"prompt_key": "hint"}, {"hint": [5, 6, 7]}, "row 0 of .* teacher default.*the prompt is 5"),
+            ({"prompt_key": "hint"}, {"hint": [5, 6, 7]}, "prompt of teacher default: row 0 of .*the prompt is 5"),
         ],
     )
     def test_unusable_row_or_field_raises(

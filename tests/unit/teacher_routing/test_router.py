@@ -10,10 +10,10 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from recipe_gkd.config import Config
+from recipe_gkd.data.rows import DataSet
 from recipe_gkd.data.samples import Prompt, Response, Sample
 from recipe_gkd.errors import DataError
 from recipe_gkd.teacher_routing import Routes, Teachers, failure_policy, open_teachers, read_routes
@@ -29,6 +29,7 @@ from teacher.errors import (
 from teacher.records import TeacherSequence
 from teacher.wire.messages import LIMITS
 from tests._support.base_config import base_config
+from tests._support.data_sets import data_set_of
 from tests._support.fake_teachers import REFUSED, fake_scores, is_scored_by, pair, service
 from tests._support.ports import free_port
 from tests._support.waiting import wait_until_async
@@ -52,8 +53,8 @@ def uids(samples: Sequence[Sample]) -> list[int]:
 # ---- routes
 
 
-def table_of(names: list[Any]) -> pa.Table:
-    return pa.table({"prompt": ["x"] * len(names), "meta": [{"teacher": name} for name in names]})
+def rows_of(names: list[Any]) -> DataSet:
+    return data_set_of({"prompt": ["x"] * len(names), "meta": [{"teacher": name} for name in names]})
 
 
 def two_teachers(**ports: int) -> list[str]:
@@ -64,7 +65,7 @@ def test_teachers_route_key_selects_teacher_of_each_sample() -> None:
     teacher_of_row = ["math", "code", "code", "math", "code"]
     with service(OFFSETS["math"]) as math, service(OFFSETS["code"]) as code:
         config = configured(*two_teachers(math=math, code=code))
-        routes = read_routes(table_of(teacher_of_row), config)
+        routes = read_routes(rows_of(teacher_of_row), config)
         with open_teachers(config, routes) as teachers:
 
             async def two_groups() -> list[Sample]:
@@ -92,7 +93,7 @@ def test_open_teachers_skips_unused_and_shares_clients_by_address(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = configured(*two_teachers(math=9, code=9, idle=1))
-    routes = read_routes(table_of(["math", "code"]), config)
+    routes = read_routes(rows_of(["math", "code"]), config)
     assert "no row of the training data is for teacher idle" in caplog.text
     with open_teachers(config, routes) as teachers:
         assert list(teachers.clients) == ["math", "code"]
@@ -103,18 +104,18 @@ def test_open_teachers_skips_unused_and_shares_clients_by_address(
 def test_read_routes_unknown_teacher_raises_with_row_and_names(value: str | None) -> None:
     config = configured(*two_teachers(math=1, code=2))
     with pytest.raises(DataError, match=rf"row 2 .* has {value!r} in .*route_key=meta.teacher; .* math, code"):
-        read_routes(table_of(["math", "code", value]), config)
+        read_routes(rows_of(["math", "code", value]), config)
 
 
 def test_read_routes_missing_column_raises_with_present_columns() -> None:
     config = configured(*two_teachers(math=1, code=2))
     with pytest.raises(DataError, match=r"teacher.route_key=meta.teacher: .* it has: prompt"):
-        read_routes(pa.table({"prompt": ["x"]}), config)
+        read_routes(data_set_of({"prompt": ["x"]}), config)
 
 
 def test_run_without_teacher_connects_to_none_and_scores_nothing() -> None:
     config = configured("server_port=9", "gkd.enable_teacher=false", "gkd.sft_share=0.5")
-    routes = read_routes(table_of(["any"]), config)
+    routes = read_routes(rows_of(["any"]), config)
     with open_teachers(config, routes) as teachers:
         samples = asyncio.run(teachers.score([pair(0), pair(1)], step=0))
         assert not teachers.clients and teachers.step_metrics(samples, 0, before=0) == {}

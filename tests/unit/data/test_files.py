@@ -1,8 +1,11 @@
-"""Formats of data files, and conversations in the column ``messages``."""
+"""Formats of data files, conversations, and ``data inspect``."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,11 +13,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe_gkd.commands.data import main
-from recipe_gkd.data.tables import read_table
+from recipe_gkd.commands.data.inspect import describe_prompts
+from recipe_gkd.data.rows import DataSet, read_data_set
 from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from tests._support.base_config import base_config
+from tests._support.data_sets import data_set_of
 
 ROWS = [{"prompt": "1", "answer": "007"}, {"prompt": "2", "answer": "2020-01-01"}]
+
+
+def read(path: Path, **keys: str) -> DataSet:
+    return read_data_set([str(path)], base_config(*(f"data.{key}={value}" for key, value in keys.items())).data)
 
 
 @pytest.mark.parametrize(
@@ -25,19 +35,20 @@ ROWS = [{"prompt": "1", "answer": "007"}, {"prompt": "2", "answer": "2020-01-01"
         ("a.csv", "prompt,answer\n1,007\n2,2020-01-01\n"),
     ],
 )
-def test_read_table_text_files_and_folders_keep_text(tmp_path: Path, name: str, text: str) -> None:
+def test_text_files_and_folders_keep_text(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / name).write_text(text)
-    assert read_table([str(tmp_path / "train" / name)], "prompt").to_pylist() == ROWS
-    assert read_table([str(tmp_path)], "prompt").to_pylist() == ROWS
+    for path in (tmp_path / "train" / name, tmp_path):
+        assert [{"prompt": row.prompt, **row.extra} for row in read(path)] == ROWS
 
 
 @pytest.mark.parametrize("key", ["prompt", "messages"])
-def test_read_table_final_assistant_message_is_the_response(tmp_path: Path, key: str) -> None:
+def test_final_assistant_message_is_the_response(tmp_path: Path, key: str) -> None:
     user, assistant = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
     (tmp_path / "a.json").write_text(json.dumps([{"messages": [user, assistant]}, {"messages": [user]}]))
-    rows = read_table([str(tmp_path / "a.json")], key, "reply").to_pylist()
-    assert rows == [{key: [user], "reply": "2"}, {key: [user], "reply": None}]
+    rows = read(tmp_path / "a.json", prompt_key=key, response_key="reply")
+    assert [(row.prompt, row.response) for row in rows] == [([user], "2"), ([user], None)]
+    assert [row.extra for row in rows] == [{"reply": "2"}, {"reply": None}]
 
 
 @pytest.mark.parametrize(
@@ -48,19 +59,19 @@ def test_read_table_final_assistant_message_is_the_response(tmp_path: Path, key:
         ("a.csv", "prompt,prompt\n1,2\n", "two columns are named prompt"),
         ("a.csv", "", "cannot be read as csv"),
         ("a.json", '{\n "data": []}', "expected a list of objects"),
-        ("a.jsonl", '{"n": 99999999999999999999}', "cannot be read as jsonl"),
+        ("a.jsonl", '{"n": 99999999999999999999}', "has no column 'prompt'; it has: n"),
         ("a.json", "[]", "has no column 'prompt'"),
     ],
 )
-def test_read_table_unusable_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_unusable_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=f"{name}.*{message}|{name}: {message}"):
-        read_table([str(tmp_path / name)], "prompt")
+        read(tmp_path / name)
 
 
-def test_read_table_folder_without_data_is_refused(tmp_path: Path) -> None:
+def test_folder_without_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="contains no file with a suffix of"):
-        read_table([str(tmp_path)], "prompt")
+        read(tmp_path)
 
 
 class TestInspect:
@@ -84,6 +95,31 @@ class TestInspect:
         assert main(["inspect", str(tmp_path / "a.csv")]) == 0
         assert "add actor_rollout_ref.model.path=FOLDER" in capsys.readouterr().out
 
+    @pytest.mark.parametrize("command", [["data", "inspect", "FILE"], ["--help"]])
+    def test_command_whose_output_is_closed_ends_without_error(self, tmp_path: Path, command: list[str]) -> None:
+        """``head`` closes the pipe when it has seen enough."""
+        (tmp_path / "FILE").with_suffix(".csv").write_text("prompt\n" + "1\n" * 9)
+        arguments = [str(tmp_path / "FILE.csv") if part == "FILE" else part for part in command]
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(
+            [sys.executable, "-m", "recipe_gkd", *arguments],
+            stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_inspect_reads_as_many_rows_as_a_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "a.csv").write_text("prompt\n1\n2\n3\n")
+        assert main(["inspect", str(tmp_path / "a.csv"), "data.train_max_samples=2"]) == 0
+        assert capsys.readouterr().out.startswith("2 rows\n")
+
+    def test_inspect_names_unusable_reference_responses(self, tmp_path: Path) -> None:
+        columns = {"prompt": ["1", "2"], "response": [["x"], ["y"]]}
+        data_set = data_set_of(columns)
+        lines = list(describe_prompts(data_set, base_config().data, build_tokenizer(), 0))
+        assert any(line.startswith("2 reference responses cannot be used; the first: row 0 of") for line in lines)
+
     def test_inspect_unknown_action_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["show"]) == main([]) == 2
         assert "expected: data inspect FILE" in capsys.readouterr().err
@@ -95,20 +131,20 @@ class TestInspect:
         assert "--row" in out and "--val-fraction" in out
 
 
-def test_read_table_folder_skips_hidden_files_and_long_csv_cells_are_read(tmp_path: Path) -> None:
+def test_folder_skips_hidden_files_and_long_csv_cells_are_read(tmp_path: Path) -> None:
     long = "x" * (3 << 20)
     (tmp_path / "a.csv").write_text(f"prompt,answer\n{long},1\n2,3\n")
     (tmp_path / ".ipynb_checkpoints").mkdir()
     for name in (".hidden.jsonl", ".ipynb_checkpoints/b.jsonl"):
         (tmp_path / name).write_text('{"prompt": "hidden"}\n')
-    assert read_table([str(tmp_path)], "prompt").column("prompt").to_pylist() == [long, "2"]
+    assert [row.prompt for row in read(tmp_path)] == [long, "2"]
 
 
-def test_read_table_message_without_text_and_large_lists_are_split(tmp_path: Path) -> None:
+def test_message_without_text_and_large_lists_are_split(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "tool_calls": "f"}]
     column = pa.array(
         [messages], pa.large_list(pa.struct([(n, pa.string()) for n in ("role", "content", "tool_calls")]))
     )
     pq.write_table(pa.table({"messages": column}), tmp_path / "a.parquet")
-    [row] = read_table([str(tmp_path / "a.parquet")], "prompt").to_pylist()
-    assert [message["role"] for message in row["prompt"]] == ["user"] and "response" not in row
+    [row] = read(tmp_path / "a.parquet")
+    assert row.prompt == [{"role": "user", "content": "1"}] and row.response is None

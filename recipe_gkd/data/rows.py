@@ -1,0 +1,360 @@
+"""Rows of a data set: the only form in which other modules see its data, whatever the format of the files."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from recipe_gkd.config.schema import DataConfig
+from recipe_gkd.data.files import StoredRows, find_files, read_file
+from recipe_gkd.data.messages import Message, content_of, conversation_of, read_prompt, role_of
+from recipe_gkd.data.tools import Tools, read_tools
+from recipe_gkd.data.values import Unreadable, nested_value, without_nulls
+from recipe_gkd.errors import DataError
+
+log = logging.getLogger(__name__)
+
+TRAINING, VALIDATION = "the training data", "the validation data"
+CONVERSATIONS = ("messages", "conversations")
+"""Columns of whole conversations, as TRL and ShareGPT have. A final assistant message is the reference response."""
+COMPLETION = "completion"
+"""Column of the reference responses beside ``prompt`` in TRL's data."""
+VERL_TRUTH = ("reward_model", "ground_truth")
+"""ColumnPath of the ground truth in files that were prepared for verl."""
+PROMPT_KEY_HINT = "Set data.prompt_key to the column of the prompts"
+
+ColumnPath = tuple[str, ...]
+"""Name of a column, followed by the names of nested fields."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowColumns:
+    """Columns that the parts of a row come from.
+
+    Attributes:
+        names: All columns of the data set.
+        prompt: Column of the prompt.
+        response: Column of the reference response.
+        tools: ColumnPath of the tools. None: rows have no tools.
+        truth: ColumnPath of the ground truth. None: the data has none.
+        data_source: Column of the name of the data source.
+    """
+
+    names: Sequence[str]
+    prompt: str
+    response: str
+    tools: ColumnPath | None
+    truth: ColumnPath | None
+    data_source: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """A row of a data set. Each part is made when it is read first, so that a column that is not read cannot fail.
+
+    Each property raises a :class:`DataError` that names file, row and column if the value cannot be used.
+
+    Attributes:
+        index: Index of the row in the data set, starting at 0.
+        where: Name of the data set, file and place of the row, for messages.
+        values: Values by column, as the file has them.
+        columns: Columns that the parts come from.
+        adds_nulls: True if the format of the file adds null fields to objects.
+    """
+
+    index: int
+    where: str
+    values: Mapping[str, Any]
+    columns: RowColumns
+    adds_nulls: bool
+
+    def value(self, path: ColumnPath) -> Any:
+        """Return the value of a column or nested field, None if the row has none."""
+        column = self.values.get(path[0])
+        if isinstance(column, Unreadable):
+            raise DataError(f"{self.where}: the column {path[0]} cannot be read: {column.reason}. Correct the column")
+        return nested_value(column, path[1:])
+
+    def prompt_at(self, path: ColumnPath) -> str | list[Message] | None:
+        """Return the prompt in another column than that of the student's, None if the row has none."""
+        value = self.value(path)
+        where = f"{self.where}, column {'.'.join(path)}"
+        return None if value is None else read_prompt(value, where, drop_nulls=self.adds_nulls)
+
+    @cached_property
+    def _conversation(self) -> tuple[str, Any] | None:
+        """Column and value of a whole conversation. None if the row has a prompt."""
+        key = self.columns.prompt
+        if key not in CONVERSATIONS and self.value((key,)) is not None:
+            return None
+        names = [key] if key in CONVERSATIONS else CONVERSATIONS
+        for name in names:
+            if (value := self.value((name,))) is not None:
+                return name, conversation_of(value, f"{self.where}, column {name}")
+        return None
+
+    @property
+    def _final_message(self) -> Message | None:
+        """Final assistant message of a conversation, before it is checked."""
+        messages = self._conversation[1] if self._conversation else None
+        if not isinstance(messages, list) or not messages or role_of(messages[-1]) != "assistant":
+            return None
+        final: Message = messages[-1]
+        return final
+
+    @cached_property
+    def prompt(self) -> str | list[Message]:
+        """Prompt: a text, or messages whose contents are texts. A conversation without its final assistant message."""
+        if self._conversation is None:
+            key = self.columns.prompt
+            where = f"{self.where}, column {key}"
+            return read_prompt(self.value((key,)), where, drop_nulls=self.adds_nulls)
+        name, messages = self._conversation
+        if self._final_message is not None:
+            messages = messages[:-1]
+        return read_prompt(messages, f"{self.where}, column {name}", drop_nulls=self.adds_nulls)
+
+    @cached_property
+    def response(self) -> str | None:
+        """Reference response, None if the row has none."""
+        for name in (self.columns.response, *((COMPLETION,) if self._reads_completion else ())):
+            if (value := self.value((name,))) is not None:
+                return self._response_text(value, name)
+        if (final := self._final_message) is None or self._conversation is None:
+            return None
+        return content_of(final, f"{self.where}, column {self._conversation[0]}: the content of the final message")
+
+    @property
+    def _reads_completion(self) -> bool:
+        return self.columns.response not in self.columns.names
+
+    def _response_text(self, value: Any, name: str) -> str:
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list) and len(value) == 1 and role_of(value[0]) == "assistant":
+            label = f"{self.where}, column {name}: the content of the message"
+            if text := content_of(value[0], label):
+                return text
+        raise DataError(
+            f"{self.where}: the response in column {name!r} is {value!r:.200}; expected a string, or a list of one "
+            "assistant message with a text. Correct or remove the row"
+        )
+
+    @cached_property
+    def tools(self) -> Tools | None:
+        """Tools that the chat template describes, None without any."""
+        if (path := self.columns.tools) is None:
+            return None
+        return read_tools(self.value(path), self.where, ".".join(path), drop_nulls=self.adds_nulls)
+
+    @property
+    def ground_truth(self) -> Any:
+        """Ground truth as the file has it, None without one."""
+        return None if self.columns.truth is None else self.value(self.columns.truth)
+
+    @property
+    def data_source(self) -> Any:
+        """Name of the data source, None without one."""
+        return self.value((self.columns.data_source,))
+
+    @cached_property
+    def extra(self) -> dict[str, Any]:
+        """All columns except for the prompt and, if it is not nested, the ground truth, as the file has them.
+
+        A value that cannot be read is None. A reference response that is the end of a conversation has a column.
+        """
+        truth = self.columns.truth
+        used = {self.columns.prompt if self._conversation is None else self._conversation[0]}
+        used |= {self.columns.prompt, *(truth if truth is not None and len(truth) == 1 else ())}
+        found = {name: self.values.get(name) for name in self.columns.names if name not in used}
+        found = {name: None if isinstance(value, Unreadable) else value for name, value in found.items()}
+        if self.columns.tools is not None and self.adds_nulls and self.columns.tools[0] in found:
+            found[self.columns.tools[0]] = without_nulls(found[self.columns.tools[0]])
+        if self._conversation is not None and self.columns.response not in found:
+            found[self.columns.response] = None
+            with suppress(DataError):  # matters only if it is trained on
+                found[self.columns.response] = self.response
+        return found
+
+
+class DataSet(Sequence[Row]):
+    """Rows of data files, in the order of the files.
+
+    Attributes:
+        name: Name of the data set, for messages.
+        columns: Names of all columns. A row of a file without one of them has no value there.
+    """
+
+    def __init__(self, stored: Sequence[StoredRows], config: DataConfig, name: str) -> None:
+        """Combine files.
+
+        Args:
+            stored: Rows of each file.
+            config: Names of the columns.
+            name: Name of the data set, for messages.
+
+        Raises:
+            DataError: There is no column ``data.tools_key``.
+        """
+        self.name, self._stored, self._config = name, stored, config
+        self.columns = list(dict.fromkeys(column for file in stored for column in file.columns))
+        self._starts = [0, *accumulate(map(len, stored))]
+        self._selected: np.ndarray | None = None
+        self._tools: ColumnPath | None = None
+        if (key := config.tools_key) is not None:
+            self._tools = self.find(key, setting="data.tools_key", purpose="with the tools of each prompt")
+
+    @cached_property
+    def _row_columns(self) -> RowColumns:
+        try:
+            truth: ColumnPath | None = self.truth_path
+        except DataError:
+            truth = None
+        return RowColumns(
+            names=self.columns,
+            prompt=self._config.prompt_key,
+            response=self._config.response_key,
+            tools=self._tools,
+            truth=truth,
+            data_source=self._config.data_source_key,
+        )
+
+    def __len__(self) -> int:
+        return self._starts[-1] if self._selected is None else len(self._selected)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a row, or for a slice a data set of rows."""
+        if isinstance(index, slice):
+            return self.take(range(len(self))[index])
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._row(index % len(self), self._row_columns)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self._row(index, self._row_columns) for index in range(len(self)))
+
+    def _row(self, index: int, columns: RowColumns) -> Row:
+        number = index if self._selected is None else int(self._selected[index])
+        which = bisect_right(self._starts, number) - 1
+        file, at = self._stored[which], number - self._starts[which]
+        where = f"row {index} of {self.name} ({file.path}, {file.place(at)})"
+        return Row(index=index, where=where, values=file.values(at), columns=columns, adds_nulls=file.adds_nulls)
+
+    def take(self, rows: Sequence[int]) -> DataSet:
+        """Return a data set of some rows, which have new indices and share their memory with this one."""
+        found = object.__new__(DataSet)
+        found.__dict__.update(self.__dict__)
+        chosen = np.asarray(rows, np.int64)
+        found._selected = chosen if self._selected is None else self._selected[chosen]
+        return found
+
+    def limited_to(self, max_samples: int) -> DataSet:
+        """Return at most ``max_samples`` rows: random ones by ``data.seed`` with ``data.shuffle``, else the first.
+
+        -1 returns all rows.
+        """
+        if max_samples < 1 or max_samples >= len(self):
+            return self
+        rows = np.arange(max_samples)
+        if self._config.shuffle:
+            rows = np.sort(np.random.default_rng(self._config.seed).choice(len(self), max_samples, replace=False))
+        log.info("%s: %d of %d rows are used", self.name, max_samples, len(self))
+        return self.take(rows.tolist())
+
+    def values_at(self, path: ColumnPath) -> Iterator[Any]:
+        """Yield the value of a column or nested field in each row, None for rows without one."""
+        return (row.value(path) for row in self)
+
+    def find(self, key: str, *, setting: str, purpose: str) -> ColumnPath:
+        """Return the path to a column, or to a nested field of objects in a column.
+
+        Args:
+            key: Name of the column, or names of a column and of nested fields, joined by dots.
+            setting: Configuration key that has the value ``key``, for the error message.
+            purpose: Purpose of the column, which completes "Set ... to the column", for the error message.
+
+        Raises:
+            DataError: The data set has no such column or field.
+        """
+        if key in self.columns:
+            return (key,)
+        path = tuple(key.split("."))
+        if self._has(path):
+            return path
+        depth = next(depth for depth in range(len(path)) if not self._has(path[: depth + 1]))
+        names = self._fields(path[:depth]) if depth else self.columns
+        hint = f"column {'.'.join(path[:depth])} has {', '.join(names) or 'no fields'}"
+        if not depth:
+            hint = f"it has: {', '.join(names)}"
+        raise DataError(f"{setting}={key}: the data has no such column; {hint}. Set {setting} to the column {purpose}")
+
+    def _has(self, path: ColumnPath) -> bool:
+        return path[0] in self.columns if len(path) == 1 else any(file.has_field(path) for file in self._stored)
+
+    def _fields(self, path: ColumnPath) -> list[str]:
+        return list(dict.fromkeys(name for file in self._stored for name in file.fields(path)))
+
+    def field_names(self, path: ColumnPath = ()) -> Iterator[str]:
+        """Yield the names of columns and of the fields of their objects, joined by dots."""
+        for name in self._fields(path) if path else self.columns:
+            nested = list(self.field_names((*path, name)))
+            yield from nested or [".".join((*path, name))]
+
+    @cached_property
+    def truth_path(self) -> ColumnPath:
+        """ColumnPath of the ground truth: ``data.ground_truth_key``, or verl's if the default is absent.
+
+        Raises:
+            DataError: There is no such column.
+        """
+        key = self._config.ground_truth_key
+        if key == VERL_TRUTH[-1] and key not in self.columns and self._has(VERL_TRUTH):
+            log.info("%s: the ground truth is %s, as in verl's files", self.name, ".".join(VERL_TRUTH))
+            return VERL_TRUTH
+        return self.find(
+            key, setting="data.ground_truth_key", purpose="that the reward function compares responses with"
+        )
+
+    @property
+    def has_responses(self) -> bool:
+        """True if there is a column that reference responses can come from."""
+        return any(name in self.columns for name in (self._config.response_key, COMPLETION, *CONVERSATIONS))
+
+    def describe(self, column: str) -> tuple[str, int]:
+        """Return the type of a column in each format, and its number of nulls in all files."""
+        found = [file.describe(column) for file in self._stored if column in file.columns]
+        n_absent = sum(len(file) for file in self._stored if column not in file.columns)
+        return " or ".join(dict.fromkeys(kind for kind, _ in found)), sum(n for _, n in found) + n_absent
+
+
+def read_data_set(files: Sequence[str], config: DataConfig, name: str = TRAINING, max_samples: int = -1) -> DataSet:
+    """Read data files.
+
+    Args:
+        files: Paths of data files, or of folders that contain them; see :func:`recipe_gkd.data.files.find_files`.
+        config: Names of the columns.
+        name: Name of the data set, for messages.
+        max_samples: Number of rows to use; see :meth:`DataSet.limited_to`.
+
+    Raises:
+        DataError: No file was given, or a file is missing, unreadable or empty, or has no prompts.
+    """
+    stored = [read_file(path) for path in find_files(files)]
+    key = config.prompt_key
+    for file in stored:
+        if not {key, *CONVERSATIONS} & set(file.columns):
+            raise DataError(
+                f"data file {file.path} has no column {key!r}; it has: {', '.join(file.columns) or 'none'}. "
+                f"{PROMPT_KEY_HINT}"
+            )
+        if not len(file):
+            raise DataError(f"data file {file.path} has no rows; remove it from the data files")
+    return DataSet(stored, config, name).limited_to(max_samples)
