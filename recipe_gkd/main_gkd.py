@@ -322,7 +322,8 @@ async def _train_with_restarts(
             return await trainer.fit(stop)
         except GkdError as error:
             if stop.reason is not None:
-                raise
+                await _end_without_actors(error, config, workers, stop)
+                return None
             with stop.accepted() if saves_checkpoints(config) else nullcontext():
                 await stop.unless_requested(workers.restart_actors(error))
         if stop.reason is not None:
@@ -332,6 +333,22 @@ async def _train_with_restarts(
         trainer = None
         gc.collect()  # cycles of the error and its frames, which refer to rows in the object stores
         log.warning("the actor ranks were started again; steps after the newest checkpoint are repeated")
+
+
+async def _end_without_actors(error: GkdError, config: Config, workers: Workers, stop: StopRequest) -> None:
+    """Return if the run ends as requested although an actor rank was lost, because an earlier checkpoint exists.
+
+    Raises:
+        GkdError: ``error``, if no rank was lost or there is no checkpoint.
+    """
+    root = folder_of(config.trainer)
+    step = read_latest(root)
+    if step is None or not await workers.actor_is_lost(error):
+        raise error
+    log.warning(
+        "an actor rank was lost after %s: %s\nthe newest checkpoint is %s; later steps will be repeated",
+        stop.reason, error, final_folder(root, step),
+    )  # fmt: skip
 
 
 def _newest_point(config: Config, checkpoint: Path, plan: TrainingPlan) -> list[ResumePoint]:
