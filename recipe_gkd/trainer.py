@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptLoader
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.errors import RewardError, WeightSyncError
+from recipe_gkd.errors import GkdError, RewardError, WeightSyncError
 from recipe_gkd.hybrid import open_devices
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.run_summary import RunSummary
@@ -44,6 +44,7 @@ from recipe_gkd.validation import Validation
 from recipe_gkd.validation_kl import KlStages, ResponseKl, measure_kl
 from recipe_gkd.worker_stages import generate_responses, generate_validation_responses, sum_kl, update_actors
 from recipe_gkd.workers import Workers
+from teacher.errors import TeacherError
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +169,7 @@ class Trainer:
         self.root = folder_of(config.trainer).absolute()
         self.saver = CheckpointSaver(config, self.root, self.call_actors, best=start.best)
         self.failed_validations = 0
+        self._is_stopping = False
         self.last_step = loader.last_step(self.progress.prompts_trained, self.progress.step)
 
     async def fit(self, stop: StopRequest | None = None) -> None:
@@ -229,6 +231,7 @@ class Trainer:
 
     async def _save_after_stop(self, pipeline: Pipeline, stop: StopRequest) -> None:
         """Save a checkpoint of the last step if a stop was requested, unless it has one."""
+        self._is_stopping = stop.reason is not None
         if self.progress.step == self.last_step:
             stop.withdraw()
         elif stop.reason is not None and self.progress.step > self.start.progress.step:
@@ -374,8 +377,20 @@ class Trainer:
         timeout_s = timeout_s or self.config.actor_rollout_ref.actor.timeout_s
         phase = f"{method}, step {self.progress.step}"
         needs_states = method != "finish_saves"
-        async with self.devices.turn("update") if needs_states else nullcontext():
+        async with self._turn_for_save() if needs_states else nullcontext():
             return await self.workers.actors.call(method, *args, timeout_s=timeout_s, phase=phase)
+
+    @asynccontextmanager
+    async def _turn_for_save(self) -> AsyncIterator[None]:
+        """Use the devices for the actor. After a stop, a rollout engine or teacher that fails to leave is a warning."""
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self.devices.turn("update"))
+            except (GkdError, TeacherError) as error:
+                if not self._is_stopping or await self.workers.actor_is_lost(error):
+                    raise
+                log.warning("the checkpoint is saved although the devices could not be prepared: %s", error)
+            yield
 
 
 @asynccontextmanager

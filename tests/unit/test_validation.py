@@ -105,6 +105,9 @@ class Workers:
     async def metrics(self) -> dict[str, float]:
         return {}
 
+    async def actor_is_lost(self, error: BaseException) -> bool:
+        return False
+
     async def stream(
         self, rank: int, method: str, prompts: list[Prompt], step: int, *_: Any, **__: Any
     ) -> AsyncIterator[list[Response]]:
