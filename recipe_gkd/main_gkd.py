@@ -35,7 +35,7 @@ from recipe_gkd.config.stored import stored_config
 from recipe_gkd.config.validate import needs_rewards, saves_checkpoints, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.tables import read_table
-from recipe_gkd.diagnostics.exit_messages import report_error, report_saved_stop, report_stop
+from recipe_gkd.diagnostics.exit_messages import leave_dead_streams, report_error, report_saved_stop, report_stop
 from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.hybrid import teacher_asleep
 from recipe_gkd.metrics.prometheus_logger import check_metrics_port
@@ -105,8 +105,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status: 0 if the training is complete, 1 after an error, 75 if it was saved between steps after SIGTERM,
-        SIGUSR1 or ``trainer.save_before``. 128 + the number of the signal if a signal ended it at once.
+        SIGUSR1, SIGHUP or ``trainer.save_before``. 128 + the number of the signal if a signal ended it at once.
     """
+    try:
+        return _run_command(argv)
+    finally:
+        leave_dead_streams()
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
     arguments = _parse(argv)
     hint: Callable[[], str] = str
     try:
@@ -314,11 +321,12 @@ async def _train_with_restarts(
 
     If an actor rank is lost, all of them are started again, and the run continues from its newest checkpoint.
     """
-    points, trainer = plan.points, None
+    points, trainer, is_restarted = plan.points, None, False
     while True:
         try:
             start = await _load(config, workers, plan, points)
             trainer = Trainer(config, workers, teachers, plan.loader, start, reward_context)
+            trainer.is_restarted = is_restarted
             return await trainer.fit(stop)
         except GkdError as error:
             if stop.reason is not None:
@@ -330,7 +338,7 @@ async def _train_with_restarts(
             return None  # the newest checkpoint is all that can be saved
         if trainer is not None and trainer.saver.newest is not None:
             points = _newest_point(config, trainer.saver.newest, plan)
-        trainer = None
+        trainer, is_restarted = None, True
         gc.collect()  # cycles of the error and its frames, which refer to rows in the object stores
         log.warning("the actor ranks were started again; steps after the newest checkpoint are repeated")
 

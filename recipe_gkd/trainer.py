@@ -22,7 +22,7 @@ from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptLoader
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.errors import GkdError, RewardError, WeightSyncError
+from recipe_gkd.errors import CheckpointError, GkdError, RewardError, WeightSyncError
 from recipe_gkd.hybrid import open_devices
 from recipe_gkd.metrics.loggers import Loggers
 from recipe_gkd.metrics.run_summary import RunSummary
@@ -135,6 +135,7 @@ class Trainer:
         saver: Checkpoints of the run.
         last_step: Number of optimizer steps at the end of the run.
         failed_validations: Number of validations without a result.
+        is_restarted: True if the actor ranks were started again in this process. Set it before :meth:`fit`.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Trainer:
         self.root = folder_of(config.trainer).absolute()
         self.saver = CheckpointSaver(config, self.root, self.call_actors, best=start.best)
         self.failed_validations = 0
-        self._is_stopping = False
+        self._is_stopping = self.is_restarted = False
         self.last_step = loader.last_step(self.progress.prompts_trained, self.progress.step)
 
     async def fit(self, stop: StopRequest | None = None) -> None:
@@ -186,11 +187,17 @@ class Trainer:
         try:
             await self.loop(stop or StopRequest())
             await self.saver.finish_run(self.progress.step)
-            log.info("summary of this run:\n%s", self.summary.render(self.root))
+            self._log_summary()
         except BaseException as error:
             await self.devices.close()
             await self.saver.give_up(workers_failed=await self.workers.actor_is_lost(error))
             raise
+
+    def _log_summary(self) -> None:
+        try:
+            log.info("summary of this run:\n%s", self.summary.render(self.root))
+        except (GkdError, OSError) as error:
+            log.warning("the training is complete, but its summary cannot be made: %s", error)
 
     async def loop(self, stop: StopRequest) -> None:
         """Train on every batch until a stop is requested; validate, save and log after it."""
@@ -247,7 +254,10 @@ class Trainer:
         self.summary.observe(self.progress.step, metrics)
         has_checkpoint = self.start.belongs_to_run(self.root)
         if best := self.best.observe(metrics, self.progress.step, has_checkpoint=has_checkpoint):
-            self.saver.keep_best(best)
+            try:
+                self.saver.keep_best(best)
+            except CheckpointError as error:
+                log.warning("the initial weights are the best, but this cannot be recorded: %s", error)
 
     async def _validate_if_due(self, pipeline: Pipeline, batch: ReadyBatch, stop: StopRequest) -> None:
         if self._is_due(self.config.trainer.test_freq):
@@ -397,7 +407,18 @@ class Trainer:
 async def _open_run(trainer: Trainer, stop: StopRequest) -> AsyncIterator[_Run]:
     """Open loggers and metrics, start the schedule and accept a stop; close them in the reverse order."""
     workers, progress = trainer.workers, trainer.progress
-    async with Loggers(trainer.config.trainer, completed_steps=progress.step, last_step=trainer.last_step) as loggers:
+    loggers = Loggers(
+        trainer.config.trainer,
+        completed_steps=progress.step,
+        last_step=trainer.last_step,
+        may_fail=trainer.is_restarted,
+    )
+    context = trainer.reward_context
+    validation = None if context is None else context.validation
+    async with AsyncExitStack() as files:
+        await files.enter_async_context(loggers)
+        if validation is not None:
+            files.push_async_callback(validation.close)
         utilization = ActorUtilization.of(trainer.config, workers.actor_devices)
         with (
             StepMetrics(

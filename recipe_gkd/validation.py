@@ -18,10 +18,12 @@ and those of :mod:`recipe_gkd.validation_kl` with ``trainer.val_kl``. Without a 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +43,7 @@ from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
 from recipe_gkd.rewards.reporting import mean_numbers, reward_fields
+from recipe_gkd.runtime.pending_files import PendingFiles
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.teacher_routing import read_routes
 from recipe_gkd.validation_kl import FORWARD, REVERSE, ResponseKl
@@ -51,6 +54,9 @@ LENGTH, TRUNCATED = "response_len", "truncated_fraction"
 NAME = "the validation data"
 DEFAULT_SOURCE = "data"
 """Data source of rows without one."""
+WRITE_TIMEOUT_S = 60.0
+"""Deadline of the file of a validation's responses. A disk that takes longer does not hold up the training."""
+CLOSE_TIMEOUT_S = 5.0
 LOGGED_CHARS = 200
 """Maximum number of characters of each text in the log. The file contains the whole text."""
 
@@ -85,6 +91,7 @@ class Validation:
         self._labels = list(section.functions)
         self._n_logged = config.trainer.log_val_generations
         self._folder = folder_of(config.trainer) / "validation"
+        self._files = PendingFiles()
         try:
             table = read_table(config.data.val_files, config.data.prompt_key, config.data.response_key)
             data = PromptData(table, config.data, tokenizer, name=NAME)
@@ -152,10 +159,20 @@ class Validation:
         """
         scored = await self._score(responses, scorer, kl)
         path = self._folder / f"step_{step}.jsonl"
-        await in_thread(write_responses, path, scored)
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await in_thread(lambda: self._files.write(path, response_lines(scored)))
+        except TimeoutError:
+            log.warning("%s was not written within %g s; check the disk", path, WRITE_TIMEOUT_S)
         if self._n_logged:
             log.info("validation after step %d: %s", step, table_of(scored, self._n_logged, path))
         return self._metrics(scored) | (kl.metrics(self._sources.repeat(self.n)) if kl is not None else {})
+
+    async def close(self) -> None:
+        """Write the files that wait for the disk."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await in_thread(self._files.close)
 
     async def _score(
         self, responses: Sequence[Response], scorer: RewardScorer | None, kl: ResponseKl | None
@@ -229,25 +246,24 @@ def read_sources(table: pa.Table, key: str) -> list[str]:
     return [DEFAULT_SOURCE if name is None else str(name) for name in table.column(key).to_pylist()]
 
 
-def write_responses(path: Path, scored: Sequence[ScoredResponse]) -> None:
-    """Write one JSON object per response. The file appears under its name when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".writing")
-    with draft.open("w", encoding="utf-8") as file:
-        for one in scored:
-            line = {
-                "data_source": one.data_source,
-                "row": one.prompt.row,
-                "prompt": one.item.prompt,
-                "answer": one.item.response,
-                "ground_truth": one.item.ground_truth,
-                **reward_fields(one.reward),
-                **({} if one.kl is None else {FORWARD: one.kl}),
-                LENGTH: len(one.response.ids),
-                "finish_reason": one.response.finish_reason,
-            }
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-    draft.replace(path)
+def response_lines(scored: Sequence[ScoredResponse]) -> bytes:
+    """Return the lines of a file of responses: one JSON object per response."""
+    lines = [
+        {
+            "data_source": one.data_source,
+            "row": one.prompt.row,
+            "prompt": one.item.prompt,
+            "answer": one.item.response,
+            "ground_truth": one.item.ground_truth,
+            **reward_fields(one.reward),
+            **({} if one.kl is None else {FORWARD: one.kl}),
+            LENGTH: len(one.response.ids),
+            "finish_reason": one.response.finish_reason,
+        }
+        for one in scored
+    ]
+    text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
+    return text.encode(errors="replace")
 
 
 def table_of(scored: Sequence[ScoredResponse], n: int, path: Path) -> str:

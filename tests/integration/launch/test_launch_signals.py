@@ -101,9 +101,7 @@ DOCUMENTED = ("TERM", "USR1", "HUP", "INT")
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize(("name", "saved"), [*((name, False) for name in DOCUMENTED), ("USR1", True)])
-def test_signal_ends_training_then_teacher(
-    script: str, name: str, saved: bool, start: Start, checkout: Path
-) -> None:
+def test_signal_ends_training_then_teacher(script: str, name: str, saved: bool, start: Start, checkout: Path) -> None:
     """The status is that of the training: 75 if it was saved between steps."""
     running = start(script, **({"SAVED": "75"} if saved else {}))
     number = signal.Signals[f"SIG{name}"]
