@@ -31,6 +31,7 @@ from recipe_gkd.commands.arguments import config_parser
 from recipe_gkd.config import Config
 from recipe_gkd.config.durations import duration_s
 from recipe_gkd.config.load import read_config
+from recipe_gkd.config.reward_functions import failure_mode
 from recipe_gkd.config.stored import stored_config
 from recipe_gkd.config.validate import needs_rewards, saves_checkpoints, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData, PromptLoader
@@ -254,7 +255,9 @@ def _recover_at_the_end(root: Path) -> None:
 
 def _open_scorer(config: Config) -> AbstractContextManager[RewardScorer | None]:
     """Start the processes of the reward functions, if anything needs rewards."""
-    return RewardScorer(config.custom_reward_function) if needs_rewards(config) else nullcontext()
+    if not needs_rewards(config):
+        return nullcontext()
+    return RewardScorer(replace(config.custom_reward_function, on_failure=failure_mode(config)))
 
 
 def _reward_items(

@@ -76,7 +76,8 @@ class RewardContext:
     ) -> dict[int, Reward]:
         sampled = [pair for pair in group if pair[0].reference_ids is None]  # reference responses get no reward
         described = await in_thread(lambda: [items.build_item(prompt, response) for prompt, response in sampled])
-        return dict(zip([item.uid for item in described], await scorer.score(described), strict=True))
+        rewards = zip([item.uid for item in described], await scorer.score(described), strict=True)
+        return {uid: reward for uid, reward in rewards if reward is not None}
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,8 @@ class Trainer:
                 batch.metrics |= await self.update(batch)
             batch.metrics |= await self.devices.take_metrics()
             batch.metrics |= await self.workers.metrics()
+        if self.reward_context is not None and self.reward_context.scorer is not None:
+            batch.metrics["reward/failures"] = float(self.reward_context.scorer.failures)
         self.advance(batch)
 
     async def _save_after_stop(self, pipeline: Pipeline, stop: StopRequest) -> None:
@@ -241,10 +244,11 @@ class Trainer:
         self._is_stopping = stop.reason is not None
         if self.progress.step == self.last_step:
             stop.withdraw()
-        elif stop.reason is not None and self.progress.step > self.start.progress.step:
-            if not self._checkpoint_is_due():
-                async with pipeline.actor_lock("save_checkpoint"):
-                    await self.save()
+            return
+        has_trained = self.progress.step > self.start.progress.step
+        if self._is_stopping and has_trained and not self._checkpoint_is_due():
+            async with pipeline.actor_lock("save_checkpoint"):
+                await self.save()
 
     async def _validate_before_training(self, run: _Run, stop: StopRequest) -> None:
         if not self.config.trainer.val_before_train:

@@ -8,6 +8,8 @@ Metrics for each data source (the column ``data.data_source_key``; ``data`` for 
 
     val/<data_source>/<reward>            mean over the prompts of the mean over their val_kwargs.n responses
     val/<data_source>/<reward>/best@n     mean over the prompts of the maximum over their responses, if n > 1
+                                          (custom_reward_function.on_failure=skip: responses without a reward are left
+                                          out of the mean, and prompts with such a response out of best@n)
     val/<data_source>/<name>              mean of another number that the reward function returns; score of one of
                                           several functions
     val/<data_source>/response_len        mean number of tokens of a response
@@ -193,19 +195,24 @@ class Validation:
         for source in np.unique(self._sources):
             rows = self._sources == source
             if self._reward is not None:
-                of_source = [one.reward for one in scored if one.data_source == source and one.reward is not None]
+                of_source = [one.reward for one in scored if one.data_source == source]
                 metrics |= self._reward_metrics(str(source), of_source)
             metrics[f"val/{source}/{LENGTH}"] = float(lengths_PN[rows].mean())
             metrics[f"val/{source}/{TRUNCATED}"] = float(truncated_PN[rows].mean())
         return metrics
 
-    def _reward_metrics(self, source: str, rewards: Sequence[Reward]) -> dict[str, float]:
-        scores_PN = np.array([reward.score for reward in rewards], np.float64).reshape(-1, self.n)
+    def _reward_metrics(self, source: str, rewards: Sequence[Reward | None]) -> dict[str, float]:
+        """Return the metrics of the rewards of a data source. A response without a reward is None."""
+        found = [reward for reward in rewards if reward is not None]
+        scores_PN = np.array([np.nan if reward is None else reward.score for reward in rewards]).reshape(-1, self.n)
+        has_score_PN = ~np.isnan(scores_PN)
         name = f"val/{source}/{self._reward}"
-        metrics = {name: float(scores_PN.mean())}
-        if self.n > 1:
-            metrics[f"{name}/best@{self.n}"] = float(scores_PN.max(axis=1).mean())
-        return metrics | mean_numbers([reward.numbers for reward in rewards], f"val/{source}/")
+        metrics: dict[str, float] = {}
+        if has_score_PN.any():
+            metrics[name] = float(np.nanmean(scores_PN[has_score_PN.any(axis=1)], axis=1).mean())
+        if self.n > 1 and has_score_PN.all(axis=1).any():
+            metrics[f"{name}/best@{self.n}"] = float(scores_PN[has_score_PN.all(axis=1)].max(axis=1).mean())
+        return metrics | mean_numbers([reward.numbers for reward in found], f"val/{source}/")
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def report_saved_stop(reason: str, hint: str) -> int:
 
 
 def leave_dead_streams() -> None:
-    """Point stdout and stderr to ``/dev/null`` if nobody reads them any more.
+    """Point stdout and stderr to ``/dev/null`` if their terminal or reader is gone.
 
     Otherwise Python's flush at the exit would fail, and change the exit status to 120.
     """

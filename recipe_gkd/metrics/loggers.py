@@ -25,7 +25,6 @@ from recipe_gkd.metrics.tracking_services import tracking_source
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
 from recipe_gkd.runtime.user_code import load_attribute, split_spec
 
-
 log = logging.getLogger(__name__)
 
 

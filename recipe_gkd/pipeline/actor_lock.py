@@ -52,7 +52,7 @@ class ActorLock:
             work: Name of the span on the timeline.
             batch: Batch that the work belongs to. None if the wait is part of another metric.
             may_fail: True if the run continues after an error of the body.
-            may_be_dropped: True if nobody needs the work once the stages were dropped.
+            may_be_dropped: True if the work is not needed any more once the stages were dropped.
 
         Raises:
             UpdateDropped: The stages were dropped before the body began, and it may be dropped.

@@ -61,8 +61,8 @@ class Pipeline:
                 ...
 
     A weight sync precedes the first generation. An error of a stage ends the ``async with`` block with that error and
-    cancels all other stages, except after :meth:`drop`. If a rollout worker dies during generation (:class:`WorkerDied`), ``stages.replace`` is
-    called and its unfinished prompts are generated again.
+    cancels all other stages, except after :meth:`drop`. If a rollout worker dies during generation
+    (:class:`WorkerDied`), ``stages.replace`` is called and its unfinished prompts are generated again.
 
     Attributes:
         timeline: Receiver of the spans and counters of all stages.
@@ -113,7 +113,7 @@ class Pipeline:
             if assembly is None:
                 return
             batch = await assembly
-            self._record_waits(batch, requested_at, now())
+            _record_waits(batch, (requested_at, now()), self._stages, self._state)
             yield batch
 
     def drop(self) -> None:
@@ -200,16 +200,24 @@ class Pipeline:
         self._gate.close()
         self._dispatched.put_nowait(None)
 
-    def _record_waits(self, batch: ReadyBatch, requested_at: float, ready_at: float) -> None:
-        """Divide the trainer's wait for a batch into waits for weights, responses, teacher and rewards."""
-        teacher = "wait_prev_prev_teacher" if self._state.config.max_staleness >= 2 else "wait_prev_teacher"
-        ends = {"wait_sync": batch.dispatched_at, "wait_prev_gen": batch.generated_at, teacher: batch.scored_at}
-        if self._stages.compute_rewards is not None:
-            ends["wait_reward"] = ready_at
-        since = requested_at
-        for name, end in ends.items():
-            until = min(max(since, end), ready_at)
-            batch.metrics[f"timing/{name}"] = until - since
-            if until > since:
-                self.timeline.record("trainer", name, since, until, step=batch.step)
-            since = until
+
+def _record_waits(batch: ReadyBatch, waited: tuple[float, float], stages: PipelineStages, state: PipelineState) -> None:
+    """Divide the trainer's wait for a batch into waits for weights, responses, teacher and rewards.
+
+    Args:
+        batch: Batch that was waited for.
+        waited: Times of the request and of the end of the wait.
+        stages: Stages of the schedule.
+        state: State of the schedule.
+    """
+    since, ready_at = waited
+    teacher = "wait_prev_prev_teacher" if state.config.max_staleness >= 2 else "wait_prev_teacher"
+    ends = {"wait_sync": batch.dispatched_at, "wait_prev_gen": batch.generated_at, teacher: batch.scored_at}
+    if stages.compute_rewards is not None:
+        ends["wait_reward"] = ready_at
+    for name, end in ends.items():
+        until = min(max(since, end), ready_at)
+        batch.metrics[f"timing/{name}"] = until - since
+        if until > since:
+            state.timeline.record("trainer", name, since, until, step=batch.step)
+        since = until

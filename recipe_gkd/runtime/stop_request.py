@@ -95,8 +95,9 @@ class StopRequest:
             work.close()
             return None
         task = asyncio.ensure_future(work)
+        waited_for: list[asyncio.Future[Any]] = [task, *self._requests()]
         try:
-            await asyncio.wait([task, *self._requests()], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
             if self.reason is None:
                 return task.result()
         finally:
@@ -113,7 +114,7 @@ class StopRequest:
         return [self._requested] if self._requested is not None else []
 
     async def until_requested(self, items: AsyncIterable[T]) -> AsyncIterator[T]:
-        """Yield from ``items``, such as the batches of a pipeline, until the end of the run is requested, or to the end.
+        """Yield ``items``, such as the batches of a pipeline, to the last one or until the end of the run is requested.
 
         A request during the wait for an item cancels the wait. The item is dropped, with an error that it raises.
         """

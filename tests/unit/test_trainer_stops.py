@@ -91,6 +91,8 @@ class FaultyTeacher(NoTeacher):
 
 
 class FaultyScorer:
+    failures = 0
+
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
 
