@@ -57,8 +57,6 @@ class Pipeline:
                 async with pipeline.actor_update(batch):     # no weight sync while the actor trains
                     ...                                      # train on batch.samples
             pipeline.drop()                                  # optional: the run ends before the next batch
-            async with pipeline.actor_lock("save"):          # after all stages have ended
-                ...
 
     A weight sync precedes the first generation. An error of a stage ends the ``async with`` block with that error and
     cancels all other stages, except after :meth:`drop`. If a rollout worker dies during generation
