@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
 from recipe_gkd.data.tables import read_table
-from recipe_gkd.errors import RewardError, WeightSyncError, WorkerDied, WorkerError
-from recipe_gkd.rewards import RewardItem, RewardItems
+from recipe_gkd.errors import DeadlineError, RewardError, WeightSyncError, WorkerDied, WorkerError
+from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.teacher_routing import Routes
 from recipe_gkd.trainer import RewardContext, Trainer
@@ -41,11 +42,21 @@ class Faults:
         stage: Stage that fails while the checkpoint is written: ``"reward"``, ``"teacher"`` or ``"rollout"``.
         saving: Set when the actors begin to write the checkpoint.
         validating: Set when a validation waits.
-        validation_error: Error of every validation. None: a validation waits for ever.
+        validation_error: Error of every validation. None: there is none.
+        validation_waits: True if a validation without an error waits for ever.
+        scorer: Reward function. None: one that returns 1.
     """
 
-    def __init__(self, stage: str = "", validation_error: Exception | None = None) -> None:
-        self.stage, self.validation_error = stage, validation_error
+    def __init__(
+        self,
+        stage: str = "",
+        validation_error: Exception | None = None,
+        *,
+        validation_waits: bool = True,
+        scorer: RewardScorer | None = None,
+    ) -> None:
+        self.stage, self.validation_error, self.validation_waits = stage, validation_error, validation_waits
+        self.scorer = scorer
         self.saving, self.validating = asyncio.Event(), asyncio.Event()
         self.stopped = False
         self.log: list[str] = []
@@ -70,7 +81,7 @@ class FaultyWorkers(Workers):
             self.faults.validating.set()
             if self.faults.validation_error is not None:
                 raise self.faults.validation_error
-            await asyncio.sleep(3600)
+            await asyncio.sleep(3600 if self.faults.validation_waits else 0)
         async for responses in super().stream(rank, method, prompts, step, *arguments, **options):
             await self.faults.at("rollout")
             yield responses
@@ -125,7 +136,7 @@ class StoppingTrainer(Trainer):
 def make_trainer(config: Config, faults: Faults) -> StoppingTrainer:
     data = PromptData(read_table(config.data.train_files, config.data.prompt_key), config.data, TOKENIZER)
     loader = PromptLoader(data, config.data, n=1, epochs=9, max_steps=config.trainer.total_training_steps)
-    scorer: Any = FaultyScorer(faults)
+    scorer: Any = faults.scorer or FaultyScorer(faults)
     items = RewardItems(data, config.data, TOKENIZER)
     context = RewardContext(scorer, items, read_validation(config, TOKENIZER))
     teachers = FaultyTeacher(config, Routes(("default",)), {})
@@ -155,6 +166,62 @@ class TestDroppedWork:
         fit(trainer)
         assert trainer.stop.reason == "SIGTERM" and trainer.progress.step == 2
         assert steps_of(tmp_path) == [2]
+
+
+class TestBackgroundSave:
+    @pytest.mark.parametrize("is_lost", [False, True], ids=["reward error", "actor lost"])
+    def test_error_of_another_stage_keeps_a_save_that_needs_longer_than_the_grace_period(
+        self, tmp_path: Path, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("recipe_gkd.checkpoints.saver.SAVE_GRACE_PERIOD_S", 0.1)
+        save = "actor_rollout_ref.actor.checkpoint.async_save=true"
+        trainer = make_trainer(
+            make_config(tmp_path, *LENGTH, save, "trainer.save_freq=2", "trainer.test_freq=-1"), Faults()
+        )
+        trainer.stop_in = None
+        workers: Any = trainer.workers
+        call = workers.call
+
+        async def slow_writers(method: str, *args: Any, timeout_s: float, phase: str) -> list[Any]:
+            if method == "finish_saves":
+                if not args[0]:
+                    return [False]
+                if timeout_s < 0.5:
+                    raise DeadlineError("the writers need 0.5 s")
+                await asyncio.sleep(0.5)
+            return await call(method, *args, timeout_s=timeout_s, phase=phase)
+
+        async def fail_in_third(batch: ReadyBatch) -> dict[str, float]:
+            if batch.step == 2:
+                raise RewardError("the reward function failed")
+            return {}
+
+        async def actor_is_lost(error: BaseException) -> bool:
+            return is_lost
+
+        workers.call, trainer.update, workers.actor_is_lost = slow_writers, fail_in_third, actor_is_lost
+        with pytest.raises(RewardError):
+            fit(trainer)
+        assert steps_of(tmp_path) == ([] if is_lost else [2])
+
+
+class TestSharedDevices:
+    def test_devices_that_cannot_be_prepared_do_not_prevent_the_save(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """For example, a teacher that shares the devices does not fall asleep."""
+        trainer = make_trainer(make_config(tmp_path, *LENGTH, "trainer.test_freq=-1"), Faults())
+
+        @asynccontextmanager
+        async def turn(phase: str) -> AsyncIterator[None]:
+            if trainer.stop.reason is not None and phase == "update":
+                raise TeacherUnavailable("the teacher does not fall asleep")
+            yield
+
+        trainer.devices.turn = turn  # type: ignore[method-assign, assignment]
+        fit(trainer)
+        assert steps_of(tmp_path) == [2]
+        assert "although the devices could not be prepared: the teacher does not fall asleep" in caplog.text
 
 
 class TestValidation:
