@@ -240,15 +240,20 @@ class Trainer:
         self.advance(batch)
 
     async def _save_after_stop(self, pipeline: Pipeline, stop: StopRequest) -> None:
-        """Save a checkpoint of the last step if a stop was requested, unless it has one."""
+        """Save a checkpoint of the last step if a stop was requested, unless it has one, and complete it.
+
+        This must not wait for loggers and for stages that do not end, which are closed after it.
+        """
         self._is_stopping = stop.reason is not None
         if self.progress.step == self.last_step:
             stop.withdraw()
             return
         has_trained = self.progress.step > self.start.progress.step
-        if self._is_stopping and has_trained and not self._checkpoint_is_due():
+        if self._is_stopping and has_trained:
             async with pipeline.actor_lock("save_checkpoint"):
-                await self.save()
+                if not self._checkpoint_is_due():
+                    await self.save()
+                await self.saver.finish_run(self.progress.step)
 
     async def _validate_before_training(self, run: _Run, stop: StopRequest) -> None:
         if not self.config.trainer.val_before_train:

@@ -169,6 +169,29 @@ class TestDroppedWork:
 
 
 class TestBackgroundSave:
+    @pytest.mark.parametrize("save_freq", [100, 2], ids=["save of the stop", "save that is due"])
+    def test_checkpoint_of_a_stop_does_not_wait_for_loggers(self, tmp_path: Path, save_freq: int) -> None:
+        """A tracking service may need 30 s to close."""
+        file, seen = tmp_path / "user.py", tmp_path / "seen"
+        file.write_text(
+            "import pathlib\n"
+            "class Mine:\n"
+            "    def __init__(self, run): self.folder = run.folder\n"
+            "    def log(self, step, metrics): pass\n"
+            "    def close(self):\n"
+            f"        pathlib.Path({str(seen)!r}).write_text(str((self.folder / 'global_step_2').is_dir()))\n"
+        )
+        config = make_config(
+            tmp_path,
+            *LENGTH,
+            f"trainer.save_freq={save_freq}",
+            "trainer.test_freq=-1",
+            "actor_rollout_ref.actor.checkpoint.async_save=true",
+            f"trainer.logger=[{file}:Mine]",
+        )
+        fit(make_trainer(config, Faults()))
+        assert seen.read_text() == "True"
+
     @pytest.mark.parametrize("is_lost", [False, True], ids=["reward error", "actor lost"])
     def test_error_of_another_stage_keeps_a_save_that_needs_longer_than_the_grace_period(
         self, tmp_path: Path, is_lost: bool, monkeypatch: pytest.MonkeyPatch
