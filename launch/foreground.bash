@@ -2,7 +2,7 @@
 
 # run_foreground [--cleanup CLEANUP] COMMAND [ARGUMENT...]: Run COMMAND and return its exit status.
 #
-# SIGTERM, SIGINT, SIGHUP and SIGQUIT to this shell are forwarded to COMMAND. This shell then exits once COMMAND has
+# SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to this shell are forwarded to COMMAND. This shell then exits once COMMAND has
 # ended, with its status, or with 128 + the signal's number if that is 0. If COMMAND succeeds, CLEANUP (shell code) runs
 # whenever this shell ends. Signals to this shell do not interrupt CLEANUP, and its failure does not change the exit
 # status.
@@ -13,6 +13,7 @@ run_foreground() {
   if [ "$1" = --cleanup ]; then cleanup=$2; shift 2; fi
   foreground_pid='' foreground_signal='' foreground_status=0 foreground_sent=''
   trap 'forward_signal TERM 143' TERM
+  trap 'forward_signal USR1 138' USR1
   trap 'forward_signal INT 130' INT
   trap 'forward_signal HUP 129' HUP
   trap 'forward_signal QUIT 131' QUIT
@@ -34,10 +35,11 @@ run_foreground() {
   if [ -n "$cleanup" ] && [ "$status" = 0 ]; then
     foreground_cleanup=$cleanup
     # Not `trap ""`: a process of CLEANUP could not handle a signal that was ignored when it began.
-    trap 'trap : TERM INT HUP QUIT; eval "$foreground_cleanup" || true' EXIT
+    trap 'trap : TERM USR1 INT HUP QUIT; eval "$foreground_cleanup" || true' EXIT
   fi
   # Not the default actions: they end the shell without its EXIT trap, so CLEANUP would not run.
   trap 'exit 143' TERM
+  trap 'exit 138' USR1
   trap 'exit 130' INT
   trap 'exit 129' HUP
   trap 'exit 131' QUIT

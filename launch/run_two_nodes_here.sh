@@ -57,6 +57,7 @@ forward() { # forward SIGNAL STATUS: send a signal to the driver, or exit if the
 trap end_nodes EXIT
 trap 'forward INT 130' INT
 trap 'forward TERM 143' TERM
+trap 'forward USR1 138' USR1
 trap 'forward HUP 129' HUP
 mkfifo "$private/alive"
 exec 8<> "$private/alive"
@@ -121,6 +122,6 @@ code=0
 while [ -d "/proc/$driver" ]; do  # a signal ends `wait`, not the driver
   code=0; wait "$driver" || code=$?
 done
-[ "$status" != 0 ] || status=$code
+[ "$code" = 0 ] || status=$code  # such as 75: saved between steps
 echo "run folder: $run"
 exit "$status"

@@ -30,12 +30,13 @@ from recipe_gkd.commands.arguments import config_parser
 from recipe_gkd.config import Config
 from recipe_gkd.config.durations import duration_s
 from recipe_gkd.config.load import read_config
+from recipe_gkd.config.reward_functions import failure_mode
 from recipe_gkd.config.stored import stored_config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
 from recipe_gkd.config.validate import needs_rewards, saves_checkpoints, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.rows import TRAINING, DataSet, read_data_set
-from recipe_gkd.diagnostics.exit_messages import report_error, report_saved_stop, report_stop
+from recipe_gkd.diagnostics.exit_messages import leave_dead_streams, report_error, report_saved_stop, report_stop
 from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.hybrid import teacher_asleep
 from recipe_gkd.metrics.logger_checks import check_loggers
@@ -107,8 +108,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status: 0 if the training is complete, 1 after an error, 75 if it was saved between steps after SIGTERM,
-        SIGUSR1 or ``trainer.save_before``. 128 + the number of the signal if a signal ended it at once.
+        SIGUSR1, SIGHUP or ``trainer.save_before``. 128 + the number of the signal if a signal ended it at once.
     """
+    try:
+        return _run_command(argv)
+    finally:
+        leave_dead_streams()
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
     arguments = _parse(argv)
     hint: Callable[[], str] = str
     folder: RunFolder | None = None
@@ -258,7 +266,7 @@ def _open_scorer(config: Config) -> AbstractContextManager[RewardScorer | None]:
     if not needs_rewards(config):
         return nullcontext()
     with waiting_for("start, load the reward functions", None, "custom_reward_function.path"):
-        return RewardScorer(config.custom_reward_function)
+        return RewardScorer(replace(config.custom_reward_function, on_failure=failure_mode(config)))
 
 
 def _reward_items(
@@ -332,24 +340,42 @@ async def _train_with_restarts(
 
     If an actor rank is lost, all of them are started again, and the run continues from its newest checkpoint.
     """
-    points, trainer = plan.points, None
+    points, trainer, is_restarted = plan.points, None, False
     while True:
         try:
             start = await _load(config, workers, plan, points)
             trainer = Trainer(config, workers, teachers, plan.loader, start, reward_context)
+            trainer.is_restarted = is_restarted
             return await trainer.fit(stop)
         except GkdError as error:
             if stop.reason is not None:
-                raise
+                await _end_without_actors(error, config, workers, stop)
+                return None
             with stop.accepted() if saves_checkpoints(config) else nullcontext():
                 await stop.unless_requested(workers.restart_actors(error))
         if stop.reason is not None:
             return None  # the newest checkpoint is all that can be saved
         if trainer is not None and trainer.saver.newest is not None:
             points = _newest_point(config, trainer.saver.newest, plan)
-        trainer = None
+        trainer, is_restarted = None, True
         gc.collect()  # cycles of the error and its frames, which refer to rows in the object stores
         log.warning("the actor ranks were started again; steps after the newest checkpoint are repeated")
+
+
+async def _end_without_actors(error: GkdError, config: Config, workers: Workers, stop: StopRequest) -> None:
+    """Return if the run ends as requested although an actor rank was lost, because an earlier checkpoint exists.
+
+    Raises:
+        GkdError: ``error``, if no rank was lost or there is no checkpoint.
+    """
+    root = folder_of(config.trainer)
+    step = read_latest(root)
+    if step is None or not await workers.actor_is_lost(error):
+        raise error
+    log.warning(
+        "an actor rank was lost after %s: %s\nthe newest checkpoint is %s; later steps will be repeated",
+        stop.reason, error, final_folder(root, step),
+    )  # fmt: skip
 
 
 def _newest_point(config: Config, checkpoint: Path, plan: TrainingPlan) -> list[ResumePoint]:

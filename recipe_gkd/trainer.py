@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,8 @@ from recipe_gkd.config.validate import saves_checkpoints
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptLoader
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
-from recipe_gkd.errors import GkdError
+from recipe_gkd.diagnostics.unexpected_errors import as_known_error
+from recipe_gkd.errors import CheckpointError, GkdError, RewardError, WeightSyncError
 from recipe_gkd.hybrid import open_devices
 from recipe_gkd.hybrid.sync_probe import mismatch_guard
 from recipe_gkd.metrics.loggers import Loggers
@@ -31,10 +32,12 @@ from recipe_gkd.metrics.sample_record import SampleRecord
 from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.utilization import ActorUtilization
+from recipe_gkd.pipeline.actor_lock import DRAIN_TIMEOUT_S, UpdateDropped
 from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline
 from recipe_gkd.pipeline.stages import ComputeRewards, PipelineStages
 from recipe_gkd.rewards import RewardItems, RewardScorer
+from recipe_gkd.runtime.run_log import log_to_file
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.scoring.setup import max_row_bytes
@@ -43,6 +46,7 @@ from recipe_gkd.validation import Validation
 from recipe_gkd.validation_kl import KlStages, ResponseKl, measure_kl
 from recipe_gkd.worker_stages import generate_responses, generate_validation_responses, sum_kl, update_actors
 from recipe_gkd.workers import Workers
+from teacher.errors import TeacherError
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +78,8 @@ class RewardContext:
     ) -> dict[int, Reward]:
         sampled = [pair for pair in group if pair[0].reference_ids is None]  # reference responses get no reward
         described = await in_thread(lambda: [items.build_item(prompt, response) for prompt, response in sampled])
-        return dict(zip([item.uid for item in described], await scorer.score(described), strict=True))
+        rewards = zip([item.uid for item in described], await scorer.score(described), strict=True)
+        return {uid: reward for uid, reward in rewards if reward is not None}
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,8 @@ class Trainer:
         best: Best weights of the run.
         saver: Checkpoints of the run.
         last_step: Number of optimizer steps at the end of the run.
+        failed_validations: Number of validations without a result.
+        is_restarted: True if the actor ranks were started again in this process. Set it before :meth:`fit`.
     """
 
     def __init__(
@@ -166,6 +173,8 @@ class Trainer:
         self.devices = open_devices(config, workers, teachers, loader.data.ids, self.mismatch)
         self.root = folder_of(config.trainer).absolute()
         self.saver = CheckpointSaver(config, self.root, self.call_actors, best=start.best)
+        self.failed_validations = 0
+        self._is_stopping = self.is_restarted = False
         self.last_step = loader.last_step(self.progress.prompts_trained, self.progress.step)
 
     async def fit(self, stop: StopRequest | None = None) -> None:
@@ -182,23 +191,31 @@ class Trainer:
         try:
             await self.loop(stop or StopRequest())
             await self.saver.finish_run(self.progress.step)
-            log.info("summary of this run:\n%s", self.summary.render(self.root))
+            self._log_summary()
         except BaseException as error:
             await self.devices.close()
-            await self.saver.give_up(workers_failed=isinstance(error, GkdError))
+            await self.saver.give_up(workers_failed=await self.workers.actor_is_lost(error))
             raise
+
+    def _log_summary(self) -> None:
+        try:
+            log.info("summary of this run:\n%s", self.summary.render(self.root))
+        except (GkdError, OSError) as error:
+            log.warning("the training is complete, but its summary cannot be made: %s", error)
 
     async def loop(self, stop: StopRequest) -> None:
         """Train on every batch until a stop is requested; validate, save and log after it."""
         async with _open_run(self, stop) as run:
-            await self._validate_before_training(run)
-            async for batch in self._until_stopped(run.pipeline, stop):
-                await self._train(run.pipeline, batch)
-                run.record.write(self.progress.step, batch.samples)
-                await self._validate_if_due(run.pipeline, batch)
-                await self._save_if_due(run.pipeline, batch)
-                run.steps.log(run.loggers, batch, self.progress.step)
-                self.summary.observe(self.progress.step, batch.metrics)
+            await self._validate_before_training(run, stop)
+            with suppress(UpdateDropped):
+                async for batch in stop.until_requested(run.pipeline):
+                    await self._train(run.pipeline, batch)
+                    run.record.write(self.progress.step, batch.samples)
+                    await self._validate_if_due(run.pipeline, batch, stop)
+                    await self._save_if_due(run.pipeline, batch)
+                    run.steps.log(run.loggers, batch, self.progress.step)
+                    self.summary.observe(self.progress.step, batch.metrics)
+            await self._save_after_stop(run.pipeline, stop)
 
     def pipeline(self, timeline: Timeline) -> Pipeline:
         """Return the schedule of the rest of the run. It has not started."""
@@ -222,34 +239,73 @@ class Trainer:
             self.mismatch.observe_update(batch.step, batch.metrics)
             batch.metrics |= await self.devices.take_metrics()
             batch.metrics |= await self.workers.metrics()
+        if self.reward_context is not None and self.reward_context.scorer is not None:
+            batch.metrics["reward/failures"] = float(self.reward_context.scorer.failures)
         self.advance(batch)
 
-    async def _until_stopped(self, pipeline: Pipeline, stop: StopRequest) -> AsyncIterator[ReadyBatch]:
-        """Yield batches to train on. If a stop is requested, save a checkpoint of the last one's step and return."""
-        last: ReadyBatch | None = None
-        async for last in stop.until_requested(pipeline, interrupt=not pipeline.on_request):
-            yield last
+    async def _save_after_stop(self, pipeline: Pipeline, stop: StopRequest) -> None:
+        """Save a checkpoint of the last step if a stop was requested, unless it has one, and complete it.
+
+        This must not wait for loggers and for stages that do not end, which are closed after it.
+        """
+        self._is_stopping = stop.reason is not None
         if self.progress.step == self.last_step:
             stop.withdraw()
-        elif stop.reason is not None and last is not None and not self._checkpoint_is_due():
-            async with pipeline.actor_lock("save_checkpoint", last, is_last=True):
-                await self.save()
+            return
+        has_trained = self.progress.step > self.start.progress.step
+        if self._is_stopping and has_trained:
+            async with pipeline.actor_lock("save_checkpoint"):
+                if not self._checkpoint_is_due():
+                    await self.save()
+                await self.saver.finish_run(self.progress.step)
 
-    async def _validate_before_training(self, run: _Run) -> None:
+    async def _validate_before_training(self, run: _Run, stop: StopRequest) -> None:
         if not self.config.trainer.val_before_train:
             return
-        metrics = await self.validate(run.pipeline)
+        metrics = await self._validation_metrics(run.pipeline, stop)
         run.steps.log_validation(run.loggers, metrics, self.progress.step)
         self.summary.observe(self.progress.step, metrics)
         has_checkpoint = self.start.belongs_to_run(self.root)
         if best := self.best.observe(metrics, self.progress.step, has_checkpoint=has_checkpoint):
-            self.saver.keep_best(best)
+            try:
+                self.saver.keep_best(best)
+            except CheckpointError as error:
+                log.warning("the initial weights are the best, but this cannot be recorded: %s", error)
 
-    async def _validate_if_due(self, pipeline: Pipeline, batch: ReadyBatch) -> None:
+    async def _validate_if_due(self, pipeline: Pipeline, batch: ReadyBatch, stop: StopRequest) -> None:
         if self._is_due(self.config.trainer.test_freq):
             with span(batch.metrics, "timing/validate"):
-                batch.metrics |= await self.validate(pipeline)
+                batch.metrics |= await self._validation_metrics(pipeline, stop)
             self.best.observe(batch.metrics, self.progress.step)
+
+    async def _validation_metrics(self, pipeline: Pipeline, stop: StopRequest) -> dict[str, float]:
+        """Validate, unless a stop is requested, which cancels the validation. A failed one is a warning.
+
+        Returns:
+            Metrics of the validation, and the number of failed ones so far.
+        """
+        step = self.progress.step
+        try:
+            metrics = await stop.unless_requested(self.validate(pipeline), timeout_s=DRAIN_TIMEOUT_S)
+        except Exception as error:
+            if await self._ends_run(error):
+                raise
+            self.failed_validations += 1
+            known = as_known_error(error, f"validation after step {step}")
+            log_to_file(f"the validation after step {step} failed", error)
+            log.warning("the validation after step %d failed, and the training continues: %s", step, known)
+            metrics = {}
+        if metrics is None:
+            log.warning("%s: the validation after step %d is left out", stop.reason, step)
+            metrics = {}
+        return metrics | {"training/failed_validations": float(self.failed_validations)}
+
+    async def _ends_run(self, error: Exception) -> bool:
+        """Return True for an error of a validation that ends the run.
+
+        These are failures of what the training needs too, and of a reward function whose failures end the run.
+        """
+        return isinstance(error, WeightSyncError | RewardError) or await self.workers.actor_is_lost(error)
 
     async def _save_if_due(self, pipeline: Pipeline, batch: ReadyBatch) -> None:
         """Save a checkpoint if one is due. Otherwise complete the pending background save if it is written."""
@@ -326,7 +382,7 @@ class Trainer:
                 return await teachers.score(group, step)
 
         async def sum_kl_of(samples: Sequence[Sample]) -> list[dict[int, tuple[float, float]]]:
-            async with pipeline.actor_lock("validate"), self.devices.turn("update"):
+            async with pipeline.actor_lock("validate", may_fail=True), self.devices.turn("update"):
                 return await sum_kl(self.workers, config, samples, step)
 
         settings = config.actor_rollout_ref
@@ -344,15 +400,38 @@ class Trainer:
         timeout_s = timeout_s or timeout_of(self.config, ACTOR_TIMEOUT)
         phase = f"{method}, step {self.progress.step}"
         needs_states = method != "finish_saves"
-        async with self.devices.turn("update") if needs_states else nullcontext():
+        async with self._turn_for_save() if needs_states else nullcontext():
             return await self.workers.actors.call(method, *args, timeout_s=timeout_s, phase=phase)
+
+    @asynccontextmanager
+    async def _turn_for_save(self) -> AsyncIterator[None]:
+        """Use the devices for the actor. After a stop, a rollout engine or teacher that fails to leave is a warning."""
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self.devices.turn("update"))
+            except (GkdError, TeacherError) as error:
+                if not self._is_stopping or await self.workers.actor_is_lost(error):
+                    raise
+                log.warning("the checkpoint is saved although the devices could not be prepared: %s", error)
+            yield
 
 
 @asynccontextmanager
 async def _open_run(trainer: Trainer, stop: StopRequest) -> AsyncIterator[_Run]:
     """Open loggers and metrics, start the schedule and accept a stop; close them in the reverse order."""
     workers, progress = trainer.workers, trainer.progress
-    async with Loggers(trainer.config.trainer, completed_steps=progress.step, last_step=trainer.last_step) as loggers:
+    loggers = Loggers(
+        trainer.config.trainer,
+        completed_steps=progress.step,
+        last_step=trainer.last_step,
+        may_fail=trainer.is_restarted,
+    )
+    context = trainer.reward_context
+    validation = None if context is None else context.validation
+    async with AsyncExitStack() as files:
+        await files.enter_async_context(loggers)
+        if validation is not None:
+            files.push_async_callback(validation.close)
         utilization = ActorUtilization.of(trainer.config, workers.actor_devices)
         with (
             StepMetrics(
@@ -361,5 +440,5 @@ async def _open_run(trainer: Trainer, stop: StopRequest) -> AsyncIterator[_Run]:
             SampleRecord(trainer.root, progress.step, trainer.config.actor_rollout_ref.rollout.n) as record,
         ):
             async with trainer.pipeline(steps.timeline) as pipeline:
-                with stop.accepted() if saves_checkpoints(trainer.config) else nullcontext():
+                with stop.accepted(pipeline.drop) if saves_checkpoints(trainer.config) else nullcontext():
                     yield _Run(pipeline, loggers, steps, record)

@@ -8,6 +8,8 @@ Metrics for each data source (the column ``data.data_source_key``; ``data`` for 
 
     val/<data_source>/<reward>            mean over the prompts of the mean over their val_kwargs.n responses
     val/<data_source>/<reward>/best@n     mean over the prompts of the maximum over their responses, if n > 1
+                                          (custom_reward_function.on_failure=skip: responses without a reward are left
+                                          out of the mean, and prompts with such a response out of best@n)
     val/<data_source>/<name>              mean of another number that the reward function returns; score of one of
                                           several functions
     val/<data_source>/response_len        mean number of tokens of a response
@@ -18,10 +20,12 @@ and those of :mod:`recipe_gkd.validation_kl` with ``trainer.val_kl``. Without a 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +46,7 @@ from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
 from recipe_gkd.rewards.reporting import mean_numbers, reward_fields
 from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
+from recipe_gkd.runtime.pending_files import PendingFiles
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.teacher_routing import read_routes
 from recipe_gkd.validation_kl import FORWARD, REVERSE, ResponseKl
@@ -51,6 +56,9 @@ log = logging.getLogger(__name__)
 LENGTH, TRUNCATED = "response_len", "truncated_fraction"
 DEFAULT_SOURCE = "data"
 """Data source of rows without one."""
+WRITE_TIMEOUT_S = 60.0
+"""Deadline of the file of a validation's responses. A disk that takes longer does not hold up the training."""
+CLOSE_TIMEOUT_S = 5.0
 LOGGED_CHARS = 200
 """Maximum number of characters of each text in the log. The file contains the whole text."""
 
@@ -85,6 +93,7 @@ class Validation:
         self._labels = list(section.functions)
         self._n_logged = config.trainer.log_val_generations
         self._folder = folder_of(config.trainer) / "validation"
+        self._files = PendingFiles()
         try:
             data_set = read_data_set(config.data.val_files, config.data, VALIDATION, config.data.val_max_samples)
             data = PromptData(data_set, config.data, tokenizer)
@@ -158,10 +167,20 @@ class Validation:
         """
         scored = await self._score(responses, scorer, kl)
         path = self._folder / f"step_{step}.jsonl"
-        await in_thread(write_responses, path, scored)
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await in_thread(lambda: self._files.write(path, response_lines(scored)))
+        except TimeoutError:
+            log.warning("%s was not written within %g s; check the disk", path, WRITE_TIMEOUT_S)
         if self._n_logged:
             log.info("validation after step %d: %s", step, table_of(scored, self._n_logged, path))
         return self._metrics(scored) | (kl.metrics(self._sources.repeat(self.n)) if kl is not None else {})
+
+    async def close(self) -> None:
+        """Write the files that wait for the disk."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await in_thread(self._files.close)
 
     async def _score(
         self, responses: Sequence[Response], scorer: RewardScorer | None, kl: ResponseKl | None
@@ -182,19 +201,24 @@ class Validation:
         for source in np.unique(self._sources):
             rows = self._sources == source
             if self._reward is not None:
-                of_source = [one.reward for one in scored if one.data_source == source and one.reward is not None]
+                of_source = [one.reward for one in scored if one.data_source == source]
                 metrics |= self._reward_metrics(str(source), of_source)
             metrics[f"val/{source}/{LENGTH}"] = float(lengths_PN[rows].mean())
             metrics[f"val/{source}/{TRUNCATED}"] = float(truncated_PN[rows].mean())
         return metrics
 
-    def _reward_metrics(self, source: str, rewards: Sequence[Reward]) -> dict[str, float]:
-        scores_PN = np.array([reward.score for reward in rewards], np.float64).reshape(-1, self.n)
+    def _reward_metrics(self, source: str, rewards: Sequence[Reward | None]) -> dict[str, float]:
+        """Return the metrics of the rewards of a data source. A response without a reward is None."""
+        found = [reward for reward in rewards if reward is not None]
+        scores_PN = np.array([np.nan if reward is None else reward.score for reward in rewards]).reshape(-1, self.n)
+        has_score_PN = ~np.isnan(scores_PN)
         name = f"val/{source}/{self._reward}"
-        metrics = {name: float(scores_PN.mean())}
-        if self.n > 1:
-            metrics[f"{name}/best@{self.n}"] = float(scores_PN.max(axis=1).mean())
-        return metrics | mean_numbers([reward.numbers for reward in rewards], f"val/{source}/")
+        metrics: dict[str, float] = {}
+        if has_score_PN.any():
+            metrics[name] = float(np.nanmean(scores_PN[has_score_PN.any(axis=1)], axis=1).mean())
+        if self.n > 1 and has_score_PN.all(axis=1).any():
+            metrics[f"{name}/best@{self.n}"] = float(scores_PN[has_score_PN.all(axis=1)].max(axis=1).mean())
+        return metrics | mean_numbers([reward.numbers for reward in found], f"val/{source}/")
 
 
 @dataclass(frozen=True)
@@ -234,25 +258,24 @@ def read_sources(data_set: DataSet, rows: Sequence[int]) -> list[str]:
     return [DEFAULT_SOURCE if source is None else str(source) for source in sources]
 
 
-def write_responses(path: Path, scored: Sequence[ScoredResponse]) -> None:
-    """Write one JSON object per response. The file appears under its name when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".writing")
-    with draft.open("w", encoding="utf-8") as file:
-        for one in scored:
-            line = {
-                "data_source": one.data_source,
-                "row": one.prompt.row,
-                "prompt": one.item.prompt,
-                "answer": one.item.response,
-                "ground_truth": one.item.ground_truth,
-                **reward_fields(one.reward),
-                **({} if one.kl is None else {FORWARD: one.kl}),
-                LENGTH: len(one.response.ids),
-                "finish_reason": one.response.finish_reason,
-            }
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-    draft.replace(path)
+def response_lines(scored: Sequence[ScoredResponse]) -> bytes:
+    """Return the lines of a file of responses: one JSON object per response."""
+    lines = [
+        {
+            "data_source": one.data_source,
+            "row": one.prompt.row,
+            "prompt": one.item.prompt,
+            "answer": one.item.response,
+            "ground_truth": one.item.ground_truth,
+            **reward_fields(one.reward),
+            **({} if one.kl is None else {FORWARD: one.kl}),
+            LENGTH: len(one.response.ids),
+            "finish_reason": one.response.finish_reason,
+        }
+        for one in scored
+    ]
+    text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
+    return text.encode(errors="replace")
 
 
 def table_of(scored: Sequence[ScoredResponse], n: int, path: Path) -> str:

@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ray.exceptions import RayError
+
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.actor.shards import Cost, Sharding, token_cost
@@ -56,6 +58,8 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 60.0
 """Time that scoring workers have to reach the teachers, which the driver has reached before."""
+LOCATE_TIMEOUT_S = 5.0
+"""Deadline of Ray's control service for the state of the actor ranks after an error."""
 SHUTDOWN_S = 10.0
 """Time that workers have for an orderly shutdown before they are killed."""
 
@@ -136,6 +140,20 @@ class Workers:
         """
         await self.restarts.replace_dead(death)
         self.weights.forget()
+
+    async def actor_is_lost(self, error: BaseException) -> bool:
+        """Return True if an actor rank has ended, or if it did not answer before a deadline that ``error`` reports.
+
+        It is also True if Ray does not report the state of the ranks.
+        """
+        if not isinstance(error, GkdError):
+            return False
+        try:
+            async with asyncio.timeout(LOCATE_TIMEOUT_S):
+                return bool(await self.actor_restarts.lost(error))
+        except (RayError, OSError) as unknown:  # TimeoutError is an OSError
+            log.warning("Ray does not report the state of the actor ranks: %s", unknown)
+            return True
 
     async def restart_actors(self, error: GkdError) -> None:
         """Start all actor ranks again if one was lost, with the weights of the model folder. The engines stay.

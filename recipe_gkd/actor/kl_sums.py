@@ -10,11 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from recipe_gkd.actor.backend import Backend
 from recipe_gkd.actor.device_batch import DeviceBatch
-from recipe_gkd.actor.micro_batch_plan import plan_micro_batches
 from recipe_gkd.actor.objective import MicroBatchLosses
-from recipe_gkd.config.schema import Config
+from recipe_gkd.actor.update import Updater
+from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.losses.distributions import bucketed_distributions, valid_entries
 from recipe_gkd.losses.divergences import forward_kl, reverse_kl
@@ -28,23 +27,23 @@ in nats. The tail outside the teacher's top-k is one outcome."""
 _FORWARD, _REVERSE = "forward_kl_T", "reverse_kl_T"
 
 
-def kl_sums(backend: Backend, config: Config, samples: Sequence[Sample], step: int, n_token_ids: int) -> KlSums:
+def kl_sums(updater: Updater, gkd: GkdConfig, samples: Sequence[Sample], step: int, n_token_ids: int) -> KlSums:
     """Return the sums of the tokens that this rank computes. Collective.
 
     The sums of a sample over all ranks are those of the whole sample. Both models have ``gkd.distill_temperature``.
 
     Args:
-        backend: Model in training. It needs the weights only.
-        config: Configuration of the run, which selects the kernels and the size of the micro-batches.
+        updater: Updates of the model, whose limit of the micro-batches holds here too. The weights suffice.
+        gkd: Options of the objective, which select the kernels.
         samples: Scored samples of this data-parallel rank.
         step: Number of optimizer steps of the weights, for messages.
         n_token_ids: Number of token ids. Larger ids are padding of the output layer and belong to no distribution.
 
     Raises:
         DataError: A sample of this rank is invalid.
-        SecondaryFailure: A sample of another rank is invalid.
+        SecondaryFailure: A sample of another rank is invalid, or it ran out of memory.
+        WorkerError: This rank ran out of memory.
     """
-    gkd = config.gkd
 
     def measure(student: Student, batch: DeviceBatch) -> MicroBatchLosses:
         valid_TK = valid_entries(batch.logps_TK, batch.ids_TK, n_token_ids)
@@ -64,10 +63,8 @@ def kl_sums(backend: Backend, config: Config, samples: Sequence[Sample], step: i
         }
         return MicroBatchLosses(loss_T=sums[_FORWARD], sums=sums, maxima={})
 
-    plan = plan_micro_batches(backend, config.actor_rollout_ref.actor, samples, step, loss_agg_mode=gkd.loss_agg_mode)
-    reports = backend.evaluate(plan, measure)
     found: KlSums = {}
-    for report in reports if backend.layout.counts_tokens else []:
+    for report in updater.evaluate(samples, step, measure):
         uids, index_T = np.unique(report["uids_T"], return_inverse=True)
         forward, reverse = (
             np.bincount(index_T, report["sums"][name].double().cpu().numpy()) for name in (_FORWARD, _REVERSE)

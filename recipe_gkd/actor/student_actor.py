@@ -222,13 +222,14 @@ class StudentActor:
             See :data:`~recipe_gkd.actor.kl_sums.KlSums`. The sum over all ranks is that of whole samples.
 
         Raises:
-            DataError: A sample of this rank is invalid. The actor remains usable, also after the next error.
-            SecondaryFailure: A sample of another rank is invalid.
+            DataError: A sample of this rank is invalid. The actor remains usable, also after the next errors.
+            SecondaryFailure: A sample of another rank is invalid, or it ran out of memory.
+            WorkerError: This rank ran out of memory. With ``trainer.oom=split`` it has tried smaller micro-batches.
         """
         self._ensure_usable()
         n_token_ids = self._n_token_ids or self.backend.vocab_size
         with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
-            return kl_sums(self.backend, self._config, samples, step, n_token_ids)
+            return kl_sums(self._updater, self._config.gkd, samples, step, n_token_ids)
 
     def save_hf(self, path: str | Path) -> None:
         """Write a Hugging Face folder, which is complete when this method returns.

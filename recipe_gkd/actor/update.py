@@ -6,8 +6,9 @@ import gc
 import logging
 import math
 import resource
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from recipe_gkd.errors import GkdError, SecondaryFailure, WorkerError
 from recipe_gkd.runtime.out_of_memory import advice, describe, free_frames, is_out_of_memory
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_TOKEN_LEN = "actor_rollout_ref.actor.max_token_len"
 MAX_UIDS_IN_MESSAGE = 8
@@ -70,22 +73,48 @@ class Updater:
             step: Optimizer step, counted from 0.
             total_steps: Step at which the decay of the learning rate ends.
         """
+        lr = learning_rate(step, total_steps, self.config.optim)
+        return self._described(lambda: self._update(samples, step, lr), f"update {step}")
+
+    def evaluate(self, samples: Sequence[Sample], step: int, measure: LossFunction) -> list[dict[str, Any]]:
+        """Return the reports of a pass without a gradient, in micro-batches of the same limit as updates. Collective.
+
+        Args:
+            samples: Shard of this data-parallel rank.
+            step: Number of optimizer steps of the weights, for messages.
+            measure: Function that computes the report of one micro-batch.
+
+        Returns:
+            Reports of the tokens that this rank counts.
+        """
+        work = f"pass after step {step}"
+        reports = self._described(
+            lambda: self._attempts(samples, step, partial(self._evaluate, measure), work)[1], work
+        )
+        return reports if self._backend.layout.counts_tokens else []
+
+    def _evaluate(self, measure: LossFunction, plan: MicroBatchPlan, vote: Vote | None) -> list[dict[str, Any]]:
+        reports = self._backend.evaluate(plan, measure)
+        if vote is not None:
+            vote.succeed()
+        return reports
+
+    def _described(self, work: Callable[[], T], name: str) -> T:
+        """Return ``work()``. A lack of memory becomes an error for the user."""
         try:
-            return self._update(samples, step, learning_rate(step, total_steps, self.config.optim))
+            return work()
         except Exception as error:
             if isinstance(error, GkdError) or not is_out_of_memory(error):
                 raise
-            problem = self._describe(error, step)
+            problem = self._describe(error, name)
             free_frames(error)
         self._free_memory()
-        remedy = (
-            "" if self._splits else "; or set trainer.oom=split, which repeats the update with smaller micro-batches"
-        )
+        remedy = "" if self._splits else "; or set trainer.oom=split, which repeats it with smaller micro-batches"
         raise WorkerError(f"{problem}\n{advice('actor', 'update')}{remedy}")
 
     def _update(self, samples: Sequence[Sample], step: int, lr: float) -> dict[str, float]:
         backend, optim = self._backend, self.config.optim
-        plan, reports = self._accumulate(samples, step)
+        plan, reports = self._attempts(samples, step, self._accumulate, f"update {step}")
         sums, maxima = self._reduce_over_ranks(reports)
         if not math.isfinite(sums["loss"]):
             uids = [uid for report in reports for uid in report["uids_T"][_is_not_finite(report["loss_T"])]]
@@ -107,8 +136,25 @@ class Updater:
             metrics["actor/max_token_len"] = float(self._limit.applied_to(self.config).max_token_len)
         return metrics
 
-    def _accumulate(self, samples: Sequence[Sample], step: int) -> tuple[MicroBatchPlan, list[dict[str, Any]]]:
-        """Compute the gradient of the objective, with smaller micro-batches after a lack of memory. Collective.
+    def _accumulate(self, plan: MicroBatchPlan, _: Vote | None) -> list[dict[str, Any]]:
+        """Compute the gradient of the objective. The ranks vote before it is reduced."""
+        self._backend.zero_grad()
+        return self._backend.accumulate(plan, self.loss)
+
+    def _attempts(
+        self,
+        samples: Sequence[Sample],
+        step: int,
+        compute: Callable[[MicroBatchPlan, Vote | None], list[dict[str, Any]]],
+        work: str,
+    ) -> tuple[MicroBatchPlan, list[dict[str, Any]]]:
+        """Compute micro-batches, with smaller ones after a lack of memory. Collective.
+
+        Args:
+            samples: Shard of this data-parallel rank.
+            step: Optimizer step, for messages.
+            compute: Function that computes the micro-batches. The ranks vote in it with ``trainer.oom=split``.
+            work: Name of the work, for messages.
 
         Returns:
             The micro-batches, and the report of each.
@@ -130,34 +176,33 @@ class Updater:
                 allocate=self._pool.empty,
                 before_reduction=vote.succeed if vote else None,
             )
-            self._backend.zero_grad()
             problem = ""
             try:
-                return plan, self._backend.accumulate(plan, self.loss)
+                return plan, compute(plan, vote)
             except Exception as error:
                 if vote is None or not (isinstance(error, AttemptFailed) or _can_repeat(error, vote)):
                     raise
                 if not isinstance(error, AttemptFailed):
-                    problem = self._describe(error, step)
+                    problem = self._describe(error, work)
                 free_frames(error)
             # Outside of the handler, so that nothing refers to the error and its tensors.
             self._free_memory()
             if problem:
                 vote.fail(next_limit(plan.groups, config.max_token_len))
-            self._limit = self._lowered(before, vote, config.max_token_len, step, problem)
+            self._limit = self._lowered(before, vote, config.max_token_len, work, problem)
 
-    def _lowered(self, before: TokenLimit, vote: Vote, limit: int, step: int, problem: str) -> TokenLimit:
+    def _lowered(self, before: TokenLimit, vote: Vote, limit: int, work: str, problem: str) -> TokenLimit:
         """Return the limit of the next attempt.
 
         Args:
             before: Limit of the first attempt, which is kept if the update fails.
             vote: Result of the attempt that failed.
             limit: Tokens per micro-batch of this attempt.
-            step: Optimizer step, for messages.
+            work: Name of the work, for messages.
             problem: Message of this rank; empty if it did not fail.
 
         Raises:
-            WorkerError, SecondaryFailure: See :meth:`_accumulate`.
+            WorkerError, SecondaryFailure: See :meth:`_attempts`.
         """
         if not vote.limit:
             self._limit = before
@@ -168,30 +213,32 @@ class Updater:
                     "data.max_response_length"
                 )
             raise SecondaryFailure(
-                f"update {step}: actor rank {vote.failed_rank} ran out of memory with one sample per micro-batch; see "
+                f"{work}: actor rank {vote.failed_rank} ran out of memory with one sample per micro-batch; see "
                 "the error of that rank"
             )
         if vote.failed_rank == self._backend.layout.rank:
             log.warning(
-                f"{problem}\nNothing was applied. The update is repeated, and {MAX_TOKEN_LEN} is lowered from {limit} "
+                f"{problem}\nNothing was applied. This is repeated, and {MAX_TOKEN_LEN} is lowered from {limit} "
                 f"to {vote.limit} for the rest of the run. Set {MAX_TOKEN_LEN}={vote.limit} in the next run, because "
                 "each failed attempt costs time"
             )
         return TokenLimit(lowered=vote.limit, n_splits=self._limit.n_splits + 1)
 
-    def _describe(self, error: Exception, step: int) -> str:
+    def _describe(self, error: Exception, work: str) -> str:
         """Return the message about a lack of memory. Call it before anything is freed."""
         backend, limit = self._backend, self._limit.applied_to(self.config).max_token_len
         sizes = state_sizes(backend.state_tensors, backend.device)
         if self.config.use_dynamic_bsz and not self._gkd.fuse_lm_head:
             n_bytes = limit * backend.vocab_size * backend.dtype.itemsize // backend.layout.tp_size
             sizes[f"logits of a full micro-batch ({limit} tokens x {backend.vocab_size} ids)"] = n_bytes
-        return f"update {step}: actor rank {backend.layout.rank}: {describe(error, sizes)}"
+        return f"{work}: actor rank {backend.layout.rank}: {describe(error, sizes)}"
 
     def _free_memory(self) -> None:
-        """Free what an attempt left: the gradient, buffers, reference cycles, and the cache of the allocator."""
+        """Free what an attempt left: buffers, reference cycles, and the cache of the allocator.
+
+        The next attempt, or the end of the update, frees the gradient.
+        """
         self._pool = ArrayPool()
-        self._backend.zero_grad()
         gc.collect()
         if self._backend.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -80,10 +80,12 @@ class CheckpointWriter:
         try:
             if self.best is not None:
                 keep_best(self.root, self.best)
-            with _writing(self.root / folders.LATEST):
-                folders.write_latest(self.root, step)
-        finally:
-            folders.remove_replaced(self.root, step)
+        finally:  # a record that cannot be written does not lose the checkpoint
+            try:
+                with _writing(self.root / folders.LATEST):
+                    folders.write_latest(self.root, step)
+            finally:
+                folders.remove_replaced(self.root, step)
 
     def _mark_as_written(self) -> None:
         metadata = self.folder / ACTOR_METADATA

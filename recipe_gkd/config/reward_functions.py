@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_gkd.config.schema import Config, RewardFunctionConfig
+from recipe_gkd.config.schema.reward import RewardFailureMode
 
 SECTION = "custom_reward_function"
 SUM_NAME = "reward"
 """Name of the weighted sum of several functions, as in the metric ``val/<data_source>/reward``."""
-STATISTICS = ("mean", "std", "min", "max", "zero_std_group_fraction")
+STATISTICS = ("mean", "std", "min", "max", "zero_std_group_fraction", "failures")
 """Names of the metrics ``reward/*`` that every run with rewards has."""
 VALIDATION_METRICS = ("response_len", "truncated_fraction", "kl", "reverse_kl")
 """Names of the metrics ``val/<data_source>/*`` that are no rewards."""
@@ -69,6 +70,12 @@ def reward_functions(section: RewardFunctionConfig) -> tuple[RewardFunction, ...
     if section.path is None:
         return ()
     return (RewardFunction(label="", path=section.path, name=section.name, weight=1.0, kwargs=section.kwargs),)
+
+
+def failure_mode(config: Config) -> RewardFailureMode:
+    """Return ``custom_reward_function.on_failure``, or its default value for this configuration."""
+    chosen = config.custom_reward_function.on_failure
+    return chosen if chosen is not None else "fail" if config.gkd.use_rl_loss else "skip"
 
 
 def reward_name(section: RewardFunctionConfig) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from recipe_gkd.config.actor_layout import as_override_value
 from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss, uses_teacher
-from recipe_gkd.config.reward_functions import has_reward
+from recipe_gkd.config.reward_functions import failure_mode, has_reward
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.teachers import prompt_settings
 from recipe_gkd.config.validate import needs_rewards, runs_validation, saves_checkpoints
@@ -264,11 +264,24 @@ UNUSED_KEYS = (
                 "timeout_s",
                 "num_workers",
                 "max_concurrency",
+                "on_failure",
             )
         ),
         is_unused=lambda config: not has_reward(config),
         because=f"{REWARD}.path",
         enable=f"{REWARD}.path=reward.py",
+    ),
+    UnusedKeys(
+        keys=(f"{REWARD}.failure_value",),
+        is_unused=lambda config: config.custom_reward_function.on_failure != "value",
+        because=f"{REWARD}.on_failure",
+        enable=f"{REWARD}.on_failure=value",
+    ),
+    UnusedKeys(
+        keys=(f"{REWARD}.max_failures",),
+        is_unused=lambda config: has_reward(config) and failure_mode(config) == "fail",
+        because=f"{REWARD}.on_failure",
+        enable=f"{REWARD}.on_failure=skip",
     ),
     UnusedKeys(
         keys=(f"{REWARD}.name", f"{REWARD}.kwargs"),

@@ -66,6 +66,19 @@ def report_saved_stop(reason: str, hint: str) -> int:
     return SAVED_AND_STOPPED
 
 
+def leave_dead_streams() -> None:
+    """Point stdout and stderr to ``/dev/null`` if their terminal or reader is gone.
+
+    Otherwise Python's flush at the exit would fail, and change the exit status to 120.
+    """
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), number)
+
+
 def _print_end(text: str) -> None:
     with suppress(OSError):  # the terminal may be gone
         print(f"\n{text}", file=sys.stderr)

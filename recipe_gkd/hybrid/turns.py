@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Any, Literal
+
+from recipe_gkd.runtime.tasks import run_to_end
 
 Phase = Literal["generate", "score", "update", "sync"]
-Switch = Callable[[Phase | None, Phase], Awaitable[None]]
+Switch = Callable[[Phase | None, Phase], Coroutine[Any, Any, None]]
 
 
 class Turns:
@@ -54,7 +56,8 @@ class Turns:
         before, self._phase = self._phase, None
         self._is_switching = True
         try:
-            await self._switch(before, phase)
+            # To the end, because the state of the devices would be unknown if a stop canceled it halfway.
+            await run_to_end(self._switch(before, phase))
             self._phase = phase
         finally:
             self._is_switching = False

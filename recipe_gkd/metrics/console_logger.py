@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+log = logging.getLogger(__name__)
 
 SPEED_WINDOW_S = 3600.0
 """Time over which the progress bar averages the speed. Steps of large models take minutes."""
 
 
 class ConsoleLogger:
-    """Printer of one line per step and one line per validation."""
+    """Printer of one line per step and one line per validation.
+
+    If the terminal or the reader of a pipe is gone, a warning goes to the log, and nothing is printed any more.
+    """
 
     FIELDS = (
         ("kl", "actor/kl_loss", "{:.4f}"),
@@ -34,6 +41,12 @@ class ConsoleLogger:
         self._stream = stream or sys.stdout
         self._last_step = last_step
         self._bar: Progress | None = None
+        self._is_gone = False
+        with self._until_gone():
+            self._show_bar(completed_steps, last_step)
+
+    def _show_bar(self, completed_steps: int, last_step: int) -> None:
+        """Show the progress bar if the stream is a terminal."""
         if self._stream.isatty():
             # The bar redirects both streams while it is shown, so that log lines are printed above it.
             self._bar = Progress(
@@ -53,16 +66,32 @@ class ConsoleLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the fields that ``metrics`` contains, and validation metrics in a line of their own."""
+        with self._until_gone():
+            self._log(step, metrics)
+
+    @contextmanager
+    def _until_gone(self) -> Iterator[None]:
+        """Run the body, and ignore its failure if the stream has no reader any more."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            if not self._is_gone:
+                log.warning("the console cannot be written any more: %s", error)
+            self._is_gone = True
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         done = f"{step:>{len(str(self._last_step))}}/{self._last_step}"
         parts = [f"{label} {form.format(metrics[name])}" for label, name, form in self.FIELDS if name in metrics]
         if parts:
             self._print(f"step {done}  " + "  ".join(parts))
         if results := [f"{name[4:]} {value:.4f}" for name, value in metrics.items() if name.startswith("val/")]:
             self._print(f"val  {done}  " + "  ".join([*results, f"time {metrics['timing/validate']:.2f}s"]))
-        if self._bar is not None:
+        if self._bar is not None and not self._is_gone:
             self._bar.update(self._task, completed=step)
 
     def _print(self, line: str) -> None:
+        if self._is_gone:
+            return
         if self._bar is None:
             print(line, file=self._stream, flush=True)
         else:
@@ -70,5 +99,6 @@ class ConsoleLogger:
 
     def close(self) -> None:
         """Remove the progress bar."""
-        if self._bar is not None:
-            self._bar.stop()
+        with self._until_gone():
+            if self._bar is not None:
+                self._bar.stop()

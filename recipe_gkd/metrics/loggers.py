@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import ExitStack
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config.schema import TrainerConfig
+from recipe_gkd.errors import ConfigError
 from recipe_gkd.metrics.background_logger import (
     CLOSE_AFTER_ERROR_TIMEOUT_S,
     CLOSE_TIMEOUT_S,
@@ -23,6 +25,8 @@ from recipe_gkd.metrics.tracking_services import tracking_source
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
 from recipe_gkd.runtime.user_code import load_attribute, split_spec
 
+log = logging.getLogger(__name__)
+
 
 class Loggers:
     """All loggers of a run. An async context manager that opens and closes them.
@@ -33,14 +37,16 @@ class Loggers:
             loggers.log(1, metrics)
     """
 
-    def __init__(self, config: TrainerConfig, *, completed_steps: int, last_step: int) -> None:
+    def __init__(self, config: TrainerConfig, *, completed_steps: int, last_step: int, may_fail: bool = False) -> None:
         """Store the arguments.
 
         Args:
             config: Section ``trainer`` of the configuration.
             completed_steps: Number of steps that are completed at the start.
             last_step: Last step of the run.
+            may_fail: True if a logger that cannot be opened is a warning, because the run has begun before.
         """
+        self._may_fail = may_fail
         self._specs, self._metrics_port = config.logger, config.metrics_port
         self._run = RunInfo(folder_of(config), config.project_name, config.experiment_name, completed_steps, last_step)
         self._built_in: list[Logger] = []
@@ -51,19 +57,21 @@ class Loggers:
 
         Raises:
             ConfigError: A user's logger class cannot be loaded or constructed, or a tracking service is not available,
-                or the port of ``/metrics`` is in use.
+                or the port of ``/metrics`` is in use. Not raised with ``may_fail``.
         """
         self._run.folder.mkdir(parents=True, exist_ok=True)
         try:
             if self._metrics_port is not None:
-                self._built_in.append(PrometheusLogger(self._metrics_port, self._run))
+                with self._tolerated():
+                    self._built_in.append(PrometheusLogger(self._metrics_port, self._run))
             for spec in self._specs:
-                if (logger := _create_built_in(spec, self._run)) is not None:
-                    self._built_in.append(logger)
-                else:
-                    self._background.append(BackgroundLogger(_source_of(spec), self._run))
+                with self._tolerated():
+                    if (logger := _create_built_in(spec, self._run)) is not None:
+                        self._built_in.append(logger)
+                    else:
+                        self._background.append(BackgroundLogger(_source_of(spec), self._run))
             async with FirstErrorTaskGroup() as tasks:
-                for opening in [tasks.start(logger.wait_until_open()) for logger in self._background]:
+                for opening in [tasks.start(self._wait_until_open(logger)) for logger in self._background]:
                     await opening
         except BaseException:
             await self._close(CLOSE_AFTER_ERROR_TIMEOUT_S, has_failed=True)
@@ -75,17 +83,39 @@ class Loggers:
         await self._close(CLOSE_AFTER_ERROR_TIMEOUT_S if has_failed else CLOSE_TIMEOUT_S, has_failed=has_failed)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass the metrics of a step, with ``training/global_step``, to all loggers."""
-        loggers: list[Logger | BackgroundLogger] = [*self._built_in, *self._background]
-        for logger in loggers:
-            logger.log(step, {GLOBAL_STEP: float(step), **metrics})
+        """Pass the metrics of a step, with ``training/global_step``, to all loggers. A failing one is disabled."""
+        metrics = {GLOBAL_STEP: float(step), **metrics}
+        for logger in list(self._built_in):
+            try:
+                logger.log(step, metrics)
+            except Exception:  # the metrics are worth less than the run
+                log.warning("%s failed, and is not used any more", type(logger).__name__, exc_info=True)
+                self._built_in.remove(logger)
+        for background in self._background:
+            background.log(step, metrics)
+
+    async def _wait_until_open(self, logger: BackgroundLogger) -> None:
+        with self._tolerated():
+            await logger.wait_until_open()
+
+    @contextmanager
+    def _tolerated(self) -> Iterator[None]:
+        """Make a :class:`ConfigError` of the body a warning, if the loggers may fail."""
+        try:
+            yield
+        except ConfigError as error:
+            if not self._may_fail:
+                raise
+            log.warning("%s\nthe run continues without this logger", error)
 
     async def _close(self, timeout_s: float, *, has_failed: bool) -> None:
         """Close the built-in loggers first, because a signal cancels the wait for the others."""
         try:
-            with ExitStack() as stack:
-                for logger in self._built_in:
-                    stack.callback(logger.close)
+            for logger in self._built_in:
+                try:
+                    logger.close()
+                except Exception:  # as in log()
+                    log.warning("%s could not be closed", type(logger).__name__, exc_info=True)
         finally:
             await asyncio.gather(*(logger.close(timeout_s, has_failed=has_failed) for logger in self._background))
 

@@ -35,9 +35,7 @@ class SampleRecord:
 
     def __init__(self, root: Path, completed_steps: int, responses_per_prompt: int) -> None:
         self._responses_per_prompt = responses_per_prompt
-        path = root / FILE
-        path.parent.mkdir(exist_ok=True)
-        self._lines, self._resumed_from = JsonlLogger(path, completed_steps), completed_steps
+        self._lines, self._resumed_from = JsonlLogger(root / FILE, completed_steps), completed_steps
 
     def __enter__(self) -> SampleRecord:
         return self

@@ -77,9 +77,6 @@ class StepMetrics:
             n_rollouts: Number of rollout replicas.
             capacity: Free resources of the cluster, for the advice. None: unknown.
             utilization: Computation of ``perf/mfu/actor``. None: the metric is omitted.
-
-        Raises:
-            ConfigError: The trace file cannot be written.
         """
         trainer = config.trainer
         self._trace = TraceFile(trainer.trace_file) if trainer.trace_file else None

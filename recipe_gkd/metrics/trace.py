@@ -12,9 +12,7 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from recipe_gkd.errors import ConfigError
+from typing import Any, TextIO
 
 log = logging.getLogger(__name__)
 
@@ -44,24 +42,22 @@ class _Worker:
 class TraceFile:
     """Sink of a :class:`~recipe_gkd.metrics.timeline.Timeline` that writes a trace file.
 
-    Times in the file start at its first event. An existing file is renamed to ``NAME.previous.json``. If the disk is
-    full, the trace ends with a warning and the run continues.
+    Times in the file start at its first event. An existing file is renamed to ``NAME.previous.json``, or
+    ``NAME.previous2.json`` and so on if there are earlier ones. If the disk is full, the trace ends with a warning and
+    the run continues.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Create the file and its folder.
-
-        Raises:
-            ConfigError: The file cannot be written.
-        """
+        """Create the file and its folder. A file that cannot be written is a warning."""
         path = Path(path).expanduser()
+        self._file: TextIO | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_file():
-                path.replace(path.with_suffix(f".previous{path.suffix}"))
+                path.replace(_free_name(path))
             self._file = path.open("w", buffering=1)
         except OSError as error:
-            raise ConfigError(f"trainer.trace_file={path} cannot be written: {error}; choose another path") from error
+            log.warning("there is no trace: trainer.trace_file=%s cannot be written: %s", path, error)
         self._workers: dict[str, _Worker] = {}
         self._pools: dict[str, int] = {}
         self._n_threads = 0
@@ -135,7 +131,7 @@ class TraceFile:
         self._write(json.dumps(event, separators=(",", ":"), default=str) + ",\n")
 
     def _write(self, text: str) -> None:
-        if self._file.closed:
+        if self._file is None:
             return
         try:
             self._file.write(text)
@@ -144,8 +140,16 @@ class TraceFile:
             self._close_file()
 
     def _close_file(self) -> None:
-        with suppress(OSError):  # closing writes the buffer, which fails again
-            self._file.close()
+        if self._file is not None:
+            with suppress(OSError):  # closing writes the buffer, which fails again
+                self._file.close()
+        self._file = None
+
+
+def _free_name(path: Path) -> Path:
+    """Return the first free name for an earlier trace. A run may start often, and each part is kept."""
+    names = (path.with_suffix(f".previous{number}{path.suffix}") for number in ("", *range(2, 1_000_000)))
+    return next(name for name in names if not name.exists())
 
 
 def _title(name: str, args: dict[str, Any]) -> str:

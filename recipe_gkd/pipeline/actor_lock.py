@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
@@ -10,38 +11,63 @@ from recipe_gkd.pipeline.row_memory import GIB
 from recipe_gkd.pipeline.stages import Sync
 from recipe_gkd.pipeline.state import PipelineState
 from recipe_gkd.runtime.clock import now
+from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
+
+DRAIN_TIMEOUT_S = 10.0
+"""Deadline of the end of canceled stages before the last checkpoint is saved. They usually end within 1 s."""
+
+
+class UpdateDropped(Exception):
+    """The run is about to end, and the update has not begun."""
 
 
 class ActorLock:
     """Lock on the actor. Updates and checkpoints hold it.
 
     A weight sync takes it when :attr:`~recipe_gkd.pipeline.state.PipelineState.sync_is_possible` is true.
-    After an error the lock stays held, because the error ends the run and nothing else may start.
+    After an error the lock stays held, because the error ends the run and nothing else may start. Exceptions are
+    canceled work, and work whose errors do not end the run.
+
+    Args:
+        state: State of the schedule.
+        sync: See :class:`~recipe_gkd.pipeline.stages.PipelineStages`.
+        tasks: Tasks of all stages.
     """
 
-    def __init__(self, state: PipelineState, sync: Sync) -> None:
-        self._state, self._sync = state, sync
+    def __init__(self, state: PipelineState, sync: Sync, tasks: FirstErrorTaskGroup) -> None:
+        self._state, self._sync, self._tasks = state, sync, tasks
         self._sync_metrics: dict[str, float] = {}
 
     @asynccontextmanager
-    async def hold(self, work: str, batch: ReadyBatch | None = None, *, is_last: bool = False) -> AsyncIterator[None]:
+    async def hold(
+        self, work: str, batch: ReadyBatch | None = None, *, may_fail: bool = False, may_be_dropped: bool = False
+    ) -> AsyncIterator[None]:
         """Hold the actor during the body. A sync that generation needs goes first.
+
+        If the stages were dropped, no sync goes first, and the body begins when all stages have ended.
 
         Adds the time spent waiting for weight syncs to ``batch.metrics["timing/wait_sync"]``.
 
         Args:
             work: Name of the span on the timeline.
             batch: Batch that the work belongs to. None if the wait is part of another metric.
-            is_last: True if the run ends after it. Then it does not wait for a needed sync, which may never become
-                possible, because responses in flight were dropped.
+            may_fail: True if the run continues after an error of the body.
+            may_be_dropped: True if the work is not needed any more once the stages were dropped.
+
+        Raises:
+            UpdateDropped: The stages were dropped before the body began, and it may be dropped.
         """
-        requested_at = now()
-        await self._state.until(lambda: not self._state.actor_busy and (is_last or not self._sync_goes_first()))
+        state, requested_at = self._state, now()
+        await state.until(lambda: state.is_dropped or (not state.actor_busy and not self._sync_goes_first()))
+        if state.is_dropped:
+            if may_be_dropped:
+                raise UpdateDropped
+            await self._tasks.drained(DRAIN_TIMEOUT_S)
         labels = {}
         if batch is not None:
             batch.metrics["timing/wait_sync"] += now() - requested_at
             labels["step"] = batch.step
-        async with self._busy():
+        async with self._busy(may_fail=may_fail):
             with self._state.timeline.span("actor", work, **labels):
                 yield
 
@@ -50,8 +76,11 @@ class ActorLock:
         """Hold the actor during the body, which is one update. The actor's version increases at its end.
 
         Adds the metrics of the latest weight sync to ``batch.metrics`` if no other batch has received them.
+
+        Raises:
+            UpdateDropped: The stages were dropped before the update began.
         """
-        async with self.hold("update", batch):
+        async with self.hold("update", batch, may_be_dropped=True):
             batch.metrics |= self._sync_metrics
             batch.metrics["perf/teacher_rows_gb"] = self._state.rows.held_bytes / GIB
             self._sync_metrics = {}
@@ -75,11 +104,21 @@ class ActorLock:
             state.timeline.count("rollout", "weights version", state.actor_version)
 
     @asynccontextmanager
-    async def _busy(self) -> AsyncIterator[None]:
-        self._state.actor_busy = True
-        yield
-        self._state.actor_busy = False  # skipped after an error, which ends the run: nothing else may start
-        self._state.notify()
+    async def _busy(self, *, may_fail: bool = False) -> AsyncIterator[None]:
+        self._state.actor_busy, is_over = True, False
+        try:
+            yield
+            is_over = True
+        except asyncio.CancelledError:
+            is_over = True
+            raise
+        except Exception:
+            is_over = may_fail
+            raise
+        finally:
+            if is_over:
+                self._state.actor_busy = False
+                self._state.notify()
 
     def _sync_goes_first(self) -> bool:
         """Return True if a sync is needed now, or will be needed while an update that starts now is running.

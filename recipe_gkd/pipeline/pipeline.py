@@ -56,10 +56,11 @@ class Pipeline:
             async for batch in pipeline:
                 async with pipeline.actor_update(batch):     # no weight sync while the actor trains
                     ...                                      # train on batch.samples
+            pipeline.drop()                                  # optional: the run ends before the next batch
 
     A weight sync precedes the first generation. An error of a stage ends the ``async with`` block with that error and
-    cancels all other stages. If a rollout worker dies during generation (:class:`WorkerDied`), ``stages.replace`` is
-    called and its unfinished prompts are generated again.
+    cancels all other stages, except after :meth:`drop`. If a rollout worker dies during generation
+    (:class:`WorkerDied`), ``stages.replace`` is called and its unfinished prompts are generated again.
 
     Attributes:
         timeline: Receiver of the spans and counters of all stages.
@@ -86,10 +87,10 @@ class Pipeline:
         self.timeline = timeline or Timeline(now)
         self._batches, self._stages = batches, stages
         self._state = PipelineState(pipeline_config, self.timeline, first_version)
-        self._lock = ActorLock(self._state, stages.sync)
+        self._tasks = FirstErrorTaskGroup()
+        self._lock = ActorLock(self._state, stages.sync, self._tasks)
         self._gate = StalenessGate(self._state, self._lock)
         self._supervisor = RolloutSupervisor(self._state, self._lock, stages.replace)
-        self._tasks = FirstErrorTaskGroup()
         self._assembler = BatchAssembler(self._state, stages, self._supervisor, self._tasks)
         self._dispatched: asyncio.Queue[asyncio.Task[ReadyBatch] | None] = asyncio.Queue()
 
@@ -110,34 +111,44 @@ class Pipeline:
             if assembly is None:
                 return
             batch = await assembly
-            self._record_waits(batch, requested_at, now())
+            _record_waits(batch, (requested_at, now()), self._stages, self._state)
             yield batch
 
-    @property
-    def on_request(self) -> bool:
-        """True if a batch is dispatched only when the trainer requests it; see :class:`PipelineConfig`."""
-        return self._state.config.on_request
+    def drop(self) -> None:
+        """Cancel the stages of all batches whose update has not begun.
+
+        From now on their errors are logged, and end nothing. An update or a checkpoint in progress is not affected.
+        """
+        self._state.is_dropped = True
+        self._tasks.drop()
+        self._state.notify()
 
     def actor_update(self, batch: ReadyBatch) -> AbstractAsyncContextManager[None]:
         """Hold the actor during the body, which is one update. Its weights have the next version afterwards.
 
         Adds the metrics of the latest weight sync to ``batch.metrics``, and the wait for it; see :meth:`actor_lock`.
+
+        Raises:
+            UpdateDropped: :meth:`drop` was called before the update began.
         """
         return self._lock.hold_for_update(batch)
 
     def actor_lock(
-        self, work: str, batch: ReadyBatch | None = None, *, is_last: bool = False
+        self, work: str, batch: ReadyBatch | None = None, *, may_fail: bool = False
     ) -> AbstractAsyncContextManager[None]:
         """Hold the actor during the body: no update and no weight sync. A sync that generation needs goes first.
+
+        After :meth:`drop` no sync goes first, and the body begins when all stages have ended, at the latest after
+        :data:`~recipe_gkd.pipeline.actor_lock.DRAIN_TIMEOUT_S`.
 
         Adds the time spent waiting for weight syncs to ``batch.metrics["timing/wait_sync"]``.
 
         Args:
             work: Name of the span on the timeline.
             batch: Batch that the work belongs to. None if the wait is part of another metric.
-            is_last: True if the run ends after it. Then no sync goes first.
+            may_fail: True if the run continues after an error of the body.
         """
-        return self._lock.hold(work, batch, is_last=is_last)
+        return self._lock.hold(work, batch, may_fail=may_fail)
 
     async def generate_for_validation(
         self, prompts: Sequence[Prompt], generate: Generate, *, responses_per_prompt: int = 1
@@ -155,13 +166,16 @@ class Pipeline:
 
         Returns:
             Responses in the order of ``prompts``.
+
+        Raises:
+            GkdError: Generation failed on a replica. The pipeline can be used again, except after a failed weight sync.
         """
         responses: dict[int, Response] = {}
         shares = assign_prompts(prompts, self._state.config.n_replicas, responses_per_prompt)
         with self.timeline.span("trainer", "validate", version=self._state.actor_version):
-            async with self._gate.reserve(len(prompts)):
+            async with self._gate.reserve(len(prompts)), FirstErrorTaskGroup() as tasks:
                 replicas = [
-                    self._tasks.start(self._validate_on(replica, share, generate, responses))
+                    tasks.start(self._validate_on(replica, share, generate, responses))
                     for replica, share in enumerate(shares)
                     if share
                 ]
@@ -184,16 +198,24 @@ class Pipeline:
         self._gate.close()
         self._dispatched.put_nowait(None)
 
-    def _record_waits(self, batch: ReadyBatch, requested_at: float, ready_at: float) -> None:
-        """Divide the trainer's wait for a batch into waits for weights, responses, teacher and rewards."""
-        teacher = "wait_prev_prev_teacher" if self._state.config.max_staleness >= 2 else "wait_prev_teacher"
-        ends = {"wait_sync": batch.dispatched_at, "wait_prev_gen": batch.generated_at, teacher: batch.scored_at}
-        if self._stages.compute_rewards is not None:
-            ends["wait_reward"] = ready_at
-        since = requested_at
-        for name, end in ends.items():
-            until = min(max(since, end), ready_at)
-            batch.metrics[f"timing/{name}"] = until - since
-            if until > since:
-                self.timeline.record("trainer", name, since, until, step=batch.step)
-            since = until
+
+def _record_waits(batch: ReadyBatch, waited: tuple[float, float], stages: PipelineStages, state: PipelineState) -> None:
+    """Divide the trainer's wait for a batch into waits for weights, responses, teacher and rewards.
+
+    Args:
+        batch: Batch that was waited for.
+        waited: Times of the request and of the end of the wait.
+        stages: Stages of the schedule.
+        state: State of the schedule.
+    """
+    since, ready_at = waited
+    teacher = "wait_prev_prev_teacher" if state.config.max_staleness >= 2 else "wait_prev_teacher"
+    ends = {"wait_sync": batch.dispatched_at, "wait_prev_gen": batch.generated_at, teacher: batch.scored_at}
+    if stages.compute_rewards is not None:
+        ends["wait_reward"] = ready_at
+    for name, end in ends.items():
+        until = min(max(since, end), ready_at)
+        batch.metrics[f"timing/{name}"] = until - since
+        if until > since:
+            state.timeline.record("trainer", name, since, until, step=batch.step)
+        since = until

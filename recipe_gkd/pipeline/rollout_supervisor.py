@@ -68,17 +68,20 @@ class RolloutSupervisor:
             raise state.deaths[replica]
         state.n_parked += n_unfinished
         state.add_in_flight(-n_unfinished)
-        async with self._replacing:
-            if death := state.deaths.get(replica):
-                await self._replace(death)
-                state.needed_versions.append(ANY_VERSION)
-                await state.until(lambda: state.sync_is_possible)
-                await self._lock.send_weights()
-                state.needed_versions.remove(ANY_VERSION)
-                del state.deaths[replica]
-                state.notify()
-        state.n_parked -= n_unfinished
-        state.add_in_flight(n_unfinished)
+        try:
+            async with self._replacing:
+                if death := state.deaths.get(replica):
+                    await self._replace(death)
+                    state.needed_versions.append(ANY_VERSION)
+                    try:
+                        await state.until(lambda: state.sync_is_possible)
+                        await self._lock.send_weights()
+                    finally:
+                        state.needed_versions.remove(ANY_VERSION)
+                    del state.deaths[replica]
+        finally:
+            state.n_parked -= n_unfinished
+            state.add_in_flight(n_unfinished)
 
 
 def _take_prompt(unfinished: dict[int, Prompt], response: Response, where: str) -> Prompt:

@@ -53,17 +53,22 @@ class StalenessGate:
         """Reserve the replicas for ``n_prompts`` validation prompts, generated with the actor's current weights.
 
         Waits for the responses in flight and syncs the weights if the replicas have older ones. No batch is dispatched
-        until the body has ended.
+        until the body has ended. If the body fails, its unfinished prompts do not count as in flight any more.
         """
         state = self._state
         state.reserved = True
-        await state.until(lambda: not state.actor_busy and not state.n_in_flight and not state.n_parked)
-        if state.rollout_version != state.actor_version:
-            await self._lock.send_weights()
-        state.add_in_flight(n_prompts)
-        yield
-        state.reserved = False
-        state.notify()
+        try:
+            await state.until(lambda: not state.actor_busy and not state.n_in_flight and not state.n_parked)
+            if state.rollout_version != state.actor_version:
+                await self._lock.send_weights()
+            state.add_in_flight(n_prompts)
+            try:
+                yield
+            finally:
+                state.add_in_flight(-state.n_in_flight)  # no other prompt is in flight
+        finally:
+            state.reserved = False
+            state.notify()
 
     async def _ensure_fresh_weights(self, oldest_version: int) -> None:
         """Wait until the replicas have weights of ``oldest_version`` or newer.

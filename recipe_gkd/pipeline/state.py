@@ -66,6 +66,7 @@ class PipelineState:
         last_generate_s: Duration of the generation of the last batch, in seconds.
         last_update_s: Duration of the last update, in seconds.
         rows: Memory of the teachers' rows.
+        is_dropped: True if the run ends before the next batch, so that nothing waits for stages any more.
     """
 
     config: PipelineConfig
@@ -85,6 +86,7 @@ class PipelineState:
     last_generate_s: float = 0.0
     last_update_s: float = 0.0
     rows: RowMemory = field(init=False)
+    is_dropped: bool = False
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:

@@ -82,11 +82,15 @@ class ActorRestarts(Generic[T]):
             except WorkerDied as death:
                 error = death
 
-    async def _check(self, error: GkdError, *, is_counted: bool) -> None:
-        """Raise ``error`` unless a rank was lost, and its restart is already counted or another one is left."""
+    async def lost(self, error: GkdError) -> list[str]:
+        """Return the labels of the ranks whose process has ended, or else of those whose silence ``error`` reports."""
         late = find_timeout_error(error)
         silent = [] if late is None else [label for label in self._labels() if label in late.silent]
-        lost = [self.actors.label(rank) for rank in await self.actors.dead()] or silent
+        return [self.actors.label(rank) for rank in await self.actors.dead()] or silent
+
+    async def _check(self, error: GkdError, *, is_counted: bool) -> None:
+        """Raise ``error`` unless a rank was lost, and its restart is already counted or another one is left."""
+        lost = await self.lost(error)
         if not lost:
             raise error
         if not is_counted and self.n_restarts >= self._allowed:

@@ -49,18 +49,20 @@ def with_advantages(samples: Sequence[Sample], responses_per_prompt: int, *, by_
 
     The advantage is the reward minus the mean of the group. With ``by_std`` it is divided by the sample standard
     deviation of the group (n - 1 in the denominator) plus :data:`STD_EPSILON`. Equal rewards have advantage 0.
+    A response without a reward (``custom_reward_function.on_failure=skip``) has advantage 0 too, and the statistics of
+    its group are those of the other responses.
 
     Args:
         samples: All samples of a batch.
         responses_per_prompt: Number of responses per prompt.
         by_std: True to divide by the standard deviation.
-
-    Raises:
-        ValueError: A sampled response has no reward.
     """
     prepared = list(samples)
-    for indices in _groups(samples, responses_per_prompt):
-        rewards = np.array([_reward(samples[index]) for index in indices])
+    for group in _groups(samples, responses_per_prompt):
+        rewarded = {index: reward for index in group if (reward := samples[index].reward) is not None}
+        if not rewarded:
+            continue
+        indices, rewards = list(rewarded), np.array(list(rewarded.values()))
         advantages = rewards - rewards.mean()
         std = rewards.std(ddof=1) if len(indices) > 1 else 0.0
         if std <= EQUAL_REWARDS_RTOL * np.abs(rewards).max():
@@ -111,9 +113,3 @@ def _groups(samples: Sequence[Sample], responses_per_prompt: int) -> list[list[i
         if not sample.is_reference:
             groups.setdefault(sample.prompt.uid // responses_per_prompt, []).append(index)
     return list(groups.values())
-
-
-def _reward(sample: Sample) -> float:
-    if sample.reward is None:
-        raise ValueError(f"sample {sample.prompt.uid} has no reward, expected one to compute its advantage")
-    return sample.reward

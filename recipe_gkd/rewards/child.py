@@ -91,7 +91,8 @@ def serve(connection: Connection, stacks: int) -> None:
     The first message contains the settings. Its reply is a dict with properties of the functions, or the reason why one
     is rejected and its index. Each later message is a list of items, dicts of the arguments of ``values_of``. The reply
     to an item is its index in the list, its score and other numbers; or its index, the reason why there is no score,
-    and the index of the function. After such a reason the rest of the list is dropped. With ``async def`` functions the
+    and the index of the function. After such a reason the rest of the list is dropped if the settings have
+    ``stops_at_failure``. With ``async def`` functions the
     replies are in the order of completion, otherwise in the order of the items.
     """
     settings = connection.recv()
@@ -119,7 +120,7 @@ def serve(connection: Connection, stacks: int) -> None:
                 call_within(settings["timeout_s"], stacks, score, function, function.arguments(values))
                 for function in functions
             ]
-            if not send_result(connection, index, functions, found):
+            if not send_result(connection, index, functions, found) and settings["stops_at_failure"]:
                 break
 
 
@@ -145,7 +146,7 @@ async def score_concurrently(
     try:
         for task in asyncio.as_completed(scoring):
             index, found = await task
-            if not send_result(connection, index, functions, found):
+            if not send_result(connection, index, functions, found) and settings["stops_at_failure"]:
                 break
     finally:
         for started in (watch, *scoring):

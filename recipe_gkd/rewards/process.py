@@ -64,6 +64,7 @@ class RewardProcess:
     Attributes:
         is_async: True if a function is ``async def``. Available after :meth:`wait_loaded`.
         truth_use: Use of the ground truth by the functions. Available after :meth:`wait_loaded`.
+        has_ended: True if the process died in :meth:`score`, or was ended at a deadline.
     """
 
     is_async: bool
@@ -71,6 +72,8 @@ class RewardProcess:
 
     def __init__(self, config: RewardFunctionConfig) -> None:
         self._config, self._functions = config, reward_functions(config)
+        self._stops_at_failure = config.on_failure in (None, "fail")
+        self.has_ended = False
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         parent_end, child_end = socket.socketpair()
         with child_end:
@@ -104,6 +107,7 @@ class RewardProcess:
             ],
             "reserved": reserved_names(config),
             "max_concurrency": config.max_concurrency,
+            "stops_at_failure": self._stops_at_failure,
             "timeout_s": config.timeout_s,
             "load_timeout_s": LOAD_TIMEOUT_S,
             "sys_path": [entry or os.getcwd() for entry in sys.path],
@@ -132,27 +136,41 @@ class RewardProcess:
             f"{function.name_key}"
         )
 
-    def score(self, items: Sequence[RewardItem]) -> list[Reward]:
+    def score(self, items: Sequence[RewardItem]) -> list[Reward | RewardError | None]:
         """Return the results of ``items``, in order.
 
+        Returns:
+            The reward of each item. With ``on_failure=skip`` or ``value``: an error that names an item without one, and
+            None for items that were not scored because the process has ended. If functions are asynchronous, such an
+            end has no error unless there is one item, because any of the calls in flight may have caused it.
+
         Raises:
-            RewardError: An item got no reward. The message names it. The process may have ended.
+            RewardError: With ``on_failure=fail``, an item got no reward. The process may have ended.
         """
-        found: dict[int, Reward] = {}
+        found: dict[int, Reward | RewardError] = {}
         timeout_s = self._config.timeout_s * len(self._functions)  # each has its own deadline in the process
         try:
             self._connection.send([item.arguments for item in items])
             while len(found) < len(items):
                 index, score, other = self._receive(timeout_s)
                 if isinstance(score, str):  # the reason why there is none
-                    raise self._error(items[index], score, self._functions[other].description)
-                found[index] = Reward(score, other)
+                    failure = self._error(items[index], score, self._functions[other].description)
+                    if self._stops_at_failure:
+                        raise failure
+                    found[index] = failure
+                else:
+                    found[index] = Reward(score, other)
         except (EOFError, OSError) as error:
+            self.has_ended = True
             reason = f"it {self._end(timeout_s, error)}"
             first_missing = next(index for index in range(len(items)) if index not in found)
             names = " or ".join(function.description for function in self._functions)
-            raise self._error(items[first_missing], reason, names) from None
-        return [found[index] for index in range(len(items))]
+            failure = self._error(items[first_missing], reason, names)
+            if self._stops_at_failure:
+                raise failure from None
+            if len(items) == 1 or not self.is_async:
+                found[first_missing] = failure
+        return [found.get(index) for index in range(len(items))]
 
     def kill(self) -> None:
         """Kill the process and all processes that it has started. Safe in any thread."""

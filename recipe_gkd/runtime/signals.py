@@ -21,8 +21,8 @@ SAME_REQUEST_S = 1.0
 ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 
-SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals whose first one lets the training save a checkpoint between steps. Batch systems send them."""
+SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals whose first one lets the training save a checkpoint between steps. Batch systems and terminals send them."""
 
 
 class Terminated(BaseException):
@@ -68,7 +68,7 @@ async def run_until_terminated(
 
     def stop(number: int) -> None:
         nonlocal last_at
-        is_again = bool(received) if number == signal.SIGHUP else stop_request.reason is not None
+        is_again = stop_request.reason is not None or (bool(received) and number == signal.SIGHUP)
         if time.monotonic() - last_at < SAME_REQUEST_S or (number in (signal.SIGHUP, signal.SIGUSR1) and is_again):
             return
         name, last_at = signal.Signals(number).name, time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -22,9 +22,10 @@ class StopRequest:
     Lifecycle::
 
         stop = StopRequest(save_before_s=3600)
-        with stop.accepted():                                     # the training loop
+        with stop.accepted(pipeline.drop):                        # the training loop
             async for batch in stop.until_requested(pipeline):
                 ...                                               # one step
+                await stop.unless_requested(validate())
             if stop.reason is not None:
                 ...                                               # save
 
@@ -38,6 +39,7 @@ class StopRequest:
     def __init__(self, save_before_s: float | None = None) -> None:
         self._save_before_s = save_before_s
         self._requested: asyncio.Future[None] | None = None
+        self._on_request: Callable[[], object] | None = None
         self.reason: str | None = None
 
     def request(self, reason: str) -> bool:
@@ -51,6 +53,8 @@ class StopRequest:
         self.reason = reason
         self._requested.set_result(None)
         log.warning("%s: the run saves a checkpoint between steps and ends", reason)
+        if self._on_request is not None:
+            self._on_request()
         return True
 
     def withdraw(self) -> None:
@@ -58,49 +62,69 @@ class StopRequest:
         self.reason = None
 
     @contextmanager
-    def accepted(self) -> Iterator[None]:
-        """Accept requests in the body, and make one at the time limit. Needs a running event loop."""
+    def accepted(self, on_request: Callable[[], object] | None = None) -> Iterator[None]:
+        """Accept requests in the body, and make one at the time limit. Needs a running event loop.
+
+        Args:
+            on_request: Called in the event loop when a request is accepted, before any other task runs.
+        """
         loop, timer = asyncio.get_running_loop(), None
-        self._requested = loop.create_future()
+        self._requested, self._on_request = loop.create_future(), on_request
         if self._save_before_s is not None:
             age_s = time.time() - psutil.Process().create_time()
             timer = loop.call_later(max(0.0, self._save_before_s - age_s), self.request, "trainer.save_before")
         try:
             yield
         finally:
-            self._requested = None
+            self._requested = self._on_request = None
             if timer is not None:
                 timer.cancel()
 
-    async def unless_requested(self, work: Coroutine[Any, Any, object]) -> None:
-        """Await ``work``, and cancel it if the end of the run is requested meanwhile. Its own error is raised."""
-        task: asyncio.Future[Any] = asyncio.ensure_future(work)
+    async def unless_requested(self, work: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T | None:
+        """Await ``work``, and cancel it if the end of the run is requested meanwhile.
+
+        Args:
+            work: Coroutine, which is not started after an earlier request.
+            timeout_s: Deadline of the end of canceled work. None: it has its own.
+
+        Returns:
+            Result of ``work``. None if the end of the run was requested first. Errors that ``work`` raises after a
+            request are logged.
+        """
+        if self.reason is not None:
+            work.close()
+            return None
+        task = asyncio.ensure_future(work)
+        waited_for: list[asyncio.Future[Any]] = [task, *self._requests()]
         try:
-            await asyncio.wait([task, *self._requests()], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
+            if self.reason is None:
+                return task.result()
         finally:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await asyncio.wait([task], timeout=timeout_s)
+        if not task.done():
+            log.warning("work that was canceled (%s) has not ended within %g s", self.reason, timeout_s)
+        elif not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("work that was canceled (%s) failed: %s", self.reason, error)
+        return None
 
     def _requests(self) -> list[asyncio.Future[None]]:
         """Return what completes with the request, if one is accepted now."""
         return [self._requested] if self._requested is not None else []
 
-    async def until_requested(self, items: AsyncIterable[T], *, interrupt: bool = True) -> AsyncIterator[T]:
-        """Yield from ``items`` until the end of the run is requested, or to their end.
+    async def until_requested(self, items: AsyncIterable[T]) -> AsyncIterator[T]:
+        """Yield ``items``, such as the batches of a pipeline, to the last one or until the end of the run is requested.
 
-        Args:
-            items: Source, such as the batches of a pipeline.
-            interrupt: Cancel the wait for the next item. False: yield one more item after a request during a wait.
+        A request during the wait for an item cancels the wait. The item is dropped, with an error that it raises.
         """
         source, no_item = aiter(items), object()
-        waited_for: list[asyncio.Future[Any]] = [*self._requests()] if interrupt else []
         item: asyncio.Future[Any] | None = None
         try:
             while self.reason is None:
                 item = asyncio.ensure_future(anext(source, no_item))
-                await asyncio.wait([item, *waited_for], return_when=asyncio.FIRST_COMPLETED)
-                if not item.done() or (value := item.result()) is no_item:
+                await asyncio.wait([item, *self._requests()], return_when=asyncio.FIRST_COMPLETED)
+                if self.reason is not None or (value := item.result()) is no_item:
                     return
                 yield value
         finally:

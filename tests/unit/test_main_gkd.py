@@ -24,7 +24,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.errors import ConfigError, DataError, GkdError, UnexpectedError, WorkerDied
+from recipe_gkd.errors import CheckpointError, ConfigError, DataError, GkdError, UnexpectedError, WorkerDied
 from recipe_gkd.main_gkd import _reward_items
 from recipe_gkd.model_files import Student
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
@@ -181,13 +181,21 @@ class TestRestarts:
     """The loop around the trainer, with fake workers that lose an actor rank."""
 
     def train(
-        self, monkeypatch: pytest.MonkeyPatch, *outcomes: GkdError | None, on_restart: Callable[[StopRequest], object]
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *outcomes: GkdError | None,
+        on_restart: Callable[[StopRequest], object] = lambda _: None,
+        folder: Path | None = None,
+        stop_in_training: bool = False,
     ) -> tuple[list[str], StopRequest]:
         """Train with these outcomes of loads and trainings. Return the calls, and the request to stop."""
         calls, remaining, stop = list[str](), iter(outcomes), StopRequest()
 
         async def call(name: str) -> None:
             calls.append(name)
+            if name == "fit" and stop_in_training:
+                with stop.accepted():
+                    assert stop.request("SIGTERM")
             if (error := next(remaining)) is not None:
                 raise error
 
@@ -203,10 +211,14 @@ class TestRestarts:
         trainer = SimpleNamespace(fit=lambda _: call("fit"), saver=SimpleNamespace(newest=None))
         monkeypatch.setattr(main_gkd, "_load", lambda *_: call("load"))
         monkeypatch.setattr(main_gkd, "Trainer", lambda *_: trainer)
-        workers: Any = SimpleNamespace(restart_actors=restart_actors)
+
+        async def actor_is_lost(error: BaseException) -> bool:
+            return isinstance(error, WorkerDied)
+
+        workers: Any = SimpleNamespace(restart_actors=restart_actors, actor_is_lost=actor_is_lost)
         plan: Any = SimpleNamespace(points=[], loader=None)
         context: Any = None
-        config = base_config("trainer.save_freq=1")
+        config = base_config("trainer.save_freq=1", f"trainer.default_local_dir={folder}")
         asyncio.run(main_gkd._train_with_restarts(config, workers, plan, context, context, stop))
         return calls, stop
 
@@ -220,6 +232,25 @@ class TestRestarts:
             monkeypatch, None, WorkerDied("in training"), on_restart=lambda stop: stop.request("SIGTERM")
         )
         assert calls == ["load", "fit", "restart"] and stop.reason == "SIGTERM"
+
+    def test_actor_lost_after_a_stop_ends_as_requested_with_an_earlier_checkpoint(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("4\n")
+        outcomes = None, WorkerDied("actor worker 0 died")
+        calls, stop = self.train(monkeypatch, *outcomes, folder=tmp_path, stop_in_training=True)
+        assert calls == ["load", "fit"] and stop.reason == "SIGTERM"
+        assert "an actor rank was lost after SIGTERM: actor worker 0 died" in caplog.text
+        assert f"the newest checkpoint is {tmp_path}/global_step_4" in caplog.text
+
+    @pytest.mark.parametrize("error", [WorkerDied("no checkpoint"), CheckpointError("the last save failed")])
+    def test_error_after_a_stop_without_checkpoint_or_lost_actor_is_raised(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: GkdError
+    ) -> None:
+        if isinstance(error, CheckpointError):
+            (tmp_path / "latest_checkpointed_iteration.txt").write_text("4\n")
+        with pytest.raises(type(error), match=str(error)):
+            self.train(monkeypatch, None, error, folder=tmp_path, stop_in_training=True)
 
     def test_other_errors_are_raised(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="other"):

@@ -73,6 +73,8 @@ def respond(prompt: Prompt, text: str, version: int = 0, truncated: bool = False
 class Scorer:
     """A scorer whose reward is ``scores[number]`` for a response that is a number. An empty response is 0."""
 
+    failures = 0
+
     def __init__(self, scores: Sequence[float] = range(1000)) -> None:
         self.scores = scores
 
@@ -105,6 +107,9 @@ class Workers:
 
     async def metrics(self) -> dict[str, float]:
         return {}
+
+    async def actor_is_lost(self, error: BaseException) -> bool:
+        return False
 
     async def stream(
         self, rank: int, method: str, prompts: list[Prompt], step: int, *_: Any, **__: Any
@@ -235,6 +240,30 @@ class TestMetrics:
             "val/data/response_len": 1.0,
             "val/data/truncated_fraction": 0.0,
         }
+
+    def test_response_without_reward_is_left_out_of_the_means(self, tmp_path: Path) -> None:
+        """The mean is over the other responses, and best@n over the prompts whose responses all have a reward."""
+        validation = Validation(make_config(tmp_path, *SAMPLED), TOKENIZER)
+        scores = iter([None, None, 1.0, 3.0, 5.0, None, 8.0, None])  # of two responses to rows 0 to 3
+
+        class Failing(Scorer):
+            async def score(self, items: Sequence[RewardItem]) -> list[Reward | None]:  # type: ignore[override]
+                return [None if (score := next(scores)) is None else Reward(score, {"acc": score}) for _ in items]
+
+        responses = [respond(prompt, "1") for prompt in validation.prompts]
+        metrics = asyncio.run(validation.report(responses, Failing(), 4))  # type: ignore[arg-type]
+        rewards = {name: value for name, value in metrics.items() if "score" in name or "acc" in name}
+        assert rewards == {
+            "val/easy/score": 5.0,
+            "val/easy/acc": 5.0,
+            "val/hard/score": 2.0,
+            "val/hard/score/best@2": 3.0,
+            "val/hard/acc": 2.0,
+            "val/data/score": 8.0,
+            "val/data/acc": 8.0,
+        }
+        written = [json.loads(line) for line in (tmp_path / "validation" / "step_4.jsonl").open()]
+        assert [line["reward"] for line in written] == [None, None, 1.0, 3.0, 5.0, None, 8.0, None]
 
     def test_report_without_source_column_uses_one_source(self, tmp_path: Path) -> None:
         rows = {name: ROWS[name] for name in ("prompt", "ground_truth")}

@@ -73,7 +73,11 @@ def _call(config: Config, data_set: DataSet, tokenizer: Any, truth_use: TruthUse
     response = Response(
         uid=0, ids=ids_T, logprobs=zeros_T, finish_reason="stop", weights_version=0, versions_T=zeros_T.astype(np.int32)
     )
-    item = RewardItems(data, config.data, tokenizer, truth_use=truth_use).build_item(prompt, response)
-    with RewardScorer(replace(config.custom_reward_function, num_workers=1)) as scorer:
+    section = replace(config.custom_reward_function, num_workers=1, on_failure="fail")
+    skip = section.skip_special_tokens
+    items = RewardItems(data, config.data, tokenizer, truth_use=truth_use, skip_special_tokens=skip)
+    item = items.build_item(prompt, response)
+    with RewardScorer(section) as scorer:
         [reward] = asyncio.run(scorer.score([item]))
+    assert reward is not None  # a failure is an error
     yield Finding(CALL, "ok", f"returns {reward.score:g} for the response {item.response[:_SHOWN_CHARS]!r}")

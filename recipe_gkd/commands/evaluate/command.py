@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, folders: Sequence[Path], config: Config) -> li
     with ExitStack() as stack:
         scorer = None
         if has_reward(config):
-            scorer = stack.enter_context(RewardScorer(config.custom_reward_function))
+            scorer = stack.enter_context(RewardScorer(replace(config.custom_reward_function, on_failure="fail")))
         responses = stack.enter_context(args.responses.open("w", encoding="utf-8")) if args.responses else None
         for folder in folders:
             print(f"evaluating {folder}", file=sys.stderr, flush=True)
@@ -130,7 +130,7 @@ def evaluate(
     pairs = [(data.prompt(response.uid // sampling.n, response.uid), response) for response in responses]
     sources = dict(zip(data.rows, read_sources(data_set, data.rows), strict=True))
     items = [factory.build_item(prompt, response) for prompt, response in pairs] if factory is not None else []
-    rewards = asyncio.run(scorer.score(items)) if scorer is not None else None
+    rewards = None if scorer is None else [one for one in asyncio.run(scorer.score(items)) if one is not None]
     evaluation = Evaluation(
         model=str(folder),
         sources=list(sources.values()),

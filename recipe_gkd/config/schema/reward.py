@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from recipe_gkd.config.limits import MAX_CALLS, MAX_COEFFICIENT, MAX_DEVICES
+from recipe_gkd.config.limits import MAX_CALLS, MAX_COEFFICIENT, MAX_DEVICES, MAX_STEPS
 from recipe_gkd.config.schema.fields import STRICT, key, timeout
+
+RewardFailureMode = Literal["fail", "skip", "value"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -56,4 +58,20 @@ class RewardFunctionConfig:
     num_workers: int = key("Number of processes that call the reward function.", ge=1, le=MAX_DEVICES)
     max_concurrency: int = key(
         "Number of responses that an `async def` function scores at a time in each process.", ge=1, le=MAX_CALLS
+    )
+    on_failure: RewardFailureMode | None = key(
+        "If a call of the reward function fails. `fail`: the run ends. `skip`: the response has no reward; it has "
+        "advantage 0 and is left out of all means. `value`: its reward is `failure_value`. null: `fail` with "
+        "`gkd.use_rl_loss`, else `skip`, because the rewards are then only metrics."
+    )
+    failure_value: float = key(
+        "Reward of a response whose call failed. Used if `on_failure` is `value`.",
+        ge=-MAX_COEFFICIENT,
+        le=MAX_COEFFICIENT,
+    )
+    max_failures: int | None = key(
+        "Number of failed calls since the start of the command above which the run ends. null: no limit. Used if "
+        "`on_failure` is not `fail`.",
+        ge=0,
+        le=MAX_STEPS,
     )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recipe_gkd.actor.kl_sums import KlSums
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import GkdError
@@ -85,6 +86,25 @@ def train_with_memory(
             return outcome._replace(weights=exported(actor))
     finally:
         logger.removeHandler(handler)
+
+
+def measure_kl_with_memory(
+    rank: int, world_size: int, port: int, config: Config, batch: list[Sample], megabytes: Mapping[int, int]
+) -> tuple[KlSums, dict[str, float]]:
+    """Return the KL divergences of this rank's samples, and the metrics of an update after it.
+
+    Args:
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        port: Port of the rendezvous.
+        config: Configuration of the run.
+        batch: Samples of all ranks.
+        megabytes: Memory that a rank may allocate in addition to what it has; by rank.
+    """
+    with started(rank, world_size, port, config) as actor:
+        with limited_memory(megabytes[rank]) if rank in megabytes else nullcontext():
+            found = actor.kl_sums(batch[rank::world_size], 0)
+        return found, update(actor, batch, 0)
 
 
 def train_with_fault(

@@ -10,7 +10,13 @@ import pytest
 from recipe_gkd.data.samples import Sample
 from tests._support.tiny_models import ACTOR, MEGATRON, make_config, make_sample, make_samples
 from tests._support.worker_pool import WorkerPool
-from tests.integration.actor.memory_jobs import Outcome, make_wide_folder, train_with_fault, train_with_memory
+from tests.integration.actor.memory_jobs import (
+    Outcome,
+    make_wide_folder,
+    measure_kl_with_memory,
+    train_with_fault,
+    train_with_memory,
+)
 from tests.integration.actor.reference import assert_weights
 
 pytestmark = pytest.mark.timeout(150)
@@ -173,3 +179,21 @@ def test_lack_of_memory_without_split_names_sizes_and_keys(pool: WorkerPool, fol
         assert text in error
     assert "Traceback" not in error
     assert outcome.metrics[0]["actor/n_tokens"] > 0, "the actor remains usable"
+
+
+class TestValidationKl:
+    @pytest.mark.parametrize(("strategy", "ranks"), [("megatron", 1), ("fsdp", 2)])
+    def test_kl_of_validation_has_the_limit_of_updates(
+        self, strategy: str, ranks: int, pool: WorkerPool, folder: Path
+    ) -> None:
+        """The pass lowers the limit, which holds for the next update on all ranks."""
+        overrides = (*STRATEGIES[strategy], SPLIT, f"{ACTOR}.max_token_len={MAX_TOKEN_LEN}")
+        config = make_config(folder, *overrides, ranks=ranks)
+        want = pool.run(ranks, measure_kl_with_memory, config, BATCHES[0], {})
+        got = pool.run(ranks, measure_kl_with_memory, config, BATCHES[0], {ranks - 1: MEGABYTES // ranks})
+        for rank in range(ranks):
+            sums, metrics = got[rank]
+            assert metrics["actor/oom_splits"] > 0 and metrics["actor/max_token_len"] < MAX_TOKEN_LEN
+            assert sums.keys() == want[rank][0].keys()
+            for uid, values in sums.items():
+                assert values == pytest.approx(want[rank][0][uid], rel=1e-5, abs=1e-9)

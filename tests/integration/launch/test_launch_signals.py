@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,8 +20,8 @@ pytestmark = pytest.mark.timeout(60)
 TRAINING = """#!/bin/bash
 # A stub for Python. As a training it ends half a second after a signal, like one that saves a checkpoint.
 [[ "$*" == *recipe_gkd.main_gkd* ]] || exit 0
-for name in TERM INT HUP; do trap "echo training got $name >>events; sleep 0.5; echo training ended >>events
-  exit $((128 + $(kill -l $name)))" $name; done
+for name in TERM INT HUP USR1; do trap "echo training got $name >>events; sleep 0.5; echo training ended >>events
+  exit ${SAVED:-$((128 + $(kill -l $name)))}" $name; done
 again() { echo training got TERM again >>events; exit 3; }
 [[ -z ${SECOND:-} ]] || trap "echo training got TERM >>events; trap again TERM" TERM
 sleep 50 &  # left behind
@@ -94,13 +95,18 @@ def start(checkout: Path) -> Iterator[Start]:
             pytest.fail("the training outlived its script")
 
 
-@pytest.mark.parametrize("script", ["run_qwen2.5_one_node.sh", "quickstart.sh"])
-@pytest.mark.parametrize("name", ["TERM", "INT", "HUP"])
-def test_signal_ends_training_then_teacher(script: str, name: str, start: Start, checkout: Path) -> None:
-    running = start(script)
+DOCUMENTED = ("TERM", "USR1", "HUP", "INT")
+"""Signals of docs/operations.md."""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("name", "saved"), [*((name, False) for name in DOCUMENTED), ("USR1", True)])
+def test_signal_ends_training_then_teacher(script: str, name: str, saved: bool, start: Start, checkout: Path) -> None:
+    """The status is that of the training: 75 if it was saved between steps."""
+    running = start(script, **({"SAVED": "75"} if saved else {}))
     number = signal.Signals[f"SIG{name}"]
     running.send_signal(number)
-    assert running.wait(timeout=20) == 128 + number
+    assert running.wait(timeout=20) == (75 if saved else 128 + number)
     (helper,) = [event.split()[1] for event in events(checkout) if event.startswith("helper ")]
     wait_until(lambda: not Path(f"/proc/{helper}").exists())
     after = events(checkout)[events(checkout).index("teacher started") + 1 :]
@@ -177,7 +183,22 @@ def test_fresh_keeps_folder_without_lock_file(checkout: Path) -> None:
     assert [path.name for path in home.iterdir()] == ["thesis"]
 
 
-@pytest.mark.parametrize("name", ["TERM", "INT", "HUP"])
+def test_every_script_of_a_training_forwards_all_documented_signals() -> None:
+    """Scripts run a training with ``run_foreground``, or have traps of their own."""
+    foreground = (REPO / "launch" / "foreground.bash").read_text()
+    n_checked = 0
+    for script in [*(REPO / "launch").glob("*.sh"), REPO / "launch" / "slurm.sbatch"]:
+        text = script.read_text()
+        if "recipe_gkd.main_gkd" not in text or "ray job submit" in text:
+            continue
+        traps = foreground if "source launch/foreground.bash" in text else text
+        missing = [name for name in DOCUMENTED if not re.search(rf"^ *trap '.*' {name}\b", traps, re.MULTILINE)]
+        assert not missing, (script.name, missing)
+        n_checked += 1
+    assert n_checked >= 5
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
 def test_signal_between_commands_runs_cleanup(name: str) -> None:
     script = f"""
 set -euo pipefail

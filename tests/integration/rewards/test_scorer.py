@@ -29,7 +29,7 @@ def score(path: Path | None, items: Sequence[RewardItem], **values: Any) -> list
 
 def rewards_of(path: Path | None, items: Sequence[RewardItem], **values: Any) -> list[Reward]:
     with RewardScorer(settings(path, **values)) as scorer:
-        return asyncio.run(scorer.score(items))
+        return [reward for reward in asyncio.run(scorer.score(items)) if reward is not None]
 
 
 def has_ended(pid: int, timeout_s: float = 10.0) -> bool:
@@ -304,6 +304,78 @@ class TestFailingCall:
         path = reward_file(tmp_path, "import os; os.kill(os.getpid(), 19)")
         with pytest.raises(RewardError, match=r"sample 0 .*: it took longer than 0\.2 s"):
             score(path, [item()], timeout_s=0.2)
+
+
+class TestOnFailure:
+    """``custom_reward_function.on_failure`` other than ``fail``: failures are counted, and all other items scored."""
+
+    FAILURES = (
+        "raise ConnectionError('no answer')",
+        "return None",
+        "os._exit(3)",
+        "time.sleep(600)",
+    )
+    ITEMS = tuple(item(uid, f"no. {uid}") for uid in range(20))
+
+    @pytest.mark.parametrize(
+        ("body", "is_async"), [*((body, False) for body in FAILURES), (FAILURES[0], True), (FAILURES[2], True)]
+    )
+    def test_skip_leaves_out_the_failing_item_only(
+        self, tmp_path: Path, body: str, is_async: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = reward_file(
+            tmp_path,
+            f"if response == 'no. 6':\n    {body}\nreturn float(response[4:])",
+            before="import os, time",
+        )
+        if is_async:
+            path.write_text(path.read_text().replace("def compute_score", "async def compute_score"))
+        options = {"on_failure": "skip", "num_workers": 2, "timeout_s": 0.5}
+        with RewardScorer(settings(path, **options)) as scorer:
+            for n_failures in (1,) if is_async else (1, 2):  # the processes remain usable
+                rewards = asyncio.run(scorer.score(self.ITEMS))
+                scores = [None if reward is None else reward.score for reward in rewards]
+                assert scores == [None if uid == 6 else float(uid) for uid in range(20)]
+                assert scorer.failures == n_failures
+        assert "gave no reward to sample 6 (row 6 of the tests)" in caplog.text
+        assert "custom_reward_function.on_failure=skip: the run continues" in caplog.text
+
+    def test_value_replaces_the_reward(self, tmp_path: Path) -> None:
+        path = reward_file(tmp_path, "return 1 / (response != 'no. 6')")
+        scores = score(path, self.ITEMS, on_failure="value", failure_value=-2.0)
+        assert scores == [-2.0 if uid == 6 else 1.0 for uid in range(20)]
+
+    def test_more_failures_than_allowed_raise(self, tmp_path: Path) -> None:
+        path = reward_file(tmp_path, "return 1 / (response not in ('no. 6', 'no. 7'))")
+        options = {"on_failure": "skip", "max_failures": 3}
+        with RewardScorer(settings(path, **options)) as scorer:
+            asyncio.run(scorer.score(self.ITEMS))
+            with pytest.raises(RewardError, match=r"sample 7(.|\n)*4 calls .* more than .*max_failures=3"):
+                asyncio.run(scorer.score(self.ITEMS))
+
+    def test_process_that_cannot_start_again_fails_the_items_only(self, tmp_path: Path) -> None:
+        """The file is changed meanwhile."""
+        path = reward_file(tmp_path, "os._exit(3)", before="import os")
+        with RewardScorer(settings(path, on_failure="skip")) as scorer:
+            path.write_text("x = ")
+            assert asyncio.run(scorer.score(self.ITEMS)) == [None] * 20
+            assert scorer.failures == 20
+
+    def test_close_ends_a_process_that_is_started_again(self, tmp_path: Path) -> None:
+        pids = tmp_path / "pids"
+        before = f"import os, time\nprint(os.getpid(), file=open({str(pids)!r}, 'a'))\n"
+        path = reward_file(tmp_path, "os._exit(3)", before=before)
+        with RewardScorer(settings(path, on_failure="skip")) as scorer:
+            path.write_text(path.read_text().replace(before, f"{before}time.sleep(600)\n"))
+
+            async def score_and_leave() -> None:
+                scoring = asyncio.ensure_future(scorer.score(self.ITEMS[:2]))
+                while len(pids.read_text().split()) < 2:
+                    await asyncio.sleep(0.05)
+                scoring.cancel()
+
+            asyncio.run(asyncio.wait_for(score_and_leave(), 20))
+        assert all(has_ended(int(pid)) for pid in pids.read_text().split())
 
 
 class TestLoad:

@@ -104,6 +104,25 @@ class TestSignal:
             run_id = (run.folder / "wandb" / "run_id").read_text().strip()
             assert len(list(run.folder.glob(f"wandb/wandb/offline-run-*-{run_id}"))) == 2
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("hybrid", [False, True], ids=["separate pools", "hybrid"])
+    def test_stop_in_validation_cancels_it_and_saves(
+        self, start_run: StartRun, validation: list[str], hybrid: bool
+    ) -> None:
+        """Each validation takes minutes. The last step before it is saved."""
+        shared = ("actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync") if hybrid else ()
+        slow = "actor_rollout_ref.rollout.val_kwargs.n=400"
+        options = (slow, "actor_rollout_ref.rollout.val_kwargs.temperature=1", "trainer.test_freq=3")
+        command = (*LONG_RUN, "trainer.save_freq=1000", *validation, *options, *shared)
+        run = start_run(*command)
+        run.await_step(2)
+        log = run.folder / "run.log"
+        wait_until(lambda: "weight sync v3: begins" in log.read_text(), timeout_s=60)
+        run.process.send_signal(signal.SIGUSR1)
+        assert_ended(run, SAVED_AND_STOPPED, "ended before the last step (SIGUSR1)", timeout_s=60)
+        assert f"the newest checkpoint is {run.folder}/global_step_3\n" in run.output
+        assert "SIGUSR1: the validation after step 3 is left out" in run.output
+
 
 class TestKilledProcess:
     @pytest.mark.slow  # tests/unit/runtime/test_after_exit.py has the mechanism

@@ -106,10 +106,22 @@ class TestRewardFunction:
         run = start_run(
             f"custom_reward_function.path={path}",
             "custom_reward_function.timeout_s=2",
+            "custom_reward_function.on_failure=fail",
             "data.ground_truth_key=answer",
             "trainer.scheduler=one_step_off",
         ).finish()
         assert run.status == 1 and "gave no reward" in run.output and message in run.output, run.output
         text = run.output + (run.folder / "run.log").read_text()
         assert "never retrieved" not in text and "ray.exceptions" not in text, text
+        assert run.leftovers() == []
+
+    @pytest.mark.slow  # tests/unit/test_side_activities.py trains with such a function without workers
+    def test_failed_reward_function_that_is_only_measured_ends_nothing(
+        self, start_run: StartRun, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "my_reward.py"
+        path.write_text("import os\n\ndef compute_score(prompt, response, ground_truth, extra):\n    os._exit(3)\n")
+        run = start_run(f"custom_reward_function.path={path}", "data.ground_truth_key=answer").finish()
+        assert run.status == 0 and run.output.count("gave no reward") == 1, run.output
+        assert run.metrics[-1]["reward/failures"] == 24 and "reward/mean" not in run.metrics[-1]
         assert run.leftovers() == []

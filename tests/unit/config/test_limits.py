@@ -34,16 +34,17 @@ from recipe_gkd.config.load import compose_config, known_keys, to_config
 from recipe_gkd.config.ranges import numeric_range
 from recipe_gkd.config.validate import validate
 from recipe_gkd.data.prompts import PromptData, PromptLoader
-from recipe_gkd.data.samples import Sample, TeacherTopK
+from recipe_gkd.data.samples import Reward, Sample, TeacherTopK
 from recipe_gkd.data.tokenization import truncate_prompt
-from recipe_gkd.errors import ConfigError
+from recipe_gkd.errors import ConfigError, RewardError
 from recipe_gkd.losses import Divergence, topk_divergence
 from recipe_gkd.losses.policy import grpo_loss
 from recipe_gkd.losses.sampled_token import importance_weights, k1, k2, k3
 from recipe_gkd.metrics.resource_layout import ResourceLayout
+from recipe_gkd.quickstart import reward
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.ray_cluster.pools import choose_nodes, pool_specs
-from recipe_gkd.rewards import child
+from recipe_gkd.rewards import RewardScorer, child
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.sampling import request_seed, sampling_from
 from recipe_gkd.weight_sync.bucket_plan import plan_buckets
@@ -265,6 +266,19 @@ def call_async_function(config: Config, name: str) -> None:
         assert sorted(driver.recv() for _ in items) == [(n, float(n), {}) for n in range(3)]
 
 
+def count_failures(config: Config, _: str) -> None:
+    """Replace the reward of a failed call, and count it."""
+    section = dataclasses.replace(
+        config.custom_reward_function, path=reward.__file__, num_workers=1, on_failure="value"
+    )
+    with RewardScorer(section) as scorer:
+        if section.max_failures == 0:
+            with pytest.raises(RewardError, match="max_failures=0"):
+                scorer._reward_of(RewardError("failed"))
+        else:
+            assert scorer._reward_of(RewardError("failed")) == Reward(section.failure_value)
+
+
 def place_pools(config: Config, name: str) -> None:
     """Check that pools of any size are counted, and that Megatron accepts the parallel sizes."""
     specs = pool_specs(config, "cpu")
@@ -332,6 +346,7 @@ def consumer_of(name: str) -> Callable[[Config, str], None]:
         connect_to_teacher: [f"{TEACHER}.server_port", f"{TEACHER}.n_connections"],
         build_sampling: ["data.max_prompt_length", "data.max_response_length"],
         call_async_function: ["custom_reward_function.max_concurrency"],
+        count_failures: ["custom_reward_function.failure_value", "custom_reward_function.max_failures"],
         place_pools: ["custom_reward_function.num_workers", "ray_init.num_cpus"],
         run_schedule: ["trainer.max_staleness", f"{TEACHER}.num_microbatches"],
         encode_teacher_request: [f"{TEACHER}.timeout_s", f"{TEACHER}.top_k", "gkd.distill_temperature"],

@@ -46,6 +46,10 @@ CONDITIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ("custom_reward_function.name", "custom_reward_function.functions"): (
         "custom_reward_function.functions.format=rewards.py",
     ),
+    ("custom_reward_function.max_failures", "custom_reward_function.on_failure"): (
+        REWARD,
+        "custom_reward_function.on_failure=fail",
+    ),
     (f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.kv_cache_memory_megabytes"): (
         f"{ROLLOUT}.kv_cache_memory_megabytes=100",
     ),
@@ -73,6 +77,8 @@ VALUES = {
     "gkd.max_loss_position": "8",
     "custom_reward_function.path": "reward.py",
     "custom_reward_function.kwargs": "{scale: 2}",
+    "custom_reward_function.on_failure": "skip",
+    "custom_reward_function.max_failures": "9",
     "custom_reward_function.functions": "{format: rewards.py}",
     "trainer.val_kl": "true",
 }

@@ -87,3 +87,30 @@ def test_canceled_wait_and_canceled_body_leave_no_user() -> None:
             await recorder.use(turns, "sync", 0)
 
     asyncio.run(scenario())
+
+
+def test_switch_that_has_begun_is_completed_although_its_user_is_canceled() -> None:
+    """A stop may cancel a stage while the devices change. Half a change would leave them in an unknown state."""
+    log: list[str] = []
+
+    async def switch(before: Phase | None, phase: Phase) -> None:
+        log.append(f"begin {phase}")
+        await asyncio.sleep(0.05)
+        log.append(f"end {phase}")
+
+    async def scenario() -> None:
+        turns = Turns(switch)
+
+        async def use(phase: Phase) -> None:
+            async with turns.turn(phase):
+                log.append(phase)
+
+        generation = asyncio.ensure_future(use("generate"))
+        await asyncio.sleep(0.01)
+        generation.cancel()
+        await use("update")
+        with pytest.raises(asyncio.CancelledError):
+            await generation
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert log == ["begin generate", "end generate", "begin update", "end update", "update"]

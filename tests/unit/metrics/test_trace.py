@@ -14,7 +14,6 @@ import pytest
 from pipeline_stages import BatchTimes, Pools, Stages
 from virtual_time import run
 
-from recipe_gkd.errors import ConfigError
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
 from recipe_gkd.pipeline.config import PipelineConfig
@@ -130,14 +129,22 @@ def test_earlier_trace_is_kept(tmp_path: Path) -> None:
     TraceFile(path).close()
     assert len(json.loads(path.read_text())) == 1
     assert (tmp_path / "trace.previous.json").read_text() == "[\ntrace of the failed run"
+    path.write_text("[\nof the second start")
+    TraceFile(path).close()
+    path.write_text("[\nof the third start")
+    TraceFile(path).close()
+    names = ("trace.previous.json", "trace.previous2.json", "trace.previous3.json")
+    parts = ["[\ntrace of the failed run", "[\nof the second start", "[\nof the third start"]
+    assert [(tmp_path / name).read_text() for name in names] == parts
 
 
-def test_unwritable_path_is_rejected_and_full_disk_ends_only_the_trace(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unwritable_path_and_full_disk_end_only_the_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"trainer.trace_file=.*cannot be written.*choose another path"):
-        TraceFile(tmp_path / "file" / "trace.json")
+    with Timeline(lambda: 0.0, unwritable := TraceFile(tmp_path / "file" / "trace.json")).span("actor", "update"):
+        pass
+    unwritable.close()
+    assert "there is no trace: trainer.trace_file=" in caplog.text
+    caplog.clear()
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
     trace = TraceFile("/dev/full")

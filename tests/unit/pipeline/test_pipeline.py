@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 from virtual_time import run
 
 from recipe_gkd.config.staleness import MAX_STALENESS
-from recipe_gkd.data.batches import PromptBatch
+from recipe_gkd.data.batches import PromptBatch, ReadyBatch
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample, StoredTopK
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.metrics.timeline import Timeline
+from recipe_gkd.pipeline.actor_lock import DRAIN_TIMEOUT_S, UpdateDropped
 from recipe_gkd.pipeline.assignment import assign_prompts
 from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline
@@ -94,11 +96,17 @@ class FakeStages:
         self.generated_during_sync = 0
         self.steps_in_flight: list[int] = []
         self.validated: list[int] = []
+        self.on_cancel: Callable[[str], Awaitable[None]] | None = None
         self.row_bytes = self.most_row_bytes = 0
 
     async def spend(self, stage: str) -> None:
         self.calls[stage] += 1
-        await asyncio.sleep(self.plan.seconds.get(stage, 0.0) * self.rng.uniform(0.3, 1.7))
+        try:
+            await asyncio.sleep(self.plan.seconds.get(stage, 0.0) * self.rng.uniform(0.3, 1.7))
+        except asyncio.CancelledError:
+            if self.on_cancel is not None:
+                await self.on_cancel(stage)
+            raise
         if self.plan.fails and self.plan.fails[0] == stage and self.calls[stage] > self.plan.fails[1]:
             raise LookupError(stage)
 
@@ -164,8 +172,11 @@ class FakeStages:
         assert not self.updating and not self.syncing and version == self.version
         assert not self.generating or self.plan.pipeline_config.inflight_update
         self.syncing = True
-        await self.spend("sync")
-        self.rollout_version, self.syncing = version, False
+        try:
+            await self.spend("sync")
+        finally:
+            self.syncing = False
+        self.rollout_version = version
         self.has_weights = [True] * len(self.has_weights)
         self.syncs.append(version)
         return {"timing/sync_rollout_weights": 0.0}
@@ -622,10 +633,19 @@ class TestValidation:
 
 
 class TestStop:
-    @settings(deadline=None)
-    @given(plan=plans, stop_at_s=st.floats(0.0, 60.0))
-    def test_run_saves_and_ends_after_stop_at_any_time(self, plan: Plan, stop_at_s: float) -> None:
-        self.check_stop(plan, stop_at_s)
+    """Runs that stop at random moments. Canceled stages fail, or take long to end."""
+
+    @settings(max_examples=200, deadline=None)
+    @given(
+        plan=plans,
+        stop_at_s=st.floats(0.0, 60.0),
+        cleanup_s=st.sampled_from([0.0, 0.0, 3.0, 1e6]),
+        fails=st.booleans(),
+    )
+    def test_save_waits_only_for_the_update_in_progress(
+        self, plan: Plan, stop_at_s: float, cleanup_s: float, fails: bool
+    ) -> None:
+        self.check_stop(plan, stop_at_s, cleanup_s, fails=fails)
 
     @pytest.mark.parametrize("bound", [0, 1, 2])
     def test_stop_during_generation_does_not_wait_for_the_next_sync(self, bound: int) -> None:
@@ -633,29 +653,51 @@ class TestStop:
         for stop_at_s in np.arange(0.0, 60.0, 0.5):
             self.check_stop(plan, float(stop_at_s))
 
-    def check_stop(self, plan: Plan, stop_at_s: float) -> None:
+    def check_stop(self, plan: Plan, stop_at_s: float, cleanup_s: float = 0.0, *, fails: bool = False) -> None:
+        """Train until the stop, and check when the save begins and that nothing runs meanwhile."""
         stages, stop = FakeStages(plan), StopRequest()
+        update_s, saved_at, is_hung = 0.0, [0.0], cleanup_s > DRAIN_TIMEOUT_S
+
+        async def end_slowly(stage: str) -> None:
+            assert stop.reason is None or stage not in ("update", "save")
+            await asyncio.sleep(cleanup_s)
+            if fails:
+                raise LookupError(stage)
+
+        async def update(pipeline: Pipeline, batch: ReadyBatch) -> None:
+            nonlocal update_s
+            async with pipeline.actor_update(batch):
+                assert stop.reason is None
+                began_at = now()
+                await stages.spend("update")
+                stages.version += 1
+                update_s = now() - began_at
 
         async def train() -> int:
             n_trained = 0
             async with stages.pipeline() as pipeline:
-                with stop.accepted():
+                stages.on_cancel = end_slowly
+                with stop.accepted(pipeline.drop), suppress(UpdateDropped):
                     asyncio.get_running_loop().call_later(stop_at_s, stop.request, "the test")
-                    batch = None
-                    async for batch in stop.until_requested(pipeline, interrupt=not pipeline.on_request):
-                        async with pipeline.actor_update(batch):
-                            await stages.spend("update")
-                            stages.version += 1
+                    await stop.unless_requested(stages.validate(pipeline), timeout_s=DRAIN_TIMEOUT_S)
+                    async for batch in stop.until_requested(pipeline):
+                        await update(pipeline, batch)
                         n_trained += 1
-                    if batch is not None:
-                        async with pipeline.actor_lock("save_checkpoint", batch, is_last=True):
-                            assert not stages.syncing
-                            await stages.spend("save")
+                        await stop.unless_requested(stages.validate(pipeline), timeout_s=DRAIN_TIMEOUT_S)
+                if stop.reason is not None:
+                    async with pipeline.actor_lock("save_checkpoint"):
+                        saved_at.append(now())
+                        assert is_hung or not (stages.syncing or stages.generating)
+                        await stages.spend("save")
+                stages.on_cancel = None
             return n_trained
 
         n_trained = run(train())
-        assert stages.calls["save"] == (n_trained > 0)
+        assert stages.calls["save"] == (stop.reason is not None)
         assert n_trained == plan.n_batches or stop.reason == "the test"
+        n_drains = 2  # of a validation, and of the stages
+        if stop.reason is not None:
+            assert saved_at[-1] <= stop_at_s + update_s + n_drains * min(cleanup_s, DRAIN_TIMEOUT_S) + 1e-6
 
 
 class TestAssignPrompts:

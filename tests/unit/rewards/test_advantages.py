@@ -83,9 +83,10 @@ class TestWithAdvantages:
         noise = [sample(0, 0.0), sample(1, 1e-12), sample(2, 3e-12)]
         assert all(abs(s.advantage) < 1e-5 for s in with_advantages(noise, 3, by_std=True))
 
-    def test_missing_reward_raises(self) -> None:
-        with pytest.raises(ValueError, match="sample 1 has no reward"):
-            with_advantages([sample(0, 1.0), sample(1)], 2, by_std=True)
+    def test_response_without_reward_has_no_advantage_and_no_part_in_its_group(self) -> None:
+        groups = [sample(0, 1.0), sample(1), sample(2, 3.0), sample(3), sample(4), sample(5)]
+        found = [one.advantage for one in with_advantages(groups, 3, by_std=False)]
+        assert found == [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
 
 
 class TestWithBaselines:

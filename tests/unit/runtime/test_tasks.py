@@ -45,6 +45,52 @@ class TestFirstErrorTaskGroup:
         assert caught.value.__cause__ is cause and caught.value.__suppress_context__
 
 
+class TestDrop:
+    @pytest.mark.parametrize("fails", [True, False])
+    def test_dropped_tasks_end_and_their_errors_end_nothing(self, fails: bool) -> None:
+        ended: list[str] = []
+
+        async def stage(name: str) -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.01)
+                ended.append(name)
+                if fails:
+                    raise ArithmeticError(name)
+
+        async def work() -> str:
+            async with FirstErrorTaskGroup() as tasks:
+                tasks.start(stage("running"))
+                await asyncio.sleep(0)
+                tasks.start(stage("not started yet"))
+                tasks.drop()
+                tasks.start(stage("too late"))
+                await tasks.drained(10)
+                assert ended == ["running"]
+                await asyncio.sleep(0.05)
+            return "saved"
+
+        assert asyncio.run(asyncio.wait_for(work(), 20)) == "saved"
+
+    def test_drain_ends_at_its_deadline(self, caplog: pytest.LogCaptureFixture) -> None:
+        async def stubborn() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.5)
+
+        async def work() -> None:
+            async with FirstErrorTaskGroup() as tasks:
+                tasks.start(stubborn())
+                await asyncio.sleep(0)
+                tasks.drop()
+                await tasks.drained(0.05)
+                assert "1 tasks that were dropped have not ended within 0.05 s" in caplog.text
+
+        asyncio.run(asyncio.wait_for(work(), 20))
+
+
 class TestRunToEnd:
     def test_canceled_caller_waits_for_end(self) -> None:
         done: list[str] = []
