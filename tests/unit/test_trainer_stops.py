@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_gkd.data.tables import read_table
 
 from recipe_gkd.checkpoints.folders import steps_of
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData, PromptLoader
+from recipe_gkd.data.rows import TRAINING, read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
 from recipe_gkd.errors import DeadlineError, RewardError, WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
@@ -134,7 +134,7 @@ class StoppingTrainer(Trainer):
 
 
 def make_trainer(config: Config, faults: Faults) -> StoppingTrainer:
-    data = PromptData(read_table(config.data.train_files, config.data.prompt_key), config.data, TOKENIZER)
+    data = PromptData(read_data_set(config.data.train_files, config.data, TRAINING), config.data, TOKENIZER)
     loader = PromptLoader(data, config.data, n=1, epochs=9, max_steps=config.trainer.total_training_steps)
     scorer: Any = faults.scorer or FaultyScorer(faults)
     items = RewardItems(data, config.data, TOKENIZER)

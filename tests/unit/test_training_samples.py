@@ -52,6 +52,7 @@ def configured(folder: Path, *overrides: str) -> Config:
         f"data.train_batch_size={BATCH}",
         f"actor_rollout_ref.rollout.n={N}",
         "trainer.scheduler=two_step_off",
+        "actor_rollout_ref.rollout.mismatch_bound=null",  # the fake workers have no log-probabilities
         *overrides,
     )
 
@@ -61,6 +62,7 @@ class FakeWorkers:
 
     capacity = None
     scoring = None
+    engine_dtype = "float32"
 
     def __init__(self, n_replicas: int, deaths: Sequence[int] = ()) -> None:
         self.n_replicas, self.deaths = n_replicas, deaths

@@ -52,6 +52,7 @@ def make_config(folder: Path, *overrides: str, rows: dict[str, list[Any]] = ROWS
         "custom_reward_function.path=x",
         "custom_reward_function.name=score",
         f"trainer.default_local_dir={folder}",
+        "actor_rollout_ref.rollout.mismatch_bound=null",  # the fake workers have no log-probabilities
         "trainer.test_freq=2",
         "trainer.save_freq=-1",
         *overrides,
@@ -96,6 +97,7 @@ class Workers:
     capacity = None
     scoring = None
     actor_devices = ("cpu",)
+    engine_dtype = "float32"
 
     def __init__(self) -> None:
         self.rollouts = self.actors = self.weights = self
