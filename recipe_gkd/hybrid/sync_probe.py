@@ -15,11 +15,14 @@ import numpy as np
 
 from recipe_gkd.config import Config
 from recipe_gkd.config.staleness import staleness_bound
+from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, SYNC_TIMEOUT, timeout_of
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import GkdError
 from recipe_gkd.rollout.limits import engine_length
 from recipe_gkd.rollout.sampling import PROBE_TOKENS
+from recipe_gkd.runtime.keyed_timeout import with_margin
 from recipe_gkd.weight_sync.model_check import MismatchGuard, default_bound
+from recipe_gkd.worker_stages import GENERATION_RPC_MARGIN_S
 from recipe_gkd.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -78,8 +81,8 @@ class SyncProbe:
     """
 
     def __init__(self, config: Config, workers: Workers, contexts: Sequence[np.ndarray]) -> None:
-        settings = config.actor_rollout_ref
-        self._workers, self._timeout_s, self._actor_timeout_s = workers, settings.nccl_timeout, settings.actor.timeout_s
+        self._workers = workers
+        self._timeout_s, self._actor_timeout_s = timeout_of(config, SYNC_TIMEOUT), timeout_of(config, ACTOR_TIMEOUT)
         self._prompts = [Prompt(uid=uid, ids=ids, row=uid) for uid, ids in enumerate(contexts)]
 
     async def measure(self, version: int) -> dict[str, float]:
@@ -128,7 +131,7 @@ class SyncProbe:
         """Return the responses of one engine that have tokens; none if it fails."""
         stream = self._workers.rollouts.stream(
             rank, "generate", self._prompts, version, "probe", self._timeout_s,
-            timeout_s=self._timeout_s, phase=f"weight sync v{version}, probe",
+            timeout_s=with_margin(self._timeout_s, GENERATION_RPC_MARGIN_S), phase=f"weight sync v{version}, probe",
         )  # fmt: skip
         try:
             responses = [response async for some in stream for response in some]
