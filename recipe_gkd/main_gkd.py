@@ -31,7 +31,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.durations import duration_s
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.reward_functions import failure_mode
-from recipe_gkd.config.stored import stored_config
+from recipe_gkd.config.stored import changed_keys, stored_config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
 from recipe_gkd.config.validate import needs_rewards, saves_checkpoints, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData, PromptLoader
@@ -182,6 +182,7 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         if plan.progress.step == last_step:
             checkpoint = plan.points[0].folder
             log.info("%s is at step %d of %d: there is nothing left to train", checkpoint, last_step, last_step)
+            _report_changes(folder.path / CONFIG, stored)
             return None
         log.info("%d prompts, steps %d to %d", len(data), plan.progress.step + 1, last_step)
         reward_context = RewardContext(scorer, _reward_items(config, data, student, scorer), validation)
@@ -197,6 +198,16 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         finally:
             _recover_at_the_end(folder.path)
         return stop.reason
+
+
+def _report_changes(file: Path, stored: str) -> None:
+    """Warn of settings that a complete run was not trained with, and name the keys that start a new one."""
+    if file.is_file() and (changes := changed_keys(file.read_text(encoding="utf-8"), stored)):
+        log.warning(
+            "the run in this folder was trained with other settings: %s; to train with these, set another "
+            "trainer.experiment_name, or start over in the same folder with trainer.resume_mode=disable",
+            "; ".join(changes),
+        )
 
 
 def _read_data(config: Config, data_set: DataSet, student: Student, stop_token_ids: Sequence[int]) -> PromptData:

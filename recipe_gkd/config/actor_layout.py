@@ -110,8 +110,6 @@ def _megatron_layout(config: Config) -> Iterator[str]:
         )
     if megatron.transformer_impl == "transformer_engine" and trainer.device == "cpu":
         yield f"{MEGATRON}.transformer_impl=transformer_engine with trainer.device=cpu needs a GPU; set it to auto"
-    if megatron.sequence_parallel and tp == 1:
-        yield f"{MEGATRON}.sequence_parallel=true needs {MEGATRON}.tensor_model_parallel_size > 1; it is 1"
     if megatron.virtual_pipeline_model_parallel_size is not None and pp == 1:
         yield (
             f"{MEGATRON}.virtual_pipeline_model_parallel_size={megatron.virtual_pipeline_model_parallel_size} needs "

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from recipe_gkd.config.foreign_keys import PROJECTS, ForeignKey
+from recipe_gkd.config.foreign_keys.entries import ANY
 
 MIN_SIMILARITY = 0.85
+MAX_SUGGESTIONS = 3
 MAX_EDITS = 2
 """Names with at most this many edits are similar too, if at most a third of the letters differ."""
 
@@ -37,15 +39,25 @@ class Alias:
         return self.entry.key
 
     def warning(self, value: str) -> str:
-        """Return the warning for an accepted override with this value."""
-        advice = f" ({self.entry.advice})" if self.entry.advice else ""
-        return f"{self.name} is a key of {self.project} and is read as {self.key}={value}{advice}; write {self.key}"
+        """Return the warning for an override with this value, which was translated or left out."""
+        overrides = self.entry.translate(value)
+        if not overrides:
+            return f"{self.name}={value} is a key of {self.project} and has no effect here; {self.entry.advice}"
+        advice = f" ({self.entry.advice})" if self.entry.advice and self.key else ""
+        read_as, names = " and ".join(overrides), " and ".join(text.partition("=")[0] for text in overrides)
+        return f"{self.name} is a key of {self.project} and is read as {read_as}{advice}; write {names}"
 
-    def refusal(self) -> str:
-        """Return what to write instead."""
+    def refusal(self, value: object = None) -> str:
+        """Return what to write instead.
+
+        Args:
+            value: The key's value in a file, None if it is not needed.
+        """
+        start = f"unknown key {self.name}: it is a key of {self.project}; "
         if self.key is not None:
-            return f"unknown key {self.name}: it is a key of {self.project}; write {self.key}"
-        return f"unknown key {self.name}: it is a key of {self.project}; {self.entry.advice}"
+            return f"{start}write {self.key}"
+        overrides = self.entry.translate(str(value)) if value is not None else None
+        return start + (f"write {' '.join(overrides)}" if overrides else self.entry.advice)
 
 
 def find_alias(name: str) -> Alias | None:
@@ -63,18 +75,19 @@ def find_alias(name: str) -> Alias | None:
     return min(matches, key=lambda match: match[0])[1] if matches else None
 
 
-def unknown_key_message(name: str, known: Iterable[str]) -> str:
+def unknown_key_message(name: str, known: Iterable[str], value: object = None) -> str:
     """Return the error message for an unknown key.
 
     Args:
         name: Dotted name of the unknown key.
         known: All known keys.
+        value: Its value, None if it is not needed.
     """
     known = list(known)
     if alias := find_alias(name):
-        return alias.refusal()
-    if suggestion := _suggestion(name, known):
-        return f"unknown key {name}: did you mean {suggestion}?"
+        return alias.refusal(value)
+    if suggestions := _suggestions(name, known):
+        return f"unknown key {name}: did you mean {' or '.join(suggestions)}?"
     section = name.rpartition(".")[0]
     while section and not any(key.startswith(f"{section}.") for key in known):
         section = section.rpartition(".")[0]
@@ -83,17 +96,38 @@ def unknown_key_message(name: str, known: Iterable[str]) -> str:
     return f"unknown key {name}: `python -m recipe_gkd.config` lists the keys"
 
 
-def _suggestion(name: str, known: list[str]) -> str | None:
-    """Return the known key with a similar name in the same section, else with the same or a similar last name."""
+def _suggestions(name: str, known: list[str]) -> list[str]:
+    """Return the known keys with the same or a similar name in the section that the user wrote.
+
+    A key of another section has another meaning, even if its name is similar. The first parts of a section may be left
+    out, its parts may be misspelled, and a name without a section belongs to all of them.
+    """
     section, _, last = name.rpartition(".")
-    by_last = {key: key.rpartition(".")[2] for key in known}
+    split = [key.rpartition(".") for key in known]
+    inside = [(key, other) for key, (there, _, other) in zip(known, split, strict=True) if _is_section(section, there)]
+    below = [
+        (key, other)
+        for key, (there, _, other) in zip(known, split, strict=True)
+        if section and there.startswith(f"{section}.")
+    ]
     groups = (
-        [key for key, other in by_last.items() if key == f"{section}.{other}" and _is_similar(last, other)],
-        [key for key, other in by_last.items() if other == last and "_" in last],  # `path` and `n` are no hints
-        [key for key, other in by_last.items() if _is_similar(last, other)],
+        [key for key, other in inside if other == last and (section or "_" in last)],
+        [key for key, other in inside if _is_similar(last, other)],
+        [key for key, other in below if other == last],
     )
     candidates = next((group for group in groups if group), [])
-    return max(candidates, key=lambda key: difflib.SequenceMatcher(None, name, key).ratio(), default=None)
+    if section and len(candidates) > 1 and candidates != groups[2]:
+        return [max(candidates, key=lambda key: difflib.SequenceMatcher(None, name, key).ratio())]
+    return candidates if len(candidates) <= MAX_SUGGESTIONS else []
+
+
+def _is_section(written: str, section: str) -> bool:
+    """Return True if ``written`` is the name of a section, its end, or a misspelled form of one of these."""
+    if not written:
+        return True
+    theirs = written.split(".")
+    ours = section.split(".")[-len(theirs) :]
+    return len(ours) == len(theirs) and all(a == b or _is_similar(a, b) for a, b in zip(theirs, ours, strict=True))
 
 
 def _is_similar(name: str, other: str) -> bool:
@@ -124,7 +158,16 @@ def migration_tables() -> dict[str, str]:
         for entry in project.keys:
             names = ", ".join(f"`{name}`" for name in entry.names)
             here = f"`{entry.key}` (accepted)" if entry.key else ""
-            text = "; ".join(part for part in (here, entry.advice) if part)
+            text = "; ".join(part for part in (here, entry.advice, _accepted_values(entry)) if part)
             rows.append(f"| {names} | {text} |".replace("\\|", "|"))
         tables[project.name] = "\n".join(rows)
     return tables
+
+
+def _accepted_values(entry: ForeignKey) -> str:
+    """Return the values with which an override is accepted without being a key of ours, as Markdown."""
+    if entry.fixed == ANY:
+        return "accepted without effect"
+    read = [f"`{value}` is read as `{overrides}`" for value, overrides in entry.values.items()]
+    read += [f"`{value}` is accepted without effect" for value in entry.fixed]
+    return ", ".join(read)

@@ -25,6 +25,10 @@ from recipe_gkd.config.validate import validate
 from recipe_gkd.errors import ConfigError
 
 DEFAULT_CONFIG = "on_policy_distill_trainer"
+FORMER_CONFIGS = {
+    "gkd_trainer": "on_policy_distill_trainer, or with one pool on_policy_distill_simple",
+}
+"""Names of verl's config files -> the config files here."""
 
 
 def config_dir() -> Path:
@@ -75,7 +79,7 @@ def read_config(name: str, overrides: Sequence[str] = (), folder: Path | None = 
     Raises:
         ConfigError: See :func:`load_config`. Unknown keys, missing keys and invalid values are in one message.
     """
-    folder = (folder or config_dir()).resolve()
+    folder = (folder or config_dir()).expanduser().resolve()
     checked = _check_overrides(overrides, folder)
     problems, composed, config = list(checked.problems), None, None
     try:
@@ -99,7 +103,7 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
         ConfigError: The file does not exist, or overrides are malformed or have unknown keys. The message lists all
             of these overrides.
     """
-    folder = (folder or config_dir()).resolve()
+    folder = (folder or config_dir()).expanduser().resolve()
     checked = _check_overrides(overrides, folder)
     if checked.problems:
         raise ConfigError("\n".join(checked.problems))
@@ -108,9 +112,7 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
 
 def _compose(name: str, overrides: Sequence[str], folder: Path) -> DictConfig:
     name = name.removesuffix(".yaml")
-    if not (folder / f"{name}.yaml").is_file():
-        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
-        raise ConfigError(f"there is no {name}.yaml in {folder}; choose one of: {known}")
+    _check_file(name, folder)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
@@ -118,6 +120,23 @@ def _compose(name: str, overrides: Sequence[str], folder: Path) -> DictConfig:
             return compose(name, overrides=[*search_path, *overrides])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{name}.yaml cannot be composed with these overrides: {_one_line(error)}") from error
+
+
+def _check_file(name: str, folder: Path) -> None:
+    """Raise an error if a config file does not exist. The message names the files that do."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"the config folder {folder} does not exist (--config-path, --config-dir); leave the option out to use the "
+            f"config files of this package: {_names_in(config_dir())}"
+        )
+    if not (folder / f"{name}.yaml").is_file():
+        former = FORMER_CONFIGS.get(name)
+        hint = f"; {name}.yaml of verl's gkd is {former}" if former else ""
+        raise ConfigError(f"there is no {name}.yaml in {folder}; choose one of: {_names_in(folder)}{hint}")
+
+
+def _names_in(folder: Path) -> str:
+    return ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
 
 
 def _keys_set_in_files(name: str, folder: Path) -> set[str]:
@@ -242,13 +261,18 @@ def _name_of(detail: ErrorDetails) -> str:
 def _conversion_messages(detail: ErrorDetails) -> list[str]:
     key = _name_of(detail)
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return [unknown_key_message(name, known_keys()) for name in leaf_names(key, detail["input"])]
+        values = {
+            name: value_at(detail["input"], name.removeprefix(f"{key}.")) for name in leaf_names(key, detail["input"])
+        }
+        values = {name: detail["input"] if name == key else value for name, value in values.items()}
+        return [unknown_key_message(name, known_keys(), value) for name, value in values.items()]
     if detail["type"].startswith("missing"):
         return [f"{key} is missing from the configuration; copy it from config/on_policy_distill_trainer.yaml"]
     message = detail["msg"].removeprefix("Value error, ")
     if message == detail["msg"]:  # pydantic's own text
         message = message[0].lower() + message[1:]
-    return [f"{key}: got {detail['input']!r}; {message}"]
+    got = "" if message.startswith("got ") else f"got {detail['input']!r}; "
+    return [f"{key}: {got}{message}"]
 
 
 def _one_line(error: Exception) -> str:

@@ -5,6 +5,8 @@ Hydra's own check reports the first unknown key only, names no known key, and ac
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,8 +69,9 @@ class OverrideRules:
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
-            reason = " ".join(str(error).split())
-            return CheckedOverrides(problems=(f"the override {text!r} is not of the form key=value: {reason}",))
+            return CheckedOverrides(problems=(_grammar_problem(text, " ".join(str(error).split())),))
+        if override.is_sweep_override():
+            return CheckedOverrides(problems=(_grammar_problem(text, "a comma separates the values of a sweep"),))
         key = override.key_or_group
         if key.startswith("hydra.") and key not in HYDRA_KEYS_IN_USE:
             warning = (
@@ -85,10 +88,11 @@ class OverrideRules:
         if self.is_group(key) or key.startswith("hydra"):
             return CheckedOverrides(accepted=(text,))
         alias, value = find_alias(key), text.partition("=")[2]
-        if alias and alias.key and alias.key in self.known and not override.is_delete():
-            warnings = (alias.warning(value),)
-            return CheckedOverrides(accepted=(f"{alias.key}={value}",), keys=frozenset({alias.key}), warnings=warnings)
-        return CheckedOverrides(problems=(unknown_key_message(key, self.known),))
+        translated = None if alias is None or override.is_delete() else alias.entry.translate(value)
+        if alias is None or translated is None:
+            return CheckedOverrides(problems=(unknown_key_message(key, self.known),))
+        names = frozenset(one.partition("=")[0] for one in translated)
+        return CheckedOverrides(accepted=translated, keys=names, warnings=(alias.warning(value),))
 
     def _is_known(self, name: str) -> bool:
         below = tuple(f"{section}." for section in self.free_form)
@@ -119,3 +123,26 @@ def leaf_names(name: str, value: Any, is_section: Callable[[str], bool] = lambda
     if isinstance(value, Mapping) and value and is_section(name):
         return [leaf for inner, below in value.items() for leaf in leaf_names(f"{name}.{inner}", below, is_section)]
     return [name]
+
+
+def quote(text: str) -> str:
+    """Return an override whose value Hydra reads as one string, with all its characters."""
+    key, _, value = text.partition("=")
+    escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
+    return f"{key}='{escaped}'"
+
+
+def _grammar_problem(text: str, reason: str) -> str:
+    """Return the message for an override that Hydra cannot parse, with its quoted form if that can be parsed."""
+    if "=" in text:
+        quoted = quote(text)
+        try:
+            OverridesParser.create().parse_override(quoted)
+        except HydraException:
+            pass
+        else:
+            return (
+                f"the override {text!r} cannot be parsed, because its value has a character with a meaning for Hydra "
+                f"({reason}); quote the value for Hydra and the whole for the shell: {shlex.quote(quoted)}"
+            )
+    return f"the override {text!r} is not of the form key=value: {reason}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf
 
+from recipe_gkd.config.load import known_keys
+
 PRIVATE_KEYS = ("ray_init.env_vars", "custom_reward_function.kwargs", "custom_reward_function.functions")
 """Keys whose values can be passwords or tokens. Variables of the environment in them are not written to files."""
 
@@ -21,3 +23,13 @@ def stored_config(composed: DictConfig) -> str:
         if isinstance(value := OmegaConf.select(composed, key), DictConfig):
             OmegaConf.update(stored, key, OmegaConf.to_container(value, resolve=False), merge=False)
     return OmegaConf.to_yaml(stored)
+
+
+def changed_keys(before: str, now: str) -> list[str]:
+    """Return the keys with different values in two stored configurations, as ``key: old value -> new value``."""
+    old, new = (OmegaConf.create(text) for text in (before, now))
+    return [
+        f"{key}: {OmegaConf.select(old, key)} -> {OmegaConf.select(new, key)}"
+        for key in known_keys()
+        if OmegaConf.select(old, key) != OmegaConf.select(new, key) and key not in PRIVATE_KEYS
+    ]

@@ -107,6 +107,12 @@ UNUSED_KEYS = (
         enable=f"{STRATEGY}=megatron",
     ),
     UnusedKeys(
+        keys=(f"{MEGATRON}.sequence_parallel",),
+        is_unused=lambda config: config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 1,
+        because=f"{MEGATRON}.tensor_model_parallel_size",
+        enable=f"{MEGATRON}.tensor_model_parallel_size=2",
+    ),
+    UnusedKeys(
         keys=(f"{ACTOR}.fsdp_config.dtype",),
         is_unused=lambda config: config.actor_rollout_ref.actor.strategy == "megatron",
         because=STRATEGY,
@@ -350,6 +356,9 @@ UNUSED_KEYS = (
 )
 """Conditions in the order of precedence: a key is reported once."""
 
+_OFF = ((f"{MEGATRON}.sequence_parallel", False),)
+"""Values with which a key that is listed above asks for nothing."""
+
 
 def unused_key_warnings(config: Config, set_keys: Collection[str]) -> list[str]:
     """Return a warning for each key that the user set and that nothing reads.
@@ -380,8 +389,8 @@ def value_of(config: Config, name: str) -> Any:
 
 
 def _has_value(config: Config, name: str) -> bool:
-    """Return False for null and empty lists, which select nothing."""
-    return value_of(config, name) not in (None, [], {})
+    """Return False for null and empty lists, which select nothing, and for a layout that is off."""
+    return value_of(config, name) not in (None, [], {}) and (name, value_of(config, name)) not in _OFF
 
 
 def _shown(value: Any) -> str:

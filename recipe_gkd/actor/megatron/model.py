@@ -150,7 +150,7 @@ def _layout_fields(config: MegatronConfig, device: torch.device) -> dict[str, An
         context_parallel_size=config.context_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-        sequence_parallel=config.sequence_parallel,
+        sequence_parallel=config.sequence_parallel and config.tensor_model_parallel_size > 1,
         # Interleaved stages with micro-batches of different lengths need unbatched communication. Without
         # interleaving, batched communication is faster.
         overlap_p2p_comm=interleaved,

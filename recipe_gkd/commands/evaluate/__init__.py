@@ -1,6 +1,6 @@
 """Generate responses with vLLM, score them with a reward function, and compare models.
 
-python -m recipe_gkd evaluate FOLDER [FOLDER ...] --data FILE [--reward FILE.py:function] [--n 8] [--json OUT]
+python -m recipe_gkd evaluate FOLDER [FOLDER ...] --data FILE [--reward FILE.py[:NAME]] [--n 8] [--json OUT]
 
 A FOLDER is a Hugging Face folder, or a checkpoint global_step_N with a folder huggingface. With --n 1 (default),
 decoding is greedy and the table shows the mean reward. With a larger n, responses are sampled and the table shows

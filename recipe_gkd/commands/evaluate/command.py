@@ -215,14 +215,23 @@ def build_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     composed = compose_config("on_policy_distill_trainer", [*fixed, *overrides])
     OmegaConf.update(composed, "data.val_files", [args.data])
     if args.reward is not None:
-        path, separator, name = args.reward.rpartition(":")
-        if not separator or not path or not name:
-            raise ConfigError(f"--reward: got {args.reward}, expected FILE.py:function")
+        path, name = _split_reward(args.reward)
         OmegaConf.update(composed, "custom_reward_function.path", path)
-        OmegaConf.update(composed, "custom_reward_function.name", name)
+        if name is not None:  # otherwise the configuration's, like in the training
+            OmegaConf.update(composed, "custom_reward_function.name", name)
     for key in OmegaConf.missing_keys(composed):  # training data and model of a run
         OmegaConf.update(composed, key, "none")
     return to_config(composed)
+
+
+def _split_reward(spec: str) -> tuple[str, str | None]:
+    """Return the file and the function of ``--reward``. None: the default function."""
+    if spec.endswith(".py"):
+        return spec, None
+    path, separator, name = spec.rpartition(":")
+    if not separator or not path or not name:
+        raise ConfigError(f"--reward: got {spec}, expected FILE.py or FILE.py:function")
+    return path, name
 
 
 def sampling_of(args: argparse.Namespace, config: Config) -> Sampling:
@@ -281,7 +290,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("folders", nargs="+", metavar="FOLDER | key=value", help="model folders, and keys of the section data")
     add("--data", required=True, metavar="FILE", help="file with the prompts")
-    add("--reward", metavar="FILE.py:NAME", help="reward function; without one, only lengths are reported")
+    add(
+        "--reward",
+        metavar="FILE.py[:NAME]",
+        help="reward function (default name: compute_score); without one, only lengths",
+    )
     add("--n", type=_count, default=1, help="number of responses to each prompt (default: 1, greedy)")
     add("--temperature", type=float, help="sampling temperature (default: 0 with --n 1, else 1)")
     add("--top-p", type=float, default=1.0, help="probability mass that tokens are sampled from (default: 1)")

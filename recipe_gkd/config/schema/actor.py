@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_BATCH, MAX_COEFFICIENT, MAX_DEVICES, MAX_INT32, MAX_STEPS, Beta
@@ -12,12 +13,20 @@ from teacher.engines.head_dtype import HeadDtype
 
 MAX_LORA_RANK = 1 << 14
 
+
+def _without_hf_model(parts: Any) -> Any:
+    """Return the parts without ``hf_model``, which verl's default ``${...save_contents}`` can contain."""
+    return [part for part in parts if part != "hf_model"] if isinstance(parts, list) else parts
+
+
 CheckpointPart = Literal["model", "optimizer", "extra"]
 DecayStyle = Literal["constant", "linear", "cosine"]
 SavedPart = Literal[CheckpointPart, "hf_model"]
+LoadedParts = Annotated[list[CheckpointPart], BeforeValidator(_without_hf_model)]
 TrainingDtype = Literal["bfloat16", "float32"]
 Strategy = Literal["megatron", "fsdp"]
 ActorState = Literal["params", "grads", "optimizer"]
+WarmupSteps = Annotated[int, BeforeValidator(lambda value: -1 if value is None else value)]
 TransformerImpl = Literal["auto", "transformer_engine", "local"]
 
 
@@ -60,8 +69,8 @@ class MegatronConfig:
         "Number of ranks that share each expert. null: `tensor_model_parallel_size`.", ge=1, le=MAX_DEVICES
     )
     sequence_parallel: bool = key(
-        "Split activations between layers along the sequence, which saves memory. Requires "
-        "`tensor_model_parallel_size` above 1."
+        "Split activations between layers along the sequence, which saves memory. No effect if "
+        "`tensor_model_parallel_size` is 1."
     )
     use_distributed_optimizer: bool = key("Shard the optimizer state over the data-parallel ranks.")
     dtype: TrainingDtype = key("Data type of weights and activations. The optimizer keeps float32 copies.")
@@ -152,8 +161,8 @@ class OptimConfig:
 
     lr: float = key("Peak learning rate.", gt=0, le=1)
     min_lr: float = key("Learning rate at the end of the decay.", ge=0, le=1)
-    lr_warmup_steps: int = key(
-        "Number of linear warm-up steps. -1: use `lr_warmup_steps_ratio` instead.", ge=-1, le=MAX_STEPS
+    lr_warmup_steps: WarmupSteps = key(
+        "Number of linear warm-up steps. -1 or null: use `lr_warmup_steps_ratio` instead.", ge=-1, le=MAX_STEPS
     )
     lr_warmup_steps_ratio: float = key(
         "Number of warm-up steps as a fraction of all steps. Used if `lr_warmup_steps` is -1.", ge=0, le=1
@@ -174,7 +183,7 @@ class CheckpointConfig:
         "Parts of a checkpoint: `model` (weights), `optimizer` (state), `extra` (learning rate schedule), and "
         "`hf_model` (a Hugging Face folder for inference)."
     )
-    load_contents: list[CheckpointPart] = key("Parts that a resumed run loads.")
+    load_contents: LoadedParts = key("Parts that a resumed run loads. `hf_model` is accepted and not read.")
     async_save: bool = key("Write checkpoints in the background while training continues.")
 
 

@@ -22,7 +22,12 @@ def timeout(doc: str, longest_s: float = MAX_TIMEOUT_S) -> Any:
 
 
 def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str) else null_to_list(value)
+
+
+def null_to_list(value: Any) -> Any:
+    """Return an empty list for null, which other projects write for it."""
+    return [] if value is None else value
 
 
 Files = Annotated[list[str], BeforeValidator(_as_list)]  # a single string is accepted as a list of one

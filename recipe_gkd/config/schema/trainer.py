@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.durations import duration_s, to_clock
 from recipe_gkd.config.limits import MAX_CPUS, MAX_DEVICES, MAX_EPOCHS, MAX_NODES, MAX_STEPS
-from recipe_gkd.config.schema.fields import STRICT, key, timeout
+from recipe_gkd.config.schema.fields import STRICT, key, null_to_list, timeout
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import split_spec
 
@@ -59,7 +59,7 @@ EnvironmentValue = Annotated[str, BeforeValidator(_to_text)]  # Hydra reads NAME
 class ProfileConfig:
     """Traces of torch's profiler, section ``trainer.profile``."""
 
-    steps: list[ProfiledStep] = key(
+    steps: Annotated[list[ProfiledStep], BeforeValidator(null_to_list)] = key(
         "Steps, counted from 1, whose update is recorded by torch's profiler. The traces are written to the run folder "
         "as `profile/step_N_rank_R.json.gz`. Empty: no profile."
     )

@@ -86,8 +86,8 @@ class TestArguments:
         args = _parser().parse_args(["a", "--data", "d", "--reward", "x/r.py:score"])
         function = build_config(args, []).custom_reward_function
         assert (function.path, function.name) == ("x/r.py", "score")
-        args.reward = "r.py"
-        with pytest.raises(ConfigError, match=r"expected FILE\.py:function"):
+        args.reward = "r.txt"
+        with pytest.raises(ConfigError, match=r"expected FILE\.py or FILE\.py:function"):
             build_config(args, [])
 
     def test_equal_responses_are_refused(self) -> None:
@@ -108,3 +108,13 @@ class TestArguments:
     def test_error_is_one_line_without_traceback(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["data.prompt_key=q", "--data", "d"]) == 1
         assert capsys.readouterr().err.startswith("error: got no model")
+
+
+def test_reward_without_a_name_is_the_default_function_of_a_training() -> None:
+    def reward_of(spec: str) -> tuple[str | None, str]:
+        args = _parser().parse_args(["model", "--data", "val.parquet", "--reward", spec])
+        reward = build_config(args, []).custom_reward_function
+        return reward.path, reward.name
+
+    assert reward_of("reward.py") == ("reward.py", "compute_score")
+    assert reward_of("reward.py:score") == ("reward.py", "score")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from recipe_gkd.config.__main__ import main as print_keys
 from recipe_gkd.config.aliases import find_alias, migration_tables, unknown_key_message
 from recipe_gkd.config.foreign_keys import PROJECTS, ForeignKey
-from recipe_gkd.config.load import known_keys, read_config
+from recipe_gkd.config.load import FREE_FORM_SECTIONS, known_keys, read_config
 from recipe_gkd.config.overrides import OverrideRules
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import CONFIG_NAME, REQUIRED
@@ -39,8 +41,10 @@ class TestTable:
         for name in (pattern.replace("*", "name") for pattern in entry.names):
             for prefix in ("", "+", "++"):
                 checked = RULES.check([f"{prefix}{name}=1"])
-                if entry.key is None:
+                if entry.key is None and entry.translate("1") is None:
                     assert not checked.accepted and entry.advice and entry.advice in checked.problems[0]
+                elif entry.key is None:
+                    assert entry.advice and not checked.problems and len(checked.warnings) == 1
                 else:
                     assert checked.accepted == (f"{entry.key}=1",) and checked.keys == {entry.key}
                     assert f"write {entry.key}" in checked.warnings[0] and not checked.problems
@@ -109,12 +113,160 @@ class TestOverrides:
         ("gkd.tau", "`python -m recipe_gkd.config gkd` lists the keys of the section gkd"),
         ("gkd.teacher_address", "`python -m recipe_gkd.config gkd` lists the keys of the section gkd"),
         ("gkd.one.two", "`python -m recipe_gkd.config gkd` lists the keys of the section gkd"),
-        ("trainer.n", "did you mean actor_rollout_ref.rollout.n?"),
+        ("trainer.n", "`python -m recipe_gkd.config trainer` lists the keys of the section trainer"),
+        ("profiler.ranks", "did you mean trainer.profile.ranks?"),
+        (
+            "actor_rollout_ref.rollout.context_parallel_size",
+            "`python -m recipe_gkd.config actor_rollout_ref.rollout` lists the keys of the section "
+            "actor_rollout_ref.rollout",
+        ),
+        ("actor_rollout_ref.actor.rank", "did you mean actor_rollout_ref.actor.lora.rank?"),
         ("unheard.of", "`python -m recipe_gkd.config` lists the keys"),
     ],
 )
 def test_unknown_key_suggests_only_similar_names(name: str, answer: str) -> None:
     assert unknown_key_message(name, KNOWN) == f"unknown key {name}: {answer}"
+
+
+OVERRIDES_OF_VERL = [
+    line
+    for line in Path(__file__).with_name("verl_gkd_overrides.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+OTHER_KEYS = [
+    "vllm_load_weights_size",
+    "actor_rollout_ref.actor.profiler.tool",
+    "global_profiler.save_path",
+    "kd_loss_type",
+    "jsd_alpha",
+    "trainer.ray_wait_register_center_timeout",
+    "trainer.esi_redundant_time",
+    "actor_rollout_ref.rollout.data_parallel_size",
+    "actor_rollout_ref.rollout.expert_parallel_size",
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size",
+    "actor_rollout_ref.actor.optim.lr_decay_steps",
+    "actor_rollout_ref.actor.optim.lr_wsd_decay_style",
+    "actor_rollout_ref.actor.optim.optimizer",
+    "actor_rollout_ref.actor.optim.lr_warmup_init",
+    "actor_rollout_ref.actor.optim.weight_decay_incr_style",
+    "actor_rollout_ref.actor.optim.lr_wsd_decay_steps",
+    "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler",
+    "data.custom_cls.path",
+    "data.sampler.class_path",
+    "data.return_multi_modal_inputs",
+    "actor_rollout_ref.actor.megatron.seed",
+    "actor_rollout_ref.actor.data_loader_seed",
+    "actor_rollout_ref.actor.load_weight",
+    "actor_rollout_ref.model.custom_chat_template",
+    "actor_rollout_ref.model.external_lib",
+    "actor_rollout_ref.model.override_config.model_config",
+    "actor_rollout_ref.rollout.ignore_eos",
+    "actor_rollout_ref.rollout.disable_log_stats",
+    "actor_rollout_ref.rollout.enable_chunked_prefill",
+    "actor_rollout_ref.rollout.layer_name_map.qkv_layer_name",
+    "actor_rollout_ref.rollout.calculate_log_probs",
+    "gkd.temperature",
+    "gkd.loss",
+    "trainer.total_steps",
+    "trainer.max_steps",
+    "trainer.epochs",
+    "trainer.val_only",
+    "trainer.validation_data_dir",
+    "data.batch_size",
+    "actor_rollout_ref.actor.optim.learning_rate",
+    "optim.learning_rate",
+    "optim.lr_scheduler_type",
+    "optim.warmup_style",
+    "logging_steps",
+    "use_peft",
+    "optim",
+    "packing",
+    "attn_implementation",
+    "save_strategy",
+    "eval_strategy",
+    "policy.generation.colocated.enabled",
+]
+
+
+class TestOtherProjects:
+    """Keys that users of other projects wrote."""
+
+    @pytest.mark.parametrize("name", OTHER_KEYS)
+    def test_key_is_answered(self, name: str) -> None:
+        alias = find_alias(name)
+        assert alias and (alias.key or alias.entry.advice)
+
+    @pytest.mark.parametrize(
+        ("override", "ours"),
+        [
+            ("gkd.temperature=2", ("gkd.distill_temperature=2",)),
+            ("gkd.loss=jsd", ("gkd.distill_loss_type=jsd",)),
+            ("policy.generation.colocated.enabled=false", ("actor_rollout_ref.hybrid_engine=false",)),
+            (
+                "policy.generation.colocated.enabled=True",
+                ("actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync"),
+            ),
+            ("+actor_rollout_ref.actor.distill_loss.name=rkl", ("gkd.distill_loss_type=reverse_kl",)),
+            ("loss_add_tail=false", ("gkd.tail=renormalize",)),
+            ("use_peft=false", ()),
+            ("trainer.val_only=false", ()),
+            ("trainer.default_hdfs_dir=null", ()),
+        ],
+    )
+    def test_value_decides(self, override: str, ours: tuple[str, ...]) -> None:
+        checked = RULES.check([override])
+        assert checked.accepted == ours and not checked.problems and len(checked.warnings) == 1
+
+    @pytest.mark.parametrize("override", ["trainer.val_only=true", "use_peft=true", "lmbda=0.5"])
+    def test_value_with_another_meaning_is_refused(self, override: str) -> None:
+        assert RULES.check([override]).problems
+
+    def test_value_in_a_file_decides_the_advice(self) -> None:
+        message = unknown_key_message("policy.generation.colocated.enabled", KNOWN, value=False)
+        assert message.endswith("write actor_rollout_ref.hybrid_engine=false")
+
+    def test_override_of_verl_is_accepted_or_answered(self) -> None:
+        """Check the numbers of docs/migration.md."""
+        rules = OverrideRules(known=KNOWN, free_form=FREE_FORM_SECTIONS, is_group=lambda name: False)
+        checked = {override: rules.check([override]) for override in OVERRIDES_OF_VERL}
+        refused = [override for override, one in checked.items() if one.problems]
+        assert all("it is a key of verl" in checked[override].problems[0] for override in refused)
+        n_accepted = len(checked) - len(refused)
+        page = (REPO / "docs" / "migration.md").read_text(encoding="utf-8")
+        assert f"Of the {len(checked)} overrides" in page and f"{n_accepted} are accepted" in page, n_accepted
+
+    def test_all_defaults_of_verl_are_one_valid_configuration(self) -> None:
+        end = next(i for i, override in enumerate(OVERRIDES_OF_VERL) if override.startswith("+"))
+        refused = ("trainer.val_before_train=True", "actor_rollout_ref.actor.micro_batch_size=")
+        loaded = read_config(CONFIG_NAME, [text for text in OVERRIDES_OF_VERL[:end] if not text.startswith(refused)])
+        assert loaded.config.data.val_files == [] and loaded.config.trainer.profile.steps == []
+        assert loaded.config.actor_rollout_ref.actor.optim.lr_warmup_steps == -1
+        assert any("sequence_parallel=true has no effect" in text for text in loaded.warnings)
+
+
+class TestGrammar:
+    @pytest.mark.parametrize(
+        "value",
+        ["/data/a=b/train.parquet", "/data/a,b.parquet", "/data/(1)/t.parquet", "/data/größe=1", "it's=1", "a=\\"],
+    )
+    def test_override_that_cannot_be_parsed_is_shown_quoted(self, value: str) -> None:
+        (problem,) = RULES.check([f"data.train_files={value}"]).problems
+        (quoted,) = shlex.split(problem.rpartition("shell: ")[2])
+        (accepted,) = RULES.check([quoted]).accepted
+        assert OverridesParser.create().parse_override(accepted).value() == value
+
+
+class TestConfigFiles:
+    def test_missing_folder_is_named(self, tmp_path: Path) -> None:
+        message = rejection(folder=tmp_path / "config")
+        assert f"the config folder {tmp_path / 'config'} does not exist" in message and CONFIG_NAME in message
+
+    @pytest.mark.parametrize("name", ["gkd_trainer", "gkd_trainer.yaml"])
+    def test_name_of_verls_file_is_answered(self, name: str) -> None:
+        assert "on_policy_distill_simple" in rejection(name=name).partition("of verl's gkd")[2]
+
+    def test_value_is_shown_once(self) -> None:
+        assert rejection(*REQUIRED, "trainer.save_before=10m").count("got '10m'") == 1
 
 
 class TestReferenceCommand:

@@ -137,7 +137,6 @@ class TestValidation:
                 f"{MEGATRON}.expert_model_parallel_size=2",
                 "1 slots, which is not a multiple of expert tensor x expert x pipeline parallel size = 1 x 2 x 1 = 2;",
             ),
-            (f"{MEGATRON}.sequence_parallel=true", f"needs {MEGATRON}.tensor_model_parallel_size > 1"),
             (f"{ROLLOUT}.tensor_model_parallel_size=2", "does not divide rollout.n_gpus_per_node=1"),
             (f"{ROLLOUT}.max_model_len=8", "raise it, or set it to null"),
             (f"{MEGATRON}.override_transformer_config.attention_dropout=0.1", "have no such noise; remove it"),

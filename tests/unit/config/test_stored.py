@@ -6,7 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe_gkd.config.load import read_config
-from recipe_gkd.config.stored import stored_config
+from recipe_gkd.config.stored import changed_keys, stored_config
+from tests._support.base_config import CONFIG_NAME, REQUIRED
 
 
 def test_stored_config_needs_no_variable_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +20,12 @@ def test_stored_config_needs_no_variable_of_the_environment(monkeypatch: pytest.
     assert stored.actor_rollout_ref.model.path == "/data/mine/student"
     assert stored.trainer.default_local_dir.startswith("/data/mine/runs/")
     assert "secret" not in text and stored.ray_init.env_vars.HF_TOKEN == "secret"
+
+
+def test_changed_keys_shows_both_values() -> None:
+    before, now = (
+        stored_config(read_config(CONFIG_NAME, [*REQUIRED, f"trainer.total_training_steps={n}"]).composed)
+        for n in (30, 20)
+    )
+    assert changed_keys(before, now) == ["trainer.total_training_steps: 30 -> 20"]
+    assert not changed_keys(now, now)

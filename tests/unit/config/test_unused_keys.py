@@ -59,6 +59,7 @@ CONDITIONS: dict[tuple[str, str], tuple[str, ...]] = {
 }
 # Overrides that the enabling override needs to be valid.
 COMPANIONS: dict[str, tuple[str, ...]] = {
+    f"{ACTOR}.megatron.tensor_model_parallel_size": ("trainer.n_gpus_per_node=2",),
     f"{ACTOR}.lora.rank": (f"{ACTOR}.strategy=fsdp",),
     "gkd.use_rl_loss": (REWARD, f"{ROLLOUT}.n=4"),
     "trainer.test_freq": VALIDATION,
@@ -66,6 +67,7 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
 }
 # Values of keys whose default selects nothing.
 VALUES = {
+    f"{ACTOR}.megatron.sequence_parallel": "true",
     "trainer.max_actor_ckpt_to_keep": "2",
     "data.val_files": "[val.parquet]",
     "data.teacher_prompt_key": "seen",
