@@ -6,13 +6,16 @@
 # Environment: STUDENT, TEACHER (folders, or hub names that `hf download` has fetched), TRAIN_FILES, TEACHER_GPUS (6,7),
 # PYTHON (.venv/bin/python, or python3).
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in -h|--help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 source launch/foreground.bash
+resolve_overrides "$@"
 STUDENT=${STUDENT:-Qwen/Qwen2.5-1.5B-Instruct}
 TEACHER=${TEACHER:-Qwen/Qwen2.5-7B-Instruct}
 TRAIN_FILES=${TRAIN_FILES:?set TRAIN_FILES to a parquet file with a column prompt}
+STUDENT=$(from_caller "$STUDENT") TEACHER=$(from_caller "$TEACHER") TRAIN_FILES=$(from_caller "$TRAIN_FILES")
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 
 if [ "${1:-}" != --cfg ]; then  # --cfg job only validates and prints the configuration
@@ -26,12 +29,12 @@ if [ "${1:-}" != --cfg ]; then  # --cfg job only validates and prints the config
 fi
 
 run_foreground "$python" -m recipe_gkd.main_gkd --config-name on_policy_distill_trainer \
-  data.train_files="$TRAIN_FILES" data.train_batch_size=128 data.max_prompt_length=1024 data.max_response_length=2048 \
-  actor_rollout_ref.model.path="$STUDENT" \
+  data.train_files="$(hydra_value "$TRAIN_FILES")" data.train_batch_size=128 data.max_prompt_length=1024 data.max_response_length=2048 \
+  actor_rollout_ref.model.path="$(hydra_value "$STUDENT")" \
   actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \
   actor_rollout_ref.actor.megatron.sequence_parallel=true \
   actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
   actor_rollout_ref.teacher.num_microbatches=4 \
   trainer.device=cuda trainer.n_gpus_per_node=4 rollout.n_gpus_per_node=2 \
   trainer.scheduler=one_step_off trainer.save_freq=100 trainer.logger='[console,jsonl,tensorboard]' \
-  trainer.experiment_name=qwen2.5_7b_to_1.5b "$@"
+  trainer.experiment_name=qwen2.5_7b_to_1.5b "${overrides[@]}"

@@ -15,14 +15,17 @@
 # python3), and the settings of teacher/start_server.sh, such as MAX_MODEL_LEN (3072 tokens, or the model's; at least
 # data.max_prompt_length + data.max_response_length).
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in -h|--help) sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 source launch/foreground.bash
+resolve_overrides "$@"
 die() { echo "run_simple.sh: $*" >&2; exit 2; }
 STUDENT=${STUDENT:?set STUDENT to a Hugging Face folder of a causal language model}
 TRAIN_FILES=${TRAIN_FILES:?set TRAIN_FILES to a parquet file with a column prompt}
-TEACHER=${TEACHER:-} share=${SHARE_TEACHER_GPU:-0}
+STUDENT=$(from_caller "$STUDENT") TRAIN_FILES=$(from_caller "$TRAIN_FILES")
+TEACHER=$(from_caller "${TEACHER:-}") share=${SHARE_TEACHER_GPU:-0}
 [[ $share == [01] ]] || die "SHARE_TEACHER_GPU must be 0 or 1, got '$share'"
 export PROXY_FRONTEND_PORT=${PROXY_FRONTEND_PORT:-15555}
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
@@ -44,7 +47,8 @@ fi
 join() { local IFS=,; echo "$*"; }
 n_workers=${N_WORKERS:-$((${#teacher_gpus[@]} ? ${#teacher_gpus[@]} / ${TP_SIZE:-1} : 1))}
 
-options=(--config-name on_policy_distill_simple data.train_files="$TRAIN_FILES" actor_rollout_ref.model.path="$STUDENT"
+options=(--config-name on_policy_distill_simple data.train_files="$(hydra_value "$TRAIN_FILES")"
+  actor_rollout_ref.model.path="$(hydra_value "$STUDENT")"
   trainer.n_gpus_per_node="$((${#train_gpus[@]} ? ${#train_gpus[@]} : 1))"
   actor_rollout_ref.teacher.server_ip="${TEACHER_IP:-127.0.0.1}"
   actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT")
@@ -76,4 +80,4 @@ if [ "${1:-}" != --cfg ] && [ -n "$TEACHER" ]; then  # --cfg job only validates 
 fi
 if [ ${#gpus[@]} -gt 0 ]; then export CUDA_VISIBLE_DEVICES; CUDA_VISIBLE_DEVICES=$(join "${train_gpus[@]}"); fi
 
-run_foreground "$python" -m recipe_gkd.main_gkd "${options[@]}" "$@"
+run_foreground "$python" -m recipe_gkd.main_gkd "${options[@]}" "${overrides[@]}"

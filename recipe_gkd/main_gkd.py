@@ -421,7 +421,7 @@ async def _load(config: Config, workers: Workers, plan: TrainingPlan, points: Se
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = config_parser("main_gkd", __doc__)
     parser.add_argument("--cfg", choices=["job"], help="validate the composed configuration, print it and exit")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 if __name__ == "__main__":

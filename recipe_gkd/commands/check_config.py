@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 if the training command would accept the configuration, else 1.
     """
-    arguments = command_parser("check-config", __doc__).parse_args(argv)
+    arguments = command_parser("check-config", __doc__).parse_intermixed_args(argv)
     try:
         loaded = read_config(arguments.config_name, arguments.overrides, arguments.config_dir)
     except ConfigError as error:

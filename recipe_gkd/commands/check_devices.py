@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 if every worker has its devices, 1 after an error, 130 after Ctrl-C.
     """
-    arguments = command_parser("check-devices", __doc__).parse_args(argv)
+    arguments = command_parser("check-devices", __doc__).parse_intermixed_args(argv)
     try:
         composed = compose_config(arguments.config_name, arguments.overrides, arguments.config_dir)
         for key in OmegaConf.missing_keys(composed):  # paths of data and model, which this command does not open

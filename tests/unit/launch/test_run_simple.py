@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests._support.repository import REPO
 
 VARIABLES = {"STUDENT": "/models/student", "TRAIN_FILES": "train.parquet"}
 
 
-def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, script: str = "run_simple.sh", cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run the script. PYTHON is a command that prints its arguments and the visible GPUs."""
     return subprocess.run(
-        ["bash", str(REPO / "launch" / "run_simple.sh"), *arguments],
+        ["bash", str(REPO / "launch" / script), *arguments],
         env=os.environ | VARIABLES | variables,
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=60,
@@ -41,6 +45,33 @@ def test_configuration_is_valid() -> None:
     shown = run("--cfg", "job")
     assert shown.returncode == 0, shown.stderr
     assert "path: /models/student" in shown.stdout and "hybrid_engine: true" in shown.stdout
+
+
+@pytest.mark.parametrize("script", ["run_simple.sh", "run_qwen2.5_one_node.sh"])
+def test_paths_of_the_caller_reach_the_configuration(tmp_path: Path, script: str) -> None:
+    """The script changes the directory, and Hydra's grammar has a meaning for most of these characters."""
+    folder = tmp_path / "lr=1e-3, é (it's new)"
+    folder.mkdir()
+    for name in ("train.jsonl", "val.jsonl", "student"):
+        (folder / name).touch()
+    given = {"STUDENT": f"{folder.name}/student", "TRAIN_FILES": f"{folder.name}/train.jsonl"}
+    shown = run(
+        "--cfg", "job", f"data.val_files={folder.name}/val.jsonl", "trainer.test_freq=5", script=script, cwd=tmp_path,
+        **given,
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    found = yaml.safe_load(shown.stdout)
+    assert found["actor_rollout_ref"]["model"]["path"] == str(folder / "student")
+    assert found["data"]["train_files"] in (str(folder / "train.jsonl"), [str(folder / "train.jsonl")])
+    assert found["data"]["val_files"] in (str(folder / "val.jsonl"), [str(folder / "val.jsonl")])
+    assert found["trainer"]["test_freq"] == 5
+
+
+def test_hub_names_and_lists_are_passed_on(tmp_path: Path) -> None:
+    shown = run("--cfg", "job", STUDENT="Qwen/Qwen2.5-0.5B", TRAIN_FILES="[/a.parquet,/b.parquet]", cwd=tmp_path)
+    found = yaml.safe_load(shown.stdout)
+    assert found["actor_rollout_ref"]["model"]["path"] == "Qwen/Qwen2.5-0.5B"
+    assert found["data"]["train_files"] == ["/a.parquet", "/b.parquet"]
 
 
 @pytest.mark.parametrize(
