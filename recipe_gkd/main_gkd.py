@@ -182,8 +182,10 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         if plan.progress.step == last_step:
             checkpoint = plan.points[0].folder
             log.info("%s is at step %d of %d: there is nothing left to train", checkpoint, last_step, last_step)
-            _report_changes(folder.path / CONFIG, stored)
+            _report_changes(folder.path / CONFIG, stored, "was trained")
             return None
+        if plan.progress.step:
+            _report_changes(folder.path / CONFIG, stored, "was trained so far")
         log.info("%d prompts, steps %d to %d", len(data), plan.progress.step + 1, last_step)
         reward_context = RewardContext(scorer, _reward_items(config, data, student, scorer), validation)
         (folder.path / CONFIG).write_text(stored, encoding="utf-8")
@@ -200,12 +202,19 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         return stop.reason
 
 
-def _report_changes(file: Path, stored: str) -> None:
-    """Warn of settings that a complete run was not trained with, and name the keys that start a new one."""
+def _report_changes(file: Path, stored: str, what: str) -> None:
+    """Warn of settings that a run in this folder did not have, and name the keys that start a new one.
+
+    Args:
+        file: Stored configuration of the run.
+        stored: Configuration of this command, in the same form.
+        what: What happened with the stored settings, for the message.
+    """
     if file.is_file() and (changes := changed_keys(file.read_text(encoding="utf-8"), stored)):
         log.warning(
-            "the run in this folder was trained with other settings: %s; to train with these, set another "
+            "the run in this folder %s with other settings: %s; to train from the start with these, set another "
             "trainer.experiment_name, or start over in the same folder with trainer.resume_mode=disable",
+            what,
             "; ".join(changes),
         )
 

@@ -9,6 +9,8 @@ from recipe_gkd.config.load import known_keys
 PRIVATE_KEYS = ("ray_init.env_vars", "custom_reward_function.kwargs", "custom_reward_function.functions")
 """Keys whose values can be passwords or tokens. Variables of the environment in them are not written to files."""
 
+_ABSENT = object()
+
 
 def stored_config(composed: DictConfig) -> str:
     """Return a composed configuration as YAML that does not depend on the environment.
@@ -26,10 +28,14 @@ def stored_config(composed: DictConfig) -> str:
 
 
 def changed_keys(before: str, now: str) -> list[str]:
-    """Return the keys with different values in two stored configurations, as ``key: old value -> new value``."""
+    """Return the keys with different values in two stored configurations, as ``key: old value -> new value``.
+
+    A key that the former one does not have, because an earlier version of this project wrote it, has not changed.
+    """
     old, new = (OmegaConf.create(text) for text in (before, now))
-    return [
-        f"{key}: {OmegaConf.select(old, key)} -> {OmegaConf.select(new, key)}"
-        for key in known_keys()
-        if OmegaConf.select(old, key) != OmegaConf.select(new, key) and key not in PRIVATE_KEYS
-    ]
+    found = []
+    for key in known_keys():
+        values = OmegaConf.select(old, key, default=_ABSENT), OmegaConf.select(new, key)
+        if values[0] is not _ABSENT and values[0] != values[1] and key not in PRIVATE_KEYS:
+            found.append(f"{key}: {values[0]} -> {values[1]}")
+    return found

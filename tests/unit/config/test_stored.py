@@ -29,3 +29,11 @@ def test_changed_keys_shows_both_values() -> None:
     )
     assert changed_keys(before, now) == ["trainer.total_training_steps: 30 -> 20"]
     assert not changed_keys(now, now)
+
+
+def test_changed_keys_has_no_key_of_a_later_version_and_null_is_a_value() -> None:
+    now = stored_config(read_config(CONFIG_NAME, [*REQUIRED, "trainer.total_training_steps=20"]).composed)
+    before = OmegaConf.create(now)
+    before.trainer.total_training_steps = None
+    del before.actor_rollout_ref.rollout.mismatch_bound
+    assert changed_keys(OmegaConf.to_yaml(before), now) == ["trainer.total_training_steps: None -> 20"]
