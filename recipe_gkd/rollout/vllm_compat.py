@@ -1,6 +1,6 @@
-"""All of vLLM that this package uses, and patches of vLLM. Internal names of vLLM change between releases.
+"""Internals of vLLM that this package uses, and patches of vLLM. Internal names of vLLM change between releases.
 
-No other module of the package imports vLLM. The import takes seconds. It raises :class:`WorkerError` if the installed
+Of the other modules of the package, only ``offline_engine`` imports vLLM, and only its public ``LLM`` class. The import takes seconds. It raises :class:`WorkerError` if the installed
 vLLM lacks a name that this package needs. The variables of
 :func:`recipe_gkd.rollout.environment.worker_environment` must be set before it.
 """

@@ -68,8 +68,8 @@ class GkdConfig:
         "both distributions by their remaining mass (biased); `none` omits them from the sum (biased)."
     )
     beta: float = key(
-        "Weight of the teacher in the mixture of `jsd`. Near 0 the loss behaves like forward KL, near 1 like reverse "
-        "KL.",
+        "Weight of the teacher in the mixture of `jsd`. Near 0 the loss is about `beta` times forward KL, near 1 about "
+        "`1 - beta` times reverse KL, so it vanishes at both ends: use `forward_kl` or `reverse_kl` there.",
         ge=1e-6,
         le=1 - 1e-6,
     )
