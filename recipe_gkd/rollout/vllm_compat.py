@@ -1,8 +1,8 @@
 """Internals of vLLM that this package uses, and patches of vLLM. Internal names of vLLM change between releases.
 
-Of the other modules of the package, only ``offline_engine`` imports vLLM, and only its public ``LLM`` class. The import takes seconds. It raises :class:`WorkerError` if the installed
-vLLM lacks a name that this package needs. The variables of
-:func:`recipe_gkd.rollout.environment.worker_environment` must be set before it.
+Of the other modules of the package, only ``offline_engine`` imports vLLM, and only its public ``LLM`` class. The import
+takes seconds. It raises :class:`WorkerError` if the installed vLLM lacks a name that this package needs. The variables
+of :func:`recipe_gkd.rollout.environment.worker_environment` must be set before it.
 """
 
 from __future__ import annotations
