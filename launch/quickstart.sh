@@ -4,9 +4,11 @@
 #   bash launch/quickstart.sh [--fresh] [--self] [--config-name NAME] [--run-folder] [key=value ...]
 #
 # Sets up .venv, creates an arithmetic task with a trained teacher and a partly trained student, starts the teacher,
-# distills, evaluates, prints a table and writes outputs/quickstart/report.json. Completed stages are not repeated.
+# distills, evaluates, prints a table and writes outputs/quickstart/report.json. Completed stages are not repeated. The
+# training is validated every 100 steps and traced, for the page of `python -m recipe_gkd report`.
 #
-#   --fresh              remove the previous results under outputs/quickstart (.venv is kept)
+#   --fresh              remove the previous results under outputs/quickstart (.venv is kept). The models' weights are
+#                        packaged; `.venv/bin/python -m recipe_gkd.quickstart.prepare --fresh` trains them instead
 #   --self               self-distillation: the teacher is the initial student with the solution in its prompt
 #   --config-name NAME   configuration: quickstart (default), or quickstart_simple: FSDP and one pool of devices
 #   key=value            any key of `python -m recipe_gkd.config`, such as trainer.scheduler=two_step_off; each
@@ -78,8 +80,12 @@ evaluate() { # evaluate OPTION FOLDER JSON ...: greedy responses to the held-out
   exec "$python" -m recipe_gkd.quickstart.evaluate --data "$QUICKSTART_DIR/data/held_out.parquet" "${arguments[@]}"
 }
 
+# For the page of the report: a trace, and the validation of exact answers
+watched=(custom_reward_function.path=recipe_gkd/quickstart/reward.py custom_reward_function.name=compute_score
+  "data.val_files='$QUICKSTART_DIR/data/dev.parquet'" trainer.test_freq=100 "trainer.trace_file='$run/trace.json'")
+
 check_keys() { # report all wrong keys before anything starts
-  "$python" -m recipe_gkd check-config --config-name "$config" "${overrides[@]}" || exit 2
+  "$python" -m recipe_gkd check-config --config-name "$config" "${watched[@]}" "${overrides[@]}" || exit 2
 }
 
 newer() { # newer FILE: return 0 if FILE is newer than both models
@@ -120,7 +126,7 @@ fi
 newer "${before[5]}" || stage "evaluation before" evaluate "${before[@]}"
 stage "teacher service" --cleanup stop_teacher start_teacher
 stage "distillation" "$python" -m recipe_gkd.main_gkd --config-name "$config" "trainer.experiment_name='$name'" \
-  actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT" "${overrides[@]}"
+  actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT" "${watched[@]}" "${overrides[@]}"
 stop_teacher
 stage "evaluation after" evaluate --model "$(student_after)" "$run/student_after.json"
 
@@ -128,8 +134,8 @@ printf '\n== result\n'
 mv "$stages.new" "$stages"
 "$python" -m recipe_gkd.quickstart.report --prepared "$QUICKSTART_DIR" --teacher "${before[2]}" --before "${before[5]}" "${for_self[@]}" \
   --after "$run/student_after.json" --metrics "$run/metrics.jsonl" --stages "$stages" --out "$run/report.json" > "$run/report.part"
-printf '\nreport:           %s\nmetrics:          %s (TensorBoard: %s)\ntrained student:  %s\n' \
-  "$QUICKSTART_DIR/report.json" "$run/metrics.jsonl" "$run/tensorboard" "$(student_after)" >> "$run/report.part"
+printf '\nreport:           %s\nmetrics:          %s (TensorBoard: %s)\ntrained student:  %s\npage of the run:  %s\n' \
+  "$QUICKSTART_DIR/report.json" "$run/metrics.jsonl" "$run/tensorboard" "$(student_after)" ".venv/bin/python -m recipe_gkd report $(printf '%q' "$run")" >> "$run/report.part"
 cp "$run/report.json" "$QUICKSTART_DIR/report.json"
 mv "$run/report.part" "$run/report.txt"
 cat "$run/report.txt"

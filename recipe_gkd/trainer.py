@@ -15,6 +15,7 @@ from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.checkpoints.saver import CheckpointSaver
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.config import Config
+from recipe_gkd.config.objective import loss_name
 from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.config.teachers import requests_per_batch
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
@@ -163,7 +164,7 @@ class Trainer:
         self.config, self.workers, self.teachers, self.loader = config, workers, teachers, loader
         self.start, self.reward_context = start, reward_context
         self.progress = start.progress
-        self.summary = RunSummary()
+        self.summary = RunSummary(loss_name(config.gkd) or "loss")
         metric = config.trainer.best_metric
         validation = None if reward_context is None else reward_context.validation
         lower_is_better = validation is not None and metric in validation.kl_names
@@ -425,6 +426,7 @@ async def _open_run(trainer: Trainer, stop: StopRequest) -> AsyncIterator[_Run]:
         completed_steps=progress.step,
         last_step=trainer.last_step,
         may_fail=trainer.is_restarted,
+        loss_name=loss_name(trainer.config.gkd) or "loss",
     )
     context = trainer.reward_context
     validation = None if context is None else context.validation

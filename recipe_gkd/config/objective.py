@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from recipe_gkd.config.reward_functions import has_reward
 from recipe_gkd.config.schema import Config, GkdConfig
@@ -28,6 +29,21 @@ def max_scored_tokens(config: Config) -> int:
     """Return the number of tokens of the longest response that is sent to a teacher."""
     longest, limit = config.data.max_response_length, config.gkd.max_loss_position
     return longest if limit is None else min(longest, limit)
+
+
+def loss_name(gkd: GkdConfig | Mapping[str, Any]) -> str | None:
+    """Return the name of the distillation loss: of the user's function, or ``gkd.distill_loss_type``.
+
+    Args:
+        gkd: Section ``gkd`` of a configuration, or of a stored one, which may lack keys.
+
+    Returns:
+        The name, None if a stored configuration has none.
+    """
+    if isinstance(gkd, Mapping):
+        custom, kind = gkd.get("custom_loss"), gkd.get("distill_loss_type")
+        return (custom.get("name") if isinstance(custom, Mapping) else None) or kind
+    return gkd.custom_loss.name or gkd.distill_loss_type
 
 
 def uses_custom_loss(gkd: GkdConfig) -> bool:

@@ -24,7 +24,6 @@ class ConsoleLogger:
     """
 
     FIELDS = (
-        ("kl", "actor/kl_loss", "{:.4f}"),
         ("reward", "reward/mean", "{:.3f}"),
         ("grad", "actor/grad_norm", "{:.2f}"),
         ("len", "response_seq_len/average", "{:.1f}"),
@@ -37,7 +36,18 @@ class ConsoleLogger:
         ("sync", "timing/sync_rollout_weights", "{:.3f}s"),
     )
 
-    def __init__(self, completed_steps: int, last_step: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, completed_steps: int, last_step: int, stream: TextIO | None = None, *, loss_name: str = "loss"
+    ) -> None:
+        """Show the progress bar, if the stream is a terminal.
+
+        Args:
+            completed_steps: Number of steps that are completed at the start.
+            last_step: Last step of the run.
+            stream: Output, ``sys.stdout`` by default.
+            loss_name: Name of the distillation loss, which stands before its values.
+        """
+        self._fields = ((loss_name, "actor/kl_loss", "{:.4f}"), *self.FIELDS)
         self._stream = stream or sys.stdout
         self._last_step = last_step
         self._bar: Progress | None = None
@@ -81,7 +91,7 @@ class ConsoleLogger:
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         done = f"{step:>{len(str(self._last_step))}}/{self._last_step}"
-        parts = [f"{label} {form.format(metrics[name])}" for label, name, form in self.FIELDS if name in metrics]
+        parts = [f"{label} {form.format(metrics[name])}" for label, name, form in self._fields if name in metrics]
         if parts:
             self._print(f"step {done}  " + "  ".join(parts))
         if results := [f"{name[4:]} {value:.4f}" for name, value in metrics.items() if name.startswith("val/")]:

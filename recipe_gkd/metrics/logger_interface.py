@@ -21,6 +21,7 @@ class RunInfo:
         experiment_name: ``trainer.experiment_name``.
         completed_steps: Number of steps that are completed at the start: 0, or the step that the run resumed from.
         last_step: Last step of the run.
+        loss_name: Name of the distillation loss, whose values are ``actor/kl_loss``.
     """
 
     folder: Path
@@ -28,6 +29,7 @@ class RunInfo:
     experiment_name: str
     completed_steps: int
     last_step: int
+    loss_name: str = "loss"
 
 
 class Logger(Protocol):

@@ -37,7 +37,15 @@ class Loggers:
             loggers.log(1, metrics)
     """
 
-    def __init__(self, config: TrainerConfig, *, completed_steps: int, last_step: int, may_fail: bool = False) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        completed_steps: int,
+        last_step: int,
+        may_fail: bool = False,
+        loss_name: str = "loss",
+    ) -> None:
         """Store the arguments.
 
         Args:
@@ -45,10 +53,13 @@ class Loggers:
             completed_steps: Number of steps that are completed at the start.
             last_step: Last step of the run.
             may_fail: True if a logger that cannot be opened is a warning, because the run has begun before.
+            loss_name: Name of the distillation loss.
         """
         self._may_fail = may_fail
         self._specs, self._metrics_port = config.logger, config.metrics_port
-        self._run = RunInfo(folder_of(config), config.project_name, config.experiment_name, completed_steps, last_step)
+        self._run = RunInfo(
+            folder_of(config), config.project_name, config.experiment_name, completed_steps, last_step, loss_name
+        )
         self._built_in: list[Logger] = []
         self._background: list[BackgroundLogger] = []
 
@@ -131,7 +142,7 @@ def _source_of(spec: str) -> LoggerSource:
 def _create_built_in(spec: str, run: RunInfo) -> Logger | None:
     match spec:
         case "console":
-            return ConsoleLogger(run.completed_steps, run.last_step)
+            return ConsoleLogger(run.completed_steps, run.last_step, loss_name=run.loss_name)
         case "jsonl":
             return JsonlLogger(run.folder / "metrics.jsonl", run.completed_steps)
         case "tensorboard":

@@ -1,4 +1,4 @@
-"""Summary that a run logs at its end: steps, time, KL to the teacher, validation, and the files that it leaves."""
+"""Summary that a run logs at its end: steps, time, distillation loss, validation, and the files that it leaves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from recipe_gkd.checkpoints.folders import final_folder, read_latest
 from recipe_gkd.metrics.measured_stages import WAITS
 
-STEP, KL = "timing/step", "actor/kl_loss"
+STEP, LOSS = "timing/step", "actor/kl_loss"
 ACTIVITIES = {
     "timing/update_actor": "updates",
     **{name: f"waiting for {stage}" for stage, names in WAITS.items() for name in names},
@@ -24,12 +24,13 @@ class RunSummary:
 
     Example::
 
-        summary = RunSummary()
+        summary = RunSummary("jsd")
         summary.observe(1, metrics)     # after each step, and after a validation before the first step
         print(summary.render(folder))
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loss_name: str) -> None:
+        self._loss_name = loss_name
         self._steps: list[int] = []
         self._seconds: dict[str, float] = {}
         self._ends: dict[str, list[tuple[int, float]]] = {}
@@ -46,7 +47,7 @@ class RunSummary:
             for name in (STEP, *ACTIVITIES):
                 self._seconds[name] = self._seconds.get(name, 0.0) + metrics.get(name, 0.0)
         for name, value in metrics.items():
-            if name == KL or name.startswith("val/"):
+            if name == LOSS or name.startswith("val/"):
                 self._ends[name] = [*self._ends.get(name, [])[:1], (step, value)]
 
     def render(self, root: Path) -> str:
@@ -75,8 +76,10 @@ class RunSummary:
         ]
 
     def _value_rows(self) -> list[tuple[str, str]]:
-        names = sorted(name for name in self._ends if name != KL)[:MAX_VALIDATION_ROWS]
-        titles = ([(KL, "KL to the teacher")] if KL in self._ends else []) + [(name, name) for name in names]
+        names = sorted(name for name in self._ends if name != LOSS)[:MAX_VALIDATION_ROWS]
+        titles = ([(LOSS, f"loss ({self._loss_name})")] if LOSS in self._ends else []) + [
+            (name, name) for name in names
+        ]
         return [(title, _first_and_last(self._ends[name])) for name, title in titles]
 
 

@@ -8,7 +8,7 @@ FIGURES = {
     "student after": "the same student after it; it should be close to the teacher",
     "training steps": "optimizer steps",
     "tokens": "prompt and response tokens that were trained on",
-    "kl": "mean divergence per response token, in nats; it falls as the student learns",
+    "loss": "mean per response token, in nats; it falls as the student learns",
     "staleness": "age of the weights that sampled a response, in steps; bounded by trainer.scheduler",
     "memory": "largest process of each kind",
     "stages": "wall-clock; a stage that an earlier start completed is not repeated",

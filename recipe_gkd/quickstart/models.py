@@ -295,9 +295,14 @@ def make_model(
     tokenizer = build_tokenizer()
     model = build_model(recipe, tokenizer, seed)
     result = train_into_band(model, tokenizer, recipe, endless_batches(seed, BATCH_SIZE, excluded), dev, report)
+    save_model(model, tokenizer, folder)
+    return result
+
+
+def save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write a Hugging Face folder with the model and its tokenizer."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return result
 
 
 def _train_step(

@@ -2,11 +2,14 @@
 
 Usage::
 
-    python -m recipe_gkd.quickstart.prepare --out outputs/quickstart [--seed 0] [--fresh] [--self]
+    python -m recipe_gkd.quickstart.prepare --out outputs/quickstart [--seed 0] [--fresh] [--self] [--timeout-s 1800]
 
 The output is ``data/{train,held_out,dev}.parquet``, ``teacher/`` and ``student/``, or with ``--self`` the data and
 ``self_student/``. Each folder is written under another name and renamed when it is complete. Its ``made.json`` records
 the settings. A later call creates only the folders that are missing or have other settings.
+
+The weights of seed 0 are part of the package (``weights/``), so that all machines distill the same models.
+``--fresh``, another seed or another recipe trains the models.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from importlib.resources import files
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -29,14 +33,17 @@ import torch
 import transformers
 
 from recipe_gkd.errors import DeadlineError, GkdError, ModelError
-from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES, Recipe, Role, make_model
+from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES, Recipe, Role, build_model, make_model, save_model
 from recipe_gkd.quickstart.task import Problem, Splits, make_splits, write_parquet
-from recipe_gkd.quickstart.tokenizer import CHAT_TEMPLATE
+from recipe_gkd.quickstart.tokenizer import CHAT_TEMPLATE, build_tokenizer
 
 SIZES = {"n_train": 16384, "n_held_out": 512, "n_dev": 384}
 RECORD = "made.json"
 TIMEOUT_S = 1800.0
-"""Deadline of the training of both models. It takes about a minute on two idle cores."""
+"""Deadline of the training of the models, in seconds. Teacher and student take 1 to 3 minutes on two idle cores, the
+model of a self-distillation takes about 20 minutes."""
+WEIGHTS = "weights"
+"""Folder of this package with the weights of seed 0, ``ROLE.safetensors``, and their records, ``ROLE.json``."""
 
 
 class Job(NamedTuple):
@@ -70,7 +77,7 @@ def prepare(
     Args:
         out: Parent of the folders.
         seed: Seed of the problems, the initial weights and the training.
-        fresh: True to create all folders again.
+        fresh: True to create all folders again, and to train the models instead of using the packaged weights.
         recipes: Shape and training of each model.
         timeout_s: Deadline of the training.
 
@@ -90,11 +97,16 @@ def prepare(
     jobs = []
     for role, recipe in recipes.items():
         job = Job(role, recipe, seed, out / role, _key(seed, dataclasses.asdict(recipe) | SIZES))
-        if fresh or not _is_made(job.folder, job.key):
-            jobs.append(job)
-        else:
+        if not fresh and _is_made(job.folder, job.key):
             print(f"{role}: done before", flush=True)
-    _make_models(jobs, timeout_s)
+        elif not fresh and (record := _packaged_record(job)) is not None:
+            _unpack_model(job, record)
+        else:
+            jobs.append(job)
+    if jobs:
+        names = " and ".join(job.role for job in jobs)
+        print(f"{names}: trained from random weights, for at most {timeout_s:.0f} s (--timeout-s)", flush=True)
+        _make_models(jobs, timeout_s)
     return {name: json.loads((out / name / RECORD).read_text()) for name in ("data", *recipes)}
 
 
@@ -135,6 +147,29 @@ def _make_data(folder: Path, splits: Splits, key: str) -> None:
     print(
         f"data: {len(splits.train)} training and {len(splits.held_out)} held-out problems, such as "
         f"{splits.train[0].question}{splits.train[0].answer}",
+        flush=True,
+    )
+
+
+def _packaged_record(job: Job) -> dict[str, Any] | None:
+    """Return the record of the packaged weights, None if there are none of these settings."""
+    try:
+        record = json.loads(files("recipe_gkd.quickstart").joinpath(WEIGHTS, f"{job.role}.json").read_text())
+    except FileNotFoundError:
+        return None
+    return cast("dict[str, Any]", record) if record["key"] == job.key else None
+
+
+def _unpack_model(job: Job, record: Mapping[str, Any]) -> None:
+    """Write the Hugging Face folder of the packaged weights."""
+    transformers.utils.logging.disable_progress_bar()
+    draft = _empty_draft(job.folder)
+    save_model(build_model(job.recipe, build_tokenizer(), job.seed), build_tokenizer(), draft)
+    weights = files("recipe_gkd.quickstart").joinpath(WEIGHTS, f"{job.role}.safetensors").read_bytes()
+    (draft / "model.safetensors").write_bytes(weights)
+    _finish(draft, job.folder, record)
+    print(
+        f"{job.role}: packaged weights, {record['parameters']} parameters, {record['accuracy']:.1%} exact answers",
         flush=True,
     )
 
@@ -187,7 +222,8 @@ def _make_models(jobs: list[Job], timeout_s: float) -> None:
                 names = " and ".join(job.role for job, _ in running.values())
                 raise DeadlineError(
                     f"quickstart: the training of the {names} did not end within {timeout_s:.0f} s; "
-                    "each needs one idle core; stop other programs and run the command again"
+                    "each needs one idle core; stop other programs, or raise the limit with --timeout-s of python -m "
+                    "recipe_gkd.quickstart.prepare"
                 )
             for receiver in cast("list[Connection]", ready):
                 job, process = running[receiver]
@@ -215,13 +251,19 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="output folder")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems and of the training")
-    parser.add_argument("--fresh", action="store_true", help="create everything again")
+    parser.add_argument("--fresh", action="store_true", help="create everything again, and train the models")
+    parser.add_argument(
+        "--timeout-s",
+        type=float,
+        default=TIMEOUT_S,
+        help="deadline of the training of the models (default: %(default).0f)",
+    )
     parser.add_argument("--self", action="store_true", dest="for_self", help="only the model of a self-distillation")
     args = parser.parse_args(argv)
     started = time.monotonic()
     try:
         recipes = SELF_RECIPES if args.for_self else RECIPES
-        records = prepare(args.out, seed=args.seed, fresh=args.fresh, recipes=recipes)
+        records = prepare(args.out, seed=args.seed, fresh=args.fresh, recipes=recipes, timeout_s=args.timeout_s)
     except GkdError as error:
         print(error, file=sys.stderr)
         return 1

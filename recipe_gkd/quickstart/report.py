@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
+from recipe_gkd.checkpoints.run_folder import CONFIG
+from recipe_gkd.config.objective import loss_name
 from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.quickstart.explanations import FIGURES, TIMINGS
 from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES
@@ -49,6 +52,7 @@ class RunResults:
         prepared: Records of the prepared folders.
         versions: Package name -> version.
         machine: Description of the machine.
+        loss: Name of the distillation loss.
         teacher: Description of the teacher, for the table.
     """
 
@@ -58,6 +62,7 @@ class RunResults:
     prepared: Mapping[str, Any]
     versions: Mapping[str, str]
     machine: str = ""
+    loss: str = "forward_kl"
     teacher: str = "teacher"
 
 
@@ -84,6 +89,7 @@ def build_report(results: RunResults) -> Json:
         "prepared": dict(results.prepared),
         "versions": dict(results.versions),
         "machine": results.machine,
+        "loss": results.loss,
         "teacher": results.teacher,
     }
 
@@ -138,7 +144,7 @@ def _first_and_last(values: Sequence[float]) -> dict[str, float] | None:
 def render(report: Mapping[str, Any]) -> str:
     """Return the table that the quickstart prints at its end."""
     accuracy, staleness, loss = report["accuracy"], report["staleness"], report["kl_loss"]
-    kl = "not recorded" if loss is None else f"{loss['first']:.3f}  {loss['last']:.3f}"
+    values = "not recorded" if loss is None else f"{loss['first']:.3f}  {loss['last']:.3f}"
     lag = f"{_number(staleness['mean'], '.2f')}  {_number(staleness['max'], '.0f')}"
     rows = [
         (f"exact answers, {report['problems']} held-out problems", "", ""),
@@ -147,7 +153,7 @@ def render(report: Mapping[str, Any]) -> str:
         ("  student after", f"{accuracy['student_after']:.1%}", FIGURES["student after"]),
         ("training steps", f"{report['steps']}", FIGURES["training steps"]),
         ("tokens", _number(report["tokens"], ","), FIGURES["tokens"]),
-        ("KL to the teacher, first and last step", kl, FIGURES["kl"]),
+        (f"loss ({report['loss']}), first and last step", values, FIGURES["loss"]),
         ("staleness in steps, mean and largest", lag, FIGURES["staleness"]),
     ]
     if report["seconds"]:
@@ -235,6 +241,7 @@ def main(argv: list[str] | None = None) -> int:
             prepared={name: _read_json(args.prepared / name / RECORD) for name in ("data", *roles)},
             versions=installed_versions(),
             machine=machine_description(),
+            loss=_loss_of(args.metrics.with_name(CONFIG)),
             teacher="teacher: the initial student, with the solution" if args.for_self else "teacher",
         )
         report = build_report(results)
@@ -245,6 +252,15 @@ def main(argv: list[str] | None = None) -> int:
     args.out.write_text(json.dumps(report, indent=1))
     print(render(report))
     return 0
+
+
+def _loss_of(config: Path) -> str:
+    """Return the name of the distillation loss in the configuration that a run stores."""
+    try:
+        gkd = yaml.safe_load(_read(config, "the configuration of the run"))["gkd"]
+        return str(loss_name(gkd))
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        raise DataError(f"{config} is not the configuration of a run ({error}); repeat the run with --fresh") from error
 
 
 def _merge_steps(metrics: Sequence[Mapping[str, Any]]) -> list[Json]:

@@ -13,13 +13,13 @@ MAX_LINES = 8
 _NO_REWARD = re.compile(r"val/.*/(response_len|truncated_fraction|kl|reverse_kl)")
 
 
-def main_charts(series: Mapping[str, Series]) -> list[Chart]:
+def main_charts(series: Mapping[str, Series], loss_name: str | None = None) -> list[Chart]:
     """Return the charts of the first section, in order. Charts without a metric of the run draw nothing."""
     return [
         Chart(
             "Distillation loss",
-            "Mean over the response tokens that a teacher scored, such as KL(teacher ‖ student), in nats.",
-            {"actor/kl_loss": "distillation loss"} | _other_losses(series) | _teacher_losses(series),
+            "Mean over the response tokens that a teacher scored.",
+            {"actor/kl_loss": loss_name or "distillation loss"} | _other_losses(series) | _teacher_losses(series),
             can_be_log=True,
             from_zero=True,
         ),
@@ -87,9 +87,9 @@ def _run_charts() -> list[Chart]:
     ]
 
 
-def curves_section(series: Mapping[str, Series]) -> tuple[str, str]:
+def curves_section(series: Mapping[str, Series], loss_name: str | None = None) -> tuple[str, str]:
     """Return the main charts, and the charts of all other metrics, as HTML."""
-    charts = main_charts(series)
+    charts = main_charts(series, loss_name)
     shown = {name for chart in charts for name in chart.lines}
     main = "".join(line_chart(chart, series) for chart in charts)
     others = [name for name in sorted(series) if name not in shown and not name.startswith("timing/wait")]

@@ -15,6 +15,7 @@ from recipe_gkd.commands.report.series import Series, duration, number
 from recipe_gkd.commands.report.settings import checkpoints_section, settings_section
 from recipe_gkd.commands.report.stage_charts import stage_chart, stage_summary, stage_times, stage_work
 from recipe_gkd.commands.report.trace_chart import find_trace, trace_chart
+from recipe_gkd.config.objective import loss_name
 
 N_LAST = 20
 """Number of last steps whose mean the tiles show."""
@@ -51,7 +52,7 @@ def _asset(name: str) -> str:
 
 def _sections(run: Run) -> list[tuple[str, str, str]]:
     """Return title, anchor and HTML of each section."""
-    main, others = curves_section(run.series)
+    main, others = curves_section(run.series, _loss_name(run))
     more = (
         f'<details class="more"><summary>All other metrics</summary><div class="grid three">{others}</div></details>'
         if others
@@ -81,11 +82,16 @@ def _project(run: Run) -> str:
     return text(run.setting("trainer.project_name") or "recipe_gkd")
 
 
+def _loss_name(run: Run) -> str | None:
+    gkd = run.config.get("gkd")
+    return loss_name(gkd) if isinstance(gkd, dict) else None
+
+
 def _subtitle(run: Run) -> str:
     facts = [
         ("strategy", run.setting("actor_rollout_ref.actor.strategy")),
         ("schedule", run.setting("trainer.scheduler")),
-        ("loss", run.setting("gkd.custom_loss.name") or run.setting("gkd.distill_loss_type")),
+        ("loss", _loss_name(run)),
     ]
     shown = [f"{label} <b>{text(value)}</b>" for label, value in facts if value]
     if model := run.setting("actor_rollout_ref.model.path"):
@@ -101,7 +107,9 @@ def _tiles(run: Run) -> str:
     if (loss := series.get("actor/kl_loss")) is not None:
         n_last = min(N_LAST, len(loss.values))
         below = f"mean of the last {n_last} steps, first step {number(_first(loss))}"
-        tiles.append(("Distillation loss", number(_last(loss)), below))
+        name = _loss_name(run)
+        title = "Distillation loss" if name is None else f"Loss: {name}"
+        tiles.append((title, number(_last(loss)), below))
     if rewards := validation_rewards(series):
         one = series[next(iter(rewards))]
         tiles.append(("Validation", number(float(one.values[-1])), f"from {number(_first(one))}"))

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import Qwen2ForCausalLM
 
 from recipe_gkd.errors import DeadlineError, ModelError
-from recipe_gkd.quickstart.models import RECIPES, Recipe, Role
+from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES, Recipe, Role, greedy_accuracy
 from recipe_gkd.quickstart.prepare import RECORD, SIZES, prepare
+from recipe_gkd.quickstart.task import make_splits
+from recipe_gkd.quickstart.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -60,9 +64,28 @@ def test_prepare_model_outside_its_band_raises_without_its_folder(tmp_path: Path
     assert set(multiprocessing.active_children()) <= others
 
 
+@pytest.mark.parametrize("role", [*RECIPES, *SELF_RECIPES])
+def test_packaged_weights_have_the_recorded_accuracy(role: Role, tmp_path: Path) -> None:
+    """No model can be trained within 0 s."""
+    recipe = (RECIPES | SELF_RECIPES)[role]
+    records = prepare(tmp_path, recipes={role: recipe}, timeout_s=0)
+    model = Qwen2ForCausalLM.from_pretrained(tmp_path / role)
+    assert model.num_parameters() == records[role]["parameters"]
+    torch.set_num_threads(1)
+    dev = make_splits(0, **SIZES).dev
+    low, high = recipe.band
+    assert low <= records[role]["accuracy"] <= high
+    assert greedy_accuracy(model, build_tokenizer(), dev) == pytest.approx(records[role]["accuracy"], abs=0.02)
+
+
+def test_prepare_fresh_trains_although_there_are_packaged_weights(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineError, match=r"training of the student .* --timeout-s"):
+        prepare(tmp_path, fresh=True, recipes={"student": RECIPES["student"]}, timeout_s=0.1)
+
+
 def test_prepare_missed_deadline_names_the_models_and_ends_their_processes(tmp_path: Path) -> None:
     others = set(multiprocessing.active_children())
     with pytest.raises(DeadlineError, match="training of the teacher and student"):
-        prepare(tmp_path, timeout_s=0.1)
+        prepare(tmp_path, seed=1, timeout_s=0.1)
     assert set(multiprocessing.active_children()) <= others
     assert [path.name for path in tmp_path.iterdir() if path.name in RECIPES] == []

@@ -105,7 +105,8 @@ class TestPage:
             keep_best(run, Best("val/sums/score", value, step, has_checkpoint=True))
         keep_best(run, Best("val/sums/score", 0.75, 20, has_checkpoint=True))
         page = render_page(read_run(run))
-        assert "loss <b>jsd</b>" in page and "Best: step 20, val/sums/score = 0.75." in page
+        assert "loss <b>jsd</b>" in page and "Loss: jsd" in page and "KL(" not in page
+        assert "Best: step 20, val/sums/score = 0.75." in page
         assert '<span class="tag">best</span>' in page
         command = html.unescape(page).partition("recipe_gkd export ")[2].partition("\n")[0].partition("<")[0]
         assert shlex.split(command) == [str(run / "global_step_20"), "OUT"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recipe_gkd.config.__main__ import reference
-from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss
+from recipe_gkd.config.objective import loss_name, uses_custom_loss, uses_sampled_token_loss
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses.distributions import TAIL_MODES
 from recipe_gkd.losses.kernel_backend import KERNEL_BACKENDS
@@ -85,3 +86,18 @@ class TestCustomLoss:
         custom = [f"gkd.custom_loss.path={FILE}", "gkd.custom_loss.name=all_statistics"]
         reward = ["custom_reward_function.path=reward.py", "actor_rollout_ref.rollout.n=4"]
         base_config(*custom, *reward, "gkd.use_rl_loss=true", "gkd.rl_loss_coef=0")
+
+
+class TestLossName:
+    def test_configuration_and_stored_configuration_have_the_same_name(self) -> None:
+        for custom, wanted in ((None, "jsd"), ("my_loss", "my_loss")):
+            config = base_config()
+            gkd = dataclasses.replace(
+                config.gkd,
+                distill_loss_type="jsd",
+                custom_loss=dataclasses.replace(config.gkd.custom_loss, name=custom, path=custom and "/loss.py"),
+            )
+            assert loss_name(gkd) == loss_name(dataclasses.asdict(gkd)) == wanted
+
+    def test_stored_configuration_without_a_loss_has_no_name(self) -> None:
+        assert loss_name({}) is None

@@ -99,7 +99,7 @@ class TestConsole:
         logger = ConsoleLogger(0, 3, stream)
         logger.log(1, {"actor/kl_loss": 1.0})
         printed = b""
-        while b"kl 1.0000" not in printed:
+        while b"loss 1.0000" not in printed:
             printed += os.read(reader, 1 << 16)
         os.close(reader)
         for step in (2, 3):

@@ -28,7 +28,7 @@ METRICS = {"actor/kl_loss": 0.25, "timing/step": 1.5, "response_seq_len/average"
 
 def make_loggers(folder: Path, *specs: str, completed_steps: int = 0) -> Loggers:
     trainer = base_config(f"trainer.logger=[{','.join(specs)}]", f"trainer.default_local_dir={folder}").trainer
-    return Loggers(trainer, completed_steps=completed_steps, last_step=2)
+    return Loggers(trainer, completed_steps=completed_steps, last_step=2, loss_name="jsd")
 
 
 def log_steps(
@@ -55,7 +55,7 @@ class TestLoggers:
         assert [json.loads(line)["training/global_step"] for line in lines] == [1, 2]
         events = EventAccumulator(str(tmp_path / "tensorboard" / "recipe_gkd" / "on_policy_distill")).Reload()
         assert [(event.step, event.value) for event in events.Scalars("actor/kl_loss")] == [(1, 0.25), (2, 0.25)]
-        assert "step 2/2  kl 0.2500" in capsys.readouterr().out
+        assert "step 2/2  jsd 0.2500" in capsys.readouterr().out
 
 
 class TestJsonlLogger:
@@ -89,19 +89,19 @@ class TestJsonlLogger:
 class TestConsoleLogger:
     def test_validation_has_its_own_line(self) -> None:
         stream, results = io.StringIO(), {"val/math/score": 0.5, "timing/validate": 2.0}
-        console = ConsoleLogger(0, 10, stream)
+        console = ConsoleLogger(0, 10, stream, loss_name="jsd")
         console.log(0, results)
         console.log(7, METRICS | results)
         assert stream.getvalue().splitlines() == [
             "val   0/10  math/score 0.5000  time 2.00s",
-            "step  7/10  kl 0.2500  len 12.0  step 1.50s",
+            "step  7/10  jsd 0.2500  len 12.0  step 1.50s",
             "val   7/10  math/score 0.5000  time 2.00s",
         ]
 
     def test_absent_metrics_are_left_out(self) -> None:
         stream = io.StringIO()
-        ConsoleLogger(0, 10, stream).log(7, METRICS)
-        assert stream.getvalue() == "step  7/10  kl 0.2500  len 12.0  step 1.50s\n"
+        ConsoleLogger(0, 10, stream, loss_name="jsd").log(7, METRICS)
+        assert stream.getvalue() == "step  7/10  jsd 0.2500  len 12.0  step 1.50s\n"
 
 
 FAILING = """

@@ -14,7 +14,7 @@ def make_metrics(kl: float) -> dict[str, float]:
 
 class TestRunSummary:
     def test_rows_have_first_and_last_values_and_shares_of_time(self, tmp_path: Path) -> None:
-        summary = RunSummary()
+        summary = RunSummary("jsd")
         summary.observe(4, {"val/math/score": 0.25, "timing/validate": 9.0})
         for step, kl in ((5, 0.5), (6, 0.3), (7, 0.125)):
             summary.observe(step, make_metrics(kl))
@@ -26,14 +26,14 @@ class TestRunSummary:
             "  steps               4 (5 to 8)",
             "  time                8.0 s, 2.00 s per step",
             "  the trainer's time  updates 50%, waiting for generation 25%, other 25%",
-            "  KL to the teacher   0.5000 (step 5) -> 0.1000 (step 8)",
+            "  loss (jsd)          0.5000 (step 5) -> 0.1000 (step 8)",
             "  val/math/score      0.2500 (step 4) -> 0.7500 (step 8)",
             f"  checkpoint          {model.parent}",
             f"  trained model       {model}",
         ]
 
     def test_run_without_steps_and_checkpoints_has_rows(self, tmp_path: Path) -> None:
-        assert RunSummary().render(tmp_path).splitlines() == [
+        assert RunSummary("jsd").render(tmp_path).splitlines() == [
             "  steps       none",
             "  checkpoint  none (trainer.save_freq)",
         ]

@@ -44,7 +44,7 @@ def run_in_terminal(script: str, *arguments: str) -> str:
 def test_redirected_log_has_one_line_per_sync_and_no_control_characters(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run.log")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout.splitlines() == ["step 1/2  kl 0.5000", "step 2/2  kl 0.5000"]
+    assert run.stdout.splitlines() == ["step 1/2  loss 0.5000", "step 2/2  loss 0.5000"]
     assert [line.split(": ", 1)[1] for line in run.stderr.splitlines()] == [f"weight sync v{n}: 1.0 MB" for n in (1, 2)]
     assert (tmp_path / "run.log").read_text().count("begins") == 2
 
@@ -53,6 +53,6 @@ def test_terminal_shows_progress_bar_below_complete_lines(tmp_path: Path) -> Non
     printed = run_in_terminal(SCRIPT, str(tmp_path / "run.log"))
     assert "\x1b[" in printed and "remaining" in printed
     lines = [re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "", line) for line in printed.replace("\x1b[2K", "\n").splitlines()]
-    for wanted in ("step 1/2  kl 0.5000", "step 2/2  kl 0.5000"):
+    for wanted in ("step 1/2  loss 0.5000", "step 2/2  loss 0.5000"):
         assert wanted in lines
     assert [line for line in lines if re.fullmatch(r"[\d:]+ I recipe_gkd: weight sync v2: 1.0 MB", line)]
