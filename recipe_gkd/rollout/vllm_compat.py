@@ -1,7 +1,7 @@
-"""All of vLLM that this package uses, and patches of vLLM. Internal names of vLLM change between releases.
+"""Names of vLLM that the rollout engines use, and patches of vLLM. Internal names change between releases.
 
-No other module of the package imports vLLM. The import takes seconds. It raises :class:`WorkerError` if the installed
-vLLM lacks a name that this package needs. The variables of
+Only ``offline_engine`` imports vLLM too, by its public names. The import takes seconds. It raises
+:class:`WorkerError` if the installed vLLM lacks a name that this package needs. The variables of
 :func:`recipe_gkd.rollout.environment.worker_environment` must be set before it.
 """
 

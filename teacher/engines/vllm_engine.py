@@ -1,7 +1,7 @@
 """vLLM as a scorer: prompt log-probabilities, kept as tensors, of sequences that are never continued.
 
-Only this module, `vllm_internals` and `vllm_setup` import vLLM; `vllm_queue` uses its engine. They depend on these
-internals of vLLM:
+This module, `vllm_internals`, `vllm_setup` and `vllm_worker` import vLLM; `vllm_queue` uses its engine. They
+depend on these internals of vLLM:
 
 - one replaced method (`vllm_internals.keep_prompt_logprobs_as_tensors`);
 - one replaced function (`vllm_setup.keep_file_store_in`);

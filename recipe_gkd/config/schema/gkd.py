@@ -69,7 +69,7 @@ class GkdConfig:
     )
     beta: float = key(
         "Weight of the teacher in the mixture of `jsd`. Near 0 the loss behaves like forward KL, near 1 like reverse "
-        "KL.",
+        "KL, times `beta` or `1 - beta`: at both ends it vanishes, and so does its gradient.",
         ge=1e-6,
         le=1 - 1e-6,
     )
