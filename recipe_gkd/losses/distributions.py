@@ -8,8 +8,9 @@ Tail modes (``gkd.tail``):
 - ``renormalize``: Both rows are divided by their mass on the support. Biased: student mass outside the support costs
   nothing, so it can grow unnoticed (verl issue 5041 is a collapse of this kind).
 - ``none``: The sum runs over the support only, with the true p and q. Biased: a partial sum is not a divergence. It
-  may be negative, and except for ``jsd`` and ``tvd`` its minimum is not at q = p. Forward KL pulls all mass of q onto
-  the support. Reverse KL, with its minimum at q = p / e on each id, pushes most of it off.
+  may be negative, and except for ``jsd``, ``tvd`` and ``kl_rkl`` with ``rkl_ratio=0.5`` its minimum is not at q = p.
+  Forward KL pulls all mass of q onto the support. Reverse KL, with its minimum at q = p / e on each id, pushes most
+  of it off.
 
 If the support is the whole vocabulary there is no tail, and the three modes are equal.
 

@@ -114,8 +114,10 @@ def test_command_writes_json_and_prints_the_table(tmp_path: Path, capsys: pytest
     for name in ("data", "teacher", "student"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "made.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text("gkd: {distill_loss_type: jsd, custom_loss: {path: null, name: null}}\n")
     assert main(arguments) == 0
-    assert "student after" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "student after" in table and "loss (jsd), first and last step" in table
     report = json.loads((tmp_path / "o" / "r.json").read_text())
     assert {"python", "torch", "transformers"} <= set(report["versions"])
     assert " cores of " in report["machine"]
