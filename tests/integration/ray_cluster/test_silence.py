@@ -8,7 +8,7 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,6 @@ from recipe_gkd.config.startup import startup_timeout_s
 from recipe_gkd.config.timeouts import SYNC_TIMEOUT, timeout_of
 from recipe_gkd.data.samples import Prompt
 from recipe_gkd.errors import DeadlineError, GkdError, WorkerDied
-from recipe_gkd.hybrid.devices import SeparateDevices
 from recipe_gkd.ray_cluster.placement import collect_device_reports
 from recipe_gkd.ray_cluster.worker_group import _KILL_TIMEOUT_S, WorkerGroup
 from recipe_gkd.runtime import wait_log
@@ -163,9 +162,8 @@ async def validation_kl(pools: Pools, _: Path) -> object:
 
 async def save(pools: Pools, folder: Path) -> object:
     progress = Progress(step=4, prompts_trained=1, n_prompts=1, data_seed=0, shuffle=False, data_fingerprint="")
-    workers = pools.workers()
     trainer: Any = SimpleNamespace(
-        config=CONFIG, progress=progress, workers=workers, devices=SeparateDevices(workers)
+        config=CONFIG, progress=progress, workers=pools.workers(), _turn_for_save=nullcontext
     )  # fmt: skip
 
     async def call_actors(method: str, *args: object, timeout_s: float | None = None) -> list[Any]:

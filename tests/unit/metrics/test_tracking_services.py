@@ -56,6 +56,7 @@ def log_with_resume(folder: Path, service: str, starts: tuple[int, ...] = (0, 2)
 class TestWandb:
     def test_offline_run_is_continued(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         wandb = import_client("wandb")
+        wandb.teardown()  # another test may have read the environment
         monkeypatch.setenv("WANDB_MODE", "offline")
         monkeypatch.setenv("WANDB_SILENT", "true")
         first, resumed = log_with_resume(tmp_path, "wandb")
