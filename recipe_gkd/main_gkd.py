@@ -31,7 +31,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.durations import duration_s
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.reward_functions import failure_mode
-from recipe_gkd.config.stored import changed_keys, stored_config
+from recipe_gkd.config.stored import report_changes, stored_config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
 from recipe_gkd.config.validate import needs_rewards, saves_checkpoints, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData, PromptLoader
@@ -182,10 +182,10 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         if plan.progress.step == last_step:
             checkpoint = plan.points[0].folder
             log.info("%s is at step %d of %d: there is nothing left to train", checkpoint, last_step, last_step)
-            _report_changes(folder.path / CONFIG, stored, "was trained")
+            report_changes(folder.path / CONFIG, stored, "was trained")
             return None
         if plan.progress.step:
-            _report_changes(folder.path / CONFIG, stored, "was trained so far")
+            report_changes(folder.path / CONFIG, stored, "was trained so far")
         log.info("%d prompts, steps %d to %d", len(data), plan.progress.step + 1, last_step)
         reward_context = RewardContext(scorer, _reward_items(config, data, student, scorer), validation)
         (folder.path / CONFIG).write_text(stored, encoding="utf-8")
@@ -200,23 +200,6 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         finally:
             _recover_at_the_end(folder.path)
         return stop.reason
-
-
-def _report_changes(file: Path, stored: str, what: str) -> None:
-    """Warn of settings that a run in this folder did not have, and name the keys that start a new one.
-
-    Args:
-        file: Stored configuration of the run.
-        stored: Configuration of this command, in the same form.
-        what: What happened with the stored settings, for the message.
-    """
-    if file.is_file() and (changes := changed_keys(file.read_text(encoding="utf-8"), stored)):
-        log.warning(
-            "the run in this folder %s with other settings: %s; to train from the start with these, set another "
-            "trainer.experiment_name, or start over in the same folder with trainer.resume_mode=disable",
-            what,
-            "; ".join(changes),
-        )
 
 
 def _read_data(config: Config, data_set: DataSet, student: Student, stop_token_ids: Sequence[int]) -> PromptData:

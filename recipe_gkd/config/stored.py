@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 from omegaconf import DictConfig, OmegaConf
 
 from recipe_gkd.config.load import known_keys
+
+log = logging.getLogger(__name__)
 
 PRIVATE_KEYS = ("ray_init.env_vars", "custom_reward_function.kwargs", "custom_reward_function.functions")
 """Keys whose values can be passwords or tokens. Variables of the environment in them are not written to files."""
@@ -39,3 +44,20 @@ def changed_keys(before: str, now: str) -> list[str]:
         if values[0] is not _ABSENT and values[0] != values[1] and key not in PRIVATE_KEYS:
             found.append(f"{key}: {values[0]} -> {values[1]}")
     return found
+
+
+def report_changes(file: Path, stored: str, what: str) -> None:
+    """Warn of settings that a run in this folder did not have, and name the keys that start a new one.
+
+    Args:
+        file: Stored configuration of the run.
+        stored: Configuration of this command, in the same form.
+        what: What happened with the stored settings, for the message.
+    """
+    if file.is_file() and (changes := changed_keys(file.read_text(encoding="utf-8"), stored)):
+        log.warning(
+            "the run in this folder %s with other settings: %s; to train from the start with these, set another "
+            "trainer.experiment_name, or start over in the same folder with trainer.resume_mode=disable",
+            what,
+            "; ".join(changes),
+        )

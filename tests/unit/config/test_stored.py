@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
 from recipe_gkd.config.load import read_config
-from recipe_gkd.config.stored import changed_keys, stored_config
+from recipe_gkd.config.stored import changed_keys, report_changes, stored_config
 from tests._support.base_config import CONFIG_NAME, REQUIRED
 
 
@@ -37,3 +39,18 @@ def test_changed_keys_has_no_key_of_a_later_version_and_null_is_a_value() -> Non
     before.trainer.total_training_steps = None
     del before.actor_rollout_ref.rollout.mismatch_bound
     assert changed_keys(OmegaConf.to_yaml(before), now) == ["trainer.total_training_steps: None -> 20"]
+
+
+def test_report_changes_names_both_values_and_how_to_start_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, now = (
+        stored_config(read_config(CONFIG_NAME, [*REQUIRED, f"data.train_batch_size={n}"]).composed) for n in (4, 8)
+    )
+    (tmp_path / "config.yaml").write_text(before)
+    for stored in (before, now):
+        report_changes(tmp_path / "config.yaml", stored, "was trained so far")
+    [message] = caplog.messages
+    assert "data.train_batch_size: 4 -> 8" in message
+    assert "trainer.experiment_name" in message and "trainer.resume_mode=disable" in message
+    report_changes(tmp_path / "missing.yaml", now, "was trained")
