@@ -6,6 +6,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -28,7 +29,7 @@ CONVERSATIONS = ("messages", "conversations")
 COMPLETION = "completion"
 """Column of the reference responses beside ``prompt`` in TRL's data."""
 VERL_TRUTH = ("reward_model", "ground_truth")
-"""ColumnPath of the ground truth in files that were prepared for verl."""
+"""Path of the ground truth in files that were prepared for verl."""
 PROMPT_KEY_HINT = "Set data.prompt_key to the column of the prompts"
 
 ColumnPath = tuple[str, ...]
@@ -43,8 +44,8 @@ class RowColumns:
         names: All columns of the data set.
         prompt: Column of the prompt.
         response: Column of the reference response.
-        tools: ColumnPath of the tools. None: rows have no tools.
-        truth: ColumnPath of the ground truth. None: the data has none.
+        tools: Path of the tools. None: rows have no tools.
+        truth: Path of the ground truth. None: the data has none.
         data_source: Column of the name of the data source.
     """
 
@@ -90,10 +91,15 @@ class Row:
         return None if value is None else read_prompt(value, where, drop_nulls=self.adds_nulls)
 
     @cached_property
+    def _prompt_value(self) -> Any:
+        """Value of the prompt column, which is converted once."""
+        return self.value((self.columns.prompt,))
+
+    @cached_property
     def _conversation(self) -> tuple[str, Any] | None:
         """Column and value of a whole conversation. None if the row has a prompt."""
         key = self.columns.prompt
-        if key not in CONVERSATIONS and self.value((key,)) is not None:
+        if key not in CONVERSATIONS and self._prompt_value is not None:
             return None
         names = [key] if key in CONVERSATIONS else CONVERSATIONS
         for name in names:
@@ -114,9 +120,8 @@ class Row:
     def prompt(self) -> str | list[Message]:
         """Prompt: a text, or messages whose contents are texts. A conversation without its final assistant message."""
         if self._conversation is None:
-            key = self.columns.prompt
-            where = f"{self.where}, column {key}"
-            return read_prompt(self.value((key,)), where, drop_nulls=self.adds_nulls)
+            where = f"{self.where}, column {self.columns.prompt}"
+            return read_prompt(self._prompt_value, where, drop_nulls=self.adds_nulls)
         name, messages = self._conversation
         if self._final_message is not None:
             messages = messages[:-1]
@@ -250,8 +255,7 @@ class DataSet(Sequence[Row]):
 
     def take(self, rows: Sequence[int]) -> DataSet:
         """Return a data set of some rows, which have new indices and share their memory with this one."""
-        found = object.__new__(DataSet)
-        found.__dict__.update(self.__dict__)
+        found = copy(self)
         chosen = np.asarray(rows, np.int64)
         found._selected = chosen if self._selected is None else self._selected[chosen]
         return found
@@ -310,7 +314,7 @@ class DataSet(Sequence[Row]):
 
     @cached_property
     def truth_path(self) -> ColumnPath:
-        """ColumnPath of the ground truth: ``data.ground_truth_key``, or verl's if the default is absent.
+        """Path of the ground truth: ``data.ground_truth_key``, or verl's if the default is absent.
 
         Raises:
             DataError: There is no such column.

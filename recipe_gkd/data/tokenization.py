@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from recipe_gkd.config.schema import DataConfig
-from recipe_gkd.data.messages import read_messages
+from recipe_gkd.data.messages import Message
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.errors import DataError
 
@@ -28,7 +28,7 @@ class ChatTemplate:
 
 
 def tokenize_prompt(
-    prompt: Any,
+    prompt: str | list[Message],
     tokenizer: Any,
     where: str,
     *,
@@ -38,14 +38,14 @@ def tokenize_prompt(
     """Return the token ids of a prompt, int32 [P].
 
     Args:
-        prompt: Text, or a list of chat messages that the tokenizer's chat template formats.
+        prompt: Text, or chat messages in their one form (:mod:`recipe_gkd.data.messages`).
         tokenizer: Tokenizer of the student.
         where: Row of the prompt, for error messages.
         template: Settings of the chat template.
         tools: Schemas of the tools that the template describes.
 
     Raises:
-        DataError: The prompt is neither of these, or has no tokens, or the template refuses it.
+        DataError: The prompt has no tokens, or the template refuses it.
     """
     if isinstance(prompt, str):
         if tools:
@@ -65,7 +65,7 @@ def tokenize_prompt(
 
 
 def render_prompt(
-    prompt: Any,
+    prompt: str | list[Message],
     tokenizer: Any,
     where: str,
     *,
@@ -76,7 +76,7 @@ def render_prompt(
     """Return the text of a prompt before tokenization.
 
     Args:
-        prompt: Text, or a list of chat messages.
+        prompt: Text, or chat messages in their one form.
         tokenizer: Tokenizer of the student.
         where: Row of the prompt, for error messages.
         template: Settings of the chat template.
@@ -84,7 +84,7 @@ def render_prompt(
         add_generation_prompt: False to leave out what the template adds after the last message.
 
     Raises:
-        DataError: The prompt is neither of these, or the template refuses it.
+        DataError: The template refuses the prompt.
     """
     if isinstance(prompt, str):
         return prompt
@@ -93,7 +93,7 @@ def render_prompt(
 
 
 def _apply_template(
-    prompt: Any,
+    messages: list[Message],
     tokenizer: Any,
     where: str,
     template: ChatTemplate,
@@ -101,7 +101,6 @@ def _apply_template(
     **options: bool,
 ) -> Any:
     """Return the text or the token ids of a chat, as the tokenizer's ``apply_chat_template`` with ``options`` does."""
-    messages = read_messages(prompt, where)
     if template.system_prompt is not None and all(message["role"] != "system" for message in messages):
         messages = [{"role": "system", "content": template.system_prompt}, *messages]
     arguments = {**template.kwargs, **({} if tools is None else {"tools": tools}), **options}
