@@ -73,7 +73,7 @@ def resume_points(config: Config, expected: Progress) -> list[ResumePoint]:
     if trainer.resume_mode == "disable":
         return []
     if trainer.resume_mode == "resume_path":
-        folder = Path(trainer.resume_from_path or "").expanduser()
+        folder = Path(trainer.resume_from_path or "")
         if reason := damage(folder):
             raise CheckpointError(f"{folder} is not a complete checkpoint ({reason}); {CHOOSE_ANOTHER}")
         progress = read_progress(folder, expected=expected)
