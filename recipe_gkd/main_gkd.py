@@ -21,6 +21,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from recipe_gkd.checkpoints.folders import final_folder, read_latest, recover
+from recipe_gkd.checkpoints.model_identity import identify_model
 from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
 from recipe_gkd.checkpoints.resume_hint import resume_hint
 from recipe_gkd.checkpoints.run_folder import CONFIG, LOG, RunFolder, folder_of, run_folder
@@ -177,11 +178,11 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
             of_validation = teachers.for_data(validation.routes)
             _read_teacher_prompts(config, validation.data, validation.routes, of_validation, student)
         recover(folder.path)
-        plan = _plan_training(config, data, student, stop_token_ids)
+        with waiting_for("start, read the model's weight files and the checkpoints", None, str(student.path)):
+            plan = _plan_training(config, data, student, stop_token_ids)
         last_step = plan.last_step(plan.progress)
         if plan.progress.step == last_step:
-            checkpoint = plan.points[0].folder
-            log.info("%s is at step %d of %d: there is nothing left to train", checkpoint, last_step, last_step)
+            log.info("%s: step %d is done, and there is nothing left to train", plan.points[0].folder, last_step)
             report_changes(folder.path / CONFIG, stored, "was trained")
             return None
         if plan.progress.step:
@@ -235,6 +236,7 @@ def _plan_training(config: Config, data: PromptData, student: Student, stop_toke
         data_fingerprint=data.fingerprint,
         references_fingerprint=data.references_fingerprint,
         teacher_prompts_fingerprint=data.teacher_prompts_fingerprint,
+        model=identify_model(student.path, student.fingerprint),
     )
     return TrainingPlan(
         loader=loader,

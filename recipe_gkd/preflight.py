@@ -145,7 +145,7 @@ def find_model(name: str) -> Path:
     Raises:
         ModelError: There is no such folder, or it has no ``config.json``.
     """
-    path = Path(name).expanduser()
+    path = Path(name)
     if not path.is_dir() and name.count("/") == 1 and not name.startswith((".", "/", "~")):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError

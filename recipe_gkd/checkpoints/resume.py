@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from recipe_gkd.checkpoints.folders import LATEST, TRAINER, damage, final_folder, read_latest, steps_of
-from recipe_gkd.checkpoints.run_folder import folder_of
+from recipe_gkd.checkpoints.model_identity import differences
+from recipe_gkd.checkpoints.run_folder import CONFIG, folder_of
 from recipe_gkd.checkpoints.state import Progress
 from recipe_gkd.config import Config
 from recipe_gkd.data.fingerprints import can_compare
@@ -59,30 +60,36 @@ def resume_points(config: Config, expected: Progress) -> list[ResumePoint]:
 
     Args:
         config: Configuration of this run.
-        expected: Progress of a new run on the same data. A checkpoint must fit its data.
+        expected: Progress of a new run on the same data. A checkpoint must fit its data, and with ``auto`` its model.
 
     Returns:
         Checkpoints. Empty for a new run.
 
     Raises:
-        CheckpointMismatch: The preferred checkpoint belongs to other data.
+        CheckpointMismatch: The preferred checkpoint belongs to other data or another model.
         CheckpointError: All checkpoints are damaged, or the one at ``trainer.resume_from_path`` is.
     """
     trainer = config.trainer
     if trainer.resume_mode == "disable":
         return []
     if trainer.resume_mode == "resume_path":
-        folder = Path(trainer.resume_from_path or "").expanduser()
+        folder = Path(trainer.resume_from_path or "")
         if reason := damage(folder):
             raise CheckpointError(f"{folder} is not a complete checkpoint ({reason}); {CHOOSE_ANOTHER}")
-        return [ResumePoint(folder, read_progress(folder, expected=expected))]
+        progress = read_progress(folder, expected=expected)
+        if changes := _model_changes(progress, expected):
+            log.warning("%s was made from another model, and continues with its own weights: %s", folder, changes)
+        return [ResumePoint(folder, replace(progress, model=expected.model))]
     root = folder_of(trainer)
     points, damaged = [], []
     for folder in _candidates(root):
         try:
             if reason := damage(folder):
                 raise CheckpointError(f"{folder}: {reason}")
-            points.append(ResumePoint(folder, read_progress(folder, expected=expected)))
+            progress = read_progress(folder, expected=expected)
+            if changes := _model_changes(progress, expected):
+                raise CheckpointMismatch(_other_model(folder, changes))
+            points.append(ResumePoint(folder, replace(progress, model=expected.model)))
         except CheckpointMismatch:
             if not points:
                 raise
@@ -94,6 +101,20 @@ def resume_points(config: Config, expected: Progress) -> list[ResumePoint]:
     if damaged and not points:
         raise CheckpointError(f"no checkpoint in {root} can be used ({'; '.join(damaged)}); {CHOOSE_ANOTHER}")
     return points
+
+
+def _model_changes(found: Progress, expected: Progress) -> str:
+    return differences(found.model, expected.model) if found.model and expected.model else ""
+
+
+def _other_model(folder: Path, changes: str) -> str:
+    return (
+        f"{folder} was made from another model than actor_rollout_ref.model.path of this run ({changes}); the former "
+        f"path is in {folder.parent / CONFIG}. Restore it, or train this model in a new run: set another "
+        "trainer.experiment_name, or start over in the same folder with trainer.resume_mode=disable. To continue from "
+        "the checkpoint, whose weights are used instead of the model's, set trainer.resume_mode=resume_path "
+        f"trainer.resume_from_path={folder}"
+    )
 
 
 def _candidates(root: Path) -> list[Path]:

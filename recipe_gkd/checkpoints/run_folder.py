@@ -20,8 +20,8 @@ REJECTIONS = (CheckpointError, ConfigError, DataError, ModelError, ResourceError
 
 
 def folder_of(trainer: TrainerConfig) -> Path:
-    """Return the run folder, with ``~`` expanded."""
-    return Path(trainer.default_local_dir).expanduser()
+    """Return the run folder."""
+    return Path(trainer.default_local_dir)
 
 
 class RunFolder:
@@ -101,7 +101,7 @@ def check_outputs(config: Config, made: list[Path] | None = None) -> None:
     for key, path in outputs.items():
         if path is None:
             continue
-        file = Path(path).expanduser()
+        file = Path(path)
         try:
             _make(file.parent, [] if made is None else made)
         except OSError as error:

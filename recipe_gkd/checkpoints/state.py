@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from recipe_gkd.checkpoints.folders import final_folder
@@ -10,7 +11,7 @@ from recipe_gkd.checkpoints.folders import final_folder
 
 @dataclass(frozen=True)
 class Progress:
-    """Position of a run, and the properties of its data that give the position its meaning.
+    """Position of a run, the properties of its data that give the position its meaning, and the identity of its model.
 
     ``trainer.json`` of a checkpoint contains these attributes under these names.
 
@@ -27,6 +28,8 @@ class Progress:
             older versions.
         references_fingerprint: Hash of the reference responses. Empty if the run has trained on none of them.
         teacher_prompts_fingerprint: Hash of the teachers' own prompts. Empty if they have always seen the student's.
+        model: Identity of the model folder; see :mod:`recipe_gkd.checkpoints.model_identity`. Empty in checkpoints of
+            older versions.
     """
 
     step: int
@@ -38,6 +41,7 @@ class Progress:
     data_fingerprint: str = ""
     references_fingerprint: str = ""
     teacher_prompts_fingerprint: str = ""
+    model: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

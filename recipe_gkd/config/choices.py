@@ -61,4 +61,4 @@ def kernel_backends() -> tuple[str, ...]:
 
 def absolute_path(value: str | None) -> str | None:
     """Return an absolute path. Workers may run in another folder than the command."""
-    return None if value is None else str(Path(value).expanduser().resolve())
+    return None if value is None else str(Path(value).resolve())

@@ -18,6 +18,8 @@ from hydra.errors import HydraException
 from recipe_gkd.config.aliases import find_alias, unknown_key_message
 
 HYDRA_KEYS_IN_USE = ("hydra.searchpath",)
+_HOME_PATH = re.compile(r"""(?:^|(?<=[\[,\s:]))(~[^,\[\]{}'"]*)""")
+"""A value or an element of a list that starts with ``~``. Hydra has no such token; a shell expands none after ``=``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class OverrideRules:
 
     def _check(self, text: str) -> CheckedOverrides:
         try:
-            override = OverridesParser.create().parse_override(text)
+            text, override = _parse(text)
         except HydraException as error:
             return CheckedOverrides(problems=(_grammar_problem(text, " ".join(str(error).split())),))
         if override.is_sweep_override():
@@ -123,6 +125,19 @@ def leaf_names(name: str, value: Any, is_section: Callable[[str], bool] = lambda
     if isinstance(value, Mapping) and value and is_section(name):
         return [leaf for inner, below in value.items() for leaf in leaf_names(f"{name}.{inner}", below, is_section)]
     return [name]
+
+
+def _parse(text: str) -> tuple[str, Override]:
+    """Parse an override. Return the text that Hydra accepts, in which values that start with ``~`` are quoted."""
+    parser = OverridesParser.create()
+    try:
+        return text, parser.parse_override(text)
+    except HydraException:
+        key, separator, value = text.partition("=")
+        quoted = key + separator + _HOME_PATH.sub(r"'\1'", value)
+        if quoted == text:
+            raise
+        return quoted, parser.parse_override(quoted)
 
 
 def quote(text: str) -> str:

@@ -60,20 +60,20 @@ def find_files(names: Sequence[str]) -> list[Path]:
     """Return the data files at paths.
 
     Args:
-        names: Paths of files, or of folders that contain them. ``~`` is expanded. A path that does not exist and has
-            commas is a list of paths.
+        names: Paths of files, or of folders that contain them. A path that does not exist and has commas is a
+            list of paths.
 
     Raises:
         DataError: There are no paths, or a folder contains no data file.
     """
     if not names:
         raise DataError("no data file was given; set data.train_files to one or more data files")
-    paths = [Path(part).expanduser() for name in names for part in _split_at_commas(name)]
+    paths = [Path(part) for name in names for part in _split_at_commas(name)]
     return [file for path in paths for file in _files_at(path)]
 
 
 def _split_at_commas(name: str) -> list[str]:
-    if "," not in name or Path(name).expanduser().exists():
+    if "," not in name or Path(name).exists():
         return [name]
     return [part.strip() for part in name.split(",") if part.strip()]
 

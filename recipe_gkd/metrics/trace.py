@@ -49,7 +49,7 @@ class TraceFile:
 
     def __init__(self, path: str | Path) -> None:
         """Create the file and its folder. A file that cannot be written is a warning."""
-        path = Path(path).expanduser()
+        path = Path(path)
         self._file: TextIO | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

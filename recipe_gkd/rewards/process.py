@@ -249,7 +249,7 @@ def file_of(function: RewardFunction) -> Path:
     Raises:
         ConfigError: There is no such file.
     """
-    path = Path(function.path).expanduser().absolute()
+    path = Path(function.path).absolute()
     if not path.is_file():
         raise ConfigError(
             f"{function.path_key}={function.path}: {path} is no file; expected a Python file that defines "

@@ -37,14 +37,14 @@ def load_attribute(path: str, name: str, *, key: str) -> Any:
     The file is executed once in each process. It can import modules of its folder.
 
     Args:
-        path: Python file; ``~`` stands for the home folder.
+        path: Python file.
         name: Name that the file defines.
         key: Name of the config key, for error messages.
 
     Raises:
         ConfigError: The file does not exist, cannot be imported, or does not define ``name``.
     """
-    file = Path(path).expanduser().resolve()
+    file = Path(path).resolve()
     if not file.is_file():
         raise ConfigError(f"{key}: there is no file {file}; give the path of a Python file that defines {name}")
     module_name = f"recipe_gkd_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"

@@ -83,7 +83,7 @@ class HfTeacher:
         """
         import transformers
 
-        folder = Path(model_path).expanduser()
+        folder = Path(model_path)
         try:
             checkpoint = read_checkpoint(folder)
             tokenizer = load_tokenizer(str(folder))

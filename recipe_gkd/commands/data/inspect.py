@@ -66,7 +66,7 @@ def _report(arguments: argparse.Namespace) -> Iterator[str]:
     config = read_config(
         arguments.config_name, [f'data.train_files="{quoted}"', *model, *overrides], arguments.config_dir
     ).config
-    data_set = read_data_set([file], config.data, "the data", config.data.train_max_samples)
+    data_set = read_data_set(config.data.train_files, config.data, "the data", config.data.train_max_samples)
     yield from describe_columns(data_set)
     yield _ground_truth(data_set, config.data)
     if model:

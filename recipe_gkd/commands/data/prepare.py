@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from recipe_gkd.commands.output import print_lines
 from recipe_gkd.config import load_config
+from recipe_gkd.config.schema.fields import expand_home
 from recipe_gkd.data.files import FORMATS
 from recipe_gkd.data.rows import CONVERSATIONS, PROMPT_KEY_HINT, DataSet, Row, read_data_set
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
@@ -97,7 +98,9 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("format", choices=["gsm8k", "csv"], help="format of the files")
-    parser.add_argument("files", nargs="+", metavar="FILE", help="files or folders with the training rows")
+    parser.add_argument(
+        "files", nargs="+", type=expand_home, metavar="FILE", help="files or folders with the training rows"
+    )
     parser.add_argument("--output", type=Path, required=True, help=f"folder for {TRAIN} and {VALIDATION}")
     parser.add_argument("--val", nargs="+", default=[], metavar="FILE", help="files with the validation rows")
     parser.add_argument(

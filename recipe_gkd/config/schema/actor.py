@@ -8,7 +8,7 @@ from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_BATCH, MAX_COEFFICIENT, MAX_DEVICES, MAX_INT32, MAX_STEPS, Beta
-from recipe_gkd.config.schema.fields import STRICT, key, timeout
+from recipe_gkd.config.schema.fields import STRICT, UserPath, key, timeout
 from teacher.engines.head_dtype import HeadDtype
 
 MAX_LORA_RANK = 1 << 14
@@ -34,7 +34,7 @@ TransformerImpl = Literal["auto", "transformer_engine", "local"]
 class ModelConfig:
     """Student model, section ``actor_rollout_ref.model``."""
 
-    path: str = key("Hugging Face folder of the student, with config, tokenizer and safetensors.")
+    path: UserPath = key("Hugging Face folder of the student, with config, tokenizer and safetensors.")
     trust_remote_code: bool = key(
         "Allow the tokenizer, the rollout engine and an actor with `strategy=fsdp` to execute code from the model "
         "folder."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from recipe_gkd.config.limits import MAX_TIMEOUT_S, MIN_TIMEOUT_S
 
@@ -30,4 +32,12 @@ def null_to_list(value: Any) -> Any:
     return [] if value is None else value
 
 
-Files = Annotated[list[str], BeforeValidator(_as_list)]  # a single string is accepted as a list of one
+def expand_home(value: str) -> str:
+    """Return a path with the home folder in place of ``~`` or ``~user``. Paths separated by commas are expanded too."""
+    return re.sub(r"(?:^|(?<=,))(\s*)(~[^,]*)", lambda match: match[1] + os.path.expanduser(match[2]), value)
+
+
+UserPath = Annotated[str, AfterValidator(expand_home)]
+"""Path, or ``FILE.py:Name``. Configurations are the only place where ``~`` is expanded, besides commands' arguments."""
+Files = Annotated[list[UserPath], BeforeValidator(_as_list)]
+"""Paths. A single string is accepted as a list of one."""

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.choices import OneOf, absolute_path, importance_modes, kernel_backends, loss_names, tail_modes
 from recipe_gkd.config.limits import MAX_COEFFICIENT, MAX_INT32
-from recipe_gkd.config.schema.fields import STRICT, key
+from recipe_gkd.config.schema.fields import STRICT, UserPath, key
 
 AdvantageBaseline = Literal["none", "expected", "group"]
 AggregationMode = Literal["token-mean", "seq-mean-token-mean"]
@@ -30,7 +30,7 @@ KernelBackend = Annotated[str, AfterValidator(OneOf(kernel_backends))]
 class CustomLossConfig:
     """Distillation loss from a user's file."""
 
-    path: Annotated[str | None, AfterValidator(absolute_path)] = key(
+    path: Annotated[UserPath | None, AfterValidator(absolute_path)] = key(
         "Python file of a loss function that replaces `gkd.distill_loss_type`. null: no custom loss."
     )
     name: str | None = key("Name of the function in that file: `LossInputs` -> `LossOutputs` of `recipe_gkd.losses`.")

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_CALLS, MAX_COEFFICIENT, MAX_DEVICES, MAX_STEPS
-from recipe_gkd.config.schema.fields import STRICT, key, timeout
+from recipe_gkd.config.schema.fields import STRICT, UserPath, key, timeout
 
 RewardFailureMode = Literal["fail", "skip", "value"]
 
@@ -17,7 +17,7 @@ RewardFailureMode = Literal["fail", "skip", "value"]
 class RewardFunctionEntry:
     """One of several reward functions, a value of ``custom_reward_function.functions``."""
 
-    path: str = ""
+    path: UserPath = ""
     name: str = "compute_score"
     weight: Annotated[float, Field(ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)] = 1.0
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -35,7 +35,7 @@ def _as_entry(value: Any) -> Any:
 class RewardFunctionConfig:
     """Reward function, section ``custom_reward_function``."""
 
-    path: str | None = key("Python file that defines the reward function. null: no reward function.")
+    path: UserPath | None = key("Python file that defines the reward function. null: no reward function.")
     name: str = key(
         "Name of the function in the file. Its parameters are (prompt, response, ground_truth, extra), or "
         "verl's (data_source, solution_str, ground_truth, extra_info). It returns a number, or a dict with `score` and "

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_NODES, MAX_STEPS, MAX_TEACHER_WAIT_S
-from recipe_gkd.config.schema.fields import STRICT, key, timeout
+from recipe_gkd.config.schema.fields import STRICT, UserPath, key, timeout
 from teacher import WireDtype
 from teacher.client import MAX_CONNECTIONS
 
@@ -26,7 +26,7 @@ class TeacherEntry:
     """
 
     address: str = key("`host:port` of the teacher's proxy.")
-    auth_dir: str | None = None
+    auth_dir: UserPath | None = None
     prompt_template: str | None = None
     system_prompt: str | None = None
     apply_chat_template_kwargs: dict[str, Any] | None = None
@@ -47,12 +47,12 @@ def _as_entry(value: Any) -> Any:
 class TeacherConfig:
     """Teacher service, section ``actor_rollout_ref.teacher``."""
 
-    backend: str = key(
+    backend: UserPath = key(
         "Teacher backend. `zmq`: a teacher service. `hf`: a transformers model in the driver process, for small "
         "teachers, tests and debugging. `FILE.py:Class`: a class that implements "
         "`recipe_gkd.teacher_routing.TeacherBackend`."
     )
-    model_path: str | None = key("Folder of the teacher model for `backend=hf`; passed on to a custom backend.")
+    model_path: UserPath | None = key("Folder of the teacher model for `backend=hf`; passed on to a custom backend.")
     server_ip: str = key("Address of the teacher's proxy.")
     server_port: int = key("Front-end port of the teacher's proxy (`PROXY_FRONTEND_PORT`).", ge=1, le=65535)
     teachers: dict[str, Annotated[TeacherEntry, BeforeValidator(_as_entry)]] = key(
@@ -106,7 +106,7 @@ class TeacherConfig:
         "Data type of top-k log-probabilities in transit. `float16` saves a quarter of the bytes and keeps 11 bits of "
         "precision; use it for teachers on other hosts."
     )
-    auth_dir: str | None = key(
+    auth_dir: UserPath | None = key(
         "Folder with the CURVE keys of this client and the public key of the server. null: no authentication."
     )
     n_connections: int | None = key(
