@@ -11,25 +11,38 @@ from_caller() {
   printf '%s' "$path"
 }
 
+# new_path PATH: the absolute path of a file or folder that the command may create in the caller's directory.
+new_path() {
+  local path
+  path=$(from_caller "$1")
+  if [[ -n $path && $path != /* ]]; then path=$caller/$path; fi
+  printf '%s' "$path"
+}
+
 # hydra_value VALUE: VALUE as Hydra's grammar takes it: a list as it is, everything else quoted, because = , ( and other
-# characters of a path have a meaning there.
+# characters of a path have a meaning there. A backslash is doubled only before a quote. In the path of a file or folder
+# that exists, ${ is text and no interpolation.
 hydra_value() {
   local value=$1
   if [[ $value == \[*\] || -z $value ]]; then printf '%s' "$value"; return; fi
-  value=${value//\\/\\\\}
-  printf "'%s'" "${value//\'/\\\'}"
+  if [ -e "$value" ]; then value=${value//'${'/'\${'}; fi
+  printf "'%s'" "$(printf '%s' "$value" | sed -E "s/(\\\\+)('|\$)/\1\1\2/g; s/'/\\\\'/g")"
 }
 
 # resolve_overrides ARGUMENT...: sets the array `overrides` to the arguments, with the absolute path for each value that
-# is a path of the caller's directory.
+# is a path of the caller's directory, and for the run folder, which may not exist yet.
 resolve_overrides() {
-  local argument value path
+  local argument key value path
   overrides=()
   for argument in "$@"; do
-    value=${argument#*=}
-    if [[ $argument == *=* && $value == *[./~]* ]] && path=$(from_caller "$value") && [ "$path" != "$value" ]; then
-      argument=${argument%%=*}=$(hydra_value "$path")
+    key=${argument%%=*} value=${argument#*=} path=$value
+    if [[ $argument == *=* && $value == *[./~]* && $value != [\'\"\[]* ]]; then
+      case $key in
+        *trainer.default_local_dir) [[ $value == *'${'* ]] || path=$(new_path "$value") ;;
+        *) path=$(from_caller "$value") ;;
+      esac
     fi
+    if [ "$path" != "$value" ]; then argument=$key=$(hydra_value "$path"); fi
     overrides+=("$argument")
   done
 }

@@ -18,6 +18,7 @@
 # Environment: QUICKSTART_DIR (outputs/quickstart), PROXY_FRONTEND_PORT (15555), PROXY_BACKEND_PORT (15556),
 #   N_WORKERS (1).
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/foreground.bash
 
@@ -45,6 +46,7 @@ config=${config%.yaml}
 case "$config" in quickstart*) [ -e "config/$config.yaml" ] ;; *) false ;; esac \
   || refuse "--config-name: got $config, expected one of: $(basename -as .yaml config/quickstart*.yaml | paste -sd' ')"
 
+QUICKSTART_DIR=$(new_path "${QUICKSTART_DIR:-}")
 export QUICKSTART_DIR=${QUICKSTART_DIR:-outputs/quickstart} OMP_NUM_THREADS=1
 export PROXY_FRONTEND_PORT=${PROXY_FRONTEND_PORT:-15555} PROXY_BACKEND_PORT=${PROXY_BACKEND_PORT:-15556}
 python=.venv/bin/python
@@ -52,6 +54,7 @@ teacher=teacher student=student max_model_len=64 for_self=()
 if [ "$config" = quickstart_self ]; then teacher=self_student student=self_student max_model_len=96 for_self=(--self); fi
 name=$(printf '%s,' "$config" "${overrides[@]}" | sed 's/,$//' | tr -c 'A-Za-z0-9=._,-' '_')
 if [ ${#name} -gt 100 ]; then name=${name:0:89}-$(printf '%s' "$name" | cksum | cut -d' ' -f1); fi
+resolve_overrides "${overrides[@]}"
 run=$QUICKSTART_DIR/runs/$name
 if [ $only_folder = 1 ]; then echo "$run"; exit 0; fi
 teacher_dir=$QUICKSTART_DIR/teacher_service
@@ -82,7 +85,7 @@ evaluate() { # evaluate OPTION FOLDER JSON ...: greedy responses to the held-out
 
 # For the page of the report: a trace, and the validation of exact answers
 watched=(custom_reward_function.path=recipe_gkd/quickstart/reward.py custom_reward_function.name=compute_score
-  "data.val_files='$QUICKSTART_DIR/data/dev.parquet'" trainer.test_freq=100 "trainer.trace_file='$run/trace.json'")
+  "data.val_files=$(hydra_value "$QUICKSTART_DIR/data/dev.parquet")" trainer.test_freq=100 "trainer.trace_file=$(hydra_value "$run/trace.json")")
 
 check_keys() { # report all wrong keys before anything starts
   "$python" -m recipe_gkd check-config --config-name "$config" "${watched[@]}" "${overrides[@]}" || exit 2

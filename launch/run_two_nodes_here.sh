@@ -13,6 +13,7 @@
 # created if they are missing, which takes a minute. A new call replaces the previous run.
 # Ctrl-C or SIGTERM ends the training and both nodes. They also end if this script is killed.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 refuse() { echo "run_two_nodes_here.sh: $*" >&2; exit 2; }
@@ -30,6 +31,7 @@ for tool in unshare nsenter ip mount hostname; do
 done
 bash launch/setup.sh --check || refuse "run 'bash launch/setup.sh' first"
 
+QUICKSTART_DIR=$(new_path "${QUICKSTART_DIR:-}")
 QUICKSTART_DIR=$(realpath -m "${QUICKSTART_DIR:-outputs/quickstart}")
 export QUICKSTART_DIR OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 # Without a token of its own the head would require the one of the home directory, if there is one.
@@ -42,6 +44,7 @@ exec 9>> "$QUICKSTART_DIR/.lock"
 flock -n 9 || refuse "a quickstart runs in $QUICKSTART_DIR; wait for it, or set QUICKSTART_DIR"
 "$python" -m recipe_gkd.quickstart.prepare --out "$QUICKSTART_DIR"
 
+resolve_overrides "$@"
 private=$(mktemp -d)
 launchers=() addresses=(10.78.0.1 10.78.0.2) driver='' status=0
 end_nodes() {
@@ -115,7 +118,7 @@ rm -rf "$run"
 set -m  # a process group of its own: Ctrl-C reaches the driver once, through this script
 (on_node 0 "$python" -m recipe_gkd.main_gkd --config-name quickstart trainer.experiment_name=two_nodes \
   ray_init.address="${addresses[0]}:6379" trainer.n_gpus_per_node=2 trainer.total_training_steps=100 \
-  actor_rollout_ref.teacher.server_ip="${addresses[1]}" actor_rollout_ref.teacher.auth_dir="$private/keys" "$@") < /dev/null &
+  actor_rollout_ref.teacher.server_ip="${addresses[1]}" actor_rollout_ref.teacher.auth_dir="$private/keys" "${overrides[@]}") < /dev/null &
 driver=$!
 set +m
 code=0

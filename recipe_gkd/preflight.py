@@ -26,12 +26,15 @@ from recipe_gkd.teacher_routing.backends import RESULT_MARGIN_S, TeacherBackend,
 from recipe_gkd.teacher_routing.vocabularies import check_vocabulary
 from teacher.client import TeacherClient
 from teacher.fingerprint import count_ids, tokenizer_fingerprint
+from teacher.machine_checks import driver_release
 from teacher.records import TeacherInfo, TeacherSequence
 
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
 """Deadline of a teacher's first reply. A running teacher replies within milliseconds, even under load."""
+_CPU_FLAGS = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
+"""Data type -> capabilities of an x86 CPU with which matrix products of this type are fast."""
 
 
 def read_student(config: Config) -> Student:
@@ -76,6 +79,8 @@ def read_student(config: Config) -> Student:
     n_tokens = min(count_ids(tokenizer), dims.vocab_size)
     for text in conversion_warnings(config, path):
         log.warning("%s", text)
+    if text := slow_type_advice(config, path):
+        log.info("%s", text)
     return Student(path, dims.vocab_size, tokenizer, tokenizer_fingerprint(tokenizer), n_tokens)
 
 
@@ -104,6 +109,31 @@ def conversion_warnings(config: Config, folder: Path) -> list[str]:
         f"{config.actor_rollout_ref.rollout.dtype}), so that their log-probabilities differ; set both to the same type "
         "if that is not intended"
     ]
+
+
+def slow_type_advice(config: Config, folder: Path) -> str:
+    """Return advice if a run on CPUs computes in 16-bit types for which this CPU has no instructions, else nothing."""
+    if config.trainer.device == "cuda" or (config.trainer.device == "auto" and driver_release() is not None):
+        return ""
+    actor = config.actor_rollout_ref.actor
+    section = "megatron" if actor.strategy == "megatron" else "fsdp_config"
+    types = {f"actor.{section}.dtype": actor.dtype, "rollout.dtype": engine_dtype(config, folder)}
+    slow = [f"actor_rollout_ref.{key}" for key, dtype in types.items() if not _is_fast_on_this_cpu(dtype)]
+    if not slow:
+        return ""
+    return (
+        f"this CPU has no instructions for {' and '.join(sorted({*types.values()} - {'float32'}))}, so that float32 is "
+        f"many times faster (docs/performance.md); set {' and '.join(f'{key}=float32' for key in slow)}"
+    )
+
+
+def _is_fast_on_this_cpu(dtype: str) -> bool:
+    if dtype not in _CPU_FLAGS:
+        return True
+    import torch
+
+    found = torch.cpu.get_capabilities()
+    return found.get("architecture") != "x86_64" or any(found.get(flag) for flag in _CPU_FLAGS[dtype])
 
 
 def _check_megatron_layout(dims: ModelDims, config: Config) -> None:

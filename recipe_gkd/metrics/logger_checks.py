@@ -12,10 +12,15 @@ from recipe_gkd.runtime.wait_log import waiting_for
 
 _WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
 _REMEDY = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to upload later with `wandb sync`"
+_SWANLAB_REMEDY = (
+    "run `swanlab login`, set SWANLAB_API_KEY, or set SWANLAB_MODE=offline to upload later with `swanlab sync`"
+)
 
 
 def check_loggers(specs: Sequence[str]) -> None:
-    """Load the users' logger classes, and log in to Weights & Biases if the run uses it.
+    """Load the users' logger classes, log in to Weights & Biases and look for SwanLab's API key if the run uses them.
+
+    MLflow needs no login to files, and has no command that stores one for a server.
 
     Args:
         specs: ``trainer.logger``.
@@ -30,6 +35,8 @@ def check_loggers(specs: Sequence[str]) -> None:
     if "wandb" in specs:
         with waiting_for("start, log in to wandb", None, "Weights & Biases"):
             _check_wandb()
+    if "swanlab" in specs:
+        _check_swanlab()
 
 
 def _check_wandb() -> None:
@@ -45,3 +52,11 @@ def _check_wandb() -> None:
     except wandb.errors.Error as error:
         raise ConfigError(f"trainer.logger has wandb, but its login failed: {error}; {_REMEDY}") from error
     raise ConfigError(f"trainer.logger has wandb, but no API key was found; {_REMEDY}")
+
+
+def _check_swanlab() -> None:
+    import swanlab
+
+    settings = swanlab.Settings()  # reads the environment, its YAML files and the file of `swanlab login`
+    if settings.mode == "online" and not settings.api_key:  # with a terminal, swanlab.init() would wait for an answer
+        raise ConfigError(f"trainer.logger has swanlab, but no API key was found; {_SWANLAB_REMEDY}")

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -58,8 +59,19 @@ def check_training(_: list[str], words: list[str]) -> None:
     parsed = config_parser("main_gkd", "").parse_args(arguments)
     own = {word.partition("=")[0].lstrip("+") for word in parsed.overrides}
     required = [key for key in REQUIRED if key.partition("=")[0] not in own] if "..." in words else []
-    loaded = read_config(parsed.config_name, [*required, *parsed.overrides])
+    with TemporaryDirectory() as folder:
+        if parsed.config_dir:
+            write_own_configuration(Path(folder), parsed.config_name)
+        loaded = read_config(
+            parsed.config_name, [*required, *parsed.overrides], Path(folder) if parsed.config_dir else None
+        )
     assert not loaded.warnings
+
+
+def write_own_configuration(folder: Path, name: str) -> None:
+    """Write the YAML file of docs/config.md, which the commands with ``--config-path`` use."""
+    [block] = re.findall(r"^```yaml\n(.*?)^```", (REPO / "docs/config.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    (folder / f"{name}.yaml").write_text(block)
 
 
 def check_command(_: list[str], words: list[str]) -> None:
@@ -107,7 +119,7 @@ RULES: dict[str, tuple[str, Callable[[list[str], list[str]], None]]] = {
     "pip": (r"pip install ", check_pip),
     "benchmark": (r"\S*python3? (?=benchmarks/)", check_file),
     "system": (
-        r"(?:python3\.\d+ -m venv|source|export|ray|scp|cp|install|systemctl|kubectl|docker|pre-commit|mv|'\(head') ",
+        r"(?:python3\.\d+ -m venv|source|export|ray|scp|cp|install|systemctl|kubectl|docker|pre-commit|mv|'\(sed') ",
         nothing,
     ),
 }
@@ -156,6 +168,18 @@ class TestPage:
             return  # it names files of earlier versions
         named = re.findall(r"(?<![\w/.-])((?:launch|teacher|benchmarks)/[\w./-]+\.(?:sh|py|sbatch|yaml))\b", text)
         assert not [name for name in named if not (REPO / name).is_file()]
+
+
+def test_own_configuration_sets_what_it_says_and_keeps_the_defaults(tmp_path: Path) -> None:
+    write_own_configuration(tmp_path, "my_run")
+    loaded = read_config("my_run", [], tmp_path)
+    text = (tmp_path / "my_run.yaml").read_text()
+    config, default = loaded.config, read_config("on_policy_distill_trainer", REQUIRED).config
+    assert not loaded.warnings
+    assert f"experiment_name: {config.trainer.experiment_name}" in text
+    assert f"distill_loss_type: {config.gkd.distill_loss_type}" in text
+    assert config.gkd.distill_loss_type != default.gkd.distill_loss_type
+    assert config.trainer.save_freq == default.trainer.save_freq
 
 
 def test_wrong_commands_are_found() -> None:

@@ -6,7 +6,10 @@ Of the model only config.json is read, and no data. The memory is that of the fu
 optimizer state, activations and logits of a full micro-batch, and the KV cache. If something does not fit, the smallest
 change of the configuration that makes it fit is printed with its figures.
 
-Exit status: 0 if everything fits, 1 if not or after an error.
+On a machine without a GPU the figures of a run with GPUs are printed without a comparison, except with
+--device-memory-gb.
+
+Exit status: 0 if everything fits or nothing was compared, 1 if something does not fit, and after an error.
 """
 
 from recipe_gkd.commands.plan.command import main

@@ -15,11 +15,9 @@ from recipe_gkd.commands.plan.estimate import PoolMemory, RunEstimate, estimate_
 from recipe_gkd.config import Config
 from recipe_gkd.config.load import read_config
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.errors import ConfigError
 from recipe_gkd.memory_budget.phases import GIB
 from recipe_gkd.memory_budget.slots import slot_memory
 from recipe_gkd.preflight import find_model, with_model_path
-from teacher.machine_checks import driver_release
 
 _KEYS_WITHOUT_EFFECT = ("data.train_files",)
 
@@ -68,7 +66,8 @@ def plan_text(device: str, estimate: RunEstimate, change: Change | None) -> str:
         *(line for pool in estimate.pools for line in _pool_lines(pool)),
     ]
     if estimate.device_memory is None:
-        return "\n".join([*lines, "", "nothing was compared; give the memory with --device-memory-gb"])
+        found = "this machine has no GPU whose memory can be read" if device == "cuda" else "the memory is unknown"
+        return "\n".join([*lines, "", f"nothing was compared: {found}; give it in GiB, such as --device-memory-gb 80"])
     if not estimate.problems:
         return "\n".join([*lines, "", "everything fits"])
     lines += ["", *(f"does not fit: {text}" for text in estimate.problems)]
@@ -93,22 +92,13 @@ def _device(config: Config) -> str:
 
 
 def _device_memory(arguments: argparse.Namespace, config: Config, device: str) -> int | None:
-    """Return the memory of a device in bytes, None if it is unknown.
-
-    Raises:
-        ConfigError: The run needs GPUs, and this machine has none.
-    """
+    """Return the memory of a device in bytes; None if it is unknown, for example of a GPU on a machine without one."""
     if arguments.device_memory_gb is not None:
         return int(arguments.device_memory_gb * GIB)
     each = config.trainer.n_gpus_per_node
     if device == "cpu":
         n_slots = each if config.actor_rollout_ref.hybrid_engine else each + config.rollout.n_gpus_per_node
         return slot_memory("cpu", n_slots)
-    if driver_release() is None:
-        raise ConfigError(
-            "this machine has no GPU whose memory can be read, and the run needs GPUs; give the memory of one in GiB, "
-            "such as --device-memory-gb 80, or set trainer.device=cpu"
-        )
     return slot_memory("cuda", 1)
 
 

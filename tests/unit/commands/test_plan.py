@@ -123,9 +123,14 @@ class TestCommand:
         assert status == 0 and report["fits"] and report["smallest_change"] is None
         assert {pool["name"] for pool in report["estimate"]["pools"]} == {"actor", "rollout"}
 
-    def test_machine_without_gpu_is_asked_for_the_memory(
-        self, student: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("device", ["auto", "cuda"])
+    def test_machine_without_gpu_shows_the_figures_without_a_comparison(
+        self, student: Path, device: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("recipe_gkd.commands.plan.command.driver_release", lambda: None)
-        status, _, err = self.run(capsys, student, "trainer.device=cuda")
-        assert status == 1 and "--device-memory-gb 80" in err and "Traceback" not in err
+        monkeypatch.setenv("PATH", "")  # no nvidia-smi
+        status, out, err = self.run(capsys, student, f"trainer.device={device}")
+        *figures, advice = out.splitlines()
+        assert status == 0 and not err
+        assert "student: 7.62 B parameters" in out and "memory of a GPU: unknown" in figures
+        assert any(line.startswith("  actor: ") for line in figures)
+        assert "no GPU" in advice and "--device-memory-gb 80" in advice

@@ -35,6 +35,12 @@ def test_run_folder_is_named_by_configuration_and_keys(arguments: tuple[str, ...
     assert quickstart("--run-folder", *arguments).stdout.rstrip().endswith(f"/runs/{name}")
 
 
+def test_folder_of_the_caller_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QUICKSTART_DIR", "mine")
+    assert quickstart("--run-folder").stdout.rstrip() == f"{tmp_path}/mine/runs/quickstart"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

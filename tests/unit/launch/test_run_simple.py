@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from tests._support.repository import REPO
 
 VARIABLES = {"STUDENT": "/models/student", "TRAIN_FILES": "train.parquet"}
+NAME_WITH_SYNTAX = r"lr=1e-3, é (it's \ new) $HOME ${trainer.nnodes}"
+"""Name of a folder with characters that have a meaning for a shell, for Hydra, or for OmegaConf."""
 
 
 def run(
@@ -50,7 +53,7 @@ def test_configuration_is_valid() -> None:
 @pytest.mark.parametrize("script", ["run_simple.sh", "run_qwen2.5_one_node.sh"])
 def test_paths_of_the_caller_reach_the_configuration(tmp_path: Path, script: str) -> None:
     """The script changes the directory, and Hydra's grammar has a meaning for most of these characters."""
-    folder = tmp_path / "lr=1e-3, é (it's new)"
+    folder = tmp_path / NAME_WITH_SYNTAX
     folder.mkdir()
     for name in ("train.jsonl", "val.jsonl", "student"):
         (folder / name).touch()
@@ -60,7 +63,7 @@ def test_paths_of_the_caller_reach_the_configuration(tmp_path: Path, script: str
         **given,
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
-    found = yaml.safe_load(shown.stdout)
+    found = OmegaConf.create(shown.stdout)
     assert found["actor_rollout_ref"]["model"]["path"] == str(folder / "student")
     assert found["data"]["train_files"] in (str(folder / "train.jsonl"), [str(folder / "train.jsonl")])
     assert found["data"]["val_files"] in (str(folder / "val.jsonl"), [str(folder / "val.jsonl")])
