@@ -53,6 +53,7 @@ from recipe_gkd.preflight import (
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
+from recipe_gkd.runtime.durable_files import write_durably
 from recipe_gkd.runtime.run_log import log_background_error, start_logging
 from recipe_gkd.runtime.signals import Terminated, hangup_ignored, raise_on_signals, run_until_terminated
 from recipe_gkd.runtime.stop_request import StopRequest
@@ -189,7 +190,7 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
             report_changes(folder.path / CONFIG, stored, "was trained so far")
         log.info("%d prompts, steps %d to %d", len(data), plan.progress.step + 1, last_step)
         reward_context = RewardContext(scorer, _reward_items(config, data, student, scorer), validation)
-        (folder.path / CONFIG).write_text(stored, encoding="utf-8")
+        write_durably(folder.path / CONFIG, stored)
         with hangup_ignored():
             opened.enter_context(connected_cluster(config))
         raise_on_signals()  # again, because Ray sets a handler of its own

@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from recipe_gkd.config.load import known_keys
 
@@ -54,7 +56,12 @@ def report_changes(file: Path, stored: str, what: str) -> None:
         stored: Configuration of this command, in the same form.
         what: What happened with the stored settings, for the message.
     """
-    if file.is_file() and (changes := changed_keys(file.read_text(encoding="utf-8"), stored)):
+    try:
+        changes = changed_keys(file.read_text(encoding="utf-8"), stored) if file.is_file() else []
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:  # ValueError: not UTF-8, or no mapping
+        log.warning("%s cannot be read, so its settings are not compared with this command's: %s", file, error)
+        return
+    if changes:
         log.warning(
             "the run in this folder %s with other settings: %s; to train from the start with these, set another "
             "trainer.experiment_name, or start over in the same folder with trainer.resume_mode=disable",

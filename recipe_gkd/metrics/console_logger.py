@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 log = logging.getLogger(__name__)
 
+GONE = {errno.EPIPE, errno.EIO, errno.EBADF}
+"""Errors of a stream whose reader or terminal does not exist any more."""
 SPEED_WINDOW_S = 3600.0
 """Time over which the progress bar averages the speed. Steps of large models take minutes."""
 
@@ -20,7 +23,8 @@ SPEED_WINDOW_S = 3600.0
 class ConsoleLogger:
     """Printer of one line per step and one line per validation.
 
-    If the terminal or the reader of a pipe is gone, a warning goes to the log, and nothing is printed any more.
+    If the terminal or the reader of a pipe is gone, nothing is printed any more. Lines that cannot be written for
+    another reason, such as a full disk, are left out. Both are logged once.
     """
 
     FIELDS = (
@@ -51,8 +55,8 @@ class ConsoleLogger:
         self._stream = stream or sys.stdout
         self._last_step = last_step
         self._bar: Progress | None = None
-        self._is_gone = False
-        with self._until_gone():
+        self._is_gone = self._has_warned = False
+        with self._tolerated():
             self._show_bar(completed_steps, last_step)
 
     def _show_bar(self, completed_steps: int, last_step: int) -> None:
@@ -76,39 +80,47 @@ class ConsoleLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the fields that ``metrics`` contains, and validation metrics in a line of their own."""
-        with self._until_gone():
-            self._log(step, metrics)
+        for line in self._lines(step, metrics):
+            self._print(line)
+        if self._bar is not None and not self._is_gone:
+            with self._tolerated():
+                self._bar.update(self._task, completed=step)
 
     @contextmanager
-    def _until_gone(self) -> Iterator[None]:
-        """Run the body, and ignore its failure if the stream has no reader any more."""
+    def _tolerated(self) -> Iterator[None]:
+        """Run the body, which writes to the stream, and log its first failure."""
         try:
             yield
-        except (OSError, ValueError) as error:  # ValueError: the stream is closed
-            if not self._is_gone:
+        except (OSError, ValueError) as error:
+            if self._is_gone:
+                return
+            self._is_gone = self._stream.closed or getattr(error, "errno", None) in GONE
+            if self._is_gone:
                 log.warning("the console cannot be written any more: %s", error)
-            self._is_gone = True
+            elif not self._has_warned:
+                log.warning("the console cannot be written, and lines are left out: %s", error)
+            self._has_warned = True
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _lines(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
+        """Yield the line of a step and that of its validation."""
         done = f"{step:>{len(str(self._last_step))}}/{self._last_step}"
         parts = [f"{label} {form.format(metrics[name])}" for label, name, form in self._fields if name in metrics]
         if parts:
-            self._print(f"step {done}  " + "  ".join(parts))
+            yield f"step {done}  " + "  ".join(parts)
         if results := [f"{name[4:]} {value:.4f}" for name, value in metrics.items() if name.startswith("val/")]:
-            self._print(f"val  {done}  " + "  ".join([*results, f"time {metrics['timing/validate']:.2f}s"]))
-        if self._bar is not None and not self._is_gone:
-            self._bar.update(self._task, completed=step)
+            yield f"val  {done}  " + "  ".join([*results, f"time {metrics['timing/validate']:.2f}s"])
 
     def _print(self, line: str) -> None:
         if self._is_gone:
             return
-        if self._bar is None:
-            print(line, file=self._stream, flush=True)
-        else:
-            self._bar.console.print(line, markup=False, soft_wrap=True)
+        with self._tolerated():
+            if self._bar is None:
+                print(line, file=self._stream, flush=True)
+            else:
+                self._bar.console.print(line, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Remove the progress bar."""
-        with self._until_gone():
+        with self._tolerated():
             if self._bar is not None:
                 self._bar.stop()

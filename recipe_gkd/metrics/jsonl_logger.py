@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from recipe_gkd.metrics.logger_interface import GLOBAL_STEP
 class JsonlLogger:
     """Writer of one JSON object per step. A disk that is full ends nothing; see :class:`LineFile`.
 
-    The file of a resumed run keeps the lines up to the step that it resumes from. Metrics of a validation before the
-    first step are written with step number 0, or added to the line of the step that the run resumes from.
+    The file of a resumed run keeps the lines before the first one of a later step than it resumes from. Metrics of a
+    validation before the first step are written with step number 0, or added to the line of the step that the run
+    resumes from.
     """
 
     def __init__(self, path: Path, completed_steps: int) -> None:
@@ -40,7 +42,8 @@ class JsonlLogger:
 
 
 def _step_of(line: bytes) -> float:
+    """Return the step of a line; minus infinity for a damaged one, after which readable lines may follow."""
     try:
         return float(json.loads(line)[GLOBAL_STEP])
     except (ValueError, KeyError, TypeError):
-        return float("inf")  # truncated by a crash
+        return -math.inf

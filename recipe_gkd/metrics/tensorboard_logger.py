@@ -27,7 +27,7 @@ class TensorBoardLogger:
         self._open, self._folder, self._completed_steps = SummaryWriter, folder, completed_steps
         self._pending: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MAX_PENDING_STEPS)
         self._writer: Any = None
-        self._has_warned = False
+        self._has_warned = self._has_opened = False
         self._write()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -48,8 +48,9 @@ class TensorBoardLogger:
         try:
             if self._writer is None:
                 # A resumed run repeats the steps after completed_steps, so their earlier values are removed.
-                purge_step = None if self._has_warned else self._completed_steps + 1
+                purge_step = None if self._has_opened else self._completed_steps + 1
                 self._writer = self._open(str(self._folder), purge_step=purge_step)
+                self._has_opened = True
             while self._pending:
                 step, metrics = self._pending[0]
                 for name, value in metrics.items():

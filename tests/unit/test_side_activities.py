@@ -10,12 +10,16 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 from torch.utils.tensorboard import SummaryWriter
 
 from recipe_gkd.actor.profile import profiled
@@ -122,28 +126,43 @@ def fail_samples(case: Case) -> None:
 
 
 def fail_tensorboard(case: Case) -> None:
+    """The disk is full in steps 2 and 3, which TensorBoard's own thread meets first."""
     trainer = case.trainer("trainer.logger=[jsonl,tensorboard]")
-    written: list[int] = []
+    case.patch.setattr(threading, "excepthook", lambda _: None)
+    case.fail_while(LocalFileSystem, "append", lambda: trainer.progress.step in (2, 3))
     add_scalar = SummaryWriter.add_scalar
 
-    def add(writer: SummaryWriter, name: str, value: float, step: int) -> None:
-        if trainer.progress.step in (2, 3):
-            raise FULL
-        written.append(step)
+    def add_and_write(writer: SummaryWriter, name: str, value: float, step: int) -> None:
         add_scalar(writer, name, value, step)
+        with suppress(OSError):
+            writer.flush()
 
-    case.patch.setattr(SummaryWriter, "add_scalar", add)
+    case.patch.setattr(SummaryWriter, "add_scalar", add_and_write)
     case.run(trainer, warning="TensorBoard's files in ")
-    assert list(dict.fromkeys(written)) == list(range(1, N_STEPS + 1))
+    steps = set()
+    for file in (case.folder / "tensorboard").rglob("events.*"):
+        events = EventAccumulator(str(file)).Reload()
+        steps |= {scalar.step for scalar in events.Scalars("timing/step")} if events.Tags()["scalars"] else set()
+    assert steps == set(range(1, N_STEPS + 1))
 
 
 def fail_console(case: Case) -> None:
-    class Gone(io.StringIO):
-        def write(self, _: str) -> int:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+    """The disk of a redirected output is full in some steps, and then its reader is gone."""
+    trainer = case.trainer("trainer.logger=[console,jsonl]")
 
-    case.patch.setattr(sys, "stdout", Gone())
-    case.run(case.trainer("trainer.logger=[console,jsonl]"), warning="the console cannot be written any more: ")
+    class Output(io.StringIO):
+        def write(self, text: str) -> int:
+            if trainer.progress.step in (2, 3):
+                raise FULL
+            if trainer.progress.step > 4:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().write(text)
+
+    case.patch.setattr(sys, "stdout", output := Output())
+    case.run(trainer, warning="the console cannot be written any more: ")
+    printed = [int(step) for step in re.findall(r"^step +(\d+)/", output.getvalue(), re.MULTILINE)]
+    assert printed == [1, 4]
+    assert case.log.text.count("the console cannot be written") == 2
 
 
 def fail_user_logger(case: Case) -> None:

@@ -54,3 +54,13 @@ def test_report_changes_names_both_values_and_how_to_start_anew(
     assert "data.train_batch_size: 4 -> 8" in message
     assert "trainer.experiment_name" in message and "trainer.resume_mode=disable" in message
     report_changes(tmp_path / "missing.yaml", now, "was trained")
+
+
+def test_report_changes_of_a_torn_file_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A crash or a full disk can leave any beginning of the file, and no resume may fail because of it."""
+    stored = stored_config(read_config(CONFIG_NAME, REQUIRED).composed)
+    torn = [stored[:length].encode() for length in range(0, len(stored), len(stored) // 60)]
+    for content in (*torn, b"\0" * 100, b"\xff", b"- 1"):
+        (tmp_path / "config.yaml").write_bytes(content)
+        report_changes(tmp_path / "config.yaml", stored, "was trained so far")
+    assert any("config.yaml cannot be read" in message for message in caplog.messages)

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipe_gkd.metrics import line_file
 from recipe_gkd.metrics.console_logger import ConsoleLogger
+from recipe_gkd.metrics.jsonl_logger import JsonlLogger
 from recipe_gkd.metrics.line_file import LineFile
+from recipe_gkd.metrics.tensorboard_logger import TensorBoardLogger
 from recipe_gkd.runtime import pending_files
 from recipe_gkd.runtime.pending_files import PendingFiles
 
@@ -73,6 +76,36 @@ class TestLineFile:
         file.append(b"three")
         file.close()
         assert path.read_bytes() == b"1\ntwo\nthree\n"
+
+
+class TestJsonlLogger:
+    def test_resumed_run_keeps_the_lines_after_a_damaged_one(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        lines = [b'{"training/global_step": %d}\n' % step for step in range(1, 8)]
+        lines[2] = b"\0\0\0\n"
+        path.write_bytes(b"".join([*lines, b'{"training/glo']))
+        logger = JsonlLogger(path, 6)
+        logger.log(7, {"actor/kl_loss": 1.0})
+        logger.close()
+        assert path.read_bytes() == b"".join(lines[:6]) + b'{"training/global_step": 7, "actor/kl_loss": 1.0}\n'
+
+
+class TestTensorBoardLogger:
+    def test_repeated_steps_are_removed_although_the_first_file_cannot_be_opened(self, tmp_path: Path) -> None:
+        for completed, last in ((0, 4), (2, 3)):
+            folder = tmp_path / "events"
+            if completed:
+                folder.rename(tmp_path / "away")
+                folder.touch()  # the folder cannot be made
+            logger = TensorBoardLogger(folder, completed)
+            if completed:
+                folder.unlink()
+                (tmp_path / "away").rename(folder)
+            for step in range(completed + 1, last + 1):
+                logger.log(step, {"value": float(last)})
+            logger.close()
+        found = EventAccumulator(str(folder)).Reload().Scalars("value")
+        assert [(scalar.step, scalar.value) for scalar in found] == [(1, 4.0), (2, 4.0), (3, 3.0)]
 
 
 class TestPendingFiles:
