@@ -112,7 +112,7 @@ class Validation:
         self._sources = np.array(read_sources(data_set, data.rows))
         batch_size = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
         n_batches = math.ceil(len(data) * self.n / batch_size)
-        self.timeout_s = KeyedTimeout(config.actor_rollout_ref.rollout.timeout_s * n_batches, ROLLOUT_TIMEOUT)
+        self.timeout_s = KeyedTimeout(config.actor_rollout_ref.rollout.timeout_s, ROLLOUT_TIMEOUT, factor=n_batches)
         self._check_names(config.trainer.best_metric)
 
     @cached_property
@@ -254,7 +254,7 @@ def read_validation(config: Config, tokenizer: Any, *, truth_use: TruthUse = "re
 
 def read_sources(data_set: DataSet, rows: Sequence[int]) -> list[str]:
     """Return the data source of each of some rows, ``data`` for rows without one."""
-    sources = (data_set[row].data_source for row in rows)
+    sources = data_set.take(rows).data_sources()
     return [DEFAULT_SOURCE if source is None else str(source) for source in sources]
 
 

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -194,9 +195,21 @@ def to_config(composed: DictConfig) -> Config:
         details = [detail for detail in error.errors() if _name_of(detail) not in missing]
         problems += [message for detail in details for message in _conversion_messages(detail)]
         raise ConfigError("\n".join(problems)) from error
+    problems += _booleans_for_numbers(values, config)
     if problems:
         raise ConfigError("\n".join(problems))
     return config
+
+
+def _booleans_for_numbers(values: Any, config: Config) -> list[str]:
+    """Return a message for each boolean that has become a number. ``false`` would become 0, which may mean anything."""
+    problems = []
+    for name in known_keys():
+        if isinstance(got := value_at(values, name), bool) and not isinstance(attrgetter(name)(config), bool):
+            hint = type_of(name)
+            or_null = ", or null" if type(None) in get_args(getattr(hint, "__origin__", hint)) else ""
+            problems.append(f"{name}: got {got}; input should be a number{or_null}")
+    return problems
 
 
 @cache

@@ -254,6 +254,12 @@ UNUSED_KEYS = (
         enable=f"{SAMPLING}.temperature=1",
     ),
     UnusedKeys(
+        keys=(f"{ROLLOUT}.mismatch_patience",),
+        is_unused=lambda config: config.actor_rollout_ref.rollout.mismatch_bound is None,
+        because=f"{ROLLOUT}.mismatch_bound",
+        enable=f"{ROLLOUT}.mismatch_bound=auto",
+    ),
+    UnusedKeys(
         keys=(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"),
         is_unused=lambda config: config.actor_rollout_ref.rollout.temperature == 0,
         because=f"{ROLLOUT}.temperature",

@@ -263,7 +263,7 @@ class DataSet(Sequence[Row]):
     def limited_to(self, max_samples: int) -> DataSet:
         """Return at most ``max_samples`` rows: random ones by ``data.seed`` with ``data.shuffle``, else the first.
 
-        -1 returns all rows.
+        -1 and 0 return all rows.
         """
         if max_samples < 1 or max_samples >= len(self):
             return self
@@ -276,6 +276,10 @@ class DataSet(Sequence[Row]):
     def values_at(self, path: ColumnPath) -> Iterator[Any]:
         """Yield the value of a column or nested field in each row, None for rows without one."""
         return (row.value(path) for row in self)
+
+    def data_sources(self) -> Iterator[Any]:
+        """Yield the name of each row's data source, None for rows without one."""
+        return self.values_at((self._config.data_source_key,))
 
     def find(self, key: str, *, setting: str, purpose: str) -> ColumnPath:
         """Return the path to a column, or to a nested field of objects in a column.

@@ -98,7 +98,8 @@ class RewardItems:
         )
 
     def _refuse_nulls(self, rows: list[int]) -> None:
-        null_rows = [row for row in rows if self._data_set[row].ground_truth is None]
+        truths = self._data_set.take(rows).values_at(self._data_set.truth_path)
+        null_rows = [row for row, truth in zip(rows, truths, strict=True) if truth is None]
         if null_rows:
             raise DataError(
                 f"data.ground_truth_key={self._config.ground_truth_key}: {self._data_set[null_rows[0]].where} has no "

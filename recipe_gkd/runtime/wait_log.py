@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from recipe_gkd.runtime.keyed_timeout import configured_s, key_of
+from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +134,10 @@ def _line(waits: list[_Wait]) -> str:
     age = f"{time.monotonic() - oldest.started:.0f}"
     if oldest.timeout_s is None:
         return f"{oldest.phase}: waits {age} s for {shown}"
-    key = f" ({key})" if (key := key_of(oldest.timeout_s)) else ""
-    return f"{oldest.phase}: waits {age} of {configured_s(oldest.timeout_s):g} s{key} for {shown}"
+    limit = f"{oldest.timeout_s:g} s"
+    if isinstance(oldest.timeout_s, KeyedTimeout):
+        limit = f"{oldest.timeout_s.without_margin_s:g} s ({oldest.timeout_s.origin})"
+    return f"{oldest.phase}: waits {age} of {limit} for {shown}"
 
 
 _waits = WaitLog()

@@ -22,7 +22,7 @@ class DataConfig:
     )
     val_files: Files = key("Files with held-out prompts for validation, like `train_files`. May be empty.")
     train_max_samples: int = key(
-        "Number of training rows to use: random ones by `seed` if `shuffle` is true, else the first. -1: all.",
+        "Number of training rows to use: random ones by `seed` if `shuffle` is true, else the first. -1 or 0: all.",
         ge=-1, le=MAX_INT32,
     )  # fmt: skip
     val_max_samples: int = key("Number of validation rows to use, like `train_max_samples`.", ge=-1, le=MAX_INT32)

@@ -411,6 +411,14 @@ def test_value_beyond_bounds_is_rejected(name: str) -> None:
             config_with({name: value})
 
 
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("value", [True, False])
+def test_boolean_is_no_number(name: str, value: bool) -> None:
+    """``false`` would become 0, which is neither "off" nor an error for many keys."""
+    with pytest.raises(ConfigError, match=rf"{name}: got {value}; input should be "):
+        config_with({name: value})
+
+
 def test_limits_match_teacher_protocol() -> None:
     assert LIMITS.timeout_s == limits.MAX_TIMEOUT_S
     assert LIMITS.sequence_tokens == limits.MAX_TOKENS

@@ -53,6 +53,7 @@ CONDITIONS: dict[tuple[str, str], tuple[str, ...]] = {
     (f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.kv_cache_memory_megabytes"): (
         f"{ROLLOUT}.kv_cache_memory_megabytes=100",
     ),
+    (f"{ROLLOUT}.mismatch_patience", f"{ROLLOUT}.mismatch_bound"): (f"{ROLLOUT}.mismatch_bound=null",),
     (f"{ROLLOUT}.gpu_memory_utilization", "trainer.device"): ("trainer.device=cpu",),
     ("rollout.nnodes", HYBRID): (f"{HYBRID}=true", SYNC),
     ("trainer.total_epochs", "trainer.total_training_steps"): ("trainer.total_training_steps=5",),

@@ -22,6 +22,9 @@ class TestLine:
     def test_deadline_has_its_value_and_key_without_the_margin(self) -> None:
         wait = _Wait("sync", KeyedTimeout(600, "nccl_timeout", 2.5), lambda: {"rollout worker 0": 1}, "", 0.0)
         assert re.fullmatch(r"sync: waits \d+ of 600 s \(nccl_timeout\) for rollout worker 0", _line([wait]))
+        timeout_s = with_margin(KeyedTimeout(400, "rollout.timeout_s", factor=5), 3)
+        wait = _Wait("validate", timeout_s, lambda: {"rollout worker 0": 1}, "", 0.0)
+        assert timeout_s == 2003 and re.search(r" of 2000 s \(5 x rollout\.timeout_s\) for ", _line([wait]))
 
     def test_deadline_without_key_and_missing_deadline(self) -> None:
         assert " of 60 s for a" in _line([_Wait("p", 60.0, lambda: {"a": 1}, "", 0.0)])
