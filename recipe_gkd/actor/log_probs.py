@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from recipe_gkd.actor.backend import Backend
 from recipe_gkd.actor.device_batch import DeviceBatch
-from recipe_gkd.actor.loss_terms import GlobalDenominators
-from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
 from recipe_gkd.actor.objective import MicroBatchLosses
+from recipe_gkd.actor.update import Updater
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.errors import DataError
@@ -29,16 +28,21 @@ _SUM = "logps_by_token"
 
 
 def continuation_log_probs(
-    backend: Backend, gkd: GkdConfig, continuations: Sequence[Continuation], n_token_ids: int
+    backend: Backend,
+    updater: Updater,
+    gkd: GkdConfig,
+    continuations: Sequence[Continuation],
+    step: int,
+    n_token_ids: int,
 ) -> list[list[float]]:
     """Return the log-probability of each token of each continuation, at temperature 1. Collective.
 
-    All continuations are one micro-batch of one data-parallel rank.
-
     Args:
         backend: Model in training. It needs the weights only.
+        updater: Its updates, whose limit of the micro-batches holds here too.
         gkd: Options of the objective, which select the kernels.
-        continuations: Contexts and continuations, equal on all ranks.
+        continuations: Contexts and continuations, equal on all ranks. The data-parallel ranks share them.
+        step: Number of optimizer steps of the weights, for messages.
         n_token_ids: Number of token ids. Larger ids are padding of the output layer and belong to no distribution.
 
     Returns:
@@ -46,6 +50,8 @@ def continuation_log_probs(
 
     Raises:
         DataError: A part is empty, or an id is not in ``[0, n_token_ids)``. Raised on all ranks.
+        SecondaryFailure: Another rank ran out of memory.
+        WorkerError: This rank ran out of memory.
     """
     for context, continuation in continuations:
         _check_ids(context, continuation, n_token_ids)
@@ -66,22 +72,9 @@ def continuation_log_probs(
         return MicroBatchLosses(loss_T=logp_T, sums={_SUM: by_token_T}, maxima={})
 
     layout = backend.layout
-    # One data-parallel rank computes the sequences; the others compute an empty micro-batch, as in an update.
-    plan = MicroBatchPlan(
-        groups=[samples] if layout.dp_rank == 0 and samples else [],
-        count=backend.micro_batch_multiple,
-        denominators=GlobalDenominators.of(GlobalDenominators.counts(samples)),
-        loss_agg_mode=gkd.loss_agg_mode,
-        layout=layout,
-        row_multiple=backend.row_multiple,
-        device=backend.device,
-        attention=backend.attention,
-    )
-    reports = backend.evaluate(plan, score)
     logps_T = torch.zeros(sum(lengths), device=backend.device)
-    if layout.counts_tokens:
-        for report in reports:
-            logps_T += report["sums"][_SUM]
+    for report in updater.evaluate(samples[layout.dp_rank :: layout.dp_size], step, score):
+        logps_T += report["sums"][_SUM]
     dist.all_reduce(logps_T)  # each token is computed by one of the ranks that count
     return [part.tolist() for part in logps_T.split(lengths)]
 

@@ -203,11 +203,14 @@ class StudentActor:
 
         Raises:
             DataError: A part is empty, or an id is not a token id. Raised on all ranks; the actor remains usable.
+            SecondaryFailure, WorkerError: A rank ran out of memory; see :meth:`kl_sums`.
         """
         self._ensure_usable()
         n_token_ids = self._n_token_ids or self.backend.vocab_size
         with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
-            return continuation_log_probs(self.backend, self._config.gkd, continuations, n_token_ids)
+            return continuation_log_probs(
+                self.backend, self._updater, self._config.gkd, continuations, self._step, n_token_ids
+            )
 
     def kl_sums(self, samples: Sequence[Sample], step: int) -> KlSums:
         """Return the KL divergences to the teacher of each sample, summed over the tokens that this rank computes.

@@ -107,6 +107,21 @@ def measure_kl_with_memory(
         return found, update(actor, batch, 0)
 
 
+def score_with_memory(
+    rank: int, world_size: int, port: int, config: Config, batch: list[Sample], megabytes: Mapping[int, int]
+) -> tuple[list[list[float]], dict[str, float]]:
+    """Return the log-probabilities of all responses, and the metrics of an update after it.
+
+    The arguments are those of :func:`measure_kl_with_memory`.
+    """
+    with started(rank, world_size, port, config) as actor:
+        with limited_memory(megabytes[rank]) if rank in megabytes else nullcontext():
+            found = actor.log_probs(
+                [(s.prompt.ids.tolist(), s.response.ids.tolist()) for s in batch if len(s.response.ids)]
+            )
+        return found, update(actor, batch, 0)
+
+
 def train_with_fault(
     rank: int, world_size: int, port: int, config: Config, batches: list[list[Sample]], backward: bool
 ) -> Outcome:

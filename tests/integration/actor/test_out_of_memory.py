@@ -14,6 +14,7 @@ from tests.integration.actor.memory_jobs import (
     Outcome,
     make_wide_folder,
     measure_kl_with_memory,
+    score_with_memory,
     train_with_fault,
     train_with_memory,
 )
@@ -197,3 +198,13 @@ class TestValidationKl:
             assert sums.keys() == want[rank][0].keys()
             for uid, values in sums.items():
                 assert values == pytest.approx(want[rank][0][uid], rel=1e-5, abs=1e-9)
+
+
+def test_log_probs_have_the_limit_of_updates(pool: WorkerPool, folder: Path) -> None:
+    """As for the validation's divergence, so that the comparison after a weight sync cannot end a run."""
+    config = make_config(folder, SPLIT, f"{ACTOR}.max_token_len={MAX_TOKEN_LEN}")
+    [[want, _]] = pool.run(1, score_with_memory, config, BATCHES[0], {})
+    [[found, metrics]] = pool.run(1, score_with_memory, config, BATCHES[0], {0: MEGABYTES})
+    assert metrics["actor/oom_splits"] > 0
+    for got, expected in zip(found, want, strict=True):
+        assert got == pytest.approx(expected, abs=1e-5)
