@@ -170,7 +170,7 @@ class Trainer:
         lower_is_better = validation is not None and metric in validation.kl_names
         self.best = BestTracker(metric, start.best, lower_is_better=lower_is_better)
         self.teachers.resume(start.progress.skipped_samples)
-        self.mismatch = mismatch_guard(config, workers.engine_dtype)
+        self.mismatch = mismatch_guard(config, workers)
         self.devices = open_devices(config, workers, teachers, loader.data.ids, self.mismatch)
         self.root = folder_of(config.trainer).absolute()
         self.saver = CheckpointSaver(config, self.root, self.call_actors, best=start.best)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, SYNC_TIMEOUT, timeout_of
 from recipe_gkd.errors import WorkerDied
+from recipe_gkd.hybrid.sync_probe import mismatch_bound
 from recipe_gkd.hybrid.verification import largest_difference
 from recipe_gkd.metrics.steps import span
 from recipe_gkd.workers import Workers
@@ -33,7 +34,7 @@ class Engines:
         settings = config.actor_rollout_ref
         self._workers, self._ids = workers, list(ids)
         self._timeout_s, self._actor_timeout_s = timeout_of(config, SYNC_TIMEOUT), timeout_of(config, ACTOR_TIMEOUT)
-        self._dtypes = {settings.actor.dtype, workers.engine_dtype}
+        self._bound = mismatch_bound(config, workers)
         self._can_sleep = settings.hybrid_engine and settings.rollout.sleep_level > 0
         self._version = 0
         self._expected: list[float] = []
@@ -95,7 +96,7 @@ class Engines:
         """Compare the log-probabilities of the fixed request with those of the actor."""
         got = await self._call("log_probs", self._ids, phase="verification of the rollout engines")
         labels = [self._workers.rollouts.label(rank) for rank in range(len(got))]
-        difference = largest_difference(self._expected, dict(zip(labels, got, strict=True)), self._dtypes)
+        difference = largest_difference(self._expected, dict(zip(labels, got, strict=True)), self._bound)
         self.metrics["weights/wake_log_prob_diff"] = difference
 
     async def _replace(self, death: WorkerDied) -> None:

@@ -31,16 +31,25 @@ N_SHORT_CONTEXTS = 4
 MAX_CONTEXT_TOKENS = 1024
 
 
-def mismatch_guard(config: Config, engine_dtype: str) -> MismatchGuard:
-    """Return the guard of a run.
+def mismatch_guard(config: Config, workers: Workers) -> MismatchGuard:
+    """Return the guard of a run with these workers."""
+    patience = config.actor_rollout_ref.rollout.mismatch_patience
+    return MismatchGuard(mismatch_bound(config, workers), patience, _dtypes(config, workers))
 
-    Args:
-        config: Configuration of the run.
-        engine_dtype: Data type of the rollout engines.
-    """
-    rollout, dtypes = config.actor_rollout_ref.rollout, {config.actor_rollout_ref.actor.dtype, engine_dtype}
-    bound = default_bound(dtypes) if rollout.mismatch_bound == 0 else rollout.mismatch_bound
-    return MismatchGuard(bound, rollout.mismatch_patience, dtypes)
+
+def mismatch_bound(config: Config, workers: Workers) -> float | None:
+    """Return the largest difference between engine and actor in nats, None if nothing is checked."""
+    configured = config.actor_rollout_ref.rollout.mismatch_bound
+    return rounding_bound(config, workers) if configured == 0 else configured
+
+
+def rounding_bound(config: Config, workers: Workers) -> float:
+    """Return the largest difference in nats that rounding explains."""
+    return default_bound(_dtypes(config, workers), on_cpu="cpu" in workers.actor_devices)
+
+
+def _dtypes(config: Config, workers: Workers) -> set[str]:
+    return {config.actor_rollout_ref.actor.dtype, workers.engine_dtype}
 
 
 def needs_probe(config: Config) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from recipe_gkd.errors import WeightSyncError
-from recipe_gkd.weight_sync.model_check import default_bound
 
 MAX_REQUEST_TOKENS = 32
 
@@ -19,26 +18,26 @@ def request_ids(prompt_ids: Sequence[int]) -> list[int]:
 
 
 def largest_difference(
-    expected: Sequence[float], got_by_engine: Mapping[str, Sequence[float]], dtypes: set[str]
+    expected: Sequence[float], got_by_engine: Mapping[str, Sequence[float]], bound: float | None
 ) -> float:
     """Return the largest mean difference between the actor's log-probabilities and those of an engine.
 
     Args:
         expected: The actor's log-probabilities.
         got_by_engine: Name of a rollout worker -> its log-probabilities of the same tokens.
-        dtypes: Data types of the actor and of the engines.
+        bound: Largest difference in nats; see :func:`~recipe_gkd.hybrid.sync_probe.mismatch_bound`. None: no limit.
 
     Raises:
-        WeightSyncError: The difference exceeds the rounding errors of the data types.
+        WeightSyncError: The difference exceeds the bound.
     """
-    limit = default_bound(dtypes)
     differences = {name: float(np.abs(np.subtract(expected, got)).mean()) for name, got in got_by_engine.items()}
-    wrong = {name: difference for name, difference in differences.items() if not difference <= limit}
+    wrong = {} if bound is None else {name: diff for name, diff in differences.items() if not diff <= bound}
     if wrong:
         listed = ", ".join(f"{name}: {difference:.3g}" for name, difference in wrong.items())
         raise WeightSyncError(
             f"rollout engines woke with wrong weights: their log-probabilities of {len(expected) + 1} fixed tokens "
-            f"differ from the actor's by {listed} nats on average, expected at most {limit:g}. Nothing was generated "
-            "with them. Set actor_rollout_ref.rollout.sleep_level=0 to keep the engines awake, and report this"
+            f"differ from the actor's by {listed} nats on average, expected at most {bound:g} "
+            "(actor_rollout_ref.rollout.mismatch_bound). Nothing was generated with them. Set "
+            "actor_rollout_ref.rollout.sleep_level=0 to keep the engines awake, and report this"
         )
     return max(differences.values())

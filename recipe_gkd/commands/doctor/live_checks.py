@@ -23,7 +23,7 @@ from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import TRAINING, read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.hybrid import Devices, open_devices, teacher_asleep
-from recipe_gkd.hybrid.sync_probe import SyncProbe, mismatch_guard, probe_contexts
+from recipe_gkd.hybrid.sync_probe import SyncProbe, mismatch_bound, probe_contexts, rounding_bound
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import read_student, with_model_path
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
@@ -31,7 +31,7 @@ from recipe_gkd.rollout.limits import engine_length
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.teacher_routing import Teachers, open_teachers, read_routes
 from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
-from recipe_gkd.weight_sync.model_check import UPDATE_METRIC, MismatchGuard, default_bound
+from recipe_gkd.weight_sync.model_check import UPDATE_METRIC, MismatchGuard
 from recipe_gkd.worker_stages import generate_responses, update_actors
 from recipe_gkd.workers import Workers, start_workers
 from teacher.records import TeacherSequence
@@ -158,9 +158,8 @@ async def _check_model(
         changed = await probe.compare(sampled, _N_UPDATES)
     differences = {"the folder's weights": first[UPDATE_METRIC]}
     differences |= {f"{label} after an update": difference for label, difference in changed.items()}
-    bound = mismatch_guard(config, workers.engine_dtype).bound
-    dtypes = {config.actor_rollout_ref.actor.dtype, workers.engine_dtype}
-    found.append(mismatch_finding(differences, default_bound(dtypes) if bound is None else bound))
+    bound = mismatch_bound(config, workers)
+    found.append(mismatch_finding(differences, rounding_bound(config, workers) if bound is None else bound))
     found.append(loss_finding(first))
 
 

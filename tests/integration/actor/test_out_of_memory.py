@@ -201,7 +201,7 @@ class TestValidationKl:
 
 
 def test_log_probs_have_the_limit_of_updates(pool: WorkerPool, folder: Path) -> None:
-    """As for the validation's divergence, so that the comparison after a weight sync cannot end a run."""
+    """The comparison after a weight sync ends no run for lack of memory."""
     config = make_config(folder, SPLIT, f"{ACTOR}.max_token_len={MAX_TOKEN_LEN}")
     [[want, _]] = pool.run(1, score_with_memory, config, BATCHES[0], {})
     [[found, metrics]] = pool.run(1, score_with_memory, config, BATCHES[0], {0: MEGABYTES})

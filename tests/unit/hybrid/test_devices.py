@@ -100,7 +100,7 @@ class FakeDevices:
 
 def devices_of(fake: FakeDevices, *overrides: str) -> SharedDevices:
     config = base_config(*overrides, f"{LEVEL}={fake.sleep_level}", "actor_rollout_ref.actor.megatron.dtype=float32")
-    guard = mismatch_guard(config, fake.engine_dtype)
+    guard = mismatch_guard(config, fake)
     devices = open_devices(config, cast(Workers, fake), cast(Teachers, fake), [np.array([1, 2, 3])], guard)
     assert isinstance(devices, SharedDevices)
     return devices
@@ -280,7 +280,7 @@ class TestTeacher:
 def test_separate_devices_have_no_transitions() -> None:
     fake = FakeDevices(0)
     config = base_config("trainer.scheduler=sync")
-    guard = mismatch_guard(config, fake.engine_dtype)
+    guard = mismatch_guard(config, fake)
     devices = open_devices(config, cast(Workers, fake), cast(Teachers, fake), [np.array([1, 2])], guard)
     assert isinstance(devices, SeparateDevices)
 

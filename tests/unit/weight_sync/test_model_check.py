@@ -11,6 +11,7 @@ from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.hybrid.sync_probe import mismatch_guard
 from recipe_gkd.weight_sync.model_check import MismatchGuard, default_bound
 from tests._support.base_config import base_config
+from tests._support.described_workers import make_workers
 
 BOUND = "actor_rollout_ref.rollout.mismatch_bound"
 FLOAT32 = "actor_rollout_ref.actor.megatron.dtype=float32"
@@ -22,11 +23,13 @@ def guard(patience: int = 3) -> MismatchGuard:
 
 class TestBound:
     def test_bound_depends_on_both_data_types(self) -> None:
-        assert default_bound({"float32"}) < default_bound({"bfloat16"}) == default_bound({"float32", "bfloat16"})
+        on_cpu, on_gpu = (default_bound({"float32"}, on_cpu=on_cpu) for on_cpu in (True, False))
+        assert on_cpu < on_gpu < default_bound({"bfloat16"}, on_cpu=False)
+        assert default_bound({"bfloat16"}, on_cpu=True) == default_bound({"float32", "bfloat16"}, on_cpu=True)
 
     @pytest.mark.parametrize(("value", "allowed"), [("auto", 0.0039), ("0.5", 0.49), ("null", math.inf)])
     def test_key_sets_bound(self, value: str, allowed: float) -> None:
-        found = mismatch_guard(base_config(f"{BOUND}={value}", FLOAT32), "float32")
+        found = mismatch_guard(base_config(f"{BOUND}={value}", FLOAT32), make_workers("float32"))
         assert found.is_enabled == (value != "null")
         found.observe(0, {"a": allowed})
         if value != "null":
