@@ -20,8 +20,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from recipe_gkd.checkpoints.folders import final_folder, read_latest, recover
+from recipe_gkd.checkpoints.folders import recover
 from recipe_gkd.checkpoints.model_identity import identify_model
+from recipe_gkd.checkpoints.newest import newest_complete
 from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
 from recipe_gkd.checkpoints.resume_hint import resume_hint
 from recipe_gkd.checkpoints.run_folder import CONFIG, LOG, RunFolder, folder_of, run_folder
@@ -373,20 +374,18 @@ async def _end_without_actors(error: GkdError, config: Config, workers: Workers,
     Raises:
         GkdError: ``error``, if no rank was lost or there is no checkpoint.
     """
-    root = folder_of(config.trainer)
-    step = read_latest(root)
-    if step is None or not await workers.actor_is_lost(error):
+    newest = newest_complete(folder_of(config.trainer)).folder
+    if newest is None or not await workers.actor_is_lost(error):
         raise error
     log.warning(
         "an actor rank was lost after %s: %s\nthe newest checkpoint is %s; later steps will be repeated",
-        stop.reason, error, final_folder(root, step),
+        stop.reason, error, newest,
     )  # fmt: skip
 
 
 def _newest_point(config: Config, checkpoint: Path, plan: TrainingPlan) -> list[ResumePoint]:
     """Return the newest checkpoint of this run, as a list: ``checkpoint``, or one that the disk completed later."""
-    if (step := read_latest(checkpoint.parent)) is not None:
-        checkpoint = final_folder(checkpoint.parent, step)
+    checkpoint = newest_complete(checkpoint.parent).folder or checkpoint
     trainer = replace(config.trainer, resume_mode="resume_path", resume_from_path=str(checkpoint))
     return resume_points(replace(config, trainer=trainer), plan.fresh)
 

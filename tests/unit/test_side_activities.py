@@ -257,7 +257,7 @@ def fail_dropped_batch(case: Case) -> None:
 
 
 def fail_summary(case: Case) -> None:
-    case.fail_while(run_summary, "read_latest", lambda: True)
+    case.fail_while(run_summary, "newest_complete", lambda: True)
     case.run(case.trainer(), warning="its summary cannot be made: ")
 
 

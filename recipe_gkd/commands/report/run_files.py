@@ -16,7 +16,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe_gkd.checkpoints.folders import damage, final_folder, read_latest, steps_of
+from recipe_gkd.checkpoints.folders import damage, final_folder, steps_of
+from recipe_gkd.checkpoints.newest import newest_complete
 from recipe_gkd.checkpoints.run_folder import CONFIG, LOG
 from recipe_gkd.checkpoints.state import Best
 from recipe_gkd.checkpoints.store import recorded_best
@@ -100,6 +101,8 @@ def read_run(folder: Path) -> Run:
     """
     notes: list[str] = []
     series, recent = read_metrics(folder / METRICS, notes)
+    newest = newest_complete(folder)
+    notes += [f"Checkpoints: {reason}." for reason in newest.reasons]
     return Run(
         folder=folder,
         series=series,
@@ -108,7 +111,7 @@ def read_run(folder: Path) -> Run:
         advice=read_advice(folder / LOG),
         validations=find_validations(folder / "validation"),
         checkpoints=[read_checkpoint(folder, step) for step in steps_of(folder)],
-        latest=read_latest(folder),
+        latest=newest.step,
         best=_read_best(folder, notes),
         notes=notes,
     )
