@@ -43,6 +43,7 @@ from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.hybrid import teacher_asleep
 from recipe_gkd.metrics.logger_checks import check_loggers
 from recipe_gkd.metrics.prometheus_logger import check_metrics_port
+from recipe_gkd.metrics.run_events import RunEvents
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import (
     check_stop_ids,
@@ -54,7 +55,7 @@ from recipe_gkd.preflight import (
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
-from recipe_gkd.runtime.run_log import log_background_error, start_logging
+from recipe_gkd.runtime.run_log import FILE_ONLY, as_event, log_background_error, start_logging
 from recipe_gkd.runtime.signals import Terminated, hangup_ignored, raise_on_signals, run_until_terminated
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import run_until
@@ -135,7 +136,8 @@ def _run_command(argv: Sequence[str] | None) -> int:
                 log.warning("%s", text)
             raise_on_signals()
             hint = partial(resume_hint, loaded.config.trainer, sys.argv[1:] if argv is None else argv)
-            stopped_by = run(loaded.config, stored_config(loaded.composed), folder)
+            with RunEvents(folder.path) as events:
+                stopped_by = events.stopped_by = run(loaded.config, stored_config(loaded.composed), folder)
     except Exception as error:  # noqa: BLE001 - the only handler that reports errors to the user
         return report_error(error, hint() if folder is not None and folder.is_accepted else "")
     except KeyboardInterrupt:
@@ -400,10 +402,11 @@ async def _load(config: Config, workers: Workers, plan: TrainingPlan, points: Se
 
     if points:
         point = await load_first_usable(points, load, may_skip=config.trainer.resume_mode == "auto")
-        log.info("resumed from %s", point.folder)
+        log.info("resumed from %s", point.folder, extra=as_event("load", step=point.progress.step))
         best = read_best(root, config.trainer.best_metric, until=point.progress.step)
         start = ResumeState(point.progress, point.folder, best)
     else:
+        log.info("the weights are those of the model folder", extra=FILE_ONLY | as_event("load", step=0))
         forget_best(root)
         start = ResumeState(plan.fresh)
     if (total_steps := plan.last_step(start.progress)) != plan.last_step(plan.progress):  # not the planned checkpoint

@@ -23,6 +23,7 @@ from recipe_gkd.checkpoints.state import Best
 from recipe_gkd.checkpoints.store import recorded_best
 from recipe_gkd.commands.report.series import Series
 from recipe_gkd.errors import CheckpointError, DataError
+from recipe_gkd.metrics.run_events import read_events
 
 METRICS, STEP = "metrics.jsonl", "training/global_step"
 MAX_RECENT_STEPS = 2000
@@ -64,6 +65,7 @@ class Run:
         latest: Step of the checkpoint that a resumed run starts from.
         best: Best weights by ``trainer.best_metric``. None if there are none.
         notes: Problems of the files that the reader of the report must know.
+        events: Starts, ends and restarts, oldest first.
     """
 
     folder: Path
@@ -76,6 +78,7 @@ class Run:
     latest: int | None = None
     best: Best | None = None
     notes: list[str] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def last_step(self) -> int:
@@ -114,6 +117,7 @@ def read_run(folder: Path) -> Run:
         latest=newest.step,
         best=_read_best(folder, notes),
         notes=notes,
+        events=read_events(folder),
     )
 
 
