@@ -55,6 +55,7 @@ from recipe_gkd.preflight import (
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
+from recipe_gkd.runtime.closed_output import until_closed
 from recipe_gkd.runtime.run_log import FILE_ONLY, as_event, log_background_error, start_logging
 from recipe_gkd.runtime.signals import Terminated, hangup_ignored, raise_on_signals, run_until_terminated
 from recipe_gkd.runtime.stop_request import StopRequest
@@ -128,7 +129,8 @@ def _run_command(argv: Sequence[str] | None) -> int:
         if arguments.cfg:
             for text in loaded.warnings:
                 print(f"warning: {text}", file=sys.stderr)
-            print(OmegaConf.to_yaml(loaded.composed))
+            with until_closed():
+                print(OmegaConf.to_yaml(loaded.composed))
             return 0
         with run_folder(loaded.config) as folder:
             start_logging(folder.path / LOG)
