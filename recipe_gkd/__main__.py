@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from recipe_gkd.commands.output import flush_output, print_lines
+from recipe_gkd.runtime.closed_output import run_until_closed
 
 # Name of each command -> its module in recipe_gkd.commands, which defines main(argv), and its help in one line.
 COMMANDS = {
@@ -30,11 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Name of the command and its arguments. None: those of this process.
 
     Returns:
-        Exit status of the command, or 2 if no known command was given.
+        Exit status of the command, or 2 if no known command was given. 141 if the reader closed the output earlier.
     """
+    return run_until_closed(lambda: _dispatch(argv))
+
+
+def _dispatch(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in ("-h", "--help"):
-        print_lines([usage()])
+        print(usage())
         return 0
     if not arguments:
         print(usage(), file=sys.stderr)
@@ -45,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     module_name, _ = COMMANDS[command]
     module = importlib.import_module(f"recipe_gkd.commands.{module_name}")
-    status = int(module.main(rest))
-    flush_output()
-    return status
+    return int(module.main(rest))
 
 
 def usage() -> str:

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from recipe_gkd.checkpoints.folders import final_folder, read_latest, recover
+from recipe_gkd.checkpoints.folders import recover
 from recipe_gkd.checkpoints.model_identity import identify_model
+from recipe_gkd.checkpoints.newest import newest_complete
 from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
 from recipe_gkd.checkpoints.resume_hint import resume_hint
 from recipe_gkd.checkpoints.run_folder import CONFIG, LOG, RunFolder, folder_of, run_folder
@@ -42,6 +43,7 @@ from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.hybrid import teacher_asleep
 from recipe_gkd.metrics.logger_checks import check_loggers
 from recipe_gkd.metrics.prometheus_logger import check_metrics_port
+from recipe_gkd.metrics.run_events import RunEvents
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import (
     check_stop_ids,
@@ -53,8 +55,9 @@ from recipe_gkd.preflight import (
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
+from recipe_gkd.runtime.closed_output import until_closed
 from recipe_gkd.runtime.durable_files import write_durably
-from recipe_gkd.runtime.run_log import log_background_error, start_logging
+from recipe_gkd.runtime.run_log import FILE_ONLY, as_event, log_background_error, start_logging
 from recipe_gkd.runtime.signals import Terminated, hangup_ignored, raise_on_signals, run_until_terminated
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import run_until
@@ -127,7 +130,8 @@ def _run_command(argv: Sequence[str] | None) -> int:
         if arguments.cfg:
             for text in loaded.warnings:
                 print(f"warning: {text}", file=sys.stderr)
-            print(OmegaConf.to_yaml(loaded.composed))
+            with until_closed():
+                print(OmegaConf.to_yaml(loaded.composed))
             return 0
         with run_folder(loaded.config) as folder:
             start_logging(folder.path / LOG)
@@ -135,7 +139,8 @@ def _run_command(argv: Sequence[str] | None) -> int:
                 log.warning("%s", text)
             raise_on_signals()
             hint = partial(resume_hint, loaded.config.trainer, sys.argv[1:] if argv is None else argv)
-            stopped_by = run(loaded.config, stored_config(loaded.composed), folder)
+            with RunEvents(folder.path) as events:
+                stopped_by = events.stopped_by = run(loaded.config, stored_config(loaded.composed), folder)
     except Exception as error:  # noqa: BLE001 - the only handler that reports errors to the user
         return report_error(error, hint() if folder is not None and folder.is_accepted else "")
     except KeyboardInterrupt:
@@ -374,20 +379,18 @@ async def _end_without_actors(error: GkdError, config: Config, workers: Workers,
     Raises:
         GkdError: ``error``, if no rank was lost or there is no checkpoint.
     """
-    root = folder_of(config.trainer)
-    step = read_latest(root)
-    if step is None or not await workers.actor_is_lost(error):
+    newest = newest_complete(folder_of(config.trainer)).folder
+    if newest is None or not await workers.actor_is_lost(error):
         raise error
     log.warning(
         "an actor rank was lost after %s: %s\nthe newest checkpoint is %s; later steps will be repeated",
-        stop.reason, error, final_folder(root, step),
+        stop.reason, error, newest,
     )  # fmt: skip
 
 
 def _newest_point(config: Config, checkpoint: Path, plan: TrainingPlan) -> list[ResumePoint]:
     """Return the newest checkpoint of this run, as a list: ``checkpoint``, or one that the disk completed later."""
-    if (step := read_latest(checkpoint.parent)) is not None:
-        checkpoint = final_folder(checkpoint.parent, step)
+    checkpoint = newest_complete(checkpoint.parent).folder or checkpoint
     trainer = replace(config.trainer, resume_mode="resume_path", resume_from_path=str(checkpoint))
     return resume_points(replace(config, trainer=trainer), plan.fresh)
 
@@ -402,10 +405,11 @@ async def _load(config: Config, workers: Workers, plan: TrainingPlan, points: Se
 
     if points:
         point = await load_first_usable(points, load, may_skip=config.trainer.resume_mode == "auto")
-        log.info("resumed from %s", point.folder)
+        log.info("resumed from %s", point.folder, extra=as_event("load", step=point.progress.step))
         best = read_best(root, config.trainer.best_metric, until=point.progress.step)
         start = ResumeState(point.progress, point.folder, best)
     else:
+        log.info("the weights are those of the model folder", extra=FILE_ONLY | as_event("load", step=0))
         forget_best(root)
         start = ResumeState(plan.fresh)
     if (total_steps := plan.last_step(start.progress)) != plan.last_step(plan.progress):  # not the planned checkpoint

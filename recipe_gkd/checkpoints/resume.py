@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recipe_gkd.checkpoints.folders import LATEST, TRAINER, damage, final_folder, read_latest, steps_of
+from recipe_gkd.checkpoints.folders import TRAINER, damage, final_folder
 from recipe_gkd.checkpoints.model_identity import differences
+from recipe_gkd.checkpoints.newest import candidates
 from recipe_gkd.checkpoints.run_folder import CONFIG, folder_of
 from recipe_gkd.checkpoints.state import Progress
 from recipe_gkd.config import Config
@@ -118,14 +119,11 @@ def _other_model(folder: Path, changes: str) -> str:
 
 
 def _candidates(root: Path) -> list[Path]:
-    """Return the folders from the latest to the first. Folders after the latest belong to an abandoned run."""
-    steps, latest = steps_of(root), read_latest(root)
-    if latest is None:
-        if (root / LATEST).exists():
-            log.warning("%s is damaged; using the checkpoint of the highest step", root / LATEST)
-    else:
-        steps = sorted({*(step for step in steps if step < latest), latest})
-    return [final_folder(root, step) for step in reversed(steps)]
+    """Return the folders from the latest to the first."""
+    steps, problem = candidates(root)
+    if problem is not None:
+        log.warning("%s: %s; using the newest complete checkpoint", root, problem)
+    return [final_folder(root, step) for step in steps]
 
 
 def read_progress(folder: Path, *, expected: Progress) -> Progress:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from recipe_gkd.checkpoints.folders import final_folder, read_latest
+from recipe_gkd.checkpoints.newest import newest_complete
+from recipe_gkd.checkpoints.resume import START_NEW
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config.schema import TrainerConfig
 from recipe_gkd.runtime.threads import run_until
@@ -25,11 +25,13 @@ def resume_hint(trainer: TrainerConfig, arguments: Sequence[str]) -> str:
         arguments: Arguments of the command that ends.
     """
     root = folder_of(trainer).absolute()
-    [found] = run_until(time.monotonic() + READ_TIMEOUT_S, [lambda: (_newest(root),)])
+    [found] = run_until(time.monotonic() + READ_TIMEOUT_S, [lambda: (newest_complete(root),)])
     if found is None:
         return f"the checkpoints in {root} could not be read; once its disk answers, the same command resumes from them"
-    [checkpoint] = found
-    if checkpoint is None:
+    [newest] = found
+    if newest.folder is None:
+        if newest.reasons:
+            return f"{root} has no complete checkpoint ({'; '.join(newest.reasons)}); {START_NEW}"
         return f"{root} has no checkpoint, so that the same command starts from the beginning"
     if trainer.resume_mode != "auto":
         keys = tuple(f"{key}=" for key in _RESUME_KEYS)
@@ -37,9 +39,4 @@ def resume_hint(trainer: TrainerConfig, arguments: Sequence[str]) -> str:
         arguments.append("trainer.resume_mode=auto")
         if trainer.resume_from_path is not None:  # it may be in a YAML file
             arguments.append("trainer.resume_from_path=null")
-    return f"the newest checkpoint is {checkpoint}\nto resume from it: {shlex.join([*COMMAND, *arguments])}"
-
-
-def _newest(root: Path) -> Path | None:
-    step = read_latest(root)
-    return None if step is None else final_folder(root, step)
+    return f"the newest checkpoint is {newest.folder}\nto resume from it: {shlex.join([*COMMAND, *arguments])}"

@@ -14,7 +14,7 @@ from recipe_gkd.config.schema import TrainerConfig
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError, ModelError, ResourceError, RewardError
 from teacher.errors import TeacherError
 
-LOG, CONFIG = "run.log", "config.yaml"
+LOG, CONFIG, EVENTS = "run.log", "config.yaml", "events.jsonl"
 # Errors that reject a start. Their message contains everything that the user must change.
 REJECTIONS = (CheckpointError, ConfigError, DataError, ModelError, ResourceError, RewardError, TeacherError)
 
@@ -34,7 +34,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path, self.is_accepted = path, False
-        self._new_files = [path / name for name in (LOG, CONFIG) if not (path / name).exists()]
+        self._new_files = [path / name for name in (LOG, CONFIG, EVENTS) if not (path / name).exists()]
 
     def accept(self) -> None:
         """Keep all files from now on. Call it once the workers have started."""

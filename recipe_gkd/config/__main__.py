@@ -18,6 +18,7 @@ from recipe_gkd.config.aliases import migration_tables, unknown_key_message
 from recipe_gkd.config.choices import OneOf
 from recipe_gkd.config.load import compose_config, description, known_keys, type_of, value_at
 from recipe_gkd.config.ranges import numeric_range
+from recipe_gkd.runtime.closed_output import run_until_closed
 
 LINE_WIDTH = 110
 
@@ -102,4 +103,4 @@ def _choices(hint: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_until_closed(main))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipe_gkd.checkpoints.folders import final_folder, read_latest
+from recipe_gkd.checkpoints.newest import newest_complete
 from recipe_gkd.metrics.measured_stages import WAITS
 
 STEP, LOSS = "timing/step", "actor/kl_loss"
@@ -84,10 +84,10 @@ class RunSummary:
 
 
 def _file_rows(root: Path, steps: list[int]) -> list[tuple[str, str]]:
-    step = read_latest(root)
-    if step is None or not steps or step < steps[0]:  # a checkpoint of an earlier run
+    newest = newest_complete(root)
+    step, folder = newest.step, newest.folder
+    if step is None or folder is None or not steps or step < steps[0]:  # a checkpoint of an earlier run
         return [("checkpoint", "none (trainer.save_freq)")]
-    folder = final_folder(root, step)
     model = folder / "huggingface"
     return [("checkpoint", str(folder)), *([("trained model", str(model))] if model.is_dir() else [])]
 

@@ -32,6 +32,7 @@ from recipe_gkd.rollout.offline_engine import (
     prepare_environment,
     vllm_engine,
 )
+from recipe_gkd.runtime.closed_output import run_until_closed
 from teacher.fingerprint import count_ids
 
 N_EXAMPLES = 5
@@ -227,4 +228,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_until_closed(main))

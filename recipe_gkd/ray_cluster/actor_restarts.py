@@ -11,6 +11,7 @@ from recipe_gkd.errors import GkdError, WorkerDied, find_timeout_error
 from recipe_gkd.ray_cluster.new_workers import set_up_in_new_processes
 from recipe_gkd.ray_cluster.node_probe import kill_workers
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from recipe_gkd.runtime.run_log import as_event
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,6 +73,7 @@ class ActorRestarts(Generic[T]):
             log.warning(
                 "%s; starting all actor ranks again (%d of %d restarts)%s",
                 error, self.n_restarts, self._allowed, "" if folder is None else f"; diagnosis: {folder}",
+                extra=as_event("actor_restart"),
             )  # fmt: skip
             await kill_workers(self.actors.handles, timeout_s=KILL_TIMEOUT_S)
             ranks = range(len(self.actors))

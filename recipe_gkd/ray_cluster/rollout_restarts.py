@@ -15,6 +15,7 @@ from recipe_gkd.ray_cluster.node_probe import kill_workers, locate, run_on_node
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime import process_trees
 from recipe_gkd.runtime.process_id import ProcessId
+from recipe_gkd.runtime.run_log import as_event
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -149,7 +150,10 @@ class RolloutRestarts:
                     f"{'are used up' if self._allowed else 'allows no restart'}"
                 ) from death
             self._used += 1
-            log.warning("%s died; starting another (%d of %d restarts)%s", label, self._used, self._allowed, reason)
+            log.warning(
+                "%s died; starting another (%d of %d restarts)%s", label, self._used, self._allowed, reason,
+                extra=as_event("rollout_restart"),
+            )  # fmt: skip
             self._rollouts.replace(rank, self._start(rank))
         try:
             outcomes = await asyncio.gather(*map(self._set_up, dead), return_exceptions=True)

@@ -13,6 +13,18 @@ log = logging.getLogger("recipe_gkd")
 _FILE_ONLY = "file_only"
 FILE_ONLY = {_FILE_ONLY: True}
 """Argument ``extra`` of a log call whose record the console does not show, such as one with a traceback."""
+EVENT = "run_event"
+"""Attribute of a log record that is an event of the run (see :mod:`recipe_gkd.metrics.run_events`)."""
+
+
+def as_event(name: str, **values: Any) -> dict[str, Any]:
+    """Return the argument ``extra`` of a log call that is also written to the events of the run.
+
+    Args:
+        name: Name of the event.
+        values: Its values. None: the first line of the message.
+    """
+    return {EVENT: {"event": name, **values}}
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO]):

@@ -23,6 +23,7 @@ from recipe_gkd.ray_cluster.node_probe import locate, node_addresses, own_node, 
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime import process_trees
 from recipe_gkd.runtime.keyed_timeout import with_margin
+from recipe_gkd.runtime.run_log import as_event
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
 from recipe_gkd.runtime.wait_log import waiting
 from recipe_gkd.scoring.homes import NO_HOME, Homes
@@ -341,7 +342,10 @@ class ScoringPool:
             self._pids[rank] = pid
             self.n_restarts += 1
             log.warning(
-                "%s died (process %d); Ray has started another and repeated its requests", self.group.label(rank), known
+                "%s died (process %d); Ray has started another and repeated its requests",
+                self.group.label(rank),
+                known,
+                extra=as_event("scoring_restart"),
             )
 
 

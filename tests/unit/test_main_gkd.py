@@ -31,6 +31,7 @@ from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.runtime.stop_request import StopRequest
 from teacher.errors import TeacherTimeout
 from tests._support.base_config import base_config
+from tests._support.checkpoint_files import write_checkpoints
 from tests._support.data_sets import data_set_of
 
 STUDENT = Student(Path("x"), 64, build_tokenizer(), "the same", n_tokens=60)
@@ -140,8 +141,7 @@ class TestUnexpectedErrors:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_started: bool
     ) -> None:
         def run(config: Config, stored: str, folder: RunFolder) -> None:
-            (folder.path / "global_step_4").mkdir()
-            (folder.path / "latest_checkpointed_iteration.txt").write_text("4")
+            write_checkpoints(folder.path, 4)
             if has_started:
                 folder.accept()
             raise TeacherTimeout("step 5: teacher default, 2 samples (8, 9): late")
@@ -236,7 +236,7 @@ class TestRestarts:
     def test_actor_lost_after_a_stop_ends_as_requested_with_an_earlier_checkpoint(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        (tmp_path / "latest_checkpointed_iteration.txt").write_text("4\n")
+        write_checkpoints(tmp_path, 4)
         outcomes = None, WorkerDied("actor worker 0 died")
         calls, stop = self.train(monkeypatch, *outcomes, folder=tmp_path, stop_in_training=True)
         assert calls == ["load", "fit"] and stop.reason == "SIGTERM"
@@ -248,7 +248,7 @@ class TestRestarts:
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: GkdError
     ) -> None:
         if isinstance(error, CheckpointError):
-            (tmp_path / "latest_checkpointed_iteration.txt").write_text("4\n")
+            write_checkpoints(tmp_path, 4)
         with pytest.raises(type(error), match=str(error)):
             self.train(monkeypatch, None, error, folder=tmp_path, stop_in_training=True)
 

@@ -25,14 +25,16 @@ from torch.utils.tensorboard import SummaryWriter
 from recipe_gkd.actor.profile import profiled
 from recipe_gkd.checkpoints import save_folders, store
 from recipe_gkd.checkpoints.folders import steps_of
+from recipe_gkd.checkpoints.run_folder import EVENTS
 from recipe_gkd.config.schema import ProfileConfig
 from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.errors import CheckpointError, WorkerError
 from recipe_gkd.metrics import run_summary
 from recipe_gkd.metrics.loggers import Loggers
+from recipe_gkd.metrics.run_events import RunEvents, read_events
 from recipe_gkd.ray_cluster.connection import _write_timeline
 from recipe_gkd.rewards import RewardScorer
-from recipe_gkd.runtime.run_log import start_logging
+from recipe_gkd.runtime.run_log import as_event, start_logging
 from tests._support.repository import REPO
 from tests._support.reward_files import reward_file, settings
 from tests.unit.test_trainer_stops import ERRORS, Faults, StoppingTrainer, fit, make_trainer
@@ -123,6 +125,28 @@ def fail_metrics(case: Case) -> None:
 
 def fail_samples(case: Case) -> None:
     fail_line_file(case, "training/samples.jsonl")
+
+
+def fail_events(case: Case) -> None:
+    """The disk is full until step 3. The events of this time are written later, in their order."""
+    trainer = case.trainer()
+    pwrite = os.pwrite
+
+    def write(descriptor: int, data: bytes, at: int) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(EVENTS) and trainer.progress.step < 3:
+            raise FULL
+        return pwrite(descriptor, data, at)
+
+    case.patch.setattr(os, "pwrite", write)
+    restart = as_event("rollout_restart")
+    with RunEvents(case.folder):
+        logging.getLogger("recipe_gkd").warning("replaced while the disk is full", extra=restart)
+        assert read_events(case.folder) == []
+        case.run(trainer, warning=f"{EVENTS} cannot be written: ")
+        logging.getLogger("recipe_gkd").warning("replaced later", extra=restart)
+    events = [event.get("message", event["event"]) for event in read_events(case.folder)]
+    assert events == ["start", "replaced while the disk is full", "replaced later", "end"]
+    assert case.log.text.count(f"{EVENTS} cannot be written") == 1
 
 
 def fail_tensorboard(case: Case) -> None:
@@ -276,7 +300,7 @@ def fail_dropped_batch(case: Case) -> None:
 
 
 def fail_summary(case: Case) -> None:
-    case.fail_while(run_summary, "read_latest", lambda: True)
+    case.fail_while(run_summary, "newest_complete", lambda: True)
     case.run(case.trainer(), warning="its summary cannot be made: ")
 
 
@@ -302,6 +326,7 @@ def fail_diagnosis(case: Case) -> None:
 FAILURES: dict[str, Callable[[Case], None]] = {
     "`metrics.jsonl`": fail_metrics,
     "`training/samples.jsonl`": fail_samples,
+    "`events.jsonl`": fail_events,
     "`tensorboard/`": fail_tensorboard,
     "console": fail_console,
     "`run.log`": fail_log,

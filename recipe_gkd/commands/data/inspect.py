@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from recipe_gkd.commands.arguments import command_parser
-from recipe_gkd.commands.output import print_lines
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import ignores_tools
@@ -40,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
         Exit status: 0 if a run could read the data, 1 after an error.
     """
     try:
-        print_lines(_report(make_parser().parse_args(argv)))
+        for line in _report(make_parser().parse_args(argv)):
+            print(line)
     except Exception as error:  # noqa: BLE001 - the command prints one error instead of a traceback
         print(f"error: {as_known_error(error, 'data inspect')}", file=sys.stderr)
         return 1

@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe_gkd.commands.output import print_lines
 from recipe_gkd.config import load_config
 from recipe_gkd.config.schema.fields import expand_home
 from recipe_gkd.data.files import FORMATS
@@ -83,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = make_parser().parse_args(argv)
     try:
-        print_lines([*prepare(arguments)])
+        print("\n".join(prepare(arguments)))
     except Exception as error:  # noqa: BLE001 - the command prints one error instead of a traceback
         print(f"error: {as_known_error(error, 'data prepare')}", file=sys.stderr)
         return 1

@@ -17,6 +17,8 @@ import numpy as np
 from omegaconf import OmegaConf
 
 import recipe_gkd.commands.evaluate as package
+from recipe_gkd.checkpoints.folders import steps_of
+from recipe_gkd.checkpoints.newest import find_checkpoint, is_run
 from recipe_gkd.commands.evaluate.scores import Evaluation, as_json, render
 from recipe_gkd.config import Config
 from recipe_gkd.config.load import compose_config, to_config
@@ -195,9 +197,14 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
 def model_folder(path: Path) -> Path:
     """Return the Hugging Face folder at ``path``: the folder itself, or ``huggingface`` in a checkpoint.
 
+    Of the folder of a run, the newest complete checkpoint is used.
+
     Raises:
         ModelError: There is none.
+        CheckpointError: The run has no complete checkpoint.
     """
+    if not (path / "config.json").is_file() and is_run(path) and steps_of(path):
+        path = find_checkpoint(path)
     folder = path / "huggingface" if (path / "huggingface" / "config.json").is_file() else path
     check_model_folder(folder)
     return folder

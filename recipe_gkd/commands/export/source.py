@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from recipe_gkd.checkpoints.folders import damage, final_folder, read_latest, steps_of
+from recipe_gkd.checkpoints.newest import find_checkpoint
 from recipe_gkd.checkpoints.run_folder import CONFIG
 from recipe_gkd.config import Config
 from recipe_gkd.config.load import compose_config, to_config
@@ -70,26 +70,6 @@ def find_source(checkpoint: Path, model: Path | None = None, config_file: Path |
         )
     OmegaConf.update(settings, f"{MODEL}.path", str(path))
     return Source(checkpoint=folder, config=to_config(settings), model=path)
-
-
-def find_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint folder, the latest one if ``folder`` is that of a run.
-
-    Raises:
-        CheckpointError: There is none, or it is incomplete.
-    """
-    if not (folder / "trainer.json").exists() and not (folder / "actor").exists() and folder.is_dir():
-        steps = steps_of(folder)
-        if not steps:
-            raise CheckpointError(
-                f"{folder} is neither a checkpoint nor a run with checkpoints; expected a folder global_step_N, or a "
-                "folder that contains one"
-            )
-        latest = read_latest(folder)
-        folder = final_folder(folder, latest if latest in steps else steps[-1])
-    if reason := damage(folder):
-        raise CheckpointError(f"{folder} is not a complete checkpoint: {reason}; use another checkpoint of the run")
-    return folder
 
 
 def with_float32(source: Source) -> Source:

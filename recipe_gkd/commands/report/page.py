@@ -8,6 +8,7 @@ from importlib.resources import files
 
 from recipe_gkd.commands.report.advice import advice_section
 from recipe_gkd.commands.report.curves import curves_section, validation_rewards
+from recipe_gkd.commands.report.history import history_section
 from recipe_gkd.commands.report.markup import text
 from recipe_gkd.commands.report.run_files import Run
 from recipe_gkd.commands.report.samples import samples_section
@@ -64,6 +65,7 @@ def _sections(run: Run) -> list[tuple[str, str, str]]:
         ("Time", "time", _time_section(run)),
         ("Responses", "responses", samples_section(run)),
         ("Checkpoints", "checkpoints", checkpoints_section(run)),
+        ("Starts and restarts", "events", history_section(run.events)),
         ("Configuration", "configuration", settings_section(run)),
     ]
 

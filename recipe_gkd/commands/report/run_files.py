@@ -16,12 +16,14 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe_gkd.checkpoints.folders import damage, final_folder, read_latest, steps_of
+from recipe_gkd.checkpoints.folders import damage, final_folder, steps_of
+from recipe_gkd.checkpoints.newest import newest_complete
 from recipe_gkd.checkpoints.run_folder import CONFIG, LOG
 from recipe_gkd.checkpoints.state import Best
 from recipe_gkd.checkpoints.store import recorded_best
 from recipe_gkd.commands.report.series import Series
 from recipe_gkd.errors import CheckpointError, DataError
+from recipe_gkd.metrics.run_events import read_events
 
 METRICS, STEP = "metrics.jsonl", "training/global_step"
 MAX_RECENT_STEPS = 2000
@@ -63,6 +65,7 @@ class Run:
         latest: Step of the checkpoint that a resumed run starts from.
         best: Best weights by ``trainer.best_metric``. None if there are none.
         notes: Problems of the files that the reader of the report must know.
+        events: Starts, ends and restarts, oldest first.
     """
 
     folder: Path
@@ -75,6 +78,7 @@ class Run:
     latest: int | None = None
     best: Best | None = None
     notes: list[str] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def last_step(self) -> int:
@@ -100,6 +104,8 @@ def read_run(folder: Path) -> Run:
     """
     notes: list[str] = []
     series, recent = read_metrics(folder / METRICS, notes)
+    newest = newest_complete(folder)
+    notes += [f"Checkpoints: {reason}." for reason in newest.reasons]
     return Run(
         folder=folder,
         series=series,
@@ -108,9 +114,10 @@ def read_run(folder: Path) -> Run:
         advice=read_advice(folder / LOG),
         validations=find_validations(folder / "validation"),
         checkpoints=[read_checkpoint(folder, step) for step in steps_of(folder)],
-        latest=read_latest(folder),
+        latest=newest.step,
         best=_read_best(folder, notes),
         notes=notes,
+        events=read_events(folder),
     )
 
 

@@ -111,8 +111,7 @@ def checkpoints_section(run: Run) -> str:
         "# same command as before: continues after the latest checkpoint\n"
         "python -m recipe_gkd.main_gkd ... trainer.resume_mode=auto"
     )
-    if usable:
-        step = best if best in usable else usable[-1]
+    if (step := best if best in usable else run.latest) is not None:
         lines += (
             "\n\n# a Hugging Face folder for inference\n"
             f"python -m recipe_gkd export {shlex.quote(str(final_folder(run.folder, step)))} OUT"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES
 from tests._support.repository import REPO
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -53,6 +54,10 @@ def test_wheel_provides_commands_configurations_and_scripts(environment: Path, t
     )
     assert "total_training_steps: 250" in shown
     assert "--out" in run(environment, tmp_path, "python", "-m", "recipe_gkd.quickstart.prepare", "--help")
+    weights = {file.name: file.read_bytes() for file in (REPO / "recipe_gkd" / "quickstart" / "weights").iterdir()}
+    packaged = location.parent / "quickstart" / "weights"
+    assert {file.name: file.read_bytes() for file in packaged.iterdir()} == weights
+    assert {f"{role}{end}" for role in (*RECIPES, *SELF_RECIPES) for end in (".json", ".safetensors")} == set(weights)
     script = location.parents[1] / "teacher" / "start_server.sh"
     shown = subprocess.run(["bash", str(script), "--help"], capture_output=True, text=True, check=True).stdout
     assert "CKPT_PATH" in shown

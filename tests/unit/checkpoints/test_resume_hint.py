@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from recipe_gkd.checkpoints.folders import write_latest
 from recipe_gkd.checkpoints.resume_hint import resume_hint
 from recipe_gkd.config.schema import TrainerConfig
 from recipe_gkd.diagnostics.exit_messages import report_saved_stop, report_stop
 from tests._support.base_config import base_config
+from tests._support.checkpoint_files import write_checkpoints
 
 ARGUMENTS = ["--config-name", "x", "data.train_files=[a b]", "trainer.resume_mode=disable"]
 
@@ -23,7 +23,7 @@ def trainer_of(folder: Path, mode: str = "auto") -> TrainerConfig:
 class TestResumeHint:
     @pytest.mark.parametrize("mode", ["auto", "disable"])
     def test_command_resumes_in_every_mode(self, tmp_path: Path, mode: str) -> None:
-        write_latest(tmp_path, 12)
+        write_checkpoints(tmp_path, 12)
         checkpoint, command = resume_hint(trainer_of(tmp_path, mode), ARGUMENTS).split("\n")
         assert checkpoint == f"the newest checkpoint is {tmp_path}/global_step_12"
         words = shlex.split(command.removeprefix("to resume from it: "))
@@ -33,6 +33,12 @@ class TestResumeHint:
     def test_run_without_checkpoint_starts_again(self, tmp_path: Path) -> None:
         hint = resume_hint(trainer_of(tmp_path), ARGUMENTS)
         assert hint == f"{tmp_path} has no checkpoint, so that the same command starts from the beginning"
+
+    def test_run_with_damaged_checkpoints_only_needs_a_new_run(self, tmp_path: Path) -> None:
+        write_checkpoints(tmp_path, 12)
+        (tmp_path / "global_step_12" / "trainer.json").unlink()
+        hint = resume_hint(trainer_of(tmp_path), ARGUMENTS)
+        assert hint.endswith("it has no trainer.json); start a new run with trainer.resume_mode=disable")
 
 
 class TestExitMessages:

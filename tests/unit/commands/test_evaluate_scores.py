@@ -11,7 +11,7 @@ import pytest
 
 from recipe_gkd.commands.evaluate.command import _parser, build_config, main, model_folder, sampling_of
 from recipe_gkd.commands.evaluate.scores import Evaluation, as_json, difference, mean_and_error, render, scores_of
-from recipe_gkd.errors import ConfigError, ModelError
+from recipe_gkd.errors import CheckpointError, ConfigError, ModelError
 from recipe_gkd.rollout.offline_engine import limit_to_model
 
 
@@ -98,8 +98,10 @@ class TestArguments:
     def test_checkpoint_means_its_hugging_face_folder(self, tmp_path: Path) -> None:
         folder = make_model(tmp_path / "global_step_3" / "huggingface")
         assert model_folder(tmp_path / "global_step_3") == folder == model_folder(folder)
-        with pytest.raises(ModelError, match="recipe_gkd export"):
+        with pytest.raises(CheckpointError, match="has no complete checkpoint"):
             model_folder(tmp_path)
+        with pytest.raises(ModelError, match="recipe_gkd export"):
+            model_folder(tmp_path / "other")
 
     def test_length_is_limited_by_the_model(self, tmp_path: Path) -> None:
         assert limit_to_model(100, make_model(tmp_path / "a", max_position_embeddings=64)) == 64

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from recipe_gkd.commands.export.command import check_out
-from recipe_gkd.commands.export.source import find_checkpoint, find_source, with_float32
+from recipe_gkd.commands.export.source import find_source, with_float32
 from recipe_gkd.errors import CheckpointError, ConfigError, ModelError
 
 
@@ -32,27 +32,6 @@ def make_run(tmp_path: Path, **actor: Any) -> Path:
     section = {"model": {"path": str(tmp_path / "model")}, "actor": actor}
     (run / "config.yaml").write_text(yaml.safe_dump({"actor_rollout_ref": section, "former_key": 1}))
     return run
-
-
-class TestFindCheckpoint:
-    def test_run_gives_its_latest_checkpoint(self, tmp_path: Path) -> None:
-        for step in (4, 8, 12):
-            make_checkpoint(tmp_path, step)
-        assert find_checkpoint(tmp_path).name == "global_step_12"
-        (tmp_path / "latest_checkpointed_iteration.txt").write_text("8\n")
-        assert find_checkpoint(tmp_path).name == "global_step_8"
-        assert find_checkpoint(tmp_path / "global_step_4").name == "global_step_4"
-
-    def test_folder_without_checkpoint_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointError, match="neither a checkpoint nor a run with checkpoints"):
-            find_checkpoint(tmp_path)
-
-    @pytest.mark.parametrize("name", ["trainer.json", "actor/metadata.json"])
-    def test_incomplete_checkpoint_names_the_missing_file(self, name: str, tmp_path: Path) -> None:
-        folder = make_checkpoint(tmp_path)
-        (folder / name).unlink()
-        with pytest.raises(CheckpointError, match=f"not a complete checkpoint: it has no {name}"):
-            find_checkpoint(folder)
 
 
 class TestFindSource:

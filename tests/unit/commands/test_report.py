@@ -28,6 +28,7 @@ from recipe_gkd.commands.report.settings import HIDDEN, hide_secrets
 from recipe_gkd.commands.report.stage_charts import stage_times
 from recipe_gkd.commands.report.trace_chart import last_updates, read_spans
 from recipe_gkd.config.load import known_keys
+from recipe_gkd.metrics.run_events import RunEvents
 from recipe_gkd.metrics.trace import TraceFile
 from tests._support.browser import CHROMIUM, browser_page
 from tests._support.repository import REPO
@@ -66,15 +67,17 @@ def make_run(folder: Path, n_steps: int = 60, **more: float) -> Path:
     (checkpoint / "trainer.json").write_text("{}")
     (checkpoint / "actor" / "metadata.json").write_text("{}")
     (folder / "latest_checkpointed_iteration.txt").write_text(f"{n_steps}\n")
+    with RunEvents(folder):
+        pass
     return folder
 
 
 class TestPage:
     def test_page_has_all_sections_and_loads_nothing(self, tmp_path: Path) -> None:
         page = render_page(read_run(make_run(tmp_path / "run")))
-        for anchor in ("advice", "curves", "time", "responses", "checkpoints", "configuration"):
+        for anchor in ("advice", "curves", "time", "responses", "checkpoints", "events", "configuration"):
             assert f'<section id="{anchor}">' in page
-        assert "default-src 'none'" in page
+        assert "Starts of the run: 1." in page and "default-src 'none'" in page
         assert not REFERENCE.search(page), REFERENCE.findall(page)
 
     def test_text_of_the_run_is_escaped(self, tmp_path: Path) -> None:

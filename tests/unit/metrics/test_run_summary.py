@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipe_gkd.checkpoints.folders import final_folder, write_latest
+from recipe_gkd.checkpoints.folders import final_folder
 from recipe_gkd.metrics.run_summary import RunSummary
+from tests._support.checkpoint_files import write_checkpoints
 
 
 def make_metrics(kl: float) -> dict[str, float]:
@@ -19,9 +20,9 @@ class TestRunSummary:
         for step, kl in ((5, 0.5), (6, 0.3), (7, 0.125)):
             summary.observe(step, make_metrics(kl))
         summary.observe(8, {**make_metrics(0.1), "val/math/score": 0.75})
+        write_checkpoints(tmp_path, 8)
         model = final_folder(tmp_path, 8) / "huggingface"
-        model.mkdir(parents=True)
-        write_latest(tmp_path, 8)
+        model.mkdir(exist_ok=True)
         assert summary.render(tmp_path).splitlines() == [
             "  steps               4 (5 to 8)",
             "  time                8.0 s, 2.00 s per step",
