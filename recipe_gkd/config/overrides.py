@@ -5,21 +5,17 @@ Hydra's own check reports the first unknown key only, names no known key, and ac
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from recipe_gkd.config.aliases import find_alias, unknown_key_message
+from recipe_gkd.config.grammar import ValueKind, grammar_problem, parse
 
 HYDRA_KEYS_IN_USE = ("hydra.searchpath",)
-_HOME_PATH = re.compile(r"""(?:^|(?<=[\[,\s:]))(~[^,\[\]{}'"]*)""")
-"""A value or an element of a list that starts with ``~``. Hydra has no such token; a shell expands none after ``=``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +43,13 @@ class OverrideRules:
         known: All keys of the configuration.
         free_form: Sections in which users choose the names of the keys.
         is_group: Function that returns True for the name of a config group of Hydra.
+        lists: Keys whose value is a list.
     """
 
     known: Collection[str]
     free_form: Sequence[str]
     is_group: Callable[[str], bool]
+    lists: Collection[str] = ()
 
     def check(self, overrides: Sequence[str]) -> CheckedOverrides:
         """Check the keys of all overrides, and translate those of other projects.
@@ -69,11 +67,11 @@ class OverrideRules:
 
     def _check(self, text: str) -> CheckedOverrides:
         try:
-            text, override = _parse(text)
+            text, override = parse(text)
         except HydraException as error:
-            return CheckedOverrides(problems=(_grammar_problem(text, " ".join(str(error).split())),))
+            return CheckedOverrides(problems=(self._grammar_problem(text, " ".join(str(error).split())),))
         if override.is_sweep_override():
-            return CheckedOverrides(problems=(_grammar_problem(text, "a comma separates the values of a sweep"),))
+            return CheckedOverrides(problems=(self._grammar_problem(text, "a comma separates the values of a sweep"),))
         key = override.key_or_group
         if key.startswith("hydra.") and key not in HYDRA_KEYS_IN_USE:
             warning = (
@@ -95,6 +93,12 @@ class OverrideRules:
             return CheckedOverrides(problems=(unknown_key_message(key, self.known),))
         names = frozenset(one.partition("=")[0] for one in translated)
         return CheckedOverrides(accepted=translated, keys=names, warnings=(alias.warning(value),))
+
+    def _grammar_problem(self, text: str, reason: str) -> str:
+        key = text.partition("=")[0].lstrip("+")
+        is_scalar = key in self.known and key not in self.free_form
+        kind: ValueKind = "list" if key in self.lists else "scalar" if is_scalar else "unknown"
+        return grammar_problem(text, reason, kind)
 
     def _is_known(self, name: str) -> bool:
         below = tuple(f"{section}." for section in self.free_form)
@@ -125,39 +129,3 @@ def leaf_names(name: str, value: Any, is_section: Callable[[str], bool] = lambda
     if isinstance(value, Mapping) and value and is_section(name):
         return [leaf for inner, below in value.items() for leaf in leaf_names(f"{name}.{inner}", below, is_section)]
     return [name]
-
-
-def _parse(text: str) -> tuple[str, Override]:
-    """Parse an override. Return the text that Hydra accepts, in which values that start with ``~`` are quoted."""
-    parser = OverridesParser.create()
-    try:
-        return text, parser.parse_override(text)
-    except HydraException:
-        key, separator, value = text.partition("=")
-        quoted = key + separator + _HOME_PATH.sub(r"'\1'", value)
-        if quoted == text:
-            raise
-        return quoted, parser.parse_override(quoted)
-
-
-def quote(text: str) -> str:
-    """Return an override whose value Hydra reads as one string, with all its characters."""
-    key, _, value = text.partition("=")
-    escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
-    return f"{key}='{escaped}'"
-
-
-def _grammar_problem(text: str, reason: str) -> str:
-    """Return the message for an override that Hydra cannot parse, with its quoted form if that can be parsed."""
-    if "=" in text:
-        quoted = quote(text)
-        try:
-            OverridesParser.create().parse_override(quoted)
-        except HydraException:
-            pass
-        else:
-            return (
-                f"the override {text!r} cannot be parsed, because its value has a character with a meaning for Hydra "
-                f"({reason}); quote the value for Hydra and the whole for the shell: {shlex.quote(quoted)}"
-            )
-    return f"the override {text!r} is not of the form key=value: {reason}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from recipe_gkd.config.__main__ import main as print_keys
 from recipe_gkd.config.aliases import find_alias, migration_tables, unknown_key_message
 from recipe_gkd.config.foreign_keys import PROJECTS, ForeignKey
-from recipe_gkd.config.load import FREE_FORM_SECTIONS, known_keys, read_config
+from recipe_gkd.config.load import FREE_FORM_SECTIONS, known_keys, list_keys, read_config
 from recipe_gkd.config.overrides import OverrideRules
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import CONFIG_NAME, REQUIRED
@@ -20,7 +21,8 @@ from tests._support.repository import REPO
 KNOWN = list(known_keys())
 ENTRIES = [entry for project in PROJECTS for entry in project.keys]
 NAMES = [name for entry in ENTRIES for name in entry.names]
-RULES = OverrideRules(known=KNOWN, free_form=(), is_group=lambda name: False)
+LISTS = list_keys()
+RULES = OverrideRules(known=KNOWN, free_form=(), is_group=lambda name: False, lists=LISTS)
 
 
 def rejection(*overrides: str, folder: Path | None = None, name: str = CONFIG_NAME) -> str:
@@ -245,15 +247,52 @@ class TestOtherProjects:
 
 
 class TestGrammar:
+    """The proposed form of an override that Hydra cannot parse gives the value that was written."""
+
+    @pytest.mark.parametrize("key", ["data.train_files", "trainer.logger", "custom_reward_function.path"])
     @pytest.mark.parametrize(
         "value",
         ["/data/a=b/train.parquet", "/data/a,b.parquet", "/data/(1)/t.parquet", "/data/größe=1", "it's=1", "a=\\"],
     )
-    def test_override_that_cannot_be_parsed_is_shown_quoted(self, value: str) -> None:
-        (problem,) = RULES.check([f"data.train_files={value}"]).problems
-        (quoted,) = shlex.split(problem.rpartition("shell: ")[2])
-        (accepted,) = RULES.check([quoted]).accepted
-        assert OverridesParser.create().parse_override(accepted).value() == value
+    def test_one_value_is_shown_quoted(self, key: str, value: str) -> None:
+        assert proposed_value(f"{key}={value}") == ([value] if key in LISTS else value)
+
+    @pytest.mark.parametrize(
+        ("override", "expected"),
+        [
+            ("trainer.logger=console,jsonl", ["console", "jsonl"]),
+            ("trainer.profile.steps=1,2", [1, 2]),
+            ("data.train_files=/a b.parquet,/x=1/c.parquet", ["/a b.parquet", "/x=1/c.parquet"]),
+        ],
+    )
+    def test_several_values_of_a_list_key_are_shown_as_a_list(self, override: str, expected: list[object]) -> None:
+        assert proposed_value(override, "as a list: ") == expected
+
+    @pytest.mark.parametrize(
+        ("override", "expected"),
+        [
+            ("data.train_files=[/x=1/a.parquet,/b.parquet]", ["/x=1/a.parquet", "/b.parquet"]),
+            ("data.train_files=[/x=1/a, '/b,c', ~/d(1)]", ["/x=1/a", "/b,c", "~/d(1)"]),
+            ("trainer.profile.steps=[1,2=]", [1, "2="]),
+            ("custom_reward_function.kwargs={n: 2, file: /x=1/a}", {"n": 2, "file": "/x=1/a"}),
+            ("custom_reward_function.path=[a=b]", "[a=b]"),
+        ],
+    )
+    def test_elements_of_a_list_or_mapping_are_shown_quoted(self, override: str, expected: object) -> None:
+        assert proposed_value(override) == expected
+
+    def test_proposed_list_is_accepted_by_the_schema(self) -> None:
+        (override,) = shlex.split(rejection(*REQUIRED, "trainer.logger=console,jsonl").split("list: ")[1].split(";")[0])
+        assert read_config(CONFIG_NAME, [*REQUIRED, override]).config.trainer.logger == ["console", "jsonl"]
+
+
+def proposed_value(override: str, before: str = "shell: ") -> object:
+    """Return the value of the override that the message proposes after the words ``before``."""
+    rules = dataclasses.replace(RULES, free_form=FREE_FORM_SECTIONS)
+    (problem,) = rules.check([override]).problems
+    (proposed,) = shlex.split(problem.rpartition(before)[2].partition("; for one value")[0])
+    (accepted,) = rules.check([proposed]).accepted
+    return OverridesParser.create().parse_override(accepted).value()
 
 
 class TestConfigFiles:
