@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import Literal
+from typing import Any, Literal
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -39,6 +39,17 @@ def quote(text: str) -> str:
     """Return ``text`` in quotes, so that Hydra reads it as one string, with all its characters."""
     escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'")
     return f"'{escaped}'"
+
+
+def to_text(value: Any) -> str:
+    """Return a value of an override as text of Hydra's grammar, in which each string is quoted."""
+    if isinstance(value, str):
+        return quote(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(to_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{to_text(item)}' for name, item in value.items())}}}"
+    return "null" if value is None else str(value).lower()
 
 
 def grammar_problem(text: str, reason: str, kind: ValueKind = "unknown") -> str:

@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from recipe_gkd.config.aliases import find_alias, unknown_key_message
+from recipe_gkd.config.caller import resolve_override
 from recipe_gkd.config.grammar import ValueKind, grammar_problem, parse
 
 HYDRA_KEYS_IN_USE = ("hydra.searchpath",)
@@ -66,6 +67,7 @@ class OverrideRules:
         )
 
     def _check(self, text: str) -> CheckedOverrides:
+        text = resolve_override(text)
         try:
             text, override = parse(text)
         except HydraException as error:
@@ -91,6 +93,7 @@ class OverrideRules:
         translated = None if alias is None or override.is_delete() else alias.entry.translate(value)
         if alias is None or translated is None:
             return CheckedOverrides(problems=(unknown_key_message(key, self.known),))
+        translated = tuple(map(resolve_override, translated))
         names = frozenset(one.partition("=")[0] for one in translated)
         return CheckedOverrides(accepted=translated, keys=names, warnings=(alias.warning(value),))
 
