@@ -87,7 +87,7 @@ def read_config(name: str, overrides: Sequence[str] = (), folder: Path | None = 
         composed = _compose(name, checked.accepted, folder)
         config = to_config(composed)
     except ConfigError as error:
-        problems.append(str(error))
+        problems += [_with_origin(line, checked) for line in str(error).splitlines()]
     if problems or composed is None or config is None:
         raise ConfigError("\n".join(problems))
     validate(config)
@@ -265,6 +265,12 @@ def _check_overrides(overrides: Sequence[str], folder: Path) -> CheckedOverrides
 
     rules = OverrideRules(known=known_keys(), free_form=FREE_FORM_SECTIONS, is_group=is_group, lists=list_keys())
     return rules.check(overrides)
+
+
+def _with_origin(line: str, checked: CheckedOverrides) -> str:
+    """Return a line of a message that starts with a key, with the override of another project's key that sets it."""
+    origin = checked.origins.get(line.partition(": ")[0])
+    return line if origin is None else f"{line} (set by {origin})"
 
 
 def _name_of(detail: ErrorDetails) -> str:

@@ -6,7 +6,7 @@ Hydra's own check reports the first unknown key only, names no known key, and ac
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -28,12 +28,14 @@ class CheckedOverrides:
         keys: Keys that they set. A section that is set as a mapping counts with each of its keys.
         warnings: Messages about overrides that were translated or have no effect.
         problems: Messages about overrides that cannot be used.
+        origins: Our key -> override of another project's key that sets it.
     """
 
     accepted: tuple[str, ...] = ()
     keys: frozenset[str] = frozenset()
     warnings: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,8 @@ class OverrideRules:
             accepted=tuple(text for one in checked for text in one.accepted),
             keys=frozenset(key for one in checked for key in one.keys),
             warnings=tuple(text for one in checked for text in one.warnings),
-            problems=tuple(text for one in checked for text in one.problems),
+            problems=tuple(text for one in checked for text in one.problems) + _conflicts(overrides, checked),
+            origins={key: text for one in checked for key, text in one.origins.items()},
         )
 
     def _check(self, text: str) -> CheckedOverrides:
@@ -95,7 +98,8 @@ class OverrideRules:
             return CheckedOverrides(problems=(unknown_key_message(key, self.known),))
         translated = tuple(map(resolve_override, translated))
         names = frozenset(one.partition("=")[0] for one in translated)
-        return CheckedOverrides(accepted=translated, keys=names, warnings=(alias.warning(value),))
+        origins = dict.fromkeys(names, f"{key}={value}")
+        return CheckedOverrides(accepted=translated, keys=names, warnings=(alias.warning(value),), origins=origins)
 
     def _grammar_problem(self, text: str, reason: str) -> str:
         key = text.partition("=")[0].lstrip("+")
@@ -121,14 +125,47 @@ class OverrideRules:
         return leaf_names(override.key_or_group, value, lambda name: name in self._sections)
 
 
+def _conflicts(overrides: Sequence[str], checked: Sequence[CheckedOverrides]) -> tuple[str, ...]:
+    """Return messages about keys to which an override of another project's key and a different one give two values.
+
+    A key that is repeated under one name has its last value, as in Hydra.
+    """
+    values: dict[str, dict[str, Any]] = {}  # our key -> name in the override -> (override, value)
+    for text, one in zip(overrides, checked, strict=True):
+        name = text.partition("=")[0].lstrip("+")
+        for accepted in one.accepted:
+            for key, value in _leaf_values(accepted).items():
+                values.setdefault(key, {})[name if key in one.origins else key] = (text, value)
+    problems = []
+    for key, by_name in values.items():
+        texts, found = zip(*by_name.values(), strict=True)
+        if any(value != found[0] for value in found):
+            problems.append(f"{' and '.join(texts)} set {key} to different values; write one of them, {key}=VALUE")
+    return tuple(problems)
+
+
+def _leaf_values(text: str) -> dict[str, Any]:
+    """Return the keys that an override sets, with their values."""
+    override = parse(text)[1]
+    return {} if override.is_delete() else leaf_values(override.key_or_group, override.value())
+
+
 def leaf_names(name: str, value: Any, is_section: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Return the names of the keys that a value sets.
+    """Return the names of the keys that a value sets, the keys of :func:`leaf_values`."""
+    return list(leaf_values(name, value, is_section))
+
+
+def leaf_values(name: str, value: Any, is_section: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+    """Return the keys that a value sets, with their values.
 
     Args:
         name: Name of the key with this value.
         value: Its value. Each key of a mapping counts by itself.
         is_section: Function that returns False for the name of a key whose value is a mapping.
     """
-    if isinstance(value, Mapping) and value and is_section(name):
-        return [leaf for inner, below in value.items() for leaf in leaf_names(f"{name}.{inner}", below, is_section)]
-    return [name]
+    if not (isinstance(value, Mapping) and value and is_section(name)):
+        return {name: value}
+    found: dict[str, Any] = {}
+    for inner, below in value.items():
+        found |= leaf_values(f"{name}.{inner}", below, is_section)
+    return found

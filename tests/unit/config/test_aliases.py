@@ -71,6 +71,7 @@ class TestOverrides:
     def test_value_of_foreign_key_is_checked(self) -> None:
         message = rejection(*REQUIRED, "gkd.teacher_port=70000")
         assert message.startswith("actor_rollout_ref.teacher.server_port: got 70000;")
+        assert message.endswith("(set by gkd.teacher_port=70000)")
 
     def test_removal_of_foreign_key_is_refused(self) -> None:
         assert "write data.max_response_length" in rejection(*REQUIRED, "~max_new_tokens")
@@ -190,6 +191,40 @@ OTHER_KEYS = [
 ]
 
 
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+class TestConflicts:
+    """Two names of one key with different values."""
+
+    @pytest.mark.parametrize(
+        ("overrides", "key"),
+        [
+            ((f"{ROLLOUT}.do_sample=False", f"{ROLLOUT}.temperature=1.0"), f"{ROLLOUT}.temperature"),
+            (("gkd.distill_loss=jsd", "++gkd.loss_type=reverse_kl"), "gkd.distill_loss_type"),
+            (("max_steps=10", "trainer={total_training_steps: 20}"), "trainer.total_training_steps"),
+            (("policy.generation.colocated.enabled=true", "trainer.scheduler=one_step_off"), "trainer.scheduler"),
+        ],
+    )
+    def test_different_values_are_refused_in_each_order(self, overrides: tuple[str, str], key: str) -> None:
+        for texts in (overrides, overrides[::-1]):
+            message = rejection(*REQUIRED, *texts)
+            assert message == f"{' and '.join(texts)} set {key} to different values; write one of them, {key}=VALUE"
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            (f"{ROLLOUT}.do_sample=False", f"{ROLLOUT}.temperature=0.0"),
+            ("gkd.loss_type=jsd", "gkd.distill_loss_type='jsd'"),
+            ("trainer.save_freq=10", "++trainer.save_freq=20"),
+            ("trainer={save_freq: 10}", "trainer.save_freq=20"),
+            ("max_steps=10", "max_steps=20"),
+        ],
+    )
+    def test_same_value_or_same_name_is_accepted(self, overrides: tuple[str, str]) -> None:
+        assert not RULES.check(overrides).problems
+
+
 class TestOtherProjects:
     """Keys that users of other projects wrote."""
 
@@ -213,6 +248,9 @@ class TestOtherProjects:
             ("use_peft=false", ()),
             ("trainer.val_only=false", ()),
             ("trainer.default_hdfs_dir=null", ()),
+            ("max_steps=-1", ("trainer.total_training_steps=null",)),
+            ("max_steps=100", ("trainer.total_training_steps=100",)),
+            ("trainer.max_steps=-1", ("trainer.total_training_steps=null",)),
         ],
     )
     def test_value_decides(self, override: str, ours: tuple[str, ...]) -> None:
