@@ -1,13 +1,14 @@
 # Paths of the user in the launch scripts, which change the directory. Source it before `cd`.
 
-caller=$PWD
+# Relative paths in overrides belong to this folder (recipe_gkd/config/caller.py). A script that runs another one sets it.
+export GKD_CALLER_DIR=${GKD_CALLER_DIR:-$PWD}
 
 # from_caller PATH: the absolute path of a file or folder that the caller's directory has, else PATH itself, such as the
 # name of a hub model. A leading ~/ is the home folder.
 from_caller() {
   local path=$1
   [[ $path != "~/"* ]] || path=$HOME/${path#"~/"}
-  if [[ -n $path && $path != /* && -e $caller/$path ]]; then path=$caller/$path; fi
+  if [[ -n $path && $path != /* && -e $GKD_CALLER_DIR/$path ]]; then path=$GKD_CALLER_DIR/$path; fi
   printf '%s' "$path"
 }
 
@@ -15,7 +16,7 @@ from_caller() {
 new_path() {
   local path
   path=$(from_caller "$1")
-  if [[ -n $path && $path != /* ]]; then path=$caller/$path; fi
+  if [[ -n $path && $path != /* ]]; then path=$GKD_CALLER_DIR/$path; fi
   printf '%s' "$path"
 }
 
@@ -27,22 +28,4 @@ hydra_value() {
   if [[ $value == \[*\] || -z $value ]]; then printf '%s' "$value"; return; fi
   if [ -e "$value" ]; then value=${value//'${'/'\${'}; fi
   printf "'%s'" "$(printf '%s' "$value" | sed -E "s/(\\\\+)('|\$)/\1\1\2/g; s/'/\\\\'/g")"
-}
-
-# resolve_overrides ARGUMENT...: sets the array `overrides` to the arguments, with the absolute path for each value that
-# is a path of the caller's directory, and for the run folder, which may not exist yet.
-resolve_overrides() {
-  local argument key value path
-  overrides=()
-  for argument in "$@"; do
-    key=${argument%%=*} value=${argument#*=} path=$value
-    if [[ $argument == *=* && $value == *[./~]* && $value != [\'\"\[]* ]]; then
-      case $key in
-        *trainer.default_local_dir) [[ $value == *'${'* ]] || path=$(new_path "$value") ;;
-        *) path=$(from_caller "$value") ;;
-      esac
-    fi
-    if [ "$path" != "$value" ]; then argument=$key=$(hydra_value "$path"); fi
-    overrides+=("$argument")
-  done
 }

@@ -54,7 +54,6 @@ teacher=teacher student=student max_model_len=64 for_self=()
 if [ "$config" = quickstart_self ]; then teacher=self_student student=self_student max_model_len=96 for_self=(--self); fi
 name=$(printf '%s,' "$config" "${overrides[@]}" | sed 's/,$//' | tr -c 'A-Za-z0-9=._,-' '_')
 if [ ${#name} -gt 100 ]; then name=${name:0:89}-$(printf '%s' "$name" | cksum | cut -d' ' -f1); fi
-resolve_overrides "${overrides[@]}"
 run=$QUICKSTART_DIR/runs/$name
 if [ $only_folder = 1 ]; then echo "$run"; exit 0; fi
 teacher_dir=$QUICKSTART_DIR/teacher_service
@@ -84,8 +83,9 @@ evaluate() { # evaluate OPTION FOLDER JSON ...: greedy responses to the held-out
 }
 
 # For the page of the report: a trace, and the validation of exact answers
-watched=(custom_reward_function.path=recipe_gkd/quickstart/reward.py custom_reward_function.name=compute_score
-  "data.val_files=$(hydra_value "$QUICKSTART_DIR/data/dev.parquet")" trainer.test_freq=100 "trainer.trace_file=$(hydra_value "$run/trace.json")")
+watched=("custom_reward_function.path=$(hydra_value "$PWD/recipe_gkd/quickstart/reward.py")" custom_reward_function.name=compute_score
+  "data.val_files=$(hydra_value "$(realpath -m "$QUICKSTART_DIR/data/dev.parquet")")" trainer.test_freq=100
+  "trainer.trace_file=$(hydra_value "$(realpath -m "$run/trace.json")")")
 
 check_keys() { # report all wrong keys before anything starts
   "$python" -m recipe_gkd check-config --config-name "$config" "${watched[@]}" "${overrides[@]}" || exit 2

@@ -11,7 +11,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in -h|--help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 source launch/foreground.bash
-resolve_overrides "$@"
 STUDENT=${STUDENT:-Qwen/Qwen2.5-1.5B-Instruct}
 TEACHER=${TEACHER:-Qwen/Qwen2.5-7B-Instruct}
 TRAIN_FILES=${TRAIN_FILES:?set TRAIN_FILES to a parquet file with a column prompt}
@@ -37,4 +36,4 @@ run_foreground "$python" -m recipe_gkd.main_gkd --config-name on_policy_distill_
   actor_rollout_ref.teacher.num_microbatches=4 \
   trainer.device=cuda trainer.n_gpus_per_node=4 rollout.n_gpus_per_node=2 \
   trainer.scheduler=one_step_off trainer.save_freq=100 trainer.logger='[console,jsonl,tensorboard]' \
-  trainer.experiment_name=qwen2.5_7b_to_1.5b "${overrides[@]}"
+  trainer.experiment_name=qwen2.5_7b_to_1.5b "$@"

@@ -9,16 +9,15 @@
 # (or launch/run_teacher_on_ray.sh).
 #
 # STUDENT, TRAIN_FILES, OUTPUT_DIR and AUTH_DIR must be on a disk that all nodes and this machine mount at the same path:
-# a path that exists in the current directory, and a relative OUTPUT_DIR, are made absolute here. Everything else, such
-# as a hub name or a path that only the nodes have, is passed on as it is; a relative path is then one of the job's
-# working directory, a copy of this checkout. Variables of this shell that start with NCCL_, GLOO_, TORCH_ or VLLM_
-# reach all workers (docs/operations.md, "On a cluster").
+# a path that exists in the current directory, and a relative OUTPUT_DIR, are made absolute here, and paths in overrides
+# by the job. Everything else, such as a hub name, is passed on as it is; a relative path that the current directory
+# does not have is one of the job's working directory, a copy of this checkout. Variables of this shell that start with
+# NCCL_, GLOO_, TORCH_ or VLLM_ reach all workers (docs/operations.md, "On a cluster").
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in -h|--help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
-resolve_overrides "$@"
 STUDENT=$(from_caller "${STUDENT:?}") TRAIN_FILES=$(from_caller "${TRAIN_FILES:?}") AUTH_DIR=$(from_caller "${AUTH_DIR:?}")
 OUTPUT_DIR=$(new_path "${OUTPUT_DIR:?a folder that all nodes share}")
 command=(python3 -m recipe_gkd.main_gkd --config-name on_policy_distill_trainer
@@ -35,7 +34,7 @@ command=(python3 -m recipe_gkd.main_gkd --config-name on_policy_distill_trainer
   trainer.device=cuda trainer.nnodes=2 trainer.n_gpus_per_node=8 rollout.nnodes=1 rollout.n_gpus_per_node=8
   trainer.scheduler=two_step_off trainer.save_freq=100
   trainer.default_local_dir="$(hydra_value "$OUTPUT_DIR")"
-  ray_init.address=auto "${overrides[@]}")
+  ray_init.address=auto "$@")
 
 if [ "${1:-}" = --cfg ]; then
   python=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
@@ -45,4 +44,4 @@ source launch/forwarded.bash
 find_forwarded
 # Ray quotes each word for the shell of the node that runs the job.
 exec ray job submit --address "${RAY_ADDRESS:?the address of the cluster, such as http://head:8265}" \
-  --runtime-env launch/runtime_env.yaml -- env "${forwarded[@]}" "${command[@]}"
+  --runtime-env launch/runtime_env.yaml -- env "${forwarded[@]}" GKD_CALLER_DIR="$GKD_CALLER_DIR" "${command[@]}"

@@ -20,7 +20,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in -h|--help) sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 source launch/foreground.bash
-resolve_overrides "$@"
 die() { echo "run_simple.sh: $*" >&2; exit 2; }
 STUDENT=${STUDENT:?set STUDENT to a Hugging Face folder of a causal language model}
 TRAIN_FILES=${TRAIN_FILES:?set TRAIN_FILES to a parquet file with a column prompt}
@@ -80,4 +79,4 @@ if [ "${1:-}" != --cfg ] && [ -n "$TEACHER" ]; then  # --cfg job only validates 
 fi
 if [ ${#gpus[@]} -gt 0 ]; then export CUDA_VISIBLE_DEVICES; CUDA_VISIBLE_DEVICES=$(join "${train_gpus[@]}"); fi
 
-run_foreground "$python" -m recipe_gkd.main_gkd "${options[@]}" "${overrides[@]}"
+run_foreground "$python" -m recipe_gkd.main_gkd "${options[@]}" "$@"

@@ -44,7 +44,6 @@ exec 9>> "$QUICKSTART_DIR/.lock"
 flock -n 9 || refuse "a quickstart runs in $QUICKSTART_DIR; wait for it, or set QUICKSTART_DIR"
 "$python" -m recipe_gkd.quickstart.prepare --out "$QUICKSTART_DIR"
 
-resolve_overrides "$@"
 private=$(mktemp -d)
 launchers=() addresses=(10.78.0.1 10.78.0.2) driver='' status=0
 end_nodes() {
@@ -118,7 +117,7 @@ rm -rf "$run"
 set -m  # a process group of its own: Ctrl-C reaches the driver once, through this script
 (on_node 0 "$python" -m recipe_gkd.main_gkd --config-name quickstart trainer.experiment_name=two_nodes \
   ray_init.address="${addresses[0]}:6379" trainer.n_gpus_per_node=2 trainer.total_training_steps=100 \
-  actor_rollout_ref.teacher.server_ip="${addresses[1]}" actor_rollout_ref.teacher.auth_dir="$private/keys" "${overrides[@]}") < /dev/null &
+  actor_rollout_ref.teacher.server_ip="${addresses[1]}" actor_rollout_ref.teacher.auth_dir="$private/keys" "$@") < /dev/null &
 driver=$!
 set +m
 code=0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from recipe_gkd.checkpoints.newest import newest_complete
 from recipe_gkd.checkpoints.resume import START_NEW
 from recipe_gkd.checkpoints.run_folder import folder_of
+from recipe_gkd.config.caller import VARIABLE
 from recipe_gkd.config.schema import TrainerConfig
 from recipe_gkd.runtime.threads import run_until
 
@@ -39,4 +41,5 @@ def resume_hint(trainer: TrainerConfig, arguments: Sequence[str]) -> str:
         arguments.append("trainer.resume_mode=auto")
         if trainer.resume_from_path is not None:  # it may be in a YAML file
             arguments.append("trainer.resume_from_path=null")
-    return f"the newest checkpoint is {newest.folder}\nto resume from it: {shlex.join([*COMMAND, *arguments])}"
+    caller = ["env", f"{VARIABLE}={os.environ[VARIABLE]}"] if VARIABLE in os.environ else []
+    return f"the newest checkpoint is {newest.folder}\nto resume from it: {shlex.join([*caller, *COMMAND, *arguments])}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from recipe_gkd.config.caller import caller_path
 
 
 def config_parser(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -33,6 +34,8 @@ def _parser(program: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--config-name", default="on_policy_distill_trainer", help="name of a YAML file in the config folder"
     )
-    parser.add_argument("--config-dir", "--config-path", type=Path, help="config folder (default: that of the package)")
+    parser.add_argument(
+        "--config-dir", "--config-path", type=caller_path, help="config folder (default: that of the package)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the YAML file")
     return parser

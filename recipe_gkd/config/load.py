@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -87,7 +88,7 @@ def read_config(name: str, overrides: Sequence[str] = (), folder: Path | None = 
         composed = _compose(name, checked.accepted, folder)
         config = to_config(composed)
     except ConfigError as error:
-        problems.append(str(error))
+        problems += [_with_origin(line, checked) for line in str(error).splitlines()]
     if problems or composed is None or config is None:
         raise ConfigError("\n".join(problems))
     validate(config)
@@ -240,6 +241,18 @@ def type_of(name: str) -> Any:
     return hint
 
 
+@cache
+def list_keys() -> frozenset[str]:
+    """Return the names of the keys whose value is a list."""
+    return frozenset(name for name in known_keys() if _has_list(type_of(name)))
+
+
+def _has_list(hint: Any) -> bool:
+    if hasattr(hint, "__metadata__"):  # Annotated
+        return _has_list(hint.__origin__)
+    return get_origin(hint) is list or (isinstance(hint, UnionType) and any(map(_has_list, get_args(hint))))
+
+
 def description(field: dataclasses.Field[Any]) -> str:
     """Return the description of a key."""
     info: Any = field.default  # pydantic keeps a field's Field(...) there
@@ -263,8 +276,14 @@ def _check_overrides(overrides: Sequence[str], folder: Path) -> CheckedOverrides
     def is_group(name: str) -> bool:
         return any((source / name.replace(".", "/")).is_dir() for source in (folder, config_dir()))
 
-    rules = OverrideRules(known=known_keys(), free_form=FREE_FORM_SECTIONS, is_group=is_group)
+    rules = OverrideRules(known=known_keys(), free_form=FREE_FORM_SECTIONS, is_group=is_group, lists=list_keys())
     return rules.check(overrides)
+
+
+def _with_origin(line: str, checked: CheckedOverrides) -> str:
+    """Return a line of a message that starts with a key, with the override of another project's key that sets it."""
+    origin = checked.origins.get(line.partition(": ")[0])
+    return line if origin is None else f"{line} (set by {origin})"
 
 
 def _name_of(detail: ErrorDetails) -> str:

@@ -5,21 +5,18 @@ Hydra's own check reports the first unknown key only, names no known key, and ac
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from recipe_gkd.config.aliases import find_alias, unknown_key_message
+from recipe_gkd.config.caller import resolve_override
+from recipe_gkd.config.grammar import ValueKind, grammar_problem, parse
 
 HYDRA_KEYS_IN_USE = ("hydra.searchpath",)
-_HOME_PATH = re.compile(r"""(?:^|(?<=[\[,\s:]))(~[^,\[\]{}'"]*)""")
-"""A value or an element of a list that starts with ``~``. Hydra has no such token; a shell expands none after ``=``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +28,14 @@ class CheckedOverrides:
         keys: Keys that they set. A section that is set as a mapping counts with each of its keys.
         warnings: Messages about overrides that were translated or have no effect.
         problems: Messages about overrides that cannot be used.
+        origins: Our key -> override of another project's key that sets it.
     """
 
     accepted: tuple[str, ...] = ()
     keys: frozenset[str] = frozenset()
     warnings: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +46,13 @@ class OverrideRules:
         known: All keys of the configuration.
         free_form: Sections in which users choose the names of the keys.
         is_group: Function that returns True for the name of a config group of Hydra.
+        lists: Keys whose value is a list.
     """
 
     known: Collection[str]
     free_form: Sequence[str]
     is_group: Callable[[str], bool]
+    lists: Collection[str] = ()
 
     def check(self, overrides: Sequence[str]) -> CheckedOverrides:
         """Check the keys of all overrides, and translate those of other projects.
@@ -64,16 +65,18 @@ class OverrideRules:
             accepted=tuple(text for one in checked for text in one.accepted),
             keys=frozenset(key for one in checked for key in one.keys),
             warnings=tuple(text for one in checked for text in one.warnings),
-            problems=tuple(text for one in checked for text in one.problems),
+            problems=tuple(text for one in checked for text in one.problems) + _conflicts(overrides, checked),
+            origins={key: text for one in checked for key, text in one.origins.items()},
         )
 
     def _check(self, text: str) -> CheckedOverrides:
+        text = resolve_override(text)
         try:
-            text, override = _parse(text)
+            text, override = parse(text)
         except HydraException as error:
-            return CheckedOverrides(problems=(_grammar_problem(text, " ".join(str(error).split())),))
+            return CheckedOverrides(problems=(self._grammar_problem(text, " ".join(str(error).split())),))
         if override.is_sweep_override():
-            return CheckedOverrides(problems=(_grammar_problem(text, "a comma separates the values of a sweep"),))
+            return CheckedOverrides(problems=(self._grammar_problem(text, "a comma separates the values of a sweep"),))
         key = override.key_or_group
         if key.startswith("hydra.") and key not in HYDRA_KEYS_IN_USE:
             warning = (
@@ -93,8 +96,16 @@ class OverrideRules:
         translated = None if alias is None or override.is_delete() else alias.entry.translate(value)
         if alias is None or translated is None:
             return CheckedOverrides(problems=(unknown_key_message(key, self.known),))
+        translated = tuple(map(resolve_override, translated))
         names = frozenset(one.partition("=")[0] for one in translated)
-        return CheckedOverrides(accepted=translated, keys=names, warnings=(alias.warning(value),))
+        origins = dict.fromkeys(names, f"{key}={value}")
+        return CheckedOverrides(accepted=translated, keys=names, warnings=(alias.warning(value),), origins=origins)
+
+    def _grammar_problem(self, text: str, reason: str) -> str:
+        key = text.partition("=")[0].lstrip("+")
+        is_scalar = key in self.known and key not in self.free_form
+        kind: ValueKind = "list" if key in self.lists else "scalar" if is_scalar else "unknown"
+        return grammar_problem(text, reason, kind)
 
     def _is_known(self, name: str) -> bool:
         below = tuple(f"{section}." for section in self.free_form)
@@ -114,50 +125,47 @@ class OverrideRules:
         return leaf_names(override.key_or_group, value, lambda name: name in self._sections)
 
 
+def _conflicts(overrides: Sequence[str], checked: Sequence[CheckedOverrides]) -> tuple[str, ...]:
+    """Return messages about keys to which an override of another project's key and a different one give two values.
+
+    A key that is repeated under one name has its last value, as in Hydra.
+    """
+    values: dict[str, dict[str, Any]] = {}  # our key -> name in the override -> (override, value)
+    for text, one in zip(overrides, checked, strict=True):
+        name = text.partition("=")[0].lstrip("+")
+        for accepted in one.accepted:
+            for key, value in _leaf_values(accepted).items():
+                values.setdefault(key, {})[name if key in one.origins else key] = (text, value)
+    problems = []
+    for key, by_name in values.items():
+        texts, found = zip(*by_name.values(), strict=True)
+        if any(value != found[0] for value in found):
+            problems.append(f"{' and '.join(texts)} set {key} to different values; write one of them, {key}=VALUE")
+    return tuple(problems)
+
+
+def _leaf_values(text: str) -> dict[str, Any]:
+    """Return the keys that an override sets, with their values."""
+    override = parse(text)[1]
+    return {} if override.is_delete() else leaf_values(override.key_or_group, override.value())
+
+
 def leaf_names(name: str, value: Any, is_section: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Return the names of the keys that a value sets.
+    """Return the names of the keys that a value sets, the keys of :func:`leaf_values`."""
+    return list(leaf_values(name, value, is_section))
+
+
+def leaf_values(name: str, value: Any, is_section: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+    """Return the keys that a value sets, with their values.
 
     Args:
         name: Name of the key with this value.
         value: Its value. Each key of a mapping counts by itself.
         is_section: Function that returns False for the name of a key whose value is a mapping.
     """
-    if isinstance(value, Mapping) and value and is_section(name):
-        return [leaf for inner, below in value.items() for leaf in leaf_names(f"{name}.{inner}", below, is_section)]
-    return [name]
-
-
-def _parse(text: str) -> tuple[str, Override]:
-    """Parse an override. Return the text that Hydra accepts, in which values that start with ``~`` are quoted."""
-    parser = OverridesParser.create()
-    try:
-        return text, parser.parse_override(text)
-    except HydraException:
-        key, separator, value = text.partition("=")
-        quoted = key + separator + _HOME_PATH.sub(r"'\1'", value)
-        if quoted == text:
-            raise
-        return quoted, parser.parse_override(quoted)
-
-
-def quote(text: str) -> str:
-    """Return an override whose value Hydra reads as one string, with all its characters."""
-    key, _, value = text.partition("=")
-    escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
-    return f"{key}='{escaped}'"
-
-
-def _grammar_problem(text: str, reason: str) -> str:
-    """Return the message for an override that Hydra cannot parse, with its quoted form if that can be parsed."""
-    if "=" in text:
-        quoted = quote(text)
-        try:
-            OverridesParser.create().parse_override(quoted)
-        except HydraException:
-            pass
-        else:
-            return (
-                f"the override {text!r} cannot be parsed, because its value has a character with a meaning for Hydra "
-                f"({reason}); quote the value for Hydra and the whole for the shell: {shlex.quote(quoted)}"
-            )
-    return f"the override {text!r} is not of the form key=value: {reason}"
+    if not (isinstance(value, Mapping) and value and is_section(name)):
+        return {name: value}
+    found: dict[str, Any] = {}
+    for inner, below in value.items():
+        found |= leaf_values(f"{name}.{inner}", below, is_section)
+    return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Sequence
 
 from recipe_gkd.config.schema import BUILT_IN_LOGGERS
@@ -10,11 +12,15 @@ from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import load_attribute, split_spec
 from recipe_gkd.runtime.wait_log import waiting_for
 
+log = logging.getLogger(__name__)
 _WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
 _REMEDY = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to upload later with `wandb sync`"
 _SWANLAB_REMEDY = (
     "run `swanlab login`, set SWANLAB_API_KEY, or set SWANLAB_MODE=offline to upload later with `swanlab sync`"
 )
+
+_REJECTED = re.compile(r"not logged in|invalid credentials|unauthorized|forbidden|\b40[13]\b|API key", re.IGNORECASE)
+"""Text of W&B's error for a wrong key. It has the same class as the error for a service that does not answer."""
 
 
 def check_loggers(specs: Sequence[str]) -> None:
@@ -26,7 +32,8 @@ def check_loggers(specs: Sequence[str]) -> None:
         specs: ``trainer.logger``.
 
     Raises:
-        ConfigError: A class cannot be loaded, or the service has no usable API key.
+        ConfigError: A class cannot be loaded, or an API key is missing or rejected. A service that does not answer is
+            a warning.
     """
     for spec in specs:
         if spec not in BUILT_IN_LOGGERS:
@@ -50,6 +57,13 @@ def _check_wandb() -> None:
         if wandb.login(prompt=False):
             return
     except wandb.errors.Error as error:
+        if not _REJECTED.search(str(error)):
+            log.warning(
+                "trainer.logger has wandb, but the login could not be checked: %s; the run starts, and its logger "
+                "tries again. WANDB_MODE=offline needs no service",
+                error,
+            )
+            return
         raise ConfigError(f"trainer.logger has wandb, but its login failed: {error}; {_REMEDY}") from error
     raise ConfigError(f"trainer.logger has wandb, but no API key was found; {_REMEDY}")
 

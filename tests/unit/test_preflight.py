@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import Future
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,20 @@ class TestMegatronOverrides:
         lengths = ("data.max_prompt_length=8", "data.max_response_length=8")
         key = f"{self.MEGATRON}.override_{overrides}"
         assert read_student(make_config(f"actor_rollout_ref.model.path={model}", *lengths, key)).vocab_size
+
+    @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="needs a machine without the package")
+    @pytest.mark.parametrize("overrides", ["{apply_rope_fusion: true}", "{symmetric_ar_type: two_shot}"])
+    def test_package_that_only_the_workers_may_have_is_a_warning(
+        self, model: Path, overrides: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        given = (
+            f"actor_rollout_ref.model.path={model}", "data.max_prompt_length=8", "data.max_response_length=8",
+            f"{self.MEGATRON}.override_transformer_config={overrides}",
+        )  # fmt: skip
+        assert read_student(make_config(*given, "trainer.device=auto")).vocab_size
+        assert "the workers check it with theirs" in caplog.text
+        with pytest.raises(ConfigError, match="Megatron refuses these values"):
+            read_student(make_config(*given, "trainer.device=cpu"))
 
 
 class TestDataTypes:

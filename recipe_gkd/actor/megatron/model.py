@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,11 +21,15 @@ from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_con
 from recipe_gkd.actor.megatron.overrides import MEGATRON, checked_overrides
 from recipe_gkd.actor.megatron.packed_attention import attention_kernel
 from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding
-from recipe_gkd.actor.megatron.transformer_impl import ResolvedImpl, resolve_transformer_impl
+from recipe_gkd.actor.megatron.transformer_impl import PACKAGE, ResolvedImpl, resolve_transformer_impl
 from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.config.megatron_fields import FIXED_FIELDS
 from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError
+
+log = logging.getLogger(__name__)
+_PACKAGE = re.compile(r"\bTE\b|transformer[-_ ]engine[><=]|install|version|apex", re.IGNORECASE)
+"""Text of Megatron's errors about packages. They have the same classes as its errors about values."""
 
 
 def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.device) -> TransformerConfig:
@@ -53,8 +60,9 @@ def check_overrides(dims: ModelDims, config: MegatronConfig, device: str) -> Non
     Args:
         dims: Dimensions of the model.
         config: Parallel layout, data type and overrides.
-        device: ``trainer.device``. If it can be a GPU, the layers that the workers will use are unknown, and overrides
-            are accepted if they fit some.
+        device: ``trainer.device``. If it can be a GPU, the layers and the packages of the workers are unknown.
+            Overrides are accepted if they fit some layers. If this machine lacks a package for them, a warning is
+            logged, and the workers check them again.
 
     Raises:
         ConfigError: An override is unknown or not allowed, or has a value that Megatron does not accept.
@@ -70,7 +78,20 @@ def check_overrides(dims: ModelDims, config: MegatronConfig, device: str) -> Non
             return
         except ConfigError as error:
             problems.append(error)
-    raise problems[0]
+    of_packages = [error for error in problems if _needs_package(error)]
+    if device == "cpu" or not of_packages:
+        raise problems[0]
+    log.warning(
+        "%s.override_transformer_config: Megatron refuses a value with the packages of this machine: %s; the workers "
+        "check it with theirs",
+        MEGATRON,
+        of_packages[0].__cause__,
+    )
+
+
+def _needs_package(error: ConfigError) -> bool:
+    """Return True if Megatron refuses an override because a package is missing here, or has another version."""
+    return isinstance(error.__cause__, ImportError) or _PACKAGE.search(str(error.__cause__)) is not None
 
 
 def _build_config(
@@ -134,7 +155,8 @@ def _implementation_fields(impl: ResolvedImpl) -> dict[str, Any]:
         # support the input. With `fused` this is an error.
         attention_backend=AttnBackend.fused if uses_te else AttnBackend.auto,
         # Without Transformer Engine, fused kernels are missing or would be compiled at first use.
-        apply_rope_fusion=uses_te,
+        # Without the package, a driver checks the overrides of workers that have it.
+        apply_rope_fusion=uses_te and find_spec(PACKAGE) is not None,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

@@ -32,7 +32,8 @@ class ForeignKey:
 
     Attributes:
         names: Their names. An asterisk matches any part of a name.
-        key: Our key with the same meaning and unit, with which an override is accepted. None if there is none.
+        key: Our key with the same meaning and unit, with which an override is accepted, except for ``values``. None if
+            there is none.
         advice: What to write or to consider, as Markdown that reads well in a terminal.
         values: Value of the other project, in lower case -> our overrides with the same meaning, separated by spaces.
         fixed: Values, in lower case, that describe what happens here anyway. The override is left out with a warning.
@@ -54,10 +55,10 @@ class ForeignKey:
             Overrides, none if the value changes nothing here. None if the value cannot be taken over.
         """
         plain = value.strip().strip("'\"").lower()
-        if self.key is not None:
-            return (f"{self.key}={value}",)
         if plain in self.values:
             return tuple(self.values[plain].split())
+        if self.key is not None:
+            return (f"{self.key}={value}",)
         if self.fixed == ANY or plain in self.fixed or plain in _EMPTY:
             return ()
         return None
@@ -76,9 +77,9 @@ class Project:
     keys: tuple[ForeignKey, ...]
 
 
-def same(*names: str, key: str, advice: str = "") -> ForeignKey:
-    """Return a row of keys that are accepted as our ``key``."""
-    return ForeignKey(names=names, key=key, advice=advice)
+def same(*names: str, key: str, advice: str = "", values: Mapping[str, str] | None = None) -> ForeignKey:
+    """Return a row of keys that are accepted as our ``key``. ``values`` has those that mean another value here."""
+    return ForeignKey(names=names, key=key, advice=advice, values=values or {})
 
 
 def other(*names: str, advice: str, values: Mapping[str, str] | None = None, fixed: tuple[str, ...] = ()) -> ForeignKey:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipe_gkd.config.foreign_keys.common_names import DECAY
+from recipe_gkd.config.foreign_keys.common_names import DECAY, NO_LIMIT
 from recipe_gkd.config.foreign_keys.entries import (
     ACTOR,
     ANY,
@@ -81,7 +81,7 @@ TRL = Project(
         other("lr_scheduler_type", advice=f"`{OPTIM}.lr_decay_style`: `constant`, `linear` or `cosine`", values=DECAY),
         other("adam_beta1", "adam_beta2", advice=f"`{OPTIM}.betas`"),
         same("num_train_epochs", key="trainer.total_epochs"),
-        same("max_steps", key="trainer.total_training_steps"),
+        same("max_steps", key="trainer.total_training_steps", values=NO_LIMIT),
         same("save_steps", key="trainer.save_freq"),
         same("save_total_limit", key="trainer.max_actor_ckpt_to_keep"),
         same("eval_steps", key="trainer.test_freq"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from enum import Enum, auto
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -37,7 +38,23 @@ def expand_home(value: str) -> str:
     return re.sub(r"(?:^|(?<=,))(\s*)(~[^,]*)", lambda match: match[1] + os.path.expanduser(match[2]), value)
 
 
-UserPath = Annotated[str, AfterValidator(expand_home)]
-"""Path, or ``FILE.py:Name``. Configurations are the only place where ``~`` is expanded, besides commands' arguments."""
-Files = Annotated[list[UserPath], BeforeValidator(_as_list)]
+class PathUse(Enum):
+    """Use of a path. It decides which relative paths of the command line belong to the caller's folder."""
+
+    INPUT = auto()
+    """A file or folder that exists, or a name, such as that of a hub model."""
+    DATA = auto()
+    """Files or folders that exist, which may be separated by commas."""
+    OUTPUT = auto()
+    """A file or folder that may be created."""
+    SOURCE = auto()
+    """``FILE.py`` or ``FILE.py:Name``, or the name of something built in."""
+
+
+UserPath = Annotated[str, AfterValidator(expand_home), PathUse.INPUT]
+"""Path. Configurations are the only place where ``~`` is expanded, besides commands' arguments."""
+OutputPath = Annotated[str, AfterValidator(expand_home), PathUse.OUTPUT]
+SourcePath = Annotated[str, AfterValidator(expand_home), PathUse.SOURCE]
+DataPath = Annotated[str, AfterValidator(expand_home), PathUse.DATA]
+Files = Annotated[list[DataPath], BeforeValidator(_as_list)]
 """Paths. A single string is accepted as a list of one."""

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_CALLS, MAX_COEFFICIENT, MAX_DEVICES, MAX_STEPS
-from recipe_gkd.config.schema.fields import STRICT, UserPath, key, timeout
+from recipe_gkd.config.schema.fields import STRICT, PathUse, UserPath, key, timeout
 
 RewardFailureMode = Literal["fail", "skip", "value"]
 
@@ -44,7 +44,7 @@ class RewardFunctionConfig:
     kwargs: dict[str, Any] = key(
         "Keyword arguments of the function besides these. Command line: `custom_reward_function.kwargs.scale=2`."
     )
-    functions: dict[str, Annotated[RewardFunctionEntry, BeforeValidator(_as_entry)]] = key(
+    functions: dict[str, Annotated[RewardFunctionEntry, BeforeValidator(_as_entry), PathUse.SOURCE]] = key(
         "Several reward functions instead of `path`, as label -> `{path, name, weight, kwargs}` or `FILE.py:name`. The "
         "reward is the weighted sum; `reward/LABEL` and `val/SOURCE/LABEL` are the scores. Default values: "
         "`compute_score`, 1, none. Command line: `custom_reward_function.functions.format=rewards.py:format_score`."

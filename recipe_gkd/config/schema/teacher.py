@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_NODES, MAX_STEPS, MAX_TEACHER_WAIT_S
-from recipe_gkd.config.schema.fields import STRICT, UserPath, key, timeout
+from recipe_gkd.config.schema.fields import STRICT, SourcePath, UserPath, key, timeout
 from teacher import WireDtype
 from teacher.client import MAX_CONNECTIONS
 
@@ -47,7 +47,7 @@ def _as_entry(value: Any) -> Any:
 class TeacherConfig:
     """Teacher service, section ``actor_rollout_ref.teacher``."""
 
-    backend: UserPath = key(
+    backend: SourcePath = key(
         "Teacher backend. `zmq`: a teacher service. `hf`: a transformers model in the driver process, for small "
         "teachers, tests and debugging. `FILE.py:Class`: a class that implements "
         "`recipe_gkd.teacher_routing.TeacherBackend`."

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.durations import duration_s, to_clock
 from recipe_gkd.config.limits import MAX_CPUS, MAX_DEVICES, MAX_EPOCHS, MAX_NODES, MAX_STEPS
-from recipe_gkd.config.schema.fields import STRICT, UserPath, key, null_to_list, timeout
+from recipe_gkd.config.schema.fields import STRICT, OutputPath, SourcePath, UserPath, key, null_to_list, timeout
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import split_spec
 
@@ -40,7 +40,7 @@ def _check_duration(value: str) -> str:
     return value
 
 
-LoggerSpec = Annotated[UserPath, AfterValidator(_check_logger)]
+LoggerSpec = Annotated[SourcePath, AfterValidator(_check_logger)]
 Duration = Annotated[str, BeforeValidator(to_clock), AfterValidator(_check_duration)]
 ProfiledStep = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 ProfiledRank = Annotated[int, Field(ge=0, le=MAX_NODES * MAX_DEVICES - 1)]
@@ -135,7 +135,7 @@ class TrainerConfig:
         "Experiment name. Part of `default_local_dir` and of the TensorBoard folder; name of the run at the tracking "
         "services."
     )
-    default_local_dir: UserPath = key("Run folder: checkpoints, logs, metrics and the trained model.")
+    default_local_dir: OutputPath = key("Run folder: checkpoints, logs, metrics and the trained model.")
     resume_mode: ResumeMode = key(
         "Starting point of the run. `auto`: the last complete checkpoint in `default_local_dir` if there is one, where "
         "damaged checkpoints are skipped with a warning; `resume_path`: the checkpoint at `resume_from_path`; "
@@ -189,7 +189,7 @@ class TrainerConfig:
         "no limit."
     )
     profile: ProfileConfig
-    trace_file: UserPath | None = key(
+    trace_file: OutputPath | None = key(
         "File for a trace of every stage, worker and batch, to be opened at https://ui.perfetto.dev. null: no trace."
     )
 
@@ -207,4 +207,4 @@ class RayInitConfig:
         "variables that start with `NCCL_`, `GLOO_`, `TORCH_` or `VLLM_`, and `RES_OPTIONS`, which all workers get too "
         "(except those that differ between nodes, such as `VLLM_HOST_IP`)."
     )
-    timeline_json_file: UserPath | None = key("File for Ray's own timeline, written at the end. null: no timeline.")
+    timeline_json_file: OutputPath | None = key("File for Ray's own timeline, written at the end. null: no timeline.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from recipe_gkd.config.__main__ import main as print_keys
 from recipe_gkd.config.aliases import find_alias, migration_tables, unknown_key_message
 from recipe_gkd.config.foreign_keys import PROJECTS, ForeignKey
-from recipe_gkd.config.load import FREE_FORM_SECTIONS, known_keys, read_config
+from recipe_gkd.config.load import FREE_FORM_SECTIONS, known_keys, list_keys, read_config
 from recipe_gkd.config.overrides import OverrideRules
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import CONFIG_NAME, REQUIRED
@@ -20,7 +21,8 @@ from tests._support.repository import REPO
 KNOWN = list(known_keys())
 ENTRIES = [entry for project in PROJECTS for entry in project.keys]
 NAMES = [name for entry in ENTRIES for name in entry.names]
-RULES = OverrideRules(known=KNOWN, free_form=(), is_group=lambda name: False)
+LISTS = list_keys()
+RULES = OverrideRules(known=KNOWN, free_form=(), is_group=lambda name: False, lists=LISTS)
 
 
 def rejection(*overrides: str, folder: Path | None = None, name: str = CONFIG_NAME) -> str:
@@ -69,6 +71,7 @@ class TestOverrides:
     def test_value_of_foreign_key_is_checked(self) -> None:
         message = rejection(*REQUIRED, "gkd.teacher_port=70000")
         assert message.startswith("actor_rollout_ref.teacher.server_port: got 70000;")
+        assert message.endswith("(set by gkd.teacher_port=70000)")
 
     def test_removal_of_foreign_key_is_refused(self) -> None:
         assert "write data.max_response_length" in rejection(*REQUIRED, "~max_new_tokens")
@@ -188,6 +191,40 @@ OTHER_KEYS = [
 ]
 
 
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+class TestConflicts:
+    """Two names of one key with different values."""
+
+    @pytest.mark.parametrize(
+        ("overrides", "key"),
+        [
+            ((f"{ROLLOUT}.do_sample=False", f"{ROLLOUT}.temperature=1.0"), f"{ROLLOUT}.temperature"),
+            (("gkd.distill_loss=jsd", "++gkd.loss_type=reverse_kl"), "gkd.distill_loss_type"),
+            (("max_steps=10", "trainer={total_training_steps: 20}"), "trainer.total_training_steps"),
+            (("policy.generation.colocated.enabled=true", "trainer.scheduler=one_step_off"), "trainer.scheduler"),
+        ],
+    )
+    def test_different_values_are_refused_in_each_order(self, overrides: tuple[str, str], key: str) -> None:
+        for texts in (overrides, overrides[::-1]):
+            message = rejection(*REQUIRED, *texts)
+            assert message == f"{' and '.join(texts)} set {key} to different values; write one of them, {key}=VALUE"
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            (f"{ROLLOUT}.do_sample=False", f"{ROLLOUT}.temperature=0.0"),
+            ("gkd.loss_type=jsd", "gkd.distill_loss_type='jsd'"),
+            ("trainer.save_freq=10", "++trainer.save_freq=20"),
+            ("trainer={save_freq: 10}", "trainer.save_freq=20"),
+            ("max_steps=10", "max_steps=20"),
+        ],
+    )
+    def test_same_value_or_same_name_is_accepted(self, overrides: tuple[str, str]) -> None:
+        assert not RULES.check(overrides).problems
+
+
 class TestOtherProjects:
     """Keys that users of other projects wrote."""
 
@@ -211,6 +248,9 @@ class TestOtherProjects:
             ("use_peft=false", ()),
             ("trainer.val_only=false", ()),
             ("trainer.default_hdfs_dir=null", ()),
+            ("max_steps=-1", ("trainer.total_training_steps=null",)),
+            ("max_steps=100", ("trainer.total_training_steps=100",)),
+            ("trainer.max_steps=-1", ("trainer.total_training_steps=null",)),
         ],
     )
     def test_value_decides(self, override: str, ours: tuple[str, ...]) -> None:
@@ -245,15 +285,52 @@ class TestOtherProjects:
 
 
 class TestGrammar:
+    """The proposed form of an override that Hydra cannot parse gives the value that was written."""
+
+    @pytest.mark.parametrize("key", ["data.train_files", "trainer.logger", "custom_reward_function.path"])
     @pytest.mark.parametrize(
         "value",
         ["/data/a=b/train.parquet", "/data/a,b.parquet", "/data/(1)/t.parquet", "/data/größe=1", "it's=1", "a=\\"],
     )
-    def test_override_that_cannot_be_parsed_is_shown_quoted(self, value: str) -> None:
-        (problem,) = RULES.check([f"data.train_files={value}"]).problems
-        (quoted,) = shlex.split(problem.rpartition("shell: ")[2])
-        (accepted,) = RULES.check([quoted]).accepted
-        assert OverridesParser.create().parse_override(accepted).value() == value
+    def test_one_value_is_shown_quoted(self, key: str, value: str) -> None:
+        assert proposed_value(f"{key}={value}") == ([value] if key in LISTS else value)
+
+    @pytest.mark.parametrize(
+        ("override", "expected"),
+        [
+            ("trainer.logger=console,jsonl", ["console", "jsonl"]),
+            ("trainer.profile.steps=1,2", [1, 2]),
+            ("data.train_files=/a b.parquet,/x=1/c.parquet", ["/a b.parquet", "/x=1/c.parquet"]),
+        ],
+    )
+    def test_several_values_of_a_list_key_are_shown_as_a_list(self, override: str, expected: list[object]) -> None:
+        assert proposed_value(override, "as a list: ") == expected
+
+    @pytest.mark.parametrize(
+        ("override", "expected"),
+        [
+            ("data.train_files=[/x=1/a.parquet,/b.parquet]", ["/x=1/a.parquet", "/b.parquet"]),
+            ("data.train_files=[/x=1/a, '/b,c', ~/d(1)]", ["/x=1/a", "/b,c", "~/d(1)"]),
+            ("trainer.profile.steps=[1,2=]", [1, "2="]),
+            ("custom_reward_function.kwargs={n: 2, file: /x=1/a}", {"n": 2, "file": "/x=1/a"}),
+            ("custom_reward_function.path=[a=b]", "[a=b]"),
+        ],
+    )
+    def test_elements_of_a_list_or_mapping_are_shown_quoted(self, override: str, expected: object) -> None:
+        assert proposed_value(override) == expected
+
+    def test_proposed_list_is_accepted_by_the_schema(self) -> None:
+        (override,) = shlex.split(rejection(*REQUIRED, "trainer.logger=console,jsonl").split("list: ")[1].split(";")[0])
+        assert read_config(CONFIG_NAME, [*REQUIRED, override]).config.trainer.logger == ["console", "jsonl"]
+
+
+def proposed_value(override: str, before: str = "shell: ") -> object:
+    """Return the value of the override that the message proposes after the words ``before``."""
+    rules = dataclasses.replace(RULES, free_form=FREE_FORM_SECTIONS)
+    (problem,) = rules.check([override]).problems
+    (proposed,) = shlex.split(problem.rpartition(before)[2].partition("; for one value")[0])
+    (accepted,) = rules.check([proposed]).accepted
+    return OverridesParser.create().parse_override(accepted).value()
 
 
 class TestConfigFiles:

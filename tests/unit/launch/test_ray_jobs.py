@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe_gkd.config.caller import VARIABLE
 from recipe_gkd.config.load import read_config
 from tests._support.repository import REPO
 from tests.unit.launch.test_run_simple import NAME_WITH_SYNTAX
@@ -71,19 +72,20 @@ def test_job_gets_variables_of_the_shell(name: str, submit: Submit) -> None:
     assert "TEACHER_IP" not in environment
 
 
-def test_training_gets_the_paths_of_the_caller(tmp_path: Path, submit: Submit) -> None:
+def test_training_gets_the_paths_of_the_caller(tmp_path: Path, submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / NAME_WITH_SYNTAX
     folder.mkdir()
     for name in ("train.jsonl", "val.jsonl", "student", "keys"):
         (folder / name).touch()
     variables = {"TRAIN_FILES": "train.jsonl", "STUDENT": "student", "AUTH_DIR": "keys", "OUTPUT_DIR": "new run"}
-    words, _ = submit(
+    words, environment = submit(
         "run_qwen2.5_ray_cluster.sh",
         f"data.val_files={folder.name}/val.jsonl",
         "trainer.test_freq=5",
         **{name: f"{folder.name}/{path}" for name, path in variables.items()},
     )
     assert words[:4] == ["-m", "recipe_gkd.main_gkd", "--config-name", "on_policy_distill_trainer"]
+    monkeypatch.setenv(VARIABLE, environment[VARIABLE])
     config = read_config(words[3], words[4:]).config
     assert config.data.train_files == [str(folder / "train.jsonl")]
     assert config.data.val_files == [str(folder / "val.jsonl")]
@@ -92,10 +94,15 @@ def test_training_gets_the_paths_of_the_caller(tmp_path: Path, submit: Submit) -
     assert config.trainer.test_freq == 5
 
 
-def test_relative_run_folder_that_does_not_exist_is_one_of_the_caller(tmp_path: Path, submit: Submit) -> None:
+def test_relative_run_folder_that_does_not_exist_is_one_of_the_caller(
+    tmp_path: Path, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words, _ = submit("run_qwen2.5_ray_cluster.sh", OUTPUT_DIR="runs/lr=1e-3")
     assert read_config(words[3], words[4:]).config.trainer.default_local_dir == f"{tmp_path}/runs/lr=1e-3"
-    words, _ = submit("run_qwen2.5_ray_cluster.sh", "trainer.default_local_dir=runs/2", STUDENT="Qwen/Qwen3-8B")
+    words, environment = submit(
+        "run_qwen2.5_ray_cluster.sh", "trainer.default_local_dir=runs/2", STUDENT="Qwen/Qwen3-8B"
+    )
+    monkeypatch.setenv(VARIABLE, environment[VARIABLE])
     config = read_config(words[3], words[4:]).config
     assert config.trainer.default_local_dir == f"{tmp_path}/runs/2"
     assert config.actor_rollout_ref.model.path == "Qwen/Qwen3-8B", "a hub name is no path of the caller"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,25 @@ def test_paths_of_the_caller_reach_the_configuration(tmp_path: Path, script: str
     assert found["data"]["train_files"] in (str(folder / "train.jsonl"), [str(folder / "train.jsonl")])
     assert found["data"]["val_files"] in (str(folder / "val.jsonl"), [str(folder / "val.jsonl")])
     assert found["trainer"]["test_freq"] == 5
+
+
+@pytest.mark.parametrize("script", ["run_simple.sh", "run_qwen2.5_one_node.sh", "run_qwen2.5_ray_cluster.sh"])
+@pytest.mark.parametrize("config_path", [["--config-path=./conf"], ["--config-path", "conf"]])
+def test_only_paths_are_resolved(tmp_path: Path, script: str, config_path: list[str]) -> None:
+    shutil.copytree(REPO / "config", tmp_path / "conf")
+    for name in ("t.jsonl", "u.jsonl", "qwen2.5"):
+        (tmp_path / name).touch()
+    shown = run(
+        "--cfg", "job", *config_path, "trainer.experiment_name=qwen2.5", "data.val_files=[./t.jsonl]",
+        "trainer.default_local_dir=new/run", script=script, cwd=tmp_path,
+        TRAIN_FILES="t.jsonl,u.jsonl", TEACHER_IP="h", AUTH_DIR="/keys", OUTPUT_DIR="/run",
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    found = yaml.safe_load(shown.stdout)
+    assert found["trainer"]["experiment_name"] == "qwen2.5"
+    assert found["trainer"]["default_local_dir"] == f"{tmp_path}/new/run"
+    assert found["data"]["val_files"] == [f"{tmp_path}/t.jsonl"]
+    assert found["data"]["train_files"] == f"{tmp_path}/t.jsonl,{tmp_path}/u.jsonl"
 
 
 def test_hub_names_and_lists_are_passed_on(tmp_path: Path) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +17,7 @@ import pytest
 
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.metrics.logger_checks import check_loggers
+from tests._support.repository import REPO
 
 
 class Settings:
@@ -49,3 +55,74 @@ def test_swanlab_with_a_key_or_without_network_is_accepted(
 ) -> None:
     monkeypatch.setenv(name, value)
     check_loggers(["console", "swanlab"])
+
+
+CHECK_WANDB = """
+import logging, os
+from recipe_gkd.metrics.logger_checks import check_loggers
+
+logging.basicConfig()
+check_loggers(["wandb"])
+os._exit(0)  # W&B's service process would be awaited
+"""
+
+
+@contextmanager
+def wandb_service(status: int | None) -> Iterator[int]:
+    """Serve W&B's requests with a status and an error, or with no answer at all. Yield the port."""
+    done = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            if status is None:
+                done.wait(60)
+                return
+            body = b'{"errors": [{"message": "user is not logged in"}]}' if status < 500 else b""
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        done.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "key", "expected"),
+    [
+        (503, "a" * 40, "the login could not be checked"),
+        (None, "a" * 40, "the login could not be checked"),
+        (401, "a" * 40, "ConfigError: trainer.logger has wandb, but its login failed"),
+        (503, "short", "ConfigError: trainer.logger has wandb, but its login failed"),
+        (503, "", "ConfigError: trainer.logger has wandb, but no API key was found"),
+    ],
+)
+def test_only_a_missing_or_rejected_key_of_wandb_is_an_error(
+    tmp_path: Path, status: int | None, key: str, expected: str
+) -> None:
+    pytest.importorskip("wandb")
+    with wandb_service(status) as port:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | {
+            "WANDB_BASE_URL": f"http://127.0.0.1:{port}",
+            "WANDB_HTTP_TIMEOUT": "1",
+            "WANDB_DIR": str(tmp_path),
+            "PYTHONPATH": str(REPO),
+        }
+        checked = subprocess.run(
+            [sys.executable, "-c", CHECK_WANDB],
+            env=environment | ({"WANDB_API_KEY": key} if key else {}),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert expected in checked.stderr
+    assert (checked.returncode != 0) == expected.startswith("ConfigError")
