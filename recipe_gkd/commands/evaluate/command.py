@@ -147,19 +147,11 @@ def evaluate(
     sources = dict(zip(data.rows, read_sources(data_set, data.rows), strict=True))
     items = [factory.build_item(prompt, response) for prompt, response in pairs] if factory is not None else []
     skips = config.custom_reward_function.skip_special_tokens
+    texts = [tokenizer.decode(response.ids.tolist(), skip_special_tokens=skips) for response in responses]
+    prompts = [(sources[prompt.row], prompt.row, data_set[prompt.row].prompt) for prompt, _ in pairs]
     records: list[Record] = [
-        {
-            "model": str(folder),
-            "data_source": sources[prompt.row],
-            "row": prompt.row,
-            "prompt": data_set[prompt.row].prompt,
-            "response": tokenizer.decode(response.ids.tolist(), skip_special_tokens=skips),
-            "ground_truth": items[index].ground_truth if items else None,
-            **reward_fields(None),
-            "response_len": len(response.ids),
-            "finish_reason": response.finish_reason,
-        }
-        for index, (prompt, response) in enumerate(pairs)
+        _record(str(folder), *prompts[index], texts[index], items[index].ground_truth if items else None, response)
+        for index, response in enumerate(responses)
     ]
     rewards = score_and_save(records, items, scorer, save)
     return Evaluation(
@@ -172,6 +164,20 @@ def evaluate(
         truncated_PN=np.array([r.finish_reason == "length" for _, r in pairs], np.float64).reshape(-1, sampling.n),
         seconds=seconds,
     )
+
+
+def _record(model: str, source: str, row: int, prompt: Any, text: str, truth: Any, response: Response) -> Record:
+    return {
+        "model": model,
+        "data_source": source,
+        "row": row,
+        "prompt": prompt,
+        "response": text,
+        "ground_truth": truth,
+        **reward_fields(None),
+        "response_len": len(response.ids),
+        "finish_reason": response.finish_reason,
+    }
 
 
 def score_and_save(
