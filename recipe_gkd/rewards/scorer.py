@@ -119,19 +119,26 @@ class RewardScorer:
         return [self._reward_of(outcome) for start in sorted(results) for outcome in results[start]]
 
     def _score_chunk(self, number: int, items: Sequence[RewardItem]) -> list[Outcome]:
-        """Return the outcomes of items from one process. If it ends, another one scores the rest."""
+        """Return the outcomes of items from one process. If it ends, another one scores the rest.
+
+        If functions are asynchronous, any of the calls in flight may have ended the process. The rest is halved until
+        the item is found, so that each end repeats few of the other calls.
+        """
         outcomes: dict[int, Outcome] = {}
-        while missing := [index for index in range(len(items)) if index not in outcomes]:
+        groups = [list(range(len(items)))]
+        while groups:
+            group = groups.pop()
             if self._processes[number].has_ended:
                 try:
                     self._restart(number)
                 except (ConfigError, OSError) as error:
                     failure = RewardError(f"the process of the reward function could not be started again: {error}")
                     return [outcomes.get(index, failure) for index in range(len(items))]
-                # One at a time: with several calls in flight, it is unknown which one ended the process.
-                missing = missing[:1] if self._is_async else missing
-            found = self._processes[number].score([items[index] for index in missing])
-            outcomes |= {index: one for index, one in zip(missing, found, strict=True) if one is not None}
+            found = self._processes[number].score([items[index] for index in group])
+            outcomes |= {index: one for index, one in zip(group, found, strict=True) if one is not None}
+            missing = [index for index in group if index not in outcomes]
+            middle = (len(missing) + 1) // 2 if self._is_async else len(missing)
+            groups += [half for half in (missing[middle:], missing[:middle]) if half]
         return [outcomes[index] for index in range(len(items))]
 
     def _restart(self, number: int) -> None:

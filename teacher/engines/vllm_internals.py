@@ -99,8 +99,9 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
         "skip_tokenizer_init": True,
         "max_logprobs": config.n_logprobs,
     }
-    longest = _longest_sequence(EngineArgs(**common), config)
-    max_model_len = config.max_model_len or longest
+    # vLLM's own rule determines the maximum. With LongRoPE it is larger for a requested length than without one.
+    requested: dict[str, Any] = {"max_model_len": config.max_model_len} if config.max_model_len else {}
+    max_model_len = _longest_sequence(EngineArgs(**common, **requested), config)
     # vLLM also reserves a slot for one generated token. It is never fed back, so its position may exceed the limit.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
 
@@ -130,21 +131,27 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
 
 
 def _longest_sequence(args: Any, config: EngineConfig) -> int:
-    """Return the model's maximum length by vLLM's own rule, after a check of ``MAX_MODEL_LEN`` against it."""
+    """Return ``MAX_MODEL_LEN``, or without it the model's maximum length, by vLLM's own rule.
+
+    Args:
+        args: vLLM's `EngineArgs` with the requested length.
+        config: Model and limits.
+
+    Raises:
+        TeacherError: vLLM does not serve the model, or not with sequences of this length.
+    """
     try:
-        longest = int(args.create_model_config().max_model_len)
+        return int(args.create_model_config().max_model_len)
     except ValueError as error:
-        reasons = [item["msg"] for item in error.errors()] if hasattr(error, "errors") else [str(error)]
+        reasons = "; ".join([item["msg"] for item in error.errors()] if hasattr(error, "errors") else [str(error)])
+        if limit := re.search(r"greater than the derived max_model_len \(\w+=(\d+)", reasons):
+            raise TeacherError(
+                f"MAX_MODEL_LEN={config.max_model_len}, but the model in CKPT_PATH={config.ckpt_path} takes at most "
+                f"{limit[1]} tokens; lower it, or leave it out for the default of vLLM"
+            ) from error
         raise TeacherError(
-            f"vLLM does not serve CKPT_PATH={config.ckpt_path} with DTYPE={config.dtype}: {'; '.join(reasons)}"
+            f"vLLM does not serve CKPT_PATH={config.ckpt_path} with DTYPE={config.dtype}: {reasons}"
         ) from error
-    may_exceed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
-    if config.max_model_len > longest and not may_exceed:
-        raise TeacherError(
-            f"MAX_MODEL_LEN={config.max_model_len}, but the model in CKPT_PATH={config.ckpt_path} takes at most "
-            f"{longest} tokens; lower it, or leave it out for the model's maximum"
-        )
-    return longest
 
 
 def make_llm_engine(args: Any) -> Any:

@@ -100,10 +100,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "files", nargs="+", type=expand_home, metavar="FILE", help="files or folders with the training rows"
     )
-    parser.add_argument("--output", type=Path, required=True, help=f"folder for {TRAIN} and {VALIDATION}")
-    parser.add_argument("--val", nargs="+", default=[], metavar="FILE", help="files with the validation rows")
+    parser.add_argument("--output", type=_path, required=True, help=f"folder for {TRAIN} and {VALIDATION}")
     parser.add_argument(
-        "--val-fraction", type=float, default=0.0, help="fraction of the rows that is held out, at least one row"
+        "--val", nargs="+", type=expand_home, default=[], metavar="FILE", help="files with the validation rows"
+    )
+    parser.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.0,
+        help="fraction of the rows that is held out: at least one row, and not all",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice of held-out rows")
     parser.add_argument("--prompt-column", default="prompt", help="csv: column with the user's text (default: prompt)")
@@ -113,6 +118,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", help="system message of each prompt")
     parser.add_argument("--overwrite", action="store_true", help="replace existing output files")
     return parser
+
+
+def _path(value: str) -> Path:
+    return Path(expand_home(value))
 
 
 def prepare(arguments: argparse.Namespace) -> Iterator[str]:
@@ -161,13 +170,18 @@ def _split(arguments: argparse.Namespace) -> Split:
         renamed = renamed | held_out_rows.renamed
     elif fraction and train:
         order = np.random.default_rng(arguments.seed).permutation(len(train))
-        held_out = set(order[: max(1, round(fraction * len(train)))].tolist())
+        n_held_out = min(max(1, round(fraction * len(train))), len(train) - 1)  # one row remains for training
+        held_out = set(order[:n_held_out].tolist())
         validation = [row for index, row in enumerate(train) if index in held_out]
         train = [row for index, row in enumerate(train) if index not in held_out]
     held_out_prompts = {str(row["prompt"]) for row in validation}
     kept = [row for row in train if str(row["prompt"]) not in held_out_prompts]
     if not kept:
-        raise DataError(f"no training row is left of {len(train)}: all have no prompt, or a prompt that is held out")
+        reason = f"the prompts of all {len(train)} are held out" if train else "no row of the files has a prompt"
+        remedy = (
+            "give files with other prompts, or leave out --val and --val-fraction" if train else "correct the files"
+        )
+        raise DataError(f"no training row is left: {reason}; {remedy}")
     return Split(kept, validation, n_empty, len(train) - len(kept), renamed)
 
 
@@ -226,7 +240,7 @@ def convert_gsm8k(row: Row) -> OutputRow:
     Raises:
         DataError: The question is no text, or the solution has no final number.
     """
-    question, answer = _text(row.values["question"]), _text(row.values.get("answer"))
+    question, answer = _text(row.values.get("question")), _text(row.values.get("answer"))
     if not isinstance(question, str):
         raise DataError(f"{row.where}: the question is {question!r:.200}; expected a text. Correct or remove the row")
     solution, separator, number = answer.rpartition("####") if isinstance(answer, str) else ("", "", "")

@@ -7,11 +7,11 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 import recipe_gkd.commands.evaluate as package
 from recipe_gkd.checkpoints.folders import steps_of
 from recipe_gkd.checkpoints.newest import find_checkpoint, is_run
-from recipe_gkd.commands.evaluate.scores import Evaluation, as_json, render
+from recipe_gkd.commands.evaluate.scores import Evaluation, Floats, as_json, render
 from recipe_gkd.config import Config
 from recipe_gkd.config.load import compose_config, to_config
 from recipe_gkd.config.reward_functions import has_reward
@@ -45,6 +45,8 @@ from teacher.fingerprint import count_ids
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 NAME = "the evaluation data"
+
+Record = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,25 +84,41 @@ def run(args: argparse.Namespace, folders: Sequence[Path], config: Config) -> li
     """
     evaluations = []
     with ExitStack() as stack:
-        scorer = None
-        if has_reward(config):
-            scorer = stack.enter_context(RewardScorer(replace(config.custom_reward_function, on_failure="fail")))
-        responses = stack.enter_context(args.responses.open("w", encoding="utf-8")) if args.responses else None
+        scorer = stack.enter_context(RewardScorer(config.custom_reward_function)) if has_reward(config) else None
+        file = stack.enter_context(args.responses.open("w", encoding="utf-8")) if args.responses else None
         for folder in folders:
             print(f"evaluating {folder}", file=sys.stderr, flush=True)
-            evaluation, records = evaluate(folder, config, sampling_of(args, config), options_of(args, config), scorer)
-            evaluations.append(evaluation)
-            if responses is not None:
-                responses.writelines(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
+            save = _record_writer(file)
+            options = options_of(args, config)
+            evaluations.append(evaluate(folder, config, sampling_of(args, config), options, scorer, save))
     if args.json is not None:
         settings = {"data": args.data, "n": args.n, "temperature": sampling_of(args, config).temperature}
         args.json.write_text(json.dumps(as_json(evaluations, settings), indent=1) + "\n", encoding="utf-8")
     return evaluations
 
 
+def _record_writer(file: TextIO | None) -> Callable[[Sequence[Record]], None]:
+    """Return a function that writes the records of a model, in place of those that it wrote before."""
+    start = 0 if file is None else file.tell()
+
+    def save(records: Sequence[Record]) -> None:
+        if file is not None:
+            file.seek(start)
+            file.truncate()
+            file.writelines(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
+            file.flush()
+
+    return save
+
+
 def evaluate(
-    folder: Path, config: Config, sampling: Sampling, options: OfflineEngineOptions, scorer: RewardScorer | None
-) -> tuple[Evaluation, list[dict[str, Any]]]:
+    folder: Path,
+    config: Config,
+    sampling: Sampling,
+    options: OfflineEngineOptions,
+    scorer: RewardScorer | None,
+    save: Callable[[Sequence[Record]], None],
+) -> Evaluation:
     """Evaluate one model.
 
     Args:
@@ -109,9 +127,7 @@ def evaluate(
         sampling: Settings of sampling.
         options: Settings of the engine.
         scorer: Reward function. None: only lengths are reported.
-
-    Returns:
-        The result, and a record of each response.
+        save: Called with a record of each response, before the responses are scored and again with their rewards.
 
     Raises:
         DataError: The data cannot be used.
@@ -132,32 +148,65 @@ def evaluate(
     pairs = [(data.prompt(response.uid // sampling.n, response.uid), response) for response in responses]
     sources = dict(zip(data.rows, read_sources(data_set, data.rows), strict=True))
     items = [factory.build_item(prompt, response) for prompt, response in pairs] if factory is not None else []
-    rewards = None if scorer is None else [one for one in asyncio.run(scorer.score(items)) if one is not None]
-    evaluation = Evaluation(
+    skips = config.custom_reward_function.skip_special_tokens
+    texts = [tokenizer.decode(response.ids.tolist(), skip_special_tokens=skips) for response in responses]
+    prompts = [(sources[prompt.row], prompt.row, data_set[prompt.row].prompt) for prompt, _ in pairs]
+    records: list[Record] = [
+        _record(str(folder), *prompts[index], texts[index], items[index].ground_truth if items else None, response)
+        for index, response in enumerate(responses)
+    ]
+    rewards = score_and_save(records, items, scorer, save)
+    return Evaluation(
         model=str(folder),
         sources=list(sources.values()),
         rows=data.rows,
-        rewards_PN=None if rewards is None else np.array([r.score for r in rewards]).reshape(-1, sampling.n),
-        numbers=[reward.numbers for reward in rewards or ()],
+        rewards_PN=None if rewards is None else scores_PN(rewards, sampling.n),
+        numbers=[{} if reward is None else reward.numbers for reward in rewards or ()],
         lengths_PN=np.array([len(response.ids) for _, response in pairs], np.float64).reshape(-1, sampling.n),
         truncated_PN=np.array([r.finish_reason == "length" for _, r in pairs], np.float64).reshape(-1, sampling.n),
         seconds=seconds,
     )
-    skips = config.custom_reward_function.skip_special_tokens
-    records = [
-        {
-            "model": str(folder),
-            "data_source": sources[prompt.row],
-            "row": prompt.row,
-            "prompt": data_set[prompt.row].prompt,
-            "response": tokenizer.decode(response.ids.tolist(), skip_special_tokens=skips),
-            **_score_fields(index, items, rewards),
-            "response_len": len(response.ids),
-            "finish_reason": response.finish_reason,
-        }
-        for index, (prompt, response) in enumerate(pairs)
-    ]
-    return evaluation, records
+
+
+def _record(model: str, source: str, row: int, prompt: Any, text: str, truth: Any, response: Response) -> Record:
+    return {
+        "model": model,
+        "data_source": source,
+        "row": row,
+        "prompt": prompt,
+        "response": text,
+        "ground_truth": truth,
+        **reward_fields(None),
+        "response_len": len(response.ids),
+        "finish_reason": response.finish_reason,
+    }
+
+
+def score_and_save(
+    records: Sequence[Record],
+    items: Sequence[RewardItem],
+    scorer: RewardScorer | None,
+    save: Callable[[Sequence[Record]], None],
+) -> list[Reward | None] | None:
+    """Save the records, score the responses, and save the records again with the rewards.
+
+    Returns:
+        The reward of each response, None for one whose call failed. None without a reward function.
+
+    Raises:
+        RewardError: The reward function failed. The records without rewards are saved.
+    """
+    save(records)
+    if scorer is None:
+        return None
+    rewards = asyncio.run(scorer.score(items))
+    save([record | reward_fields(reward) for record, reward in zip(records, rewards, strict=True)])
+    return rewards
+
+
+def scores_PN(rewards: Sequence[Reward | None], n: int) -> Floats:
+    """Return the score of each response, NaN for one without a reward."""
+    return np.array([np.nan if reward is None else reward.score for reward in rewards]).reshape(-1, n)
 
 
 def _item_factory(data: PromptData, config: Config, tokenizer: Any, scorer: RewardScorer | None) -> RewardItems | None:
@@ -168,12 +217,6 @@ def _item_factory(data: PromptData, config: Config, tokenizer: Any, scorer: Rewa
     return RewardItems(
         data, config.data, tokenizer, require_truth=True, truth_use=scorer.truth_use, skip_special_tokens=skips
     )
-
-
-def _score_fields(index: int, items: Sequence[RewardItem], rewards: Sequence[Reward] | None) -> dict[str, Any]:
-    """Return the fields of a record that a reward function gives; without one their values are None."""
-    truth = items[index].ground_truth if items else None
-    return {"ground_truth": truth, **reward_fields(None if rewards is None else rewards[index])}
 
 
 def _response(generated: Generated, uid: int) -> Response:

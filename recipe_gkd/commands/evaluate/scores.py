@@ -26,7 +26,8 @@ class Evaluation:
         model: Folder of the model.
         sources: Data source of each prompt, [P].
         rows: Row of each prompt in the data, [P].
-        rewards_PN: Reward of each response, [P, N]. None without a reward function.
+        rewards_PN: Reward of each response, [P, N]. NaN for a response whose call of the reward function failed. None
+            without a reward function.
         lengths_PN: Tokens of each response, [P, N].
         truncated_PN: True for responses that were truncated, [P, N].
         seconds: Time of generation, without loading.
@@ -49,12 +50,14 @@ class Score:
 
     Attributes:
         n_prompts: Number of prompts.
-        mean: Mean reward over all responses, ``avg@n``. None without a reward function.
+        mean: Mean over the prompts of the mean reward of their responses, ``avg@n``. Failed calls are left out. None
+            without rewards.
         mean_error: Standard error of ``mean`` over the prompts. None for fewer than two prompts.
-        best: Mean over the prompts of the best response, ``best@n``.
+        best: Mean over the prompts of the best response, ``best@n``. Prompts with a failed call are left out.
         best_error: Standard error of ``best``.
         response_len: Mean number of tokens of a response.
         truncated_fraction: Share of truncated responses.
+        n_failed: Number of responses without a reward, because the call of the reward function failed.
         numbers: Means of the other numbers that the reward function returned, by name.
     """
 
@@ -65,6 +68,7 @@ class Score:
     best_error: float | None
     response_len: float
     truncated_fraction: float
+    n_failed: int = 0
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -79,10 +83,13 @@ def scores_of(evaluation: Evaluation) -> dict[str, Score]:
 
 def _score(evaluation: Evaluation, rows: npt.NDArray[np.bool_]) -> Score:
     mean: tuple[float | None, float | None] = (None, None)
-    best = mean
+    best, n_failed = mean, 0
     if evaluation.rewards_PN is not None:
         rewards_PN = evaluation.rewards_PN[rows]
-        mean, best = mean_and_error(rewards_PN.mean(axis=1)), mean_and_error(rewards_PN.max(axis=1))
+        is_failed_PN = np.isnan(rewards_PN)
+        n_failed = int(is_failed_PN.sum())
+        mean = mean_and_error(np.nanmean(rewards_PN[~is_failed_PN.all(axis=1)], axis=1))
+        best = mean_and_error(rewards_PN[~is_failed_PN.any(axis=1)].max(axis=1))
     n = evaluation.lengths_PN.shape[1]
     numbers = [numbers for index, numbers in enumerate(evaluation.numbers) if rows[index // n]]
     return Score(
@@ -93,26 +100,32 @@ def _score(evaluation: Evaluation, rows: npt.NDArray[np.bool_]) -> Score:
         best_error=best[1],
         response_len=float(evaluation.lengths_PN[rows].mean()),
         truncated_fraction=float(evaluation.truncated_PN[rows].mean()),
+        n_failed=n_failed,
         numbers=mean_numbers(numbers),
     )
 
 
-def mean_and_error(values_P: Floats) -> tuple[float, float | None]:
-    """Return the mean over prompts and its standard error, None for fewer than two prompts."""
+def mean_and_error(values_P: Floats) -> tuple[float | None, float | None]:
+    """Return the mean over prompts, None without any, and its standard error, None for fewer than two prompts."""
     n = len(values_P)
+    if n == 0:
+        return None, None
     error = float(values_P.std(ddof=1)) / math.sqrt(n) if n > 1 else None
     return float(values_P.mean()), error
 
 
-def difference(first: Evaluation, other: Evaluation) -> tuple[float, float | None] | None:
+def difference(first: Evaluation, other: Evaluation) -> tuple[float | None, float | None] | None:
     """Return the mean difference of the rewards of two models and its standard error, paired by prompt.
+
+    Prompts with a failed call of the reward function are left out.
 
     Returns:
         ``other`` minus ``first``. None without rewards, or if the models answered different rows.
     """
     if first.rewards_PN is None or other.rewards_PN is None or list(first.rows) != list(other.rows):
         return None
-    return mean_and_error(other.rewards_PN.mean(axis=1) - first.rewards_PN.mean(axis=1))
+    gains_P = other.rewards_PN.mean(axis=1) - first.rewards_PN.mean(axis=1)
+    return mean_and_error(gains_P[~np.isnan(gains_P)])
 
 
 def as_json(evaluations: Sequence[Evaluation], settings: dict[str, Any]) -> dict[str, Any]:
@@ -144,6 +157,8 @@ def render(evaluations: Sequence[Evaluation], n: int) -> str:
             rows.append((f"  {title}", [_with_error(s.mean, s.mean_error) if s else "" for s in found]))
             if n > 1:
                 rows.append((f"  best@{n}", [_with_error(s.best, s.best_error) if s else "" for s in found]))
+        if any(s is not None and s.n_failed for s in found):
+            rows.append(("  responses without reward", [f"{s.n_failed:,}" if s else "" for s in found]))
         for name in scores[0][source].numbers:
             rows.append((f"  {name}", [f"{s.numbers[name]:.4f}" if s and name in s.numbers else "" for s in found]))
         rows.append(("  response tokens", [f"{s.response_len:,.1f}" if s else "" for s in found]))

@@ -340,6 +340,26 @@ class TestOnFailure:
         assert "gave no reward to sample 6 (row 6 of the tests)" in caplog.text
         assert "custom_reward_function.on_failure=skip: the run continues" in caplog.text
 
+    def test_end_of_an_async_process_repeats_few_calls(self, tmp_path: Path) -> None:
+        """All calls wait when one of them ends the process."""
+        calls = tmp_path / "calls"
+        body = f"""\
+            with open({str(calls)!r}, "a") as file:
+                file.write(response + "\\n")
+            await asyncio.sleep(0.05 if response == "no. 11" else 0.2)
+            if response == "no. 11":
+                os._exit(3)
+            return float(response[4:])
+        """
+        path = reward_file(tmp_path, body, before="import asyncio, os")
+        path.write_text(path.read_text().replace("def compute_score", "async def compute_score"))
+        with RewardScorer(settings(path, on_failure="skip", max_concurrency=16)) as scorer:
+            rewards = asyncio.run(scorer.score([item(uid, f"no. {uid}") for uid in range(16)]))
+            assert scorer.failures == 1
+        scores = [None if reward is None else reward.score for reward in rewards]
+        assert scores == [None if uid == 11 else float(uid) for uid in range(16)]
+        assert len(calls.read_text().splitlines()) <= 3 * 16
+
     def test_value_replaces_the_reward(self, tmp_path: Path) -> None:
         path = reward_file(tmp_path, "return 1 / (response != 'no. 6')")
         scores = score(path, self.ITEMS, on_failure="value", failure_value=-2.0)

@@ -213,6 +213,7 @@ class TestResume:
         assert resumed.status == 0, resumed.output
         before, *lines = resumed.metrics
         assert before.pop("training/global_step") == 4 and before.pop("timing/validate") > 0
+        assert before.pop("training/failed_validations") == 0
         expected = {name: value for name, value in reference_run.metrics[3].items() if name.startswith("val/")}
         assert before == expected
         runs = (reference_run, resumed)

@@ -84,7 +84,7 @@ def test_held_out_rows_depend_on_the_seed_and_share_no_prompt(
         ("csv", {"question": "1?"}, [], "has no column 'prompt'; it has: question. Name it with --prompt-column"),
         ("csv", {"prompt": "1?"}, ["--response-column", "answer"], "there is no column 'answer'.*--response-column"),
         ("csv", {"prompt": "1?"}, ["--val-fraction", "1"], "--val-fraction 1: expected a fraction from 0"),
-        ("csv", {"prompt": " "}, [], "no training row is left of 0"),
+        ("csv", {"prompt": " "}, [], "no row of the files has a prompt; correct the files"),
         ("gsm8k", {"question": "1?", "answer": 18}, [], "row 0 of .*line 1.*'18' does not end with '#### <number>'"),
         (
             "gsm8k",
@@ -171,3 +171,35 @@ def test_small_fraction_holds_out_one_row(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "2"}])
     assert main(["prepare", "csv", file, "--val-fraction", "0.1", "--output", str(tmp_path)]) == 0
     assert len(rows_of(tmp_path / "train.parquet")) == len(rows_of(tmp_path / "val.parquet")) == 1
+
+
+@pytest.mark.parametrize(("n_rows", "n_held_out"), [(2, 1), (3, 2), (1, 0)])
+def test_large_fraction_leaves_a_training_row(tmp_path: Path, n_rows: int, n_held_out: int) -> None:
+    file = write(tmp_path / "a.jsonl", [{"prompt": str(number)} for number in range(n_rows)])
+    assert main(["prepare", "csv", file, "--val-fraction", "0.9", "--output", str(tmp_path)]) == 0
+    assert len(rows_of(tmp_path / "train.parquet")) == n_rows - n_held_out
+    assert (tmp_path / "val.parquet").exists() == (n_held_out > 0)
+
+
+def test_training_prompts_that_are_all_held_out_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "a.jsonl", [{"prompt": "1"}])
+    assert main(["prepare", "csv", file, "--val", file, "--output", str(tmp_path)]) == 1
+    assert "the prompts of all 1 are held out; give files with other prompts" in capsys.readouterr().err
+
+
+def test_home_folder_is_expanded_in_all_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "a.jsonl", [{"prompt": "1"}])
+    write(tmp_path / "b.jsonl", [{"prompt": "2"}])
+    assert main(["prepare", "csv", "~/a.jsonl", "--val", "~/b.jsonl", "--output", "~/out"]) == 0
+    assert len(rows_of(tmp_path / "out" / "val.parquet")) == 1
+
+
+def test_gsm8k_row_without_question_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = {"answer": "#### 2", "messages": [{"role": "user", "content": "x"}]}
+    file = write(tmp_path / "a.jsonl", [{"question": "q", "answer": "#### 2"}, chat])
+    assert main(["prepare", "gsm8k", file, "--output", str(tmp_path)]) == 1
+    message = capsys.readouterr().err
+    assert "the question is None; expected a text. Correct or remove the row" in message and "bug" not in message

@@ -55,6 +55,16 @@ class TestScores:
         assert difference(first, other) == pytest.approx((0.5, 0.0))
         assert difference(first, make_evaluation([[0.0], [1.0]])) is None
 
+    def test_responses_without_reward_are_left_out_and_counted(self) -> None:
+        nan = float("nan")
+        found = make_evaluation([[1.0, nan], [0.0, 0.5], [nan, nan]], sources="aaa")
+        score = scores_of(found)["a"]
+        assert (score.mean, score.best, score.n_failed) == (0.625, 0.5, 3)
+        assert difference(make_evaluation([[0.0, 0.0]] * 3), found) == (0.25, None)
+        assert re.search(r"responses without reward +3\n", render([found], 2))
+        failed = scores_of(make_evaluation([[nan]]))["a"]
+        assert (failed.mean, failed.best, failed.n_failed) == (None, None, 1)
+
     def test_table_compares_models_side_by_side(self) -> None:
         first = make_evaluation([[0.0], [1.0]], "runs/a/global_step_5/huggingface")
         table = render([first, make_evaluation([[1.0], [1.0]], "models/b")], 1).splitlines()
