@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,7 +21,7 @@ from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_con
 from recipe_gkd.actor.megatron.overrides import MEGATRON, checked_overrides
 from recipe_gkd.actor.megatron.packed_attention import attention_kernel
 from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding
-from recipe_gkd.actor.megatron.transformer_impl import PACKAGE, ResolvedImpl, resolve_transformer_impl
+from recipe_gkd.actor.megatron.transformer_impl import ResolvedImpl, resolve_transformer_impl
 from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.config.megatron_fields import FIXED_FIELDS
 from recipe_gkd.config.schema import MegatronConfig
@@ -156,7 +156,7 @@ def _implementation_fields(impl: ResolvedImpl) -> dict[str, Any]:
         attention_backend=AttnBackend.fused if uses_te else AttnBackend.auto,
         # Without Transformer Engine, fused kernels are missing or would be compiled at first use.
         # Without the package, a driver checks the overrides of workers that have it.
-        apply_rope_fusion=uses_te and find_spec(PACKAGE) is not None,
+        apply_rope_fusion=uses_te and gpt_layer_specs.HAVE_TE,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
