@@ -13,13 +13,13 @@ import ray
 
 from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.hybrid.sync_probe import SyncProbe, probe_contexts
-from recipe_gkd.weight_sync.model_check import MISMATCH_BOUNDS, MismatchGuard
+from recipe_gkd.weight_sync.model_check import BOUND_FLOAT32_ON_CPU, MismatchGuard
 from recipe_gkd.workers import Workers
 from tests._support.engine_faults import FAULTS, keep_old_output_layer
 from tests._support.rollout_models import VOCABULARY, config_for, prompts
 from tests.integration.rollout.conftest import NEW, OLD, Pool
 
-BOUND = MISMATCH_BOUNDS["float32"]
+BOUND = BOUND_FLOAT32_ON_CPU
 
 
 @contextmanager

@@ -211,7 +211,7 @@ async def train(config: Any, group: Group, events: Connection) -> int:
             data=SimpleNamespace(ids=[np.zeros(1, np.int32)]), last_step=lambda position, step: last
         )
         teachers: Any = SimpleNamespace(resume=lambda _: None)
-        workers: Any = SimpleNamespace(actors=group, rollouts=[])
+        workers: Any = SimpleNamespace(actors=group, rollouts=[], engine_dtype="float32", actor_devices=("cpu",))
         run = Run(config, workers, teachers, loader, start)
         await run.fit()
         return run.saver.failed_saves

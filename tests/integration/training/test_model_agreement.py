@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from recipe_gkd.weight_sync.model_check import MISMATCH_BOUNDS, SYNC_METRIC, UPDATE_METRIC
+from recipe_gkd.weight_sync.model_check import BOUND_FLOAT32_ON_CPU, SYNC_METRIC, UPDATE_METRIC
 from tests._support.training_command import StartRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -46,20 +46,21 @@ def mixture(student: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def assert_models_agree(start_run: StartRun, *overrides: str) -> None:
+def assert_models_agree(start_run: StartRun, *overrides: str, n_compared: int = 3) -> None:
     run = start_run("trainer.total_training_steps=4", "trainer.save_freq=-1", *overrides).finish()
     assert run.status == 0, run.output
     assert "another model than the actor" not in run.output
     found = [line[name] for line in run.metrics for name in (UPDATE_METRIC, SYNC_METRIC) if name in line]
     # The first step compares the weights of the folder; the others those that training has changed.
-    assert len(found) >= 3 and max(found) < MISMATCH_BOUNDS["float32"] / 50, found
+    assert len(found) >= n_compared and max(found) < BOUND_FLOAT32_ON_CPU / 50, found
     assert all(line["actor/grad_norm"] > 1e-3 for line in run.metrics)
     assert run.leftovers() == []
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_engines_agree_with_the_actor(start_run: StartRun, mode: str) -> None:
-    assert_models_agree(start_run, *MODES[mode])
+    # In flight, a step compares tokens only if responses end with the newest weights.
+    assert_models_agree(start_run, *MODES[mode], n_compared=2 if mode == "in flight" else 3)
 
 
 def test_engines_agree_with_a_mixture_of_experts(start_run: StartRun, mixture: Path) -> None:

@@ -12,6 +12,7 @@ from recipe_gkd.commands.arguments import config_parser
 from recipe_gkd.config.caller import VARIABLE
 from recipe_gkd.config.load import compose_config
 from tests._support.base_config import CONFIG_NAME, REQUIRED
+from tests._support.checkpoint_files import write_checkpoints
 from tests.unit.config.test_paths import value_of
 
 FILES = ("t.jsonl", "a=b.jsonl", "own.py", "student/config.json", "hf", "console", "qwen2.5", "c,d.jsonl")
@@ -96,8 +97,7 @@ def test_config_folder_is_one_of_the_callers_folder(caller: Path, arguments: lis
 
 def test_command_that_resumes_reads_the_same_paths(caller: Path, tmp_path: Path) -> None:
     trainer = value_of("trainer", f"trainer.default_local_dir={tmp_path}/run")
-    (tmp_path / "run/global_step_3").mkdir(parents=True)
-    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("3")
+    write_checkpoints(tmp_path / "run", 3)
     assert f"env '{VARIABLE}=" in resume_hint(trainer, ["data.train_files=t.jsonl"])
 
 
