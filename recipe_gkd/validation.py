@@ -54,6 +54,9 @@ from recipe_gkd.validation_kl import FORWARD, REVERSE, ResponseKl
 log = logging.getLogger(__name__)
 
 LENGTH, TRUNCATED = "response_len", "truncated_fraction"
+FAILURES = "reward_failures"
+MAX_FAILED_SHARE = 0.1
+"""Largest share of a data source's responses without a reward with which the reward is a metric."""
 DEFAULT_SOURCE = "data"
 """Data source of rows without one."""
 WRITE_TIMEOUT_S = 60.0
@@ -208,12 +211,23 @@ class Validation:
         return metrics
 
     def _reward_metrics(self, source: str, rewards: Sequence[Reward | None]) -> dict[str, float]:
-        """Return the metrics of the rewards of a data source. A response without a reward is None."""
+        """Return the metrics of the rewards of a data source. A response without a reward is None.
+
+        A mean over few responses would depend on which calls failed, and could select the best checkpoint.
+        """
         found = [reward for reward in rewards if reward is not None]
         scores_PN = np.array([np.nan if reward is None else reward.score for reward in rewards]).reshape(-1, self.n)
         has_score_PN = ~np.isnan(scores_PN)
         name = f"val/{source}/{self._reward}"
         metrics: dict[str, float] = {}
+        if n_failed := len(rewards) - len(found):
+            metrics[f"val/{source}/{FAILURES}"] = float(n_failed)
+        if n_failed > MAX_FAILED_SHARE * len(rewards):
+            log.warning(
+                "validation: %d of %d responses of data source %s have no reward, so %s is left out of the metrics",
+                n_failed, len(rewards), source, name,
+            )  # fmt: skip
+            return metrics
         if has_score_PN.any():
             metrics[name] = float(np.nanmean(scores_PN[has_score_PN.any(axis=1)], axis=1).mean())
         if self.n > 1 and has_score_PN.all(axis=1).any():

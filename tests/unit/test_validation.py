@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recipe_gkd import validation as validation_module
 from recipe_gkd.checkpoints.folders import steps_of
 from recipe_gkd.checkpoints.resume import resume_points
 from recipe_gkd.checkpoints.state import Progress, ResumeState
@@ -243,8 +244,15 @@ class TestMetrics:
             "val/data/truncated_fraction": 0.0,
         }
 
-    def test_response_without_reward_is_left_out_of_the_means(self, tmp_path: Path) -> None:
-        """The mean is over the other responses, and best@n over the prompts whose responses all have a reward."""
+    @pytest.mark.parametrize("limit", [1.0, 0.1])
+    def test_response_without_reward_is_left_out_of_the_means(
+        self, limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The mean is over the other responses, and best@n over the prompts whose responses all have a reward.
+
+        Sources with a larger share of such responses than the limit have no reward.
+        """
+        monkeypatch.setattr(validation_module, "MAX_FAILED_SHARE", limit)
         validation = Validation(make_config(tmp_path, *SAMPLED), TOKENIZER)
         scores = iter([None, None, 1.0, 3.0, 5.0, None, 8.0, None])  # of two responses to rows 0 to 3
 
@@ -255,6 +263,14 @@ class TestMetrics:
         responses = [respond(prompt, "1") for prompt in validation.prompts]
         metrics = asyncio.run(validation.report(responses, Failing(), 4))  # type: ignore[arg-type]
         rewards = {name: value for name, value in metrics.items() if "score" in name or "acc" in name}
+        assert {name: value for name, value in metrics.items() if "failures" in name} == {
+            "val/easy/reward_failures": 3.0,
+            "val/data/reward_failures": 1.0,
+        }
+        of_hard = {"val/hard/score": 2.0, "val/hard/score/best@2": 3.0, "val/hard/acc": 2.0}
+        if limit < 1:
+            assert rewards == of_hard
+            return
         assert rewards == {
             "val/easy/score": 5.0,
             "val/easy/acc": 5.0,
