@@ -175,6 +175,7 @@ async def train(config: Any, group: Group, events: Connection) -> int:
     from recipe_gkd.checkpoints.resume import load_first_usable, resume_points
     from recipe_gkd.checkpoints.run_lock import locked
     from recipe_gkd.checkpoints.state import Progress, ResumeState
+    from recipe_gkd.errors import WorkerDied
     from recipe_gkd.trainer import Trainer
 
     class Run(Trainer):
@@ -211,7 +212,13 @@ async def train(config: Any, group: Group, events: Connection) -> int:
             data=SimpleNamespace(ids=[np.zeros(1, np.int32)]), last_step=lambda position, step: last
         )
         teachers: Any = SimpleNamespace(resume=lambda _: None)
-        workers: Any = SimpleNamespace(actors=group, rollouts=[], engine_dtype="float32", actor_devices=("cpu",))
+
+        async def actor_is_lost(error: BaseException) -> bool:
+            return isinstance(error, WorkerDied)
+
+        workers: Any = SimpleNamespace(
+            actor_is_lost=actor_is_lost, actors=group, rollouts=[], engine_dtype="float32", actor_devices=("cpu",)
+        )
         run = Run(config, workers, teachers, loader, start)
         await run.fit()
         return run.saver.failed_saves
