@@ -240,8 +240,6 @@ class Trainer:
             self.mismatch.observe_update(batch.step, batch.metrics)
             batch.metrics |= await self.devices.take_metrics()
             batch.metrics |= await self.workers.metrics()
-        if self.reward_context is not None and self.reward_context.scorer is not None:
-            batch.metrics["reward/failures"] = float(self.reward_context.scorer.failures)
         self.advance(batch)
 
     async def _save_after_stop(self, pipeline: Pipeline, stop: StopRequest) -> None:
@@ -278,6 +276,8 @@ class Trainer:
             with span(batch.metrics, "timing/validate"):
                 batch.metrics |= await self._validation_metrics(pipeline, stop)
             self.best.observe(batch.metrics, self.progress.step)
+        if self.reward_context is not None and self.reward_context.scorer is not None:
+            batch.metrics["reward/failures"] = float(self.reward_context.scorer.failures)
 
     async def _validation_metrics(self, pipeline: Pipeline, stop: StopRequest) -> dict[str, float]:
         """Validate, unless a stop is requested, which cancels the validation. A failed one is a warning.

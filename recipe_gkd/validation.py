@@ -44,7 +44,7 @@ from recipe_gkd.data.samples import Prompt, Response, Reward
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
-from recipe_gkd.rewards.reporting import mean_numbers, reward_fields
+from recipe_gkd.rewards.reporting import mean_numbers, reward_fields, scores_PN
 from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
 from recipe_gkd.runtime.pending_files import PendingFiles
 from recipe_gkd.runtime.threads import in_thread
@@ -216,8 +216,8 @@ class Validation:
         A mean over few responses would depend on which calls failed, and could select the best checkpoint.
         """
         found = [reward for reward in rewards if reward is not None]
-        scores_PN = np.array([np.nan if reward is None else reward.score for reward in rewards]).reshape(-1, self.n)
-        has_score_PN = ~np.isnan(scores_PN)
+        of_PN = scores_PN(rewards, self.n)
+        has_score_PN = ~np.isnan(of_PN)
         name = f"val/{source}/{self._reward}"
         metrics: dict[str, float] = {}
         if n_failed := len(rewards) - len(found):
@@ -229,9 +229,9 @@ class Validation:
             )  # fmt: skip
             return metrics
         if has_score_PN.any():
-            metrics[name] = float(np.nanmean(scores_PN[has_score_PN.any(axis=1)], axis=1).mean())
+            metrics[name] = float(np.nanmean(of_PN[has_score_PN.any(axis=1)], axis=1).mean())
         if self.n > 1 and has_score_PN.all(axis=1).any():
-            metrics[f"{name}/best@{self.n}"] = float(scores_PN[has_score_PN.all(axis=1)].max(axis=1).mean())
+            metrics[f"{name}/best@{self.n}"] = float(of_PN[has_score_PN.all(axis=1)].max(axis=1).mean())
         return metrics | mean_numbers([reward.numbers for reward in found], f"val/{source}/")
 
 

@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 
 from recipe_gkd.config.aliases import migration_tables, unknown_key_message
 from recipe_gkd.config.choices import OneOf
-from recipe_gkd.config.load import compose_config, description, known_keys, type_of, value_at
+from recipe_gkd.config.key_types import type_of
+from recipe_gkd.config.load import compose_config, description, known_keys, value_at
 from recipe_gkd.config.ranges import numeric_range
 from recipe_gkd.runtime.closed_output import run_until_closed
 

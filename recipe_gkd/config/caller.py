@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from hydra.errors import HydraException
 
 from recipe_gkd.config.grammar import parse, quote, to_text
+from recipe_gkd.config.key_types import is_union, plain_type
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.schema.fields import PathUse
 
@@ -73,7 +73,7 @@ def _hint_of(name: str) -> Any:
     """Return the type of the key ``name``, also of an entry of a mapping. None if the schema has no such key."""
     hint: Any = Config
     for part in name.split("."):
-        hint = _plain(hint)
+        hint = plain_type(hint)
         if get_origin(hint) is dict:
             hint = get_args(hint)[1]
         elif dataclasses.is_dataclass(hint):
@@ -83,27 +83,18 @@ def _hint_of(name: str) -> Any:
     return hint
 
 
-def _plain(hint: Any) -> Any:
-    """Return a type without its annotations, and without None."""
-    if get_origin(hint) is Annotated:
-        return _plain(hint.__origin__)
-    if get_origin(hint) in (Union, UnionType):
-        return _plain(next(part for part in get_args(hint) if part is not type(None)))
-    return hint
-
-
 def _use_of(hint: Any) -> PathUse | None:
     """Return the use of a path in a text of this type. None if it is no path."""
     if get_origin(hint) is Annotated:
         marks = [mark for mark in hint.__metadata__ if isinstance(mark, PathUse)]
         return marks[0] if marks else _use_of(hint.__origin__)
-    inner = get_args(hint) if get_origin(hint) in (Union, UnionType, list) else ()
+    inner = get_args(hint) if is_union(hint) or get_origin(hint) is list else ()
     return next((use for part in inner if (use := _use_of(part)) is not None), None)
 
 
 def _resolve(value: Any, hint: Any) -> Any:
     """Return a value with absolute paths, also in lists and mappings."""
-    plain = _plain(hint)
+    plain = plain_type(hint)
     if isinstance(value, str):
         use = _use_of(hint)
         return value if use is None else _absolute(value, use)

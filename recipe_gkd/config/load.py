@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -20,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from recipe_gkd.config.aliases import unknown_key_message
+from recipe_gkd.config.key_types import accepts_null, plain_type, type_of
 from recipe_gkd.config.overrides import CheckedOverrides, OverrideRules, leaf_names
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.unused_keys import unused_key_warnings
@@ -207,8 +207,7 @@ def _booleans_for_numbers(values: Any, config: Config) -> list[str]:
     problems = []
     for name in known_keys():
         if isinstance(got := value_at(values, name), bool) and not isinstance(attrgetter(name)(config), bool):
-            hint = type_of(name)
-            or_null = ", or null" if type(None) in get_args(getattr(hint, "__origin__", hint)) else ""
+            or_null = ", or null" if accepts_null(type_of(name)) else ""
             problems.append(f"{name}: got {got}; input should be a number{or_null}")
     return problems
 
@@ -233,24 +232,10 @@ def known_keys(section: type = Config, prefix: str = "") -> Mapping[str, datacla
     return keys
 
 
-def type_of(name: str) -> Any:
-    """Return the type of the key ``name`` in the schema, with its annotations."""
-    hint: Any = Config
-    for part in name.split("."):
-        hint = get_type_hints(hint, include_extras=True)[part]
-    return hint
-
-
 @cache
 def list_keys() -> frozenset[str]:
     """Return the names of the keys whose value is a list."""
-    return frozenset(name for name in known_keys() if _has_list(type_of(name)))
-
-
-def _has_list(hint: Any) -> bool:
-    if hasattr(hint, "__metadata__"):  # Annotated
-        return _has_list(hint.__origin__)
-    return get_origin(hint) is list or (isinstance(hint, UnionType) and any(map(_has_list, get_args(hint))))
+    return frozenset(name for name in known_keys() if get_origin(plain_type(type_of(name))) is list)
 
 
 def description(field: dataclasses.Field[Any]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from recipe_gkd.data.samples import Reward
 
@@ -19,6 +20,11 @@ def mean_numbers(numbers: Sequence[Mapping[str, float]], prefix: str = "") -> di
     """
     names = dict.fromkeys(name for each in numbers for name in each)
     return {prefix + name: float(np.mean([each[name] for each in numbers if name in each])) for name in names}
+
+
+def scores_PN(rewards: Sequence[Reward | None], n: int) -> npt.NDArray[np.float64]:
+    """Return the scores of ``n`` responses to each prompt, NaN for a response without a reward."""
+    return np.array([np.nan if reward is None else reward.score for reward in rewards], np.float64).reshape(-1, n)
 
 
 def reward_fields(reward: Reward | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 import recipe_gkd.commands.evaluate as package
 from recipe_gkd.checkpoints.folders import steps_of
 from recipe_gkd.checkpoints.newest import find_checkpoint, is_run
-from recipe_gkd.commands.evaluate.scores import Evaluation, Floats, as_json, render
+from recipe_gkd.commands.evaluate.scores import Evaluation, as_json, render
 from recipe_gkd.config import Config
 from recipe_gkd.config.load import compose_config, to_config
 from recipe_gkd.config.reward_functions import has_reward
@@ -29,7 +29,7 @@ from recipe_gkd.data.samples import Response, Reward
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
-from recipe_gkd.rewards.reporting import reward_fields
+from recipe_gkd.rewards.reporting import reward_fields, scores_PN
 from recipe_gkd.rollout.offline_engine import (
     Generated,
     OfflineEngineOptions,
@@ -202,11 +202,6 @@ def score_and_save(
     rewards = asyncio.run(scorer.score(items))
     save([record | reward_fields(reward) for record, reward in zip(records, rewards, strict=True)])
     return rewards
-
-
-def scores_PN(rewards: Sequence[Reward | None], n: int) -> Floats:
-    """Return the score of each response, NaN for one without a reward."""
-    return np.array([np.nan if reward is None else reward.score for reward in rewards]).reshape(-1, n)
 
 
 def _item_factory(data: PromptData, config: Config, tokenizer: Any, scorer: RewardScorer | None) -> RewardItems | None:
