@@ -283,6 +283,20 @@ class TestMetrics:
         written = [json.loads(line) for line in (tmp_path / "validation" / "step_4.jsonl").open()]
         assert [line["reward"] for line in written] == [None, None, 1.0, 3.0, 5.0, None, 8.0, None]
 
+    def test_failed_calls_of_a_validation_count_in_its_step(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Those of the last validation would otherwise be in no metric."""
+
+        async def score(self: Scorer, items: Sequence[RewardItem]) -> list[None]:
+            self.failures += len(items)
+            return [None] * len(items)
+
+        monkeypatch.setattr(Scorer, "score", score)
+        trainer = train(make_config(tmp_path, "trainer.total_training_steps=2", "trainer.test_freq=2"))
+        assert trainer.reward_context is not None and trainer.reward_context.scorer is not None
+        assert lines(tmp_path)[-1]["reward/failures"] == trainer.reward_context.scorer.failures > 0
+
     def test_report_without_source_column_uses_one_source(self, tmp_path: Path) -> None:
         rows = {name: ROWS[name] for name in ("prompt", "ground_truth")}
         validation = Validation(make_config(tmp_path, rows=rows), TOKENIZER)
