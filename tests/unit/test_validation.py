@@ -286,7 +286,7 @@ class TestMetrics:
     def test_failed_calls_of_a_validation_count_in_its_step(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Those of the last validation would otherwise be in no metric."""
+        """Failures in the last validation are in the metrics of its step."""
 
         async def score(self: Scorer, items: Sequence[RewardItem]) -> list[None]:
             self.failures += len(items)
