@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import queue
 import statistics
 import time
@@ -31,22 +32,23 @@ _TOP_K = 64
 _TIMEOUT_S = 600
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 _KEYS = (
-    f"{_ACTOR}.megatron.dtype=bfloat16", f"{_ACTOR}.max_token_len=16384", f"{_ACTOR}.timeout_s={_TIMEOUT_S}",
-    f"{_ACTOR}.optim.lr=1e-6", f"{_ROLLOUT}.dtype=bfloat16", "data.max_prompt_length=256",
-    "data.max_response_length=1024",
+    f"{_ACTOR}.megatron.dtype=bfloat16", f"{_ACTOR}.fsdp_config.dtype=bfloat16", f"{_ACTOR}.max_token_len=16384",
+    f"{_ACTOR}.timeout_s={_TIMEOUT_S}", f"{_ACTOR}.optim.lr=1e-6", f"{_ROLLOUT}.dtype=bfloat16",
+    "data.max_prompt_length=256", "data.max_response_length=1024",
 )  # fmt: skip
 _METRICS = ("actor/rollout_probs_diff_mean", "actor/rollout_probs_diff_max", "actor/rollout_kl")
 
 
 def measure_actor(device: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield a row without and with the fused output layer."""
+    """Yield a row for each backend, without and with the fused output layer."""
     shape = _SHAPE[device]
     model, samples = write_model(folder / "model", shape, device), make_samples(_LENGTHS[device], _TOP_K)
     n_tokens = sum(sample.n_tokens for sample in samples)
     peak = peak_tflops(torch.cuda.get_device_name(), "bfloat16") if device == "cuda" else None
     utilization = ActorUtilization(read_model_dims(str(model)), peak) if peak else None
-    for fused in (False, True):
-        config = actor_config(model, device, *_KEYS, f"gkd.fuse_lm_head={str(fused).lower()}")
+    for strategy, fused in itertools.product(("megatron", "fsdp"), (False, True)):
+        options = (f"{_ACTOR}.strategy={strategy}", f"gkd.fuse_lm_head={str(fused).lower()}")
+        config = actor_config(model, device, *_KEYS, *options)
         with running_actor(config) as actor:
             seconds = []
             for step in range(_ROUNDS[device] + 1):
@@ -58,6 +60,7 @@ def measure_actor(device: str, folder: Path) -> Iterator[dict[str, Any]]:
         best = statistics.median(seconds[1:])
         yield {
             "shape": shape,
+            "strategy": strategy,
             "fused_head": fused,
             "k": _TOP_K,
             "tokens_per_s": n_tokens / best,

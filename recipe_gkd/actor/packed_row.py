@@ -6,8 +6,10 @@ length of a block, P positions of all blocks with their padding.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -91,10 +93,16 @@ def attend_varlen(
         row.max_length,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),  # causal
-        enable_gqa=query.size(1) != key.size(1),
+        **({"enable_gqa": query.size(1) != key.size(1)} if _has_gqa_option(varlen_attn) else {}),
     )
     assert isinstance(output, Tensor)  # not a pair, because no further result is requested
     return output
+
+
+@cache
+def _has_gqa_option(varlen_attn: Callable[..., Any]) -> bool:
+    """Return True if grouped queries are an option. Until torch 2.11 they need none."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def attend_in_blocks(

@@ -133,7 +133,8 @@ class ShardQuery:
         has_tail_TH = max_TH != float("-inf")
         max_TH = max_TH.where(has_tail_TH, 0)
         # exp(l - max) = exp(l - local max) * exp(local max - max), and likewise for the sum with the factor (l - max).
-        rate_H = max_TH.new_tensor([softmax.inverse_temperature for softmax in self.softmaxes])
+        # Not new_tensor of the list, whose copy to a GPU would make the host wait for the device.
+        rate_H = torch.cat([max_TH.new_full((1,), softmax.inverse_temperature) for softmax in self.softmaxes])
         shift_TH = ((local_max_TH - max_TH) * rate_H).clamp(min=MIN_LOG)
         sum_TH = local_TH3[..., 1] * shift_TH.exp()
         weighted_TH = local_TH3[..., 2] * shift_TH.exp() + sum_TH * shift_TH

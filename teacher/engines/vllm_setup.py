@@ -9,6 +9,9 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the thread that calls it
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # vLLM forks its tensor-parallel workers. Without NVML, torch.cuda.is_available() initializes CUDA, and a process
+    # that is forked afterwards cannot use a GPU ("Cannot re-initialize CUDA in forked subprocess").
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind every engine to the same cores

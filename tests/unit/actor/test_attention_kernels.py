@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,6 +128,7 @@ class TestPackedRow:
         calls: list[tuple[Any, ...]] = []
         original = varlen.varlen_attn
 
+        @wraps(original)
         def record(*arguments: Any, **options: Any) -> Any:
             calls.append((arguments, options))
             return original(*arguments, **options)
