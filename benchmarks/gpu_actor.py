@@ -27,7 +27,7 @@ from recipe_gkd.metrics.utilization import ActorUtilization
 
 _SHAPE = {"cpu": "tiny", "cuda": "1.5B"}
 _LENGTHS = {"cpu": [48] * 8, "cuda": [1024] * 64}
-_ROUNDS = {"cpu": 2, "cuda": 6}
+_ROUNDS = {"cpu": 2, "cuda": 4}
 _TOP_K = 64
 _TIMEOUT_S = 600
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))

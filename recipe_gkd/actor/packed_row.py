@@ -83,6 +83,7 @@ def attend_varlen(
     """
     from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo
 
+    options: dict[str, Any] = {"enable_gqa": query.size(1) != key.size(1)} if _has_gqa_option(varlen_attn) else {}
     output = varlen_attn(
         query,
         key,
@@ -93,7 +94,7 @@ def attend_varlen(
         row.max_length,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),  # causal
-        **({"enable_gqa": query.size(1) != key.size(1)} if _has_gqa_option(varlen_attn) else {}),
+        **options,
     )
     assert isinstance(output, Tensor)  # not a pair, because no further result is requested
     return output

@@ -66,6 +66,11 @@ def select_backend(tensor: Tensor, choice: str = "auto") -> KernelBackend:
     return backend
 
 
+def runs_triton(tensor: Tensor) -> bool:
+    """Return True if a Triton kernel can read a tensor: it is on a GPU, and Triton compiles kernels here."""
+    return tensor.is_cuda and tensor.dtype in TRITON_DTYPES and _load_triton() is not None
+
+
 def chunk_positions(logits_TW: Tensor, choice: str = "auto") -> int:
     """Return the number of positions per call of the backend.
 

@@ -25,8 +25,14 @@ def make_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     decayed = [p for name, p in named if p.ndim > 1 and not name.endswith(".bias")]
     others = [p for name, p in named if p.ndim <= 1 or name.endswith(".bias")]
     groups = [{"params": decayed, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0}]
+    # `fused` must be explicit: by default DTensors are updated one after the other, with ten operations each.
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=optim.lr, betas=optim.betas, eps=1e-8, weight_decay=0.0
+        [group for group in groups if group["params"]],
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=1e-8,
+        weight_decay=0.0,
+        fused=True,
     )
 
 

@@ -3,7 +3,8 @@
 Without Transformer Engine, Megatron copies the sequence boundaries to the host and cuts a table of angles for each
 sequence, for queries and keys of each layer (models/common/embeddings/rope_utils.py ``_apply_rotary_pos_emb_thd``).
 Here the cosines and sines of all rows are gathered by position once per forward pass of a model chunk, and all layers
-share them. The results are equal bit by bit.
+share them. The results are equal bit by bit. On a GPU, one Triton kernel rotates all heads of a row, where PyTorch
+starts seven.
 
 Usage::
 
@@ -19,6 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from recipe_gkd.losses.kernel_backend import runs_triton
 
 if TYPE_CHECKING:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -70,6 +74,47 @@ def rotate(heads_NHD: Tensor, table_N12D: Tensor) -> Tensor:
         heads_NHD: Queries or keys.
         table_N12D: Result of :class:`PackedRotaryEmbedding`. Channels i and i + D / 2 form a pair.
     """
+    if runs_triton(heads_NHD) and heads_NHD.dtype == table_N12D.dtype:
+        rotated: Tensor = _TritonRotation.apply(heads_NHD, table_N12D)
+        return rotated
     cos_N1D, sin_N1D = table_N12D.unbind(2)
     first, second = heads_NHD.chunk(2, dim=-1)
     return heads_NHD * cos_N1D + torch.cat((-second, first), dim=-1) * sin_N1D
+
+
+class _TritonRotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads_NHD: Tensor, table_N12D: Tensor) -> Tensor:
+        ctx.save_for_backward(table_N12D)
+        return _launch(heads_NHD, table_N12D, sign=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NHD: Tensor) -> tuple[Tensor, None]:
+        return _launch(gradient_NHD, ctx.saved_tensors[0], sign=-1), None  # the inverse of a rotation is its transpose
+
+
+def _launch(heads_NHD: Tensor, table_N12D: Tensor, *, sign: int) -> Tensor:
+    """Return the heads rotated by ``sign`` times the angles of their positions."""
+    from recipe_gkd.actor.megatron import layer_kernels
+
+    if heads_NHD.stride(2) != 1:
+        heads_NHD = heads_NHD.contiguous()
+    table_N12D = table_N12D.contiguous()
+    n_rows, n_heads, width = heads_NHD.shape
+    out_NHD = heads_NHD.new_empty(n_rows, n_heads, width)
+    if not out_NHD.numel():
+        return out_NHD
+    n_pairs = width // 2
+    blocks = {"HEADS": _power_of_2(n_heads), "PAIRS": _power_of_2(n_pairs)}
+    with torch.cuda.device_of(heads_NHD):
+        layer_kernels.rotate_heads[n_rows,](
+            out_NHD, heads_NHD, table_N12D, heads_NHD.stride(0), heads_NHD.stride(1), n_heads, n_pairs, SIGN=sign,
+            **blocks, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out_NHD
+
+
+def _power_of_2(number: int) -> int:
+    """Return the smallest power of 2 that is not smaller."""
+    return 1 << (number - 1).bit_length()

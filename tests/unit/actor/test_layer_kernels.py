@@ -1,0 +1,141 @@
+"""The Triton kernels of the layers against PyTorch, in Triton's interpreter and on a GPU if there is one."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipe_gkd.actor.megatron import gated_silu, rotary
+
+pytest.importorskip("triton", reason="needs triton")
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+ROUNDING = {HALF: 2**-10, BRAIN: 2**-7, SINGLE: 2**-22}
+"""Distance of neighboring numbers, relative to the largest entry. The interpreter truncates to bfloat16."""
+JOB_TIMEOUT_S = 120
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Run]:
+    """Function that runs a job in a process with Triton's interpreter, which Triton enables when it is imported."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRITON_INTERPRET", "1")
+        pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        pool.submit(torch.set_num_threads, 1).result(timeout=JOB_TIMEOUT_S)
+    yield lambda job, *arguments: pool.submit(job, *arguments).result(timeout=JOB_TIMEOUT_S)
+    for process in pool._processes.values():
+        process.kill()
+    pool.shutdown()
+
+
+def check_gated_silu(rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    torch.manual_seed(0)
+    values = 4 * torch.randn(rows, 1, 2 * width, dtype=SINGLE, device=device)
+    values[0, 0, :2] = torch.tensor([-200.0, 200.0])  # exp overflows
+    weight = torch.randn(rows, 1, width, dtype=SINGLE, device=device).to(dtype)
+    compare(gated_silu._TritonGatedSilu.apply, gated_silu._GatedSilu.apply, values.to(dtype), weight)
+
+
+def check_rotation(rows: int, n_heads: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    torch.manual_seed(0)
+    heads = torch.randn(rows, 2 * n_heads, width, dtype=SINGLE, device=device).to(dtype)[:, ::2]
+    angles = torch.randn(rows, 1, 1, width // 2, device=device).repeat(1, 1, 1, 2)
+    table = torch.cat([angles.cos(), angles.sin()], dim=2).to(dtype)
+    weight = torch.randn(rows, n_heads, width, device=device).to(dtype)
+    compare(lambda x: rotary._TritonRotation.apply(x, table), partial(rotate_in_torch, table), heads, weight)
+
+
+def rotate_in_torch(table: Tensor, heads: Tensor) -> Tensor:
+    """Return :func:`rotary.rotate` by PyTorch's operations, on any device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rotary, "runs_triton", lambda _: False)
+        return rotary.rotate(heads, table)
+
+
+def compare(one: Callable[..., Tensor], other: Callable[..., Tensor], values: Tensor, weight: Tensor) -> None:
+    """Compare results and gradients of two functions."""
+    results = []
+    for function in (one, other):
+        x = values.clone().requires_grad_()
+        output = function(x * 1)
+        results.append((output, *torch.autograd.grad(output, x, weight)))
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == expected.dtype
+        atol = 2 * ROUNDING[values.dtype] * expected.abs().max().item()
+        torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
+class TestInterpreted:
+    def test_gated_silu_equals_torch(self, interpreted: Run, dtype: torch.dtype) -> None:
+        for rows, width in ((3, 24), (2, 2049), (1, 1)):
+            interpreted(check_gated_silu, rows, width, dtype)
+
+    def test_rotation_equals_torch(self, interpreted: Run, dtype: torch.dtype) -> None:
+        for n_heads, width in ((12, 128), (1, 64), (3, 12)):
+            interpreted(check_rotation, 5, n_heads, width, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
+class TestOnGpu:
+    def test_gated_silu_equals_torch(self, dtype: torch.dtype) -> None:
+        for rows, width in ((300, 8960), (7, 100), (2**18, 4864)):
+            check_gated_silu(rows, width, dtype, "cuda")
+
+    def test_rotation_equals_torch(self, dtype: torch.dtype) -> None:
+        for n_heads, width in ((12, 128), (2, 64), (3, 12)):
+            check_rotation(1000, n_heads, width, dtype, "cuda")
+
+    def test_gated_silu_writes_gradient_over_input_once(self, dtype: torch.dtype) -> None:
+        x = torch.randn(3, 8, dtype=dtype, device="cuda", requires_grad=True)
+        product = x * 1
+        activated = gated_silu.GatedSilu()(product)
+        (gradient,) = torch.autograd.grad(activated.sum(), product, retain_graph=True)
+        assert gradient.data_ptr() == product.data_ptr()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(activated.sum(), product)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("name", "constants"),
+    [
+        ("write_gated_silu", {"BLOCK": 2048}),
+        ("write_gated_silu_gradient", {"BLOCK": 2048}),
+        ("rotate_heads", {"SIGN": -1, "HEADS": 16, "PAIRS": 64}),
+    ],
+)
+def test_kernel_compiles(
+    name: str, constants: dict[str, int], capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler needs no GPU. It refuses programs that the interpreter accepts."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from recipe_gkd.actor.megatron import layer_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = getattr(layer_kernels, name)
+    pointers = ("out", "gate_and_up", "gradient", "heads", "table")
+    types = {argument: "*bf16" if argument in pointers else "i32" for argument in kernel.arg_names}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        fn=kernel,
+        signature=types,
+        constexprs={(kernel.arg_names.index(constant),): value for constant, value in constants.items()},
+        attrs={(n,): [["tt.divisibility", 16]] for n, kind in enumerate(types.values()) if kind != "constexpr"},
+    )
+    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm["ptx"]
+    if name != "rotate_heads":
+        assert "ld.global.v4.b32" in code
