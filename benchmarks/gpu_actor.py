@@ -93,10 +93,11 @@ def measure_mismatch(device: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _free_memory() -> None:
-    """Free the memory of a deleted actor, whose parts refer to each other."""
+    """Free the memory of a deleted actor, whose parts refer to each other, and begin a new maximum."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _engine_keys(device: str) -> list[str]:

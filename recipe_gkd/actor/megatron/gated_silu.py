@@ -84,12 +84,12 @@ class _TritonGatedSilu(torch.autograd.Function):
 
 
 def _launch(name: str, *tensors: Tensor, like: Tensor) -> None:
-    """Launch a kernel of :mod:`~recipe_gkd.actor.megatron.layer_kernels` for tensors with the rows of ``like``."""
-    from recipe_gkd.actor.megatron import layer_kernels
+    """Launch a kernel of :mod:`~recipe_gkd.actor.megatron.triton_kernels` for tensors with the rows of ``like``."""
+    from recipe_gkd.actor.megatron import triton_kernels
 
     if not like.numel():
         return
     width = like.shape[-1]
     grid = like.numel() // width, -(-width // BLOCK_COLUMNS)
     with torch.cuda.device_of(like):
-        getattr(layer_kernels, name)[grid](*tensors, width, BLOCK=BLOCK_COLUMNS, num_warps=8)
+        getattr(triton_kernels, name)[grid](*tensors, width, BLOCK=BLOCK_COLUMNS, num_warps=8)

@@ -127,8 +127,8 @@ def _build_config(
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths requires it, also in a dense model
         **_moe_fields(dims.moe, config, grouped_gemm=impl == "transformer_engine"),
         **_implementation_fields(impl),
-        # The local layers have an activation module of their own; see `decoder_spec`.
-        use_te_activation_func=impl == "local" and dims.moe is None and not overrides.get("bias_activation_fusion"),
+        # Dense layers have an activation module of this project; see `decoder_spec`.
+        use_te_activation_func=dims.moe is None and not overrides.get("bias_activation_fusion"),
         use_cpu_initialization=device.type == "cpu",
         # Every parameter is loaded from the Hugging Face folder, so none is initialized. perform_initialization=False
         # is not sufficient: it would also skip the attributes that mark divided parameters for the gradient norm.

@@ -96,7 +96,7 @@ class _TritonRotation(torch.autograd.Function):
 
 def _launch(heads_NHD: Tensor, table_N12D: Tensor, *, sign: int) -> Tensor:
     """Return the heads rotated by ``sign`` times the angles of their positions."""
-    from recipe_gkd.actor.megatron import layer_kernels
+    from recipe_gkd.actor.megatron import triton_kernels
 
     if heads_NHD.stride(2) != 1:
         heads_NHD = heads_NHD.contiguous()
@@ -108,7 +108,7 @@ def _launch(heads_NHD: Tensor, table_N12D: Tensor, *, sign: int) -> Tensor:
     n_pairs = width // 2
     blocks = {"HEADS": _power_of_2(n_heads), "PAIRS": _power_of_2(n_pairs)}
     with torch.cuda.device_of(heads_NHD):
-        layer_kernels.rotate_heads[n_rows,](
+        triton_kernels.rotate_heads[n_rows,](
             out_NHD, heads_NHD, table_N12D, heads_NHD.stride(0), heads_NHD.stride(1), n_heads, n_pairs, SIGN=sign,
             **blocks, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

@@ -7,13 +7,15 @@ and of all key (or value) heads, and F the feed-forward columns of a token:
 Layers              H     Q     G     F
 =================== ===== ===== ===== =====
 Transformer Engine  4     2     2     3
-torch (`local`)     5     4     3     4
+torch (`local`)     5     4     3     3
+the same on a CPU   5     4     3     4
 transformers (FSDP) 5     4     2     4
 =================== ===== ===== ===== =====
 
-The first row is that of ``benchmarks/actor_memory.py``. The others were measured on a CPU in float32. The backward pass
-of a layer holds another 6 H per token. With recomputation the inputs of all layers and the activations of one remain.
-The logits of the Megatron backend exist once, because their gradient is written over them; those of FSDP exist twice.
+The first row is that of ``benchmarks/actor_memory.py``. The last two were measured on a CPU in float32, the second and
+the last on an H200 in bfloat16. The backward pass of a layer holds another 6 H per token. With recomputation the inputs
+of all layers and the activations of one remain. The logits of the Megatron backend exist once, because their gradient
+is written over them; those of FSDP exist twice.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from recipe_gkd.losses.fused_head import BLOCK_BYTES
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES
 from teacher.engines.head_dtype import wants_float32_head
 
-_TRANSFORMER_ENGINE, _LOCAL, _TRANSFORMERS = (4, 2, 2, 3), (5, 4, 3, 4), (5, 4, 2, 4)
+_TRANSFORMER_ENGINE, _TRANSFORMERS = (4, 2, 2, 3), (5, 4, 2, 4)
+_LOCAL = {"cuda": (5, 4, 3, 3), "cpu": (5, 4, 3, 4)}
 _BACKWARD_OF_LAYER = 6
 """Multiples of H that the backward pass of one layer holds per token."""
 _TEACHER_ENTRY_BYTES = 52
@@ -94,7 +97,7 @@ def _kept_per_token(config: Config, device: str, dims: StudentDims) -> float:
         widths, tp, pp, is_sharded = _TRANSFORMERS, 1, 1, True
         recomputes = actor.fsdp_config.gradient_checkpointing
     else:
-        widths = _LOCAL if _uses_local_layers(config, device) else _TRANSFORMER_ENGINE
+        widths = _LOCAL[device] if _uses_local_layers(config, device) else _TRANSFORMER_ENGINE
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         is_sharded = megatron.sequence_parallel
         recomputes = megatron.override_transformer_config.get("recompute_granularity") == "full"

@@ -153,7 +153,7 @@ def measure_gpu_memory(
     with started(rank, world_size, port, config) as actor:
         update(actor, batch, 0)
         drops = {}
-        for state in STATES:
+        for state in actor._actor_config.offloaded_states:
             with actor.backend.states.on_device(state, read_only=True):
                 n_bytes, before = n_bytes_on_device(actor, state), torch.cuda.memory_allocated()
             copy = actor.backend.states._states[state]._copy

@@ -220,5 +220,6 @@ class TestOnGpu:
         options = ["trainer.device=cuda", f"{MEGATRON}.transformer_impl=local", *offloads(overrides, STATES)]
         config = make_config(larger_folder, *overrides, *options)
         drops = pool.run(1, offload_jobs.measure_gpu_memory, config, BATCHES[0], timeout_s=200)[0]
+        assert {"params", "optimizer"} <= set(drops)  # FSDP has no gradients outside of an update
         for state, (n_bytes, drop, is_pinned) in drops.items():
             assert drop >= n_bytes and is_pinned, state

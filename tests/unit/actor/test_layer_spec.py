@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipe_gkd.actor.megatron import layer_report as report_module
 from recipe_gkd.actor.megatron import model
+from recipe_gkd.actor.megatron.gated_silu import GatedSilu
 from recipe_gkd.actor.megatron.layer_report import layer_report
 from recipe_gkd.actor.megatron.layer_spec import decoder_spec, ensure_megatron_supports_te
 from recipe_gkd.actor.megatron.model import build_chunks, transformer_config
@@ -54,6 +55,7 @@ def with_te(*, experts: int | None = None, grouped_gemm: bool = True) -> Any:
     return SimpleNamespace(
         transformer_impl="transformer_engine", use_cpu_initialization=False, params_dtype=torch.bfloat16,
         kv_channels=128, qk_layernorm=False, num_moe_experts=experts, moe_grouped_gemm=grouped_gemm,
+        use_te_activation_func=experts is None,
     )  # fmt: skip
 
 
@@ -175,6 +177,7 @@ class TestTransformerEngineSpec:
         monkeypatch.setattr(gpt_layer_specs, "get_gpt_layer_with_transformer_engine_spec", lambda **_: layer)
         spec: Any = decoder_spec(with_te())
         assert (spec.submodules.self_attention.submodules.core_attention is PackedAttention) is is_replaced
+        assert spec.submodules.mlp.submodules.activation_func is GatedSilu
 
     @pytest.mark.parametrize(("capability", "is_replaced"), [(H100, False), (A100, True)])
     def test_moe_layers_have_packed_attention_where_te_would_store_scores(
