@@ -158,11 +158,20 @@ def train_with_fault(
         return Outcome(metrics, [], exported(actor), [])
 
 
+def map_large_blocks(*_: int) -> None:
+    """Let each large block have memory of its own from now on.
+
+    Otherwise a block could use what an earlier job freed, and would not count for :func:`limited_memory`.
+    """
+    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 20)
+
+
 @contextmanager
 def limited_memory(megabytes: int) -> Iterator[None]:
-    """Let the allocations of this process fail that exceed the memory in use by more than ``megabytes``."""
-    # Large blocks get memory of their own. Otherwise they could use what earlier jobs freed, which is not counted.
-    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    """Let the allocations of this process fail that exceed the memory in use by more than ``megabytes``.
+
+    :func:`map_large_blocks` must have been the first job of the process.
+    """
     gc.collect()  # Objects of earlier jobs must not be freed below the limit.
     status = Path("/proc/self/status").read_text()
     match = re.search(r"VmData:\s+(\d+) kB", status)
