@@ -18,8 +18,8 @@ class WeightUpdateCalls:
     They return errors instead of raising them. With several worker processes, vLLM stops at the first exception, and
     takes the results of the other processes for those of the next call.
 
-    Every method returns ``error`` (text or None), ``device_is_lost`` (True after a CUDA error of this process),
-    ``has_mixed_weights`` (see :class:`BucketReceiver`), and the statistics of a received update.
+    Every method returns ``error`` (text or None), ``is_unusable`` (True after a CUDA error of this process or an error
+    of a reload), ``has_mixed_weights`` (see :class:`BucketReceiver`), and the statistics of a received update.
     """
 
     # Members of vLLM's worker class.
@@ -94,7 +94,11 @@ class WeightUpdateCalls:
             action()
         except Exception as caught:  # noqa: BLE001 - WeightUpdates raises it, with the name of the worker
             error, device_is_lost = f"{type(caught).__name__}: {caught}", is_device_loss(caught)
-        report = {"error": error, "device_is_lost": device_is_lost, "has_mixed_weights": receiver.has_mixed_weights}
+        report = {
+            "error": error,
+            "is_unusable": device_is_lost or receiver.reload_failed,
+            "has_mixed_weights": receiver.has_mixed_weights,
+        }
         return report | receiver.outcome
 
 

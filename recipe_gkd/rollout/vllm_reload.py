@@ -22,7 +22,7 @@ _MAX_SHOWN_NAMES = 3
 
 
 class ModelReload:
-    """One reload of a model: ``start``, any number of ``load``, ``finalize``, and then ``check_complete``.
+    """One reload of a model: ``start``, any number of ``load``, ``finalize``, ``check_memory`` and ``check_complete``.
 
     Args:
         model: The model that vLLM runs.
@@ -33,6 +33,7 @@ class ModelReload:
     def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
         self._model, self._vllm_config, self._model_config = model, vllm_config, model_config
         self._expected, self._loaded = model_parameter_names(model), set[str]()
+        self._places = _places(model)
         self._expert_kernels: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
@@ -52,6 +53,21 @@ class ModelReload:
             restore_expert_kernels(self._expert_kernels)
             refresh_tied_heads(self._model)
 
+    def check_memory(self) -> None:
+        """Check that :meth:`finalize` has left each parameter in the memory that it had before :meth:`start`.
+
+        Raises:
+            WeightSyncError: A parameter has no memory, or other memory. Captured CUDA graphs would go on to read the
+                old memory, without an error.
+        """
+        places = _places(self._model)
+        moved = sorted(name for name, place in self._places.items() if place is None or places.get(name) != place)
+        if moved:
+            raise WeightSyncError(
+                f"{len(moved)} weights of the rollout engine are not in their memory after a reload, such as "
+                f"{', '.join(moved[:_MAX_SHOWN_NAMES])}"
+            )
+
     def check_complete(self) -> None:
         """Raise :class:`WeightSyncError` if a parameter was not loaded."""
         if missing := sorted(self._expected - self._loaded):
@@ -60,3 +76,11 @@ class ModelReload:
                 f"{', '.join(missing[:_MAX_SHOWN_NAMES])}; the actor must export every weight of the model under its "
                 "Hugging Face name"
             )
+
+
+def _places(model: torch.nn.Module) -> dict[str, tuple[int, int] | None]:
+    """Return identity and address of each parameter by name, None on the device "meta"."""
+    return {
+        name: None if parameter.is_meta else (id(parameter), parameter.data_ptr())
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }

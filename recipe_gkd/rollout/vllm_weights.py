@@ -11,7 +11,8 @@ one code path. An update is received in one of two ways. The rank chooses for ea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -102,6 +103,8 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
 
     Attributes:
         has_mixed_weights: True if the model may have weights of two versions.
+        reload_failed: True after an error of a reload. vLLM then leaves layers without memory, or in other memory than
+            CUDA graphs read, and a later update would seem to succeed.
         outcome: Statistics of the last received update, for the driver.
     """
 
@@ -111,7 +114,7 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         allow_stack_dumps()  # vLLM constructs this class at the start of each of its worker processes
-        self.has_mixed_weights = False
+        self.has_mixed_weights = self.reload_failed = False
         self.outcome: dict[str, Any] = {}
         self._transport: Transport | None = None
         self._buffered: NamedTensors = []
@@ -192,6 +195,8 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
             self._load(buffered)
         del buffered
         if (reload := self._finalize()) is not None:
+            with self._reloading():
+                reload.check_memory()
             reload.check_complete()
             self.has_mixed_weights = False
         self._release_cached_memory()
@@ -224,18 +229,29 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
             torch.cuda.empty_cache()
 
     def _load(self, tensors: NamedTensors) -> None:
-        if self._reload is None:
-            self._reload = ModelReload(self.model, self.vllm_config, self.model_config)
-            self.has_mixed_weights = True
-            self._reload.start()
-        self._reload.load(tensors)
+        with self._reloading():
+            if self._reload is None:
+                self._reload = ModelReload(self.model, self.vllm_config, self.model_config)
+                self.has_mixed_weights = True
+                self._reload.start()
+            self._reload.load(tensors)
 
     def _finalize(self) -> ModelReload | None:
         """Finalize the reload if there is one, and return it."""
         reload, self._reload = self._reload, None
         if reload is not None:
-            reload.finalize()
+            with self._reloading():
+                reload.finalize()
         return reload
+
+    @contextmanager
+    def _reloading(self) -> Iterator[None]:
+        """Note an error of a reload, whatever its type."""
+        try:
+            yield
+        except BaseException:
+            self.reload_failed = True
+            raise
 
 
 def register() -> None:

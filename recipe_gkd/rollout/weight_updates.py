@@ -97,7 +97,7 @@ class WeightUpdates:
 
         Raises:
             WeightSyncError: A rank could not join.
-            WorkerDied: A rank has lost its CUDA device.
+            WorkerDied: A rank has lost its CUDA device, or could not reload a layer.
         """
         info = {
             "host": host,
@@ -121,7 +121,7 @@ class WeightUpdates:
         Raises:
             ResourceError: It does not fit.
             WeightSyncError: There is no transport.
-            WorkerDied: A rank has lost its CUDA device.
+            WorkerDied: A rank has lost its CUDA device, or could not reload a layer.
         """
         if self._memory_is_checked:
             return
@@ -153,7 +153,7 @@ class WeightUpdates:
 
         Raises:
             WeightSyncError: The transfer failed.
-            WorkerDied: A rank has lost its CUDA device.
+            WorkerDied: A rank has lost its CUDA device, or could not reload a layer.
         """
         self._received = None
         info = {
@@ -173,7 +173,7 @@ class WeightUpdates:
         Raises:
             WeightSyncError: ``version`` was not received, a weight is missing, vLLM kept its prefix cache, or the
                 engine is invalid permanently.
-            WorkerDied: A rank has lost its CUDA device.
+            WorkerDied: A rank has lost its CUDA device, or could not reload a layer.
         """
         if self._received != version:
             self.drop(engine)
@@ -193,7 +193,7 @@ class WeightUpdates:
 
         Raises:
             WeightSyncError: A rank failed.
-            WorkerDied: A rank has lost its CUDA device.
+            WorkerDied: A rank has lost its CUDA device, or could not reload a layer.
         """
         self._received = None
         self._call(engine, "gkd_drop_weights", reason="an update was dropped")
@@ -208,6 +208,6 @@ class WeightUpdates:
                 "transport makes it valid again"
             )
         if errors:
-            is_lost = any(outcome["device_is_lost"] for outcome in outcomes)
-            raise (WorkerDied if is_lost else WeightSyncError)(f"{self.name}: {'; '.join(errors)}")
+            is_unusable = any(outcome["is_unusable"] for outcome in outcomes)
+            raise (WorkerDied if is_unusable else WeightSyncError)(f"{self.name}: {'; '.join(errors)}")
         return outcomes

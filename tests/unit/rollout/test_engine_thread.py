@@ -121,16 +121,16 @@ def test_receive_device_loss_of_other_worker_keeps_engine(
     engine, inner = failing
     message = "WeightSyncError: weight transport, bucket 2: rollout worker 1 failed: CUDA error: the device fell off"
 
-    def receive(device_is_lost: bool) -> None:
-        outcome = {"error": message, "device_is_lost": device_is_lost, "has_mixed_weights": False}
+    def receive(is_unusable: bool) -> None:
+        outcome = {"error": message, "is_unusable": is_unusable, "has_mixed_weights": False}
         ranks = SimpleNamespace(collective_rpc=lambda *_, **__: [outcome])
         engine.run(lambda _: WeightUpdates("rollout worker 0").receive(ranks, 1, [], 1, None)).result(5)
 
     with pytest.raises(WeightSyncError, match="CUDA error"):
-        receive(device_is_lost=False)
+        receive(is_unusable=False)
     assert engine.run(lambda _: 7).result(5) == 7
     with pytest.raises(WorkerDied, match=r"^the rollout engine failed: rollout worker 0: WeightSyncError: .*CUDA"):
-        receive(device_is_lost=True)
+        receive(is_unusable=True)
     assert inner.closed.wait(5)
     engine.close()
 
