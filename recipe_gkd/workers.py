@@ -208,7 +208,8 @@ async def start_workers(
 
     def start_actor(rank: int) -> Any:
         arguments = dict(total_steps=total_steps, world_size=n_actors, n_token_ids=n_tokens)
-        return _spawn(actor_pool, ActorWorker, config, rank, actor_environment(device), arguments)
+        env = actor_environment(device, config.actor_rollout_ref.actor.strategy)
+        return _spawn(actor_pool, ActorWorker, config, rank, env, arguments)
 
     def start_rollout(rank: int) -> Any:
         arguments = dict(stop_token_ids=stop_token_ids, n_tokens=n_tokens)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from teacher.engines.cuda_memory import free_cuda_memory
+
 _GIB = 1 << 30
 _BUCKETS_IN_MEMORY = 3
 """Consecutive buckets that can be in memory: one is received, one is loaded, one has the first weights of its layer."""
@@ -69,8 +71,7 @@ def free_memory(device: torch.device) -> int:
     On CUDA it includes the blocks that torch keeps for reuse, which the driver counts as used.
     """
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
+        return free_cuda_memory(device)
     return psutil.virtual_memory().available
 
 

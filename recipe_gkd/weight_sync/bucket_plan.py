@@ -140,11 +140,13 @@ def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer_U: 
         WeightSyncError: A name, shape or dtype differs from the plan. Tensors are never converted.
     """
     typed = _typed_views(bucket, buffer_U)
+    # CUDA does not promise that a copy to pageable memory is complete when the call returns, unless it is synchronous.
+    is_asynchronous = buffer_U.is_cuda
     for slot in bucket.slots:
         tensor = _take(slot, tensors)
         # One call instead of a slice and a view: with small tensors, the number of calls dominates the time.
         view = torch.as_strided(typed[slot.dtype], slot.shape, tensor.stride(), slot.offset // slot.dtype.itemsize)
-        view.copy_(tensor, non_blocking=True)
+        view.copy_(tensor, non_blocking=is_asynchronous)
         if padding := -slot.n_bytes % ALIGNMENT_BYTES:
             buffer_U.narrow(0, slot.offset + slot.n_bytes, padding).zero_()
 

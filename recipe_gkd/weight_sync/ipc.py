@@ -121,6 +121,7 @@ class IpcTransport(Transport):
             source_U = _import_cuda(handles[self.rank - 1]) if self._one_gpu else self._segment(*handles[0])
             work.buffer_U.copy_(source_U[offset : offset + n_bytes])
             _synchronize(self.device)
+            del source_U  # closes its CUDA handle; the sender can reuse the memory as soon as it knows of the copy
         except (RuntimeError, OSError) as error:
             self.peers.fail(phase, error)
         self.peers.mailbox.publish(topic, "copied")

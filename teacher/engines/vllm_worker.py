@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from teacher.engines.cuda_memory import free_cuda_memory
+
 
 class LogitsCalls:
     """Methods for `worker_extension_cls`, called through `LLMEngine.collective_rpc`.
@@ -56,8 +58,7 @@ class LogitsCalls:
         """Return the memory of this rank's GPU that torch can still use, and its total memory, in bytes."""
         import torch
 
-        free, total = torch.cuda.mem_get_info()
-        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), total
+        return free_cuda_memory(), torch.cuda.mem_get_info()[1]
 
 
 def _changed(compute_logits: Callable[..., Any], temperature: float, n_tokens: int | None) -> Callable[..., Any]:

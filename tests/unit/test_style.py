@@ -62,6 +62,7 @@ TEACHER_MODULES = (
     "status",
     "weight_files",
     "engines.checkpoint",
+    "engines.cuda_memory",
     "engines.eos",
     "engines.head_dtype",
     "engines.tokenizer",

@@ -45,15 +45,15 @@ def run_micro_batches(
     n_tokens = max(plan.denominators.n_tokens, 1)
     # FSDP reduces gradients only in a backward pass, so the pass that does it is one more, of an empty micro-batch.
     has_copies = plan.before_reduction is not None and model.mesh.ndim > 1
-    prefetcher = Prefetcher(plan.stage, count=plan.count + has_copies, n_readers=1, timeout_s=timeout_s)
+    n_passes = plan.count + has_copies
+    prefetcher = Prefetcher(plan.stage, count=n_passes, n_readers=1, timeout_s=timeout_s)
     # `resharded`: also if a loss raises an error before its backward pass
     with resharded(model.module), _reset_after_error(model.module), prefetcher:
         [batches] = prefetcher.readers
-        model.module.set_requires_all_reduce(not has_copies)
         for index, staged in enumerate(batches):
             if index == plan.count and plan.before_reduction is not None:
                 plan.before_reduction()
-                model.module.set_requires_all_reduce(True)
+            model.module.set_requires_all_reduce(index == n_passes - 1)  # once among copies of the model
             batch = to_device(staged, model.device)
             # The backward pass too: with gradient checkpointing it calls the attention again.
             with attending(batch.row, plan.attention):

@@ -48,7 +48,9 @@ class MegatronSave:
         functions: list[Callable[[], list[WriteResult]]] = []
         if self._writer.write_buckets:
             transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
-            buckets = self._writer.preload_tensors(self._writer.write_buckets)
+            # To pageable memory: a forked process has no copy of pinned memory, which the next update would overwrite,
+            # and torch keeps pinned blocks, rounded up to powers of two, for the rest of the run.
+            buckets = self._writer.preload_tensors(self._writer.write_buckets, non_blocking=False)
             functions += [partial(write_shard, transforms, bucket) for bucket in buckets]
         if self._is_first_rank:
             content = io.BytesIO()

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 
 from recipe_gkd.commands.arguments import command_parser
@@ -28,11 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     logging.getLogger("recipe_gkd").addHandler(logging.NullHandler())  # findings have the texts of the warnings
     found: list[Finding] = []
+    # Ray prints the workers' output to stdout, which must contain nothing but JSON.
+    others = redirect_stdout(sys.stderr) if arguments.json else nullcontext()
     try:
-        for finding in _findings(arguments):
-            found.append(finding)
-            if not arguments.json:
-                print(line_of(finding), flush=True)
+        with others:
+            for finding in _findings(arguments):
+                found.append(finding)
+                if not arguments.json:
+                    print(line_of(finding), flush=True)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130

@@ -39,7 +39,7 @@ class Check:
     packages: tuple[str, ...] = ()
     deadline_s: float = 300.0
     cpu_deadline_s: float = 120.0
-    environment: Literal["actor", "rollout", "plain"] = "actor"
+    environment: Literal["megatron", "fsdp", "rollout", "plain"] = "megatron"
 
     def deadline(self, device: str) -> float:
         """Return the deadline on a device, in seconds."""
@@ -56,8 +56,8 @@ class Check:
         offline = {"HF_HUB_OFFLINE": "1"}
         on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if device == "cpu" else {}
         worker: dict[str, str] = {}
-        if self.environment == "actor":
-            worker = actor_environment(device)
+        if self.environment in ("megatron", "fsdp"):
+            worker = actor_environment(device, self.environment)
         elif self.environment == "rollout":
             worker = rollout_environment(device)
         return offline | on_cpu | worker
@@ -115,11 +115,13 @@ CHECKS = (
         name="actor_fsdp",
         title="the same in bfloat16 with the FSDP backend",
         function="actor_checks:check_actor_fsdp",
+        environment="fsdp",
     ),
     Check(
         name="actor_lora",
         title="loss of a new adapter (LoRA), and merged weights after an update",
         function="actor_checks:check_actor_lora",
+        environment="fsdp",
     ),
     Check(
         name="actor_offload",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -73,6 +74,30 @@ def train_any(rank: int, world_size: int, port: int, config: Config, batches: li
     with started(rank, world_size, port, config) as actor:
         metrics = [update(actor, batch, step) for step, batch in enumerate(batches)]
         return Training(None, metrics, exported(actor), actor.weights_meta())
+
+
+def count_all_reduces(rank: int, world_size: int, port: int, config: Config, batch: list[Sample]) -> tuple[float, int]:
+    """Return the number of micro-batches of an update, and of the all-reduces of gradients in it."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    calls = 0
+    original = _fsdp_collectives.dist.all_reduce
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    with started(rank, world_size, port, config) as actor:
+        run = actor.backend.accumulate
+
+        def counted(*args: Any) -> Any:
+            with mock.patch.object(_fsdp_collectives.dist, "all_reduce", count):
+                return run(*args)
+
+        with mock.patch.object(actor.backend, "accumulate", counted):
+            metrics = update(actor, batch)
+        return metrics["actor/micro_batches"], calls
 
 
 def weights_around_updates(

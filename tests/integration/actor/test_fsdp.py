@@ -55,6 +55,17 @@ def test_training_equals_reference(name: str, pool: WorkerPool, folders: dict[st
     assert_weights(weights, want_weights)
 
 
+def test_copies_of_the_model_add_their_gradients_once_per_update(pool: WorkerPool, folders: dict[str, Path]) -> None:
+    found = []
+    for max_token_len in (4096, 16):
+        overrides = [*FSDP, f"{ACTOR}.fsdp_config.fsdp_size=1", f"{ACTOR}.max_token_len={max_token_len}"]
+        config = make_config(folders["llama"], *overrides, ranks=2)
+        found += pool.run(2, jobs.count_all_reduces, config, BATCHES[0])
+    n_micro_batches, n_calls = zip(*found, strict=True)
+    assert n_micro_batches[0] == 1 < n_micro_batches[2]
+    assert len(set(n_calls)) == 1 and n_calls[0] > 0
+
+
 @pytest.mark.parametrize("overrides", [[], ["gkd.fuse_lm_head=true", "actor_rollout_ref.model.head_dtype=float32"]])
 def test_training_bfloat16_is_close_to_reference(
     overrides: list[str], pool: WorkerPool, folders: dict[str, Path]

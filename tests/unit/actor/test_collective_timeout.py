@@ -39,6 +39,12 @@ class TestCollectiveTimeout:
         assert collective_timeout_s(base_config(f"{NCCL_TIMEOUT}=30"), "cpu") == 90
 
 
+def test_only_megatron_has_one_connection_for_kernels() -> None:
+    assert actor_environment("cuda", "megatron")["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    for environment in (actor_environment("cuda", "fsdp"), actor_environment("cpu", "megatron")):
+        assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environment
+
+
 @pytest.mark.parametrize("environment", [actor_environment, rollout_environment])
 def test_failure_of_one_group_does_not_end_the_process(environment: object) -> None:
     assert environment("cuda")["TORCH_NCCL_ENABLE_MONITORING"] == "0"  # type: ignore[operator]

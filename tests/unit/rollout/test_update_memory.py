@@ -22,19 +22,25 @@ MIB, GIB = 1 << 20, 1 << 30
 CUDA = torch.device("cuda", 0)
 
 
+def use_device(monkeypatch: pytest.MonkeyPatch, *, free: int, reserved: int, active: int) -> None:
+    """Let a GPU of 80 GiB have this free memory, and torch this memory on it."""
+    segments = [
+        {"device": 0, "total_size": reserved, "active_size": active, "segment_pool_id": (0, 0)},
+        {"device": 1, "total_size": GIB, "active_size": 0, "segment_pool_id": (0, 0)},
+    ]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+
+
 class TestFreeMemory:
     def test_cuda_includes_cached_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, 80 * GIB))
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 * GIB)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 25 * GIB)
+        use_device(monkeypatch, free=2 * GIB, reserved=30 * GIB, active=25 * GIB)
         assert free_memory(CUDA) == 7 * GIB
 
     def test_double_buffering_continues_after_the_first_update(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The buckets of an update stay in torch's cache, which the driver counts as used."""
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20 * GIB)
         for cached in (0, 3 * GIB):
-            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, cached=cached: (6 * GIB - cached, 80 * GIB))
-            monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _, cached=cached: 20 * GIB + cached)
+            use_device(monkeypatch, free=6 * GIB - cached, reserved=20 * GIB + cached, active=20 * GIB)
             assert update_memory([3 * GIB], GIB).fits_double_buffered(free_memory(CUDA), n_sharing_host=1)
 
 

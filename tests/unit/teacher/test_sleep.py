@@ -36,6 +36,12 @@ def states(client: TeacherClient) -> tuple[str, list[str]]:
     return status.state, [worker.state for worker in status.workers]
 
 
+def open_requests(client: TeacherClient) -> int:
+    """Return the number of requests that the service has and has not answered."""
+    status = client.status()
+    return status.queue_requests + sum(worker.requests for worker in status.workers)
+
+
 def state_becomes(client: TeacherClient, expected: str) -> None:
     wait_until(lambda: states(client)[0] == expected)
 
@@ -75,7 +81,7 @@ class TestService:
         ):
             worker.engine.gate.clear()
             futures = [user.submit([SEQUENCE]) for user in (client, other, client, other, client)]
-            wait_until(lambda: client.status().queue_requests == 3)
+            wait_until(lambda: open_requests(client) == 5)
             asleep = client.submit_sleep()
             state_becomes(client, "finishing")
             with pytest.raises(TeacherUnavailable, match="the teacher sleeps"):

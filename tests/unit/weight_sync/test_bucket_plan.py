@@ -111,6 +111,19 @@ class TestPack:
         pack(bucket, iter([("w", tensor)]), buffer)
         assert torch.equal(unpack(bucket, buffer)[0][1], tensor)
 
+    def test_pack_into_host_memory_is_complete_when_it_returns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """CUDA may return from an asynchronous copy to pageable memory before it is complete."""
+        original, seen = torch.Tensor.copy_, []
+
+        def record(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            seen.append(non_blocking)
+            return original(self, source, non_blocking=non_blocking)
+
+        monkeypatch.setattr(torch.Tensor, "copy_", record)
+        (bucket,) = plan_buckets([("w", (2, 3), "float32")], 100)
+        pack(bucket, iter([("w", torch.ones(2, 3))]), torch.empty(bucket.n_bytes, dtype=torch.uint8))
+        assert seen == [False]
+
 
 class TestChecksum:
     def test_checksum_depends_on_bytes_and_order(self) -> None:
