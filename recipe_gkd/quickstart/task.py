@@ -14,9 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from recipe_gkd.errors import DataError
 
 DIGITS = 3
@@ -151,6 +148,9 @@ def endless_batches(seed: int, batch_size: int, excluded: list[Problem]) -> Iter
 
 def write_parquet(problems: list[Problem], path: Path) -> None:
     """Write a parquet file with the columns ``prompt`` (list of {role, content}), ``answer`` and ``data_source``."""
+    import pyarrow as pa  # not at the top: gpu_smoke uses the alphabet on machines without pyarrow
+    import pyarrow.parquet as pq
+
     table = pa.table(
         {
             "prompt": [problem.messages() for problem in problems],
