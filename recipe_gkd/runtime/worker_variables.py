@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "VLLM_", "RES_OPTIONS")
+FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "VLLM_", "RES_OPTIONS")
 """Prefixes, and a whole name, of the driver's variables that are sent to all workers."""
 
 RES_OPTIONS = "timeout:1 attempts:3"

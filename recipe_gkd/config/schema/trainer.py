@@ -204,7 +204,7 @@ class RayInitConfig:
     address: str | None = key("Address of a running cluster, or `auto`. null: start a local cluster.")
     env_vars: dict[str, EnvironmentValue] = key(
         "Environment variables of all workers, such as `NCCL_SOCKET_IFNAME`. They take precedence over the driver's "
-        "variables that start with `NCCL_`, `GLOO_`, `TORCH_` or `VLLM_`, and `RES_OPTIONS`, which all workers get too "
-        "(except those that differ between nodes, such as `VLLM_HOST_IP`)."
+        "variables that start with `NCCL_`, `GLOO_`, `TORCH_`, `PYTORCH_` or `VLLM_`, and `RES_OPTIONS`, which all "
+        "workers get too (except those that differ between nodes, such as `VLLM_HOST_IP`)."
     )
     timeline_json_file: OutputPath | None = key("File for Ray's own timeline, written at the end. null: no timeline.")

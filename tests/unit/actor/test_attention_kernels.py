@@ -142,6 +142,19 @@ class TestPackedRow:
         assert longest_q == longest_k == max(LENGTHS)
         assert options == {"scale": 0.5, "window_size": (-1, 0), "enable_gqa": True}
 
+    def test_attend_varlen_supports_torch_without_an_option_for_grouped_queries(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In torch 2.11 grouped queries need no option."""
+        import torch.nn.attention.varlen as varlen
+
+        def of_torch_2_11(query: Tensor, *_: Any, scale: float | None, window_size: tuple[int, int]) -> Tensor:
+            return torch.empty_like(query)
+
+        monkeypatch.setattr(varlen, "varlen_attn", of_torch_2_11)
+        qkv = heads(2, BRAIN, "meta")
+        assert attend_varlen(*qkv, make_row("cpu"), 0.5).shape == qkv[0].shape
+
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

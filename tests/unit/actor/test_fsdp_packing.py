@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import numpy as np
@@ -198,6 +198,7 @@ class TestPackedAttention:
         calls: list[tuple[Any, ...]] = []
         original = varlen.varlen_attn
 
+        @wraps(original)
         def record(*arguments: Any, **options: Any) -> Any:
             calls.append((arguments, options))
             return original(*arguments, **options)
