@@ -18,7 +18,7 @@ PROCESS_BYTES = {"cpu": 0.7 * GIB, "cuda": 2 * GIB}
 _DEFAULT_TOP_K = 256
 """``N_LOGPROBS`` of a teacher service that does not set it."""
 _MOMENT_SHARE = {4: 1 / 2, 2: 1 / 3}
-"""Bytes of a stored parameter -> share of a moment in the optimizer state. AdamW allocates another one temporarily."""
+"""Bytes of a stored parameter -> share of a moment in the optimizer state. Megatron's AdamW allocates another one."""
 _KV_CACHE = "KV cache"
 
 
@@ -158,7 +158,8 @@ def _update_parts(config: Config, device: str, actor: ActorMemory, batch: MicroB
     backward = states | {"activations": batch.activations, "logits": batch.logits, "top-k": batch.top_k} | process
     if "optimizer" in config.actor_rollout_ref.actor.offloaded_states:
         del backward[ACTOR_PARTS["optimizer"]]
-    moment = largest["optimizer"] * _MOMENT_SHARE[_stored_item(config)]
+    is_megatron = config.actor_rollout_ref.actor.strategy == "megatron"  # FSDP's fused AdamW allocates nothing
+    moment = largest["optimizer"] * _MOMENT_SHARE[_stored_item(config)] if is_megatron else 0.0
     return max(backward, {**states, "optimizer step": moment, **process}, key=lambda parts: sum(parts.values()))
 
 
