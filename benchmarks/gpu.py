@@ -7,7 +7,9 @@ Sections:
     losses      forward and backward of the loss, from logits and from hidden states: ours, plain PyTorch,
                 torch.compile, and Liger's cross-entropy if it is installed
     transports  GB/s of a weight sync over each transport that the machine allows (NCCL needs two GPUs)
-    actor       tokens/s, MFU and memory of updates of a 1.5B student on one GPU, without and with the fused head
+    actor       tokens/s, MFU and memory of updates of a 1.5B student on one GPU with Megatron, without and with the
+                fused output layer
+    actor_fsdp  the same with FSDP
     mismatch    log-probabilities of the rollout engine against the actor's in bfloat16, by dtype of the output layers
     teacher     tokens scored per second by one engine on one GPU, alone and through the service, for 1.5B and 8B shapes
                 and k = 1, 16, 64, 256
@@ -49,8 +51,8 @@ def run_section(section: str, device: str, folder: Path, deadline_s: float) -> d
     files.mkdir()
     command = [sys.executable, str(PROGRAM), section, "--device", device]
     variables = {"HF_HUB_OFFLINE": "1"}
-    if section in ("actor", "mismatch"):
-        variables |= actor_environment(device)
+    if section in ("actor", "actor_fsdp", "mismatch"):
+        variables |= actor_environment(device, "fsdp" if section == "actor_fsdp" else "megatron")
     if section == "mismatch":
         variables |= rollout_environment(device)
     if device == "cpu":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import queue
 import statistics
 import time
@@ -39,14 +38,23 @@ _KEYS = (
 _METRICS = ("actor/rollout_probs_diff_mean", "actor/rollout_probs_diff_max", "actor/rollout_kl")
 
 
-def measure_actor(device: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield a row for each backend, without and with the fused output layer."""
+def measure_megatron(device: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield a row without and with the fused output layer."""
+    return _measure_actor("megatron", device, folder)
+
+
+def measure_fsdp(device: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield a row without and with the fused output layer."""
+    return _measure_actor("fsdp", device, folder)
+
+
+def _measure_actor(strategy: str, device: str, folder: Path) -> Iterator[dict[str, Any]]:
     shape = _SHAPE[device]
     model, samples = write_model(folder / "model", shape, device), make_samples(_LENGTHS[device], _TOP_K)
     n_tokens = sum(sample.n_tokens for sample in samples)
     peak = peak_tflops(torch.cuda.get_device_name(), "bfloat16") if device == "cuda" else None
     utilization = ActorUtilization(read_model_dims(str(model)), peak) if peak else None
-    for strategy, fused in itertools.product(("megatron", "fsdp"), (False, True)):
+    for fused in (False, True):
         options = (f"{_ACTOR}.strategy={strategy}", f"gkd.fuse_lm_head={str(fused).lower()}")
         config = actor_config(model, device, *_KEYS, *options)
         with running_actor(config) as actor:

@@ -17,7 +17,8 @@ Rows = Iterator[dict[str, Any]]
 SECTIONS = {
     "losses": ("gpu_losses", "measure"),
     "transports": ("gpu_sections", "measure_transports"),
-    "actor": ("gpu_actor", "measure_actor"),
+    "actor": ("gpu_actor", "measure_megatron"),
+    "actor_fsdp": ("gpu_actor", "measure_fsdp"),
     "mismatch": ("gpu_actor", "measure_mismatch"),
     "teacher": ("gpu_teacher", "measure"),
 }
@@ -47,7 +48,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rows", type=Path, required=True)
     given = parser.parse_args()
-    if given.section in ("actor", "mismatch"):
+    if given.section in ("actor", "actor_fsdp", "mismatch"):
         resolve_transformer_impl("auto", given.device)  # before Megatron is imported
     module, name = SECTIONS[given.section]
     measure: Callable[[str, Path], Rows] = getattr(import_module(module), name)

@@ -7,5 +7,5 @@ find_forwarded() {
   local name
   while read -r name; do
     forwarded+=("$name=${!name}")
-  done < <(compgen -e | grep -E '^((NCCL|GLOO|TORCH|VLLM)_|RES_OPTIONS$)')
+  done < <(compgen -e | grep -E '^((NCCL|GLOO|TORCH|PYTORCH|VLLM)_|RES_OPTIONS$)')
 }

@@ -7,6 +7,7 @@
 # DEVICE (cuda or cpu, default cuda), ONLY (parts of `run`, default "smoke tests benchmarks"), CHECKS and SECTIONS
 # (names for gpu_smoke --only and benchmarks/gpu.py --only).
 set -euo pipefail
+caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}
@@ -19,6 +20,8 @@ packages=(
 usage() {
   sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 }
+
+absolute() { [[ $1 == /* ]] && echo "$1" || echo "$caller/$1"; }
 
 fetch() {
   local into=$1 version=${PYTHON_VERSION:-3.12} platforms=() pins=() glibc
@@ -43,8 +46,10 @@ run() {
   mkdir -p "$out"
   if compgen -G "$wheels/*.whl" >/dev/null; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl
+  else
+    echo "no wheels in $wheels: the packages of $python are used" >&2
   fi
-  export PYTHONPATH="$site:$PWD" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+  export PYTHONPATH="$site:$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
   for part in ${ONLY:-smoke tests benchmarks}; do
     echo "== $part"
     case $part in
@@ -62,7 +67,7 @@ run() {
       benchmarks)
         # shellcheck disable=SC2086  # a list of names
         "$python" benchmarks/gpu.py --device "$device" --json "$out/gpu.json" \
-          --only ${SECTIONS:-losses transports actor} || failed+=("$part")
+          --only ${SECTIONS:-losses transports actor actor_fsdp} || failed+=("$part")
         ;;
       *) echo "error: ONLY: got $part, expected smoke, tests or benchmarks" >&2; exit 2 ;;
     esac
@@ -75,7 +80,7 @@ run() {
 
 case "${1:-} $#" in
   "-h 1" | "--help 1") usage ;;
-  "fetch 2") fetch "$2" ;;
-  "run 3") run "$2" "$3" ;;
+  "fetch 2") fetch "$(absolute "$2")" ;;
+  "run 3") run "$(absolute "$2")" "$(absolute "$3")" ;;
   *) usage >&2; exit 2 ;;
 esac

@@ -9,7 +9,7 @@
 # CKPT_PATH and AUTH_DIR (python -m teacher keys --auth-dir AUTH_DIR) must be on a disk that all nodes share; a path
 # that exists in the current directory is made absolute here, any other is passed on as it is. Appended options are those
 # of `python -m teacher worker` (--n-logprobs 64) and `python -m launch.teacher_on_ray --help`.
-# Variables of this shell that start with NCCL_, GLOO_, TORCH_ or VLLM_ reach all workers.
+# Variables of this shell that start with NCCL_, GLOO_, TORCH_, PYTORCH_ or VLLM_ reach all workers.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

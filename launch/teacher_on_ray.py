@@ -3,7 +3,7 @@
 The proxy runs next to this driver, each worker in a Ray task with TP_SIZE GPUs. A process that ends is restarted after
 a delay, which doubles up to MAX_RESTART_DELAY_S while the process keeps ending. A worker whose node is lost is
 restarted on another node. All processes end with the driver. Workers get the driver's variables that start with NCCL_,
-GLOO_, TORCH_ or VLLM_, except those that differ between nodes.
+GLOO_, TORCH_, PYTORCH_ or VLLM_, except those that differ between nodes.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ KEY = "gkd.kernel_backend"
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CPU_CHUNK_ELEMENTS = 1 << 20  # stays in the cache of one core
 CUDA_CHUNK_ELEMENTS = 1 << 26  # small beside the memory of a GPU
+_layers_use_triton = True  # the modules of the layers are built by Megatron, which knows no key of this project
 
 
 class KernelBackend(Protocol):
@@ -66,9 +67,20 @@ def select_backend(tensor: Tensor, choice: str = "auto") -> KernelBackend:
     return backend
 
 
+def choose_layer_kernels(choice: str) -> None:
+    """Set the kernels of the layers in this process.
+
+    Args:
+        choice: ``gkd.kernel_backend``.
+    """
+    global _layers_use_triton
+    _layers_use_triton = choice != "torch"
+
+
 def runs_triton(tensor: Tensor) -> bool:
-    """Return True if a Triton kernel can read a tensor: it is on a GPU, and Triton compiles kernels here."""
-    return tensor.is_cuda and tensor.dtype in TRITON_DTYPES and _load_triton() is not None
+    """Return True if a layer may use Triton: the tensor is on a GPU, and Triton is chosen and compiles kernels here."""
+    is_readable = tensor.is_cuda and tensor.dtype in TRITON_DTYPES
+    return is_readable and _layers_use_triton and _load_triton() is not None
 
 
 def chunk_positions(logits_TW: Tensor, choice: str = "auto") -> int:
@@ -100,8 +112,8 @@ def _load_triton() -> KernelBackend | None:
             triton_backend.tail_sums(torch.zeros(1, 1, device="cuda"), [softmax], torch.float32)
         except Exception as error:  # noqa: BLE001  # a compiler can raise any exception
             log.warning(
-                "Triton cannot compile a kernel (%s). The losses use the slower PyTorch kernels; install a C compiler, "
-                "or set %s=torch to silence this warning",
+                "Triton cannot compile a kernel (%s). Losses and layers use the slower PyTorch kernels; install a C "
+                "compiler, or set %s=torch to silence this warning",
                 error,
                 KEY,
             )

@@ -18,8 +18,12 @@ def free_cuda_memory(device: Any = None) -> int:
 
     index = torch.cuda.current_device() if device is None else torch.device(device).index
     index = torch.cuda.current_device() if index is None else index
-    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
-    return int(torch.cuda.mem_get_info(index)[0]) + reusable_bytes(segments)
+    free = int(torch.cuda.mem_get_info(index)[0])
+    try:
+        segments = torch.cuda.memory_snapshot()
+    except RuntimeError:  # the allocator backend:cudaMallocAsync has no segments
+        return free
+    return free + reusable_bytes(segment for segment in segments if segment["device"] == index)
 
 
 def reusable_bytes(segments: Iterable[Mapping[str, Any]]) -> int:

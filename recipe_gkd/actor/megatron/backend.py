@@ -28,6 +28,7 @@ from recipe_gkd.actor.offload import OffloadedStates
 from recipe_gkd.actor.ranks import RankSpec
 from recipe_gkd.config.schema import Config, OptimConfig
 from recipe_gkd.config.schema.actor import ActorState
+from recipe_gkd.losses.kernel_backend import choose_layer_kernels
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 
@@ -52,6 +53,7 @@ class MegatronBackend:
         megatron = self._actor.megatron
         check_world_size(megatron, spec.world_size)
         patches.install()
+        choose_layer_kernels(config.gkd.kernel_backend)
         with self.in_use():
             self.model = build_megatron_model(config, spec)
         if spec.device == "cuda":

@@ -1,4 +1,4 @@
-"""Triton kernels of the gated activation and of the rotary embedding, for layers without Transformer Engine.
+"""Triton kernels of the gated activation, and of the rotary embedding without Transformer Engine.
 
 Each intermediate result is rounded to the data type of the tensors, as by the operations of PyTorch that the kernels
 replace. Row numbers are 64-bit, because a micro-batch can have more than 2^31 hidden states.

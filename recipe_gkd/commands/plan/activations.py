@@ -12,6 +12,8 @@ the same on a CPU   5     4     3     4
 transformers (FSDP) 5     4     2     4
 =================== ===== ===== ===== =====
 
+Models with experts have 5 F in both kinds of Megatron's layers, because they use its own activation.
+
 The first row is that of ``benchmarks/actor_memory.py``. The last two were measured on a CPU in float32, the second and
 the last on an H200 in bfloat16. The backward pass of a layer holds another 6 H per token. With recomputation the inputs
 of all layers and the activations of one remain. The logits of the Megatron backend exist once, because their gradient
@@ -32,6 +34,8 @@ from teacher.engines.head_dtype import wants_float32_head
 
 _TRANSFORMER_ENGINE, _TRANSFORMERS = (4, 2, 2, 3), (5, 4, 2, 4)
 _LOCAL = {"cuda": (5, 4, 3, 3), "cpu": (5, 4, 3, 4)}
+_FFN_OF_MEGATRON = 5
+"""Numbers per token and column that ``silu(gate) * (up + 0)`` and the next layer keep."""
 _BACKWARD_OF_LAYER = 6
 """Multiples of H that the backward pass of one layer holds per token."""
 _TEACHER_ENTRY_BYTES = 52
@@ -98,6 +102,8 @@ def _kept_per_token(config: Config, device: str, dims: StudentDims) -> float:
         recomputes = actor.fsdp_config.gradient_checkpointing
     else:
         widths = _LOCAL[device] if _uses_local_layers(config, device) else _TRANSFORMER_ENGINE
+        if dims.moe is not None and not megatron.override_transformer_config.get("bias_activation_fusion"):
+            widths = (*widths[:3], _FFN_OF_MEGATRON)
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         is_sharded = megatron.sequence_parallel
         recomputes = megatron.override_transformer_config.get("recompute_granularity") == "full"

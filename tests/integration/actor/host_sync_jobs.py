@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -20,6 +22,8 @@ WAITS = (
     "aten._unique", "aten.bincount", "aten.repeat_interleave.Tensor",
 )  # fmt: skip
 """Operations whose result, or its size, is read on the host."""
+COPIES = ("tolist", "cpu", "numpy")
+"""Methods that copy to the host. On a CPU they dispatch no operation."""
 INDEXING = ("aten.index.Tensor", "aten.index_put", "aten._index_put")
 
 
@@ -29,6 +33,7 @@ class RecordWaits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
+        self.is_active = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
@@ -37,10 +42,24 @@ class RecordWaits(TorchDispatchMode):
             name.startswith("aten.lift_fresh") and args[0].ndim > 0
         )  # Python numbers that are copied to the device
         if is_mask or is_list or name.startswith(WAITS):
-            frames = [frame for frame in traceback.extract_stack() if "/recipe_gkd/" in frame.filename]
-            lines = [f"{frame.filename.partition('/recipe_gkd/')[2]}: {frame.line}" for frame in frames[-2:]]
-            self.found[" > ".join([*lines, name])] += 1
+            self._note(name)
         return func(*args, **(kwargs or {}))
+
+    def recording(self, name: str) -> Callable[..., Any]:
+        """Return a method of tensors that is recorded inside of this mode."""
+        original = getattr(torch.Tensor, name)
+
+        def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.is_active and threading.current_thread() is threading.main_thread():  # not the thread that packs
+                self._note(name)
+            return original(tensor, *args, **kwargs)
+
+        return method
+
+    def _note(self, name: str) -> None:
+        frames = [frame for frame in traceback.extract_stack() if "/recipe_gkd/" in frame.filename]
+        lines = [f"{frame.filename.partition('/recipe_gkd/')[2]}: {frame.line}" for frame in frames[-2:]]
+        self.found[" > ".join([*lines, name])] += 1
 
 
 def record_waits(
@@ -53,9 +72,16 @@ def record_waits(
         recorded = RecordWaits()
 
         def accumulate(*args: Any) -> Any:
-            with recorded:
-                return run(*args)
+            recorded.is_active = True
+            try:
+                with recorded:
+                    return run(*args)
+            finally:
+                recorded.is_active = False
 
-        with mock.patch.object(actor.backend, "accumulate", accumulate):
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(actor.backend, "accumulate", accumulate))
+            for name in COPIES:
+                stack.enter_context(mock.patch.object(torch.Tensor, name, recorded.recording(name)))
             metrics = update(actor, batch, 1)
         return metrics["actor/micro_batches"], dict(recorded.found)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.actor.megatron import gated_silu, rotary
+from recipe_gkd.losses import kernel_backend
 
 pytest.importorskip("triton", reason="needs triton")
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -117,6 +119,16 @@ class TestOnGpu:
         assert gradient.data_ptr() == product.data_ptr()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(activated.sum(), product)
+
+
+def test_kernel_backend_torch_is_also_for_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_backend, "_load_triton", lambda: kernel_backend)
+    monkeypatch.setattr(kernel_backend, "_layers_use_triton", True)  # restored at the end
+    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=BRAIN)
+    for choice, expected in (("torch", False), ("auto", True), ("triton", True)):
+        kernel_backend.choose_layer_kernels(choice)
+        assert kernel_backend.runs_triton(on_gpu) is expected
+    assert not kernel_backend.runs_triton(torch.zeros(1))
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

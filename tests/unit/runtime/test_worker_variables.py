@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from recipe_gkd.runtime.worker_variables import FIXED, PER_NODE, worker_variables
+import os
+import subprocess
+
+from recipe_gkd.runtime.worker_variables import FIXED, FORWARDED_PREFIXES, PER_NODE, worker_variables
+from tests._support.repository import REPO
 
 
 class TestWorkerVariables:
@@ -23,3 +27,19 @@ class TestWorkerVariables:
         driver = dict.fromkeys([*PER_NODE, *FIXED], "of the driver")
         defaults = {"CUDA_VISIBLE_DEVICES": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         assert worker_variables(defaults, driver, {}) == defaults
+
+
+def test_job_scripts_pass_on_the_same_variables() -> None:
+    """A script that submits a Ray job passes variables of its shell on to the driver of the job."""
+    names = [f"{prefix}A" if prefix.endswith("_") else prefix for prefix in FORWARDED_PREFIXES]
+    others = ["OTHER_A", "MY_NCCL_A"]
+    done = subprocess.run(
+        ["bash", "-c", 'source launch/forwarded.bash; find_forwarded; printf "%s\\n" "${forwarded[@]}"'],
+        env={"PATH": os.environ["PATH"]} | dict.fromkeys([*names, *others], "value"),
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    assert sorted(done.stdout.split()) == sorted(f"{name}=value" for name in names)
