@@ -103,9 +103,9 @@ def generation_seconds(workload: Workload, engine: Engine, device: DeviceRates) 
     """Return the time in which an engine generates responses.
 
     All responses are in flight with the mean context. When responses are missing at the end, a step still reads all
-    weights, so the longest response adds the time of reading them for each token beyond the mean length. This is exact
-    for lengths with a uniform distribution between 0 and twice the mean, if all responses are in flight at the start
-    and the memory bounds the steps.
+    weights, so the longest response adds the time of reading them for each token beyond the mean length. For lengths
+    with a uniform distribution between 0 and twice the mean this is exact, except that longer responses read more keys
+    and values, if all responses are in flight at the start and the memory bounds the steps.
 
     Args:
         workload: Responses of this engine.

@@ -18,17 +18,15 @@ from recipe_gkd.commands.plan.rooflines import (
     GenerationSeconds,
     Workload,
     generation_seconds,
-    optimizer_seconds,
-    pass_seconds,
     scoring_seconds,
 )
+from recipe_gkd.commands.plan.update_timing import model_flops, n_actor_ranks, update_parts
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.staleness import MAX_STALENESS, staleness_bound
 from recipe_gkd.config.weight_transport import weight_transport
 from recipe_gkd.errors import ConfigError, ModelError
-from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, States, read_actor_memory
+from recipe_gkd.memory_budget.actor_states import ITEM_BYTES
 from recipe_gkd.metrics.device_peaks import MEMORY_TB_PER_S, PEAKS, memory_tb_per_s, peak_tflops
-from recipe_gkd.metrics.flops import BACKWARD_OVER_FORWARD, forward_flops, update_flops
 from recipe_gkd.metrics.step_time_model import StageSeconds, step_bound, step_seconds, step_time_bounds
 from recipe_gkd.preflight import find_model
 
@@ -135,7 +133,7 @@ def estimate_timing(
     generation, n_engines = _generation(config, estimate, dims, workload, name)
     forward_s, top_k_s = scoring_seconds(workload, teacher.dims, device_rates(name, "bfloat16"), teacher.n_gpus)
     scoring = {"forward": forward_s, "top-k": top_k_s, "wire": _wire_seconds(config, estimate, workload)}
-    update, n_ranks = update_parts(config, dims, workload, device), _n_ranks(config)
+    update, n_ranks = update_parts(config, dims, workload, device), n_actor_ranks(config)
     update_s, teacher_s = sum(update.values()), max(forward_s + top_k_s, scoring["wire"])
     transport = _transport(config)
     stages = StageSeconds(
@@ -155,7 +153,7 @@ def estimate_timing(
         generation=generation,
         teacher=scoring,
         update=update,
-        update_mfu=_model_flops(config, dims, workload) / (update_s * n_ranks * device.flops),
+        update_mfu=model_flops(config, dims, workload) / (update_s * n_ranks * device.flops),
         transport=transport,
         stages=stages,
         schedules=_schedules(config, stages, workload),
@@ -208,7 +206,10 @@ def device_rates(name: str, dtype: str) -> DeviceRates:
 
 
 def mean_workload(config: Config) -> Workload:
-    """Return the responses of a step with the assumed mean lengths."""
+    """Return the responses of a step with the assumed mean lengths.
+
+    The spread of the lengths is left out, so attention, whose cost is quadratic in the length, is underestimated.
+    """
     data = config.data
     return Workload(
         n_responses=data.train_batch_size * config.actor_rollout_ref.rollout.n,
@@ -222,32 +223,6 @@ def ensure_flops_known(dims: StudentDims, config: Config) -> None:
     """Raise ModelError if the FLOPs of a model are unknown."""
     if problem := dims.flops_problem(config.data.max_prompt_length + config.data.max_response_length):
         raise ModelError(f"--timing cannot predict this model: {problem}; leave --timing out")
-
-
-def update_parts(config: Config, dims: StudentDims, workload: Workload, device: DeviceRates) -> dict[str, float]:
-    """Return the parts of an update in seconds: ``passes``, ``optimizer`` and ``offload``.
-
-    Recomputed layers and the second logits of the fused output layer count with their FLOPs. An update with LoRA has no
-    weight gradients. The bubble of ``p`` pipeline stages, ``v`` chunks each and ``m`` micro-batches is ``(p - 1) / (v
-    m)`` (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Communication between ranks is not counted.
-
-    Args:
-        config: Configuration of the run.
-        dims: Dimensions of the student.
-        workload: Responses of the step.
-        device: Rates of an actor's GPU.
-    """
-    actor = config.actor_rollout_ref.actor
-    passes = pass_seconds(
-        _executed_flops(config, dims, workload), actor.strategy, actor.dtype, device, _n_ranks(config)
-    )
-    states = max(read_actor_memory(config).stages, key=lambda stage: sum(stage.values()))
-    copied: float = sum(states[name] for name in actor.offloaded_states if name != "grads")
-    return {
-        "passes": passes * (1 + _pipeline_bubble(config, workload)),
-        "optimizer": optimizer_seconds(_optimizer_bytes(states), device),
-        "offload": 2 * copied / (assumed.HOST_GB_PER_S * 1e9),
-    }
 
 
 def sync_seconds(n_bytes: float, transport: str, bucket_megabytes: float) -> float:
@@ -273,10 +248,6 @@ def _gpu_name() -> str:
         raise ConfigError(
             "this machine has no GPU whose name can be read; give it, such as --device-name 'NVIDIA H100 80GB HBM3'"
         ) from error
-
-
-def _n_ranks(config: Config) -> int:
-    return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
 def _generation(
@@ -310,51 +281,12 @@ def _wire_seconds(config: Config, estimate: RunEstimate, workload: Workload) -> 
     return n_bytes / (rate * 1e9)
 
 
-def _model_flops(config: Config, dims: StudentDims, workload: Workload) -> float:
-    n, tokens = workload.n_responses, workload.prompt_tokens + workload.response_tokens - 1
-    flops = update_flops(dims, [tokens] * n, n * workload.response_tokens)
-    without_weights = BACKWARD_OVER_FORWARD / (1 + BACKWARD_OVER_FORWARD)
-    return flops * (without_weights if config.actor_rollout_ref.actor.lora.rank else 1)
-
-
-def _executed_flops(config: Config, dims: StudentDims, workload: Workload) -> float:
-    actor, n = config.actor_rollout_ref.actor, workload.n_responses
-    tokens, rows = workload.prompt_tokens + workload.response_tokens - 1, n * workload.response_tokens
-    flops = _model_flops(config, dims, workload)
-    recomputes = actor.megatron.override_transformer_config.get("recompute_granularity") == "full"
-    if actor.fsdp_config.gradient_checkpointing if actor.strategy == "fsdp" else recomputes:
-        flops += forward_flops(dims, [tokens] * n, 0)
-    if config.gkd.fuse_lm_head:
-        flops += forward_flops(dims, [], rows)
-    return flops
-
-
-def _pipeline_bubble(config: Config, workload: Workload) -> float:
-    actor = config.actor_rollout_ref.actor
-    stages = actor.megatron.pipeline_model_parallel_size
-    if actor.strategy != "megatron" or stages == 1:
-        return 0.0
-    replicas = _n_ranks(config) / (
-        stages * actor.megatron.tensor_model_parallel_size * actor.megatron.context_parallel_size
-    )
-    tokens = workload.n_responses * (workload.prompt_tokens + workload.response_tokens) / replicas
-    sequences = workload.n_responses / replicas
-    micro_batches = tokens / actor.max_token_len if actor.use_dynamic_bsz else sequences / actor.micro_batch_size
-    chunks = actor.megatron.virtual_pipeline_model_parallel_size or 1
-    return (stages - 1) / (chunks * max(1, math.ceil(micro_batches)))
-
-
-def _optimizer_bytes(states: States) -> float:
-    """Return the bytes of an optimizer step: state read and written, gradients read twice, weights written."""
-    return 2 * states["optimizer"] + 2 * states["grads"] + states["params"]
-
-
 def _transport(config: Config) -> str:
     """Return the transport. Two pools of one node each are on the same node if it has enough GPUs."""
     if weight_transport(config) == "ipc":
         return "ipc"
     nodes, each = config.rollout_pool
-    n_gpus = _n_ranks(config) + (0 if config.actor_rollout_ref.hybrid_engine else nodes * each)
+    n_gpus = n_actor_ranks(config) + (0 if config.actor_rollout_ref.hybrid_engine else nodes * each)
     return "node" if config.trainer.nnodes == nodes == 1 and n_gpus <= _GPUS_PER_NODE else "network"
 
 

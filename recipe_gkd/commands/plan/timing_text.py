@@ -17,7 +17,7 @@ def timing_text(timing: TimingEstimate) -> str:
 def _stage_lines(timing: TimingEstimate) -> Iterator[str]:
     device, work, stages, generation = timing.device, timing.workload, timing.stages, timing.generation
     rates = f"{device.flops / 1e12:.0f} TFLOP/s, {device.bandwidth / 1e12:.2f} TB/s"
-    yield f"predicted times on {device.name} ({rates}); no figure below was measured"
+    yield f"predicted times on {device.name} ({rates}); no time below was measured"
     yield (
         f"  step: {work.n_responses} responses of {work.response_tokens} tokens (mean) after prompts of "
         f"{work.prompt_tokens}"

@@ -30,14 +30,16 @@ from recipe_gkd.commands.plan.timing import (
     estimate_timing,
     read_teacher,
     sync_seconds,
-    update_parts,
 )
+from recipe_gkd.commands.plan.update_timing import update_parts
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.memory_budget.actor_states import read_actor_memory
 from recipe_gkd.metrics.device_peaks import MEMORY_TB_PER_S, PEAKS, memory_tb_per_s
 from recipe_gkd.metrics.step_time_model import step_bound
 from tests._support.base_config import base_config
+from tests._support.repository import REPO
+from tests.unit.test_doc_commands import commands_of
 
 GIB = 1 << 30
 ACTOR = "actor_rollout_ref.actor"
@@ -284,7 +286,7 @@ class TestCommand:
         self, student: Path, teacher: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         status, out, _ = self.run(capsys, student, "--device-name", H100, "--teacher-model", str(teacher))
-        assert status == 0 and "no figure below was measured" in out
+        assert status == 0 and "no time below was measured" in out
         for part in ("  generation: ", "  teacher: ", "  update: ", "  weight sync: ", "  sync: ", "(configured)"):
             assert part in out
         assert "TRAINING_FRACTION = 0.493: of the peak rate in updates (megatron, H200) (measured)" in out
@@ -326,6 +328,48 @@ class TestCommand:
     def test_options_without_effect_are_refused(self, arguments: list[str], student: Path) -> None:
         with pytest.raises(SystemExit):
             main(["plan", f"actor_rollout_ref.model.path={student}", *arguments])
+
+
+class TestDocs:
+    """The table of docs/gpu.md has the figures that its commands print."""
+
+    def commands(self, student: Path, teacher: Path) -> list[list[str]]:
+        folders = {"Qwen/Qwen2.5-1.5B": str(student), "Qwen/Qwen2.5-7B": str(teacher)}
+        found = []
+        for words in commands_of(REPO / "docs/gpu.md"):
+            if "--timing" in words:
+                text = "\n".join(words[words.index("plan") :])
+                for name, folder in folders.items():
+                    text = text.replace(name, folder)
+                found.append(text.split("\n"))
+        return found
+
+    def cells(self, timing: dict[str, Any]) -> list[str]:
+        stages, generation = timing["stages"], timing["generation"]
+        steps = {each["name"]: each for each in timing["schedules"]}
+        found = [
+            f"{timing['workload']['n_responses']}",
+            f"{stages['latency']:.1f} ({generation['stragglers']:.1f})",
+            f"{stages['teacher']:.1f}",
+            f"{stages['update']:.1f} ({100 * timing['update_mfu']:.1f} %)",
+            f"{stages['sync']:.2f}",
+        ]
+        for name in ("sync", "one_step_off", "two_step_off"):
+            step = steps.get(name)
+            found.append(f"{step['step_s']:.1f}, {step['response_tokens_per_s']:,.0f}" if step else "-")
+        return found
+
+    def test_table_has_the_figures_of_the_commands(
+        self, student: Path, teacher: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        expected = []
+        for command in self.commands(student, teacher):
+            assert main([*command, "--json"]) == 0
+            expected.append(self.cells(json.loads(capsys.readouterr().out)["timing"]))
+        section = (REPO / "docs/gpu.md").read_text(encoding="utf-8").partition("## Figures to expect")[2]
+        rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")][2:]
+        assert [list(column) for column in zip(*(row[1:] for row in rows), strict=True)] == expected
+        assert len(expected) == 2
 
 
 def test_unknown_data_type_of_a_known_device_uses_16_bit_rates() -> None:
