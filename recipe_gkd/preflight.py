@@ -166,11 +166,12 @@ def with_model_path(config: Config, path: Path) -> Config:
     return replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, model=model))
 
 
-def find_model(name: str) -> Path:
+def find_model(name: str, key: str = "actor_rollout_ref.model.path") -> Path:
     """Return the folder of a model.
 
     Args:
         name: Path of a folder, or name of a hub model that ``hf download`` has put into the local cache.
+        key: Configuration key or option of the name, for messages.
 
     Raises:
         ModelError: There is no such folder, or it has no ``config.json``.
@@ -184,13 +185,13 @@ def find_model(name: str) -> Path:
             path = Path(snapshot_download(name, local_files_only=True))
         except LocalEntryNotFoundError as error:
             raise ModelError(
-                f"actor_rollout_ref.model.path={name} is neither a folder (seen from {Path.cwd()}) nor in "
+                f"{key}={name} is neither a folder (seen from {Path.cwd()}) nor in "
                 f"the local hub cache; give a folder, or run: hf download {name}"
             ) from error
     if not (path / "config.json").is_file():
         found = "does not exist" if not path.exists() else "has no config.json"
         raise ModelError(
-            f"actor_rollout_ref.model.path={name}: {path.absolute()} {found}; expected a Hugging Face model "
+            f"{key}={name}: {path.absolute()} {found}; expected a Hugging Face model "
             "folder with config.json, tokenizer and safetensors"
         )
     return path

@@ -9,6 +9,9 @@ change of the configuration that makes it fit is printed with its figures.
 On a machine without a GPU the figures of a run with GPUs are printed without a comparison, except with
 --device-memory-gb.
 
+With --timing the time of each stage of a step is predicted from the data sheet of the GPU and from assumptions, which
+are printed: --timing --device-name "NVIDIA H100 80GB HBM3" --teacher-model DIR [--teacher-gpus 2]
+
 Exit status: 0 if everything fits or nothing was compared, 1 if something does not fit, and after an error.
 """
 

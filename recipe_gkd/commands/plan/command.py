@@ -12,6 +12,8 @@ from typing import Any
 from recipe_gkd.commands.arguments import command_parser
 from recipe_gkd.commands.plan.changes import Change, smallest_change
 from recipe_gkd.commands.plan.estimate import PoolMemory, RunEstimate, estimate_run
+from recipe_gkd.commands.plan.timing import TimingEstimate, estimate_timing, read_teacher
+from recipe_gkd.commands.plan.timing_text import timing_text
 from recipe_gkd.config import Config
 from recipe_gkd.config.load import read_config
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
@@ -35,13 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         memory = _device_memory(arguments, config, device)
         estimate = estimate_run(config, device, memory)
         change = smallest_change(config, device, memory) if estimate.problems and memory is not None else None
+        timing = _timing(arguments, config, estimate) if arguments.timing else None
     except Exception as error:  # noqa: BLE001 - the command prints one error instead of a traceback
         print(f"error: {as_known_error(error, 'plan')}", file=sys.stderr)
         return 1
     if arguments.json:
-        print(json.dumps(_as_json(device, estimate, change), indent=1))
+        predicted = {} if timing is None else {"timing": asdict(timing)}
+        print(json.dumps(_as_json(device, estimate, change) | predicted, indent=1))
     else:
-        print(plan_text(device, estimate, change))
+        predicted_text = [] if timing is None else ["", timing_text(timing)]
+        print("\n".join([plan_text(device, estimate, change), *predicted_text]))
     return int(bool(estimate.problems))
 
 
@@ -84,6 +89,11 @@ def _read(arguments: argparse.Namespace) -> Config:
     defaults = [f"{key}=none" for key in _KEYS_WITHOUT_EFFECT if key not in given]
     config = read_config(arguments.config_name, [*defaults, *arguments.overrides], arguments.config_dir).config
     return with_model_path(config, find_model(config.actor_rollout_ref.model.path))
+
+
+def _timing(arguments: argparse.Namespace, config: Config, estimate: RunEstimate) -> TimingEstimate:
+    teacher = read_teacher(config, arguments.teacher_model, arguments.teacher_gpus)
+    return estimate_timing(config, estimate, teacher, arguments.device_name)
 
 
 def _device(config: Config) -> str:
@@ -132,8 +142,25 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_positive,
         help="memory of one GPU or CPU slot in GiB (default: that of this machine)",
     )
+    parser.add_argument("--timing", action="store_true", help="also predict the time of each stage of a step")
+    parser.add_argument("--device-name", help="with --timing: name of the GPU (default: that of this machine)")
+    parser.add_argument("--teacher-model", metavar="DIR", help="with --timing: folder with the teacher's config.json")
+    parser.add_argument(
+        "--teacher-gpus", type=_count_of_gpus, metavar="N", help="with --timing: GPUs of all teacher workers together"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    return parser.parse_intermixed_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
+    for option in ("device_name", "teacher_model", "teacher_gpus"):
+        if getattr(arguments, option) is not None and not arguments.timing:
+            parser.error(f"--{option.replace('_', '-')} has an effect with --timing only; add --timing")
+    return arguments
+
+
+def _count_of_gpus(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a number of GPUs of at least 1")
+    return value
 
 
 def _positive(text: str) -> float:

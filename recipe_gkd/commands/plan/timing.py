@@ -1,0 +1,314 @@
+"""Predicted time of the stages of a step, computed from the configuration and the data sheet of the device."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from dataclasses import dataclass
+
+from recipe_gkd.actor.fsdp.model_dims import read_causal_lm_dims
+from recipe_gkd.actor.megatron.model_dims import FAMILIES, read_model_dims
+from recipe_gkd.actor.student_dims import StudentDims, read_config_json, read_student_dims
+from recipe_gkd.commands.plan import assumptions as assumed
+from recipe_gkd.commands.plan.assumptions import Assumption, list_assumptions
+from recipe_gkd.commands.plan.estimate import RunEstimate
+from recipe_gkd.commands.plan.rooflines import (
+    DeviceRates,
+    Engine,
+    GenerationSeconds,
+    Workload,
+    generation_seconds,
+    scoring_seconds,
+)
+from recipe_gkd.commands.plan.update_timing import model_flops, n_actor_ranks, update_parts
+from recipe_gkd.config.schema import Config
+from recipe_gkd.config.staleness import MAX_STALENESS, staleness_bound
+from recipe_gkd.config.weight_transport import weight_transport
+from recipe_gkd.errors import ConfigError, ModelError
+from recipe_gkd.memory_budget.actor_states import ITEM_BYTES
+from recipe_gkd.metrics.device_peaks import MEMORY_TB_PER_S, PEAKS, memory_tb_per_s, peak_tflops
+from recipe_gkd.metrics.step_time_model import StageSeconds, step_bound, step_seconds, step_time_bounds
+from recipe_gkd.preflight import find_model
+
+_QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+_QUERY_TIMEOUT_S = 60.0
+_GPUS_PER_NODE = 8
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherSetup:
+    """Teacher of a prediction. The configuration of a run has only the address of its service.
+
+    Attributes:
+        dims: Dimensions of the model.
+        n_gpus: Number of GPUs of all teacher workers together, of the same kind as those of the run.
+    """
+
+    dims: StudentDims
+    n_gpus: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleTiming:
+    """Predicted step of a schedule.
+
+    Attributes:
+        name: Value of ``trainer.scheduler``.
+        staleness: Maximum policy lag in optimizer steps.
+        step_s: Expected step time in seconds: :func:`recipe_gkd.metrics.step_time_model.step_seconds`.
+        bound_s: :func:`recipe_gkd.metrics.step_time_model.step_bound` in seconds.
+        limited_by: Largest bound: ``rollout``, ``actor``, ``teacher`` or ``staleness`` (all stages in turn).
+        response_tokens_per_s: Response tokens trained on per second.
+        is_configured: True for the schedule of the configuration.
+    """
+
+    name: str
+    staleness: int
+    step_s: float
+    bound_s: float
+    limited_by: str
+    response_tokens_per_s: float
+    is_configured: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingEstimate:
+    """Predicted times of a run, in seconds.
+
+    Attributes:
+        device: Rates of the actor's GPUs.
+        workload: Responses of a step.
+        n_engines: Number of rollout engines.
+        n_teacher_gpus: Number of GPUs of the teacher.
+        n_actor_gpus: Number of actor ranks.
+        generation: Times of the engine with the most responses.
+        teacher: Parts of the teacher's time: ``forward``, ``top-k``, and ``wire``, which overlaps with both.
+        update: Parts of the update: ``passes``, ``optimizer``, ``offload``.
+        update_mfu: Model FLOPs of the update over its time and the peak rate.
+        transport: ``"ipc"``, ``"node"`` or ``"network"``.
+        stages: Time of each stage.
+        schedules: Steps by schedule.
+        assumptions: Assumptions of the figures.
+    """
+
+    device: DeviceRates
+    workload: Workload
+    n_engines: int
+    n_teacher_gpus: int
+    n_actor_gpus: int
+    generation: GenerationSeconds
+    teacher: dict[str, float]
+    update: dict[str, float]
+    update_mfu: float
+    transport: str
+    stages: StageSeconds
+    schedules: list[ScheduleTiming]
+    assumptions: list[Assumption]
+
+
+def estimate_timing(
+    config: Config, estimate: RunEstimate, teacher: TeacherSetup, device_name: str | None
+) -> TimingEstimate:
+    """Return the predicted times of a run on GPUs.
+
+    Args:
+        config: Configuration of the run, whose model path is a folder.
+        estimate: Figures of the same run.
+        teacher: Teacher of the run.
+        device_name: Name of the GPU as torch reports it; None for the GPU of this machine.
+
+    Raises:
+        ConfigError: The device is unknown or a CPU.
+        ModelError: The FLOPs of the student or of the teacher are unknown.
+    """
+    if config.trainer.device == "cpu":
+        raise ConfigError("--timing predicts runs on GPUs; got trainer.device=cpu, set trainer.device=cuda")
+    name = device_name or _gpu_name()
+    settings = config.actor_rollout_ref
+    dims = read_student_dims(settings.model.path, config)
+    for model in (dims, teacher.dims):
+        ensure_flops_known(model, config)
+    device, workload = device_rates(name, settings.actor.dtype), mean_workload(config)
+    generation, n_engines = _generation(config, estimate, dims, workload, name)
+    forward_s, top_k_s = scoring_seconds(workload, teacher.dims, device_rates(name, "bfloat16"), teacher.n_gpus)
+    scoring = {"forward": forward_s, "top-k": top_k_s, "wire": _wire_seconds(config, estimate, workload)}
+    update, n_ranks = update_parts(config, dims, workload, device), n_actor_ranks(config)
+    update_s, teacher_s = sum(update.values()), max(forward_s + top_k_s, scoring["wire"])
+    transport = _transport(config)
+    stages = StageSeconds(
+        generate=generation.work,
+        latency=generation.work + generation.stragglers,
+        teacher=teacher_s,
+        tail=teacher_s,
+        update=update_s,
+        sync=sync_seconds(estimate.sync_bytes, transport, settings.rollout.update_weights_bucket_megabytes),
+    )
+    return TimingEstimate(
+        device=device,
+        workload=workload,
+        n_engines=n_engines,
+        n_teacher_gpus=teacher.n_gpus,
+        n_actor_gpus=n_ranks,
+        generation=generation,
+        teacher=scoring,
+        update=update,
+        update_mfu=model_flops(config, dims, workload) / (update_s * n_ranks * device.flops),
+        transport=transport,
+        stages=stages,
+        schedules=_schedules(config, stages, workload),
+        assumptions=list_assumptions(settings.actor.strategy, transport),
+    )
+
+
+def read_teacher(config: Config, folder: str | None, n_gpus: int | None) -> TeacherSetup:
+    """Return the teacher of a prediction.
+
+    Args:
+        config: Configuration of the run.
+        folder: Folder or hub name of the teacher, of which ``config.json`` is read; None for
+            ``actor_rollout_ref.teacher.model_path``.
+        n_gpus: GPUs of all teacher workers; None for ``actor_rollout_ref.teacher.n_server_workers``, or else 1.
+
+    Raises:
+        ConfigError: No folder was given.
+        ModelError: Its ``config.json`` cannot be read or is not supported.
+    """
+    settings = config.actor_rollout_ref.teacher
+    key = "--teacher-model" if folder else "actor_rollout_ref.teacher.model_path"
+    given = folder or settings.model_path
+    if given is None:
+        raise ConfigError("--timing needs the size of the teacher; give a folder with its config.json: --teacher-model")
+    path = find_model(given, key)
+    is_family = read_config_json(path).get("model_type") in FAMILIES
+    dims: StudentDims = read_model_dims(path) if is_family else read_causal_lm_dims(path)
+    return TeacherSetup(dims=dims, n_gpus=n_gpus or settings.n_server_workers or 1)
+
+
+def device_rates(name: str, dtype: str) -> DeviceRates:
+    """Return the peak rates of a GPU from its data sheet.
+
+    Args:
+        name: Name that torch reports.
+        dtype: Data type of the matrix products.
+
+    Raises:
+        ConfigError: The device is unknown.
+    """
+    tflops, bandwidth = peak_tflops(name, "float32" if dtype == "float32" else "bfloat16"), memory_tb_per_s(name)
+    if tflops is None or bandwidth is None:
+        known = ", ".join(" ".join(words) for words in PEAKS if words in MEMORY_TB_PER_S)
+        raise ConfigError(
+            f"the peak rates of the device {name!r} are unknown; give a name with the words of a known one, such as "
+            f"--device-name 'NVIDIA H100 80GB HBM3'; known: {known}"
+        )
+    return DeviceRates(name=name, flops=tflops * 1e12, bandwidth=bandwidth * 1e12)
+
+
+def mean_workload(config: Config) -> Workload:
+    """Return the responses of a step with the assumed mean lengths.
+
+    The spread of the lengths is left out, so attention, whose cost is quadratic in the length, is underestimated.
+    """
+    data = config.data
+    return Workload(
+        n_responses=data.train_batch_size * config.actor_rollout_ref.rollout.n,
+        prompt_tokens=math.ceil(data.max_prompt_length * assumed.MEAN_PROMPT_FRACTION),
+        response_tokens=math.ceil(data.max_response_length * assumed.MEAN_RESPONSE_FRACTION),
+        longest_response=data.max_response_length,
+    )
+
+
+def ensure_flops_known(dims: StudentDims, config: Config) -> None:
+    """Raise ModelError if the FLOPs of a model are unknown."""
+    if problem := dims.flops_problem(config.data.max_prompt_length + config.data.max_response_length):
+        raise ModelError(f"--timing cannot predict this model: {problem}; leave --timing out")
+
+
+def sync_seconds(n_bytes: float, transport: str, bucket_megabytes: float) -> float:
+    """Return the time of a weight sync, in seconds.
+
+    Args:
+        n_bytes: Bytes that each rollout worker receives.
+        transport: ``"ipc"``, ``"node"`` or ``"network"``.
+        bucket_megabytes: Size of a bucket in MiB.
+    """
+    if transport == "ipc":
+        n_buckets = math.ceil(n_bytes / (bucket_megabytes * _MIB))
+        return n_buckets * assumed.IPC_BUCKET_S + n_bytes / (assumed.IPC_GB_PER_S * 1e9)
+    rate = assumed.NODE_GB_PER_S if transport == "node" else assumed.NETWORK_GB_PER_S
+    return n_bytes / (rate * 1e9) * assumed.SYNC_OVERHEAD
+
+
+def _gpu_name() -> str:
+    try:
+        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True)
+        return done.stdout.strip().splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        raise ConfigError(
+            "this machine has no GPU whose name can be read; give it, such as --device-name 'NVIDIA H100 80GB HBM3'"
+        ) from error
+
+
+def _generation(
+    config: Config, estimate: RunEstimate, dims: StudentDims, workload: Workload, device_name: str
+) -> tuple[GenerationSeconds, int]:
+    """Return the times of the engine with the most responses, and the number of engines."""
+    rollout, (nodes, each) = config.actor_rollout_ref.rollout, config.rollout_pool
+    n_engines = max(1, nodes * (each // rollout.tensor_model_parallel_size))
+    limit = rollout.max_num_seqs
+    if estimate.cached_tokens:
+        limit = min(limit, estimate.cached_tokens // (workload.prompt_tokens + workload.response_tokens))
+    engine = Engine(
+        dims=dims,
+        item=ITEM_BYTES.get(rollout.dtype, 2),
+        n_gpus=rollout.tensor_model_parallel_size,
+        max_in_flight=limit,
+    )
+    share = Workload(
+        n_responses=math.ceil(workload.n_responses / n_engines),
+        prompt_tokens=workload.prompt_tokens,
+        response_tokens=workload.response_tokens,
+        longest_response=workload.longest_response,
+    )
+    return generation_seconds(share, engine, device_rates(device_name, rollout.dtype)), n_engines
+
+
+def _wire_seconds(config: Config, estimate: RunEstimate, workload: Workload) -> float:
+    n_bytes = estimate.teacher_bytes * workload.response_tokens / config.data.max_response_length
+    n_workers = config.trainer.nnodes * config.actor_rollout_ref.teacher.scoring_workers_per_node
+    rate = min(assumed.SCORING_WORKER_GB_PER_S * n_workers, assumed.NETWORK_GB_PER_S * config.trainer.nnodes)
+    return n_bytes / (rate * 1e9)
+
+
+def _transport(config: Config) -> str:
+    """Return the transport. Two pools of one node each are on the same node if it has enough GPUs."""
+    if weight_transport(config) == "ipc":
+        return "ipc"
+    nodes, each = config.rollout_pool
+    n_gpus = n_actor_ranks(config) + (0 if config.actor_rollout_ref.hybrid_engine else nodes * each)
+    return "node" if config.trainer.nnodes == nodes == 1 and n_gpus <= _GPUS_PER_NODE else "network"
+
+
+def _schedules(config: Config, stages: StageSeconds, workload: Workload) -> list[ScheduleTiming]:
+    trainer, settings = config.trainer, config.actor_rollout_ref
+    lags = {str(trainer.scheduler): staleness_bound(trainer)}
+    if not (settings.hybrid_engine or settings.teacher.sleep_between_batches):
+        lags = {str(name): lag for name, lag in MAX_STALENESS.items()} | lags
+    tokens = workload.n_responses * workload.response_tokens
+    found = []
+    for name, lag in lags.items():
+        bounds = step_time_bounds(stages, lag, inflight=trainer.inflight_update)
+        step_s = step_seconds(stages, lag, inflight=trainer.inflight_update)
+        found.append(
+            ScheduleTiming(
+                name=name,
+                staleness=lag,
+                step_s=step_s,
+                bound_s=step_bound(stages.generate, stages.teacher, stages.update, stages.sync, lag),
+                limited_by=max(bounds, key=lambda cause: bounds[cause]),
+                response_tokens_per_s=tokens / step_s,
+                is_configured=name == trainer.scheduler,
+            )
+        )
+    return found
