@@ -10,6 +10,7 @@ import dataclasses
 import json
 import queue
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from recipe_gkd.rollout import engine_factory
 from recipe_gkd.rollout.engine import RolloutEngine
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.weight_updates import WeightUpdates
-from tests._support.waiting import wait_until
 from tests.gpu_paths import v2_runner
 
 STEP_TOKENS = 48
@@ -51,16 +51,27 @@ def use_steps_of_a_gpu() -> None:
 def update_in_flight(
     engine: RolloutEngine, updates: WeightUpdates, peer: Peer, request: tuple[Path, int, bool]
 ) -> dict[str, Any]:
-    """Update the weights while responses are generated. See ``_sync`` for the request."""
+    """Update the weights while responses are generated.
+
+    Args:
+        engine: The engine.
+        updates: Its updates, connected with the sender.
+        peer: Process of the sender.
+        request: Folder of the weights, their version, and True if the update is double-buffered.
+
+    Returns:
+        Responses by uid, the number of batches in flight when the engine was paused, and log-probabilities of the first
+        prompt after the update.
+    """
     delivered, version = queue.SimpleQueue[Any](), request[1]
     params = [
         {"max_tokens": RESPONSE_TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": 1000 * version + prompt.uid}
         for prompt in prompts()
     ]
+    paused = pause_in_flight(engine)
     _, accepted = engine.submit(prompts(), params, delivered.put)
     accepted.result(_TIMEOUT_S)
-    wait_until(lambda: engine.run(fewest_tokens).result(_TIMEOUT_S) >= TOKENS_BEFORE_UPDATE, _TIMEOUT_S)
-    engine.pause().result(_TIMEOUT_S)
+    assert paused.wait(_TIMEOUT_S), f"the responses did not have {TOKENS_BEFORE_UPDATE} tokens within {_TIMEOUT_S:g} s"
     in_flight = engine.run(v2_runner.batches_in_flight).result(_TIMEOUT_S)
     _sync(engine, updates, peer, request)
     engine.resume().result(_TIMEOUT_S)
@@ -76,9 +87,28 @@ def update_in_flight(
     return {"batches in flight": in_flight, "responses": responses, "log_probs": log_probs}
 
 
-def fewest_tokens(engine: Any) -> int:
-    """Return the number of tokens of the shortest response in flight."""
-    return min(request.num_output_tokens for request in engine.engine_core.engine_core.scheduler.requests.values())
+def pause_in_flight(engine: RolloutEngine) -> threading.Event:
+    """Pause the engine after the step in which the last response gets its token number ``TOKENS_BEFORE_UPDATE``.
+
+    Returns:
+        Event that is set when the engine is paused.
+    """
+    paused = threading.Event()
+
+    def replace_step(inner: Any) -> None:
+        requests = inner.engine_core.engine_core.scheduler.requests
+
+        def step() -> Any:
+            outputs = type(inner).step(inner)
+            if requests and min(each.num_output_tokens for each in requests.values()) >= TOKENS_BEFORE_UPDATE:
+                del inner.step
+                engine.pause().add_done_callback(lambda _: paused.set())
+            return outputs
+
+        inner.step = step
+
+    engine.run(replace_step).result(_TIMEOUT_S)
+    return paused
 
 
 def main(result: str, old: str, new: str, n_ranks: str, *kinds: str) -> None:
