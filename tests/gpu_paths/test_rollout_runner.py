@@ -60,9 +60,9 @@ class Reference:
     ],
 )
 def test_update_with_batch_in_flight_each_token_has_logprob_of_its_version(
-    folders: list[Path], tmp_path: Path, n_ranks: int, kinds: list[str]
+    folders: list[Path], n_ranks: int, kinds: list[str]
 ) -> None:
-    found = run_script(rollout_script.__name__, tmp_path, *folders, n_ranks, *kinds, timeout_s=240)
+    found = run_script(rollout_script.__name__, *folders, n_ranks, *kinds, timeout_s=240)
     assert found["engine"] == {
         "V2 runner": [True] * n_ranks,
         "async scheduling": True,

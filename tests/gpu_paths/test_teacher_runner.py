@@ -32,9 +32,9 @@ def logits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndar
 
 
 @pytest.fixture(scope="module")
-def found(logits: tuple[Path, list[np.ndarray]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(logits: tuple[Path, list[np.ndarray]]) -> dict[str, Any]:
     """Result of `teacher_script`."""
-    return run_script(teacher_script.__name__, tmp_path_factory.mktemp("scores"), logits[0], timeout_s=180)
+    return run_script(teacher_script.__name__, logits[0], timeout_s=180)
 
 
 def largest_error(scores: dict[str, Any], logits: list[np.ndarray], temperature: float) -> float:

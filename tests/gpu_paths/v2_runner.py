@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,25 +40,26 @@ VARIABLES = {**worker_environment("cpu"), "TRITON_INTERPRET": "1"}
 _LOG_LINES = 40
 
 
-def run_script(module: str, folder: Path, *arguments: object, timeout_s: float) -> dict[str, Any]:
+def run_script(module: str, *arguments: object, timeout_s: float) -> dict[str, Any]:
     """Run ``python -m module RESULT ARGUMENTS``, and end all processes that it has started.
 
     Args:
         module: Script that writes the JSON file RESULT.
-        folder: Folder for the result and the log.
         *arguments: Further arguments of the script.
         timeout_s: Time after which it is killed.
 
     Returns:
         Content of the result.
     """
-    result, log = folder / "result.json", folder / "script.log"
-    command = [sys.executable, "-m", module, str(result), *map(str, arguments)]
-    status = run_with_deadline(command, variables=VARIABLES, log=log, deadline_s=timeout_s)
-    ending = f"exceeded {timeout_s:g} s" if status is None else f"ended with status {status}"
-    assert status == 0, "\n".join([f"{module} {ending}", *last_lines(log, _LOG_LINES)])
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
+    # The temporary folder of the script has vLLM's sockets, whose paths are too long in a folder of pytest.
+    with tempfile.TemporaryDirectory(prefix="v2-runner-") as folder:
+        result, log = Path(folder, "result.json"), Path(folder, "log")
+        command = [sys.executable, "-m", module, str(result), *map(str, arguments)]
+        status = run_with_deadline(command, variables=VARIABLES, log=log, deadline_s=timeout_s)
+        ending = f"exceeded {timeout_s:g} s" if status is None else f"ended with status {status}"
+        assert status == 0, "\n".join([f"{module} {ending}", *last_lines(log, _LOG_LINES)])
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
 
 
 def add_triton_backend() -> None:
