@@ -30,9 +30,9 @@ LONGEST_FIRST = ("training", "faults", "actor", "rollout", "ray_cluster", "integ
 
 
 def group_of(nodeid: str) -> str:
-    """Return the file of a unit test, or the folder of an integration test. One process runs all tests of a group."""
+    """Return the file of a unit test, or the folder of another test. One process runs all tests of a group."""
     file = nodeid.partition("::")[0]
-    return str(Path(file).parent) if "integration" in Path(file).parts else file
+    return str(Path(file).parent) if {"integration", "gpu_paths"} & set(Path(file).parts) else file
 
 
 def start_order(group: str) -> int:
