@@ -11,6 +11,7 @@ import inspect
 import logging
 import multiprocessing.connection
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from uuid import uuid4
 
 from recipe_gkd.errors import ResourceError, WorkerError
 from recipe_gkd.rollout.environment import worker_environment
+from recipe_gkd.runtime.socket_paths import SHORT_FOLDER
 from teacher.engines.vllm_setup import keep_file_store_in
 
 TESTED_SERIES = "0.32"
@@ -142,11 +144,13 @@ def keep_files_in(folder: Path) -> None:
     """Make the engines of this process, and their tensor ranks, keep their files in ``folder``.
 
     The files are torch's ``FileStore`` (see :func:`teacher.engines.vllm_setup.keep_file_store_in`) and vLLM's sockets.
-    Sockets stay in the temporary folder of the machine if ``folder`` has too long a path for them.
+    If ``folder`` has too long a path for sockets, they are in ``VLLM_RPC_BASE_PATH`` or ``TMPDIR``, or in ``/tmp`` if
+    that path is too long as well.
     """
     keep_file_store_in(folder)
-    if len(f"{folder}/{uuid4()}") <= _MAX_SOCKET_PATH_CHARS:
-        os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+    candidates = (str(folder), os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir(), SHORT_FOLDER)
+    short = [each for each in candidates if len(f"{each}/{uuid4()}") <= _MAX_SOCKET_PATH_CHARS]
+    os.environ["VLLM_RPC_BASE_PATH"] = short[0]
 
 
 def watch_ranks(engine: LLMEngine, on_death: Callable[[str], None]) -> None:
