@@ -26,6 +26,7 @@ Lifecycle of a script that :func:`run_script` runs in a separate process::
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -63,7 +64,12 @@ def run_script(module: str, *arguments: object, timeout_s: float) -> dict[str, A
 
 
 def add_triton_backend() -> None:
-    """Make Triton list a backend for the CPU. Call this before vLLM is imported, in each process that imports it."""
+    """Make Triton list a backend for the CPU. Call this before vLLM is imported, in each process that imports it.
+
+    Without ``TRITON_INTERPRET`` it has no effect: tests import the scripts too, and Triton compiles in their process.
+    """
+    if "TRITON_INTERPRET" not in os.environ:
+        return
     from triton.backends import backends
 
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))  # type: ignore[assignment]
