@@ -29,3 +29,20 @@ hydra_value() {
   if [ -e "$value" ]; then value=${value//'${'/'\${'}; fi
   printf "'%s'" "$(printf '%s' "$value" | sed -E "s/(\\\\+)('|\$)/\1\1\2/g; s/'/\\\\'/g")"
 }
+
+# model_folder NAME VARIABLE: the folder of a model, for a folder or the name of a model in the local hub cache. `python`
+# is the interpreter, VARIABLE the name for the message if there is no such model.
+model_folder() {
+  if [ -d "$1" ]; then printf '%s' "$1"; return; fi
+  "$python" - "$@" <<'PY'
+import sys
+
+from recipe_gkd.errors import GkdError
+from recipe_gkd.preflight import find_model
+
+try:
+    print(find_model(sys.argv[1], sys.argv[2]), end="")
+except GkdError as error:
+    sys.exit(f"error: {error}")
+PY
+}

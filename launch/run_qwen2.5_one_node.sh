@@ -18,8 +18,7 @@ STUDENT=$(from_caller "$STUDENT") TEACHER=$(from_caller "$TEACHER") TRAIN_FILES=
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 
 if [ "${1:-}" != --cfg ]; then  # --cfg job only validates and prints the configuration
-  teacher_folder=$TEACHER
-  [ -d "$TEACHER" ] || teacher_folder=$("$python" -c 'import sys; from huggingface_hub import snapshot_download as s; print(s(sys.argv[1]))' "$TEACHER")
+  teacher_folder=$(model_folder "$TEACHER" TEACHER)
   teacher_run_dir=outputs/teacher_qwen2.5-$(uname -n)
   CUDA_VISIBLE_DEVICES=${TEACHER_GPUS:-6,7} CKPT_PATH=$teacher_folder RUN_DIR=$teacher_run_dir N_WORKERS=2 TP_SIZE=1 \
     N_LOGPROBS=256 MAX_MODEL_LEN=3072 \

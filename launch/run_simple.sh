@@ -72,8 +72,7 @@ start_teacher() {
 }
 
 if [ "${1:-}" != --cfg ] && [ -n "$TEACHER" ]; then  # --cfg job only validates and prints the configuration
-  teacher_folder=$TEACHER
-  [ -d "$TEACHER" ] || teacher_folder=$("$python" -c 'import sys; from huggingface_hub import snapshot_download as s; print(s(sys.argv[1]))' "$TEACHER")
+  teacher_folder=$(model_folder "$TEACHER" TEACHER)
   teacher_run_dir=${RUN_DIR:-outputs/teacher_simple-$(uname -n)}
   run_foreground --cleanup 'bash teacher/stop_server.sh --run-dir "$teacher_run_dir"' start_teacher
 fi

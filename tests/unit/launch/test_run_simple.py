@@ -52,6 +52,17 @@ def test_configuration_is_valid() -> None:
 
 
 @pytest.mark.parametrize("script", ["run_simple.sh", "run_qwen2.5_one_node.sh"])
+@pytest.mark.parametrize(
+    ("teacher", "message"), [("/no/such/teacher", "does not exist"), ("no/teacher", "hf download")]
+)
+def test_missing_teacher_is_named(script: str, teacher: str, message: str) -> None:
+    done = run(script=script, TEACHER=teacher, PYTHON=sys.executable)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: TEACHER={teacher}") and message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("script", ["run_simple.sh", "run_qwen2.5_one_node.sh"])
 def test_paths_of_the_caller_reach_the_configuration(tmp_path: Path, script: str) -> None:
     """The script changes the directory, and Hydra's grammar has a meaning for most of these characters."""
     folder = tmp_path / NAME_WITH_SYNTAX
