@@ -7,7 +7,7 @@
 # DEVICE (cuda or cpu, default cuda), ONLY (parts of `run`, default "smoke tests benchmarks"), CHECKS and SECTIONS
 # (names for gpu_smoke --only and benchmarks/gpu.py --only).
 set -euo pipefail
-caller=$PWD
+source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}
@@ -20,8 +20,6 @@ packages=(
 usage() {
   sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 }
-
-absolute() { [[ $1 == /* ]] && echo "$1" || echo "$caller/$1"; }
 
 fetch() {
   local into=$1 version=${PYTHON_VERSION:-3.12} platforms=() pins=() glibc
@@ -80,7 +78,7 @@ run() {
 
 case "${1:-} $#" in
   "-h 1" | "--help 1") usage ;;
-  "fetch 2") fetch "$(absolute "$2")" ;;
-  "run 3") run "$(absolute "$2")" "$(absolute "$3")" ;;
+  "fetch 2") fetch "$(new_path "$2")" ;;
+  "run 3") run "$(new_path "$2")" "$(new_path "$3")" ;;
   *) usage >&2; exit 2 ;;
 esac

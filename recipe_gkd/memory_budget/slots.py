@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 
-_QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _QUERY_TIMEOUT_S = 60.0
 """Deadline of the query. Without the persistence daemon it takes seconds per GPU."""
 _MEBIBYTE = 1 << 20
@@ -25,7 +24,7 @@ def slot_memory(device: str, n_slots: int) -> int | None:
     """
     if device == "cpu":
         return min([psutil.virtual_memory().total, *_cgroup_limits()]) // n_slots
-    return nth_largest_gpu(_gpu_memory(), n_slots)
+    return nth_largest_gpu(query_gpus("memory.total"), n_slots)
 
 
 def nth_largest_gpu(lines: str, n_slots: int) -> int | None:
@@ -42,9 +41,15 @@ def nth_largest_gpu(lines: str, n_slots: int) -> int | None:
     return sorted((int(size) for size in sizes), reverse=True)[n_slots - 1] * _MEBIBYTE
 
 
-def _gpu_memory() -> str:
+def query_gpus(field: str) -> str:
+    """Return a property of each GPU of this machine, one per line; empty if it cannot be read.
+
+    Args:
+        field: Property of ``nvidia-smi --query-gpu``, such as ``memory.total`` (in MiB) or ``name``.
+    """
+    query = ("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits")
     try:
-        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True)
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()

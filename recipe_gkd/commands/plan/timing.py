@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 from dataclasses import dataclass
 
 from recipe_gkd.actor.fsdp.model_dims import read_causal_lm_dims
@@ -26,12 +25,11 @@ from recipe_gkd.config.staleness import MAX_STALENESS, staleness_bound
 from recipe_gkd.config.weight_transport import weight_transport
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES
+from recipe_gkd.memory_budget.slots import query_gpus
 from recipe_gkd.metrics.device_peaks import MEMORY_TB_PER_S, PEAKS, memory_tb_per_s, peak_tflops
 from recipe_gkd.metrics.step_time_model import StageSeconds, step_bound, step_seconds, step_time_bounds
 from recipe_gkd.preflight import find_model
 
-_QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-_QUERY_TIMEOUT_S = 60.0
 _GPUS_PER_NODE = 8
 _MIB = 1 << 20
 
@@ -241,13 +239,11 @@ def sync_seconds(n_bytes: float, transport: str, bucket_megabytes: float) -> flo
 
 
 def _gpu_name() -> str:
-    try:
-        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True)
-        return done.stdout.strip().splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError) as error:
+    if not (names := query_gpus("name").splitlines()):
         raise ConfigError(
             "this machine has no GPU whose name can be read; give it, such as --device-name 'NVIDIA H100 80GB HBM3'"
-        ) from error
+        )
+    return names[0]
 
 
 def _generation(

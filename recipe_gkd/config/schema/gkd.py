@@ -133,7 +133,7 @@ class GkdConfig:
         "twice. Set it to true if the logits do not fit into memory."
     )
     kernel_backend: KernelBackend = key(
-        "Kernels of the loss, and of Megatron's layers without Transformer Engine: `torch`; `triton`, on a GPU; "
+        "Kernels of the loss, and of the Megatron layers of this project: `torch`; `triton`, on a GPU; "
         "`auto`: Triton on a GPU where it is installed and compiles."
     )
     custom_loss: CustomLossConfig

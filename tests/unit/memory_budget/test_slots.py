@@ -23,7 +23,7 @@ class TestSlotMemory:
         assert slot_memory("cpu", 4) == 250000
 
     def test_gpu_without_nvidia_smi_is_unknown(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(slots, "_QUERY", ("no-such-command",))
+        monkeypatch.setenv("PATH", "")
         assert slot_memory("cuda", 1) is None
 
     def test_gpu_memory_is_read_from_nvidia_smi(self, monkeypatch: pytest.MonkeyPatch) -> None:
