@@ -70,10 +70,8 @@ def shard_for_context(
     """
     if cp_size == 1:
         return packed, dict(weights)
-    lengths = np.asarray(packed.lengths)
-    padded = -(-lengths // (2 * cp_size)) * 2 * cp_size
-    if n_padding := -int(padded.sum()) % (cp_size * math.lcm(2, multiple_of)):
-        lengths, padded = np.append(lengths, 0), np.append(padded, n_padding)
+    padded = padded_lengths(packed.lengths, cp_size=cp_size, multiple_of=multiple_of)
+    lengths = np.pad(packed.lengths, (0, len(padded) - len(packed.lengths)))
     row_of = _insert_padding(lengths, padded)
     whole_ids_N = np.zeros(int(padded.sum()), dtype=packed.token_ids_N.dtype)
     whole_ids_N[row_of] = packed.token_ids_N
@@ -94,6 +92,23 @@ def shard_for_context(
     }
     shard = ContextShard(**arrays, own_rows_M=own_rows_M, cp_size=cp_size)
     return shard, {name: weights_T[is_own_T] for name, weights_T in weights.items()}
+
+
+def padded_lengths(lengths: Sequence[int], *, cp_size: int, multiple_of: int = 1) -> np.ndarray:
+    """Return the lengths of the sequences of a row with the padding for its division, int64.
+
+    A last sequence consists of padding if the rows of each rank would not be a multiple of ``multiple_of``.
+
+    Args:
+        lengths: Lengths of the sequences before.
+        cp_size: Number of context ranks.
+        multiple_of: The number of rows of each rank is padded to a multiple of this.
+    """
+    if cp_size == 1:
+        return np.asarray(lengths)  # nothing is divided
+    padded = -(-np.asarray(lengths) // (2 * cp_size)) * 2 * cp_size
+    n_padding = -int(padded.sum()) % (cp_size * math.lcm(2, multiple_of))
+    return np.append(padded, n_padding) if n_padding else padded
 
 
 def zigzag_rows(padded_lengths: Sequence[int] | np.ndarray, cp_rank: int, cp_size: int) -> np.ndarray:

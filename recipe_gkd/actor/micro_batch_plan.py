@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.backend import Backend
-from recipe_gkd.actor.context_parallel import shard_for_context
+from recipe_gkd.actor.context_parallel import padded_lengths, shard_for_context
 from recipe_gkd.actor.loss_terms import GlobalDenominators
-from recipe_gkd.actor.microbatch import Allocate, micro_batches, pack
+from recipe_gkd.actor.microbatch import Allocate, input_length, micro_batches, pack, packed_lengths
 from recipe_gkd.actor.ranks import Layout
 from recipe_gkd.actor.sample_checks import check_samples
 from recipe_gkd.actor.staging import StagedBatch, stage
@@ -58,11 +58,20 @@ class MicroBatchPlan:
     allocate: Allocate = np.empty
     before_reduction: Callable[[], None] | None = None
 
+    def row_length(self, index: int) -> int:
+        """Return the number of rows of a micro-batch, [N] of its packed arrays, without packing it.
+
+        It is equal on all ranks of one data-parallel rank, because they have the same samples.
+        """
+        lengths = packed_lengths([input_length(sample) for sample in self._group(index)], multiple_of=self.row_multiple)
+        cp_size = self.layout.cp_size
+        return int(padded_lengths(lengths, cp_size=cp_size, multiple_of=self.row_multiple).sum()) // cp_size
+
     def stage(self, index: int) -> StagedBatch:
         """Pack a micro-batch and prepare its copy to the device. Safe in any thread, one at a time."""
         layout, multiple_of = self.layout, self.row_multiple
         packed = pack(
-            self.groups[index] if index < len(self.groups) else [],
+            self._group(index),
             multiple_of=multiple_of,
             with_teacher=layout.is_last_stage,
             version=self.version,
@@ -77,6 +86,9 @@ class MicroBatchPlan:
             allocate=self.allocate,
         )
         return stage(packed, weights, self.device, attention=self.attention, allocate=self.allocate)
+
+    def _group(self, index: int) -> Sequence[Sample]:
+        return self.groups[index] if index < len(self.groups) else []
 
 
 def plan_micro_batches(

@@ -28,7 +28,7 @@ def micro_batches(samples: Sequence[Sample], *, micro_batch_size: int, max_token
         return [list(samples[i : i + micro_batch_size]) for i in range(0, len(samples), micro_batch_size)]
     bins: list[list[Sample]] = []
     tokens: list[int] = []
-    lengths = [_input_length(sample) for sample in samples]
+    lengths = [input_length(sample) for sample in samples]
     for position in sorted(range(len(samples)), key=lambda i: -lengths[i]):
         sample, length = samples[position], lengths[position]
         for index, used in enumerate(tokens):
@@ -42,7 +42,7 @@ def micro_batches(samples: Sequence[Sample], *, micro_batch_size: int, max_token
     return bins
 
 
-def _input_length(sample: Sample) -> int:
+def input_length(sample: Sample) -> int:
     """Return the number of input tokens. The last response token is not an input: it predicts nothing."""
     return max(sample.n_tokens - 1, 0) if len(sample.response.ids) else 0
 
@@ -132,10 +132,8 @@ def pack(
     response_lengths = np.array([len(sample.response.ids) for sample in samples], dtype=np.int64)
     input_lengths = prompt_lengths + response_lengths - 1
     ids = [part for sample in samples for part in _input_ids(sample)]
-    lengths, total = input_lengths.tolist(), int(input_lengths.sum())
-    if n_padding := -total % multiple_of if total else multiple_of:
-        ids.append(np.zeros(n_padding, np.int32))
-        lengths.append(n_padding)
+    lengths = packed_lengths(input_lengths.tolist(), multiple_of=multiple_of)
+    ids += [np.zeros(n_padding, np.int32) for n_padding in lengths[len(samples) :]]
     positions_T = _positions(response_lengths)
     first_rows = np.cumsum(input_lengths) - input_lengths + prompt_lengths - 1
 
@@ -169,6 +167,18 @@ def pack(
         baselines_T=of_samples((sample.baseline for sample in samples), np.float32),
         scales_T=of_samples((sample.scale for sample in samples), np.float32),
     )
+
+
+def packed_lengths(lengths: Sequence[int], *, multiple_of: int = 1) -> list[int]:
+    """Return the lengths of the sequences of a packed row: those of its samples, and of a last sequence of padding.
+
+    Args:
+        lengths: Number of input tokens of each sample.
+        multiple_of: The sum is padded to a multiple of this, and is at least this.
+    """
+    total = sum(lengths)
+    n_padding = -total % multiple_of if total else multiple_of
+    return [*lengths, n_padding] if n_padding else [*lengths]
 
 
 def _is_current(sample: Sample, version: int | None) -> np.ndarray:

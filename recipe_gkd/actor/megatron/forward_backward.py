@@ -21,6 +21,7 @@ from recipe_gkd.actor.megatron.logit_rows import select_logit_rows
 from recipe_gkd.actor.megatron.megatron_model import MegatronModel
 from recipe_gkd.actor.megatron.packed_attention import PackedSequences
 from recipe_gkd.actor.megatron.parallel import tensor_group
+from recipe_gkd.actor.megatron.stage_communicator import communicator_options
 from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
 from recipe_gkd.actor.prefetch import Prefetcher
 from recipe_gkd.actor.staging import StagedBatch
@@ -83,7 +84,8 @@ def run_micro_batches(
             data_iterator=prefetcher.readers,
             model=list(model.wrapped),
             num_microbatches=plan.count,
-            seq_length=1,  # has no effect: with variable_seq_lengths the stages exchange the shapes
+            seq_length=1,  # has no effect: the communicator has the shapes
             micro_batch_size=1,
             forward_only=forward_only,
+            **communicator_options(model, plan),
         )

@@ -123,7 +123,7 @@ def _build_config(
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
         calculate_per_token_loss=True,  # the gradient is divided once, by the global number of tokens
-        variable_seq_lengths=True,  # packed micro-batches differ in length
+        variable_seq_lengths=True,  # packed micro-batches differ in length; see `StageCommunicator`
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths requires it, also in a dense model
         **_moe_fields(dims.moe, config, grouped_gemm=impl == "transformer_engine"),
         **_implementation_fields(impl),
@@ -178,7 +178,7 @@ def _layout_fields(config: MegatronConfig, device: torch.device) -> dict[str, An
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         # The default waits for the GPU after each exchange between stages, which only old versions of torch need.
-        batch_p2p_sync=device.type != "cuda",
+        batch_p2p_sync=False,
     )
 
 

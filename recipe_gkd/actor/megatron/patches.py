@@ -191,7 +191,8 @@ def _patch_cuda_functions() -> None:
 
     # About 40 calls use `device=torch.cuda.current_device()` (rotary embedding, DDP buffers, point-to-point, ...).
     torch.cuda.current_device = lambda: HOST  # type: ignore[assignment,return-value]
-    # pipeline_parallel/p2p_communication.py and dist_checkpointing/strategies/async_utils.py synchronize the device.
+    # dist_checkpointing/strategies/async_utils.py synchronizes the device, as does
+    # pipeline_parallel/p2p_communication.py with `batch_p2p_sync`.
     torch.cuda.synchronize = lambda device=None: None
     # tensor_parallel/random.py forks the generator of the device, which is torch's CPU generator here.
     torch.cuda.manual_seed = seed_host

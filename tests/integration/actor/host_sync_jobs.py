@@ -56,6 +56,11 @@ class RecordWaits(TorchDispatchMode):
 
         return method
 
+    def synchronize(self, device: Any = None) -> None:
+        """Record a call of ``torch.cuda.synchronize``, which has no effect on a CPU."""
+        if self.is_active:
+            self._note("synchronize")
+
     def _note(self, name: str) -> None:
         frames = [frame for frame in traceback.extract_stack() if "/recipe_gkd/" in frame.filename]
         lines = [f"{frame.filename.partition('/recipe_gkd/')[2]}: {frame.line}" for frame in frames[-2:]]
@@ -81,6 +86,7 @@ def record_waits(
 
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(actor.backend, "accumulate", accumulate))
+            stack.enter_context(mock.patch.object(torch.cuda, "synchronize", recorded.synchronize))
             for name in COPIES:
                 stack.enter_context(mock.patch.object(torch.Tensor, name, recorded.recording(name)))
             metrics = update(actor, batch, 1)

@@ -125,3 +125,13 @@ class TestStage:
     def test_stage_pads_the_row_to_a_multiple(self, all_reduce: list[Any]) -> None:
         found = plan(SAMPLES, row_multiple=2)
         assert {len(found.stage(index).tensors["token_ids_N"]) % 2 for index in range(found.count + 1)} == {0}
+
+    @pytest.mark.parametrize("row_multiple", [1, 2, 3])
+    @pytest.mark.parametrize("cp_size", [1, 2, 4])
+    def test_row_length_equals_that_of_packed_row(self, cp_size: int, row_multiple: int, all_reduce: list[Any]) -> None:
+        layouts = [replace(ONE, world_size=cp_size, rank=r, cp_size=cp_size, cp_rank=r) for r in range(cp_size)]
+        for found in (plan(SAMPLES, layout, row_multiple=row_multiple) for layout in layouts):
+            indices = range(found.count + 1)  # the last one is empty
+            packed = [len(found.stage(index).tensors["token_ids_N"]) for index in indices]
+            assert len({*packed}) > 2
+            assert [found.row_length(index) for index in indices] == packed
