@@ -5,6 +5,7 @@ Megatron and transformers are imported by the functions that use them, because u
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from tests._support.base_config import base_config
 
+DEVICE = os.environ.get("GKD_TEST_DEVICE", "cpu")
+"""Device of the actors of :func:`make_config`; ``cuda`` with a simulated GPU, see ``tests/gpu_paths``."""
 VOCAB = 96
 TOP_K = 8
 MODEL = "actor_rollout_ref.model.path"
@@ -120,9 +123,9 @@ def make_sample(uid: int, prompt: Any, response: Any, logps_TK: Any, ids_TK: Any
 
 
 def make_config(folder: Path, *overrides: str, ranks: int = 1) -> Config:
-    """Return the configuration of a float32 actor on CPU for the model in ``folder``."""
+    """Return the configuration of a float32 actor on ``DEVICE`` for the model in ``folder``."""
     return base_config(
-        f"{MODEL}={folder}", "trainer.device=cpu",
+        f"{MODEL}={folder}", f"trainer.device={DEVICE}",
         f"trainer.n_gpus_per_node={ranks}", "actor_rollout_ref.nccl_timeout=60", f"{MEGATRON}.dtype=float32",
         f"{ACTOR}.optim.lr=0.01", f"{ACTOR}.optim.betas=[0.9,0.95]", f"{ACTOR}.optim.weight_decay=0.05",
         f"{ACTOR}.optim.clip_grad=0.5", f"{ACTOR}.max_token_len=64", f"{ACTOR}.timeout_s=60", *overrides,
@@ -166,8 +169,8 @@ def shard_of(actor: Any, samples: Sequence[Sample]) -> list[Sample]:
 
 
 def exported(actor: Any) -> dict[str, Tensor]:
-    """Return copies of all weights by name on rank 0; an empty dict elsewhere."""
-    return {name: tensor.clone() for name, tensor in actor.export_weights()}
+    """Return copies of all weights on the CPU by name on rank 0; an empty dict elsewhere."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in actor.export_weights()}
 
 
 def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
@@ -183,10 +186,10 @@ def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
     starts = torch.tensor([0, *(sample.n_tokens - 1 for sample in group)]).cumsum(0)
 
     def gather_logits(student: Any, batch: Any) -> Any:
-        logits_NW = student.logits(torch.arange(len(batch.uids_T)))
+        logits_NW = student.logits(torch.arange(len(batch.uids_T), device=actor.device))
         parts = [torch.empty_like(logits_NW) for _ in range(actor.layout.tp_size)]
         dist.all_gather(parts, logits_NW.contiguous(), group=mpu.get_tensor_model_parallel_group())
-        own = starts[batch.uids_T] + batch.positions_T, torch.cat(parts, 1)[:, :VOCAB]
+        own = starts[batch.uids_T.cpu()] + batch.positions_T.cpu(), torch.cat(parts, 1)[:, :VOCAB].cpu()
         by_rank: list[Any] = [None] * actor.layout.cp_size
         dist.all_gather_object(by_rank, own, group=mpu.get_context_parallel_group())
         rows, logits = (torch.cat(parts) for parts in zip(*by_rank, strict=True))

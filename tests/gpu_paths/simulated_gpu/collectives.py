@@ -1,0 +1,25 @@
+"""Groups of the backend ``nccl``, which gloo provides. ``device.cpp`` passes it the tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_GLOO = "cpu:gloo,cuda:gloo"
+
+
+def accept_nccl() -> None:
+    """Replace the functions that create groups."""
+    init_process_group, new_group = distributed_c10d.init_process_group, distributed_c10d.new_group
+
+    def init(backend: str | None = None, *arguments: Any, device_id: Any = None, **options: Any) -> None:
+        init_process_group(_GLOO if backend in (None, "nccl") else backend, *arguments, **options)
+
+    def new(*arguments: Any, backend: str | None = None, pg_options: Any = None, **options: Any) -> Any:
+        options.pop("device_id", None)
+        return new_group(*arguments, backend=_GLOO if backend == "nccl" else backend, **options)
+
+    for module in (dist, distributed_c10d):
+        module.init_process_group, module.new_group = init, new  # type: ignore[attr-defined]
