@@ -82,7 +82,7 @@ _REQUIRED_ATTRIBUTES: dict[Any, tuple[str, ...]] = {
     ),
     EngineArgs: (
         "kv_cache_memory_bytes", "worker_extension_cls", "weight_transfer_config", "skip_tokenizer_init",
-        "logprobs_mode", "hf_overrides", "get_batch_defaults", "enable_sleep_mode",
+        "logprobs_mode", "hf_overrides", "get_batch_defaults", "enable_sleep_mode", "async_scheduling",
     ),
     WeightTransferEngine: ("init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update"),
     WeightTransferEngineFactory: ("register_engine",),

@@ -69,6 +69,7 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
 # Values of keys whose default selects nothing.
 VALUES = {
     f"{ACTOR}.megatron.sequence_parallel": "true",
+    f"{ROLLOUT}.async_scheduling": "false",
     "trainer.max_actor_ckpt_to_keep": "2",
     "data.val_files": "[val.parquet]",
     "data.teacher_prompt_key": "seen",
