@@ -116,10 +116,8 @@ def main(result: str, old: str, new: str, n_ranks: str, async_scheduling: str, *
     v2_runner.keep_async_scheduling()
     use_steps_of_a_gpu()
     context = Context(device="cpu", n_gpus=0, folder=Path(result).parent, deadline_s=_TIMEOUT_S)
-    folders, keys = (
-        (Path(old), Path(new)),
-        (f"max_num_batched_tokens={STEP_TOKENS}", f"async_scheduling={async_scheduling}"),
-    )
+    folders = Path(old), Path(new)
+    keys = f"max_num_batched_tokens={STEP_TOKENS}", f"async_scheduling={async_scheduling}"
     overrides = [f"actor_rollout_ref.rollout.{key}" for key in keys]
     with (
         _running_engine(context, folders[0], int(n_ranks), *overrides) as engine,
