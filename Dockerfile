@@ -24,8 +24,10 @@ RUN apt-get update \
       iproute2 wget \
  && rm -rf /var/lib/apt/lists/*
 
-# KubeRay runs `ray start` in a login shell, which resets PATH, and its probes of a pod's health use wget.
-RUN python3.12 -m venv /opt/venv && ln -s /opt/venv/bin/ray /usr/local/bin/ray
+# KubeRay runs `ray start` in a login shell, which may reset PATH, and a job's `python3` is looked up in the same PATH.
+# Its probes of a pod's health use wget.
+RUN python3.12 -m venv /opt/venv && ln -s /opt/venv/bin/ray /usr/local/bin/ray \
+ && echo 'PATH=/opt/venv/bin:$PATH' > /etc/profile.d/recipe_gkd.sh
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /workspace
 COPY . .

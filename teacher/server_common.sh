@@ -209,7 +209,8 @@ launch_workers() {
       --ckpt-path "$CKPT_PATH" --model-name "$MODEL_NAME" --backend "$BACKEND" --tp-size "$TP_SIZE" \
       --n-logprobs "$N_LOGPROBS" --dtype "$DTYPE" --head-dtype "$HEAD_DTYPE" --max-model-len "$MAX_MODEL_LEN" \
       --logits-mib "$LOGITS_MIB" --max-result-mib "$MAX_RESULT_MIB" --kv-cache-mib "$KV_CACHE_MIB" \
-      --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION" ${sleep_flags[SLEEP_MODE]}
+      --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION" --async-scheduling "$ASYNC_SCHEDULING" \
+      ${sleep_flags[SLEEP_MODE]}
   done
 }
 
@@ -357,6 +358,7 @@ check_numbers() {
   require_number TP_SIZE N_LOGPROBS N_WORKERS MAX_MODEL_LEN LOGITS_MIB MAX_RESULT_MIB KV_CACHE_MIB PROXY_BACKEND_PORT \
     ${START_TIMEOUT_S:+START_TIMEOUT_S} STOP_TIMEOUT_S "$@"
   [[ $SLEEP_MODE == [01] ]] || die "SLEEP_MODE must be 0 or 1, got '$SLEEP_MODE'"
+  [[ $ASYNC_SCHEDULING =~ ^(auto|on|off)$ ]] || die "ASYNC_SCHEDULING must be auto, on or off, got '$ASYNC_SCHEDULING'"
   ((N_WORKERS >= 1 && TP_SIZE >= 1)) || die "N_WORKERS and TP_SIZE must be 1 or more"
 }
 
@@ -367,14 +369,15 @@ check_auth_dir() {
 }
 
 worker_options="CKPT_PATH MODEL_NAME BACKEND TP_SIZE N_LOGPROBS N_WORKERS DTYPE HEAD_DTYPE MAX_MODEL_LEN LOGITS_MIB \
-MAX_RESULT_MIB KV_CACHE_MIB GPU_MEMORY_UTILIZATION SLEEP_MODE PROXY_BACKEND_PORT AUTH_DIR STALL_TIMEOUT_S LOG_FORMAT LOG_LEVEL \
-RUN_DIR PYTHON START_TIMEOUT_S STOP_TIMEOUT_S"
+MAX_RESULT_MIB KV_CACHE_MIB GPU_MEMORY_UTILIZATION SLEEP_MODE ASYNC_SCHEDULING PROXY_BACKEND_PORT AUTH_DIR STALL_TIMEOUT_S \
+LOG_FORMAT LOG_LEVEL RUN_DIR PYTHON START_TIMEOUT_S STOP_TIMEOUT_S"
 
 worker_defaults() {
   CKPT_PATH=${CKPT_PATH:-} MODEL_NAME=${MODEL_NAME:-} BACKEND=${BACKEND:-vllm} TP_SIZE=${TP_SIZE:-1}
   N_LOGPROBS=${N_LOGPROBS:-256} N_WORKERS=${N_WORKERS:-1} DTYPE=${DTYPE:-auto} HEAD_DTYPE=${HEAD_DTYPE:-auto}
   MAX_MODEL_LEN=${MAX_MODEL_LEN:-0} LOGITS_MIB=${LOGITS_MIB:-1024} MAX_RESULT_MIB=${MAX_RESULT_MIB:-2048}
   KV_CACHE_MIB=${KV_CACHE_MIB:-0} GPU_MEMORY_UTILIZATION=${GPU_MEMORY_UTILIZATION:-0.85} SLEEP_MODE=${SLEEP_MODE:-0}
+  ASYNC_SCHEDULING=${ASYNC_SCHEDULING:-auto}
   PROXY_BACKEND_PORT=${PROXY_BACKEND_PORT:-15556} AUTH_DIR=${AUTH_DIR:-} STALL_TIMEOUT_S=${STALL_TIMEOUT_S:-60}
   LOG_FORMAT=${LOG_FORMAT:-text} LOG_LEVEL=${LOG_LEVEL:-} RUN_DIR=${RUN_DIR:-} PYTHON=${PYTHON:-}
   START_TIMEOUT_S=${START_TIMEOUT_S:-} STOP_TIMEOUT_S=${STOP_TIMEOUT_S:-10}
@@ -397,6 +400,7 @@ Options, as flags or environment variables (--n-logprobs 64 is N_LOGPROBS=64; fl
   KV_CACHE_MIB            size of the KV cache                         [0: vLLM's choice on a GPU, 256 on a CPU]
   GPU_MEMORY_UTILIZATION  fraction of a GPU for weights and KV cache   [0.85]
   SLEEP_MODE              1: allow `python -m teacher sleep` and `wake`; weights then go to host memory  [0]
+  ASYNC_SCHEDULING        auto, on, off: schedule a step while the GPU computes the one before it  [auto: vLLM's choice]
   PROXY_BACKEND_PORT      the proxy's port for workers                 [15556]
   AUTH_DIR                keys, created by `python -m teacher keys --auth-dir AUTH_DIR`  [none]
   STALL_TIMEOUT_S         maximum duration of an engine step; a longer one ends its worker, others get its requests  [60]

@@ -318,7 +318,7 @@ UNUSED_KEYS = (
         enable=f"{ROLLOUT}.kv_cache_memory_megabytes=null",
     ),
     UnusedKeys(
-        keys=(f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.enforce_eager"),
+        keys=tuple(f"{ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "enforce_eager", "async_scheduling")),
         is_unused=lambda config: config.trainer.device == "cpu",
         because="trainer.device",
         enable="trainer.device=cuda",

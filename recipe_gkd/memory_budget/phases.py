@@ -14,7 +14,7 @@ The peak of an update is the optimizer step, which needs all states. FSDP has gr
 
 Only memory that is certain to be needed is counted, so that each refusal is right. Activations, logits, gathered
 weights, CUDA contexts, CUDA graphs and communication buffers are not counted, so a phase that fits here can still run
-out of memory.
+out of memory. The command ``plan`` adds estimates of them; :func:`engine_overhead` has those of an engine.
 """
 
 from __future__ import annotations
@@ -50,6 +50,19 @@ _PARTS = (*ACTOR_PARTS.values(), _ENGINE_WEIGHTS, _KV_CACHE, _BUCKETS)
 
 _AUTO_BYTES = 2
 """Size of a weight of an engine with ``dtype=auto``: 16 bits, also if the model's own type is float32."""
+
+ENGINE_CONTEXT_BYTES = 1 * GIB
+"""CUDA context, loaded kernels, and buffers of libraries of an engine, on each GPU. Estimate, not measured.
+
+The engine has them at all sleep levels. vLLM measures the memory of a GPU after its context exists
+(``v1/worker/gpu_worker.py``, ``init_snapshot``), so they are outside of ``gpu_memory_utilization``.
+"""
+CUDA_GRAPH_BYTES = 1 * GIB
+"""CUDA graphs of an engine, on each GPU. Estimate, not measured.
+
+The engine has them at all sleep levels, because ``sleep_mode_offload_cudagraph`` of vLLM is off. vLLM reserves memory
+for them within ``gpu_memory_utilization`` when it computes the size of the KV cache.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +146,26 @@ def phase_memory(config: Config, device: str, actor: ActorMemory, slot_memory: i
     ]
 
 
+def engine_overhead(config: Config, device: str, phase: PhaseMemory) -> dict[str, float]:
+    """Return estimates of what an engine keeps on a GPU beside weights and KV cache, even while it sleeps.
+
+    Args:
+        config: Configuration of a run with ``hybrid_engine``.
+        device: ``"cuda"`` or ``"cpu"``, where nothing is added.
+        phase: A result of :func:`phase_memory`.
+
+    Returns:
+        Bytes by name, for one GPU.
+    """
+    if device != "cuda":
+        return {}
+    rollout, parts = config.actor_rollout_ref.rollout, {"engine context": float(ENGINE_CONTEXT_BYTES)}
+    is_in_fraction = rollout.kv_cache_memory_megabytes is None and _KV_CACHE in phase.parts
+    if not rollout.enforce_eager and not is_in_fraction:
+        parts["CUDA graphs"] = float(CUDA_GRAPH_BYTES)
+    return parts
+
+
 def budget_table(config: Config, phases: Sequence[PhaseMemory], slot_memory: int | None) -> str:
     """Return the parts of each phase in GiB as an aligned text table.
 
@@ -148,7 +181,9 @@ def budget_table(config: Config, phases: Sequence[PhaseMemory], slot_memory: int
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     known = "unknown" if slot_memory is None else f"{slot_memory / GIB:.2f} GiB"
-    lines.append(f"memory of a slot: {known}; activations and temporary buffers are not in the table")
+    lines.append(
+        f"memory of a slot: {known}; activations, temporary buffers, CUDA contexts and graphs are not in the table"
+    )
     if config.actor_rollout_ref.teacher.sleep_between_batches:
         lines.append("the memory of the teacher is unknown: it may use the same slot, also while it sleeps")
     return "\n".join(f"  {line}" for line in lines)

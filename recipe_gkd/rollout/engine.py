@@ -24,10 +24,11 @@ from recipe_gkd.data.samples import Prompt
 from recipe_gkd.errors import GkdError, WorkerDied, WorkerError
 from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.engine_commands import Command, CommandQueue, settle
-from recipe_gkd.rollout.engine_factory import build_engine, describe_engine, watch_ranks
+from recipe_gkd.rollout.engine_factory import ROLLOUT, build_engine, describe_engine, watch_ranks
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.engine_requests import Deliver, RequestTable, add_log_probs_request, add_request
 from recipe_gkd.runtime.out_of_memory import Phase, advice, describe, is_out_of_memory
+from teacher.engines.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine
@@ -259,4 +260,6 @@ def _to_worker_died(error: Exception) -> WorkerDied:
         # Commands that allocate memory belong to a weight update; `step` generates.
         phase: Phase = "weight sync" if RolloutEngine._run_command.__name__ in calls else "generate"
         text = f"{phase}: {describe(error)}\n{advice('rollout', phase)}"
+    elif is_async_scheduling_failure(error):
+        text += f"{ASYNC_SCHEDULING_DEFECT}; set {ROLLOUT}.async_scheduling=false"
     return WorkerDied(f"the rollout engine failed: {text}")

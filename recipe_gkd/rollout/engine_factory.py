@@ -88,6 +88,7 @@ def _build(options: EngineOptions) -> LLMEngine:
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
         enable_sleep_mode=options.enable_sleep_mode,
+        async_scheduling=options.async_scheduling,
         **step_budget(options, vllm.default_batched_tokens(options.tensor_parallel_size)),
         skip_tokenizer_init=True,
         logprobs_mode="raw_logprobs",  # at temperature 1 and over all tokens, independent of the sampling parameters

@@ -31,6 +31,8 @@ class EngineOptions:
         kv_cache_bytes: Size of the KV cache; None leaves it to ``gpu_memory_utilization``.
         gpu_memory_utilization: Fraction of the GPU memory for the engine.
         enforce_eager: If True, vLLM uses no CUDA graphs.
+        async_scheduling: If True, vLLM schedules a step while the GPU computes the one before it. None leaves it to
+            vLLM. A CPU never does.
         trust_remote_code: If True, the model folder may contain Python code.
         n_tokens: Ids of the tokenizer. Larger ids are padding of the output layer and get probability 0. None if there
             is no padding.
@@ -50,6 +52,7 @@ class EngineOptions:
     float32_head: bool = False
     max_num_batched_tokens: int | None = None
     enable_sleep_mode: bool = False
+    async_scheduling: bool | None = None
 
     @classmethod
     def from_config(cls, config: Config, device: str, n_tokens: int | None = None) -> EngineOptions:
@@ -80,4 +83,5 @@ class EngineOptions:
             float32_head=wants_float32_head(model.head_dtype, rollout.dtype, device),
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             enable_sleep_mode=device == "cuda" and hybrid and rollout.sleep_level > 0,
+            async_scheduling=rollout.async_scheduling,
         )

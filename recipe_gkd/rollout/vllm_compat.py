@@ -37,6 +37,7 @@ try:
     import torch
     import vllm
     from vllm import EngineArgs, SamplingParams
+    from vllm.compilation.backends import CompilerManager
     from vllm.config import WeightTransferConfig, set_current_vllm_config
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
@@ -46,7 +47,11 @@ try:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.logprobs import FlatLogprobs
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        layerwise,
+    )
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
@@ -82,11 +87,13 @@ _REQUIRED_ATTRIBUTES: dict[Any, tuple[str, ...]] = {
     ),
     EngineArgs: (
         "kv_cache_memory_bytes", "worker_extension_cls", "weight_transfer_config", "skip_tokenizer_init",
-        "logprobs_mode", "hf_overrides", "get_batch_defaults", "enable_sleep_mode",
+        "logprobs_mode", "hf_overrides", "get_batch_defaults", "enable_sleep_mode", "async_scheduling",
     ),
     WeightTransferEngine: ("init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update"),
     WeightTransferEngineFactory: ("register_engine",),
+    CompilerManager: ("save_to_file",),
     CompletionOutput: ("weight_versions",),
+    layerwise: ("materialize_layer",),
     multiproc_executor: ("get_file_store_init_method", "MultiprocExecutor"),
     uniproc_executor: ("get_file_store_init_method",),
 }  # fmt: skip
@@ -111,7 +118,51 @@ def _self_check() -> None:
         )  # fmt: skip
 
 
+def _write_compile_cache_atomically() -> None:
+    """Replace ``CompilerManager.save_to_file``, which other processes may read while it writes.
+
+    The engines of a node that have the same rank share the file ``vllm_compile_cache.py``. An engine that reads it
+    between the first and the last write of another one would fail to start with a ``SyntaxError``
+    (``compilation/backends.py:218``).
+    """
+    save_to_file = CompilerManager.save_to_file
+
+    def save(manager: Any) -> None:
+        path = manager.cache_file_path
+        manager.cache_file_path = f"{path}.{os.getpid()}"
+        try:
+            save_to_file(manager)
+            if os.path.exists(manager.cache_file_path):  # False if nothing was compiled
+                os.replace(manager.cache_file_path, path)
+        finally:
+            manager.cache_file_path = path
+
+    CompilerManager.save_to_file = save  # type: ignore[assignment,method-assign]
+
+
+def _keep_buffers_in_reloads() -> None:
+    """Replace ``materialize_layer``, so that a reload keeps the persistent buffers that it does not load.
+
+    vLLM allocates them without values, and copies them into the model together with the loaded weights of their layer
+    (``model_loader/reload/layerwise.py:426``). Only non-persistent buffers are excluded there.
+    """
+    materialize_layer = layerwise.materialize_layer
+
+    def materialize(layer: torch.nn.Module, info: Any) -> None:
+        materialize_layer(layer, info)
+        if info.kernel_tensors is None:  # the first load, not a reload
+            return
+        for name, kept in info.kernel_tensors[1].items():
+            new = layer._buffers.get(name)
+            if new is not None and (new.shape, new.dtype) == (kept.shape, kept.dtype):
+                new.data.copy_(kept)
+
+    layerwise.materialize_layer = materialize
+
+
 _self_check()
+_write_compile_cache_atomically()
+_keep_buffers_in_reloads()
 
 
 def check_platform(device: str) -> None:

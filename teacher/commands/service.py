@@ -87,6 +87,9 @@ def _add_worker(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     worker.add_argument("--kv-cache-mib", type=int, default=0, help="0: vLLM's choice on a GPU, 256 on a CPU")
     worker.add_argument("--gpu-memory-utilization", type=float, default=0.85, help="not used on a CPU")
     worker.add_argument("--sleep-mode", action="store_true", help="allow `python -m teacher sleep` and `wake`")
+    worker.add_argument(
+        "--async-scheduling", default="auto", choices=["auto", "on", "off"], help="auto: vLLM's choice; a CPU has none"
+    )
     worker.add_argument("--server-ip", default="127.0.0.1", help="address of the proxy")
     worker.add_argument("--backend-port", type=port, default=BACKEND_PORT, help="the proxy's port for workers")
     add_auth_dir(worker, "keys of a client, for a proxy with keys")

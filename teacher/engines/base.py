@@ -30,6 +30,8 @@ class EngineConfig:
             alone needs more is rejected.
         gpu_memory_utilization: Fraction of the GPU memory for weights and KV cache. Not used on a CPU.
         sleep_mode: Allow `SleepingEngine.sleep`. On CUDA it determines how memory is allocated.
+        async_scheduling: ``"on"`` schedules a step while the GPU computes the one before it, ``"off"`` does not, and
+            ``"auto"`` leaves it to vLLM. Not used on a CPU.
     """
 
     ckpt_path: str
@@ -44,6 +46,7 @@ class EngineConfig:
     max_result_mib: int = 2048
     gpu_memory_utilization: float = 0.85
     sleep_mode: bool = False
+    async_scheduling: str = "auto"
 
 
 class ScoringEngine(Protocol):

@@ -51,7 +51,7 @@ from teacher.engines.vllm_internals import (
 )
 from teacher.engines.vllm_memory import TeacherCalls
 from teacher.engines.vllm_queue import SequenceQueue
-from teacher.engines.vllm_setup import keep_file_store_in
+from teacher.engines.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure, keep_file_store_in
 from teacher.engines.vllm_sleep import SleepMode
 from teacher.errors import TeacherError, TeacherRequestError
 from teacher.fingerprint import last_tokens, tokenizer_fingerprint
@@ -211,12 +211,20 @@ class VllmEngine:
         """Run one step, and return the keys and results of the sequences that it completed."""
         done: list[tuple[int, ScoredSequence | TeacherRequestError]] = [*self._queue.admit()]
         with out_of_memory_explained("engine step", self._sizes):
-            outputs = self._engine.step() if self.has_work() else []
+            outputs = self._step_engine() if self.has_work() else []
         for output in outputs:
             key = int(output.request_id)
             if output.finished and (sequence := self._queue.complete(key)) is not None:
                 done.append((key, _scored(sequence, output.prompt_logprobs, self._k)))
         return done
+
+    def _step_engine(self) -> list[Any]:
+        try:
+            return list(self._engine.step())
+        except AssertionError as error:
+            if not is_async_scheduling_failure(error):
+                raise
+            raise TeacherError(f"{ASYNC_SCHEDULING_DEFECT}; start the worker with ASYNC_SCHEDULING=off") from error
 
     def close(self) -> None:
         """End the processes of the other ranks and remove the temporary folder."""

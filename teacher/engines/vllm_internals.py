@@ -15,6 +15,8 @@ from teacher.engines.vllm_memory import TeacherCalls
 from teacher.errors import TeacherError
 
 _CPU_KV_CACHE_MIB = 256
+ASYNC_SCHEDULING = {"auto": None, "on": True, "off": False}
+"""``ASYNC_SCHEDULING`` of the service -> vLLM's option. None is True unless vLLM's executor cannot do it."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
         kv_cache_memory_bytes=kv_cache_mib * 2**20 or None,
         gpu_memory_utilization=config.gpu_memory_utilization,
         enable_sleep_mode=config.sleep_mode and not on_cpu,  # vLLM refuses it on a CPU
+        async_scheduling=ASYNC_SCHEDULING[config.async_scheduling],
         disable_log_stats=True,
         use_tqdm_on_load=False,
         seed=0,

@@ -1,7 +1,8 @@
-"""Environment variables and files of every process that runs vLLM. Imports neither vLLM nor torch at its top."""
+"""Environment variables, files and a known failure of processes that run vLLM. Imports no vLLM or torch at its top."""
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from uuid import uuid4
 
@@ -19,6 +20,7 @@ _CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # compilation would delay the first logprobs by seconds
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+ASYNC_SCHEDULING_DEFECT = "an assertion of vLLM's async scheduler failed (vLLM issue 57562)"
 
 
 def vllm_environment(*, on_cpu: bool) -> dict[str, str]:
@@ -40,3 +42,9 @@ def keep_file_store_in(folder: Path) -> None:
 
     for module in (multiproc_executor, uniproc_executor):
         vars(module)["get_file_store_init_method"] = lambda: f"file://{folder}/vllm_dist_{uuid4().hex}"
+
+
+def is_async_scheduling_failure(error: Exception) -> bool:
+    """Return True for a failed assertion of ``vllm/v1/core/sched/async_scheduler.py``, which has no text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, AssertionError) and bool(frames) and frames[-1].filename.endswith("async_scheduler.py")

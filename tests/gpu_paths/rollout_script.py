@@ -1,7 +1,8 @@
-"""Update a rollout engine while a batch is in flight: `rollout_script RESULT OLD NEW RANKS KIND ...`.
+"""Update a rollout engine while it generates: `rollout_script RESULT OLD NEW RANKS ASYNC_SCHEDULING KIND ...`.
 
-There is one update per KIND, "double-buffered" or "in-place". Version v has the weights of OLD if v is even, else of
-NEW. RESULT has the properties of the engine, and of each update its responses and log-probabilities after it.
+ASYNC_SCHEDULING is the value of the key. There is one update per KIND, "double-buffered" or "in-place". Version v has
+the weights of OLD if v is even, else of NEW. RESULT has the properties of the engine, and of each update its responses
+and log-probabilities after it.
 """
 
 from __future__ import annotations
@@ -111,13 +112,15 @@ def pause_in_flight(engine: RolloutEngine) -> threading.Event:
     return paused
 
 
-def main(result: str, old: str, new: str, n_ranks: str, *kinds: str) -> None:
+def main(result: str, old: str, new: str, n_ranks: str, async_scheduling: str, *kinds: str) -> None:
     v2_runner.keep_async_scheduling()
     use_steps_of_a_gpu()
     context = Context(device="cpu", n_gpus=0, folder=Path(result).parent, deadline_s=_TIMEOUT_S)
-    folders, step = (Path(old), Path(new)), f"actor_rollout_ref.rollout.max_num_batched_tokens={STEP_TOKENS}"
+    folders = Path(old), Path(new)
+    keys = f"max_num_batched_tokens={STEP_TOKENS}", f"async_scheduling={async_scheduling}"
+    overrides = [f"actor_rollout_ref.rollout.{key}" for key in keys]
     with (
-        _running_engine(context, folders[0], int(n_ranks), step) as engine,
+        _running_engine(context, folders[0], int(n_ranks), *overrides) as engine,
         running_peer(_serve_weights, "ipc", "cpu", 0, timeout_s=_TIMEOUT_S) as peer,
     ):
         found = {"engine": engine.run(v2_runner.describe).result(_TIMEOUT_S)}

@@ -1,4 +1,4 @@
-"""Score sequences with the steps that a teacher has on a GPU: `teacher_script RESULT MODEL`.
+"""Score sequences with the steps that a teacher has on a GPU: `teacher_script RESULT MODEL ASYNC_SCHEDULING`.
 
 RESULT has the properties of the engine, "scores" by temperature and key, and "rows": the rows of logits that vLLM
 computed at a time. The sequences ``DISCARDED`` are discarded in the last run, "after discard".
@@ -82,10 +82,11 @@ def score(engine: VllmEngine, settings: LogitSettings, discarded: tuple[int, ...
     return found
 
 
-def main(result: str, model: str) -> None:
+def main(result: str, model: str, async_scheduling: str) -> None:
     v2_runner.keep_async_scheduling()
     use_steps_of_a_gpu()
-    engine = VllmEngine(EngineConfig(model, TOP_K, dtype="float32", kv_cache_mib=32))
+    config = EngineConfig(model, TOP_K, dtype="float32", kv_cache_mib=32, async_scheduling=async_scheduling)
+    engine = VllmEngine(config)
     rows = record_rows()
     found: dict[str, Any] = {"engine": v2_runner.describe(engine._engine)}
     found["scores"] = {f"{each:g}": score(engine, LogitSettings(each)) for each in TEMPERATURES}

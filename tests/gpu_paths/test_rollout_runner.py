@@ -53,26 +53,27 @@ class Reference:
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "kinds"),
+    ("n_ranks", "setting", "kinds"),
     [
-        pytest.param(1, ["double-buffered", "in-place"], id="one rank"),
-        pytest.param(2, ["in-place"], id="two ranks", marks=pytest.mark.slow),
+        pytest.param(1, "null", ["double-buffered", "in-place"], id="one rank"),
+        pytest.param(2, "null", ["in-place"], id="two ranks", marks=pytest.mark.slow),
+        pytest.param(1, "false", ["in-place"], id="no async scheduling", marks=pytest.mark.slow),
     ],
 )
 def test_update_with_batch_in_flight_each_token_has_logprob_of_its_version(
-    folders: list[Path], n_ranks: int, kinds: list[str]
+    folders: list[Path], n_ranks: int, setting: str, kinds: list[str]
 ) -> None:
-    found = run_script(rollout_script.__name__, *folders, n_ranks, *kinds, timeout_s=240)
+    found = run_script(rollout_script.__name__, *folders, n_ranks, setting, *kinds, timeout_s=240)
     assert found["engine"] == {
         "V2 runner": [True] * n_ranks,
-        "async scheduling": True,
+        "async scheduling": setting == "null",
         "chunked prefill": True,
         "tokens of a step": STEP_TOKENS,
     }
     reference = Reference(folders)
     for version, kind in enumerate(kinds, start=1):
         update, responses = found[kind], found[kind]["responses"]
-        assert update["batches in flight"] >= 1
+        assert (update["batches in flight"] >= 1) == (setting == "null")
         for response in responses.values():
             assert len(response["ids"]) == len(response["versions_T"]) == RESPONSE_TOKENS
             assert np.unique(response["versions_T"]).tolist() == [version - 1, version]

@@ -31,10 +31,16 @@ def logits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndar
     return folder, found
 
 
+@pytest.fixture(scope="module", params=["auto", "off"])
+def setting(request: pytest.FixtureRequest) -> str:
+    """Value of ``ASYNC_SCHEDULING``."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def found(logits: tuple[Path, list[np.ndarray]]) -> dict[str, Any]:
+def found(logits: tuple[Path, list[np.ndarray]], setting: str) -> dict[str, Any]:
     """Result of `teacher_script`."""
-    return run_script(teacher_script.__name__, logits[0], timeout_s=180)
+    return run_script(teacher_script.__name__, logits[0], setting, timeout_s=180)
 
 
 def largest_error(scores: dict[str, Any], logits: list[np.ndarray], temperature: float) -> float:
@@ -53,10 +59,10 @@ def largest_error(scores: dict[str, Any], logits: list[np.ndarray], temperature:
     return float(max(errors))
 
 
-def test_engine_with_v2_runner_splits_prompts_and_logit_rows(found: dict[str, Any]) -> None:
+def test_engine_with_v2_runner_splits_prompts_and_logit_rows(found: dict[str, Any], setting: str) -> None:
     assert found["engine"] == {
         "V2 runner": [True],
-        "async scheduling": True,
+        "async scheduling": setting == "auto",
         "chunked prefill": True,
         "tokens of a step": STEP_TOKENS,
     }

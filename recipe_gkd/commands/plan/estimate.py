@@ -10,11 +10,11 @@ from recipe_gkd.actor.student_dims import StudentDims, read_student_dims
 from recipe_gkd.commands.plan.activations import MicroBatchMemory, micro_batch_memory, micro_batch_tokens
 from recipe_gkd.config.schema import Config
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory
-from recipe_gkd.memory_budget.phases import ACTOR_PARTS, GIB, PhaseMemory, phase_memory
+from recipe_gkd.memory_budget.phases import ACTOR_PARTS, GIB, PhaseMemory, engine_overhead, phase_memory
 from recipe_gkd.rollout.limits import engine_length
 
 PROCESS_BYTES = {"cpu": 0.7 * GIB, "cuda": 2 * GIB}
-"""Memory of an actor without a model: the libraries on a CPU, the contexts and communication buffers on CUDA."""
+"""Memory of an actor without a model: the libraries on a CPU, the context and communication buffers on CUDA."""
 _DEFAULT_TOP_K = 256
 """``N_LOGPROBS`` of a teacher service that does not set it."""
 _MOMENT_SHARE = {4: 1 / 2, 2: 1 / 3}
@@ -144,9 +144,11 @@ def _pools(
         return [PoolMemory(name="actor", parts=update), PoolMemory(name="rollout", parts=engine)]
     of_engine = {name: size for name, size in phases["update"].parts.items() if name not in ACTOR_PARTS.values()}
     process = {"process": PROCESS_BYTES[device]}
+    by_phase = {phase: {**phases[phase].parts, **process} for phase in ("sync", "generate")}
+    by_phase["update"] = {**update, **of_engine}
     return [
-        *(PoolMemory(name=phase, parts={**phases[phase].parts, **process}) for phase in ("sync", "generate")),
-        PoolMemory(name="update", parts={**update, **of_engine}),
+        PoolMemory(name=phase, parts={**parts, **engine_overhead(config, device, phases[phase])})
+        for phase, parts in by_phase.items()
     ]
 
 

@@ -80,6 +80,7 @@ NEMO_RL = Project(
         same("policy.generation.vllm_cfg.gpu_memory_utilization", key=f"{ROLLOUT}.gpu_memory_utilization"),
         same("policy.generation.vllm_cfg.max_model_len", key=f"{ROLLOUT}.max_model_len"),
         same("policy.generation.vllm_cfg.enforce_eager", key=f"{ROLLOUT}.enforce_eager"),
+        same("policy.generation.vllm_kwargs.async_scheduling", key=f"{ROLLOUT}.async_scheduling"),
         other(
             "policy.generation.colocated.enabled",
             advice="`actor_rollout_ref.hybrid_engine=true` with `trainer.scheduler=sync`",

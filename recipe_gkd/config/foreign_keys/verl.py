@@ -84,6 +84,7 @@ VERL = Project(
             advice="remove it: each response is one turn, and no agent loop runs",
             fixed=ANY,
         ),
+        same(f"{ROLLOUT}.engine_kwargs.vllm.async_scheduling", key=f"{ROLLOUT}.async_scheduling"),
         other(
             f"{ROLLOUT}.engine_kwargs",
             f"{ROLLOUT}.engine_kwargs.*",

@@ -84,6 +84,12 @@ class RolloutEngineConfig:
         le=MAX_TOKENS,
     )
     enforce_eager: bool = key("Disable CUDA graphs. On a CPU they are always disabled.")
+    async_scheduling: bool | None = key(
+        "Schedule a step while the GPU computes the one before it. null: vLLM's choice, which is true unless its "
+        "executor cannot do so. false: slower steps; use it if an engine ends with the assertion "
+        "`num_output_placeholders >= 0`. If true is impossible, vLLM ends the start with an error. On a CPU it is "
+        "always disabled."
+    )
     update_weights_bucket_megabytes: float = key(
         "Size in MiB of the buckets in which weights are sent to the rollout workers. Larger buckets are faster and "
         "use more memory.",

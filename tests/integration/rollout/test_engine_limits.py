@@ -154,11 +154,14 @@ def test_build_engine_passes_options_to_vllm(
     monkeypatch.setattr(vllm_compat, "check_platform", lambda _: None)
     monkeypatch.setattr(vllm_compat, "keep_files_in", lambda _: None)
     monkeypatch.setattr(vllm_compat.LLMEngine, "from_engine_args", build)
-    overrides = [f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.max_num_batched_tokens=777"]
+    overrides = [
+        f"{ROLLOUT}.{each}" for each in ("dtype=bfloat16", "max_num_batched_tokens=777", "async_scheduling=false")
+    ]
     with pytest.raises(WorkerError) as caught:
         engine_factory.build_engine(EngineOptions.from_config(config_for(tmp_path, *overrides), device))
     (arguments,) = caught.value.__cause__.args  # type: ignore[union-attr]
     assert arguments.hf_overrides == expected and arguments.max_num_batched_tokens == 777
+    assert arguments.async_scheduling is False
 
 
 def test_join_transport_does_not_apply_nccl_variables_of_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:

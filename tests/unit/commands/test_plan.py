@@ -13,10 +13,11 @@ from recipe_gkd.commands.plan.changes import smallest_change, with_values
 from recipe_gkd.commands.plan.estimate import estimate_run
 from recipe_gkd.config import Config
 from recipe_gkd.memory_budget.actor_states import read_actor_memory
+from recipe_gkd.memory_budget.phases import CUDA_GRAPH_BYTES, ENGINE_CONTEXT_BYTES
 from tests._support.base_config import base_config
 
 GIB = 1 << 30
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MEGATRON = f"{ACTOR}.megatron"
 QWEN_7B = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -67,6 +68,16 @@ class TestEstimateRun:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         after = parts(with_values(config, {f"{MEGATRON}.override_transformer_config": recompute}), "actor")
         assert after["activations"] < before["activations"] / 5
+
+    def test_phases_of_the_hybrid_engine_have_context_and_graphs_of_the_engine(self, config: Config) -> None:
+        shared = {"actor_rollout_ref.hybrid_engine": True, "trainer.scheduler": "sync"}
+        hybrid = with_values(config, {**shared, f"{ROLLOUT}.kv_cache_memory_megabytes": 1024})
+        for phase in ("sync", "generate", "update"):
+            found = parts(hybrid, phase)
+            assert (found["engine context"], found["CUDA graphs"]) == (ENGINE_CONTEXT_BYTES, CUDA_GRAPH_BYTES)
+        eager = parts(with_values(hybrid, {f"{ROLLOUT}.enforce_eager": True}), "update")
+        assert sum(parts(hybrid, "update").values()) - sum(eager.values()) == CUDA_GRAPH_BYTES
+        assert "engine context" not in parts(config, "actor")
 
     def test_traffic_of_a_step_follows_from_the_batch(self, config: Config) -> None:
         estimate = estimate_run(config, "cuda", None)

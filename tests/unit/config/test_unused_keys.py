@@ -69,6 +69,7 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
 # Values of keys whose default selects nothing.
 VALUES = {
     f"{ACTOR}.megatron.sequence_parallel": "true",
+    f"{ROLLOUT}.async_scheduling": "false",
     "trainer.max_actor_ckpt_to_keep": "2",
     "data.val_files": "[val.parquet]",
     "data.teacher_prompt_key": "seen",
@@ -183,3 +184,9 @@ def test_warnings_are_printed_and_logged(
     monkeypatch.setattr(main_gkd, "raise_on_signals", lambda: None)
     assert main_gkd.main(arguments) == 0
     assert "W recipe_gkd: gkd.beta=0.3 has no effect" in (tmp_path / "run" / "run.log").read_text()
+
+
+def test_async_scheduling_is_reported_on_a_cpu_only() -> None:
+    setting = f"{ROLLOUT}.async_scheduling=false"
+    assert not read(setting, "trainer.device=cuda").warnings
+    assert f"{setting} has no effect with trainer.device=cpu" in "".join(read(setting, "trainer.device=cpu").warnings)

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tests._support.dockerfile import docker_instructions
 from tests._support.repository import REPO
 
 PYTHONS = ("3.11", "3.12")
@@ -63,13 +64,6 @@ def unsatisfied(needed: list[Requirement], python: str) -> list[str]:
         if canonicalize_name(requirement.name) not in versions
         or not requirement.specifier.contains(versions[canonicalize_name(requirement.name)], prereleases=True)
     ]
-
-
-def docker_instructions() -> list[tuple[str, str]]:
-    """Return the instructions of the Dockerfile with their arguments, continuation lines joined."""
-    text = (REPO / "Dockerfile").read_text(encoding="utf-8")
-    lines = "\n".join(line for line in text.splitlines() if not line.startswith("#")).replace("\\\n", " ").splitlines()
-    return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines if line.strip()]
 
 
 def docker_pip_commands() -> list[list[str]]:

@@ -9,7 +9,7 @@ import pytest
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.memory_budget import phases
 from recipe_gkd.memory_budget.actor_states import ActorMemory
-from recipe_gkd.memory_budget.phases import GIB, check_memory_budget, phase_memory
+from recipe_gkd.memory_budget.phases import GIB, check_memory_budget, engine_overhead, phase_memory
 from tests._support.base_config import base_config
 from tests._support.tiny_models import ACTOR, MEGATRON
 
@@ -70,6 +70,30 @@ class TestPhaseMemory:
         student = ActorMemory(stages=[smaller, STATES], n_weights=GIB)
         assert parts(student=student)[2]["optimizer state"] == 12
         assert parts(student=student, device="cpu")[2]["optimizer state"] == 9
+
+
+class TestEngineOverhead:
+    UNSET = f"{ROLLOUT}.kv_cache_memory_megabytes=null"
+
+    def names(self, *overrides: str, device: str = "cuda") -> list[list[str]]:
+        """Return the names of the parts in sync, generate and update."""
+        config = base_config(*HYBRID, *overrides)
+        found = phase_memory(config, device, STUDENT, 80 * GIB)
+        return [list(engine_overhead(config, device, each)) for each in found]
+
+    def test_engine_keeps_context_and_graphs_in_every_phase(self) -> None:
+        assert self.names() == [["engine context", "CUDA graphs"]] * 3
+
+    def test_eager_engine_has_no_graphs(self) -> None:
+        assert self.names(f"{ROLLOUT}.enforce_eager=true") == [["engine context"]] * 3
+
+    def test_graphs_are_in_the_fraction_of_an_engine_that_is_awake(self) -> None:
+        both, context = ["engine context", "CUDA graphs"], ["engine context"]
+        assert self.names(self.UNSET) == [both, context, both]
+        assert self.names(self.UNSET, f"{ROLLOUT}.sleep_level=0") == [context] * 3
+
+    def test_cpu_has_neither(self) -> None:
+        assert self.names(device="cpu") == [[]] * 3
 
 
 class TestCheckMemoryBudget:

@@ -11,7 +11,7 @@ import pytest
 from teacher.__main__ import make_parser
 from teacher.engines.base import EngineConfig
 from teacher.engines.head_dtype import head_overrides, wants_float32_head
-from teacher.engines.vllm_internals import head_dtype_error, plan_engine
+from teacher.engines.vllm_internals import ASYNC_SCHEDULING, head_dtype_error, plan_engine
 from teacher.errors import TeacherError
 
 VOCABULARY = 152_064
@@ -71,6 +71,11 @@ class TestPlanEngine:
         args, _, _ = plan_engine(EngineConfig("m", 256, head_dtype=head_dtype, dtype=dtype), VOCABULARY, on_cpu=on_cpu)
         assert args.options["hf_overrides"] == expected
 
+    @pytest.mark.parametrize(("setting", "expected"), [("auto", None), ("on", True), ("off", False)])
+    def test_plan_engine_passes_async_scheduling_to_vllm(self, setting: str, expected: bool | None) -> None:
+        args, _, _ = plan_engine(EngineConfig("m", 256, async_scheduling=setting), VOCABULARY, on_cpu=False)
+        assert args.options["async_scheduling"] is expected
+
     def test_plan_engine_step_is_sized_for_the_model_runner_of_vllm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         config = EngineConfig("m", 256, tp_size=2)
         args, step, runner = plan_engine(config, VOCABULARY, on_cpu=False)
@@ -97,3 +102,10 @@ class TestCommand:
         assert parser.parse_args(["worker", "--ckpt-path", "m", "--head-dtype", "model"]).head_dtype == "model"
         with pytest.raises((SystemExit, TeacherError)):
             parser.parse_args(["worker", "--ckpt-path", "m", "--head-dtype", "bfloat16"])
+
+    def test_worker_command_accepts_settings_of_async_scheduling(self) -> None:
+        parser = make_parser()
+        assert parser.parse_args(["worker", "--ckpt-path", "m"]).async_scheduling == "auto"
+        for setting in ASYNC_SCHEDULING:
+            arguments = ["worker", "--ckpt-path", "m", "--async-scheduling", setting]
+            assert parser.parse_args(arguments).async_scheduling == setting
