@@ -75,9 +75,18 @@ class Device:
         """Set the size beyond which an allocation is an ``OutOfMemoryError``."""
         self._library.gpu_set_limit(ctypes.c_size_t(n_bytes))
 
+    def stats(self, device: Any = None) -> dict[str, int]:
+        """Return the statistics that the project reads."""
+        counts = {"current": self.allocated(), "peak": self.peak()}
+        return {f"{kind}_bytes.all.{name}": n for kind in ("allocated", "reserved") for name, n in counts.items()}
+
     def wait_for_device(self, device: Any = None) -> None:
         """Execute the copies of all streams."""
         self._library.gpu_wait_for_device()
+
+    def pin(self, start: int, n_bytes: int) -> None:
+        """Register memory of the host as pinned; with 0 bytes it is not any more."""
+        self._library.gpu_pin(ctypes.c_void_p(start), ctypes.c_size_t(n_bytes))
 
     def info(self, device: Any = None) -> tuple[int, int]:
         """Return the free and the total memory."""
@@ -130,12 +139,26 @@ def _no_context(*_: Any, **__: Any) -> Iterator[None]:
 def _resize_storage(storage: torch.UntypedStorage, n_bytes: int) -> torch.UntypedStorage:
     if storage.device.type != "cuda":
         return _resize_host_storage(storage, n_bytes)
-    view_U = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,), (1,))
-    torch.ops.simulated_gpu.resize_storage(view_U, n_bytes)
+    torch.ops.simulated_gpu.resize_storage(_whole(storage), n_bytes)
     return storage
 
 
 _resize_host_storage = torch.UntypedStorage.resize_
+
+
+def _share_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    """Return device, IPC handle, size and offset, then reference counter, its offset, event, and if it is waited for."""
+    path = torch.ops.simulated_gpu.share_storage(_whole(storage))
+    return storage.device.index, path.encode(), storage.nbytes(), 0, b"", 0, b"", False
+
+
+def _open_shared_storage(device: int, handle: bytes, n_bytes: int, *_: Any) -> torch.UntypedStorage:
+    tensor: torch.Tensor = torch.ops.simulated_gpu.open_shared(handle.decode(), n_bytes)
+    return tensor.untyped_storage()
+
+
+def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,), (1,))
 
 
 def replace_functions() -> None:
@@ -171,7 +194,7 @@ def replace_functions() -> None:
         "reset_peak_memory_stats": gpu.reset_peak,
         "mem_get_info": gpu.info,
         "memory_snapshot": lambda *_: [],
-        "memory_stats": lambda device=None: {},
+        "memory_stats": gpu.stats,
         "nccl": SimpleNamespace(version=lambda: (2, 29, 0)),
         "empty_cache": _nothing(),
         "ipc_collect": _nothing(),
@@ -187,6 +210,8 @@ def replace_functions() -> None:
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
     torch.version.cuda = "13.0"
     torch.UntypedStorage.resize_ = _resize_storage  # type: ignore[method-assign]
+    torch.UntypedStorage._share_cuda_ = _share_storage  # type: ignore[method-assign]
+    torch.UntypedStorage._new_shared_cuda = staticmethod(_open_shared_storage)  # type: ignore[method-assign]
 
 
 def _replace_everywhere(name: str, function: Any) -> None:

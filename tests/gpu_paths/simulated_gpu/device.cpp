@@ -18,6 +18,10 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -27,7 +31,7 @@ namespace {
 
 using torch::jit::Stack;
 const c10::Device HOST(c10::DeviceType::CPU);
-const c10::DeviceIndex N_DEVICES = 8;
+const c10::DeviceIndex N_DEVICES = 4;
 std::atomic<c10::DeviceIndex> current_index = 0;  // a process uses one device: the last that it selected
 c10::Device current_device() { return c10::Device(c10::DeviceType::CUDA, current_index); }
 
@@ -65,13 +69,45 @@ c10::DataPtr on_device(c10::DataPtr memory, size_t n_bytes) {
   return {address, new Block{std::move(memory), n_bytes}, &free_block, current_device()};
 }
 
+// The host's lack of memory is the device's.
+template <class Function>
+auto with_host_memory(Function&& function) {
+  try {
+    return function();
+  } catch (const c10::Error& error) {
+    if (std::string_view(error.what()).find("DefaultCPUAllocator: can't allocate memory") == std::string_view::npos) throw;
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. ", error.what_without_backtrace());
+  }
+}
+
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n_bytes) override {
-    return on_device(c10::GetCPUAllocator()->allocate(n_bytes), n_bytes);
+    return with_host_memory([&] { return on_device(c10::GetCPUAllocator()->allocate(n_bytes), n_bytes); });
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t n_bytes) const override { std::memcpy(to, from, n_bytes); }
 } device_allocator;
+
+// ---- Shared ---------------------------------------------------------------------------------------------------------
+
+struct Mapping {
+  void* address;
+  size_t n_bytes;
+  int file;
+};
+
+c10::DataPtr map_file(int file, size_t n_bytes) {
+  void* address = mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  TORCH_CHECK(address != MAP_FAILED, "mmap: ", std::strerror(errno));
+  return {address, new Mapping{address, n_bytes, file},
+          [](void* context) {
+            auto* mapping = static_cast<Mapping*>(context);
+            munmap(mapping->address, mapping->n_bytes);
+            close(mapping->file);
+            delete mapping;
+          },
+          HOST};
+}
 
 // ---- Pinned ---------------------------------------------------------------------------------------------------------
 
@@ -99,6 +135,13 @@ struct PinnedAllocator final : c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t n_bytes) const override { std::memcpy(to, from, n_bytes); }
 } pinned_allocator;
+
+// cudaHostRegister and cudaHostUnregister
+void pin(const char* start, size_t n_bytes) {
+  std::lock_guard<std::mutex> guard(pinned.lock);
+  if (n_bytes) pinned.blocks[start] = n_bytes;
+  else pinned.blocks.erase(start);
+}
 
 bool is_pinned(const void* data) {
   std::lock_guard<std::mutex> guard(pinned.lock);
@@ -250,7 +293,7 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
       each = HOST;
     }
   }
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  with_host_memory([&] { op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack); });
   arguments.resize_arguments();
   for (auto& value : torch::jit::last(*stack, n_results)) {
     auto& each = const_cast<c10::IValue&>(value);
@@ -352,6 +395,29 @@ void resize_storage(const at::Tensor& tensor, int64_t n_bytes) {
   impl->set_data_ptr_noswap(std::move(memory));
 }
 
+// Move the memory of a tensor's storage to a file that other processes can map, and return the path of the file.
+std::string share_storage(const at::Tensor& tensor) {
+  auto* impl = tensor.storage().unsafeGetStorageImpl();
+  const size_t n_bytes = impl->nbytes();
+  int file = memfd_create("simulated GPU", MFD_CLOEXEC);
+  TORCH_CHECK(file >= 0 && ftruncate(file, n_bytes) == 0, "memfd: ", std::strerror(errno));
+  auto memory = map_file(file, n_bytes);
+  std::memcpy(memory.get(), impl->data(), n_bytes);
+  impl->set_data_ptr_noswap(on_device(std::move(memory), n_bytes));
+  return "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(file);
+}
+
+at::Tensor open_shared(std::string path, int64_t n_bytes) {
+  int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  TORCH_CHECK(file >= 0, "open ", path, ": ", std::strerror(errno));
+  c10::Storage storage(c10::Storage::use_byte_size_t(), n_bytes, on_device(map_file(file, n_bytes), 0), &device_allocator, true);
+  return at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                                  caffe2::TypeMeta::Make<uint8_t>());
+}
+
+// Kernels of `kernels.py` read memory by its address. They begin with this call.
+void launch() { execute(queues.to_device, current_stream); }
+
 // The fused kernels of a GPU are not simulated.
 int64_t fused_sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                          double, bool, std::optional<double>, bool) {
@@ -377,7 +443,12 @@ const torch::Library& replace_collectives() {
 }
 const torch::Library& collectives = replace_collectives();
 
-TORCH_LIBRARY(simulated_gpu, library) { library.def("resize_storage(Tensor tensor, int n_bytes) -> ()", &resize_storage); }
+TORCH_LIBRARY(simulated_gpu, library) {
+  library.def("resize_storage(Tensor tensor, int n_bytes) -> ()", &resize_storage);
+  library.def("share_storage(Tensor tensor) -> str", &share_storage);
+  library.def("open_shared(str path, int n_bytes) -> Tensor", &open_shared);
+  library.def("launch() -> ()", &launch);
+}
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", &empty);
@@ -468,6 +539,7 @@ void gpu_wait_for_device() {
   }
   for (auto stream : streams) wait_for_stream(stream);
 }
+void gpu_pin(void* start, size_t n_bytes) { pin(static_cast<char*>(start), n_bytes); }
 size_t gpu_allocated() { return usage.allocated; }
 size_t gpu_peak() { return usage.peak; }
 void gpu_reset_peak() { usage.peak = usage.allocated; }
