@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,26 +13,13 @@ from torch import Tensor
 
 from recipe_gkd.actor.megatron import gated_silu, rotary
 from recipe_gkd.losses import kernel_backend
+from tests._support.triton_compiler import TARGETS, KernelCompiler
+from tests._support.triton_interpreter import Run
 
 pytest.importorskip("triton", reason="needs triton")
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 ROUNDING = {HALF: 2**-10, BRAIN: 2**-7, SINGLE: 2**-22}
 """Distance of neighboring numbers, relative to the largest entry. The interpreter truncates to bfloat16."""
-JOB_TIMEOUT_S = 120
-Run = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Run]:
-    """Function that runs a job in a process with Triton's interpreter, which Triton enables when it is imported."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TRITON_INTERPRET", "1")
-        pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        pool.submit(torch.set_num_threads, 1).result(timeout=JOB_TIMEOUT_S)
-    yield lambda job, *arguments: pool.submit(job, *arguments).result(timeout=JOB_TIMEOUT_S)
-    for process in pool._processes.values():
-        process.kill()
-    pool.shutdown()
 
 
 def check_gated_silu(rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -131,36 +115,35 @@ def test_kernel_backend_torch_is_also_for_layers(monkeypatch: pytest.MonkeyPatch
     assert not kernel_backend.runs_triton(torch.zeros(1))
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(
-    ("name", "constants"),
-    [
-        ("write_gated_silu", {"BLOCK": 2048}),
-        ("write_gated_silu_gradient", {"BLOCK": 2048}),
-        ("rotate_heads", {"SIGN": -1, "HEADS": 16, "PAIRS": 64}),
-    ],
-)
-def test_kernel_compiles(
-    name: str, constants: dict[str, int], capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The compiler needs no GPU. It refuses programs that the interpreter accepts."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+POINTERS = ("out", "gate_and_up", "gradient", "heads", "table")
+KERNELS: list[tuple[str, dict[str, int], int]] = [
+    ("write_gated_silu", {"BLOCK": 2048}, 8),
+    ("write_gated_silu_gradient", {"BLOCK": 2048}, 8),
+    ("rotate_heads", {"SIGN": 1, "HEADS": 16, "PAIRS": 64}, 4),
+    ("rotate_heads", {"SIGN": -1, "HEADS": 16, "PAIRS": 64}, 4),
+    ("rotate_heads", {"SIGN": 1, "HEADS": 1, "PAIRS": 64, "n_heads": 1}, 4),
+]
+"""Kernels with their constants and their number of warps. With one key head per rank, ``n_heads`` is a constant."""
 
+
+@pytest.mark.parametrize(("capability", "dtype"), TARGETS)
+@pytest.mark.parametrize(("name", "constants", "num_warps"), KERNELS)
+def test_kernel_compiles_without_spills(
+    compiler: KernelCompiler, name: str, constants: dict[str, int], num_warps: int, capability: int, dtype: str
+) -> None:
     from recipe_gkd.actor.megatron import triton_kernels
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(triton_kernels, name)
-    pointers = ("out", "gate_and_up", "gradient", "heads", "table")
-    types = {argument: "*bf16" if argument in pointers else "i32" for argument in kernel.arg_names}
-    types |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(
-        fn=kernel,
-        signature=types,
-        constexprs={(kernel.arg_names.index(constant),): value for constant, value in constants.items()},
-        attrs={(n,): [["tt.divisibility", 16]] for n, kind in enumerate(types.values()) if kind != "constexpr"},
+    compiled = compiler.compile(
+        kernel,
+        dict.fromkeys(POINTERS, f"*{dtype}"),
+        constants,
+        capability,
+        aligned=kernel.arg_names,
+        num_warps=num_warps,
+        enable_fp_fusion=name != "rotate_heads",
     )
-    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm["ptx"]
+    assert compiled.spilled_bytes == 0
     if name != "rotate_heads":
-        assert "ld.global.v4.b32" in code
+        assert compiled.reads(16)
+        assert compiled.writes(16)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from recipe_gkd.losses.kernel_backend import KernelBackend
+from recipe_gkd.losses.kernel_backend import KernelBackend, select_backend
 from recipe_gkd.losses.logits_query import GradientSpec, SoftmaxSpec
 
 KINDS = ("random", "all mass on the support", "+-1e4", "-inf among them", "all equal", "around 3e4")
@@ -150,6 +150,15 @@ def dense_gradient(chunk: Chunk) -> Tensor:
         grad_RW += (e_RW * factor_RW * softmax.inverse_temperature).where(tail_RW, 0)
     grad_RW.scatter_add_(1, gradient.softmaxes[0].columns_TK, gradient.grad_support_TK.double())
     return grad_RW.scatter_add_(1, gradient.sampled_columns_T1, gradient.grad_sampled_T1.double())
+
+
+def check_kernels(case: Case, device: str = "cpu") -> None:
+    """Check sums and gradients of the Triton kernels, on a GPU or in the interpreter."""
+    chunk = make_chunk(case, device)
+    backend = select_backend(chunk.logits_RW, "triton")
+    check_sums(backend, chunk)
+    grad_RW = check_gradient(backend, chunk)
+    check_rounded_once(backend, chunk, grad_RW, truncates=device == "cpu")  # the interpreter truncates bfloat16
 
 
 def check_sums(backend: KernelBackend, chunk: Chunk) -> None:
