@@ -81,7 +81,7 @@ def make_chunk(case: Case, device: str = "cpu") -> Chunk:
         softmaxes.append(replace(softmaxes[0], **no_ids, inverse_temperature=1.0))
     sums_RH3 = torch.stack([dense_sums(logits_RW, softmax) for softmax in softmaxes], dim=1)
     max_RH = sums_RH3[..., 0]
-    sampled_R1 = (normal(case.rows, 1).abs() * 100).long() % max(real_columns, 1)
+    sampled_R1 = (normal(case.rows, 1).abs() * real_columns).long() % max(real_columns, 1)
     grad_sampled_R1 = normal(case.rows, 1)
     if case.k and case.rows:
         sampled_R1[0] = columns_RK[0, 0]

@@ -1,4 +1,4 @@
-"""The Triton kernels against dense float64, in Triton's interpreter and on a GPU if there is one."""
+"""The Triton kernels against dense float64, with small blocks in the interpreter, and on a GPU if there is one."""
 
 from __future__ import annotations
 
