@@ -25,7 +25,17 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("RES_OPTIONS", RES_OPTIONS)
 load._compose = compose_from_cache  # some modules load a configuration when they are imported
 
-LONGEST_FIRST = ("training", "faults", "actor", "rollout", "ray_cluster", "integration/teacher", "test_triton_backend")
+LONGEST_FIRST = (
+    "training",
+    "faults",
+    "actor",
+    "rollout",
+    "ray_cluster",
+    "integration/teacher",
+    "test_triton_tensor_parallel",
+    "test_triton_compilation",
+    "test_triton_real_sizes",
+)
 """Groups by decreasing duration. They start in this order to balance the processes."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,15 +77,14 @@ def fused(
     temperature: float,
     chunk_tokens: int | None,
     tp_group: ProcessGroup | None = None,
-    *,
-    float32_head: bool = False,
+    **options: Any,
 ) -> Result:
     case, (hidden, weight) = cached_case(temperature), make_inputs(dtype)
     if tp_group is not None:
         weight = weight.detach().chunk(tp_group.size())[tp_group.rank()].clone().requires_grad_()
     query = make_query(case, temperature)
     stats = compute_log_stats_from_hidden(
-        hidden, weight, query, tp_group=tp_group, chunk_tokens=chunk_tokens, float32_head=float32_head
+        hidden, weight, query, tp_group=tp_group, chunk_tokens=chunk_tokens, **options
     )
     return finish(stats, case, query, hidden, weight)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,12 +64,13 @@ def stats_and_gradient(
     dtype: torch.dtype,
     chunk_tokens: int | None,
     tp_group: ProcessGroup | None = None,
+    **options: Any,
 ) -> tuple[StudentLogStats, Tensor]:
     case = cached_case(k, temperature)
     shards = (case.logits_TW,) if tp_group is None else case.logits_TW.chunk(tp_group.size(), dim=1)
     leaf = shards[0 if tp_group is None else tp_group.rank()].to(dtype, copy=True).requires_grad_()
     query = make_query(case, temperature, differentiates_entropy)
-    stats = compute_log_stats(leaf, query, tp_group=tp_group, chunk_tokens=chunk_tokens)
+    stats = compute_log_stats(leaf, query, tp_group=tp_group, chunk_tokens=chunk_tokens, **options)
     assert stats.entropy_T.requires_grad == differentiates_entropy
     scalar(stats.log_mass_TB.log_softmax(1), stats.sampled_logp_T, stats.entropy_T).backward()
     assert leaf.grad is not None

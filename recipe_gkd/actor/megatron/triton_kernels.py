@@ -1,7 +1,8 @@
 """Triton kernels of the gated activation, and of the rotary embedding without Transformer Engine.
 
 Each intermediate result is rounded to the data type of the tensors, as by the operations of PyTorch that the kernels
-replace. Row numbers are 64-bit, because a micro-batch can have more than 2^31 hidden states.
+replace. Row numbers are 64-bit, because a micro-batch can have more than 2^31 hidden states. Head numbers are too,
+because the first dimension in memory can be the heads.
 
 Shape suffixes: C columns of a block, H heads, P pairs of channels of a head.
 """
@@ -58,7 +59,7 @@ def rotate_heads(
     """
     row = tl.program_id(0).to(tl.int64)
     pair_P = tl.arange(0, PAIRS)
-    head_H1 = tl.arange(0, HEADS)[:, None]
+    head_H1 = tl.arange(0, HEADS)[:, None].to(tl.int64)
     cos_P = tl.load(table + 4 * row * n_pairs + pair_P, mask=pair_P < n_pairs)
     sin_P = tl.load(table + (4 * row + 2) * n_pairs + pair_P, mask=pair_P < n_pairs)
     cos_1P, sin_1P = cos_P.to(tl.float32)[None, :], SIGN * sin_P.to(tl.float32)[None, :]

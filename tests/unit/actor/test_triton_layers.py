@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,26 +13,16 @@ from torch import Tensor
 
 from recipe_gkd.actor.megatron import gated_silu, rotary
 from recipe_gkd.losses import kernel_backend
+from tests._support.triton_compiler import TARGETS, KernelCompiler
+from tests._support.triton_interpreter import Run
+from tests._support.virtual_memory import little_memory_used, run_or_skip, sparse_tensor
 
 pytest.importorskip("triton", reason="needs triton")
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 ROUNDING = {HALF: 2**-10, BRAIN: 2**-7, SINGLE: 2**-22}
 """Distance of neighboring numbers, relative to the largest entry. The interpreter truncates to bfloat16."""
-JOB_TIMEOUT_S = 120
-Run = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Run]:
-    """Function that runs a job in a process with Triton's interpreter, which Triton enables when it is imported."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TRITON_INTERPRET", "1")
-        pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        pool.submit(torch.set_num_threads, 1).result(timeout=JOB_TIMEOUT_S)
-    yield lambda job, *arguments: pool.submit(job, *arguments).result(timeout=JOB_TIMEOUT_S)
-    for process in pool._processes.values():
-        process.kill()
-    pool.shutdown()
+STRIDE = 2**30 + 16
+"""A distance in elements. Three times the distance exceeds 2^31."""
 
 
 def check_gated_silu(rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -55,6 +42,61 @@ def check_rotation(rows: int, n_heads: int, width: int, dtype: torch.dtype, devi
     compare(lambda x: rotary._TritonRotation.apply(x, table), partial(rotate_in_torch, table), heads, weight)
 
 
+def check_large_offsets_of_gated_silu() -> None:
+    """Check rows of more than 2^30 columns, of which the kernels visit the first block.
+
+    The kernels are called directly: the wrapper is used for contiguous tensors only, and its grid visits all columns.
+    """
+    from recipe_gkd.actor.megatron import triton_kernels
+
+    torch.manual_seed(0)
+    rows, block = 3, 64
+    with little_memory_used():
+        gate_and_up = sparse_tensor((rows, 2, block), (2 * STRIDE, STRIDE, 1), BRAIN)
+        gate_and_up.copy_(torch.randn(rows, 2, block))
+        gradient, out = (sparse_tensor((rows, block), (STRIDE, 1), BRAIN) for _ in range(2))
+        gradient.copy_(torch.randn(rows, block))
+        together = gate_and_up.flatten(1).requires_grad_()
+        expected = gated_silu._GatedSilu.apply(together * 1)
+        (expected_gradient,) = torch.autograd.grad(expected, together, gradient.clone())
+        triton_kernels.write_gated_silu[rows, 1](out, gate_and_up, STRIDE, BLOCK=block)
+        triton_kernels.write_gated_silu_gradient[rows, 1](gate_and_up, gradient, STRIDE, BLOCK=block)
+        assert_near(out, expected)
+        assert_near(gate_and_up.flatten(1), expected_gradient)
+
+
+def check_large_strides_of_rotation() -> None:
+    """Check rows far apart and, as in a tensor whose first dimension is the heads, heads far apart."""
+    torch.manual_seed(0)
+    table = torch.randn(3, 1, 2, 64).to(BRAIN).repeat(1, 1, 1, 2)
+    values = torch.randn(3, 4, 128).to(BRAIN)
+    expected = rotate_in_torch(table, values)
+    with little_memory_used():
+        for strides in ((STRIDE, 128, 1), (128, STRIDE, 1)):
+            heads = sparse_tensor(values.shape, strides, BRAIN).copy_(values)
+            assert_near(rotary._TritonRotation.apply(heads, table), expected)
+
+
+def check_large_offsets_of_rotation() -> None:
+    """Check heads of 2^30 channels, of which the kernel, called directly, visits the first pairs."""
+    from recipe_gkd.actor.megatron import triton_kernels
+
+    torch.manual_seed(0)
+    n_heads, block, n_pairs = 2, 64, STRIDE // 2
+    table = torch.randn(3, 1, 2, block).to(BRAIN).repeat(1, 1, 1, 2)
+    values = torch.randn(3, n_heads, 2 * block).to(BRAIN)
+    with little_memory_used():
+        shape, strides = (3, n_heads, 2, block), (n_heads * 2 * n_pairs, 2 * n_pairs, n_pairs, 1)
+        heads, out = (sparse_tensor(shape, strides, BRAIN) for _ in range(2))
+        heads.copy_(values.view(shape))
+        large_table = sparse_tensor((3, 2, block), (4 * n_pairs, 2 * n_pairs, 1), BRAIN)
+        large_table.copy_(table[:, 0, :, :block])
+        triton_kernels.rotate_heads[3,](
+            out, heads, large_table, *strides[:2], n_heads, n_pairs, SIGN=1, HEADS=n_heads, PAIRS=block
+        )
+        assert_near(out.flatten(2), rotate_in_torch(table, values))
+
+
 def rotate_in_torch(table: Tensor, heads: Tensor) -> Tensor:
     """Return :func:`rotary.rotate` by PyTorch's operations, on any device."""
     with pytest.MonkeyPatch.context() as patch:
@@ -70,9 +112,13 @@ def compare(one: Callable[..., Tensor], other: Callable[..., Tensor], values: Te
         output = function(x * 1)
         results.append((output, *torch.autograd.grad(output, x, weight)))
     for found, expected in zip(*results, strict=True):
-        assert found.dtype == expected.dtype
-        atol = 2 * ROUNDING[values.dtype] * expected.abs().max().item()
-        torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=atol)
+        assert_near(found, expected)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    atol = 2 * ROUNDING[found.dtype] * expected.abs().max().item()
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
@@ -84,6 +130,15 @@ class TestInterpreted:
     def test_rotation_equals_torch(self, interpreted: Run, dtype: torch.dtype) -> None:
         for n_heads, width in ((12, 128), (1, 64), (3, 12)):
             interpreted(check_rotation, 5, n_heads, width, dtype)
+
+
+class TestLargeOffsets:
+    @pytest.mark.parametrize(
+        "check",
+        [check_large_offsets_of_gated_silu, check_large_strides_of_rotation, check_large_offsets_of_rotation],
+    )
+    def test_offsets_beyond_2_31_equal_torch(self, interpreted: Run, check: Callable[[], None]) -> None:
+        run_or_skip(interpreted, check)
 
 
 @pytest.mark.gpu
@@ -131,36 +186,35 @@ def test_kernel_backend_torch_is_also_for_layers(monkeypatch: pytest.MonkeyPatch
     assert not kernel_backend.runs_triton(torch.zeros(1))
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(
-    ("name", "constants"),
-    [
-        ("write_gated_silu", {"BLOCK": 2048}),
-        ("write_gated_silu_gradient", {"BLOCK": 2048}),
-        ("rotate_heads", {"SIGN": -1, "HEADS": 16, "PAIRS": 64}),
-    ],
-)
-def test_kernel_compiles(
-    name: str, constants: dict[str, int], capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The compiler needs no GPU. It refuses programs that the interpreter accepts."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+POINTERS = ("out", "gate_and_up", "gradient", "heads", "table")
+KERNELS: list[tuple[str, dict[str, int], int]] = [
+    ("write_gated_silu", {"BLOCK": 2048}, 8),
+    ("write_gated_silu_gradient", {"BLOCK": 2048}, 8),
+    ("rotate_heads", {"SIGN": 1, "HEADS": 16, "PAIRS": 64}, 4),
+    ("rotate_heads", {"SIGN": -1, "HEADS": 16, "PAIRS": 64}, 4),
+    ("rotate_heads", {"SIGN": 1, "HEADS": 1, "PAIRS": 64, "n_heads": 1}, 4),
+]
+"""Kernels with their constants and their number of warps. With one key head per rank, ``n_heads`` is a constant."""
 
+
+@pytest.mark.parametrize(("capability", "dtype"), TARGETS)
+@pytest.mark.parametrize(("name", "constants", "num_warps"), KERNELS)
+def test_kernel_compiles_with_16_byte_accesses_and_without_spills(
+    compiler: KernelCompiler, name: str, constants: dict[str, int], num_warps: int, capability: int, dtype: str
+) -> None:
     from recipe_gkd.actor.megatron import triton_kernels
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(triton_kernels, name)
-    pointers = ("out", "gate_and_up", "gradient", "heads", "table")
-    types = {argument: "*bf16" if argument in pointers else "i32" for argument in kernel.arg_names}
-    types |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(
-        fn=kernel,
-        signature=types,
-        constexprs={(kernel.arg_names.index(constant),): value for constant, value in constants.items()},
-        attrs={(n,): [["tt.divisibility", 16]] for n, kind in enumerate(types.values()) if kind != "constexpr"},
+    compiled = compiler.compile(
+        kernel,
+        dict.fromkeys(POINTERS, f"*{dtype}"),
+        constants,
+        capability,
+        aligned=kernel.arg_names,
+        num_warps=num_warps,
+        enable_fp_fusion=name != "rotate_heads",
     )
-    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm["ptx"]
-    if name != "rotate_heads":
-        assert "ld.global.v4.b32" in code
+    assert compiled.spilled_bytes == 0
+    if constants.get("HEADS") != 1:
+        assert compiled.reads(16)
+        assert compiled.writes(16)

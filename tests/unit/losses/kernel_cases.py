@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from recipe_gkd.losses.kernel_backend import KernelBackend
+from recipe_gkd.losses.kernel_backend import KernelBackend, select_backend
 from recipe_gkd.losses.logits_query import GradientSpec, SoftmaxSpec
 
 KINDS = ("random", "all mass on the support", "+-1e4", "-inf among them", "all equal", "around 3e4")
@@ -81,7 +81,7 @@ def make_chunk(case: Case, device: str = "cpu") -> Chunk:
         softmaxes.append(replace(softmaxes[0], **no_ids, inverse_temperature=1.0))
     sums_RH3 = torch.stack([dense_sums(logits_RW, softmax) for softmax in softmaxes], dim=1)
     max_RH = sums_RH3[..., 0]
-    sampled_R1 = (normal(case.rows, 1).abs() * 100).long() % max(real_columns, 1)
+    sampled_R1 = (normal(case.rows, 1).abs() * real_columns).long() % max(real_columns, 1)
     grad_sampled_R1 = normal(case.rows, 1)
     if case.k and case.rows:
         sampled_R1[0] = columns_RK[0, 0]
@@ -150,6 +150,15 @@ def dense_gradient(chunk: Chunk) -> Tensor:
         grad_RW += (e_RW * factor_RW * softmax.inverse_temperature).where(tail_RW, 0)
     grad_RW.scatter_add_(1, gradient.softmaxes[0].columns_TK, gradient.grad_support_TK.double())
     return grad_RW.scatter_add_(1, gradient.sampled_columns_T1, gradient.grad_sampled_T1.double())
+
+
+def check_kernels(case: Case, device: str = "cpu") -> None:
+    """Check sums and gradients of the Triton kernels, on a GPU or in the interpreter."""
+    chunk = make_chunk(case, device)
+    backend = select_backend(chunk.logits_RW, "triton")
+    check_sums(backend, chunk)
+    grad_RW = check_gradient(backend, chunk)
+    check_rounded_once(backend, chunk, grad_RW, truncates=device == "cpu")  # the interpreter truncates bfloat16
 
 
 def check_sums(backend: KernelBackend, chunk: Chunk) -> None:

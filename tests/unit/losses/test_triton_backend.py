@@ -1,13 +1,8 @@
-"""The Triton kernels against dense float64, in Triton's interpreter and on a GPU if there is one."""
+"""The Triton kernels against dense float64, with small blocks in the interpreter, and on a GPU if there is one."""
 
 from __future__ import annotations
 
-import multiprocessing
-import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,43 +12,25 @@ from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses import torch_kernels
 from recipe_gkd.losses.kernel_backend import select_backend
 from recipe_gkd.losses.logits_query import GradientSpec
-from tests.unit.losses.kernel_cases import KINDS, Case, check_gradient, check_rounded_once, check_sums, make_chunk
+from tests._support.triton_interpreter import Run
+from tests.unit.losses.kernel_cases import KINDS, Case, check_gradient, check_kernels, check_sums, make_chunk
 
 pytest.importorskip("triton", reason="needs triton")
-Run = Callable[..., Any]
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 QWEN: dict[str, Any] = {"width": 152064, "real_columns": 151936}
-JOB_TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> Iterator[Run]:
-    """Function that runs a job in a process with Triton's interpreter, which Triton enables when it is imported."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TRITON_INTERPRET", "1")
-        pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        pool.submit(use_small_blocks).result(timeout=JOB_TIMEOUT_S)
-    yield lambda job, *arguments: pool.submit(job, *arguments).result(timeout=JOB_TIMEOUT_S)
-    for process in pool._processes.values():
-        process.kill()
-    pool.shutdown()
+def small_blocks(interpreted: Run) -> None:
+    """Make rows of 200 columns have multiple blocks, groups and splits, in the process with the interpreter."""
+    interpreted(use_small_blocks)
 
 
 def use_small_blocks() -> None:
-    """Make rows of 200 columns have multiple blocks, groups and splits."""
     from recipe_gkd.losses import triton_backend
 
-    torch.set_num_threads(1)
     triton_backend.BLOCK_COLUMNS, triton_backend.BLOCK_IDS = 64, 64
-
-
-def check(case: Case, device: str = "cpu") -> None:
-    chunk = make_chunk(case, device)
-    backend = select_backend(chunk.logits_RW, "triton")
-    check_sums(backend, chunk)
-    grad_RW = check_gradient(backend, chunk)
-    check_rounded_once(backend, chunk, grad_RW, truncates=device == "cpu")  # the interpreter truncates bfloat16
 
 
 def check_nan() -> None:
@@ -82,18 +59,19 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.usefixtures("small_blocks")
 class TestInterpreted:
     @pytest.mark.parametrize(("dtype", "k", "temperature", "has_slope"), COMBINATIONS)
     def test_sums_and_gradient_equal_dense_float64(
         self, interpreted: Run, dtype: torch.dtype, k: int, temperature: float, has_slope: bool
     ) -> None:
-        interpreted(check, Case(dtype=dtype, k=k, temperature=temperature, has_slope=has_slope))
+        interpreted(check_kernels, Case(dtype=dtype, k=k, temperature=temperature, has_slope=has_slope))
 
     @pytest.mark.parametrize("kind", KINDS[1:])
     def test_unusual_logits_equal_dense_float64(self, interpreted: Run, kind: str) -> None:
         for dtype in (BRAIN, SINGLE):
             for has_slope in (False, True):  # the kernels also compute the sums at temperature 1
-                interpreted(check, Case(kind=kind, dtype=dtype, temperature=0.7, has_slope=has_slope))
+                interpreted(check_kernels, Case(kind=kind, dtype=dtype, temperature=0.7, has_slope=has_slope))
 
     @pytest.mark.parametrize(
         "shape",
@@ -113,7 +91,7 @@ class TestInterpreted:
         ],
     )
     def test_shape_equals_dense_float64(self, interpreted: Run, shape: dict[str, Any]) -> None:
-        interpreted(check, Case(**{"temperature": 2.0, **shape}))
+        interpreted(check_kernels, Case(**{"temperature": 2.0, **shape}))
 
     def test_nan_logit_makes_sums_nan(self, interpreted: Run) -> None:
         interpreted(check_nan)
@@ -150,58 +128,6 @@ class TestSelectBackend:
             select_backend(torch.zeros(1, 4), "cuda")
 
 
-TYPES = {"columns": "*i64", "is_local": "*u8", "sampled_columns": "*i64", "words": "*i32", "logits": "*bf16"}
-TYPES["out"] = "*bf16"
-POINTERS = ("partials", "sums", "values", "max_logit", "grad_tail", "grad_slope", "grad_support", "grad_sampled")
-ALIGNED = ("row_stride", "out_stride", "width", "columns_per_split")
-
-
-@pytest.mark.parametrize(
-    ("name", "constants", "num_warps"),
-    [
-        ("mark_support", {"BLOCK": 512}, 4),
-        ("sum_tails", {"N_SOFTMAXES": 2, "HAS_SUPPORT": True, "BLOCK": 4096, "LANES": 8}, 8),
-        ("merge_splits", {"N_SOFTMAXES": 2, "MAX_SPLITS": 64}, 1),
-        ("compute_id_gradients", {"N_SOFTMAXES": 2, "HAS_SLOPE": True, "BLOCK": 512}, 4),
-        ("write_tails", {"N_SOFTMAXES": 2, "HAS_SLOPE": False, "BLOCK": 4096}, 8),
-        ("write_tails", {"N_SOFTMAXES": 2, "HAS_SLOPE": True, "BLOCK": 4096}, 8),
-        ("write_id_gradients", {"BLOCK": 512}, 4),
-    ],
-)
-def test_kernel_compiles_for_hopper_with_16_byte_accesses(
-    name: str, constants: dict[str, int], num_warps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The compiler needs no GPU. It refuses programs that the interpreter accepts."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from recipe_gkd.losses import triton_kernels
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = getattr(triton_kernels, name)
-    types = {argument: "i32" for argument in kernel.arg_names}
-    types |= {argument: "fp32" for argument in types if argument.endswith("temperature")}
-    types |= {argument: "*fp32" for argument in types if argument in POINTERS}
-    types |= {argument: kind for argument, kind in TYPES.items() if argument in types}
-    types |= dict.fromkeys(constants, "constexpr")
-    aligned = [n for n, (argument, kind) in enumerate(types.items()) if kind[0] == "*" or argument in ALIGNED]
-    source = ASTSource(
-        fn=kernel,
-        signature=types,
-        constexprs={(kernel.arg_names.index(constant),): value for constant, value in constants.items()},
-        attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
-    )
-    options = {"num_warps": num_warps, "enable_fp_fusion": name not in ("compute_id_gradients", "write_tails")}
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    if name in ("sum_tails", "write_tails"):
-        assert re.search(r"ld\.global\S*\.v4\.b32", code)
-        assert "ld.global.b16" not in code
-    if name == "write_tails":
-        assert re.search(r"st\.global\S*\.v4\.b32", code)
-        assert "fma." not in code
-
-
 @needs_gpu
 @pytest.mark.gpu
 class TestOnGpu:
@@ -214,8 +140,8 @@ class TestOnGpu:
     ) -> None:
         case = Case(**QWEN, dtype=dtype, kind=kind, temperature=temperature, has_slope=has_slope)
         for rows, k in ((300, 64), (2, 1024), (2, QWEN["real_columns"])):
-            check(replace(case, rows=rows, k=k), "cuda")
-        check(replace(case, rows=40, width=50257, real_columns=50257), "cuda")
+            check_kernels(replace(case, rows=rows, k=k), "cuda")
+        check_kernels(replace(case, rows=40, width=50257, real_columns=50257), "cuda")
 
     def test_more_than_2_31_logits_equal_small_batch(self) -> None:
         """Compare a bfloat16 batch of more than 2^31 logits, with an in-place gradient, with 16 of its positions.
