@@ -84,9 +84,14 @@ class Device:
         """Execute the copies of all streams."""
         self._library.gpu_wait_for_device()
 
-    def pin(self, start: int, n_bytes: int) -> None:
-        """Register memory of the host as pinned; with 0 bytes it is not any more."""
+    def pin(self, start: int, n_bytes: int) -> int:
+        """Register memory of the host as pinned; with 0 bytes it is not any more. Returns CUDA's code of success."""
         self._library.gpu_pin(ctypes.c_void_p(start), ctypes.c_size_t(n_bytes))
+        return 0
+
+    def set_wait_mode(self, mode: str) -> None:
+        """Make each wait of the host for the device an error, with the mode ``error``; allow it with ``default``."""
+        self._library.gpu_refuse_waits({"default": 0, "error": 1}[mode])
 
     def info(self, device: Any = None) -> tuple[int, int]:
         """Return the free and the total memory."""
@@ -114,7 +119,7 @@ def _properties(device: Any = None) -> SimpleNamespace:
         total_memory=TOTAL_MEMORY,
         multi_processor_count=4,
         warp_size=32,
-        uuid=uuid.UUID(int=os.getpid()),
+        uuid=uuid.UUID(int=torch.accelerator.current_device_index() + 1),
     )
 
 
@@ -179,6 +184,11 @@ def replace_functions() -> None:
         "get_device_name": lambda device=None: _properties().name,
         "get_device_properties": _properties,
         "is_bf16_supported": lambda *_, **__: True,
+        "set_sync_debug_mode": gpu.set_wait_mode,
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=lambda start, n_bytes, flags: gpu.pin(start, n_bytes),
+            cudaHostUnregister=lambda start: gpu.pin(start, 0),
+        ),
         "is_current_stream_capturing": lambda: False,
         "Stream": Stream,
         "Event": Event,

@@ -172,6 +172,13 @@ void execute(std::map<c10::StreamId, std::vector<Copy>>& queue, c10::StreamId st
   for (auto& copy : copies) copy.to.copy_(copy.from);
 }
 
+std::atomic<bool> refuses_waits = false;
+
+// What a host does when it needs a value of the device.
+void wait_in_operator(const char* name) {
+  TORCH_CHECK(!refuses_waits, "called a synchronizing CUDA operation: ", name);
+}
+
 void wait_for_stream(c10::StreamId stream) {
   execute(queues.to_device, stream);
   execute(queues.to_host, stream);
@@ -246,6 +253,21 @@ class Arguments {
     }
   }
 
+  // True if the host needs values of the device to allocate the result.
+  bool has_size_from_values(const Stack& stack) const {
+    static const std::set<std::string> NAMES{"aten::nonzero", "aten::masked_select", "aten::bincount", "aten::equal",
+        "aten::repeat_interleave.Tensor", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"};
+    if (NAMES.count(name_)) return true;
+    if (name_ != "aten::index.Tensor" && name_.rfind("aten::index_put", 0) && name_.rfind("aten::_index_put", 0)) return false;
+    for (const auto& value : stack) {
+      if (!value.isOptionalTensorList()) continue;
+      for (const std::optional<at::Tensor>& index : value.toOptionalTensorList()) {
+        if (index && index->defined() && (index->dtype() == at::kBool || index->dtype() == at::kByte)) return true;
+      }
+    }
+    return false;
+  }
+
  private:
   static at::Tensor wrap(const at::Tensor& host, c10::Storage storage) {
     auto result = at::detail::make_tensor<c10::TensorImpl>(
@@ -267,6 +289,7 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   TORCH_CHECK_NOT_IMPLEMENTED(op.hasKernelForDispatchKey(c10::DispatchKey::CPU),
       "the simulated GPU has no kernel of ", op.operator_name());
   Arguments arguments(op);
+  if (refuses_waits && arguments.has_size_from_values(*stack)) wait_in_operator(toString(op.operator_name()).c_str());
   const size_t n_arguments = op.schema().arguments().size(), n_results = op.schema().returns().size();
   for (auto& value : torch::jit::last(*stack, n_arguments)) {
     auto& each = const_cast<c10::IValue&>(value);
@@ -340,13 +363,17 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     std::lock_guard<std::recursive_mutex> guard(queues.lock);
     queues.to_device[current_stream].push_back({to, from});
   } else {
-    if (self.is_cuda() != source.is_cuda()) wait_for_stream(current_stream);
+    if (self.is_cuda() != source.is_cuda()) {
+      wait_in_operator("a copy between host and device that blocks, or whose memory on the host is not pinned");
+      wait_for_stream(current_stream);
+    }
     to.copy_(from);
   }
   return self;
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
+  wait_in_operator("item");
   wait_for_stream(current_stream);
   return at::_local_scalar_dense(on_host(self));
 }
@@ -448,6 +475,7 @@ TORCH_LIBRARY(simulated_gpu, library) {
   library.def("share_storage(Tensor tensor) -> str", &share_storage);
   library.def("open_shared(str path, int n_bytes) -> Tensor", &open_shared);
   library.def("launch() -> ()", &launch);
+  library.def("on_host(Tensor tensor) -> Tensor", &on_host);
 }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
@@ -539,6 +567,7 @@ void gpu_wait_for_device() {
   }
   for (auto stream : streams) wait_for_stream(stream);
 }
+void gpu_refuse_waits(int refuses) { refuses_waits = refuses; }
 void gpu_pin(void* start, size_t n_bytes) { pin(static_cast<char*>(start), n_bytes); }
 size_t gpu_allocated() { return usage.allocated; }
 size_t gpu_peak() { return usage.peak; }
