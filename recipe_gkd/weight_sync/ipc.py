@@ -2,7 +2,7 @@
 
 Rank 0 packs a bucket into memory that receivers can map, and publishes its location. Each receiver copies the bucket
 and confirms. Rank 0 then reuses the memory. If all ranks share one GPU, where NCCL does not accept two ranks, the
-memory is the GPU's (CUDA IPC). Otherwise it is host memory.
+memory is the GPU's (CUDA IPC). Otherwise it is host memory, pinned if the weights are on GPUs.
 
 CUDA handles were tested on one H200. The path between two GPUs through host memory has not been tested on GPUs.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import json
-import mmap
 import os
 import weakref
 from collections import OrderedDict
@@ -22,6 +21,7 @@ import torch
 
 from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.weight_sync.mailbox import Topic
+from recipe_gkd.weight_sync.shared_memory import SharedMapping
 from recipe_gkd.weight_sync.transport import Transport
 
 _MAX_MAPPED_SEGMENTS = 4
@@ -86,11 +86,11 @@ class IpcTransport(Transport):
             return super().allocate(n_bytes)
         descriptor = os.memfd_create("weights", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, max(n_bytes, 1))
-        memory = mmap.mmap(descriptor, max(n_bytes, 1))
-        memory_U = torch.frombuffer(memory, dtype=torch.uint8)
+        mapping = SharedMapping(descriptor, max(n_bytes, 1))
+        memory_U = mapping.tensor(self.device)
         self._n_segments += 1  # identifies the segment, because the operating system reuses paths
         self._segments[_address(memory_U)] = self._n_segments, f"/proc/{os.getpid()}/fd/{descriptor}"
-        weakref.finalize(memory, os.close, descriptor)  # the mapping lives as long as a tensor in it
+        weakref.finalize(mapping, os.close, descriptor)  # the mapping lives as long as a tensor in it
         return memory_U[:n_bytes]
 
     def broadcast(self, buffer_U: torch.Tensor) -> _Copy:
@@ -131,11 +131,18 @@ class IpcTransport(Transport):
 
     def _segment(self, number: int, path: str) -> torch.Tensor:
         if number not in self._mapped:
-            self._mapped[number] = _map_host_memory(path)
+            self._mapped[number] = self._map(path)
         self._mapped.move_to_end(number)
         while len(self._mapped) > _MAX_MAPPED_SEGMENTS:
             self._mapped.popitem(last=False)
         return self._mapped[number]
+
+    def _map(self, path: str) -> torch.Tensor:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            return SharedMapping(descriptor, 0).tensor(self.device)
+        finally:
+            os.close(descriptor)
 
 
 def _topic(number: int) -> str:
@@ -157,14 +164,6 @@ def _synchronize(device: torch.device) -> None:
     """Wait for the copies of the current stream, so that other processes read them."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def _map_host_memory(path: str) -> torch.Tensor:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
 
 
 def _export_cuda(memory_U: torch.Tensor) -> str:

@@ -48,7 +48,11 @@ def _flash_attention_forward(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     """Return causal attention within the sequences, [N, H, D], and values that this backward pass does not need."""
-    assert (is_causal or options.get("window_size_right") == 0) and not dropout and query.dtype in (torch.bfloat16, torch.float16)
+    assert (
+        (is_causal or options.get("window_size_right") == 0)
+        and not dropout
+        and query.dtype in (torch.bfloat16, torch.float16)
+    )
     output = torch.empty_like(query)
     for first, last in _sequences(starts_q):
         weights, _, _, v, _ = _weights(query, key, value, first, last, options)
