@@ -6,16 +6,19 @@ compares them, which it cannot do with fake tensors. What a GPU would refuse or 
 - A tensor of the host in an operator of the device is an error.
 - ``copy_(..., non_blocking=True)`` has no effect on the host until something waits for its stream: the destination is
   zero before. From pinned memory it reads the source when the device needs the copy.
+- ``torch.cuda.set_sync_debug_mode("error")`` makes a wait of the host for the device an error.
 - The allocator counts bytes, and raises ``torch.OutOfMemoryError`` beyond a limit.
-- ``nccl`` groups are gloo groups that accept device tensors. Each process has one GPU, ``cuda:0``.
+- ``nccl`` groups are gloo groups that accept device tensors. Handles of CUDA IPC name shared memory.
+- A process uses one of four GPUs: the one that it selects with ``torch.cuda.set_device``.
 
 Not simulated: the order of kernels on several streams (each runs at once), CUDA graphs, fused kernels of attention
-apart from ``varlen_attn`` (``kernels.py``), NCCL's own behavior, CUDA IPC, the speed and the rounding of a GPU. Triton
-kernels run in Triton's interpreter if ``TRITON_INTERPRET`` is set.
+apart from ``varlen_attn`` (``kernels.py``), NCCL's own behavior, and the speed and rounding of a GPU. Triton kernels
+run in Triton's interpreter if ``TRITON_INTERPRET`` is 1; otherwise PyTorch's kernels replace them, which is faster.
 
 - ``device.cpp`` is the device: memory, streams and operators. ``build.py`` compiles it.
 - ``cuda_module.py`` replaces functions of ``torch.cuda``, ``kernels.py`` adds operators, ``collectives.py`` groups.
-- ``site/`` makes a Python process, and all that it starts, have the device: see :func:`environment`.
+- ``site/`` gives a Python process, and all that it starts, the device: see :func:`environment`.
+- ``checks_of_device.py`` and ``checks_of_actor.py`` are tests that run on it, started by ``../test_simulated_gpu.py``.
 """
 
 from __future__ import annotations
@@ -38,8 +41,6 @@ def environment() -> dict[str, str]:
     return {
         LIBRARY: str(library()),
         "PYTHONPATH": os.pathsep.join([str(_SITE), str(REPO)]),
-        # The interpreter of Triton is selected when Triton is imported.
-        "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }

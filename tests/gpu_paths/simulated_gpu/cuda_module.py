@@ -89,6 +89,10 @@ class Device:
         self._library.gpu_pin(ctypes.c_void_p(start), ctypes.c_size_t(n_bytes))
         return 0
 
+    def is_pinned(self, address: int) -> bool:
+        """Return True if memory of the host is pinned."""
+        return bool(self._library.gpu_is_pinned(ctypes.c_void_p(address)))
+
     def set_wait_mode(self, mode: str) -> None:
         """Make each wait of the host for the device an error, with the mode ``error``; allow it with ``default``."""
         self._library.gpu_refuse_waits({"default": 0, "error": 1}[mode])
@@ -152,7 +156,7 @@ _resize_host_storage = torch.UntypedStorage.resize_
 
 
 def _share_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    """Return device, IPC handle, size and offset, then reference counter, its offset, event, and if it is waited for."""
+    """Return device, IPC handle, size, offset, reference counter, its offset, event, and if it is waited for."""
     path = torch.ops.simulated_gpu.share_storage(_whole(storage))
     return storage.device.index, path.encode(), storage.nbytes(), 0, b"", 0, b"", False
 

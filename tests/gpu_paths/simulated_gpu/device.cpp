@@ -258,7 +258,13 @@ class Arguments {
     static const std::set<std::string> NAMES{"aten::nonzero", "aten::masked_select", "aten::bincount", "aten::equal",
         "aten::repeat_interleave.Tensor", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"};
     if (NAMES.count(name_)) return true;
-    if (name_ != "aten::index.Tensor" && name_.rfind("aten::index_put", 0) && name_.rfind("aten::_index_put", 0)) return false;
+    const bool writes = !name_.rfind("aten::index_put", 0) || !name_.rfind("aten::_index_put", 0);
+    if (name_ != "aten::index.Tensor" && !writes) return false;
+    if (writes) {  // a number of the host becomes `masked_fill`
+      for (const auto& value : stack) {
+        if (value.isTensor() && value.toTensor().is_cpu() && value.toTensor().numel() == 1) return false;
+      }
+    }
     for (const auto& value : stack) {
       if (!value.isOptionalTensorList()) continue;
       for (const std::optional<at::Tensor>& index : value.toOptionalTensorList()) {
@@ -569,6 +575,7 @@ void gpu_wait_for_device() {
 }
 void gpu_refuse_waits(int refuses) { refuses_waits = refuses; }
 void gpu_pin(void* start, size_t n_bytes) { pin(static_cast<char*>(start), n_bytes); }
+int gpu_is_pinned(void* address) { return is_pinned(address); }
 size_t gpu_allocated() { return usage.allocated; }
 size_t gpu_peak() { return usage.peak; }
 void gpu_reset_peak() { usage.peak = usage.allocated; }

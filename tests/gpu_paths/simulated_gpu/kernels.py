@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def _sequences(starts: Tensor) -> Iterable[tuple[int, int]]:
     """Return the bounds of each sequence. A kernel reads them in the memory of the device: the host does not wait."""
     torch.ops.simulated_gpu.launch()
     bounds = list((ctypes.c_int32 * len(starts)).from_address(starts.data_ptr()))
-    return zip(bounds[:-1], bounds[1:], strict=True)
+    return pairwise(bounds)
 
 
 def _weights(

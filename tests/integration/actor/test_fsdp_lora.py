@@ -113,7 +113,7 @@ def logits_around_update(
         update(actor, batch, 0)
         n_micro_batches = len(students)
         update(actor, batch, 1)
-        logits = [student.logits_TW.detach() for student in students]
+        logits = [student.logits_TW.detach().cpu() for student in students]
         parameters = list(actor.backend.model.module.parameters())
         dtypes = {
             kind: {str(p.dtype).removeprefix("torch.") for p in parameters if p.requires_grad == (kind == "trained")}
