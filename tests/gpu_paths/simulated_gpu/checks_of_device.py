@@ -1,4 +1,4 @@
-"""What the simulated GPU refuses or does late. ``tests/gpu_paths/test_simulated_gpu.py`` runs these tests on it."""
+"""Properties of the simulated GPU, and of copies of the project on it. ``../test_simulated_gpu.py`` runs the tests."""
 
 from __future__ import annotations
 

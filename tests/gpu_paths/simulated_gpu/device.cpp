@@ -23,6 +23,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
@@ -61,7 +62,8 @@ c10::DataPtr on_device(c10::DataPtr memory, size_t n_bytes) {
   {
     std::lock_guard<std::mutex> guard(usage.lock);
     TORCH_CHECK_WITH(OutOfMemoryError, usage.allocated + n_bytes <= usage.limit,
-        "CUDA out of memory. Tried to allocate ", n_bytes, " bytes, ", usage.allocated, " of ", usage.limit, " are used");
+        "CUDA out of memory. Tried to allocate ", n_bytes, " bytes; ", usage.allocated, " of ", usage.limit,
+        " are used");
     usage.allocated += n_bytes;
     usage.peak = std::max(usage.peak, usage.allocated);
   }
@@ -75,7 +77,7 @@ auto with_host_memory(Function&& function) {
   try {
     return function();
   } catch (const c10::Error& error) {
-    if (std::string_view(error.what()).find("DefaultCPUAllocator: can't allocate memory") == std::string_view::npos) throw;
+    if (!std::strstr(error.what(), "DefaultCPUAllocator: can't allocate memory")) throw;
     TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. ", error.what_without_backtrace());
   }
 }
@@ -207,6 +209,44 @@ c10::Storage device_storage(const c10::Storage& host) {
       c10::StorageImpl::use_byte_size_t(), n_bytes, on_device(std::move(memory), n_bytes), &device_allocator, true));
 }
 
+// Give a device tensor the memory and the shape of `host`, which was resized.
+void become(const at::Tensor& device, const at::Tensor& host) {
+  if (host.storage().data() != device.storage().data()) {
+    auto moved = device_storage(host.storage());
+    auto* impl = device.storage().unsafeGetStorageImpl();
+    impl->set_nbytes(moved.nbytes());
+    impl->set_data_ptr_noswap(std::move(moved.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
+  }
+  if (host.sizes() != device.sizes() || host.strides() != device.strides()) {
+    device.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+  }
+}
+
+// Replace each tensor in an argument or a result.
+template <class Function>
+void map_tensors(c10::IValue& value, Function&& function) {
+  if (value.isTensor()) {
+    value = function(value.toTensor());
+  } else if (value.isTensorList()) {
+    std::vector<at::Tensor> tensors;
+    for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(function(tensor));
+    value = std::move(tensors);
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> tensors;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+      tensors.push_back(tensor ? std::optional(function(*tensor)) : std::nullopt);
+    }
+    value = std::move(tensors);
+  } else if (value.isList() && value.toListRef().size() && value.toListRef()[0].isTensorList()) {  // c10d::allgather_
+    std::vector<std::vector<at::Tensor>> lists;
+    for (const auto& list : value.toListRef()) {
+      lists.emplace_back();
+      for (const at::Tensor& tensor : list.toTensorVector()) lists.back().push_back(function(tensor));
+    }
+    value = std::move(lists);
+  }
+}
+
 // The device tensors of one call, and the host tensors that the CPU's kernel gets for them.
 class Arguments {
  public:
@@ -239,18 +279,8 @@ class Arguments {
   }
 
   // Kernels resize the tensors of `out=`.
-  void resize_arguments() {
-    for (auto& [device, host] : pairs_) {
-      if (host.storage().data() != device.storage().data()) {
-        auto moved = device_storage(host.storage());
-        auto* impl = device.storage().unsafeGetStorageImpl();
-        impl->set_nbytes(moved.nbytes());
-        impl->set_data_ptr_noswap(std::move(moved.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
-      }
-      if (host.sizes() != device.sizes() || host.strides() != device.strides()) {
-        device.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
-      }
-    }
+  void resize() {
+    for (auto& [device, host] : pairs_) become(device, host);
   }
 
   // True if the host needs values of the device to allocate the result.
@@ -296,50 +326,15 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
       "the simulated GPU has no kernel of ", op.operator_name());
   Arguments arguments(op);
   if (refuses_waits && arguments.has_size_from_values(*stack)) wait_in_operator(toString(op.operator_name()).c_str());
-  const size_t n_arguments = op.schema().arguments().size(), n_results = op.schema().returns().size();
-  for (auto& value : torch::jit::last(*stack, n_arguments)) {
+  for (auto& value : torch::jit::last(*stack, op.schema().arguments().size())) {
     auto& each = const_cast<c10::IValue&>(value);
-    if (each.isTensor()) {
-      each = arguments.lower(each.toTensor());
-    } else if (each.isTensorList()) {
-      std::vector<at::Tensor> tensors;
-      for (const at::Tensor& tensor : each.toTensorVector()) tensors.push_back(arguments.lower(tensor));
-      each = std::move(tensors);
-    } else if (each.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> tensors;
-      for (const std::optional<at::Tensor>& tensor : each.toOptionalTensorList()) {
-        tensors.push_back(tensor ? std::optional(arguments.lower(*tensor)) : std::nullopt);
-      }
-      each = std::move(tensors);
-    } else if (each.isList() && each.toListRef().size() && each.toListRef()[0].isTensorList()) {  // c10d::allgather_
-      std::vector<std::vector<at::Tensor>> lists;
-      for (const auto& list : each.toListRef()) {
-        lists.emplace_back();
-        for (const at::Tensor& tensor : list.toTensorVector()) lists.back().push_back(arguments.lower(tensor));
-      }
-      each = std::move(lists);
-    } else if (each.isDevice() && each.toDevice().is_cuda()) {
-      each = HOST;
-    }
+    if (each.isDevice() && each.toDevice().is_cuda()) each = HOST;
+    map_tensors(each, [&](const at::Tensor& tensor) { return arguments.lower(tensor); });
   }
   with_host_memory([&] { op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack); });
-  arguments.resize_arguments();
-  for (auto& value : torch::jit::last(*stack, n_results)) {
-    auto& each = const_cast<c10::IValue&>(value);
-    if (each.isTensor()) {
-      each = arguments.raise(each.toTensor());
-    } else if (each.isTensorList()) {
-      std::vector<at::Tensor> tensors;
-      for (const at::Tensor& tensor : each.toTensorVector()) tensors.push_back(arguments.raise(tensor));
-      each = std::move(tensors);
-    } else if (each.isList() && each.toListRef().size() && each.toListRef()[0].isTensorList()) {
-      std::vector<std::vector<at::Tensor>> lists;
-      for (const auto& list : each.toListRef()) {
-        lists.emplace_back();
-        for (const at::Tensor& tensor : list.toTensorVector()) lists.back().push_back(arguments.raise(tensor));
-      }
-      each = std::move(lists);
-    }
+  arguments.resize();
+  for (auto& value : torch::jit::last(*stack, op.schema().returns().size())) {
+    map_tensors(const_cast<c10::IValue&>(value), [&](const at::Tensor& tensor) { return arguments.raise(tensor); });
   }
 }
 
@@ -387,17 +382,12 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
 const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef sizes, std::optional<at::MemoryFormat> format) {
   auto host = on_host(self);
   host.resize__symint(sizes, format);
-  if (host.storage().data() != self.storage().data()) {
-    auto moved = device_storage(host.storage());
-    auto* impl = self.storage().unsafeGetStorageImpl();
-    impl->set_nbytes(moved.nbytes());
-    impl->set_data_ptr_noswap(std::move(moved.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
-  }
-  self.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+  become(self, host);
   return self;
 }
 
-at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
+at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef sizes,
+                        at::IntArrayRef strides) {
   self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
   self.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return self;
@@ -443,7 +433,8 @@ std::string share_storage(const at::Tensor& tensor) {
 at::Tensor open_shared(std::string path, int64_t n_bytes) {
   int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
   TORCH_CHECK(file >= 0, "open ", path, ": ", std::strerror(errno));
-  c10::Storage storage(c10::Storage::use_byte_size_t(), n_bytes, on_device(map_file(file, n_bytes), 0), &device_allocator, true);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), n_bytes, on_device(map_file(file, n_bytes), 0),
+                       &device_allocator, true);
   return at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA),
                                                   caffe2::TypeMeta::Make<uint8_t>());
 }
@@ -459,7 +450,7 @@ int64_t fused_sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 
-// Gloo runs the collectives of NCCL. Their operators have kernels for CUDA in a CPU build, which would reject the tensors.
+// Gloo runs the collectives of NCCL. Their operators have kernels for CUDA in a CPU build, which gloo would reject.
 const torch::Library& replace_collectives() {
   struct Silent : c10::WarningHandler {
     void process(const c10::Warning&) override {}  // that kernels are replaced
@@ -551,7 +542,9 @@ struct CUDAHooks : at::CUDAHooksInterface {  // torch looks for this name
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   // A generator of the host, which the CPU's kernels expect.
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return at::detail::getDefaultCPUGenerator();
+  }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   at::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
 };
