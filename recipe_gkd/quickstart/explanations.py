@@ -33,6 +33,7 @@ TIMINGS = {
     "sync_rollout_weights_begin": "its start: responses in flight are finished",
     "sync_rollout_weights_transfer": "its transfer",
     "sync_rollout_weights_commit": "its end: engines use the new weights",
+    "sync_probe": "rollout engines and actor compute the same tokens after it",
     "validate": "validation on held-out prompts",
     "save_checkpoint": "checkpoints; the mean is over the steps that save one",
     "log": "writing the metrics",
