@@ -1,87 +1,157 @@
 """Errors that this project raises deliberately.
 
-A message states the received value, the expected value and a remedy. Each class also derives from the nearest
-standard exception. It takes one string, so that it can be pickled between Ray processes. ``teacher.errors`` has the
-errors of the teacher service, which does not import this package.
+An error carries data: the received and the expected value, the place and a remedy. Each class also derives from the
+nearest standard exception. ``teacher.errors`` has the errors of the teacher service, which does not import this
+package.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from teacher.common.detailed_error import DetailedError
 
 
-class GkdError(Exception):
+class GkdError(DetailedError):
     """Base class of the project's errors. ``main_gkd`` prints the message without a traceback and exits with 1."""
 
 
+@dataclass(eq=False, repr=False)
 class ConfigError(GkdError, ValueError):
-    """Configuration key, value or combination of values that cannot work."""
-
-
-class DataError(GkdError, ValueError):
-    """Data file or row that cannot be used."""
-
-
-class RewardError(GkdError, RuntimeError):
-    """Failure of the reward function: an exception, a timeout, or a result that is not a number. Names the sample."""
-
-
-class ModelError(GkdError, ValueError):
-    """Model folder that is missing, unreadable or not supported."""
-
-
-class ResourceError(GkdError, RuntimeError):
-    """Lack of resources in the cluster for the worker pools, or one device assigned to two workers."""
-
-
-class WorkerError(GkdError, RuntimeError):
-    """Failure of a pool worker. The message names the worker, the phase and the reason."""
-
-
-class WorkerDied(WorkerError):
-    """Death of a worker: its process ended, or its engine failed. Another worker can take over its work.
+    """Configuration key, value or combination of values that cannot work.
 
     Attributes:
-        label: Label of the worker. Empty if the message names several.
+        keys: Full names of the keys, such as ``trainer.max_staleness``. Names of options for other commands.
     """
 
-    label: str = ""
+    keys: tuple[str, ...] = field(default=(), kw_only=True)
 
 
+@dataclass(eq=False, repr=False)
+class DataError(GkdError, ValueError):
+    """Data file or row that cannot be used.
+
+    Attributes:
+        file: The file or folder.
+        row: Position of the row in the data set, starting at 0.
+        line: Number of the line in the file, starting at 1.
+        column: Name of the column.
+    """
+
+    file: Path | None = field(default=None, kw_only=True)
+    row: int | None = field(default=None, kw_only=True)
+    line: int | None = field(default=None, kw_only=True)
+    column: str = field(default="", kw_only=True)
+
+
+@dataclass(eq=False, repr=False)
+class RewardError(GkdError, RuntimeError):
+    """Failure of the reward function: an exception, a timeout, or a result that is not a number.
+
+    Attributes:
+        uid: Uid of the sample.
+        function: Label of the reward function.
+    """
+
+    uid: int | None = field(default=None, kw_only=True)
+    function: str = field(default="", kw_only=True)
+
+
+@dataclass(eq=False, repr=False)
+class ModelError(GkdError, ValueError):
+    """Model folder that is missing, unreadable or not supported.
+
+    Attributes:
+        path: The folder or file.
+        names: Names of the tensors, or of the fields of ``config.json``.
+    """
+
+    path: Path | None = field(default=None, kw_only=True)
+    names: tuple[str, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(eq=False, repr=False)
+class ResourceError(GkdError, RuntimeError):
+    """Cluster without enough resources for the worker pools, or one device assigned to two workers.
+
+    Attributes:
+        node: Address or id of the node.
+        workers: Labels of the workers, if several are concerned.
+    """
+
+    node: str = field(default="", kw_only=True)
+    workers: tuple[str, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(eq=False, repr=False)
+class WorkerError(GkdError, RuntimeError):
+    """Failure of a pool worker."""
+
+
+@dataclass(eq=False, repr=False)
+class WorkerDied(WorkerError):
+    """Death of a worker: its process ended, or its engine failed. Another worker can take over its work."""
+
+
+@dataclass(eq=False, repr=False)
 class SecondaryFailure(WorkerError):
     """Failure whose cause another worker reports."""
 
 
+@dataclass(eq=False, repr=False)
 class DeadlineError(GkdError, TimeoutError):
-    """Missing reply at a deadline. The message names the process, the phase and the waiting time.
-
-    The attributes are set if workers did not reply to the driver.
+    """Missing reply at a deadline.
 
     Attributes:
-        phase: Phase of the run.
-        silent: Labels of the workers that did not reply.
-        answered: Labels of the workers that replied.
+        silent: Labels of the processes that did not reply. Empty if the wait was not for processes of the run.
+        answered: Labels of the processes that replied.
         waited_s: Waiting time in seconds.
     """
 
-    phase: str = ""
-    silent: Sequence[str] = ()
-    answered: Sequence[str] = ()
-    waited_s: float = 0.0
+    silent: tuple[str, ...] = field(default=(), kw_only=True)
+    answered: tuple[str, ...] = field(default=(), kw_only=True)
+    waited_s: float = field(default=0.0, kw_only=True)
 
 
+@dataclass(eq=False, repr=False)
 class WeightSyncError(GkdError, RuntimeError):
-    """Incomplete weight sync. Rollout workers without a complete version reject requests until a complete sync."""
+    """Incomplete weight sync. Rollout workers without a complete version reject requests until a complete sync.
+
+    Attributes:
+        tensors: Names of the weights, if the failure concerns single weights.
+        invalid: Labels of the rollout workers that have no complete version now.
+    """
+
+    tensors: tuple[str, ...] = field(default=(), kw_only=True)
+    invalid: tuple[str, ...] = field(default=(), kw_only=True)
 
 
+@dataclass(eq=False, repr=False)
 class UnexpectedError(GkdError, RuntimeError):
     """Exception that no part of the project expects; see :mod:`recipe_gkd.diagnostics.unexpected_errors`."""
 
 
+@dataclass(eq=False, repr=False)
 class CheckpointError(GkdError, RuntimeError):
-    """Checkpoint that is missing or incomplete, or could not be saved."""
+    """Checkpoint that is missing or incomplete, or could not be saved.
+
+    Attributes:
+        path: Folder of the checkpoint.
+    """
+
+    path: Path | None = field(default=None, kw_only=True)
 
 
+@dataclass(eq=False, repr=False)
 class CheckpointMismatch(CheckpointError):
-    """Complete checkpoint that belongs to another model, other data or other settings."""
+    """Complete checkpoint that belongs to another model, other data or other settings.
+
+    Attributes:
+        differing: Names of the properties, settings or keys that differ.
+    """
+
+    differing: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 def find_timeout_error(error: BaseException | None) -> DeadlineError | None:

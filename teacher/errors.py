@@ -1,30 +1,50 @@
-"""Errors between a client and the teacher service.
+"""Errors between a client and the teacher service, as data: received and expected value, place and remedy."""
 
-Every message names the received and the expected value and a remedy. Every class takes one message string, so that
-errors can be pickled between processes.
-"""
+from __future__ import annotations
 
+from dataclasses import dataclass, field
 
-class TeacherError(Exception):
-    """Base class of all errors of the teacher service and its client."""
+from teacher.common.detailed_error import DetailedError
 
 
+@dataclass(eq=False, repr=False)
+class TeacherError(DetailedError):
+    """Base class of all errors of the teacher service and its client.
+
+    Attributes:
+        teacher: Name of the teacher in the run, or its address. Empty if there is only one.
+    """
+
+    teacher: str = field(default="", kw_only=True)
+
+
+@dataclass(eq=False, repr=False)
 class TeacherChanged(TeacherError):
     """The service serves another model than the one that this client connected to with ``hello``."""
 
 
+@dataclass(eq=False, repr=False)
 class TeacherTimeout(TeacherError, TimeoutError):
     """The service is connected but did not finish a request before its deadline."""
 
 
+@dataclass(eq=False, repr=False)
 class TeacherProtocolError(TeacherError):
     """The received bytes are not a valid message of this protocol version."""
 
 
+@dataclass(eq=False, repr=False)
 class TeacherRequestError(TeacherError):
-    """One request was refused or failed. Other requests are not affected, and the service continues."""
+    """One request was refused or failed. Other requests are not affected, and the service continues.
+
+    Attributes:
+        sequence: Position of the sequence that was refused in its request, starting at 0.
+    """
+
+    sequence: int | None = field(default=None, kw_only=True)
 
 
+@dataclass(eq=False, repr=False)
 class TeacherUnavailable(TeacherError):
     """There is no service at the address, or it has no worker."""
 

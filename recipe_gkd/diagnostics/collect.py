@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from recipe_gkd.diagnostics.node_agent import GONE, WorkerReport, inspect_workers
 from recipe_gkd.diagnostics.report import WorkerDiagnostics, render
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.errors import DeadlineError, UnexpectedError, WeightSyncError, WorkerError, find_timeout_error
+from recipe_gkd.errors import DeadlineError, GkdError, UnexpectedError, WeightSyncError, WorkerError, find_timeout_error
 from recipe_gkd.ray_cluster.node_probe import locate, run_on_node
 from recipe_gkd.runtime.threads import in_thread
 
@@ -77,7 +77,7 @@ async def with_diagnosis(error: Exception, phase: str, groups: Sequence[WorkerGr
     folder = await diagnose(known, groups, root)
     if folder is None:
         return known
-    diagnosed = type(known)(f"{known}\ndiagnosis: {folder}")
+    diagnosed = known.replaced(details=(*known.details, f"diagnosis: {folder}"))
     diagnosed.__cause__ = error
     return diagnosed
 
@@ -145,8 +145,8 @@ def _build_files(workers: Sequence[WorkerDiagnostics]) -> dict[str, bytes]:
 
 def _write_report(error: Exception, workers: Sequence[WorkerDiagnostics], files: Sequence[str], root: Path) -> Path:
     """Write ``report.md`` and return its folder. It is written first in case the disk is too slow for the rest."""
-    late = find_timeout_error(error)
-    phase = late.phase if late else str(error).partition(":")[0]
+    known = find_timeout_error(error) or error
+    phase = known.phase if isinstance(known, GkdError) else ""
     folder = root / "diagnosis" / f"{time.strftime('%Y%m%d-%H%M%S')}-{_slug(phase)}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.md").write_text(render(error, workers, files), errors="replace")

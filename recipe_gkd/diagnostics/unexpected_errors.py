@@ -32,7 +32,9 @@ def as_known_error(error: Exception, phase: str) -> GkdError | TeacherError:
         advice = "the operating system rejected the operation; check the disk, the memory and the limits of the machine"
     else:
         advice = "this error is not expected and may be a bug; please report it with the traceback"
-    unexpected = UnexpectedError(f"{phase}: {type(root).__name__}: {text}\nin {_code_location(root)}; {advice}")
+    unexpected = UnexpectedError(
+        f"{type(root).__name__}: {text}", phase=phase, details=(f"in {_code_location(root)}; {advice}",)
+    )
     unexpected.__cause__ = error
     return unexpected
 

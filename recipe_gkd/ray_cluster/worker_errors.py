@@ -5,8 +5,6 @@ Nothing here calls Ray.
 
 from __future__ import annotations
 
-import re
-
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
 
 from recipe_gkd.errors import GkdError, SecondaryFailure, WorkerDied, WorkerError
@@ -14,7 +12,7 @@ from recipe_gkd.ray_cluster.node_probe import ActorLocation
 from recipe_gkd.runtime.out_of_memory import ADVICE, advice, is_out_of_memory
 
 _MAX_REASON_CHARS = 1000
-"""Ray's text about a lack of memory lists the processes of the node."""
+"""Ray's text about a node without memory lists the processes of the node."""
 
 
 def unwrap(error: BaseException) -> BaseException:
@@ -23,14 +21,14 @@ def unwrap(error: BaseException) -> BaseException:
 
 
 def is_death(error: BaseException) -> bool:
-    """Return True if Ray reports that a worker's process has ended. Ray's memory monitor has an error of its own."""
+    """Return True if Ray reports that a worker's process has ended. Ray's memory monitor raises a separate error."""
     return isinstance(error, RayActorError | OutOfMemoryError)
 
 
 def root_cause(failures: dict[int, BaseException]) -> tuple[int, BaseException]:
     """Return the rank and the error of the failure that explains the others.
 
-    A lack of memory comes first, then errors that a worker raised on purpose, then deaths. Other errors come
+    An error of memory comes first, then errors that a worker raised on purpose, then deaths. Other errors come
     last, because they may only be consequences, such as a broken collective. Equal failures are taken in rank order.
     """
 
@@ -45,28 +43,15 @@ def root_cause(failures: dict[int, BaseException]) -> tuple[int, BaseException]:
     return min(failures.items(), key=lambda item: order(item[1]))
 
 
-def with_label(error: GkdError, phase: str, label: str) -> GkdError:
-    """Return an error of the same class whose message names the worker.
-
-    Args:
-        error: Error that a worker raised.
-        phase: Phase of the call.
-        label: Label of the worker, such as ``rollout worker 1 of 2``.
-    """
-    short = label.partition(" of ")[0]
-    # The word boundary matters: a message about worker 12 does not name worker 1.
-    is_named = re.search(rf"\b{re.escape(short)}\b", str(error))
-    return error if is_named else type(error)(f"{phase}: {label}: {error}")
-
-
 def to_worker_error(
-    error: BaseException, phase: str, label: str, location: ActorLocation | None, session: str
+    error: BaseException, phase: str, pool: str, label: str, location: ActorLocation | None, session: str
 ) -> WorkerError:
     """Convert an exception that the project did not raise on purpose.
 
     Args:
         error: The exception, unwrapped.
         phase: Phase of the call.
+        pool: Name of the worker's pool.
         label: Label of the worker.
         location: Location of the worker. None if the exception is not Ray's, so that it cannot be a death.
         session: Folder of Ray's session on each node.
@@ -75,19 +60,20 @@ def to_worker_error(
         :class:`WorkerDied` if the worker's process has ended or cannot be reached, else a :class:`WorkerError`.
     """
     if location is None or not (is_death(error) or location.dead):
-        remedy = f"\n{_memory_advice(label, phase)}" if is_out_of_memory(error) else ""
-        return WorkerError(f"{phase}: {label} failed: {type(error).__name__}: {error}{remedy}")
+        details = (_memory_advice(pool, phase),) if is_out_of_memory(error) else ()
+        return WorkerError(f"{type(error).__name__}: {error}", phase=phase, worker=label, details=details)
     # ActorUnavailableError does not prove that the process has ended. Ray raises it when a whole node dies.
     event = "died or cannot be reached" if isinstance(error, ActorUnavailableError) else "died"
     return WorkerDied(
-        f"{phase}: {label} {event}, on node {location.node_ip or '(none yet)'} {location.node_id[:8]} "
-        f"({_reason(error)}); its log is in {session}/logs on that node{_advice(error, session)}"
+        f"its process {event}, on node {location.node_ip or '(none yet)'} {location.node_id[:8]} ({_reason(error)})",
+        phase=phase,
+        worker=label,
+        remedy=f"its log is in {session}/logs on that node{_advice(error, session)}",
     )
 
 
-def _memory_advice(label: str, phase: str) -> str:
-    """Return the keys to change when the worker ``label`` has no memory left in a phase."""
-    pool = label.partition(" worker ")[0]
+def _memory_advice(pool: str, phase: str) -> str:
+    """Return the keys to change when a worker of a pool has no memory left in a phase."""
     named = (kind for of_pool, kind in ADVICE if of_pool == pool and phase.startswith(kind))
     return advice(pool, next(named, "start"))
 
@@ -107,4 +93,6 @@ def _reason(error: BaseException) -> str:
 def _advice(error: BaseException, session: str) -> str:
     if isinstance(error, OutOfMemoryError):
         return "; use fewer or smaller workers on that node, or give it more memory"
-    return f", the kernel's log shows if it was killed for lack of memory, and `df {session}` if its log had no space"
+    return (
+        f", the kernel's log shows if it was killed because memory ran out, and `df {session}` if its log had no space"
+    )

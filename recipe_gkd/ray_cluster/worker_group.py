@@ -229,27 +229,28 @@ class WorkerGroup:
         """Convert a failure into an error for the user, and record it if it is a death."""
         cause, label = worker_errors.unwrap(error), self.label(rank)
         if isinstance(cause, GkdError):
-            known = worker_errors.with_label(cause, phase, label)
+            known = cause.located(phase=phase, worker=label)
         else:
             location = (await locate([self.handles[rank]]))[0] if isinstance(cause, RayError) else None
-            known = worker_errors.to_worker_error(cause, phase, label, location, session_folder())
+            known = worker_errors.to_worker_error(cause, phase, self.name, label, location, session_folder())
         if isinstance(known, WorkerDied):
-            known.label = label
             self._died.add(actor_id)
         return known
 
     async def _deadline_error(
         self, phase: str, silent: list[int], answered: list[int], timeout_s: float
     ) -> DeadlineError:
-        silent_labels, answered_labels = [self.label(rank) for rank in silent], [self.label(rank) for rank in answered]
+        silent_labels, answered_labels = (tuple(map(self.label, ranks)) for ranks in (silent, answered))
         others = f" ({', '.join(answered_labels)} did)" if answered_labels else ""
-        error = DeadlineError(
-            f"{phase}: {', '.join(silent_labels)} did not answer within {timeout_s:g} s{others}"
-            f"{await self._nodes_of(silent)}; check that the node can be reached, read that worker's log in "
-            f"{session_folder()}/logs there, or {raise_hint(timeout_s, 'give the phase more time')}"
+        return DeadlineError(
+            f"{', '.join(silent_labels)} did not answer within {timeout_s:g} s{others}{await self._nodes_of(silent)}",
+            phase=phase,
+            silent=silent_labels,
+            answered=answered_labels,
+            waited_s=timeout_s,
+            remedy=f"check that the node can be reached, read that worker's log in {session_folder()}/logs there, or "
+            f"{raise_hint(timeout_s, 'give the phase more time')}",
         )
-        error.phase, error.silent, error.answered, error.waited_s = phase, silent_labels, answered_labels, timeout_s
-        return error
 
     async def _nodes_of(self, ranks: list[int]) -> str:
         """Return `` on node ADDRESS ID, ...`` for a message, empty if Ray does not report the nodes."""

@@ -161,7 +161,7 @@ class RolloutWorker:
         while not more.empty():
             results.append(more.get_nowait())
         if failure := next((result for result in results if isinstance(result, GkdError)), None):
-            raise type(failure)(f"{self._name}: {failure}")
+            raise failure.located(worker=self._name)
         return [response for result in results if not isinstance(result, GkdError) for response in result]
 
     async def log_probs(self, ids: Sequence[int]) -> list[float]:

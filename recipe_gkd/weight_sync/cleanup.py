@@ -49,7 +49,7 @@ async def drop_update(
         return outcome, error
     late.phase, late.waited_s = known.phase if known else phase, round(time.monotonic() - started, 1)
     answered = [label for label, state in states.items() if not isinstance(state, GkdError)]
-    late.answered = [label for label in dict.fromkeys([*late.answered, *answered]) if label not in late.silent]
+    late.answered = tuple(label for label in dict.fromkeys([*late.answered, *answered]) if label not in late.silent)
     late.__cause__ = error
     return outcome, late
 
@@ -58,7 +58,7 @@ def _dead_label(error: BaseException | None) -> str:
     """Return the label of the worker whose death is the cause of ``error``, empty if there is none."""
     while error is not None and not isinstance(error, WorkerDied):
         error = error.__cause__
-    return "" if error is None else error.label
+    return "" if error is None else error.worker
 
 
 async def _drop_on_all(

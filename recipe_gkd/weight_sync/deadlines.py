@@ -16,9 +16,11 @@ def merge_deadline_errors(errors: Sequence[BaseException]) -> DeadlineError | No
     late = [error for error in errors if isinstance(error, DeadlineError) and error.silent]
     if not late:
         return None
-    merged = DeadlineError("; ".join(map(str, late)))
-    merged.phase, merged.waited_s = late[0].phase, late[0].waited_s
-    merged.silent = list(dict.fromkeys(label for error in late for label in error.silent))
-    merged.answered = [label for error in late for label in error.answered if label not in merged.silent]
+    silent = tuple(dict.fromkeys(label for error in late for label in error.silent))
+    merged = late[0].replaced(
+        what="; ".join(dict.fromkeys(error.what for error in late)),
+        silent=silent,
+        answered=tuple(label for error in late for label in error.answered if label not in silent),
+    )
     merged.__cause__ = late[0]
     return merged

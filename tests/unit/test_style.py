@@ -54,6 +54,7 @@ BELOW = {
 """Packages of ``recipe_gkd`` that a package may import, for those at the bottom."""
 TEACHER_MODULES = (
     "client",
+    "common",
     "errors",
     "fingerprint",
     "free_memory",

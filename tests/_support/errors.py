@@ -1,0 +1,30 @@
+"""Check the type and the data of a raised error, not its wording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+
+from teacher.common.detailed_error import DetailedError
+
+E = TypeVar("E", bound=DetailedError)
+
+
+@contextmanager
+def raises(kind: type[E] | tuple[type[E], ...], **fields: object) -> Iterator[pytest.ExceptionInfo[E]]:
+    """Expect an error of a class whose fields have the given values.
+
+    Args:
+        kind: Class, or several of them.
+        **fields: Expected values of attributes, such as ``keys=("trainer.total_epochs",)``.
+
+    Yields:
+        Object whose ``value`` is the error after the block.
+    """
+    with pytest.raises(kind) as caught:
+        yield caught
+    found = {name: getattr(caught.value, name) for name in fields}
+    assert found == fields, f"{type(caught.value).__name__}: {caught.value}"
