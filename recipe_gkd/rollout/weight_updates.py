@@ -18,10 +18,13 @@ Methods with an ``engine`` parameter run on the engine's thread (``RolloutEngine
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recipe_gkd.errors import ResourceError, WeightSyncError, WorkerDied
+from recipe_gkd.rollout.update_outcome import UpdateOutcome
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+from recipe_gkd.weight_sync.spec import TransportAddress
+from recipe_gkd.weight_sync.stats import ReceivedUpdate
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine
@@ -33,10 +36,10 @@ class WeightUpdates:
     Lifecycle::
 
         updates = WeightUpdates(name)
-        updates.join(engine, host, port, first_rank, labels, transport, timeout_s)  # once, and after every failure
-        updates.check_memory(engine, meta, bucket_bytes)                            # effective once for each join
+        updates.join(engine, address, first_rank, timeout_s)  # once, and after every failure
+        updates.check_memory(engine, meta, bucket_bytes)      # effective once for each join
         updates.receive(engine, version, meta, bucket_bytes, None)
-        updates.commit(engine, version)                                             # or updates.drop(engine)
+        updates.commit(engine, version)                       # or updates.drop(engine)
 
     Args:
         name: Name of the worker in error messages.
@@ -77,36 +80,23 @@ class WeightUpdates:
     def join(
         self,
         engine: LLMEngine,
-        host: str,
-        port: int,
+        address: TransportAddress,
         first_rank: int,
-        labels: Sequence[str],
-        transport: str,
         timeout_s: float,
     ) -> None:
         """Join a transport with all tensor-parallel ranks.
 
         Args:
             engine: The engine.
-            host: Address of the store.
-            port: Port of the store.
+            address: The transport.
             first_rank: Transport rank of the first tensor-parallel rank.
-            labels: Names of all transport ranks in error messages.
-            transport: Key of ``transport_factory.TRANSPORTS``.
             timeout_s: Deadline of each update.
 
         Raises:
             WeightSyncError: A rank could not join.
             WorkerDied: A rank has lost its CUDA device, or could not reload a layer.
         """
-        info = {
-            "host": host,
-            "port": port,
-            "first_rank": first_rank,
-            "labels": list(labels),
-            "transport": transport,
-            "timeout_s": timeout_s,
-        }
+        info = {"address": address, "first_rank": first_rank, "timeout_s": timeout_s}
         self._memory_is_checked = False
         self._call(engine, "gkd_join_transport", info)
 
@@ -126,8 +116,8 @@ class WeightUpdates:
         if self._memory_is_checked:
             return
         info = {"meta": list(meta), "bucket_bytes": bucket_bytes, "n_sharing_host": self._n_sharing_host}
-        shortages = [text for outcome in self._call(engine, "gkd_check_memory", info) if (text := outcome["shortage"])]
-        if shortages:
+        outcomes = self._call(engine, "gkd_check_memory", info)
+        if shortages := [outcome.shortage for outcome in outcomes if outcome.shortage]:
             raise ResourceError(f"{self.name}: {shortages[0]}")
         self._memory_is_checked = True
 
@@ -138,7 +128,7 @@ class WeightUpdates:
         meta: Sequence[TensorMeta],
         bucket_bytes: int,
         double_buffered: bool | None,
-    ) -> dict[str, Any]:
+    ) -> ReceivedUpdate:
         """Receive an update and verify its checksum.
 
         Args:
@@ -165,7 +155,8 @@ class WeightUpdates:
         }
         outcomes = self._call(engine, "gkd_receive_weights", info)
         self._received = version
-        return max(outcomes, key=lambda outcome: float(outcome["seconds"]))
+        received = (outcome.received for outcome in outcomes if outcome.received is not None)
+        return max(received, key=lambda update: update.seconds)
 
     def commit(self, engine: LLMEngine, version: int) -> None:
         """Load the received update. Requests in flight continue with the new weights at their next token.
@@ -199,15 +190,17 @@ class WeightUpdates:
         self._call(engine, "gkd_drop_weights", reason="an update was dropped")
         self._call(engine, "gkd_close_transport")
 
-    def _call(self, engine: LLMEngine, method: str, *args: Any, reason: str | None = None) -> list[dict[str, Any]]:
-        outcomes: list[dict[str, Any]] = engine.collective_rpc(method, args=args)
-        errors = dict.fromkeys(outcome["error"] for outcome in outcomes if outcome["error"])
-        if any(outcome["has_mixed_weights"] for outcome in outcomes) and (errors or reason):
+    def _call(
+        self, engine: LLMEngine, method: str, *args: dict[str, object], reason: str | None = None
+    ) -> list[UpdateOutcome]:
+        outcomes: list[UpdateOutcome] = engine.collective_rpc(method, args=args)
+        errors = dict.fromkeys(outcome.error for outcome in outcomes if outcome.error)
+        if any(outcome.has_mixed_weights for outcome in outcomes) and (errors or reason):
             self.invalid_because = self.invalid_because or (
                 f"it may have mixed weights ({'; '.join(errors) or reason}); only a complete weight sync on a new "
                 "transport makes it valid again"
             )
         if errors:
-            is_unusable = any(outcome["is_unusable"] for outcome in outcomes)
+            is_unusable = any(outcome.is_unusable for outcome in outcomes)
             raise (WorkerDied if is_unusable else WeightSyncError)(f"{self.name}: {'; '.join(errors)}")
         return outcomes

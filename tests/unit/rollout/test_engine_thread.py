@@ -18,6 +18,7 @@ from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.engine import RolloutEngine
 from recipe_gkd.rollout.engine_factory import build_engine
 from recipe_gkd.rollout.engine_options import EngineOptions
+from recipe_gkd.rollout.update_outcome import UpdateOutcome
 from recipe_gkd.rollout.weight_updates import WeightUpdates
 from tests._support.rollout_models import prompts
 
@@ -122,7 +123,7 @@ def test_receive_device_loss_of_other_worker_keeps_engine(
     message = "WeightSyncError: weight transport, bucket 2: rollout worker 1 failed: CUDA error: the device fell off"
 
     def receive(is_unusable: bool) -> None:
-        outcome = {"error": message, "is_unusable": is_unusable, "has_mixed_weights": False}
+        outcome = UpdateOutcome(error=message, is_unusable=is_unusable)
         ranks = SimpleNamespace(collective_rpc=lambda *_, **__: [outcome])
         engine.run(lambda _: WeightUpdates("rollout worker 0").receive(ranks, 1, [], 1, None)).result(5)
 
