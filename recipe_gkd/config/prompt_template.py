@@ -19,18 +19,18 @@ def template_fields(template: str) -> list[str]:
 
 
 def template_problem(template: str) -> str | None:
-    """Return the reason why a template is invalid and what to change, None if it is valid."""
-    expected = "expected text with fields such as {prompt} or {extra_info.answer}; write {{ and }} for braces"
+    """Return the reason why a template is invalid, None if it is valid."""
+    expected = "expected text with fields such as {prompt} or {extra_info.answer}"
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        return f"{error}; {expected}"
+        return f"{error}, {expected}"
     for _, name, spec, conversion in parts:
         if name is None:
             continue
         if not name or name.isdecimal() or spec or conversion:
             shown = name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-            return f"got the field {{{shown}}}; {expected}"
+            return f"got the field {{{shown}}}, {expected}"
     return None
 
 

@@ -8,13 +8,14 @@ from typing import TypeVar
 
 import pytest
 
+from recipe_gkd.errors import ConfigError
 from teacher.common.detailed_error import DetailedError
 
 E = TypeVar("E", bound=DetailedError)
 
 
 @contextmanager
-def raises(kind: type[E] | tuple[type[E], ...], **fields: object) -> Iterator[pytest.ExceptionInfo[E]]:
+def raises(kind: type[E] | tuple[type[E], ...], /, **fields: object) -> Iterator[pytest.ExceptionInfo[E]]:
     """Expect an error of a class whose fields have the given values.
 
     Args:
@@ -28,3 +29,8 @@ def raises(kind: type[E] | tuple[type[E], ...], **fields: object) -> Iterator[py
         yield caught
     found = {name: getattr(caught.value, name) for name in fields}
     assert found == fields, f"{type(caught.value).__name__}: {caught.value}"
+
+
+def keys_of_parts(error: ConfigError) -> list[tuple[str, ...]]:
+    """Return the keys of each error that is joined in ``error``, or its own."""
+    return [part.keys for part in error.parts or (error,)]
