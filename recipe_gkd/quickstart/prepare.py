@@ -220,11 +220,15 @@ def _make_models(jobs: list[Job], timeout_s: float) -> None:
         while running:
             ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                names = " and ".join(job.role for job, _ in running.values())
+                roles = tuple(job.role for job, _ in running.values())
                 raise DeadlineError(
-                    f"quickstart: the training of the {names} did not end within {timeout_s:.0f} s; "
-                    "each needs one idle core; stop other programs, or raise the limit with --timeout-s of python -m "
-                    "recipe_gkd.quickstart.prepare"
+                    f"the training of the {' and '.join(roles)} did not end within {timeout_s:.0f} s; each needs one "
+                    "idle core",
+                    remedy="stop other programs, or raise the limit with --timeout-s of python -m "
+                    "recipe_gkd.quickstart.prepare",
+                    phase="quickstart",
+                    silent=roles,
+                    waited_s=timeout_s,
                 )
             for receiver in cast("list[Connection]", ready):
                 job, process = running[receiver]
@@ -234,7 +238,8 @@ def _make_models(jobs: list[Job], timeout_s: float) -> None:
                     process.join(timeout=10)
                     failure = f"its process ended with exit code {process.exitcode}"
                 if failure is not None:
-                    raise ModelError(f"quickstart: the {job.role} was not made: {failure}")
+                    what = f"the {job.role} was not made: {failure}"
+                    raise ModelError(what, phase="quickstart", path=job.folder)
                 process.join(timeout=30)
                 del running[receiver]
     finally:
