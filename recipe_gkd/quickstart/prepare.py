@@ -176,7 +176,7 @@ def _unpack_model(job: Job, record: Mapping[str, Any]) -> None:
 
 
 def _make_model(job: Job, result: Connection) -> None:
-    """Train one model in a child process. Send None when its folder is complete, or an error message."""
+    """Train one model in a child process. Send None when its folder is complete, or the error."""
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     started = time.monotonic()
@@ -200,7 +200,7 @@ def _make_model(job: Job, result: Connection) -> None:
         _finish(draft, job.folder, {"key": job.key, "seed": job.seed, "seconds": seconds} | dataclasses.asdict(made))
         report(f"done: {made.parameters} parameters, {made.accuracy:.1%} exact answers after {made.steps} steps")
     except (GkdError, OSError) as error:
-        result.send(f"{type(error).__name__}: {error}")
+        result.send(error)
     else:
         result.send(None)
 
@@ -236,10 +236,10 @@ def _make_models(jobs: list[Job], timeout_s: float) -> None:
                     failure = receiver.recv()
                 except EOFError:
                     process.join(timeout=10)
-                    failure = f"its process ended with exit code {process.exitcode}"
+                    failure = ModelError(f"its process ended with exit code {process.exitcode}")
                 if failure is not None:
-                    what = f"the {job.role} was not made: {failure}"
-                    raise ModelError(what, phase="quickstart", path=job.folder)
+                    what, details = f"the {job.role} was not made", (f"{type(failure).__name__}: {failure}",)
+                    raise ModelError(what, phase="quickstart", details=details, path=job.folder) from failure
                 process.join(timeout=30)
                 del running[receiver]
     finally:

@@ -182,7 +182,7 @@ def read_metrics(path: Path) -> list[Json]:
     """Read a file with one JSON object per line. Empty lines are skipped.
 
     Raises:
-        DataError: The file cannot be read, or a line is not a JSON object. The message contains its number.
+        DataError: The file cannot be read, or a line is not a JSON object.
     """
     records = []
     for number, line in enumerate(_read(path, "the metrics of the run").splitlines(), start=1):

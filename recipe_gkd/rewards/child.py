@@ -191,9 +191,11 @@ def load_function(number: int, one: dict[str, Any], settings: dict[str, Any], st
     """Return a function of the settings, or the reason why it is rejected."""
     module_name = f"custom_reward_function_{number}" if number else "custom_reward_function"
     call = call_within(settings["load_timeout_s"], stacks, load, one["path"], one["name"], module_name)
-    bound = call if isinstance(call, str) else binding.bind(call, one["name"], one["kwargs"])
-    if isinstance(bound, str):
-        return bound
+    if isinstance(call, str):
+        return call
+    bound = binding.bind(call, one["name"], one["kwargs"])
+    if isinstance(bound, binding.Refusal):
+        return str(bound.reason)
     # An object may have an asynchronous __call__.
     is_async = any(map(inspect.iscoroutinefunction, (call, getattr(call, "__call__", None))))  # noqa: B004
     return Function(number, call, bound, one, settings["reserved"], is_async)
@@ -251,7 +253,8 @@ async def score_async(function: Function, arguments: dict[str, Any], timeout_s: 
 def parsed(function: Function, returned: Any) -> Any:
     """Return the score and the numbers of a returned value, or a failure."""
     result = results.parse_result(returned, function.reserved)
-    return Failure("result", result, function.number) if isinstance(result, str) else result
+    is_rejected = isinstance(result, results.Rejection)
+    return Failure("result", result.reason, function.number) if is_rejected else result
 
 
 def user_trace(error: BaseException) -> str:

@@ -66,6 +66,7 @@ def write_adapter(source: Source, out: Path) -> None:
         raise CheckpointError(
             f"--adapter: {source.checkpoint} was trained without LoRA (actor_rollout_ref.actor.lora.rank)",
             remedy="export the complete weights without --adapter",
+            path=source.checkpoint,
         )
     with loaded(source) as backend:
         files = {name.removeprefix(ADAPTER): content for name, content in backend.extra_files().items()}

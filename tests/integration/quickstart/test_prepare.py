@@ -59,8 +59,9 @@ def test_prepare_again_replaces_only_an_incomplete_folder(prepared: Path, instan
 def test_prepare_model_outside_its_band_raises_without_its_folder(tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPES["student"], steps_between_evaluations=1, max_steps=1)
     others = set(multiprocessing.active_children())
-    with raises(ModelError, path=tmp_path / "student"):
+    with raises(ModelError, path=tmp_path / "student") as caught:
         prepare(tmp_path, recipes={"student": recipe}, timeout_s=100)
+    assert isinstance(caught.value.__cause__, ModelError)
     assert not (tmp_path / "student").exists()
     assert set(multiprocessing.active_children()) <= others
 

@@ -55,7 +55,7 @@ class TestFiles:
     def test_missing_config_lists_existing_ones(self) -> None:
         with raises(ConfigError, keys=("--config-name",)) as caught:
             load_config("nothing_like_it")
-        assert CONFIG_NAME in str(caught.value)
+        assert CONFIG_NAME in caught.value.remedy
 
     def test_user_config_can_extend_package_config(self, tmp_path: Path) -> None:
         (tmp_path / "mine.yaml").write_text(

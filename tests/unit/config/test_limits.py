@@ -395,7 +395,7 @@ def test_largest_coefficients_give_finite_losses(temperature: float) -> None:
 def test_key_without_bound_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     unbounded = SimpleNamespace(default=SimpleNamespace(metadata=[annotated_types.Ge(0)]))
     monkeypatch.setattr(ranges, "known_keys", lambda: {"data.seed": unbounded})
-    with pytest.raises(ValueError, match=r"data\.seed lacks a bound"):
+    with raises(ConfigError, keys=("data.seed",)):
         numeric_range("data.seed")
 
 
