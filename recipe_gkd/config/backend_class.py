@@ -29,14 +29,14 @@ def load_backend_class(spec: str) -> type[Any]:
         ConfigError: The file or the class does not exist, the class lacks a method, or a signature does not accept the
             arguments of `recipe_gkd.teacher_routing.TeacherBackend`.
     """
-    path, name = split_spec(spec, key=KEY, example="my_teacher.py:MyTeacher, or zmq or hf")
+    path, name = split_spec(spec, key=KEY, example="my_teacher.py:MyTeacher; or zmq or hf")
     backend_class = load_attribute(path, name, key=KEY)
     expected = f"expected a class with {', '.join(_CALLS)}"
     if not isinstance(backend_class, type):
-        what = f"{KEY}={spec}: {name} is of type {type(backend_class).__name__}, {expected}"
+        what = f"{KEY}={spec}: {name} is of type {type(backend_class).__name__}; {expected}"
         raise ConfigError(what, remedy=_REMEDY, keys=(KEY,))
     if missing := [method for method in _CALLS if not callable(getattr(backend_class, method, None))]:
-        what = f"{KEY}={spec}: the class has no method {', '.join(missing)}, {expected}"
+        what = f"{KEY}={spec}: the class has no method {', '.join(missing)}; {expected}"
         raise ConfigError(what, remedy=_REMEDY, keys=(KEY,))
     _check_call(spec, backend_class, f"{name}(config)", (_VALUE,), {})
     for method, (call, arguments, keywords) in _CALLS.items():

@@ -29,7 +29,7 @@ class OneOf:
             ConfigError: It is not one of the names.
         """
         if value not in self.names():
-            raise ConfigError(f"got {value!r}, expected one of {', '.join(self.names())}")
+            raise ConfigError(f"got {value!r}; expected one of {', '.join(self.names())}")
         return value
 
 

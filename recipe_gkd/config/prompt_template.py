@@ -24,13 +24,13 @@ def template_problem(template: str) -> str | None:
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        return f"{error}, {expected}"
+        return f"{error}; {expected}"
     for _, name, spec, conversion in parts:
         if name is None:
             continue
         if not name or name.isdecimal() or spec or conversion:
             shown = name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-            return f"got the field {{{shown}}}, {expected}"
+            return f"got the field {{{shown}}}; {expected}"
     return None
 
 

@@ -149,8 +149,7 @@ def _backend_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
         return
     if teacher.model_path is None:
         yield ConfigError(
-            f"{TEACHER}.backend=hf without {TEACHER}.model_path",
-            remedy="set it to the folder of the teacher model",
+            f"{TEACHER}.backend=hf needs {TEACHER}.model_path, the folder of the teacher model",
             keys=(f"{TEACHER}.backend", f"{TEACHER}.model_path"),
         )
     defaults = _default_section()

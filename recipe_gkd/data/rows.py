@@ -19,7 +19,7 @@ from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.files import StoredRows, find_files, read_file
 from recipe_gkd.data.messages import Message, content_of, conversation_of, read_prompt, role_of
 from recipe_gkd.data.tools import Tools, read_tools
-from recipe_gkd.data.values import Unreadable, nested_value, without_nulls
+from recipe_gkd.data.values import ColumnPath, RowColumns, Unreadable, nested_value, without_nulls
 from recipe_gkd.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -32,30 +32,6 @@ COMPLETION = "completion"
 VERL_TRUTH = ("reward_model", "ground_truth")
 """Path of the ground truth in files that were prepared for verl."""
 PROMPT_KEY_REMEDY = "set data.prompt_key to the column of the prompts"
-
-ColumnPath = tuple[str, ...]
-"""Name of a column, followed by the names of nested fields."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowColumns:
-    """Columns that the parts of a row come from.
-
-    Attributes:
-        names: All columns of the data set.
-        prompt: Column of the prompt.
-        response: Column of the reference response.
-        tools: Path of the tools. None: rows have no tools.
-        truth: Path of the ground truth. None: the data has none.
-        data_source: Column of the name of the data source.
-    """
-
-    names: Sequence[str]
-    prompt: str
-    response: str
-    tools: ColumnPath | None
-    truth: ColumnPath | None
-    data_source: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -41,7 +41,7 @@ def _as_entry(value: Any) -> Any:
     names = [field.name for field in dataclasses.fields(TeacherEntry)]
     if not isinstance(value, dict) or "address" not in value or set(value) - set(names):
         raise ConfigError(
-            f"got {value!r}, expected host:port, or a mapping with address and any of {', '.join(names[1:])}",
+            f"got {value!r}; expected host:port, or a mapping with address and any of {', '.join(names[1:])}",
             remedy="correct it",
         )
     return value

@@ -32,7 +32,7 @@ def _check_logger(value: str) -> str:
     except ConfigError as error:
         choices = ", ".join(BUILT_IN_LOGGERS)
         raise ConfigError(
-            f"got {value!r}, expected one of {choices}, or FILE.py:Name for a logger class of your own"
+            f"got {value!r}; expected one of {choices}, or FILE.py:Name for a logger class of your own"
         ) from error
     return value
 
