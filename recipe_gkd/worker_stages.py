@@ -85,13 +85,7 @@ async def _responses(
     except DeadlineError as error:
         if not workers.restarts.can_replace(error):
             raise
-        raise WorkerDied(
-            error.what,
-            remedy=error.remedy,
-            phase=error.phase,
-            worker=error.worker,
-            details=(*error.details, "it is treated as dead"),
-        ) from error
+        raise WorkerDied(f"{error}; it is treated as dead") from error
 
 
 async def sum_kl(
