@@ -166,16 +166,17 @@ class TestUnexpectedErrors:
         assert (hint in printed) == has_started
 
     @pytest.mark.parametrize(
-        ("error", "message"),
+        ("error", "root"),
         [
-            (OSError(28, "No space left on device", "/x/y"), r"training: OSError: \[Errno 28\] .* '/x/y'\n.*the disk"),
-            (RuntimeError("CUDA error: lost"), r"training: RuntimeError: CUDA error: lost\nin .*may be a bug"),
-            (ExceptionGroup("two", [ExceptionGroup("", [KeyError("a")])]), r"training: KeyError: 'a'"),
+            (OSError(28, "No space left on device", "/x/y"), "OSError"),
+            (RuntimeError("CUDA error: lost"), "RuntimeError"),
+            (ExceptionGroup("two", [ExceptionGroup("", [KeyError("a")])]), "KeyError"),
         ],
     )
-    def test_as_known_error_unexpected_names_phase_and_place(self, error: Exception, message: str) -> None:
+    def test_as_known_error_unexpected_has_phase_and_place(self, error: Exception, root: str) -> None:
         known = as_known_error(error, "training")
-        assert isinstance(known, UnexpectedError) and re.match(message, str(known), re.DOTALL)
+        assert isinstance(known, UnexpectedError) and known.phase == "training" and known.details
+        assert known.what.startswith(f"{root}: ")
         assert known.__cause__ is error
         assert as_known_error(known, "later") is known
 

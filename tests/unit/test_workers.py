@@ -20,7 +20,6 @@ from recipe_gkd.ray_cluster.node_probe import ActorLocation
 from recipe_gkd.runtime import process_trees
 from recipe_gkd.workers import start_workers
 from tests._support.base_config import base_config
-from tests._support.errors import raises
 
 
 @pytest.fixture(autouse=True)
@@ -254,13 +253,13 @@ class TestNodes:
 
         async def refuse(config: Config, device: str, pools: Any, *, timeout_s: float) -> None:
             assert device == "cpu" and len(pools) == 2 and timeout_s == 600
-            raise ResourceError("no compiler", node="node 1")
+            raise ResourceError("node 1: no compiler")
 
         async def reply(kind: str, method: str) -> Any:
             called.append(method)
 
         monkeypatch.setattr(workers, "check_nodes", refuse)
-        with raises(ResourceError, node="node 1"):
+        with pytest.raises(ResourceError, match="node 1: no compiler"):
             asyncio.run(train(tmp_path, monkeypatch, reply, lambda: asyncio.sleep(0)))
         assert not {"setup", "device_report"} & {*called}
 
@@ -301,6 +300,5 @@ class TestNodes:
                 pass
 
         monkeypatch.setattr(workers, "create_pools", refuse)
-        keys = ("actor_rollout_ref.hybrid_engine", "actor_rollout_ref.rollout.weight_transport")
-        with raises(ConfigError, keys=keys):
+        with pytest.raises(ConfigError, match="set it to auto or ipc"):
             asyncio.run(start())
