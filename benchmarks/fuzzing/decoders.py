@@ -21,7 +21,7 @@ from teacher.status import ServiceStatus
 from teacher.wire import header as checked
 from teacher.wire import messages, protocol
 from teacher.wire.frames import unpack_arrays, unpack_header
-from teacher.wire.messages import PROTOCOL_VERSION, Info, Ready, Score, ScoreReply, Status
+from teacher.wire.messages import PROTOCOL_VERSION, Failure, Info, Ready, Score, ScoreReply, Status
 
 _MAX_ERROR_CHARS = 2000
 _MAX_ID = 2**63 - 1
@@ -196,6 +196,8 @@ def _decode(frames: Frames) -> None:
             _use_model(message.info)
         case Status():
             _use_status(message.status)
+        case Failure():
+            _must_decode("the error that the proxy passes on", protocol.encode_error(1, message.error), Failure)
 
 
 def _use_model(info: ModelInfo) -> None:
