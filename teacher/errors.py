@@ -97,7 +97,8 @@ class TeacherTimeout(TeacherError, TimeoutError):
     Attributes:
         stage: Stage of the request at its deadline: ``deferred`` by a full or stopping service, ``queued`` for a
             worker, ``scoring`` in a worker, ``finishing`` if a request to sleep waited for others, ``changing`` if
-            workers did not fall asleep or wake up, ``sent`` if the service did not reply. Empty for other backends.
+            workers did not fall asleep or wake up, ``sent`` if the service did not reply. For a user's backend, the
+            method that did not return.
     """
 
     stage: str = field(default="", kw_only=True)

@@ -33,6 +33,7 @@ from recipe_gkd.teacher_routing.prompts import TeacherPrompts
 from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.base_config import base_config
 from tests._support.data_sets import data_set_of
+from tests._support.errors import raises
 from tests._support.fake_teachers import fake_scores
 
 pytestmark = pytest.mark.timeout(60)
@@ -277,29 +278,23 @@ class TestPrompts:
         assert prompts_of(config, tokenizer, routes=Routes(("math", "code"), np.zeros(3, np.int64))) is None
 
     @pytest.mark.parametrize(
-        ("values", "columns", "message"),
+        ("values", "columns", "row", "column"),
         [
-            (
-                {"prompt_template": "{prompt}{extra_info.solution}"},
-                {},
-                r"has the field \{extra_info\.solution\}, but the data has no such column; expected \{prompt\}, the "
-                r"replaced text, or one of: prompt, answer, extra_info\.index, extra_info\.steps",
-            ),
-            ({"prompt_template": "{answer}"}, {"answer": ["0", None, "1"]}, r"row 1 of .* column answer is null"),
-            (
-                {"prompt_template": "{answer}"},
-                {"prompt": [[{"role": "assistant", "content": "1"}]] * 3},
-                "row 0 of .* replaces the last user message, but the prompt .* has none with a text",
-            ),
-            ({"prompt_key": "hint"}, {}, r"data\.teacher_prompt_key=hint: the data has no such column"),
-            ({"prompt_key": "hint"}, {"hint": [5, 6, 7]}, "prompt of teacher default: row 0 of .*the prompt is 5"),
+            ({"prompt_template": "{prompt}{extra_info.solution}"}, {}, None, "extra_info.solution"),
+            ({"prompt_template": "{answer}"}, {"answer": ["0", None, "1"]}, 1, "answer"),
+            ({"prompt_template": "{answer}"}, {"prompt": [[{"role": "assistant", "content": "1"}]] * 3}, 0, ""),
+            ({"prompt_key": "hint"}, {"hint": [5, 6, 7]}, 0, "hint"),
         ],
     )
     def test_unusable_row_or_field_raises(
-        self, tokenizer: Any, values: dict[str, Any], columns: dict[str, list[Any]], message: str
+        self, tokenizer: Any, values: dict[str, Any], columns: dict[str, list[Any]], row: int | None, column: str
     ) -> None:
-        with pytest.raises(DataError, match=message):
+        with raises(DataError, row=row, column=column):
             prompts_of(with_teacher(**values), tokenizer, table(**columns))
+
+    def test_missing_column_of_prompts_raises(self, tokenizer: Any) -> None:
+        with raises(DataError, row=None):
+            prompts_of(with_teacher(prompt_key="hint"), tokenizer, table())
 
     def test_fingerprint_depends_on_prompts_only(self, tokenizer: Any) -> None:
         def fingerprint(**values: Any) -> str:
@@ -318,13 +313,15 @@ class TestGenerationPrompt:
     THINKING: ClassVar[dict[str, Any]] = {"apply_chat_template_kwargs": {"enable_thinking": False}}
 
     def test_other_arguments_are_refused_with_both_texts(self, tokenizer: Any) -> None:
-        with pytest.raises(DataError, match=r"follows '<\|assistant\|>', but .* after '<\|assistant\|>;;'\. .*allow_"):
+        with raises(DataError, row=0, column="") as refused:
             prompts_of(with_teacher(**self.THINKING), tokenizer)
+        assert "follows '<|assistant|>', but the teacher would score it after '<|assistant|>;;'" in refused.value.what
 
     def test_text_beside_messages_is_refused_with_both_texts(self, tokenizer: Any) -> None:
         rows = table(hint=["0", "1", "2"])
-        with pytest.raises(DataError, match=r"follows '<\|assistant\|>', but the teacher would score it after ''"):
+        with raises(DataError, row=0, column="") as refused:
             prompts_of(with_teacher(prompt_key="hint"), tokenizer, rows)
+        assert "follows '<|assistant|>', but the teacher would score it after ''" in refused.value.what
 
     def test_mismatch_is_accepted_with_the_key(self, tokenizer: Any) -> None:
         texts = texts_of(with_teacher(**self.THINKING, allow_prompt_mismatch=True), tokenizer)
