@@ -174,12 +174,12 @@ class FailurePolicy:
             request, self.n_skipped, budget, type(error).__name__, error,
         )  # fmt: skip
         if self.n_skipped > budget:
-            raise type(error)(
+            raise of_several_requests(
+                error,
                 f"{self.n_skipped} samples were not scored by their teacher, more than {TEACHER}.max_skipped_samples="
                 f"{budget}",
-                options=(f"{TEACHER}.max_skipped_samples",),
+                option=f"{TEACHER}.max_skipped_samples",
                 remedy="check the service and resume from the last checkpoint, or raise the budget",
-                details=(f"the last error: {error}",),
             ) from error
 
 
@@ -189,3 +189,16 @@ def located(error: TeacherError, request: TeacherRequest) -> TeacherError:
     if uid is None and error.sequence is not None and error.sequence < len(uids):
         uid = uids[error.sequence]
     return error.replaced(step=request.step, teacher=request.teacher, samples=uids, uid=uid)
+
+
+def of_several_requests(last: TeacherError, what: str, *, option: str, remedy: str) -> TeacherError:
+    """Return an error of the class of the last one, without the place of its request. ``details`` has the last error.
+
+    Args:
+        last: Error of the last request.
+        what: Summary of all failures.
+        option: Configuration key that can be changed.
+        remedy: What the user can do.
+    """
+    summary = last.replaced(what=what, options=(option,), remedy=remedy, details=(f"the last error: {last}",))
+    return summary.replaced(phase="", operation="", address="", worker="", workers=(), sequence=None, uid=None)

@@ -143,7 +143,8 @@ class HfTeacher:
         """
         if not self._info.n_logprobs <= n_ids <= self._info.n_tokens:
             raise TeacherRequestError(
-                f"{n_ids} ids with a probability; expected {self._info.n_logprobs} (top_k) to {self._info.n_tokens}"
+                f"{n_ids} ids with a probability, expected {self._info.n_logprobs} (top_k) to {self._info.n_tokens}",
+                argument="n_ids",
             )
         self._n_ids = n_ids
 

@@ -22,7 +22,7 @@ from recipe_gkd.runtime.wait_log import waiting
 from recipe_gkd.scoring.requests import Requests, TeacherRequest
 from recipe_gkd.teacher_routing.backends import TeacherBackend, open_backend
 from recipe_gkd.teacher_routing.direct_requests import DirectRequests
-from recipe_gkd.teacher_routing.failure_policy import FailurePolicy, Scores
+from recipe_gkd.teacher_routing.failure_policy import FailurePolicy, Scores, of_several_requests
 from recipe_gkd.teacher_routing.outages import OutageMonitor
 from recipe_gkd.teacher_routing.routes import Routes
 from teacher.client import ClientSpec, TeacherClient
@@ -268,14 +268,14 @@ class Teachers:
         skipped = sum(sample.is_skipped for sample in for_teacher)
         none_scored = skipped > 0 and skipped == len(for_teacher)
         if none_scored and self._gkd.distill_loss_coef and (error := self._policy.last_error):
-            raise type(error)(
+            summary = of_several_requests(
+                error,
                 f"none of the {skipped} samples of the batch was scored by its teacher, so there is nothing to distill",
-                step=step,
-                options=(f"{TEACHER}.on_failure",),
+                option=f"{TEACHER}.on_failure",
                 remedy="check the service and resume from the last checkpoint, or set "
                 f"{TEACHER}.on_failure=wait to retry instead of skipping",
-                details=(f"the last error: {error}",),
-            ) from error
+            )
+            raise summary.replaced(step=step) from error
         metrics = {"teacher/skipped_samples": float(skipped), "teacher/skipped_samples_total": float(before + skipped)}
         tokens = [0] * len(self._routes.names)
         for sample in for_teacher:

@@ -64,7 +64,7 @@ def read_routes(data_set: DataSet, config: Config) -> Routes:
     for row, value in enumerate(values):
         if not isinstance(value, str) or value not in numbers:
             raise DataError(
-                f"{data_set[row].where} has {value!r:.100} in the column {setting}={teacher.route_key}; "
+                f"{data_set[row].where} has {value!r:.100} in the column {setting}={teacher.route_key}, "
                 f"expected one of the teachers {', '.join(known)}",
                 row=row,
                 column=teacher.route_key,
