@@ -138,7 +138,7 @@ class TestTemplate:
         ("template", "problem"),
         [
             ("{prompt} {extra_info.answer} {{x}}", None),
-            ("{prompt", "expected '}' before end of string; expected text with fields such as {prompt}"),
+            ("{prompt", "expected '}' before end of string"),
             ("{}", "got the field {}"),
             ("{0}", "got the field {0}"),
             ("{prompt!r}", "got the field {prompt!r}"),
