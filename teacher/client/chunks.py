@@ -16,7 +16,8 @@ from teacher.errors import TeacherError, TeacherProtocolError
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherSequence
 from teacher.wire import protocol
 from teacher.wire.frames import Frame
-from teacher.wire.messages import Message, ScoreReply, WireDtype, check_sequences
+from teacher.wire.messages import Message, ScoreReply, WireDtype
+from teacher.wire.request_checks import check_sequences
 
 CHUNK_TOKENS = 4096
 MAX_CHUNK_REPLY_BYTES = 256 << 20  # a worker keeps the results of a chunk in memory until the chunk is complete

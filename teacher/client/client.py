@@ -20,7 +20,8 @@ from teacher.status import ServiceStatus
 from teacher.wire import protocol
 from teacher.wire.auth import ClientKeys, client_keys, is_loopback
 from teacher.wire.connection import CLIENT, Connection, PeerRole
-from teacher.wire.messages import LIMITS, AsleepSet, Info, Status, WireDtype, check_top_k, check_wire_dtype
+from teacher.wire.messages import LIMITS, AsleepSet, Info, Status, WireDtype
+from teacher.wire.request_checks import check_top_k, check_wire_dtype
 from teacher.wire.sockets import FRONTEND_PORT
 
 DEFAULT_TIMEOUT_S = 600.0

@@ -21,19 +21,10 @@ from dataclasses import asdict, dataclass, fields
 import msgpack
 import numpy as np
 
-from teacher.errors import (
-    TeacherAsleep,
-    TeacherChanged,
-    TeacherError,
-    TeacherProtocolError,
-    TeacherRequestError,
-    TeacherTimeout,
-    TeacherUnavailable,
-    TeacherWithoutWorker,
-    short,
-)
+from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, short
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
+from teacher.wire import error_fields
 from teacher.wire import header as checked
 from teacher.wire.frames import Frame, pack, unpack_arrays, unpack_header
 from teacher.wire.header import Header
@@ -60,36 +51,11 @@ from teacher.wire.messages import (
     StatusRequest,
     Welcome,
     WireDtype,
-    check_sequences,
-    check_temperature,
-    check_top_k,
-    check_wire_dtype,
 )
+from teacher.wire.request_checks import check_sequences, check_temperature, check_top_k, check_wire_dtype
 
 DEFAULT_LOGITS = LogitSettings()
 _MAX_WORKER_NAME_CHARS = 256  # the status contains the names of all workers
-
-_ERROR_OF_CODE: dict[str, type[TeacherError]] = {
-    "changed": TeacherChanged,
-    "timeout": TeacherTimeout,
-    "protocol": TeacherProtocolError,
-    "request": TeacherRequestError,
-    "unavailable": TeacherUnavailable,
-    "no_worker": TeacherWithoutWorker,
-    "asleep": TeacherAsleep,
-}
-_CODE_OF_ERROR = {error: code for code, error in _ERROR_OF_CODE.items()}
-_MAX_COUNT = 2**40
-
-_LONG_FIELDS = ("what", "remedy")
-# Fields of an error that cross the network. The receiver of an error adds the others, such as the address.
-_READ_ERROR_FIELD: dict[str, Callable[[Header, str], object]] = {
-    **dict.fromkeys(_LONG_FIELDS, checked.text),
-    **dict.fromkeys(("worker", "stage", "entry", "argument"), checked.name),
-    **dict.fromkeys(("details", "workers", "options"), checked.texts),
-    "sequence": lambda data, name: checked.integer(data, name, 0, LIMITS.sequences - 1),
-    **dict.fromkeys(("n_losses", "peer_version"), lambda data, name: checked.integer(data, name, 0, _MAX_COUNT)),
-}
 
 
 # --- encode ----------------------------------------------------------------------------------------------------------
@@ -138,7 +104,7 @@ def encode_score(
         model: ``ModelInfo.identity`` that must serve the request, empty for any model.
 
     Raises:
-        TeacherRequestError: An argument is invalid; see the ``check_*`` functions of ``messages``.
+        TeacherRequestError: An argument is invalid; see ``request_checks``.
     """
     check_sequences(sequences)
     return pack(
@@ -202,20 +168,8 @@ def encode_error(request_id: int, error: TeacherError) -> list[Frame]:
 
     An error type without a wire code is sent as ``TeacherRequestError``.
     """
-    error_type = type(error) if type(error) in _CODE_OF_ERROR else TeacherRequestError
-    values = {name: _for_wire(name, getattr(error, name, None)) for name in _wire_fields(error_type)}
-    data = {name: value for name, value in values.items() if value not in (None, "", [])}
-    message = str(error)[: LIMITS.text_chars]
-    return pack(Kind.ERROR, request_id, code=_CODE_OF_ERROR[error_type], message=message, error=data)
-
-
-def _for_wire(name: str, value: object) -> object:
-    """Return the value of an error's field within the limits."""
-    if isinstance(value, str):
-        return value[: LIMITS.text_chars if name in _LONG_FIELDS else checked.MAX_NAME_CHARS]
-    if isinstance(value, tuple):
-        return [str(text)[: LIMITS.list_text_chars] for text in value[: LIMITS.list_texts]]
-    return value
+    code, data = error_fields.to_wire(error)
+    return pack(Kind.ERROR, request_id, code=code, message=str(error)[: LIMITS.text_chars], error=data)
 
 
 def encode_ready(ready: Ready) -> list[Frame]:
@@ -274,12 +228,13 @@ def decode(frames: Sequence[Frame]) -> Message:
     header = unpack_header(frames[0])
     kind = header.get("kind")
     if kind == Kind.ERROR.value and header.get("v") != PROTOCOL_VERSION:
-        return _decode_foreign_error(header)
+        error_type = error_fields.type_of(header.get("code"))  # its fields may be others, but it has a text
+        return Failure(checked.request_id(header), error_type(checked.text(header, "message")))
     if (version := header.get("v")) != PROTOCOL_VERSION:
         raise TeacherProtocolError(
             f"message of protocol version {short(version)}, this side uses {PROTOCOL_VERSION}",
             entry="v",
-            peer_version=version if type(version) is int and 0 <= version <= _MAX_COUNT else None,
+            peer_version=version if type(version) is int and 0 <= version <= error_fields.MAX_COUNT else None,
             remedy="install the same teacher package on the trainer, proxy and worker machines",
         )
     layout = _LAYOUTS.get(kind) if isinstance(kind, str) else None
@@ -301,30 +256,8 @@ def peek_request_id(frames: Sequence[Frame]) -> int | None:
 
 
 def _decode_error(header: Header, arrays: list[np.ndarray]) -> Failure:
-    data = header.get("error")
-    if not isinstance(data, dict):
-        raise TeacherProtocolError(f"error must be a map, got {short(data)}", entry="error")
     checked.text(header, "message")  # the proxy passes on only the data
-    error_type = _error_type(header)
-    names = _wire_fields(error_type)
-    checked.expect_keys(data, names)
-    values = {name: _READ_ERROR_FIELD[name](data, name) for name in data}
-    return Failure(checked.request_id(header), error_type().replaced(**values))
-
-
-def _decode_foreign_error(header: Header) -> Failure:
-    """Decode an error of another protocol version, which has a text but unknown data."""
-    return Failure(checked.request_id(header), _error_type(header)(checked.text(header, "message")))
-
-
-def _error_type(header: Header) -> type[TeacherError]:
-    code = header.get("code")
-    return _ERROR_OF_CODE.get(code, TeacherRequestError) if isinstance(code, str) else TeacherRequestError
-
-
-def _wire_fields(error_type: type[TeacherError]) -> frozenset[str]:
-    """Return the names of the fields that an error has in a message."""
-    return frozenset(name for name in _READ_ERROR_FIELD if name in {field.name for field in fields(error_type)})
+    return Failure(checked.request_id(header), error_fields.from_wire(header.get("code"), header.get("error")))
 
 
 def _decode_info(header: Header, arrays: list[np.ndarray]) -> Info:

@@ -13,7 +13,7 @@ import pytest
 
 from teacher import errors
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
-from teacher.wire import messages, protocol
+from teacher.wire import protocol, request_checks
 from teacher.wire.messages import (
     LIMITS,
     PROTOCOL_VERSION,
@@ -237,7 +237,7 @@ def test_check_sequences_large_batch_error_names_argument_and_key() -> None:
     options = ("actor_rollout_ref.teacher.num_microbatches",)
     for batch, argument in ((too_many, "sequences"), (too_long, "token_ids")):
         with raises(errors.TeacherRequestError, argument=argument, sequence=None, options=options):
-            messages.check_sequences(batch)
+            request_checks.check_sequences(batch)
 
 
 def test_other_version_is_refused_except_errors() -> None:
