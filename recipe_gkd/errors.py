@@ -218,6 +218,17 @@ class CheckpointMismatch(CheckpointError):
     differing: tuple[str, ...] = field(default=(), kw_only=True)
 
 
+@dataclass(eq=False, repr=False)
+class VocabularyMismatch(ConfigError):
+    """Teacher and student whose ids are not the same tokens.
+
+    Attributes:
+        ids: Ids that are missing in one of them or are other tokens. Empty if the tokenizers have nothing in common.
+    """
+
+    ids: tuple[int, ...] = field(default=(), kw_only=True)
+
+
 def find_timeout_error(error: BaseException | None) -> DeadlineError | None:
     """Return the first :class:`DeadlineError` with silent workers among ``error`` and its causes, or None."""
     seen: list[BaseException] = []  # a chain of causes can contain a cycle
