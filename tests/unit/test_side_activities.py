@@ -267,8 +267,8 @@ def fail_reward(case: Case) -> None:
 
 def fail_background_save(case: Case) -> None:
     trainer = case.trainer("trainer.save_freq=2", "actor_rollout_ref.actor.checkpoint.async_save=true")
-    workers: Any = trainer.workers
-    workers.save_errors = [CheckpointError("disk full")]
+    cluster: Any = trainer.cluster
+    cluster.save_errors = [CheckpointError("disk full")]
     case.run(trainer, warning="the checkpoint of step 2 could not be saved: disk full")
     assert steps_of(case.folder) == [4, 6]
 

@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 import ray
 
+from recipe_gkd.cluster import Cluster
 from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.hybrid.sync_probe import SyncProbe, probe_contexts
 from recipe_gkd.weight_sync.model_check import BOUND_FLOAT32_ON_CPU, MismatchGuard
-from recipe_gkd.workers import Workers
 from tests._support.engine_faults import FAULTS, keep_old_output_layer
 from tests._support.rollout_models import VOCABULARY, config_for, prompts
 from tests.integration.rollout.conftest import NEW, OLD, Pool
@@ -40,11 +40,11 @@ def planted(pool: Pool, rank: int, fault: Callable[[Any], Callable[[], None]]) -
 
 
 def probe_of(pool: Pool, *ranks: int) -> SyncProbe:
-    workers = cast(Workers, SimpleNamespace(actors=pool.actor, rollouts=pool.group(*ranks)))
+    cluster = cast(Cluster, SimpleNamespace(actors=pool.actor, rollouts=pool.group(*ranks)))
     config = config_for(cast(Any, "unused"))
     contexts = probe_contexts([prompt.ids for prompt in prompts(20)], config)
     assert len(contexts[-1]) == 32 + 48 - 4 and all(ids.max() < VOCABULARY for ids in contexts)
-    return SyncProbe(config, workers, contexts)
+    return SyncProbe(config, cluster, contexts)
 
 
 def sync(pool: Pool, seed: int, *ranks: int) -> None:

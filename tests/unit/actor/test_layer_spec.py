@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
@@ -27,11 +26,8 @@ from recipe_gkd.actor.megatron.packed_attention import PackedAttention
 from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding
 from recipe_gkd.config.megatron_fields import FIXED_FIELDS
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.ray_cluster.startup_progress import StartupProgress
-from recipe_gkd.workers import _set_up_actors
 from tests._support.layouts import BF16, CP2, OVERRIDE
 from tests._support.tiny_models import MEGATRON, make_config, make_folder
-from tests._support.worker_reports import rank_report
 
 Build = Callable[..., TransformerConfig]
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -233,24 +229,3 @@ class TestReport:
         monkeypatch.setattr("recipe_gkd.actor.megatron.transformer_impl.installed_version", lambda: "2.14.1")
         [warning] = layer_report(with_te(), "auto").warnings
         assert "2.14.1 is newer" in warning
-
-    def test_driver_logs_report_of_first_rank_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        class Actors:
-            name = "actor"
-
-            def __len__(self) -> int:
-                return 2
-
-            async def call_one(self, *_: Any, **__: Any) -> tuple[str, int]:
-                return "127.0.0.1", 1
-
-            async def call(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
-                return [rank_report(summary="layers: torch", warnings=("slow",))] * 2
-
-        actors: Any = Actors()
-        with caplog.at_level("INFO", logger="recipe_gkd.workers"):
-            asyncio.run(_set_up_actors(actors, 1.0, StartupProgress()))
-        assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-            ("INFO", "actor: layers: torch"),
-            ("WARNING", "actor: slow"),
-        ]

@@ -252,8 +252,8 @@ def test_position_and_best_follow_loaded_checkpoint(
         return []
 
     @asynccontextmanager
-    async def start_workers(*_: Any, total_steps: int, **__: Any) -> AsyncIterator[Any]:
-        called.append(("start_workers", total_steps))
+    async def start_cluster(*_: Any, total_steps: int, **__: Any) -> AsyncIterator[Any]:
+        called.append(("start_cluster", total_steps))
         yield SimpleNamespace(actors=SimpleNamespace(call=call), scoring=None)
 
     class Trainer:
@@ -262,7 +262,7 @@ def test_position_and_best_follow_loaded_checkpoint(
 
         async def fit(self, stop: StopRequest) -> None: ...
 
-    monkeypatch.setattr(main_gkd, "start_workers", start_workers)
+    monkeypatch.setattr(main_gkd, "start_cluster", start_cluster)
     monkeypatch.setattr(main_gkd, "Trainer", Trainer)
     monkeypatch.setattr(main_gkd, "choose_device", lambda _: "cpu")
     validation = ["trainer.test_freq=1", "data.val_files=x", "custom_reward_function.path=x"]
@@ -278,7 +278,7 @@ def test_position_and_best_follow_loaded_checkpoint(
     load = ("load_checkpoint", str(tmp_path / "global_step_4" / "actor"))
     if damaged:
         assert called == [
-            ("start_workers", 10),
+            ("start_cluster", 10),
             load,
             ("load_checkpoint", str(tmp_path / "global_step_2" / "actor")),
             ("set_total_steps", 11),
@@ -286,7 +286,7 @@ def test_position_and_best_follow_loaded_checkpoint(
         assert start.progress.prompts_trained == 10 and start.best == Best("m", 0.1, 2)
         assert (tmp_path / "best").readlink() == Path("global_step_2")
     else:
-        assert called == [("start_workers", 10), load]
+        assert called == [("start_cluster", 10), load]
         assert start.progress.prompts_trained == 40 and start.best == Best("m", 0.2, 4)
 
 

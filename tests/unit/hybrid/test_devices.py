@@ -9,12 +9,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from recipe_gkd.cluster import Cluster
 from recipe_gkd.errors import WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.hybrid.devices import SeparateDevices, SharedDevices, open_devices
 from recipe_gkd.hybrid.sync_probe import mismatch_guard
 from recipe_gkd.hybrid.turns import Phase
 from recipe_gkd.teacher_routing import Teachers
-from recipe_gkd.workers import Workers
 from tests._support.base_config import base_config
 
 HYBRID = ("actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync")
@@ -102,7 +102,7 @@ class FakeDevices:
 def devices_of(fake: FakeDevices, *overrides: str) -> SharedDevices:
     config = base_config(*overrides, f"{LEVEL}={fake.sleep_level}", "actor_rollout_ref.actor.megatron.dtype=float32")
     guard = mismatch_guard(config, fake)
-    devices = open_devices(config, cast(Workers, fake), cast(Teachers, fake), [np.array([1, 2, 3])], guard)
+    devices = open_devices(config, cast(Cluster, fake), cast(Teachers, fake), [np.array([1, 2, 3])], guard)
     assert isinstance(devices, SharedDevices)
     return devices
 
@@ -282,7 +282,7 @@ def test_separate_devices_have_no_transitions() -> None:
     fake = FakeDevices(0)
     config = base_config("trainer.scheduler=sync")
     guard = mismatch_guard(config, fake)
-    devices = open_devices(config, cast(Workers, fake), cast(Teachers, fake), [np.array([1, 2])], guard)
+    devices = open_devices(config, cast(Cluster, fake), cast(Teachers, fake), [np.array([1, 2])], guard)
     assert isinstance(devices, SeparateDevices)
 
     async def scenario() -> None:

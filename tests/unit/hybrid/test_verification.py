@@ -12,7 +12,7 @@ from recipe_gkd.hybrid.sync_probe import mismatch_bound
 from recipe_gkd.hybrid.verification import MAX_REQUEST_TOKENS, largest_difference, request_ids
 from recipe_gkd.weight_sync.model_check import default_bound
 from tests._support.base_config import CONFIG_NAME, REQUIRED
-from tests._support.described_workers import make_workers
+from tests._support.described_cluster import described_cluster
 
 EXPECTED = [-1.0, -2.0, -0.5]
 BOUND = default_bound({"bfloat16"}, on_cpu=True)
@@ -50,6 +50,6 @@ def test_bound_is_that_of_the_configuration(override: str, bound: float | None) 
         CONFIG_NAME,
         [*REQUIRED, f"{ROLLOUT}.mismatch_bound={override}", "actor_rollout_ref.actor.megatron.dtype=float32"],
     )
-    assert mismatch_bound(config, make_workers("float32")) == bound
+    assert mismatch_bound(config, described_cluster("float32")) == bound
     with pytest.raises(WeightSyncError, match=rf"expected at most {bound}") if bound else nullcontext():
         assert largest_difference(EXPECTED, got, bound) == pytest.approx(0.7)
