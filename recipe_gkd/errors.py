@@ -7,6 +7,7 @@ package.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,21 @@ class ConfigError(GkdError, ValueError):
 
 
 @dataclass(eq=False, repr=False)
+class RunFolderInUse(ConfigError):
+    """Run folder that another run has locked.
+
+    Attributes:
+        path: The run folder.
+        pid: Process id of the driver of the other run. None if it is unknown.
+        host: Name of its host.
+    """
+
+    path: Path | None = field(default=None, kw_only=True)
+    pid: int | None = field(default=None, kw_only=True)
+    host: str = field(default="", kw_only=True)
+
+
+@dataclass(eq=False, repr=False)
 class DataError(GkdError, ValueError):
     """Data file or row that cannot be used.
 
@@ -37,12 +53,16 @@ class DataError(GkdError, ValueError):
         row: Position of the row in the data set, starting at 0.
         line: Number of the line in the file, starting at 1.
         column: Name of the column.
+        uid: Uid of the sample.
+        position: Position of a token in the response, starting at 0.
     """
 
     file: Path | None = field(default=None, kw_only=True)
     row: int | None = field(default=None, kw_only=True)
     line: int | None = field(default=None, kw_only=True)
     column: str = field(default="", kw_only=True)
+    uid: int | None = field(default=None, kw_only=True)
+    position: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(eq=False, repr=False)
@@ -64,7 +84,7 @@ class ModelError(GkdError, ValueError):
 
     Attributes:
         path: The folder or file.
-        names: Names of the tensors, or of the fields of ``config.json``.
+        names: Names of the tensors, of the fields of ``config.json``, or of the options of the model's layers.
     """
 
     path: Path | None = field(default=None, kw_only=True)
@@ -78,25 +98,58 @@ class ResourceError(GkdError, RuntimeError):
     Attributes:
         node: Address or id of the node.
         workers: Labels of the workers, if several are concerned.
+        keys: Full names of the configuration keys to change.
     """
 
     node: str = field(default="", kw_only=True)
     workers: tuple[str, ...] = field(default=(), kw_only=True)
+    keys: tuple[str, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(eq=False, repr=False)
+class MemoryBudgetError(ResourceError):
+    """Phases of a step for which a shared device has too little memory.
+
+    Attributes:
+        keys_by_phase: Name of each phase that does not fit -> full names of the configuration keys to change.
+    """
+
+    keys_by_phase: Mapping[str, tuple[str, ...]] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(eq=False, repr=False)
 class WorkerError(GkdError, RuntimeError):
-    """Failure of a pool worker."""
+    """Failure of a pool worker.
+
+    Attributes:
+        keys: Full names of the configuration keys to change.
+        uids: Uids of the samples that caused the failure.
+    """
+
+    keys: tuple[str, ...] = field(default=(), kw_only=True)
+    uids: tuple[int, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(eq=False, repr=False)
 class WorkerDied(WorkerError):
-    """Death of a worker: its process ended, or its engine failed. Another worker can take over its work."""
+    """Death of a worker: its process ended, or its engine failed. Another worker can take over its work.
+
+    Attributes:
+        process: Name of the process of the engine that died. Empty for the worker's own process.
+    """
+
+    process: str = field(default="", kw_only=True)
 
 
 @dataclass(eq=False, repr=False)
 class SecondaryFailure(WorkerError):
-    """Failure whose cause another worker reports."""
+    """Failure whose cause another worker reports.
+
+    Attributes:
+        origin: Label of the worker that reports the cause. Empty if it is unknown.
+    """
+
+    origin: str = field(default="", kw_only=True)
 
 
 @dataclass(eq=False, repr=False)
@@ -104,13 +157,15 @@ class DeadlineError(GkdError, TimeoutError):
     """Missing reply at a deadline.
 
     Attributes:
-        silent: Labels of the processes that did not reply. Empty if the wait was not for processes of the run.
-        answered: Labels of the processes that replied.
+        silent: Labels of the workers that did not reply to the driver. They can be replaced.
+        answered: Labels of the workers that replied to the driver.
+        missing: Names of the processes for which another process of the run has waited in vain.
         waited_s: Waiting time in seconds.
     """
 
     silent: tuple[str, ...] = field(default=(), kw_only=True)
     answered: tuple[str, ...] = field(default=(), kw_only=True)
+    missing: tuple[str, ...] = field(default=(), kw_only=True)
     waited_s: float = field(default=0.0, kw_only=True)
 
 
@@ -137,10 +192,27 @@ class CheckpointError(GkdError, RuntimeError):
     """Checkpoint that is missing or incomplete, or could not be saved.
 
     Attributes:
-        path: Folder of the checkpoint.
+        path: Folder of the checkpoint, or the file in it. The run folder if several checkpoints are concerned.
+        ranks: Actor ranks that failed, ascending. Empty if the driver failed.
+        tried: Folders of the checkpoints that cannot be used, newest first, if several are concerned.
     """
 
     path: Path | None = field(default=None, kw_only=True)
+    ranks: tuple[int, ...] = field(default=(), kw_only=True)
+    tried: tuple[Path, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(eq=False, repr=False)
+class SavesFailed(CheckpointError):
+    """Failed saves that end the run.
+
+    Attributes:
+        count: Number of failed saves of the run.
+        newest: Folder of the newest complete checkpoint of the run. None if there is none.
+    """
+
+    count: int = field(default=0, kw_only=True)
+    newest: Path | None = field(default=None, kw_only=True)
 
 
 @dataclass(eq=False, repr=False)

@@ -49,11 +49,12 @@ def check_weight_files(folder: Path) -> None:
     """
     if not (folder / INDEX_NAME).is_file() and not (folder / "model.safetensors").is_file():
         raise ModelError(
-            f"actor_rollout_ref.model.path: {folder} has neither model.safetensors nor {INDEX_NAME}; save the model "
-            "with save_pretrained, or copy the folder again"
+            f"actor_rollout_ref.model.path: {folder} has neither model.safetensors nor {INDEX_NAME}",
+            remedy="save the model with save_pretrained, or copy the folder again",
+            path=folder / INDEX_NAME,
         )
     if damage := find_damaged_weights(folder):
-        raise ModelError(f"actor_rollout_ref.model.path: {damage}")
+        raise ModelError(f"actor_rollout_ref.model.path: {damage}", path=folder)
 
 
 def check_tied_output_layer(folder: Path) -> None:
@@ -78,8 +79,11 @@ def check_tied_output_layer(folder: Path) -> None:
         return
     raise ModelError(
         f"actor_rollout_ref.model.path: {folder}/config.json has tie_word_embeddings=true, but the weight files store "
-        f"{heads[0]} with other values than {embeddings[0]}. If the stored output layer is right, set "
-        "tie_word_embeddings to false in config.json; if not, remove it from the weight files"
+        f"{heads[0]} with other values than {embeddings[0]}",
+        remedy="if the stored output layer is right, set tie_word_embeddings to false in config.json; if not, remove "
+        "it from the weight files",
+        path=folder,
+        names=(heads[0], embeddings[0]),
     )
 
 
@@ -111,6 +115,8 @@ def check_tokenizer_files(folder: Path) -> None:
         missing += [name for name in incomplete or VOCABULARY_FILES[0] if not (folder / name).is_file()]
     if missing:
         raise ModelError(
-            f"actor_rollout_ref.model.path: {folder} has no {', '.join(missing)}; save the "
-            "student's original tokenizer there (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            f"actor_rollout_ref.model.path: {folder} has no {', '.join(missing)}",
+            remedy="save the student's original tokenizer there "
+            "(AutoTokenizer.from_pretrained(...).save_pretrained(...))",
+            path=folder / missing[0],
         )

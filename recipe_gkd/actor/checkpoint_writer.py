@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from recipe_gkd.actor.backend import Backend
 from recipe_gkd.actor.parallel_write import FIRST_ROUND_S, LONGEST_ROUND_S, ParallelWrite, agree
+from recipe_gkd.errors import CheckpointError
 
 
 class CheckpointWriter:
@@ -103,11 +104,11 @@ class _Save:
         self._make_folder()
         self._files = backend.plan_save(path, step, contents)
         functions: list[Callable[[], Any]] = []
-        failure = None
+        failure: CheckpointError | None = None
         try:
             functions = self._files.shard_functions()
         except (OSError, RuntimeError, MemoryError) as error:  # from the copy to host memory
-            failure = f"{type(error).__name__}: {error}"
+            failure = CheckpointError(f"{type(error).__name__}: {error}", path=path)
         self._stage = _Stage.SHARDS
         self.write = self._start(functions, failure)
 
@@ -121,7 +122,7 @@ class _Save:
             self._stage = _Stage.COMPLETE
         return self._stage is _Stage.COMPLETE
 
-    def _start(self, functions: Sequence[Callable[[], Any]], failure: str | None = None) -> ParallelWrite:
+    def _start(self, functions: Sequence[Callable[[], Any]], failure: CheckpointError | None = None) -> ParallelWrite:
         return ParallelWrite(
             self._name,
             functions,
@@ -132,19 +133,20 @@ class _Save:
         )
 
     def _make_folder(self) -> None:
-        failure = None
+        failure: CheckpointError | None = None
         try:
             if self._layout.rank == 0:
                 if self._path.exists():
                     shutil.rmtree(self._path)
                 self._path.mkdir(parents=True)
         except OSError as error:
-            failure = f"{type(error).__name__}: {error}"
+            failure = CheckpointError(f"{type(error).__name__}: {error}", path=self._path)
         agree(self._name, failure, self._device)
         if not os.access(self._path, os.W_OK):
-            failure = (
-                f"{self._path}, which rank 0 has created, does not exist or is not writable on this machine; "
-                "trainer.default_local_dir must be shared by all nodes of the actor pool"
+            failure = CheckpointError(
+                f"{self._path}, which rank 0 has created, does not exist or is not writable on this machine",
+                remedy="trainer.default_local_dir must be shared by all nodes of the actor pool",
+                path=self._path,
             )
         agree(self._name, failure, self._device)
 

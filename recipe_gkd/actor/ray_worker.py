@@ -13,7 +13,7 @@ from recipe_gkd.config.schema import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
 from recipe_gkd.ray_cluster.placement import device_report
-from recipe_gkd.runtime.out_of_memory import Phase, out_of_memory_explained
+from recipe_gkd.runtime.out_of_memory import MemoryPhase, out_of_memory_explained
 from recipe_gkd.runtime.phase_memory import peak_bytes, reset_peak
 from recipe_gkd.scoring.fetch import with_top_k
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
@@ -184,7 +184,7 @@ class ActorWorker:
         """Set the step at which the decay of the learning rate ends."""
         self.actor.set_total_steps(total_steps)
 
-    def _memory_explained(self, phase: Phase) -> AbstractContextManager[None]:
+    def _memory_explained(self, phase: MemoryPhase) -> AbstractContextManager[None]:
         """Return a context in which a lack of memory becomes an error with the keys to change."""
         return out_of_memory_explained(
             pool="actor", phase=phase, label=f"actor rank {self._rank}", sizes=self.actor.state_sizes

@@ -315,8 +315,9 @@ class StudentActor:
     def _ensure_usable(self) -> None:
         if self._partially_loaded is not None:
             raise CheckpointError(
-                f"the weights were partly restored from {self._partially_loaded}, which is damaged; load another "
-                "checkpoint"
+                f"the weights were partly restored from {self._partially_loaded}, which is damaged",
+                remedy="load another checkpoint",
+                path=self._partially_loaded,
             )
 
 

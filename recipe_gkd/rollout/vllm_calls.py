@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+from recipe_gkd.errors import GkdError, WorkerError
 from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.vllm_compat import unpinned_nccl_env
 from recipe_gkd.rollout.vllm_sleep import SleepCalls
@@ -18,8 +20,9 @@ class WeightUpdateCalls:
     They return errors instead of raising them. With several worker processes, vLLM stops at the first exception, and
     takes the results of the other processes for those of the next call.
 
-    Every method returns ``error`` (text or None), ``is_unusable`` (True after a CUDA error of this process or an error
-    of a reload), ``has_mixed_weights`` (see :class:`BucketReceiver`), and the statistics of a received update.
+    Every method returns ``error`` (a :class:`GkdError` or None), ``is_unusable`` (True after a CUDA error of this
+    process or an error of a reload), ``has_mixed_weights`` (see :class:`BucketReceiver`), and the statistics of a
+    received update.
     """
 
     # Members of vLLM's worker class.
@@ -44,7 +47,10 @@ class WeightUpdateCalls:
         return self._gkd_outcome(join)
 
     def gkd_check_memory(self, info: dict[str, Any]) -> dict[str, Any]:
-        """Return the lack of memory for an update as ``shortage``; ``info`` has the fields of :class:`CheckMemory`."""
+        """Return the error about too little memory for an update as ``shortage``, or None.
+
+        ``info`` has the fields of :class:`CheckMemory`.
+        """
         receiver: BucketReceiver = self.weight_transfer_engine
 
         def check() -> None:
@@ -89,11 +95,17 @@ class WeightUpdateCalls:
     def _gkd_outcome(self, action: Callable[[], None]) -> dict[str, Any]:
         receiver: BucketReceiver = self.weight_transfer_engine
         receiver.outcome = {}
-        error, device_is_lost = None, False
+        error: GkdError | None = None
+        device_is_lost = False
         try:
             action()
         except Exception as caught:  # noqa: BLE001 - WeightUpdates raises it, with the name of the worker
-            error, device_is_lost = f"{type(caught).__name__}: {caught}", is_device_loss(caught)
+            # Without traceback and cause, whose frames refer to tensors.
+            if isinstance(caught, GkdError):
+                error = copy.copy(caught)
+            else:
+                error = WorkerError(f"{type(caught).__name__}: {caught}")
+            device_is_lost = is_device_loss(caught)
         report = {
             "error": error,
             "is_unusable": device_is_lost or receiver.reload_failed,
