@@ -37,20 +37,25 @@ def read_description(path: Path) -> dict[str, Any]:
             remedy=USE_ANOTHER,
             path=path / DESCRIPTION,
         )
-    with damage_as_error(path):
+    with damage_as_error(path / DESCRIPTION):
         return {BACKEND: "megatron"} | json.loads((path / DESCRIPTION).read_text())
 
 
 @contextmanager
 def damage_as_error(path: Path) -> Iterator[None]:
-    """Raise any exception as a :class:`CheckpointError`, because unpickling damaged bytes may raise any exception."""
+    """Raise any exception as a :class:`CheckpointError`, because unpickling damaged bytes may raise any exception.
+
+    Args:
+        path: Folder of the checkpoint, or the file that is read.
+    """
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
+        file = error.filename if isinstance(error, OSError) else None
         raise CheckpointError(
-            f"{path} is damaged ({type(error).__name__}: {error})", remedy=USE_ANOTHER, path=path
+            f"{path} is damaged ({type(error).__name__}: {error})", remedy=USE_ANOTHER, path=Path(file or path)
         ) from error
 
 
@@ -93,7 +98,7 @@ def read_on_all_ranks(path: Path, read: Callable[[Path], dict[str, Any]], device
         common = read(path)
     except CheckpointError as error:
         failure = error
-    agree(f"loading the checkpoint {path}", failure, device)
+    agree(f"loading the checkpoint {path}", failure, device, path=path)
     return common
 
 

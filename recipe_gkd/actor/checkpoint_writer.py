@@ -108,7 +108,7 @@ class _Save:
         try:
             functions = self._files.shard_functions()
         except (OSError, RuntimeError, MemoryError) as error:  # from the copy to host memory
-            failure = CheckpointError(f"{type(error).__name__}: {error}", path=path)
+            failure = CheckpointError(f"{type(error).__name__}: {error}")
         self._stage = _Stage.SHARDS
         self.write = self._start(functions, failure)
 
@@ -126,6 +126,7 @@ class _Save:
         return ParallelWrite(
             self._name,
             functions,
+            path=self._path,
             deadline=self._deadline,
             limit_s=self._timeout_s,
             device=self._device,
@@ -140,15 +141,14 @@ class _Save:
                     shutil.rmtree(self._path)
                 self._path.mkdir(parents=True)
         except OSError as error:
-            failure = CheckpointError(f"{type(error).__name__}: {error}", path=self._path)
-        agree(self._name, failure, self._device)
+            failure = CheckpointError(f"{type(error).__name__}: {error}")
+        agree(self._name, failure, self._device, path=self._path)
         if not os.access(self._path, os.W_OK):
             failure = CheckpointError(
                 f"{self._path}, which rank 0 has created, does not exist or is not writable on this machine",
                 remedy="trainer.default_local_dir must be shared by all nodes of the actor pool",
-                path=self._path,
             )
-        agree(self._name, failure, self._device)
+        agree(self._name, failure, self._device, path=self._path)
 
     def _metadata_functions(self) -> list[Callable[[], Any]]:
         """Collect the write results of all ranks, and return the function of rank 0 that writes them. Collective."""

@@ -64,10 +64,11 @@ def save_hf_folder(backend: Backend, path: Path, source: Path, timeout_s: float)
         ParallelWrite(
             f"the save of the Hugging Face folder {path}",
             [function] if backend.layout.rank == 0 else [],
+            path=path,
             deadline=deadline,
             limit_s=timeout_s,
             device=backend.device,
-            failure=None if failure is None else CheckpointError(failure, path=path),
+            failure=None if failure is None else CheckpointError(failure),
         ).wait()
 
     extra_files = backend.extra_files()

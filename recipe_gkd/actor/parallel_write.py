@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,13 +31,16 @@ FIRST_ROUND_S, LONGEST_ROUND_S = 0.01, 0.5
 DONE, RUNNING, FAILED = range(3)
 
 
-def agree(name: str, failure: CheckpointError | None, device: torch.device, *, running: bool = False) -> bool:
+def agree(
+    name: str, failure: CheckpointError | None, device: torch.device, *, path: Path, running: bool = False
+) -> bool:
     """Return True if no rank is running any more. Collective.
 
     Args:
         name: Name of the common operation, for the message.
         failure: Failure of this rank; None without one.
         device: Device of the default group's collectives.
+        path: Folder of the operation, for a failure without a path.
         running: This rank has not finished.
 
     Raises:
@@ -47,11 +51,11 @@ def agree(name: str, failure: CheckpointError | None, device: torch.device, *, r
     if state.item() == FAILED:
         failures: list[CheckpointError | None] = [None] * dist.get_world_size()
         dist.all_gather_object(failures, failure)
-        raise _joined(name, {rank: error for rank, error in enumerate(failures) if error is not None})
+        raise _joined(name, {rank: error for rank, error in enumerate(failures) if error is not None}, path)
     return state.item() == DONE
 
 
-def _joined(name: str, failures: Mapping[int, CheckpointError]) -> CheckpointError:
+def _joined(name: str, failures: Mapping[int, CheckpointError], path: Path) -> CheckpointError:
     """Return one error for the failures of all ranks, by rank. Equal failures are named once."""
     ranks_of: dict[str, list[int]] = {}
     for rank, failure in failures.items():
@@ -61,7 +65,7 @@ def _joined(name: str, failures: Mapping[int, CheckpointError]) -> CheckpointErr
         f"{name} failed: {'; '.join(reasons)}",
         remedy="; ".join(dict.fromkeys(failure.remedy for failure in failures.values() if failure.remedy)),
         details=tuple(dict.fromkeys(line for failure in failures.values() for line in failure.details)),
-        path=next(iter(failures.values())).path,
+        path=next(iter(failures.values())).path or path,
         ranks=tuple(failures),
     )
 
@@ -71,7 +75,8 @@ class ParallelWrite:
 
     Lifecycle, the same calls on every rank::
 
-        write = ParallelWrite("the save", [write_file], deadline=time.monotonic() + 60, limit_s=60, device=device)
+        limits = {"deadline": time.monotonic() + 60, "limit_s": 60}
+        write = ParallelWrite("the save", [write_file], path=folder, device=device, **limits)
         while not write.poll(): ...   # or write.wait()
         write.results()
 
@@ -81,6 +86,7 @@ class ParallelWrite:
     Args:
         name: Name of the write, for messages.
         functions: Functions of this rank; may be empty. See :class:`WriterProcess`.
+        path: Folder that is written.
         deadline: Value of ``time.monotonic()`` after which the write has failed.
         limit_s: Duration from the start of the write to the deadline, in seconds, for the message.
         device: Device of the default group's collectives.
@@ -92,12 +98,13 @@ class ParallelWrite:
         name: str,
         functions: Sequence[Callable[[], Any]],
         *,
+        path: Path,
         deadline: float,
         limit_s: float,
         device: torch.device,
         failure: CheckpointError | None = None,
     ) -> None:
-        self._name, self._device = name, device
+        self._name, self._path, self._device = name, path, device
         self._deadline, self._limit_s = deadline, limit_s
         self._failure = failure
         self._writers: list[WriterProcess] = []
@@ -116,7 +123,7 @@ class ParallelWrite:
         """
         running = bool(self._running())  # read first: a process has a failure only after it has ended
         try:
-            return agree(self._name, self._own_failure(), self._device, running=running)
+            return agree(self._name, self._own_failure(), self._device, path=self._path, running=running)
         except BaseException as error:
             kill_all(self._writers)
             if isinstance(error, CheckpointError):  # raised on all ranks

@@ -44,7 +44,7 @@ class TestCheckpointFiles:
     @pytest.mark.parametrize("content", ["", "{", "3"])
     def test_damaged_description_raises(self, content: str, tmp_path: Path) -> None:
         (tmp_path / DESCRIPTION).write_text(content)
-        with raises(CheckpointError, path=tmp_path):
+        with raises(CheckpointError, path=tmp_path / DESCRIPTION):
             read_description(tmp_path)
 
     def test_short_file_raises(self, tmp_path: Path) -> None:
