@@ -79,7 +79,9 @@ def test_probe_failed_engine_is_left_out(pool: Pool, caplog: pytest.LogCaptureFi
     sync(pool, OLD, 0)
 
     def invalidate(worker: Any, reason: str | None) -> None:
-        worker._updates.invalid_because = reason
+        from recipe_gkd.rollout.weight_updates import Invalidity
+
+        worker._updates.invalidity = None if reason is None else Invalidity(reason, "end it")
 
     ray.get(pool.handles[0].__ray_call__.remote(invalidate, "this test needs it"), timeout=30)
     try:
