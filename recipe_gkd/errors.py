@@ -98,10 +98,12 @@ class ResourceError(GkdError, RuntimeError):
     Attributes:
         node: Address or id of the node.
         workers: Labels of the workers, if several are concerned.
+        waited_s: Waiting time in seconds, if the resources were awaited.
         keys: Full names of the configuration keys to change.
     """
 
     node: str = field(default="", kw_only=True)
+    waited_s: float = field(default=0.0, kw_only=True)
     workers: tuple[str, ...] = field(default=(), kw_only=True)
     keys: tuple[str, ...] = field(default=(), kw_only=True)
 
@@ -175,11 +177,30 @@ class WeightSyncError(GkdError, RuntimeError):
 
     Attributes:
         tensors: Names of the weights, if the failure concerns single weights.
+        reported_by: Names of the transport ranks whose report ended the update of the rank that raises the error.
+        failures: Errors of the workers that the driver has collected.
         invalid: Labels of the rollout workers that have no complete version now.
+        first_attempt: Error of the attempt before this one.
     """
 
     tensors: tuple[str, ...] = field(default=(), kw_only=True)
+    reported_by: tuple[str, ...] = field(default=(), kw_only=True)
+    failures: tuple[GkdError, ...] = field(default=(), kw_only=True)
     invalid: tuple[str, ...] = field(default=(), kw_only=True)
+    first_attempt: WeightSyncError | None = field(default=None, kw_only=True)
+
+
+@dataclass(eq=False, repr=False)
+class ModelMismatch(WeightSyncError):
+    """Rollout engine that computes another model than the actor, in several consecutive steps.
+
+    Attributes:
+        sources: Sources of the tokens that differ, such as ``rollout worker 0 of 2``.
+        n_steps: Number of consecutive steps in which tokens have differed.
+    """
+
+    sources: tuple[str, ...] = field(default=(), kw_only=True)
+    n_steps: int = field(default=0, kw_only=True)
 
 
 @dataclass(eq=False, repr=False)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.checkpoints.folders import recover
 from recipe_gkd.checkpoints.model_identity import identify_model
 from recipe_gkd.checkpoints.newest import newest_complete
@@ -401,7 +402,7 @@ async def _load(config: Config, workers: Workers, plan: TrainingPlan, points: Se
     timeout_s = timeout_of(config, ACTOR_TIMEOUT)
 
     async def load(path: str) -> None:
-        await workers.actors.call("load_checkpoint", path, timeout_s=timeout_s, phase="load_checkpoint")
+        await workers.actors.call(ActorWorker.load_checkpoint, path, timeout_s=timeout_s, phase="load_checkpoint")
 
     if points:
         point = await load_first_usable(points, load, may_skip=config.trainer.resume_mode == "auto")
@@ -413,7 +414,7 @@ async def _load(config: Config, workers: Workers, plan: TrainingPlan, points: Se
         forget_best(root)
         start = ResumeState(plan.fresh)
     if (total_steps := plan.last_step(start.progress)) != plan.last_step(plan.progress):  # not the planned checkpoint
-        await workers.actors.call("set_total_steps", total_steps, timeout_s=timeout_s, phase="resume")
+        await workers.actors.call(ActorWorker.set_total_steps, total_steps, timeout_s=timeout_s, phase="resume")
     return start
 
 

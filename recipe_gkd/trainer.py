@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
+from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.checkpoints.best import BestTracker
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.checkpoints.saver import CheckpointSaver
@@ -38,6 +38,7 @@ from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline
 from recipe_gkd.pipeline.stages import ComputeRewards, PipelineStages
 from recipe_gkd.rewards import RewardItems, RewardScorer
+from recipe_gkd.runtime.remote_group import R, Ts
 from recipe_gkd.runtime.run_log import log_to_file
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import in_thread
@@ -396,11 +397,13 @@ class Trainer:
             chunk_size=len(pairs) if settings.teacher.sleep_between_batches else batch_size,
         )
 
-    async def call_actors(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
+    async def call_actors(
+        self, method: Callable[[ActorWorker, *Ts], R], *args: *Ts, timeout_s: float | None = None
+    ) -> list[R]:
         """Call a method on every actor rank and return the results in the order of the ranks."""
         timeout_s = timeout_s or timeout_of(self.config, ACTOR_TIMEOUT)
-        phase = f"{method}, step {self.progress.step}"
-        needs_states = method != "finish_saves"
+        phase = f"{method.__name__}, step {self.progress.step}"
+        needs_states = method.__name__ != ActorWorker.finish_saves.__name__
         async with self._turn_for_save() if needs_states else nullcontext():
             return await self.workers.actors.call(method, *args, timeout_s=timeout_s, phase=phase)
 

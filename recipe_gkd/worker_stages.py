@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar, cast
 
 import ray
 
+from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, ROLLOUT_TIMEOUT, timeout_of
 from recipe_gkd.data.batches import ReadyBatch
@@ -15,11 +16,13 @@ from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response, Sample
 from recipe_gkd.errors import DeadlineError, WorkerDied
 from recipe_gkd.rewards.advantages import with_group_statistics
+from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime.keyed_timeout import with_margin
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.runtime.wait_log import waiting_for
 from recipe_gkd.workers import Workers
 
+R = TypeVar("R")
 GENERATION_RPC_MARGIN_S = 3.0
 """Time added to a worker's own deadline, because its error names the cause and the driver's only a missing reply."""
 
@@ -45,7 +48,9 @@ async def generate_responses(
         return
     timeout_s = timeout_of(config, ROLLOUT_TIMEOUT, GENERATION_RPC_MARGIN_S)
     phase = f"generate, step {step}"
-    async for responses in _responses(workers, rank, (sampled, step), timeout_s, phase):
+    n, stream = len(sampled), workers.rollouts.stream
+    items = stream(rank, RolloutWorker.generate, sampled, step, timeout_s=timeout_s, phase=phase, n_results=n)
+    async for responses in _replaceable(workers, items):
         yield responses
 
 
@@ -61,31 +66,38 @@ async def generate_validation_responses(
         prompts: Prompts of the worker.
         step: Version of the weights.
     """
-    arguments = (list(prompts), step, "validation", timeout_s)
-    phase = f"validate after step {step}"
-    deadline_s = with_margin(timeout_s, GENERATION_RPC_MARGIN_S)
-    async for responses in _responses(workers, rank, arguments, deadline_s, phase):
+    items = workers.rollouts.stream(
+        rank,
+        RolloutWorker.generate,
+        list(prompts),
+        step,
+        "validation",
+        timeout_s,
+        timeout_s=with_margin(timeout_s, GENERATION_RPC_MARGIN_S),
+        phase=f"validate after step {step}",
+        n_results=len(prompts),
+    )
+    async for responses in _replaceable(workers, items):
         yield responses
 
 
-async def _responses(
-    workers: Workers, rank: int, arguments: Sequence[Any], timeout_s: float, phase: str
-) -> AsyncIterator[list[Response]]:
-    """Yield the responses of a rollout worker.
+async def _replaceable(workers: Workers, items: AsyncIterator[list[Response]]) -> AsyncIterator[list[Response]]:
+    """Yield the responses of a rollout worker, which counts as dead if it is silent and can be replaced.
 
     Raises:
         WorkerDied: The worker died, or it did not answer before the deadline and can be replaced.
         GkdError: Generation failed in another way.
     """
     try:
-        async for responses in workers.rollouts.stream(
-            rank, "generate", *arguments, timeout_s=timeout_s, phase=phase, n_results=len(arguments[0])
-        ):
+        async for responses in items:
             yield responses
     except DeadlineError as error:
         if not workers.restarts.can_replace(error):
             raise
-        raise WorkerDied(f"{error}; it is treated as dead") from error
+        [label] = error.silent
+        raise WorkerDied(
+            error.what, phase=error.phase, worker=label, remedy=error.remedy, details=("it is treated as dead",)
+        ) from error
 
 
 async def sum_kl(
@@ -102,23 +114,30 @@ async def sum_kl(
     Returns:
         Results of :meth:`~recipe_gkd.actor.student_actor.StudentActor.kl_sums`, to be added up by uid.
     """
-    return await _call_on_shards(workers, config, "kl_sums", samples, step, f"KL divergence after step {step}")
+    phase = f"KL divergence after step {step}"
+    return await _call_on_shards(workers, config, ActorWorker.kl_sums, samples, step, phase)
 
 
 async def update_actors(workers: Workers, config: Config, batch: ReadyBatch) -> dict[str, float]:
     """Do one optimizer step on ``batch``, divided among the data-parallel ranks, and return its metrics."""
     samples = [replace(sample, reward_numbers={}) for sample in batch.samples]  # for metrics of the driver only
     samples = with_group_statistics(samples, config.gkd, config.actor_rollout_ref.rollout.n)
-    results = await _call_on_shards(workers, config, "update", samples, batch.step, f"update, step {batch.step}")
-    return dict(results[0])
+    phase = f"update, step {batch.step}"
+    return (await _call_on_shards(workers, config, ActorWorker.update, samples, batch.step, phase))[0]
 
 
 async def _call_on_shards(
-    workers: Workers, config: Config, method: str, samples: Sequence[Sample], step: int, phase: str
-) -> list[Any]:
+    workers: Workers,
+    config: Config,
+    method: Callable[[ActorWorker, Sequence[Sample], int], R],
+    samples: Sequence[Sample],
+    step: int,
+    phase: str,
+) -> list[R]:
     """Divide samples among the data-parallel ranks, and return the results of all ranks."""
     with waiting_for(phase, None, "the object store of this node"):
-        shards = [await in_thread(ray.put, shard) for shard in workers.sharding.divide(samples)]
+        # Ray replaces a reference by its object when a method is called.
+        shards = [cast(Sequence[Sample], await in_thread(ray.put, shard)) for shard in workers.sharding.divide(samples)]
     return await workers.actors.call_each(
         method,
         [(shards[dp_rank], step) for dp_rank in workers.dp_ranks],

@@ -13,6 +13,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from recipe_gkd.actor.environment import worker_environment as actor_environment
+from recipe_gkd.actor.ranks import RankReport
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.actor.shards import Cost, Sharding, token_cost
 from recipe_gkd.actor.student_dims import read_student_dims
@@ -43,6 +44,7 @@ from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.ray_cluster.shared_folder import check_shared_folder
 from recipe_gkd.ray_cluster.startup_progress import StartupProgress
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.environment import worker_environment as rollout_environment
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup, run_to_end
@@ -55,6 +57,8 @@ from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 from teacher.client import ClientSpec
 
 log = logging.getLogger(__name__)
+Actors = WorkerGroup[ActorWorker]
+Rollouts = WorkerGroup[RolloutWorker]
 
 CONNECT_S = 60.0
 """Time that scoring workers have to reach the teachers, which the driver has reached before."""
@@ -69,23 +73,23 @@ class ActorReports:
     """Reports of the actor ranks after their set-up.
 
     Attributes:
-        ranks: Report of each rank; see :meth:`~recipe_gkd.actor.ray_worker.ActorWorker.setup`.
+        ranks: Report of each rank.
         homes: Nodes of the data-parallel ranks.
     """
 
-    ranks: list[dict[str, Any]]
+    ranks: list[RankReport]
     homes: Homes
 
     @classmethod
-    def of(cls, ranks: list[dict[str, Any]], actors: WorkerGroup, devices: Reports) -> ActorReports:
+    def of(cls, ranks: list[RankReport], actors: Actors, devices: Reports) -> ActorReports:
         """Return the reports of the set-up, with the nodes of the device reports."""
-        nodes = [str(devices[actors.label(rank)].get("node_id")) for rank in range(len(actors))]
+        nodes = [str(devices[actors.label(rank)].node_id) for rank in range(len(actors))]
         return cls(ranks, Homes.of(ranks, nodes))
 
     @property
     def dp_ranks(self) -> list[int]:
         """Data-parallel rank of each rank."""
-        return [report["dp_rank"] for report in self.ranks]
+        return [report.dp_rank for report in self.ranks]
 
 
 @dataclass
@@ -107,13 +111,13 @@ class Workers:
         capacity: Resources that the cluster could grant instead, for advice. None if they are unknown.
     """
 
-    actors: WorkerGroup
-    rollouts: WorkerGroup
+    actors: Actors
+    rollouts: Rollouts
     weights: WeightSynchronizer
     dp_ranks: list[int]
     sharding: Sharding
     restarts: RolloutRestarts
-    actor_restarts: ActorRestarts[ActorReports]
+    actor_restarts: ActorRestarts[ActorWorker, ActorReports]
     engine_dtype: str = ""
     actor_devices: Sequence[str] = ()
     scoring: ScoringPool | None = None
@@ -217,12 +221,12 @@ async def start_workers(
         return _spawn(rollout_pool, RolloutWorker, config, rank, env, arguments, guest_environments.get(rank, {}))
 
     phase = "start of the workers"
-    actors = WorkerGroup("actor", [start_actor(rank) for rank in range(n_actors)])
-    rollouts = WorkerGroup("rollout", [])
+    actors: Actors = WorkerGroup("actor", [start_actor(rank) for rank in range(n_actors)])
+    rollouts: Rollouts = WorkerGroup("rollout", [])
     restarts = _restarts(config, rollouts, start_rollout, timeout_s)
     actor_restarts = _actor_restarts(config, device, actors, start_actor)
     scoring = start_scoring(config, teacher_specs, actor_pool.nodes()) if teacher_specs else None
-    groups = [actors, rollouts, *([] if scoring is None else [scoring.group])]
+    groups: list[WorkerGroup[object]] = [actors, rollouts, *([] if scoring is None else [scoring.group])]
     try:
         if rollout_pool.spec.is_guest and device == "cuda":
             guest_environments = await environments_of_guests(actors, n_guests=n_rollouts, timeout_s=timeout_s)
@@ -269,8 +273,8 @@ async def _reserve_pools(config: Config, device: str, *, timeout_s: float) -> tu
 async def _connect(
     config: Config,
     device: str,
-    actor_restarts: ActorRestarts[ActorReports],
-    rollouts: WorkerGroup,
+    actor_restarts: ActorRestarts[ActorWorker, ActorReports],
+    rollouts: Rollouts,
     restarts: RolloutRestarts,
     pools: Sequence[Pool],
     scoring: ScoringPool | None,
@@ -307,7 +311,7 @@ async def _connect(
             timeout_s=timeout_of(config, SYNC_TIMEOUT),
             transport=weight_transport(config),
             inflight=config.trainer.inflight_update,
-            engine_dtype=engines[0]["dtype"],
+            engine_dtype=engines[0].dtype,
         ),
         restarts=restarts,
     )
@@ -319,14 +323,14 @@ async def _connect(
         sharding=Sharding(actor_reports.homes.of_ranks, _sample_cost(config)),
         restarts=restarts,
         actor_restarts=actor_restarts,
-        engine_dtype=engines[0]["dtype"],
-        actor_devices=[report["device_name"] for report in ranks],
+        engine_dtype=engines[0].dtype,
+        actor_devices=[report.device_name for report in ranks],
         scoring=scoring,
         capacity=await capacity_or_none(pools),
     )
 
 
-def _restarts(config: Config, rollouts: WorkerGroup, start: Callable[[int], Any], timeout_s: float) -> RolloutRestarts:
+def _restarts(config: Config, rollouts: Rollouts, start: Callable[[int], Any], timeout_s: float) -> RolloutRestarts:
     """Return the replacement of rollout workers. The state of a silent one is saved before it is killed."""
     root = folder_of(config.trainer).absolute()
     return RolloutRestarts(
@@ -339,8 +343,8 @@ def _restarts(config: Config, rollouts: WorkerGroup, start: Callable[[int], Any]
 
 
 def _actor_restarts(
-    config: Config, device: str, actors: WorkerGroup, start: Callable[[int], Any]
-) -> ActorRestarts[ActorReports]:
+    config: Config, device: str, actors: Actors, start: Callable[[int], Any]
+) -> ActorRestarts[ActorWorker, ActorReports]:
     """Return the replacement of the actor ranks. Ranks that share their devices are not started again.
 
     Models of other processes may occupy these devices at the time of the failure.
@@ -371,7 +375,7 @@ def _sample_cost(config: Config) -> Cost:
     return token_cost if dims.flops_problem(longest) else sample_cost(dims)
 
 
-async def _end(groups: Sequence[WorkerGroup], restarts: RolloutRestarts, pools: Sequence[Pool]) -> None:
+async def _end(groups: Sequence[WorkerGroup[object]], restarts: RolloutRestarts, pools: Sequence[Pool]) -> None:
     """Shut down all workers, kill their remaining processes and release the pools."""
     try:
         stops = (group.stop(timeout_s=SHUTDOWN_S) for group in groups)
@@ -385,33 +389,37 @@ async def _end(groups: Sequence[WorkerGroup], restarts: RolloutRestarts, pools: 
 
 
 async def _set_up(
-    config: Config, device: str, actors: WorkerGroup, rollouts: WorkerGroup, progress: StartupProgress
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    config: Config,
+    device: str,
+    actors: Actors,
+    rollouts: Rollouts,
+    progress: StartupProgress,
+) -> tuple[list[RankReport], list[EngineReport]]:
     """Set up all workers and return their reports. Engines of the hybrid engine start after the actors, and then sleep.
 
     vLLM measures the free memory of the GPU at its start, and fails if another process changes it meanwhile.
     """
     timeout_s = startup_timeout_s(config, device)
 
-    async def set_up_rollouts() -> list[dict[str, Any]]:
+    async def set_up_rollouts() -> list[EngineReport]:
         done = progress.begin(rollouts.name, len(rollouts), "starting engines")
-        return await rollouts.call("setup", timeout_s=timeout_s, phase="start", on_result=done)
+        return await rollouts.call(RolloutWorker.setup, timeout_s=timeout_s, phase="start", on_result=done)
 
     if config.actor_rollout_ref.hybrid_engine:
         ranks = await _set_up_actors(actors, timeout_s, progress)
         engines = await set_up_rollouts()
         # The actor may load a checkpoint now, with all its states on the device.
-        await rollouts.call("sleep", timeout_s=timeout_s, phase="sleep of the rollout engines")
+        await rollouts.call(RolloutWorker.sleep, timeout_s=timeout_s, phase="sleep of the rollout engines")
         return ranks, engines
     ranks, engines = await asyncio.gather(_set_up_actors(actors, timeout_s, progress), set_up_rollouts())
     return ranks, engines
 
 
-async def _set_up_actors(actors: WorkerGroup, timeout_s: float, progress: StartupProgress) -> list[dict[str, Any]]:
+async def _set_up_actors(actors: Actors, timeout_s: float, progress: StartupProgress) -> list[RankReport]:
     done = progress.begin(actors.name, len(actors), "loading the student")
-    address = await actors.call_one(0, "rendezvous", timeout_s=timeout_s, phase="start")
-    ranks = await actors.call("setup", *address, timeout_s=timeout_s, phase="start", on_result=done)
-    log.info("actor: %s", ranks[0].get("layers", ""))
-    for warning in ranks[0].get("warnings", ()):
+    address = await actors.call_one(0, ActorWorker.rendezvous, timeout_s=timeout_s, phase="start")
+    ranks = await actors.call(ActorWorker.setup, address, timeout_s=timeout_s, phase="start", on_result=done)
+    log.info("actor: %s", ranks[0].summary)
+    for warning in ranks[0].warnings:
         log.warning("actor: %s", warning)
     return ranks

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.storage import WriteResult
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.device_batch import DeviceBatch
@@ -25,6 +24,8 @@ from recipe_gkd.losses.student_output import Student
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import WriteResult  # its import takes half a second in the driver
+
     from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
     from recipe_gkd.actor.objective import MicroBatchLosses
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,6 +20,9 @@ COLLECTIVE_GRACE_S = 60.0
 """Time by which collectives of the actor time out later than other deadlines; see :func:`collective_timeout_s`."""
 
 
+Rendezvous = dist.Store | tuple[str, int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
     """One process of the actor pool.
@@ -29,14 +33,14 @@ class RankSpec:
         local_rank: Index of the CUDA device; unused on a CPU.
         device: ``"cpu"`` or ``"cuda"``.
         rendezvous: Store through which all ranks connect, or its host and port (for example torchrun's master address
-            and port).
+            and port). None if it is not known yet; see :meth:`~recipe_gkd.actor.student_actor.StudentActor.setup`.
     """
 
     rank: int
     world_size: int
     local_rank: int
     device: str
-    rendezvous: dist.Store | tuple[str, int]
+    rendezvous: Rendezvous | None
 
     @property
     def torch_device(self) -> torch.device:
@@ -122,6 +126,35 @@ class Layout:
         return f"tensor {self.tp_size}{context} x pipeline {self.pp_size} x data {self.dp_size}, {experts}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """Report of a rank after its set-up.
+
+    Attributes:
+        rank: Global rank.
+        dp_rank: Data-parallel rank.
+        dp_size: Data-parallel size.
+        tp_rank: Tensor-parallel rank.
+        pp_rank: Pipeline stage.
+        n_parameters: Number of parameters on this rank.
+        device_name: Name of the device, such as ``NVIDIA H100 80GB HBM3`` or ``cpu``.
+        seconds: Duration of the set-up.
+        summary: Description of the model and its layers, for the log. Empty on other ranks than 0.
+        warnings: Warnings for the log.
+    """
+
+    rank: int
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    pp_rank: int
+    n_parameters: int
+    device_name: str
+    seconds: float
+    summary: str = ""
+    warnings: Sequence[str] = ()
+
+
 def collective_timeout_s(config: Config, device: str) -> float:
     """Return the timeout of the actor's collectives, in seconds.
 
@@ -154,6 +187,8 @@ def find_store(spec: RankSpec, timeout_s: float) -> dist.Store:
     """
     if isinstance(spec.rendezvous, dist.Store):
         return spec.rendezvous
+    if spec.rendezvous is None:
+        raise ValueError("RankSpec.rendezvous is None; pass a store or its address to StudentActor.setup")
     host, port = spec.rendezvous
     try:
         store, _, _ = next(
@@ -228,7 +263,7 @@ def join_ranks(config: Config, spec: RankSpec) -> None:
     torch.manual_seed(config.data.seed)
 
 
-def _choose_gloo_interface(rendezvous: dist.Store | tuple[str, int]) -> None:
+def _choose_gloo_interface(rendezvous: Rendezvous | None) -> None:
     """Let gloo use the interface that leads to the store, if the user has not chosen one.
 
     By itself gloo takes the address of the host name, which may be 127.0.1.1. Later groups need the choice too, so it

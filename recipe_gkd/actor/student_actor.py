@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,13 +19,34 @@ from recipe_gkd.actor.kl_sums import KlSums, kl_sums
 from recipe_gkd.actor.log_probs import Continuation, continuation_log_probs
 from recipe_gkd.actor.offload import state_sizes
 from recipe_gkd.actor.profile import profiled
-from recipe_gkd.actor.ranks import Layout, RankSpec
+from recipe_gkd.actor.ranks import Layout, RankReport, RankSpec, Rendezvous
 from recipe_gkd.actor.update import Updater
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import CheckpointError
+from recipe_gkd.runtime.out_of_memory import MemoryPhase, out_of_memory_explained
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _memory_explained(
+    phase: MemoryPhase,
+) -> Callable[[Callable[Concatenate[StudentActor, P], R]], Callable[Concatenate[StudentActor, P], R]]:
+    """Decorate a method: running out of memory in it raises an error with the keys to change."""
+
+    def decorate(method: Callable[Concatenate[StudentActor, P], R]) -> Callable[Concatenate[StudentActor, P], R]:
+        @wraps(method)
+        def explained(self: StudentActor, *args: P.args, **kwargs: P.kwargs) -> R:
+            label = f"actor rank {self.rank}"
+            with out_of_memory_explained(pool="actor", phase=phase, label=label, sizes=self.state_sizes):
+                return method(self, *args, **kwargs)
+
+        return explained
+
+    return decorate
 
 
 class StudentActor:
@@ -53,6 +76,7 @@ class StudentActor:
             None: the size of the model's vocabulary.
 
     Attributes:
+        rank: Global rank.
         device: Device of the model.
     """
 
@@ -64,18 +88,17 @@ class StudentActor:
     ) -> None:
         self._config, self._actor_config = config, config.actor_rollout_ref.actor
         self._rank_spec, self._total_steps, self._n_token_ids = rank_spec, total_steps, n_token_ids
-        self.device = rank_spec.torch_device
+        self.rank, self.device = rank_spec.rank, rank_spec.torch_device
         self._writer = CheckpointWriter(self._actor_config.timeout_s)
         self._step = 0
         self._partially_loaded: Path | None = None
 
-    def setup(self) -> dict[str, Any]:
+    @_memory_explained("start")
+    def setup(self, rendezvous: Rendezvous | None = None) -> RankReport:
         """Join the process groups, build the model, load its weights and create the optimizer.
 
-        Returns:
-            Coordinates of this rank (``rank``, ``dp_rank``, ``dp_size``, ``tp_rank``, ``pp_rank``), its number of
-            ``parameters``, its ``device_name``, the duration in ``seconds``, and ``layers`` and ``warnings`` of
-            :class:`~recipe_gkd.actor.backend.BackendReport`.
+        Args:
+            rendezvous: Store through which all ranks connect, or its address. None: the one of ``rank_spec``.
 
         Raises:
             ModelError: The model folder cannot be read or is not supported.
@@ -83,22 +106,23 @@ class StudentActor:
             DeadlineError: A rank did not reach the rendezvous within ``actor_rollout_ref.nccl_timeout``.
         """
         started = time.monotonic()
-        self.backend = build_backend(self._config, self._rank_spec)
+        spec = self._rank_spec if rendezvous is None else replace(self._rank_spec, rendezvous=rendezvous)
+        self.backend = build_backend(self._config, spec)
         self._updater = Updater(self.backend, self._config, self._n_token_ids or self.backend.vocab_size)
         self.backend.states.leave()
         layout, report = self.layout, self.backend.report()
-        return {
-            "rank": layout.rank,
-            "dp_rank": layout.dp_rank,
-            "dp_size": layout.dp_size,
-            "tp_rank": layout.tp_rank,
-            "pp_rank": layout.pp_rank,
-            "parameters": report.n_parameters,
-            "device_name": "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
-            "seconds": time.monotonic() - started,
-            "layers": report.summary,
-            "warnings": report.warnings,
-        }
+        return RankReport(
+            rank=layout.rank,
+            dp_rank=layout.dp_rank,
+            dp_size=layout.dp_size,
+            tp_rank=layout.tp_rank,
+            pp_rank=layout.pp_rank,
+            n_parameters=report.n_parameters,
+            device_name="cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
+            seconds=time.monotonic() - started,
+            summary=report.summary,
+            warnings=report.warnings,
+        )
 
     @property
     def layout(self) -> Layout:
@@ -121,6 +145,7 @@ class StudentActor:
         """Set the step at which the decay of the learning rate ends."""
         self._total_steps = total_steps
 
+    @_memory_explained("update")
     def prepare_update(self) -> None:
         """Begin to move offloaded weights and gradients to the device, while the next batch is not ready."""
         self.backend.states.prefetch("params", "grads")
@@ -190,6 +215,7 @@ class StudentActor:
                 is_copied = self.device.type == "cpu" and states.is_offloaded("params")
                 yield name, tensor.clone() if is_copied else tensor
 
+    @_memory_explained("log-probabilities")
     def log_probs(self, continuations: Sequence[Continuation]) -> list[list[float]]:
         """Return the log-probability of each token of each continuation, at temperature 1.
 
@@ -212,6 +238,7 @@ class StudentActor:
                 self.backend, self._updater, self._config.gkd, continuations, self._step, n_token_ids
             )
 
+    @_memory_explained("validation")
     def kl_sums(self, samples: Sequence[Sample], step: int) -> KlSums:
         """Return the KL divergences to the teacher of each sample, summed over the tokens that this rank computes.
 
@@ -234,6 +261,7 @@ class StudentActor:
         with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
             return kl_sums(self._updater, self._config.gkd, samples, step, n_token_ids)
 
+    @_memory_explained("save")
     def save_hf(self, path: str | Path) -> None:
         """Write a Hugging Face folder, which is complete when this method returns.
 
@@ -249,6 +277,7 @@ class StudentActor:
         with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
             save_hf_folder(self.backend, Path(path), source, self._actor_config.timeout_s)
 
+    @_memory_explained("save")
     def save_checkpoint(self, path: str | Path) -> None:
         """Write the parts of ``checkpoint.save_contents`` that a resumed run needs (all but ``hf_model``).
 
@@ -287,6 +316,7 @@ class StudentActor:
                 self._writer.finish()
             return self._writer.finish_if_written()
 
+    @_memory_explained("load")
     def load_checkpoint(self, path: str | Path) -> int:
         """Restore ``checkpoint.load_contents`` from a checkpoint of this or another parallel layout.
 

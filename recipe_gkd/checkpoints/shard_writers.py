@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-# call(method, *args, timeout_s=...) calls a method on every actor rank and returns the replies.
-CallActors = Callable[..., Awaitable[list[Any]]]
+from recipe_gkd.runtime.remote_group import R, Ts
+
+
+class SavingActor(Protocol):
+    """Actor rank that writes its part of a checkpoint; see :class:`recipe_gkd.actor.student_actor.StudentActor`."""
+
+    def save_hf(self, path: str) -> None:
+        """Write a Hugging Face folder."""
+
+    def save_checkpoint(self, path: str) -> None:
+        """Write a checkpoint, in the background if so configured."""
+
+    def finish_saves(self, wait: bool = True) -> bool:
+        """Complete the save in the background. Return True if no save is in progress any more."""
+
+
+class CallActors(Protocol):
+    """Function that calls a method on every actor rank and returns the replies."""
+
+    async def __call__(self, method: Callable[[SavingActor, *Ts], R], *args: *Ts, timeout_s: float) -> list[R]:
+        """Call the method with ``args``, with a deadline."""
 
 
 class ShardWriters:
@@ -32,8 +51,8 @@ class ShardWriters:
             CheckpointError: A rank failed.
         """
         if self._with_hf:  # first, so that a failure leaves no background save behind
-            await self._call_actors("save_hf", str(folder / "huggingface"), timeout_s=self._timeout_s)
-        await self._call_actors("save_checkpoint", str(folder / "actor"), timeout_s=self._timeout_s)
+            await self._call_actors(SavingActor.save_hf, str(folder / "huggingface"), timeout_s=self._timeout_s)
+        await self._call_actors(SavingActor.save_checkpoint, str(folder / "actor"), timeout_s=self._timeout_s)
 
     async def finish(self, *, wait: bool, timeout_s: float | None = None) -> bool:
         """Return True if every rank has written its shards.
@@ -45,4 +64,5 @@ class ShardWriters:
         Raises:
             CheckpointError: A rank failed. Each failure is reported once.
         """
-        return all(await self._call_actors("finish_saves", wait, timeout_s=timeout_s or self._timeout_s))
+        written = await self._call_actors(SavingActor.finish_saves, wait, timeout_s=timeout_s or self._timeout_s)
+        return all(written)

@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -27,6 +26,7 @@ from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.ray_cluster.node_checks import check_nodes
 from recipe_gkd.ray_cluster.placement import (
+    DeviceReport,
     Reports,
     check_devices,
     collect_device_reports,
@@ -48,7 +48,7 @@ class ProbeActor:
     def __init__(self, device: str) -> None:
         self._device = device
 
-    def device_report(self) -> dict[str, Any]:
+    def device_report(self) -> DeviceReport:
         """Return node, devices and memory of this process."""
         return device_report(self._device)
 
@@ -95,7 +95,7 @@ async def probe_placement(config: Config, device: str) -> Reports:
     timeout_s = startup_timeout_s(config, device)
     pools = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
     with_forwarded = partial(worker_variables, environment=os.environ, extra=config.ray_init.env_vars)
-    groups = [WorkerGroup(pool.spec.name, []) for pool in pools]
+    groups: list[WorkerGroup[ProbeActor]] = [WorkerGroup(pool.spec.name, []) for pool in pools]
     guest_environments: dict[int, dict[str, str]] = {}
     try:
         for pool, group, environment in zip(pools, groups, (actor_environment, rollout_environment), strict=True):

@@ -34,7 +34,7 @@ _WRITE_TIMEOUT_S = 2.0
 
 
 async def diagnose(
-    error: Exception, groups: Sequence[WorkerGroup], root: Path, *, timeout_s: float = TIMEOUT_S
+    error: Exception, groups: Sequence[WorkerGroup[object]], root: Path, *, timeout_s: float = TIMEOUT_S
 ) -> Path | None:
     """Write a diagnosis of all workers to ``<root>/diagnosis/<time>-<phase>/``.
 
@@ -71,13 +71,13 @@ async def diagnose(
     return folder
 
 
-async def with_diagnosis(error: Exception, phase: str, groups: Sequence[WorkerGroup], root: Path) -> Exception:
-    """Save the state of all workers, and return the error to raise, with its cause. It names the folder."""
+async def with_diagnosis(error: Exception, phase: str, groups: Sequence[WorkerGroup[object]], root: Path) -> Exception:
+    """Save the state of all workers, and return the error to raise, with its cause and the folder as ``diagnosis``."""
     known = as_known_error(error, phase)
     folder = await diagnose(known, groups, root)
     if folder is None:
         return known
-    diagnosed = known.replaced(details=(*known.details, f"diagnosis: {folder}"))
+    diagnosed = known.replaced(diagnosis=folder)
     diagnosed.__cause__ = error
     return diagnosed
 
@@ -87,7 +87,7 @@ async def _in_thread_until(deadline: float, function: Callable[..., T], *args: A
     return await asyncio.wait_for(in_thread(function, *args), max(0.0, deadline - time.monotonic()))
 
 
-async def _locate(groups: Sequence[WorkerGroup], deadline: float) -> list[WorkerDiagnostics]:
+async def _locate(groups: Sequence[WorkerGroup[object]], deadline: float) -> list[WorkerDiagnostics]:
     """Return the workers of all groups that Ray locates before the deadline."""
     workers: list[WorkerDiagnostics] = []
     try:

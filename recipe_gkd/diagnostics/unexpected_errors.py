@@ -33,7 +33,7 @@ def as_known_error(error: Exception, phase: str) -> GkdError | TeacherError:
     else:
         advice = "this error is not expected and may be a bug; please report it with the traceback"
     unexpected = UnexpectedError(
-        f"{type(root).__name__}: {text}", phase=phase, details=(f"in {_code_location(root)}; {advice}",)
+        f"{type(root).__name__}: {text}", phase=phase, details=(f"in {_code_location(root)}",), remedy=advice
     )
     unexpected.__cause__ = error
     return unexpected

@@ -26,12 +26,13 @@ sent again, because engines that sleep at level 2 have no weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Protocol
 
 import numpy as np
 
+from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
 from recipe_gkd.hybrid.engines import Engines
@@ -213,14 +214,14 @@ class SharedDevices:
             await self._engines.prepare_generation()
         elif self._is_hybrid:
             self._actor_may_hold_memory = True
-            await self._call_actors("prepare_update", phase="return of the actor's states")
+            await self._call_actors(ActorWorker.prepare_update, phase="return of the actor's states")
 
     async def _release_actor(self) -> None:
         if self._actor_may_hold_memory:
-            await self._call_actors("release_states", phase="offload of the actor")
+            await self._call_actors(ActorWorker.release_states, phase="offload of the actor")
             self._actor_may_hold_memory = False
 
-    async def _call_actors(self, method: str, *, phase: str) -> None:
+    async def _call_actors(self, method: Callable[[ActorWorker], None], *, phase: str) -> None:
         await self._workers.actors.call(method, timeout_s=self._actor_timeout_s, phase=phase)
 
     async def _sleep_teacher(self) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
+from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, SYNC_TIMEOUT, timeout_of
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.hybrid.sync_probe import mismatch_bound
 from recipe_gkd.hybrid.verification import largest_difference
 from recipe_gkd.metrics.steps import span
+from recipe_gkd.rollout.engine_sleep import Part
+from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.workers import Workers
 
 
@@ -32,7 +35,7 @@ class Engines:
 
     def __init__(self, config: Config, workers: Workers, ids: Sequence[int]) -> None:
         settings = config.actor_rollout_ref
-        self._workers, self._ids = workers, list(ids)
+        self._workers, self._rollouts, self._ids = workers, workers.rollouts, list(ids)
         self._timeout_s, self._actor_timeout_s = timeout_of(config, SYNC_TIMEOUT), timeout_of(config, ACTOR_TIMEOUT)
         self._bound = mismatch_bound(config, workers)
         self._can_sleep = settings.hybrid_engine and settings.rollout.sleep_level > 0
@@ -46,7 +49,9 @@ class Engines:
         while self._can_sleep and self.state != "asleep":
             with span(self.metrics, "timing/engine_sleep"):
                 try:
-                    await self._call("sleep", phase="sleep of the rollout engines")
+                    await self._rollouts.call(
+                        RolloutWorker.sleep, timeout_s=self._timeout_s, phase="sleep of the rollout engines"
+                    )
                     self.state = "asleep"
                 except WorkerDied as death:
                     await self._workers.replace_dead_rollouts(death)
@@ -57,7 +62,7 @@ class Engines:
         while self.state == "asleep":
             with span(self.metrics, "timing/engine_wake"):
                 try:
-                    await self._call("wake", "weights", phase="wake-up of the rollout engines (weights)")
+                    await self._wake("weights", "wake-up of the rollout engines (weights)")
                     self.state = "weights"
                 except WorkerDied as death:
                     await self._replace(death)
@@ -68,10 +73,12 @@ class Engines:
         self._version = version
         if self._can_sleep:
             # Now, because the actor's weights leave the devices before the engines are complete.
-            phase = f"log-probabilities of v{version}"
-            request = [(self._ids[:1], self._ids[1:])]
-            calls = self._workers.actors.call("log_probs", request, timeout_s=self._actor_timeout_s, phase=phase)
-            self._expected = (await calls)[0][0]
+            [self._expected], *_ = await self._workers.actors.call(
+                ActorWorker.log_probs,
+                [(self._ids[:1], self._ids[1:])],
+                timeout_s=self._actor_timeout_s,
+                phase=f"log-probabilities of v{version}",
+            )
         return metrics
 
     async def prepare_generation(self) -> None:
@@ -86,7 +93,7 @@ class Engines:
                 await self.sync(self._version)
             with span(self.metrics, "timing/engine_wake"):
                 try:
-                    await self._call("wake", "kv_cache", phase="wake-up of the rollout engines (KV cache)")
+                    await self._wake("kv_cache", "wake-up of the rollout engines (KV cache)")
                     await self._verify()
                     self.state = "awake"
                 except WorkerDied as death:
@@ -94,8 +101,10 @@ class Engines:
 
     async def _verify(self) -> None:
         """Compare the log-probabilities of the fixed request with those of the actor."""
-        got = await self._call("log_probs", self._ids, phase="verification of the rollout engines")
-        labels = [self._workers.rollouts.label(rank) for rank in range(len(got))]
+        got = await self._rollouts.call(
+            RolloutWorker.log_probs, self._ids, timeout_s=self._timeout_s, phase="verification of the rollout engines"
+        )
+        labels = [self._rollouts.label(rank) for rank in range(len(got))]
         difference = largest_difference(self._expected, dict(zip(labels, got, strict=True)), self._bound)
         self.metrics["weights/wake_log_prob_diff"] = difference
 
@@ -105,5 +114,5 @@ class Engines:
         self.state = "awake"
         await self.sleep()
 
-    async def _call(self, method: str, *args: Any, phase: str) -> list[Any]:
-        return await self._workers.rollouts.call(method, *args, timeout_s=self._timeout_s, phase=phase)
+    async def _wake(self, part: Part, phase: str) -> None:
+        await self._rollouts.call(RolloutWorker.wake, part, timeout_s=self._timeout_s, phase=phase)

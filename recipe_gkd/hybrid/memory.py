@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
 
+from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import SYNC_TIMEOUT, timeout_of
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.hybrid.turns import DevicePhase
 from recipe_gkd.metrics.steps import GIB
+from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.workers import Workers
 
 log = logging.getLogger(__name__)
 
 _MEASURED = ("generate", "update", "sync")
+_CALL = "measure the memory"
 
 
 class PhasePeaks:
@@ -39,17 +41,17 @@ class PhasePeaks:
         """Record the peak of a phase, and start to measure the next one."""
         try:
             if phase in _MEASURED:
-                actors, rollouts = await self._call("peak_memory")
+                actors, rollouts = await asyncio.gather(
+                    self._workers.actors.call(ActorWorker.peak_memory, timeout_s=self._timeout_s, phase=_CALL),
+                    self._workers.rollouts.call(RolloutWorker.peak_memory, timeout_s=self._timeout_s, phase=_CALL),
+                )
                 self.metrics[f"perf/memory_gb/{phase}"] = self._largest_slot(actors, rollouts) / GIB
-            await self._call("reset_peak_memory")
+            await asyncio.gather(
+                self._workers.actors.call(ActorWorker.reset_peak_memory, timeout_s=self._timeout_s, phase=_CALL),
+                self._workers.rollouts.call(RolloutWorker.reset_peak_memory, timeout_s=self._timeout_s, phase=_CALL),
+            )
         except WorkerDied as death:  # the next call that needs the worker replaces it, or ends the run
             log.warning("the memory of the phase %s was not measured: %s", phase, death)
-
-    async def _call(self, method: str) -> list[list[Any]]:
-        """Call a method of all workers, and return the results of the actors and of the rollout workers."""
-        groups = (self._workers.actors, self._workers.rollouts)
-        calls = (group.call(method, timeout_s=self._timeout_s, phase="measure the memory") for group in groups)
-        return await asyncio.gather(*calls)
 
     def _largest_slot(self, actors: Sequence[int], rollouts: Sequence[int]) -> float:
         """Return the memory in use on the slot with the most, in bytes.

@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
 from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, SYNC_TIMEOUT, timeout_of
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import GkdError
 from recipe_gkd.rollout.limits import engine_length
+from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.rollout.sampling import PROBE_TOKENS
 from recipe_gkd.runtime.keyed_timeout import with_margin
 from recipe_gkd.weight_sync.model_check import MismatchGuard, default_bound
@@ -125,7 +127,7 @@ class SyncProbe:
         if not ordered:
             return {}
         found = await self._workers.actors.call(
-            "log_probs",
+            ActorWorker.log_probs,
             [(self._prompts[uid].ids.tolist(), list(ids)) for uid, ids in ordered],
             timeout_s=self._actor_timeout_s,
             phase=f"log-probabilities of v{version}",
@@ -139,9 +141,15 @@ class SyncProbe:
     async def _sample(self, rank: int, version: int) -> list[Response]:
         """Return the responses of one engine that have tokens; none if it fails."""
         stream = self._workers.rollouts.stream(
-            rank, "generate", self._prompts, version, "probe", self._timeout_s,
-            timeout_s=with_margin(self._timeout_s, GENERATION_RPC_MARGIN_S), phase=f"weight sync v{version}, probe",
-        )  # fmt: skip
+            rank,
+            RolloutWorker.generate,
+            self._prompts,
+            version,
+            "probe",
+            self._timeout_s,
+            timeout_s=with_margin(self._timeout_s, GENERATION_RPC_MARGIN_S),
+            phase=f"weight sync v{version}, probe",
+        )
         try:
             responses = [response async for some in stream for response in some]
         except GkdError as error:

@@ -15,6 +15,7 @@ from recipe_gkd.runtime.run_log import as_event
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+W = TypeVar("W")
 
 KILL_TIMEOUT_S = 5.0
 """Deadline of the end of the old ranks' processes."""
@@ -22,7 +23,7 @@ LOST_NODE_NOTICE_S = 40.0
 """Time in which Ray notices that a node is lost. Until then it starts workers there, which die."""
 
 
-class ActorRestarts(Generic[T]):
+class ActorRestarts(Generic[W, T]):
     """Starts all actor ranks again after one was lost, at most ``trainer.max_actor_restarts`` times in a run.
 
     A rank is lost if its process has ended, or if it did not answer before a deadline. The others cannot go on without
@@ -43,7 +44,7 @@ class ActorRestarts(Generic[T]):
 
     def __init__(
         self,
-        actors: WorkerGroup,
+        actors: WorkerGroup[W],
         start: Callable[[int], Any],
         set_up: Callable[[], Awaitable[T]],
         *,

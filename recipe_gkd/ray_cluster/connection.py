@@ -66,11 +66,12 @@ def connected_cluster(config: Config) -> Iterator[None]:
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         if not settings.address:
             raise ResourceError(
-                f"Ray could not start a cluster on this machine: {error}; read the logs in {_latest_logs()}"
+                f"Ray could not start a cluster on this machine: {error}", remedy=f"read the logs in {_latest_logs()}"
             ) from error
         raise ResourceError(
-            f"Ray could not connect to the cluster at ray_init.address={settings.address}: {error}; check `ray "
-            "status`, or set ray_init.address=null to start a cluster on this machine"
+            f"Ray could not connect to the cluster at ray_init.address={settings.address}: {error}",
+            node=settings.address,
+            remedy="check `ray status`, or set ray_init.address=null to start a cluster on this machine",
         ) from error
     try:
         yield
@@ -110,9 +111,11 @@ def start_local_cluster(*, timeout_s: float = DEFAULT_STARTUP_TIMEOUT_S["cpu"], 
             if elapsed_s >= timeout_s:
                 raise ResourceError(
                     f"Ray did not start on this machine within {timeout_s:g} s, in {attempt} attempts of "
-                    f"{RAY_START_TIMEOUT_S} s. The machine may be too busy, or out of memory or disk space. Read "
-                    f"raylet.err and dashboard_agent.log in {logs}, {raise_hint(timeout_s, 'use a longer deadline')}, "
-                    "or start Ray with `ray start --head` and set ray_init.address=auto"
+                    f"{RAY_START_TIMEOUT_S} s. The machine may be too busy, or out of memory or disk space",
+                    waited_s=timeout_s,
+                    remedy=f"read raylet.err and dashboard_agent.log in {logs}, "
+                    f"{raise_hint(timeout_s, 'use a longer deadline')}, or start Ray with `ray start --head` and set "
+                    "ray_init.address=auto",
                 ) from error
             log.warning(
                 "Ray did not start within %d s (logs: %s); trying again until %g s have passed",
@@ -143,8 +146,8 @@ def choose_device(requested: str) -> str:
         return "cuda" if n_gpus else "cpu"
     if requested == "cuda" and not n_gpus:
         raise ResourceError(
-            "trainer.device=cuda, but the Ray cluster has no GPU; set trainer.device=cpu or auto, or start Ray on "
-            "machines with GPUs"
+            "trainer.device=cuda, but the Ray cluster has no GPU",
+            remedy="set trainer.device=cpu or auto, or start Ray on machines with GPUs",
         )
     return requested
 

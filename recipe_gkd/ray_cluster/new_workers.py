@@ -18,7 +18,7 @@ PLACEMENT_TIMEOUT_S = 120.0
 _POLL_S = 1.0
 
 
-async def set_up_in_new_processes(group: WorkerGroup, ranks: Sequence[int], set_up: Awaitable[T]) -> T:
+async def set_up_in_new_processes(group: WorkerGroup[object], ranks: Sequence[int], set_up: Awaitable[T]) -> T:
     """Return the result of the set-up of new workers. It has its own deadline, which is much longer than that of Ray.
 
     Args:
@@ -41,7 +41,9 @@ async def set_up_in_new_processes(group: WorkerGroup, ranks: Sequence[int], set_
             if time.monotonic() - started > PLACEMENT_TIMEOUT_S:
                 raise ResourceError(
                     f"not started again within {PLACEMENT_TIMEOUT_S:g} s: {', '.join(waiting)}. Ray has no room, "
-                    "because a node may be lost; add a node with as many slots, and start the run again"
+                    "because a node may be lost",
+                    workers=tuple(waiting),
+                    remedy="add a node with as many slots, and start the run again",
                 )
             await asyncio.wait([call], timeout=_POLL_S)
         return await call

@@ -51,20 +51,20 @@ async def check_nodes(config: Config, device: str, pools: Sequence[Pool], *, tim
     for call in silent:
         call.cancel()
     if silent:
-        listed = ", ".join(unfinished())
+        missing = tuple(unfinished())
         raise DeadlineError(
-            f"check of the nodes: {listed} did not answer within {timeout_s:g} s; check `ray status` and `nvidia-smi` "
-            "there, or raise trainer.startup_timeout_s"
+            f"{', '.join(missing)} did not answer within {timeout_s:g} s",
+            phase="check of the nodes",
+            missing=missing,
+            waited_s=timeout_s,
+            remedy="check `ray status` and `nvidia-smi` there, or raise trainer.startup_timeout_s",
         )
     problems = [f"  {names[node]}: {problem}" for node, call in calls.items() for problem in _problems_of(call)]
     if not problems:
         return
     if config.trainer.check_nodes:
-        raise ResourceError(
-            "the workers cannot start on these nodes:\n"
-            + "\n".join(problems)
-            + "\nset trainer.check_nodes=false to start them in spite of this"
-        )
+        remedy = "set trainer.check_nodes=false to start them in spite of this"
+        raise ResourceError("the workers cannot start on these nodes:", details=(*problems, remedy))
     log.warning("problems of the nodes, ignored because of trainer.check_nodes=false:\n%s", "\n".join(problems))
 
 

@@ -138,12 +138,13 @@ async def create_pools(specs: tuple[PoolSpec, ...], *, timeout_s: float) -> tupl
         The pools, in the order of ``specs``.
 
     Raises:
-        ResourceError: The cluster is too small, or other jobs held its resources until the deadline. The message lists
+        ResourceError: The cluster is too small, or other jobs held its resources until the deadline. ``details`` lists
             the request and the resources of each node. Nothing remains reserved.
     """
     resources = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     if choose_nodes(specs, resources) is None:
-        raise ResourceError(f"not enough {specs[0].slot_kind} for the workers.\n{_describe_shortage(specs, resources)}")
+        shortage = _describe_shortage(specs, resources)
+        raise ResourceError(f"not enough {specs[0].slot_kind} for the workers", details=shortage)
     groups = [
         placement_group(spec.bundles, strategy="STRICT_SPREAD" if spec.nnodes > 1 else "STRICT_PACK")
         for spec in _hosts(specs)
@@ -160,7 +161,10 @@ async def create_pools(specs: tuple[PoolSpec, ...], *, timeout_s: float) -> tupl
         if isinstance(error, TimeoutError):
             raise ResourceError(
                 f"the pools were not granted within {timeout_s:g} s: the cluster is large enough, but other jobs use "
-                f"it now; check `ray status`.\n{_describe_shortage(specs, resources)}"
+                "it now",
+                waited_s=timeout_s,
+                remedy="check `ray status`",
+                details=_describe_shortage(specs, resources),
             ) from error
         raise
     for node in _nodes_of(groups) - {own_node()}:
@@ -206,17 +210,17 @@ def _nodes_of(groups: list[PlacementGroup]) -> set[str]:
     return {node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()}
 
 
-def _describe_shortage(specs: tuple[PoolSpec, ...], nodes: list[dict[str, float]]) -> str:
-    requested = "\n".join(
+def _describe_shortage(specs: tuple[PoolSpec, ...], nodes: list[dict[str, float]]) -> tuple[str, ...]:
+    requested = [
         f"  {spec.name} pool: {spec.nnodes} x {spec.n_per_node} {spec.slot_kind}   ({spec.size_keys})" for spec in specs
-    )
-    available = "\n".join(
+    ]
+    available = [
         f"  node {i}: " + ", ".join(f"{node.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))
         for i, node in enumerate(nodes)
-    )
+    ]
     remedy = "request less, or start Ray with more"
     if specs[-1].is_guest:
-        requested += "\n  (actor_rollout_ref.hybrid_engine=true: rollout workers use the slots of the actor pool)"
+        requested.append("  (actor_rollout_ref.hybrid_engine=true: rollout workers use the slots of the actor pool)")
     if specs[0].device == "cpu":
         remedy += " (ray_init.num_cpus=N lets N one-thread workers share this machine's cores)"
-    return f"requested:\n{requested}\nthe cluster has:\n{available}\n{remedy}"
+    return "requested:", *requested, "the cluster has:", *available, remedy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from ray.exceptions import RayError
 
@@ -24,6 +24,13 @@ KILL_TIMEOUT_S = 5.0
 """Deadline of the end of a silent worker's processes."""
 NODE_PROBE_TIMEOUT_S = 2.0
 """Deadline of a node that lists or kills processes. It usually takes a tenth of that."""
+
+
+class NewWorker(Protocol):
+    """Rollout worker that has started."""
+
+    async def setup(self) -> object:
+        """Start the engine."""
 
 
 class RolloutRestarts:
@@ -49,7 +56,7 @@ class RolloutRestarts:
 
     def __init__(
         self,
-        rollouts: WorkerGroup,
+        rollouts: WorkerGroup[NewWorker],
         start: Callable[[int], Any],
         *,
         allowed: int,
@@ -145,10 +152,7 @@ class RolloutRestarts:
         for rank in dead:
             label = self._rollouts.label(rank)
             if self._used == self._allowed:
-                raise WorkerDied(
-                    f"{death or f'{label} died'}; it was not replaced: trainer.max_worker_restarts={self._allowed} "
-                    f"{'are used up' if self._allowed else 'allows no restart'}"
-                ) from death
+                raise self._no_restart_left(label, death) from death
             self._used += 1
             log.warning(
                 "%s died; starting another (%d of %d restarts)%s", label, self._used, self._allowed, reason,
@@ -172,9 +176,17 @@ class RolloutRestarts:
             # Ray needs up to 30 s to notice that a node is lost, and starts workers there until then.
             await self._replace_dead(cast(WorkerDied, failed[0]))
 
+    def _no_restart_left(self, label: str, death: GkdError | None) -> WorkerDied:
+        known = WorkerDied("its process died", worker=label) if death is None else death
+        limit = f"trainer.max_worker_restarts={self._allowed}"
+        reason = f"it was not replaced: {limit} {'are used up' if self._allowed else 'allows no restart'}"
+        return WorkerDied(
+            known.what, phase=known.phase, worker=label, remedy=known.remedy, details=(*known.details, reason)
+        )
+
     async def _set_up(self, rank: int) -> None:
         """Wait until a new worker is set up. Errors: see :func:`set_up_in_new_processes`."""
-        call = self._rollouts.call_one(rank, "setup", timeout_s=self._timeout_s, phase="start again")
+        call = self._rollouts.call_one(rank, NewWorker.setup, timeout_s=self._timeout_s, phase="start again")
         await set_up_in_new_processes(self._rollouts, [rank], call)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Sized
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from recipe_gkd.errors import DeadlineError, GkdError, WorkerDied
 from recipe_gkd.ray_cluster import worker_errors
 from recipe_gkd.ray_cluster.node_probe import kill_workers, locate, session_folder
 from recipe_gkd.runtime.keyed_timeout import raise_hint
+from recipe_gkd.runtime.remote_group import OnResult, R, RemoteGroup, Ts, W_co
 from recipe_gkd.runtime.tasks import run_to_end
 from recipe_gkd.runtime.wait_log import waiting
 
@@ -35,23 +36,23 @@ _RESERVED_FOR_KILL_S = 2.0
 """Part of the time of a stop that is kept for killing the processes."""
 
 
-class WorkerGroup:
+class WorkerGroup(RemoteGroup[W_co]):
     """Ray actors of one kind, ordered by rank.
 
     Lifecycle::
 
-        group = WorkerGroup("rollout", handles)
-        results = await group.call("setup", timeout_s=300, phase="start")
+        group: WorkerGroup[RolloutWorker] = WorkerGroup("rollout", handles)
+        reports = await group.call(RolloutWorker.setup, timeout_s=300, phase="start")
         group.replace(rank, handle)     # after WorkerDied
         await group.stop(timeout_s=10)  # ends all processes
 
     All calls raise these errors, as soon as one worker has failed:
 
     Raises:
-        GkdError: The worker's own error, if the project raised it on purpose. The message names the worker.
+        GkdError: The worker's own error, if the project raised it on purpose. ``worker`` is set.
         WorkerDied: A worker's process has ended, or its engine has failed. Call :meth:`replace` to continue.
         WorkerError: A worker failed in another way.
-        DeadlineError: ``timeout_s`` has passed. The message names the workers that did not answer.
+        DeadlineError: ``timeout_s`` has passed. ``silent`` lists the workers that did not answer.
 
     Attributes:
         name: Name of the pool, for labels.
@@ -61,9 +62,8 @@ class WorkerGroup:
     def __init__(self, name: str, handles: Sequence[Any]) -> None:
         self.name = name
         self.handles = list(handles)
-        self._died: set[str] = (
-            set()
-        )  # Ray's actor ids. A late failure of a replaced worker must not count for its rank.
+        # Ray's actor ids. A late failure of a replaced worker must not count for its rank.
+        self._died: set[str] = set()
         self._unanswered: set[int] = set()  # Ranks that may still execute a call that was given up.
 
     def __len__(self) -> int:
@@ -74,51 +74,39 @@ class WorkerGroup:
         """Return the name of a worker in messages, such as ``rollout worker 0 of 2``."""
         return f"{self.name} worker {rank} of {len(self)}"
 
-    async def call(
-        self, method: str, *args: Any, timeout_s: float, phase: str, on_result: Callable[[int], None] | None = None
+    async def _call_ranks(
+        self,
+        method: str,
+        args: Mapping[int, Sequence[object]],
+        *,
+        timeout_s: float,
+        phase: str,
+        on_result: OnResult | None = None,
     ) -> list[Any]:
-        """Call a method with the same arguments on every worker.
-
-        Args:
-            method: Name of the method.
-            *args: Its arguments.
-            timeout_s: Deadline of the whole call.
-            phase: Name of the phase, for error messages.
-            on_result: Function that is called with the rank of each worker that has returned its result.
-
-        Returns:
-            Results in rank order.
-        """
-        calls = {rank: getattr(handle, method).remote(*args) for rank, handle in enumerate(self.handles)}
+        calls = {rank: getattr(self.handles[rank], method).remote(*rank_args) for rank, rank_args in args.items()}
         return await self._gather(calls, timeout_s=timeout_s, phase=phase, on_result=on_result)
 
-    async def call_each(self, method: str, args: Sequence[Sequence[Any]], *, timeout_s: float, phase: str) -> list[Any]:
-        """Call a method on every worker, with arguments for each rank. Return the results in rank order."""
-        calls = [
-            getattr(handle, method).remote(*rank_args) for handle, rank_args in zip(self.handles, args, strict=True)
-        ]
-        return await self._gather(dict(enumerate(calls)), timeout_s=timeout_s, phase=phase)
-
-    async def call_one(self, rank: int, method: str, *args: Any, timeout_s: float, phase: str) -> Any:
-        """Call a method on one worker. Return its result."""
-        call = {rank: getattr(self.handles[rank], method).remote(*args)}
-        return (await self._gather(call, timeout_s=timeout_s, phase=phase))[0]
-
     async def stream(
-        self, rank: int, method: str, *args: Any, timeout_s: float, phase: str, n_results: int = 0
-    ) -> AsyncIterator[Any]:
+        self,
+        rank: int,
+        method: Callable[[W_co, *Ts], AsyncIterator[R]],
+        *args: *Ts,
+        timeout_s: float,
+        phase: str,
+        n_results: int = 0,
+    ) -> AsyncIterator[R]:
         """Iterate over the items of an async generator method of one worker. The deadline is for the whole stream.
 
         Args:
             rank: Rank of the worker.
-            method: Name of the method.
+            method: Method of the class.
             *args: Its arguments.
             timeout_s: Deadline.
             phase: Name of the phase, for messages.
             n_results: Number of responses in all items together, which are sequences of responses, for the log of
                 waits. 0: the items are something else.
         """
-        items = getattr(self.handles[rank], method).options(num_returns="streaming").remote(*args)
+        items = getattr(self.handles[rank], method.__name__).options(num_returns="streaming").remote(*args)
         actor_id = self._actor_id(rank)  # The worker may be replaced meanwhile.
         started, has_ended, name = time.monotonic(), False, self._short_label(rank)
         n_missing = n_results or 1
@@ -132,7 +120,7 @@ class WorkerGroup:
                     except StopAsyncIteration:
                         has_ended = True
                         return
-                    n_missing -= len(item) if n_results else 0
+                    n_missing -= len(item) if n_results and isinstance(item, Sized) else 0
                     yield item
         except RayError as error:  # must precede TimeoutError: a TimeoutError that a worker raised is both
             raise await self._to_worker_error(rank, actor_id, phase, error) from error
@@ -187,7 +175,9 @@ class WorkerGroup:
                 shutdown_s = min(
                     max(0.0, timeout_s - _RESERVED_FOR_KILL_S), _BUSY_SHUTDOWN_S if self._unanswered else timeout_s
                 )
-                await self.call("shutdown", timeout_s=shutdown_s, phase="shutdown")
+                await self._call_ranks(
+                    "shutdown", dict.fromkeys(range(len(self)), ()), timeout_s=shutdown_s, phase="shutdown"
+                )
         finally:
             await run_to_end(kill_workers(self.handles, timeout_s=_KILL_TIMEOUT_S))
 
@@ -197,7 +187,7 @@ class WorkerGroup:
         *,
         timeout_s: float,
         phase: str,
-        on_result: Callable[[int], None] | None = None,
+        on_result: OnResult | None = None,
     ) -> list[Any]:
         """Await ``calls``, rank -> call. Return the results in the order of ``calls``."""
         if not calls:  # an error preceded the start of the workers
@@ -285,7 +275,7 @@ async def _close(items: Any) -> None:
     ended.cancel()
 
 
-def _report_result(rank: int, on_result: Callable[[int], None], task: asyncio.Task[Any]) -> None:
+def _report_result(rank: int, on_result: OnResult, task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and task.exception() is None:
         on_result(rank)
 

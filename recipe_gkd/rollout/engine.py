@@ -26,6 +26,7 @@ from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.engine_commands import Command, CommandQueue, settle
 from recipe_gkd.rollout.engine_factory import ROLLOUT, build_engine, describe_engine, watch_ranks
 from recipe_gkd.rollout.engine_options import EngineOptions
+from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.engine_requests import Deliver, RequestTable, add_log_probs_request, add_request
 from recipe_gkd.runtime.out_of_memory import MemoryPhase, is_out_of_memory, out_of_memory_error
 from teacher.engines.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure
@@ -72,14 +73,14 @@ class RolloutEngine:
         self._paused = False
         self._thread: threading.Thread | None = None
 
-    def start(self) -> Future[dict[str, Any]]:
+    def start(self) -> Future[EngineReport]:
         """Build the engine.
 
         Returns:
-            Future of a description; see :func:`describe_engine`. It fails with :class:`ModelError`,
+            Future of the engine's report. It fails with :class:`ModelError`,
             :class:`ResourceError` or :class:`WorkerError`.
         """
-        ready: Future[dict[str, Any]] = Future()
+        ready: Future[EngineReport] = Future()
         self._thread = threading.Thread(target=self._main, args=(ready,), name="rollout-engine", daemon=True)
         self._thread.start()
         return ready
@@ -175,7 +176,7 @@ class RolloutEngine:
 
     # On the engine's thread.
 
-    def _main(self, ready: Future[dict[str, Any]]) -> None:
+    def _main(self, ready: Future[EngineReport]) -> None:
         try:
             engine = build_engine(self.options)
         except GkdError as error:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipe_gkd.errors import GkdError, ModelError, WorkerError
 from recipe_gkd.rollout.engine_options import EngineOptions
+from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.limits import check_cpu_budget
 from recipe_gkd.runtime.out_of_memory import ADVICE, Advice, advice, is_out_of_memory, memory_details
 from recipe_gkd.runtime.scratch import scratch_folder
@@ -140,18 +141,18 @@ def step_budget(options: EngineOptions, cuda_default: int) -> dict[str, Any]:
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": budget}
 
 
-def describe_engine(engine: LLMEngine) -> dict[str, Any]:
-    """Return vLLM's version, and of an engine: data types, maximum length, step and KV cache size (in tokens)."""
+def describe_engine(engine: LLMEngine) -> EngineReport:
+    """Return the settings of a started engine."""
     from recipe_gkd.rollout import vllm_compat
 
-    return {
-        "vllm": vllm_compat.vllm.__version__,
-        "dtype": str(engine.model_config.dtype).removeprefix("torch."),
-        "head_dtype": str(engine.model_config.head_dtype).removeprefix("torch."),
-        "max_model_len": engine.model_config.max_model_len,
-        "max_num_batched_tokens": engine.vllm_config.scheduler_config.max_num_batched_tokens,
-        "kv_cache_tokens": vllm_compat.kv_cache_tokens(engine),
-    }
+    return EngineReport(
+        vllm=vllm_compat.vllm.__version__,
+        dtype=str(engine.model_config.dtype).removeprefix("torch."),
+        head_dtype=str(engine.model_config.head_dtype).removeprefix("torch."),
+        max_model_len=engine.model_config.max_model_len,
+        max_num_batched_tokens=engine.vllm_config.scheduler_config.max_num_batched_tokens,
+        kv_cache_tokens=vllm_compat.kv_cache_tokens(engine),
+    )
 
 
 def watch_ranks(engine: LLMEngine, on_death: Callable[[str], None]) -> None:

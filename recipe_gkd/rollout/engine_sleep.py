@@ -21,7 +21,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from recipe_gkd.errors import GkdError, WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.rollout.weight_updates import Invalidity, WeightUpdates
@@ -36,6 +37,21 @@ Checksums = Mapping[str, Mapping[str, int]]
 
 _REMEDY = "set actor_rollout_ref.rollout.sleep_level=0, start the run again, and report this"
 _RELEASED = Invalidity("its weights were released", "run a weight sync")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SleepReport:
+    """Effect of :meth:`EngineSleep.sleep`.
+
+    Attributes:
+        level: Sleep level.
+        released_bytes: Memory that all ranks released. Other processes of a GPU change the measured value.
+        seconds: Duration.
+    """
+
+    level: int
+    released_bytes: int
+    seconds: float
 
 
 class EngineSleep:
@@ -84,16 +100,12 @@ class EngineSleep:
                 "the engine rejects the weight update: it sleeps", remedy="call wake('weights')", worker=self._name
             )
 
-    def sleep(self, engine: LLMEngine, level: int) -> dict[str, Any]:
+    def sleep(self, engine: LLMEngine, level: int) -> SleepReport:
         """Release the memory of the engine. Without effect if it sleeps already.
 
         Args:
             engine: The engine.
             level: ``rollout.sleep_level``.
-
-        Returns:
-            ``level``, ``released_bytes`` of all ranks, and ``seconds``. Other processes of a GPU change the measured
-            bytes.
 
         Raises:
             WorkerError: A request is in flight.
@@ -117,24 +129,20 @@ class EngineSleep:
             released = sum(rank["bytes_in_use"] for rank in before) - sum(after)
             if level == 2:
                 self._updates.invalidate(_RELEASED)
-        return {"level": level, "released_bytes": released, "seconds": time.monotonic() - started}
+        return SleepReport(level=level, released_bytes=released, seconds=time.monotonic() - started)
 
-    def wake(self, engine: LLMEngine, part: Part) -> dict[str, Any]:
+    def wake(self, engine: LLMEngine, part: Part) -> None:
         """Allocate a part of the memory again. Without effect if it is allocated.
 
         Args:
             engine: The engine.
             part: ``"weights"``, or then ``"kv_cache"``.
 
-        Returns:
-            ``part`` and ``seconds``.
-
         Raises:
             WeightSyncError: The engine woke with other weights or constants, or kept its prefix cache. It is invalid.
             WorkerError: The weights must wake first.
             WorkerDied: The engine failed, for example because the device has no memory left.
         """
-        started = time.monotonic()
         if part == "weights" and self._state == "asleep":
             self._wake_weights(engine)
         elif part == "kv_cache" and self._state == "asleep":
@@ -145,7 +153,6 @@ class EngineSleep:
             )
         elif part == "kv_cache" and self._state == "weights":
             self._wake_cache(engine)
-        return {"part": part, "seconds": time.monotonic() - started}
 
     def _wake_weights(self, engine: LLMEngine) -> None:
         with self._fatal("wake-up of the weights"):

@@ -9,23 +9,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
 from recipe_gkd.errors import DeadlineError, GkdError, WorkerError
-from recipe_gkd.ray_cluster.placement import device_report
+from recipe_gkd.ray_cluster.placement import DeviceReport, device_report
 from recipe_gkd.rollout.checkpoint_names import check_announced, folder_shapes
 from recipe_gkd.rollout.engine import RolloutEngine
 from recipe_gkd.rollout.engine_options import EngineOptions
-from recipe_gkd.rollout.engine_sleep import EngineSleep, Part
+from recipe_gkd.rollout.engine_report import EngineReport
+from recipe_gkd.rollout.engine_sleep import EngineSleep, Part, SleepReport
 from recipe_gkd.rollout.sampling import SamplingName, sampling_from
 from recipe_gkd.rollout.update_gate import UpdateGate
 from recipe_gkd.rollout.weight_updates import WeightUpdates
 from recipe_gkd.runtime.phase_memory import peak_bytes, reset_peak
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+from recipe_gkd.weight_sync.spec import TransportAddress
+from recipe_gkd.weight_sync.stats import ReceivedUpdate
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine
@@ -78,15 +82,12 @@ class RolloutWorker:
         self._gate = UpdateGate(self._engine, self._updates)
         self._sleep = EngineSleep(self._name, self._updates)
 
-    async def device_report(self) -> dict[str, Any]:
+    def device_report(self) -> DeviceReport:
         """Return the node and the device of this worker; see :func:`device_report`."""
         return device_report(self._device)
 
-    async def setup(self) -> dict[str, Any]:
+    async def setup(self) -> EngineReport:
         """Start the engine.
-
-        Returns:
-            Description of the engine (see :func:`describe_engine`), and the ``seconds`` that the start took.
 
         Raises:
             ModelError: The model folder cannot be used.
@@ -99,11 +100,11 @@ class RolloutWorker:
             name: sampling_from(self._config, name, also_stop_at=self._stop_token_ids)
             for name in get_args(SamplingName)
         }
-        description = await asyncio.wrap_future(self._engine.start())
+        report = await asyncio.wrap_future(self._engine.start())
         if (version := self._folder_version) is not None:
             await self._run(lambda engine: self._updates.set_version(engine, version))
         self._folder_shapes = folder_shapes(folder)
-        return description | {"seconds": time.monotonic() - started}
+        return replace(report, seconds=time.monotonic() - started)
 
     async def generate(
         self, prompts: list[Prompt], step: int, sampling: SamplingName = "train", timeout_s: float | None = None
@@ -194,7 +195,7 @@ class RolloutWorker:
 
     # Sleep.
 
-    async def sleep(self) -> dict[str, Any]:
+    async def sleep(self) -> SleepReport:
         """Release the memory of the engine, as ``rollout.sleep_level`` requires; see :meth:`EngineSleep.sleep`.
 
         Without ``hybrid_engine`` nothing happens.
@@ -214,9 +215,9 @@ class RolloutWorker:
         self._sleep.refuse_requests(level)
         return await self._run(lambda engine: self._sleep.sleep(engine, level))
 
-    async def wake(self, part: Part) -> dict[str, Any]:
+    async def wake(self, part: Part) -> None:
         """Allocate the weights or the KV cache again; see :meth:`EngineSleep.wake`."""
-        return await self._run(lambda engine: self._sleep.wake(engine, part))
+        await self._run(lambda engine: self._sleep.wake(engine, part))
 
     async def reset_peak_memory(self) -> None:
         """Start a phase on all processes of the engine; see :func:`reset_peak`."""
@@ -236,12 +237,10 @@ class RolloutWorker:
 
     # Weight updates.
 
-    async def open_weight_transport(
-        self, host: str, port: int, first_rank: int, labels: list[str], transport: str
-    ) -> None:
+    async def open_weight_transport(self, address: TransportAddress, first_rank: int) -> None:
         """Join a new transport, and wait until all other ranks have joined; see :meth:`WeightUpdates.join`."""
         timeout_s = self._config.actor_rollout_ref.nccl_timeout
-        await self._run(lambda engine: self._updates.join(engine, host, port, first_rank, labels, transport, timeout_s))
+        await self._run(lambda engine: self._updates.join(engine, address, first_rank, timeout_s))
 
     async def begin_weight_update(self, version: int, meta: Sequence[TensorMeta], inflight: bool = False) -> None:
         """Check the announced weights, hold back new calls of ``generate``, and stop generating.
@@ -272,7 +271,7 @@ class RolloutWorker:
 
     async def receive_weights(
         self, version: int, meta: Sequence[TensorMeta], bucket_bytes: int, double_buffered: bool | None = None
-    ) -> dict[str, Any]:
+    ) -> ReceivedUpdate:
         """Receive and verify an update; see :meth:`WeightUpdates.receive`."""
         return await self._run(
             lambda engine: self._updates.receive(engine, version, meta, bucket_bytes, double_buffered)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from recipe_gkd.errors import GkdError, WorkerError
+from recipe_gkd.errors import GkdError, ResourceError, WorkerError
 from recipe_gkd.rollout.device_loss import is_device_loss
+from recipe_gkd.rollout.update_outcome import UpdateOutcome
 from recipe_gkd.rollout.vllm_compat import unpinned_nccl_env
 from recipe_gkd.rollout.vllm_sleep import SleepCalls
 from recipe_gkd.rollout.vllm_weights import BucketReceiver, CheckMemory
@@ -19,21 +21,17 @@ class WeightUpdateCalls:
 
     They return errors instead of raising them. With several worker processes, vLLM stops at the first exception, and
     takes the results of the other processes for those of the next call.
-
-    Every method returns ``error`` (a :class:`GkdError` or None), ``is_unusable`` (True after a CUDA error of this
-    process or an error of a reload), ``has_mixed_weights`` (see :class:`BucketReceiver`), and the statistics of a
-    received update.
     """
 
     # Members of vLLM's worker class.
-    weight_transfer_engine: Any
+    weight_transfer_engine: BucketReceiver
     _weight_update_active: bool
     init_weight_transfer_engine: Callable[[dict[str, Any]], None]
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
 
-    def gkd_join_transport(self, info: dict[str, Any]) -> dict[str, Any]:
+    def gkd_join_transport(self, info: dict[str, Any]) -> UpdateOutcome:
         """Join a transport; ``info`` has the fields of :class:`JoinTransport`.
 
         With ``VLLM_BATCH_INVARIANT=1`` vLLM sets NCCL variables in this process. They must not apply to a communicator
@@ -46,28 +44,26 @@ class WeightUpdateCalls:
 
         return self._gkd_outcome(join)
 
-    def gkd_check_memory(self, info: dict[str, Any]) -> dict[str, Any]:
-        """Return the error about too little memory for an update as ``shortage``, or None.
-
-        ``info`` has the fields of :class:`CheckMemory`.
-        """
-        receiver: BucketReceiver = self.weight_transfer_engine
+    def gkd_check_memory(self, info: dict[str, Any]) -> UpdateOutcome:
+        """Check the memory for an update; ``info`` has the fields of :class:`CheckMemory`."""
+        shortage: ResourceError | None = None
 
         def check() -> None:
-            receiver.outcome = {"shortage": receiver.memory_shortage(CheckMemory(**info))}
+            nonlocal shortage
+            shortage = self.weight_transfer_engine.memory_shortage(CheckMemory(**info))
 
-        return self._gkd_outcome(check)
+        return replace(self._gkd_outcome(check), shortage=shortage)
 
-    def gkd_receive_weights(self, info: dict[str, Any]) -> dict[str, Any]:
+    def gkd_receive_weights(self, info: dict[str, Any]) -> UpdateOutcome:
         """Receive an update; ``info`` has the fields of :class:`ReceiveUpdate`."""
 
         def receive() -> None:
             self.start_weight_update()
             self.update_weights(info)
 
-        return self._gkd_outcome(receive)
+        return replace(self._gkd_outcome(receive), received=self.weight_transfer_engine.received)
 
-    def gkd_commit_weights(self) -> dict[str, Any]:
+    def gkd_commit_weights(self) -> UpdateOutcome:
         """Load the received update."""
 
         def commit() -> None:
@@ -79,11 +75,11 @@ class WeightUpdateCalls:
 
         return self._gkd_outcome(commit)
 
-    def gkd_drop_weights(self) -> dict[str, Any]:
+    def gkd_drop_weights(self) -> UpdateOutcome:
         """Discard the update."""
         return self._gkd_outcome(self._gkd_drop)
 
-    def gkd_close_transport(self) -> dict[str, Any]:
+    def gkd_close_transport(self) -> UpdateOutcome:
         """Leave the transport."""
         return self._gkd_outcome(self.weight_transfer_engine.shutdown)
 
@@ -92,9 +88,9 @@ class WeightUpdateCalls:
         if self._weight_update_active:
             self.finish_weight_update()  # without tensors: only ends vLLM's own state of an update
 
-    def _gkd_outcome(self, action: Callable[[], None]) -> dict[str, Any]:
-        receiver: BucketReceiver = self.weight_transfer_engine
-        receiver.outcome = {}
+    def _gkd_outcome(self, action: Callable[[], None]) -> UpdateOutcome:
+        receiver = self.weight_transfer_engine
+        receiver.received = None
         error: GkdError | None = None
         device_is_lost = False
         try:
@@ -106,12 +102,11 @@ class WeightUpdateCalls:
             else:
                 error = WorkerError(f"{type(caught).__name__}: {caught}")
             device_is_lost = is_device_loss(caught)
-        report = {
-            "error": error,
-            "is_unusable": device_is_lost or receiver.reload_failed,
-            "has_mixed_weights": receiver.has_mixed_weights,
-        }
-        return report | receiver.outcome
+        return UpdateOutcome(
+            error=error,
+            is_unusable=device_is_lost or receiver.reload_failed,
+            has_mixed_weights=receiver.has_mixed_weights,
+        )
 
 
 class WorkerCalls(WeightUpdateCalls, SleepCalls, LogitsCalls):

@@ -36,6 +36,8 @@ from recipe_gkd.rollout.vllm_compat import (
 from recipe_gkd.rollout.vllm_reload import ModelReload
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.receiver import NamedTensors, receive_weights
+from recipe_gkd.weight_sync.spec import TransportAddress
+from recipe_gkd.weight_sync.stats import ReceivedUpdate
 from recipe_gkd.weight_sync.store import join_store
 from recipe_gkd.weight_sync.transport import Transport
 from recipe_gkd.weight_sync.transport_factory import open_transport
@@ -48,20 +50,14 @@ class JoinTransport(WeightTransferInitInfo):
     """Arguments for joining a transport; equal on all ranks of an engine.
 
     Attributes:
-        host: Address of the store.
-        port: Port of the store.
+        address: The transport.
         first_rank: Transport rank of the engine's first tensor-parallel rank.
-        labels: Names of all transport ranks in error messages.
         timeout_s: Deadline of each update.
-        transport: Key of ``transport_factory.TRANSPORTS``.
     """
 
-    host: str
-    port: int
+    address: TransportAddress
     first_rank: int
-    labels: list[str]
     timeout_s: float
-    transport: str
 
 
 @dataclass
@@ -105,7 +101,7 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
         has_mixed_weights: True if the model may have weights of two versions.
         reload_failed: True after an error of a reload. vLLM then leaves layers without memory, or in other memory than
             CUDA graphs read, and a later update would seem to succeed.
-        outcome: Statistics of the last received update, for the driver.
+        received: Measurements of the last received update; None before it.
     """
 
     init_info_cls = JoinTransport
@@ -115,7 +111,7 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
         super().__init__(*args, **kwargs)
         allow_stack_dumps()  # vLLM constructs this class at the start of each of its worker processes
         self.has_mixed_weights = self.reload_failed = False
-        self.outcome: dict[str, Any] = {}
+        self.received: ReceivedUpdate | None = None
         self._transport: Transport | None = None
         self._buffered: NamedTensors = []
         self._reload: ModelReload | None = None
@@ -123,12 +119,13 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
     def init_transfer_engine(self, init_info: JoinTransport) -> None:
         """Join a new transport, and leave the previous one."""
         self.shutdown()
-        store = join_store(init_info.host, init_info.port, init_info.timeout_s)
+        address = init_info.address
+        store = join_store(address.host, address.port, init_info.timeout_s)
         self._transport = open_transport(
-            init_info.transport,
+            address.transport,
             store,
             rank=init_info.first_rank + self.parallel_config.rank,
-            labels=init_info.labels,
+            labels=address.labels,
             device=torch.device(self.device),
             timeout_s=init_info.timeout_s,
         )
@@ -180,7 +177,7 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
         except BaseException:
             self.drop()
             raise
-        self.outcome = asdict(stats) | {"double_buffered": double_buffered}
+        self.received = ReceivedUpdate(**asdict(stats), double_buffered=double_buffered)
 
     def finish_weight_update(self) -> None:
         """Load the buffered tensors, and finalize the model.

@@ -19,10 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from recipe_gkd.errors import GkdError, ResourceError, WeightSyncError, WorkerDied
+from recipe_gkd.errors import GkdError, WeightSyncError, WorkerDied
+from recipe_gkd.rollout.update_outcome import UpdateOutcome
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+from recipe_gkd.weight_sync.spec import TransportAddress
+from recipe_gkd.weight_sync.stats import ReceivedUpdate
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine
@@ -63,10 +66,10 @@ class WeightUpdates:
     Lifecycle::
 
         updates = WeightUpdates(name)
-        updates.join(engine, host, port, first_rank, labels, transport, timeout_s)  # once, and after every failure
-        updates.check_memory(engine, meta, bucket_bytes)                            # effective once for each join
+        updates.join(engine, address, first_rank, timeout_s)  # once, and after every failure
+        updates.check_memory(engine, meta, bucket_bytes)      # effective once for each join
         updates.receive(engine, version, meta, bucket_bytes, None)
-        updates.commit(engine, version)                                             # or updates.drop(engine)
+        updates.commit(engine, version)                       # or updates.drop(engine)
 
     Args:
         name: Label of the worker, for errors.
@@ -114,36 +117,23 @@ class WeightUpdates:
     def join(
         self,
         engine: LLMEngine,
-        host: str,
-        port: int,
+        address: TransportAddress,
         first_rank: int,
-        labels: Sequence[str],
-        transport: str,
         timeout_s: float,
     ) -> None:
         """Join a transport with all tensor-parallel ranks.
 
         Args:
             engine: The engine.
-            host: Address of the store.
-            port: Port of the store.
+            address: The transport.
             first_rank: Transport rank of the first tensor-parallel rank.
-            labels: Names of all transport ranks in error messages.
-            transport: Key of ``transport_factory.TRANSPORTS``.
             timeout_s: Deadline of each update.
 
         Raises:
             WeightSyncError: A rank could not join.
             WorkerDied: A rank has lost its CUDA device, or could not reload a layer.
         """
-        info = {
-            "host": host,
-            "port": port,
-            "first_rank": first_rank,
-            "labels": list(labels),
-            "transport": transport,
-            "timeout_s": timeout_s,
-        }
+        info = {"address": address, "first_rank": first_rank, "timeout_s": timeout_s}
         self._memory_is_checked = False
         self._call(engine, "gkd_join_transport", info)
 
@@ -164,8 +154,7 @@ class WeightUpdates:
             return
         info = {"meta": list(meta), "bucket_bytes": bucket_bytes, "n_sharing_host": self._n_sharing_host}
         outcomes = self._call(engine, "gkd_check_memory", info)
-        shortages: list[ResourceError] = [outcome["shortage"] for outcome in outcomes if outcome["shortage"]]
-        if shortages:
+        if shortages := [outcome.shortage for outcome in outcomes if outcome.shortage is not None]:
             raise shortages[0].located(worker=self.name)
         self._memory_is_checked = True
 
@@ -176,7 +165,7 @@ class WeightUpdates:
         meta: Sequence[TensorMeta],
         bucket_bytes: int,
         double_buffered: bool | None,
-    ) -> dict[str, Any]:
+    ) -> ReceivedUpdate:
         """Receive an update and verify its checksum.
 
         Args:
@@ -203,7 +192,8 @@ class WeightUpdates:
         }
         outcomes = self._call(engine, "gkd_receive_weights", info)
         self._received = version
-        return max(outcomes, key=lambda outcome: float(outcome["seconds"]))
+        received = (outcome.received for outcome in outcomes if outcome.received is not None)
+        return max(received, key=lambda update: update.seconds)
 
     def commit(self, engine: LLMEngine, version: int) -> None:
         """Load the received update. Requests in flight continue with the new weights at their next token.
@@ -239,16 +229,18 @@ class WeightUpdates:
         self._call(engine, "gkd_drop_weights", reason="an update was dropped")
         self._call(engine, "gkd_close_transport")
 
-    def _call(self, engine: LLMEngine, method: str, *args: Any, reason: str | None = None) -> list[dict[str, Any]]:
-        outcomes: list[dict[str, Any]] = engine.collective_rpc(method, args=args)
-        errors: list[GkdError] = [outcome["error"] for outcome in outcomes if outcome["error"]]
-        if any(outcome["has_mixed_weights"] for outcome in outcomes) and (errors or reason):
+    def _call(
+        self, engine: LLMEngine, method: str, *args: dict[str, object], reason: str | None = None
+    ) -> list[UpdateOutcome]:
+        outcomes: list[UpdateOutcome] = engine.collective_rpc(method, args=args)
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        if any(outcome.has_mixed_weights for outcome in outcomes) and (errors or reason):
             self.invalidity = self.invalidity or Invalidity(
                 f"it may have mixed weights ({_reasons(errors) or reason})",
                 "only a complete weight sync on a new transport makes it valid again",
             )
         if errors:
-            is_unusable = any(outcome["is_unusable"] for outcome in outcomes)
+            is_unusable = any(outcome.is_unusable for outcome in outcomes)
             raise _joined(errors, is_unusable=is_unusable).located(worker=self.name) from errors[0]
         return outcomes
 

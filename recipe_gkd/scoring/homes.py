@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 NO_HOME = -1
 """Home of rows that are on no node of the actor pool."""
+
+
+class ActorRank(Protocol):
+    """Coordinates of an actor rank; see :class:`recipe_gkd.actor.ranks.RankReport`."""
+
+    @property
+    def dp_rank(self) -> int:
+        """Data-parallel rank."""
+
+    @property
+    def pp_rank(self) -> int:
+        """Pipeline stage."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +39,18 @@ class Homes:
     of_ranks: tuple[int, ...]
 
     @classmethod
-    def of(cls, ranks: Sequence[Mapping[str, Any]], node_ids: Sequence[str]) -> Homes:
+    def of(cls, ranks: Sequence[ActorRank], node_ids: Sequence[str]) -> Homes:
         """Return the homes for the ranks of an actor pool.
 
         Args:
-            ranks: Report of each rank, with ``dp_rank`` and ``pp_rank``.
+            ranks: Report of each rank.
             node_ids: Ray's id of the node of each rank.
         """
-        last_stage = max(rank["pp_rank"] for rank in ranks)
+        last_stage = max(rank.pp_rank for rank in ranks)
         node_of: dict[int, str] = {}
         for rank, node in zip(ranks, node_ids, strict=True):
-            if rank["pp_rank"] == last_stage:
-                node_of.setdefault(rank["dp_rank"], node)
+            if rank.pp_rank == last_stage:
+                node_of.setdefault(rank.dp_rank, node)
         nodes = tuple(dict.fromkeys(node_of[dp_rank] for dp_rank in sorted(node_of)))
         return cls(nodes, tuple(nodes.index(node_of[dp_rank]) for dp_rank in sorted(node_of)))
 

@@ -90,7 +90,8 @@ class ScoringPool:
             max_restarts: Number of restarts that Ray may make of each worker.
         """
         self._max_restarts = max_restarts
-        self.group, self.homes, self.n_restarts = WorkerGroup("scoring", []), Homes((), ()), 0
+        self.group: WorkerGroup[ScoringWorker] = WorkerGroup("scoring", [])
+        self.homes, self.n_restarts = Homes((), ()), 0
         self.nodes: dict[str, str] = {}
         self.free_shared_memory: dict[str, int] = {}
         self._specs, self._own_node, self._start_worker, self._per_node = specs, own_node, start_worker, per_node
@@ -183,7 +184,9 @@ class ScoringPool:
         phase, deadline_s = "start, connect to the teachers", with_margin(timeout_s, MARGIN_S)
         async with FirstErrorTaskGroup() as tasks:
             calls = {
-                rank: tasks.start(self.group.call_one(rank, "setup", timeout_s, timeout_s=deadline_s, phase=phase))
+                rank: tasks.start(
+                    self.group.call_one(rank, ScoringWorker.setup, timeout_s, timeout_s=deadline_s, phase=phase)
+                )
                 for rank in ranks
             }
             for rank, call in calls.items():

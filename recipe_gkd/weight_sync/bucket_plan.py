@@ -74,7 +74,8 @@ def plan_buckets(meta: Sequence[TensorMeta], bucket_bytes: int) -> list[Bucket]:
     seen: set[str] = set()
     for name, shape, dtype_name in meta:
         if name in seen:
-            raise WeightSyncError(f"the actor lists the weight {name} twice; each name must be exported once")
+            what = f"the actor lists the weight {name} twice"
+            raise WeightSyncError(what, tensors=(name,), remedy="export each name once")
         seen.add(name)
         dtype = _parse_dtype(name, dtype_name)
         n_bytes = math.prod(shape) * dtype.itemsize
@@ -92,7 +93,8 @@ def plan_buckets(meta: Sequence[TensorMeta], bucket_bytes: int) -> list[Bucket]:
 def _parse_dtype(name: str, dtype_name: str) -> torch.dtype:
     dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
-        raise WeightSyncError(f"{name} has dtype {dtype_name!r}; expected a torch dtype's name, such as 'bfloat16'")
+        what = f"{name} has dtype {dtype_name!r}, expected a torch dtype's name, such as 'bfloat16'"
+        raise WeightSyncError(what, tensors=(name,))
     return dtype
 
 
@@ -176,14 +178,19 @@ def _take(slot: Slot, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tens
     name, tensor = next(tensors, (None, None))
     if name is None or tensor is None:
         raise WeightSyncError(
-            f"the actor's export ended before {slot.name}; it must contain every tensor of weights_meta()"
+            f"the actor's export ended before {slot.name}",
+            tensors=(slot.name,),
+            remedy="export every tensor of weights_meta()",
         )
     if name != slot.name:
-        raise WeightSyncError(f"the actor exported {name}, expected {slot.name}; keep the order of weights_meta()")
+        what = f"the actor exported {name}, expected {slot.name}"
+        raise WeightSyncError(what, tensors=(name, slot.name), remedy="keep the order of weights_meta()")
     if tensor.shape != slot.shape or tensor.dtype != slot.dtype:
         raise WeightSyncError(
             f"{slot.name} was exported as {tuple(tensor.shape)} {tensor.dtype}, but announced as {slot.shape} "
-            f"{slot.dtype}; weights_meta() and export_weights() of the actor must agree"
+            f"{slot.dtype}",
+            tensors=(slot.name,),
+            remedy="let weights_meta() and export_weights() of the actor agree",
         )
     return tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
 

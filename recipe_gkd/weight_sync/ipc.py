@@ -64,9 +64,10 @@ class IpcTransport(Transport):
             locations = {rank: json.loads(text) for rank, text in collected.items()}
             if remote := [self.peers.label(rank) for rank, (other, _) in locations.items() if other != node]:
                 raise WeightSyncError(
-                    f"weight transport, connect: {', '.join(remote)} and {self.peers.label(0)} are on different nodes "
-                    "or in different containers, so they cannot share memory; set "
-                    "actor_rollout_ref.rollout.weight_transport=collective"
+                    f"{', '.join(remote)} and {self.peers.label(0)} are on different nodes or in different "
+                    "containers, so they cannot share memory",
+                    phase="weight transport, connect",
+                    remedy="set actor_rollout_ref.rollout.weight_transport=collective",
                 )
             self._one_gpu = gpu is not None and all(other == gpu for _, other in locations.values())
         decision = self.peers.rendezvous("connect, memory", json.dumps(self._one_gpu))

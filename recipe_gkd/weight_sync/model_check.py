@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 
-from recipe_gkd.errors import WeightSyncError
+from recipe_gkd.errors import ModelMismatch
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class MismatchGuard:
             differences: Difference in nats by the name of the tokens' source, such as ``rollout worker 0``.
 
         Raises:
-            WeightSyncError: The bound was exceeded in ``patience`` consecutive steps.
+            ModelMismatch: The bound was exceeded in ``patience`` consecutive steps.
         """
         # A comparison with NaN is false, so NaN is wrong.
         wrong = {} if self.bound is None else {n: d for n, d in differences.items() if not d <= self.bound}
@@ -77,22 +77,29 @@ class MismatchGuard:
         if step != self._last_wrong_step:
             self._n_steps = self._n_steps + 1 if step == self._last_wrong_step + 1 else 1
             self._last_wrong_step = step
-        listed = ", ".join(f"{name} {difference:.3g}" for name, difference in wrong.items())
-        message = (
-            f"step {step + 1}: the rollout engine computes another model than the actor: the log-probabilities of "
-            f"tokens that it sampled with the actor's present weights differ from the actor's by {listed} nats on "
-            f"average; expected at most {self.bound:g} for {' and '.join(self._dtypes)} "
-            "(actor_rollout_ref.rollout.mismatch_bound). The student is trained on responses of that other model. "
-            "Run python -m recipe_gkd doctor with the same keys; use one dtype for actor_rollout_ref.rollout.dtype and "
-            "the actor; compare rope_scaling and tie_word_embeddings in the model folder's config.json with its "
-            "weights, and the installed vLLM with the tested release"
-        )
+        mismatch = self._mismatch(step, wrong)
         if self._n_steps >= self._patience:
-            raise WeightSyncError(
-                f"{message}. This is step {self._n_steps} in a row (mismatch_patience={self._patience}). Resume from a "
-                "checkpoint before these steps; mismatch_bound=null disables the check"
+            last = (
+                f"This is step {self._n_steps} in a row (mismatch_patience={self._patience}). Resume from a checkpoint "
+                "before these steps; mismatch_bound=null disables the check"
             )
-        log.warning("%s. The run ends after %d such steps in a row", message, self._patience)
+            raise mismatch.replaced(details=(last,))
+        log.warning("%s. The run ends after %d such steps in a row", mismatch, self._patience)
+
+    def _mismatch(self, step: int, wrong: Mapping[str, float]) -> ModelMismatch:
+        listed = ", ".join(f"{name} {difference:.3g}" for name, difference in wrong.items())
+        return ModelMismatch(
+            "the rollout engine computes another model than the actor: the log-probabilities of tokens that it sampled "
+            f"with the actor's present weights differ from the actor's by {listed} nats on average; expected at most "
+            f"{self.bound:g} for {' and '.join(self._dtypes)} (actor_rollout_ref.rollout.mismatch_bound). The student "
+            "is trained on responses of that other model",
+            phase=f"step {step + 1}",
+            sources=tuple(wrong),
+            n_steps=self._n_steps,
+            remedy="run python -m recipe_gkd doctor with the same keys; use one dtype for "
+            "actor_rollout_ref.rollout.dtype and the actor; compare rope_scaling and tie_word_embeddings in the model "
+            "folder's config.json with its weights, and the installed vLLM with the tested release",
+        )
 
     def observe_update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Compare the tokens of an update's batch, if the present weights sampled any of them.

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from recipe_gkd.errors import DeadlineError, WeightSyncError
+from recipe_gkd.errors import DeadlineError
 from recipe_gkd.weight_sync.mailbox import message_key
 from recipe_gkd.weight_sync.peers import PeerGroup
 from recipe_gkd.weight_sync.store import one_line
@@ -120,7 +120,7 @@ class _Heartbeats:
         try:
             peers.mailbox.publish(_TOPIC, str(self._n_sent))
         except dist.DistNetworkError as error:
-            peers.fail(OPEN_PHASE, WeightSyncError(peers.lost_store_message(OPEN_PHASE, one_line(error))))
+            peers.fail(OPEN_PHASE, peers.lost_store_error(OPEN_PHASE, one_line(error)))
         for rank, (value, _) in self._last.items():
             current = peers.mailbox.read(message_key(_TOPIC, rank))
             if current != value:
@@ -136,13 +136,16 @@ class _Heartbeats:
         if silent:
             peers.fail(OPEN_PHASE, TimeoutError("timed out"), silent=silent)
         alive = "all of them are" if peers.rank == 0 else f"{peers.label(0)} is"
-        message = (
-            f"weight transport, {OPEN_PHASE}: the {peers.world} ranks did not connect within {peers.timeout_s:g} s "
-            f"(actor_rollout_ref.nccl_timeout), although {alive} alive; check that the nodes reach each other over the "
-            "interface that is used (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, NCCL_IB_HCA), set NCCL_DEBUG=INFO for "
-            "NCCL's own messages, or raise that key"
+        what = (
+            f"the {peers.world} ranks did not connect within {peers.timeout_s:g} s (actor_rollout_ref.nccl_timeout), "
+            f"although {alive} alive"
         )
-        peers.fail(OPEN_PHASE, DeadlineError(message))
+        remedy = (
+            "check that the nodes reach each other over the interface that is used (NCCL_SOCKET_IFNAME, "
+            "GLOO_SOCKET_IFNAME, NCCL_IB_HCA), set NCCL_DEBUG=INFO for NCCL's own messages, or raise that key"
+        )
+        phase = f"weight transport, {OPEN_PHASE}"
+        peers.fail(OPEN_PHASE, DeadlineError(what, phase=phase, waited_s=peers.timeout_s, remedy=remedy))
 
     def retract(self) -> None:
         """Remove the heartbeat of this rank."""

@@ -36,6 +36,10 @@ class TransportHooks(Protocol):
         """Return the topics of buckets for which other ranks may wait."""
 
 
+class TransportClosed(WeightSyncError):
+    """Use of a transport after a failure, or after it was left."""
+
+
 class PeerGroup:
     """The ranks of one transport, which exchange short messages through a TCP store.
 
@@ -128,14 +132,12 @@ class PeerGroup:
             store.set_timeout(self.time_left())
             values = store.multi_get(list(keys.values()))
         except dist.DistNetworkError as error:
-            self.fail(phase, WeightSyncError(self.lost_store_message(phase, one_line(error))))
+            self.fail(phase, self.lost_store_error(phase, one_line(error)))
         except dist.DistError as error:
             silent = [rank for rank, key in keys.items() if not self.mailbox.has(key)]
             self.fail(phase, error, silent=silent or self.others)
         collected = {rank: value.decode() for rank, value in zip(keys, values, strict=True)}
-        if failed := {rank: text for rank, text in collected.items() if text.startswith(FAILED_PREFIX)}:
-            self.check_interrupted(phase)
-            self.fail(phase, WeightSyncError(f"weight transport, {phase}: {self._describe_failures(failed)}"))
+        self._check_failed(phase, collected)
         return collected
 
     def has_arrived(self, rank: int) -> bool:
@@ -146,16 +148,24 @@ class PeerGroup:
         """Raise :class:`WeightSyncError` if a rank of ``others`` has reported a failure at the next rendezvous."""
         topic = self._n_rendezvous + 1
         messages = {rank: self.mailbox.read(message_key(topic, rank)) or "" for rank in self.others}
-        if failed := {rank: text for rank, text in messages.items() if text.startswith(FAILED_PREFIX)}:
-            self.check_interrupted(phase)
-            self.fail(phase, WeightSyncError(f"weight transport, {phase}: {self._describe_failures(failed)}"))
+        self._check_failed(phase, messages)
 
     # Failures.
 
-    def lost_store_message(self, phase: str, reason: str) -> str:
-        """Return the error message for the loss of the store, which rank 0 holds."""
-        lost = f"{self.label(self.rank)} has lost {self.label(0)}, whose process holds the store"
-        return f"weight transport, {phase}: {lost} ({reason}); look at the log of {self.labels[0]}"
+    def _check_failed(self, phase: str, messages: dict[int, str]) -> None:
+        """Raise :class:`WeightSyncError` if a message reports a failure of its rank."""
+        if failed := {rank: text for rank, text in messages.items() if text.startswith(FAILED_PREFIX)}:
+            self.check_interrupted(phase)
+            what, reported_by = self._describe_failures(failed), tuple(self.labels[rank] for rank in failed)
+            self.fail(phase, WeightSyncError(what, phase=_in_transport(phase), reported_by=reported_by))
+
+    def lost_store_error(self, phase: str, reason: str) -> WeightSyncError:
+        """Return the error for the loss of the store, which rank 0 holds."""
+        return WeightSyncError(
+            f"{self.label(self.rank)} has lost {self.label(0)}, whose process holds the store ({reason})",
+            phase=_in_transport(phase),
+            remedy=f"look at the log of {self.labels[0]}",
+        )
 
     def interrupt(self, reason: str) -> None:
         """Interrupt all ranks; see :func:`recipe_gkd.weight_sync.store.interrupt`. Safe while another thread waits."""
@@ -164,12 +174,13 @@ class PeerGroup:
     def check_interrupted(self, phase: str) -> None:
         """Raise :class:`WeightSyncError` if a driver or a rank has interrupted the update."""
         if (reason := self.mailbox.read(INTERRUPTED_KEY)) is not None:
-            self.fail(phase, WeightSyncError(f"weight transport, {phase}: {reason}"))
+            self.fail(phase, WeightSyncError(reason, phase=_in_transport(phase)))
 
     def check_open(self) -> None:
         """Raise :class:`WeightSyncError` if the group is closed."""
         if self._closed_because is not None:
-            raise WeightSyncError(f"this weight transport is closed ({self._closed_because}); connect a new one")
+            what = f"this weight transport is closed ({self._closed_because})"
+            raise TransportClosed(what, remedy="connect a new one")
 
     def fail(self, phase: str, error: BaseException, *, silent: Sequence[int] = ()) -> NoReturn:
         """Close the group and raise an error that names the cause. The other ranks receive it at their next wait.
@@ -185,18 +196,21 @@ class PeerGroup:
         """
         others = self._reports()
         reports = f"; {others}" if others else ""
-        own = self.label(self.rank)
+        own, place = self.label(self.rank), _in_transport(phase)
         is_late = time.monotonic() > self.deadline - _LATE_FRACTION * self.timeout_s
         if isinstance(error, GkdError):
             failure: GkdError = error
         elif silent and is_late:
             failure = DeadlineError(
-                f"weight transport, {phase}: {', '.join(self.label(rank) for rank in silent)} did not answer {own} "
-                f"within {self.timeout_s:g} s (actor_rollout_ref.nccl_timeout){reports}; look at the log of the rank "
-                "that did not answer, or raise that key if the model needs longer"
+                f"{', '.join(self.label(rank) for rank in silent)} did not answer {own} within {self.timeout_s:g} s "
+                f"(actor_rollout_ref.nccl_timeout){reports}",
+                phase=place,
+                missing=tuple(self.labels[rank] for rank in silent),
+                waited_s=self.timeout_s,
+                remedy="look at the log of the rank that did not answer, or raise that key if the model needs longer",
             )
         else:
-            failure = WeightSyncError(f"weight transport, {phase}: {own} failed: {one_line(error)}{reports}")
+            failure = WeightSyncError(f"{one_line(error)}{reports}", phase=place, worker=own)
         self.abandon(str(failure))
         if failure is error:
             raise failure
@@ -235,3 +249,7 @@ class PeerGroup:
     def _describe_failures(self, messages: dict[int, str]) -> str:
         reasons = {rank: text.removeprefix(FAILED_PREFIX) for rank, text in messages.items()}
         return "; ".join(f"{self.label(rank)} reported: {text}" for rank, text in reasons.items() if text)
+
+
+def _in_transport(phase: str) -> str:
+    return f"weight transport, {phase}"

@@ -55,7 +55,8 @@ def receive_weights(
         fingerprint = plan.fingerprint(version)
         expected = peers.rendezvous(f"{name}, begin", fingerprint)[0]
         if expected != fingerprint:
-            raise WeightSyncError(f"{name}, begin: the sender has plan {expected}, this receiver {fingerprint}")
+            what = f"the sender has plan {expected}, this receiver {fingerprint}"
+            raise WeightSyncError(what, phase=f"{name}, begin")
         started = time.monotonic()
         checksum = Checksum(transport.device)
         with _BucketReceiverThread(transport, plan.buckets, name) as received:
@@ -68,8 +69,9 @@ def receive_weights(
         sent = peers.rendezvous(f"{name}, confirm", value)[0]
         if value != sent:
             raise WeightSyncError(
-                f"{name}, confirm: checksum {value} was received, but {sent} was sent; the update is discarded, sync "
-                "again"
+                f"checksum {value} was received, but {sent} was sent; the update is discarded",
+                phase=f"{name}, confirm",
+                remedy="sync again",
             )
     except GkdError as error:
         peers.abandon(str(error))

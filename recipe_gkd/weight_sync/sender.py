@@ -61,15 +61,18 @@ def _confirm_plan(transport: Transport, fingerprint: str, name: str) -> None:
     """Compare the bucket plans of all receivers with the plan of the sender, before the first byte is sent."""
     if different := _differing(transport, f"{name}, begin", fingerprint):
         raise WeightSyncError(
-            f"{name}, begin: the sender has plan {fingerprint}, but {different}; all ranks must receive the same "
-            "version, weights_meta and bucket size"
+            f"the sender has plan {fingerprint}, but {different}; all ranks must receive the same version, "
+            "weights_meta and bucket size",
+            phase=f"{name}, begin",
         )
 
 
 def _confirm_checksum(transport: Transport, checksum: str, name: str) -> None:
     if different := _differing(transport, f"{name}, confirm", checksum):
         raise WeightSyncError(
-            f"{name}, confirm: checksum {checksum} was sent, but {different}; the update is discarded, sync again"
+            f"checksum {checksum} was sent, but {different}; the update is discarded",
+            phase=f"{name}, confirm",
+            remedy="sync again",
         )
 
 
@@ -108,5 +111,6 @@ def _send_buckets(
     if in_flight:
         transport.finish(*in_flight[:2])
     if (extra := next(tensors, None)) is not None:
-        raise WeightSyncError(f"{name}: the actor exported {extra[0]}, which weights_meta() does not list; list it")
+        what = f"the actor exported {extra[0]}, which weights_meta() does not list"
+        raise WeightSyncError(what, phase=f"{name}, export", tensors=(extra[0],), remedy="list it")
     return checksum.value()

@@ -10,6 +10,7 @@ import torch
 from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.sender import send_weights
+from recipe_gkd.weight_sync.spec import TransportAddress
 from recipe_gkd.weight_sync.stats import TransferStats
 from recipe_gkd.weight_sync.store import open_store
 from recipe_gkd.weight_sync.transport import Transport
@@ -33,7 +34,7 @@ class WeightSenderApi:
 
         api = WeightSenderApi(source, rank=rank, device=device, timeout_s=timeout_s)  # every rank
         host, port = api.open_store(host)                                             # rank 0
-        api.connect(labels, "collective")                                             # rank 0
+        api.connect(TransportAddress(host, port, "collective", labels))               # rank 0
         api.send(version, bucket_bytes)                                               # every rank, any number of times
         api.close()                                                                   # every rank
 
@@ -61,21 +62,27 @@ class WeightSenderApi:
         self._store = open_store(host, self._timeout_s)
         return host, self._store.port
 
-    def connect(self, labels: list[str], transport: str) -> None:
+    def connect(self, address: TransportAddress) -> None:
         """Open the transport on rank 0, and wait until all other ranks have joined.
 
         Args:
-            labels: Names of all ranks in error messages.
-            transport: Name of the transport; see :func:`open_transport`.
+            address: Transport to open, at the store of :meth:`open_store`.
 
         Raises:
             WeightSyncError: There is no store, or a rank reported a failure.
             DeadlineError: A rank did not join in time.
         """
         if self._store is None:
-            raise WeightSyncError("connect() was called before open_store(); call open_store() first, on actor rank 0")
+            raise WeightSyncError(
+                "connect() was called before open_store()", remedy="call open_store() first, on actor rank 0"
+            )
         self._transport = open_transport(
-            transport, self._store, rank=0, labels=labels, device=self._device, timeout_s=self._timeout_s
+            address.transport,
+            self._store,
+            rank=0,
+            labels=address.labels,
+            device=self._device,
+            timeout_s=self._timeout_s,
         )
 
     def send(self, version: int, bucket_bytes: int) -> TransferStats | None:
@@ -98,7 +105,7 @@ class WeightSenderApi:
             return None
         try:
             if self._transport is None:
-                raise WeightSyncError("actor rank 0 has no weight transport; call connect() first")
+                raise WeightSyncError("actor rank 0 has no weight transport", remedy="call connect() first")
             return send_weights(self._transport, version, self._source.weights_meta(), tensors, bucket_bytes)
         except BaseException:
             _drain(tensors)

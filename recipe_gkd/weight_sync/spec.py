@@ -1,13 +1,17 @@
-"""Settings of a weight sync, and the interface of the two worker groups."""
+"""Settings of a weight sync, and what its driver needs of both pools."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from recipe_gkd.errors import GkdError
 from recipe_gkd.runtime.keyed_timeout import with_margin
+from recipe_gkd.weight_sync.stats import ReceivedUpdate, TransferStats
+
+if TYPE_CHECKING:
+    from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 SYNC_RPC_MARGIN_S = 2.5
 """Time by which the driver's deadline is later than the workers', whose errors contain more details."""
@@ -39,6 +43,23 @@ class WeightSyncSpec:
         return with_margin(self.timeout_s, SYNC_RPC_MARGIN_S)
 
 
+@dataclass(frozen=True)
+class TransportAddress:
+    """Address of a transport, with the names of its ranks.
+
+    Attributes:
+        host: Address of the store, which actor rank 0 holds.
+        port: Port of the store.
+        transport: Key of ``transport_factory.TRANSPORTS``.
+        labels: Names of all ranks in errors. Rank 0 is the sender.
+    """
+
+    host: str
+    port: int
+    transport: str
+    labels: tuple[str, ...]
+
+
 class Restarts(Protocol):
     """Replacement of rollout workers, as :class:`recipe_gkd.ray_cluster.rollout_restarts.RolloutRestarts` does it."""
 
@@ -49,20 +70,36 @@ class Restarts(Protocol):
         """Replace all dead workers, and those that the error names because they did not answer."""
 
 
-class RemoteGroup(Protocol):
-    """Workers of one pool; :class:`recipe_gkd.ray_cluster.worker_group.WorkerGroup` implements it."""
+class WeightSender(Protocol):
+    """Actor rank, as the driver calls it; see :class:`recipe_gkd.actor.ray_worker.ActorWorker`."""
 
-    def __len__(self) -> int:
-        """Return the number of workers."""
+    def open_weight_store(self) -> tuple[str, int]:
+        """Open the store of a new transport, and return its host and port. Called on rank 0 only."""
 
-    def label(self, rank: int) -> str:
-        """Return the name of a worker in error messages."""
+    def connect_weight_transport(self, address: TransportAddress) -> None:
+        """Open the transport, and wait until all other ranks have joined. Called on rank 0 only."""
 
-    async def call(self, method: str, *args: Any, timeout_s: float, phase: str) -> list[Any]:
-        """Call all workers with equal arguments; return the results by rank."""
+    def weights_meta(self) -> list[TensorMeta]:
+        """Return name, shape and dtype of each exported tensor."""
 
-    async def call_each(self, method: str, args: Sequence[Sequence[Any]], *, timeout_s: float, phase: str) -> list[Any]:
-        """Call each worker with its own arguments; return the results by rank."""
+    def send_weights(self, version: int, bucket_bytes: int) -> TransferStats | None:
+        """Send the weights as ``version`` in buckets. Return the statistics on rank 0."""
 
-    async def call_one(self, rank: int, method: str, *args: Any, timeout_s: float, phase: str) -> Any:
-        """Call one worker; return its result."""
+
+class WeightReceiver(Protocol):
+    """Rollout worker, as the driver calls it; see :class:`recipe_gkd.rollout.ray_worker.RolloutWorker`."""
+
+    async def open_weight_transport(self, address: TransportAddress, first_rank: int) -> None:
+        """Join a new transport with consecutive ranks, and wait until all other ranks have joined."""
+
+    async def begin_weight_update(self, version: int, meta: Sequence[TensorMeta], inflight: bool = False) -> None:
+        """Check the announced weights, hold back new requests, and stop generating."""
+
+    async def receive_weights(self, version: int, meta: Sequence[TensorMeta], bucket_bytes: int) -> ReceivedUpdate:
+        """Receive and verify an update."""
+
+    async def commit_weights(self, version: int) -> None:
+        """Load the received update, and generate again."""
+
+    async def drop_weights(self) -> str | None:
+        """Discard an update. Return the reason why the worker is now invalid; None if it has a complete version."""

@@ -28,3 +28,14 @@ class TransferStats:
     def mb_per_s(self) -> float:
         """Throughput, in 10^6 bytes per second."""
         return self.megabytes / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceivedUpdate(TransferStats):
+    """Measurements of a receiver.
+
+    Attributes:
+        double_buffered: True if all buckets were kept until the commit; False if they were loaded as they arrived.
+    """
+
+    double_buffered: bool

@@ -50,8 +50,9 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     except dist.DistError as error:
         raise WeightSyncError(
-            f"weight transport, connect: no store at {host}:{port} within {timeout_s:g} s ({one_line(error)}); "
-            "check that the actor's rank 0 is alive and that this port is open between the two machines"
+            f"no store at {host}:{port} within {timeout_s:g} s ({one_line(error)})",
+            phase="weight transport, connect",
+            remedy="check that the actor's rank 0 is alive and that this port is open between the two machines",
         ) from error
 
 

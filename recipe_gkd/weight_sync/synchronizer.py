@@ -20,16 +20,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from recipe_gkd.errors import DeadlineError, GkdError, ResourceError, WeightSyncError, find_timeout_error
+from recipe_gkd.runtime.remote_group import RemoteGroup
 from recipe_gkd.runtime.run_log import FILE_ONLY
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.cleanup import drop_update
 from recipe_gkd.weight_sync.connection import WeightConnection
-from recipe_gkd.weight_sync.spec import RemoteGroup, Restarts, WeightSyncSpec
+from recipe_gkd.weight_sync.failures import as_sync_error
+from recipe_gkd.weight_sync.spec import Restarts, WeightReceiver, WeightSender, WeightSyncSpec
 
 log = logging.getLogger(__name__)
 
@@ -48,17 +49,16 @@ class WeightSynchronizer:
     complete sync.
 
     Args:
-        actors: Actor pool, with the methods ``open_weight_store``, ``connect_weight_transport``, ``weights_meta`` and
-            ``send_weights``; see :class:`recipe_gkd.weight_sync.sender_api.WeightSenderApi`.
-        rollouts: Rollout pool, with the methods of :class:`recipe_gkd.rollout.ray_worker.RolloutWorker`.
+        actors: Actor pool.
+        rollouts: Rollout pool.
         spec: Settings.
         restarts: Replacement of workers in ``rollouts`` before the second attempt. None: none is replaced.
     """
 
     def __init__(
         self,
-        actors: RemoteGroup,
-        rollouts: RemoteGroup,
+        actors: RemoteGroup[WeightSender],
+        rollouts: RemoteGroup[WeightReceiver],
         spec: WeightSyncSpec,
         *,
         restarts: Restarts | None = None,
@@ -95,8 +95,8 @@ class WeightSynchronizer:
             Metrics ``weights/*`` and ``timing/sync_rollout_weights*``.
 
         Raises:
-            WeightSyncError: Both attempts failed, or one without a retry. The message names workers and phases. Its
-                cause is a :class:`DeadlineError` if a worker did not answer.
+            WeightSyncError: Both attempts failed, or one without a retry. Its cause is a :class:`DeadlineError` if a
+                worker did not answer.
         """
         log.info("weight sync v%d: begins, %d rollout workers", version, len(self._rollouts), extra=FILE_ONLY)
         started = time.monotonic()
@@ -114,7 +114,9 @@ class WeightSynchronizer:
                     await self._restarts.replace_dead(first)
                 metrics = await self._attempt(version)
             except GkdError as second:
-                raise WeightSyncError(f"{second}; the first attempt failed with: {first}") from second
+                failed = second if isinstance(second, WeightSyncError) else as_sync_error([second], "weight sync")
+                note = f"the first attempt failed with: {first.replaced(remedy='', details=())}"
+                raise failed.replaced(first_attempt=first, details=(*failed.details, note)) from second
             retries = 1
         seconds = time.monotonic() - started
         megabytes = metrics["weights/megabytes"]
@@ -130,30 +132,33 @@ class WeightSynchronizer:
     async def _attempt(self, version: int) -> dict[str, float]:
         """Run all phases once. After a failure every worker that is alive has dropped the update."""
         name, spec = f"weight sync v{version}", self._spec
+        size, timeout_s = spec.bucket_bytes, spec.rpc_timeout_s
         started, phase = time.monotonic(), "weight sync, connect"
         try:
             if self._connection.meta is None:
                 await self.connect()
-            meta, phase = self._connection.meta, f"{name}, begin"
-            await self._call_rollouts("begin_weight_update", version, meta, spec.inflight, phase=phase)
+            meta, phase = self._connection.meta or [], f"{name}, begin"
+            await self._rollouts.call(
+                WeightReceiver.begin_weight_update, version, meta, spec.inflight, timeout_s=timeout_s, phase=phase
+            )
             begun, phase = time.monotonic(), f"{name}, transfer"
             sent, received = await self._connection.call_both(
                 phase,
-                self._actors.call(
-                    "send_weights", version, spec.bucket_bytes, timeout_s=spec.rpc_timeout_s, phase=f"{name}, send"
+                self._actors.call(WeightSender.send_weights, version, size, timeout_s=timeout_s, phase=f"{name}, send"),
+                self._rollouts.call(
+                    WeightReceiver.receive_weights, version, meta, size, timeout_s=timeout_s, phase=f"{name}, receive"
                 ),
-                self._call_rollouts("receive_weights", version, meta, spec.bucket_bytes, phase=f"{name}, receive"),
             )
             transferred, phase = time.monotonic(), f"{name}, commit"
-            await self._call_rollouts("commit_weights", version, phase=phase)
+            await self._rollouts.call(WeightReceiver.commit_weights, version, timeout_s=timeout_s, phase=phase)
         except GkdError as error:
             self._connection.discard()
-            outcome, cause = await drop_update(
-                self._rollouts, error, phase=phase, started=started, timeout_s=spec.timeout_s
-            )
-            log.error("%s: failed: %s; %s", name, error, outcome)
-            raise WeightSyncError(f"{error}; {outcome}") from cause
-        stats = sent[0]
+            dropped = await drop_update(self._rollouts, error, phase=phase, started=started, timeout_s=spec.timeout_s)
+            log.error("%s: failed: %s; %s", name, error, dropped)
+            failed = error if isinstance(error, WeightSyncError) else as_sync_error([error], phase)
+            details = (*failed.details, str(dropped))
+            raise failed.replaced(invalid=dropped.invalid, details=details) from dropped.cause
+        [stats] = filter(None, sent)  # of actor rank 0
         return {
             "timing/sync_rollout_weights_begin": begun - started,
             "timing/sync_rollout_weights_transfer": transferred - begun,
@@ -161,11 +166,8 @@ class WeightSynchronizer:
             "weights/version": float(version),
             "weights/megabytes": stats.megabytes,
             "weights/mb_per_s": stats.mb_per_s,
-            "weights/double_buffered_workers": float(sum(result["double_buffered"] for result in received)),
+            "weights/double_buffered_workers": float(sum(update.double_buffered for update in received)),
         }
-
-    async def _call_rollouts(self, method: str, *args: Any, phase: str) -> list[Any]:
-        return await self._rollouts.call(method, *args, timeout_s=self._spec.rpc_timeout_s, phase=phase)
 
     def _warn_of_conversion(self, meta: Sequence[TensorMeta]) -> None:
         """Warn once if the engines convert the weights, which are transferred in the actor's dtype."""

@@ -39,5 +39,5 @@ def open_transport(
         DeadlineError: A rank did not connect in time.
     """
     if name not in TRANSPORTS:
-        raise WeightSyncError(f"weight_transport is {name!r}; expected one of {', '.join(TRANSPORTS)}")
+        raise WeightSyncError(f"weight_transport is {name!r}, expected one of {', '.join(TRANSPORTS)}")
     return TRANSPORTS[name](store, rank=rank, labels=labels, device=device, timeout_s=timeout_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 
@@ -23,7 +24,8 @@ class DetailedError(Exception):
         remedy: What the user can do, as an imperative clause. Empty if nothing can be done.
         phase: Phase of the run or of an operation, such as ``weight sync v3, begin``.
         worker: Label of the process that failed, such as ``rollout worker 1 of 2``.
-        details: Further lines, such as the memory in use or the folder of the diagnosis.
+        details: Further lines, such as the memory in use.
+        diagnosis: Folder with the state of all workers at the time of the error.
     """
 
     what: str = ""
@@ -31,11 +33,13 @@ class DetailedError(Exception):
     phase: str = field(default="", kw_only=True)
     worker: str = field(default="", kw_only=True)
     details: tuple[str, ...] = field(default=(), kw_only=True)
+    diagnosis: Path | None = field(default=None, kw_only=True)
 
     def __str__(self) -> str:
-        """Return ``phase: worker: what; remedy``, and a line for each of ``details``."""
+        """Return ``phase: worker: what; remedy``, a line for each of ``details``, and the folder of the diagnosis."""
         text = ": ".join(part for part in (self.phase, self.worker, self.what) if part)
-        return "\n".join([f"{text}; {self.remedy}" if self.remedy else text, *self.details])
+        diagnosis = [f"diagnosis: {self.diagnosis}"] if self.diagnosis else []
+        return "\n".join([f"{text}; {self.remedy}" if self.remedy else text, *self.details, *diagnosis])
 
     def __repr__(self) -> str:
         """Return the class and the rendered text."""

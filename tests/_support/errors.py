@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -40,3 +41,15 @@ def check_error(error: object, kind: type[E] | tuple[type[E], ...], **fields: ob
     assert isinstance(error, kind), repr(error)
     found = {name: getattr(error, name) for name in fields}
     assert found == fields, f"{type(error).__name__}: {error}"
+
+
+def culprits(error: DetailedError) -> set[str]:
+    """Return the labels of the workers that died, failed or did not answer, according to an error and its causes."""
+    found: set[str] = set()
+    current: BaseException | None = error
+    while isinstance(current, DetailedError):
+        lists = (getattr(current, name, ()) for name in ("silent", "missing", "reported_by"))
+        found |= {label for label in (current.worker, *itertools.chain(*lists)) if label}
+        found |= {label for failure in getattr(current, "failures", ()) for label in culprits(failure)}
+        current = current.__cause__
+    return found

@@ -18,6 +18,7 @@ from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.collective import CollectiveTransport
 from recipe_gkd.weight_sync.receiver import receive_weights
 from recipe_gkd.weight_sync.sender_api import WeightSenderApi
+from recipe_gkd.weight_sync.spec import TransportAddress
 from recipe_gkd.weight_sync.stats import TransferStats
 from recipe_gkd.weight_sync.store import join_store
 from tests._support.base_config import base_config
@@ -134,8 +135,8 @@ class TinyActor:
     def open_weight_store(self) -> tuple[str, int]:
         return self._weights.open_store("127.0.0.1")
 
-    def connect_weight_transport(self, labels: list[str], transport: str) -> None:
-        self._weights.connect(labels, transport)
+    def connect_weight_transport(self, address: TransportAddress) -> None:
+        self._weights.connect(address)
 
     def send_weights(self, version: int, bucket_bytes: int) -> TransferStats | None:
         return self._weights.send(version, bucket_bytes)
@@ -150,10 +151,10 @@ class DoomedWorker:
     def setup(self) -> None:
         """Return when the process has started."""
 
-    def open_weight_transport(self, host: str, port: int, first_rank: int, labels: list[str], transport: str) -> None:
-        store = join_store(host, port, 10)
+    def open_weight_transport(self, address: TransportAddress, first_rank: int) -> None:
+        store = join_store(address.host, address.port, 10)
         cpu = torch.device("cpu")
-        self._transport = CollectiveTransport(store, rank=first_rank, labels=labels, device=cpu, timeout_s=10)
+        self._transport = CollectiveTransport(store, rank=first_rank, labels=address.labels, device=cpu, timeout_s=10)
 
     def begin_weight_update(self, version: int, meta: list[TensorMeta], inflight: bool) -> None:
         pass

@@ -165,7 +165,7 @@ def update(actor: Any, samples: Sequence[Sample], step: int = 0) -> dict[str, fl
 
 def shard_of(actor: Any, samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples of this data-parallel rank."""
-    return shard_batch(samples, actor.coordinates["dp_size"])[actor.coordinates["dp_rank"]]
+    return shard_batch(samples, actor.coordinates.dp_size)[actor.coordinates.dp_rank]
 
 
 def exported(actor: Any) -> dict[str, Tensor]:

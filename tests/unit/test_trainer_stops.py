@@ -75,7 +75,7 @@ class FaultyWorkers(Workers):
         self.faults = faults
 
     async def stream(
-        self, rank: int, method: str, prompts: list[Prompt], step: int, *arguments: Any, **options: Any
+        self, rank: int, method: object, prompts: list[Prompt], step: int, *arguments: Any, **options: Any
     ) -> AsyncIterator[list[Response]]:
         if "validation" in arguments:
             self.faults.validating.set()
@@ -86,8 +86,8 @@ class FaultyWorkers(Workers):
             await self.faults.at("rollout")
             yield responses
 
-    async def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        if method == "save_checkpoint":
+    async def call(self, method: Any, *args: Any, **options: Any) -> list[Any]:
+        if method.__name__ == "save_checkpoint":
             self.faults.saving.set()
             await asyncio.sleep(0.05)  # time for the fault
         return await super().call(method, *args, **options)
@@ -205,8 +205,8 @@ class TestBackgroundSave:
         workers: Any = trainer.workers
         call = workers.call
 
-        async def slow_writers(method: str, *args: Any, timeout_s: float, phase: str) -> list[Any]:
-            if method == "finish_saves":
+        async def slow_writers(method: Any, *args: Any, timeout_s: float, phase: str) -> list[Any]:
+            if method.__name__ == "finish_saves":
                 if not args[0]:
                     return [False]
                 if timeout_s < 0.5:

@@ -115,7 +115,7 @@ class Workers:
         return False
 
     async def stream(
-        self, rank: int, method: str, prompts: list[Prompt], step: int, *_: Any, **__: Any
+        self, rank: int, method: object, prompts: list[Prompt], step: int, *_: Any, **__: Any
     ) -> AsyncIterator[list[Response]]:
         for prompt in prompts:
             await asyncio.sleep(0)
@@ -128,7 +128,8 @@ class Workers:
     async def replace_dead_rollouts(self, death: Exception) -> None:
         raise death
 
-    async def call(self, method: str, *args: Any, **_: Any) -> list[Any]:
+    async def call(self, method: Any, *args: Any, **_: Any) -> list[Any]:
+        method = method.__name__
         if method == "save_checkpoint":
             Path(args[0]).mkdir()
             (Path(args[0]) / "metadata.json").write_text("{}")

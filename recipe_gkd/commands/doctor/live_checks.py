@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.checkpoints.folders import PROBE
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
@@ -178,7 +179,8 @@ async def _shared_folder_finding(workers: Workers, folder: Path) -> Finding:
     """Check that all actor ranks see the run folder. A folder that does not exist yet is checked at its parent."""
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     with tempfile.NamedTemporaryFile(dir=existing, prefix=PROBE) as probe:
-        found = await workers.actors.call("path_exists", probe.name, timeout_s=60, phase="look for the run folder")
+        phase = "look for the run folder"
+        found = await workers.actors.call(ActorWorker.path_exists, probe.name, timeout_s=60, phase=phase)
     unable = [workers.actors.label(rank) for rank, exists in enumerate(found) if not exists]
     if unable:
         return Finding(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -17,12 +18,19 @@ from recipe_gkd.commands.gpu_smoke.peer_process import Peer, running_peer
 from recipe_gkd.commands.gpu_smoke.tiny_models import MAX_LENGTH, make_prompts, read_model, write_model
 from recipe_gkd.config import load_config
 from recipe_gkd.data.samples import Response
+from recipe_gkd.errors import GkdError
 from recipe_gkd.rollout.engine import RolloutEngine
 from recipe_gkd.rollout.engine_options import EngineOptions
-from recipe_gkd.rollout.engine_sleep import EngineSleep
+from recipe_gkd.rollout.engine_sleep import EngineSleep, SleepReport
 from recipe_gkd.rollout.weight_updates import WeightUpdates
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.sender_api import WeightSenderApi
+from recipe_gkd.weight_sync.spec import TransportAddress
+
+if TYPE_CHECKING:
+    from recipe_gkd.rollout.vllm_compat import LLMEngine
+
+T = TypeVar("T")
 
 _N_PROMPTS = 12
 _RESPONSE_TOKENS = 24
@@ -67,7 +75,7 @@ def _check_engine(context: Context, tensor_parallel_size: int) -> str:
         if (same := _fraction_same(fresh_old, fresh_new)) > _MAX_SAME:
             raise CheckFailed(f"two models gave {same:.0%} equal responses, so a sync could not be noticed")
         timeout_s = 2 * _TIMEOUT_S
-        with running_peer(_serve_weights, transport, context.device, sender, timeout_s=timeout_s) as peer:
+        with running_peer(_serve_weights, context.device, sender, timeout_s=timeout_s) as peer:
             updates = _join(engine, peer, transport, tensor_parallel_size)
             for version, (seed, double_buffered) in enumerate([(_NEW, True), (_OLD, False), (_NEW, False)], start=1):
                 _sync(engine, updates, peer, (folders[seed], version, double_buffered))
@@ -85,18 +93,17 @@ def check_rollout_sleep(context: Context) -> str:
     hybrid = ("actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync")
     with (
         _running_engine(context, folder, 1, *hybrid) as engine,
-        running_peer(_serve_weights, "ipc", context.device, 0, timeout_s=2 * _TIMEOUT_S) as peer,
+        running_peer(_serve_weights, context.device, 0, timeout_s=2 * _TIMEOUT_S) as peer,
     ):
         fresh = _generate(engine)
         updates = _join(engine, peer, "ipc", 1)
         state = EngineSleep("the rollout engine", updates)
 
-        def run(command: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-            outcome: dict[str, Any] = engine.run(command).result(timeout=2 * _TIMEOUT_S)
-            return outcome
+        def run(command: Callable[[LLMEngine], T]) -> T:
+            return engine.run(command).result(timeout=2 * _TIMEOUT_S)
 
         for level in (1, 2):
-            released = run(lambda inner, level=level: state.sleep(inner, level))["released_bytes"]  # type: ignore[misc]
+            released = run(partial(_sleep, state, level)).released_bytes
             context.figures[f"level {level}: released MiB"] = released >> 20
             if released < 0.9 * (_CACHE_MIB << 20):
                 raise CheckFailed(f"sleep level {level} released {released >> 20} MiB, expected about {_CACHE_MIB}")
@@ -127,8 +134,8 @@ def _running_engine(
     )  # fmt: skip
     engine = RolloutEngine(EngineOptions.from_config(config, context.device))
     try:
-        description = engine.start().result(timeout=context.deadline_s)
-        context.figures.update({key: description[key] for key in ("dtype", "head_dtype")})
+        report = engine.start().result(timeout=context.deadline_s)
+        context.figures.update(dtype=report.dtype, head_dtype=report.head_dtype)
         engine.run(lambda inner: inner.set_weight_version("0")).result(timeout=_TIMEOUT_S)
         yield engine
     finally:
@@ -147,7 +154,7 @@ def _dtype(context: Context) -> str:
 
 def _generate(engine: RolloutEngine) -> Responses:
     """Return greedy responses to the prompts, by uid."""
-    prompts, delivered = make_prompts(_N_PROMPTS), queue.SimpleQueue[Any]()
+    prompts, delivered = make_prompts(_N_PROMPTS), queue.SimpleQueue[list[Response] | GkdError]()
     params = [{"max_tokens": _RESPONSE_TOKENS, "temperature": 0.0}] * len(prompts)
     _, accepted = engine.submit(prompts, params, delivered.put)
     accepted.result(timeout=_TIMEOUT_S)
@@ -166,12 +173,10 @@ def _generate(engine: RolloutEngine) -> Responses:
 def _join(engine: RolloutEngine, peer: Peer, transport: str, tensor_parallel_size: int) -> WeightUpdates:
     """Connect the engine with the sender's process."""
     updates = WeightUpdates("the rollout engine")
-    labels = ["the sender", *(f"tensor rank {rank}" for rank in range(tensor_parallel_size))]
-    port = peer.receive()
-    peer.send(labels)
-    engine.run(lambda inner: updates.join(inner, "127.0.0.1", port, 1, labels, transport, _TIMEOUT_S)).result(
-        timeout=2 * _TIMEOUT_S
-    )
+    labels = ("the sender", *(f"tensor rank {rank}" for rank in range(tensor_parallel_size)))
+    address = TransportAddress("127.0.0.1", peer.receive(), transport, labels)
+    peer.send(address)
+    engine.run(lambda inner: updates.join(inner, address, 1, _TIMEOUT_S)).result(timeout=2 * _TIMEOUT_S)
     return updates
 
 
@@ -207,8 +212,12 @@ class _FolderWeights:
         return iter(self._state.items())
 
 
-def _serve_weights(connection: Connection, transport: str, device_type: str, index: int) -> None:
-    """Process of the sender. Messages: port, labels, then for each sync a folder and its version. None ends it."""
+def _sleep(state: EngineSleep, level: int, engine: LLMEngine) -> SleepReport:
+    return state.sleep(engine, level)
+
+
+def _serve_weights(connection: Connection, device_type: str, index: int) -> None:
+    """Process of the sender. Messages: port, address of the transport, then folder and version of each sync; None."""
     device = torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(index)
@@ -217,7 +226,7 @@ def _serve_weights(connection: Connection, transport: str, device_type: str, ind
     api = WeightSenderApi(weights, rank=0, device=device, timeout_s=_TIMEOUT_S)
     _, port = api.open_store("127.0.0.1")
     connection.send(port)
-    api.connect(connection.recv(), transport)
+    api.connect(connection.recv())
     while (request := connection.recv()) is not None:
         folder, version = request
         weights.load(Path(folder))

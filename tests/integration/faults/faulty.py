@@ -61,7 +61,7 @@ class InjectedSignal:
         return time.monotonic() - float(self.note.read_text())
 
 
-async def inject(group: WorkerGroup, rank: int, point: str, number: int, call: int = 2) -> InjectedSignal:
+async def inject(group: WorkerGroup[FaultyActor], rank: int, point: str, number: int, call: int = 2) -> InjectedSignal:
     """Make a worker send itself a signal.
 
     Args:
@@ -71,8 +71,7 @@ async def inject(group: WorkerGroup, rank: int, point: str, number: int, call: i
         number: Number of the signal.
         call: Call of that function that sends the signal. The first one is 1.
     """
-    injected: InjectedSignal = await group.call_one(rank, "inject", point, number, call, timeout_s=20, phase="inject")
-    return injected
+    return await group.call_one(rank, FaultyActor.inject, point, number, call, timeout_s=20, phase="inject")
 
 
 def inject_here(point: str, number: int, call: int, config: Config) -> InjectedSignal:

@@ -14,6 +14,7 @@ import ray.cloudpickle
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from tests._support.errors import raises
 from tests._support.processes import is_running
 
 
@@ -42,10 +43,10 @@ def test_children_of_a_killed_worker_end_before_its_successor_starts(ray_session
 
     async def kill_parent(group: WorkerGroup) -> int:
         """Kill the worker and return its child, which still runs."""
-        pid, child = await group.call_one(0, "pids", timeout_s=30, phase="look")
+        pid, child = await group.call_one(0, Parent.pids, timeout_s=30, phase="look")
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
-            await group.call("pids", timeout_s=30, phase="look")
+            await group.call(Parent.pids, timeout_s=30, phase="look")
         assert is_running(child)
         children.append(child)
         return int(child)
@@ -53,13 +54,13 @@ def test_children_of_a_killed_worker_end_before_its_successor_starts(ray_session
     async def scenario() -> None:
         group = WorkerGroup("rollout", [start(0)])
         restarts = RolloutRestarts(group, start, allowed=1, timeout_s=30)
-        await group.call("setup", timeout_s=30, phase="start")
+        await group.call(Parent.setup, timeout_s=30, phase="start")
         await restarts.record_processes([0])
         await kill_parent(group)
         await restarts.replace_dead()
         assert running_at_start == [False]
         child = await kill_parent(group)
-        with pytest.raises(WorkerDied, match="are used up"):
+        with raises(WorkerDied, worker="rollout worker 0 of 1"):
             await restarts.replace_dead()
         assert not is_running(child)
         await group.stop(timeout_s=5)
@@ -91,19 +92,19 @@ def test_worker_whose_replacement_was_canceled_is_replaced_again_with_its_proces
     async def scenario() -> None:
         group = WorkerGroup("rollout", [start(0)])
         restarts = RolloutRestarts(group, start, allowed=1, timeout_s=30)
-        await group.call("setup", timeout_s=30, phase="start")
+        await group.call(Parent.setup, timeout_s=30, phase="start")
         await restarts.record_processes([0])
         first = group.handles[0]
         ray.kill(first)
         replacing = asyncio.ensure_future(restarts.replace_dead(WorkerDied("killed")))
         while group.handles[0] is first:
             await asyncio.sleep(0.01)
-        interrupted = await group.call_one(0, "pids", timeout_s=30, phase="look")
+        interrupted = await group.call_one(0, Parent.pids, timeout_s=30, phase="look")
         replacing.cancel()
         await asyncio.wait([replacing])
         await restarts.replace_dead()
         assert restarts.n_restarts == 1 and not any(map(is_running, interrupted))
-        assert all(map(is_running, (await group.call("pids", timeout_s=30, phase="look"))[0]))
+        assert all(map(is_running, (await group.call(Parent.pids, timeout_s=30, phase="look"))[0]))
         await restarts.kill_orphans()
         await group.stop(timeout_s=5)
 

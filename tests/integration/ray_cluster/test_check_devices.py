@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from recipe_gkd import workers
 from recipe_gkd.commands import check_devices as command
 from recipe_gkd.errors import ResourceError
+from recipe_gkd.ray_cluster.placement import DeviceReport
 from tests._support.base_config import base_config
-from tests._support.device_reports import worker_report
+from tests._support.errors import raises
+from tests._support.worker_reports import worker_report
 
 
 class WorkerOnGpu0:
@@ -18,7 +19,7 @@ class WorkerOnGpu0:
     def __init__(self, **_: object) -> None:
         pass
 
-    def device_report(self) -> dict[str, Any]:
+    def device_report(self) -> DeviceReport:
         return worker_report(["0"])
 
     def rendezvous(self) -> None:
@@ -45,7 +46,7 @@ def test_start_workers_on_one_gpu_names_them_before_engines_start(
 
     with (
         caplog.at_level("INFO", "recipe_gkd.workers"),
-        pytest.raises(ResourceError, match="actor worker 0 of 1 and rollout worker 0 of 1 all got GPU-0"),
+        raises(ResourceError, workers=("actor worker 0 of 1", "rollout worker 0 of 1")),
     ):
         asyncio.run(start())
     assert caplog.text.count("H200 GPU-0") == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,8 +83,8 @@ class TestFailures:
         assert facts["actors_running"] == []
 
     def test_worker_of_a_dead_node_is_named(self, facts: dict[str, Any]) -> None:
-        message, dead = facts["death"]["message"], facts["death"]["dead"]
-        named = int(re.match(r"generate: rollout worker (\d) of 4 died", message)[1])  # type: ignore[index]
+        worker, dead = facts["death"]["worker"], facts["death"]["dead"]
+        named = int(worker.split()[2])  # rollout worker 2 of 4
         ranks = [rank for rank, (node, _, _) in enumerate(facts["rollouts"]) if node == facts["second"]]
         assert named in ranks and named in dead and set(dead) <= set(ranks)
-        assert facts["second"][:8] in message
+        assert facts["second"][:8] in facts["death"]["what"]

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import ray
 
-from recipe_gkd.errors import DeadlineError, ModelError, WorkerError
+from recipe_gkd.errors import DeadlineError, ModelError, WorkerDied, WorkerError
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from tests._support.errors import raises
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -29,7 +30,7 @@ class Worker:
     async def fail_after(self, seconds: float, kind: str) -> None:
         await asyncio.sleep(seconds)
         if kind == "own":
-            raise ModelError("no such model; give another")
+            raise ModelError("no such model", remedy="give another")
         if kind == "die":
             os._exit(3)
         if kind != "never":
@@ -64,7 +65,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 def start(n: int) -> WorkerGroup:
     group = WorkerGroup("test", [ray.remote(num_cpus=0)(Worker).remote() for _ in range(n)])
-    run(group.call("echo", 0, timeout_s=60, phase="start"))
+    run(group.call(Worker.echo, 0, timeout_s=60, phase="start"))
     return group
 
 
@@ -77,30 +78,36 @@ def group() -> Iterator[WorkerGroup]:
 
 class TestCall:
     def test_results_are_in_rank_order(self, group: WorkerGroup) -> None:
-        assert run(group.call("echo", 7, timeout_s=20, phase="p")) == [7, 7, 7]
-        assert run(group.call_each("echo", [[1], [2], [3]], timeout_s=20, phase="p")) == [1, 2, 3]
-        assert run(group.call_one(1, "echo", 5, timeout_s=20, phase="p")) == 5
+        assert run(group.call(Worker.echo, 7, timeout_s=20, phase="p")) == [7, 7, 7]
+        assert run(group.call_each(Worker.echo, [(1,), (2,), (3,)], timeout_s=20, phase="p")) == [1, 2, 3]
+        assert run(group.call_one(1, Worker.echo, 5, timeout_s=20, phase="p")) == 5
 
     def test_missed_deadline_names_silent_and_answering_workers(self, group: WorkerGroup) -> None:
-        with pytest.raises(
-            DeadlineError, match=r"update: test worker 1 of 3 did not answer within 0.5 s \(.*worker 0 .*worker 2"
-        ):
-            run(group.call_each("wait", [[0], [60], [0]], timeout_s=0.5, phase="update"))
+        silent, answered = ("test worker 1 of 3",), ("test worker 0 of 3", "test worker 2 of 3")
+        with raises(DeadlineError, phase="update", silent=silent, answered=answered, waited_s=0.5):
+            run(group.call_each(Worker.wait, [(0,), (60,), (0,)], timeout_s=0.5, phase="update"))
 
     def test_failure_is_raised_before_other_workers_end(self, group: WorkerGroup) -> None:
-        with pytest.raises(WorkerError, match="save: test worker 2 of 3 failed: ZeroDivisionError: one over nothing"):
-            run(group.call_each("fail_after", [[60, "never"], [60, "never"], [0, "any"]], timeout_s=50, phase="save"))
+        arguments = [(60, "never"), (60, "never"), (0, "any")]
+        with raises(WorkerError, phase="save", worker="test worker 2 of 3") as caught:
+            run(group.call_each(Worker.fail_after, arguments, timeout_s=50, phase="save"))
+        assert isinstance(caught.value.__cause__, ray.exceptions.RayTaskError)
 
     def test_own_error_keeps_class_and_message(self, group: WorkerGroup) -> None:
-        with pytest.raises(ModelError, match=r"^load: test worker 0 of 3: no such model; give another$"):
-            run(group.call("fail_after", 0, "own", timeout_s=20, phase="load"))
+        fields = dict(what="no such model", remedy="give another", phase="load", worker="test worker 0 of 3")
+        with raises(ModelError, **fields):
+            run(group.call(Worker.fail_after, 0, "own", timeout_s=20, phase="load"))
 
     def test_own_error_of_another_worker_is_raised_instead_of_a_death(self) -> None:
         group = start(3)
         with pytest.raises(ModelError):
-            run(group.call_each("fail_after", [[0, "die"], [0.2, "own"], [0, "never"]], timeout_s=20, phase="update"))
-        with pytest.raises(WorkerError, match="update: test worker 0 of 3 died"):
-            run(group.call_one(0, "echo", 1, timeout_s=20, phase="update"))
+            run(
+                group.call_each(
+                    Worker.fail_after, [[0, "die"], [0.2, "own"], [0, "never"]], timeout_s=20, phase="update"
+                )
+            )
+        with raises(WorkerDied, phase="update", worker="test worker 0 of 3"):
+            run(group.call_one(0, Worker.echo, 1, timeout_s=20, phase="update"))
         run(group.stop(timeout_s=5))
 
 
@@ -112,37 +119,37 @@ class TestStream:
         monkeypatch.setattr(ray, "cancel", canceled.append)
 
         async def collect() -> list[int]:
-            return [i async for i in group.stream(1, "count", 3, 0.01, timeout_s=20, phase="generate")]
+            return [i async for i in group.stream(1, Worker.count, 3, 0.01, timeout_s=20, phase="generate")]
 
         assert run(collect()) == [0, 1, 2] and not canceled
 
     @pytest.mark.parametrize(
-        ("args", "timeout_s", "error", "message"),
+        ("args", "timeout_s", "error", "fields"),
         [
-            ((0, 0.0), 20, WorkerError, "generate: test worker 1 of 3 failed: ZeroDivisionError"),
-            ((5, 30.0), 0.5, DeadlineError, "generate: test worker 1 of 3 did not answer within 0.5 s"),
+            ((0, 0.0), 20, WorkerError, {"worker": "test worker 1 of 3"}),
+            ((5, 30.0), 0.5, DeadlineError, {"silent": ("test worker 1 of 3",), "waited_s": 0.5}),
         ],
         ids=["failure", "deadline"],
     )
     def test_failure_or_deadline_names_the_worker(
-        self, group: WorkerGroup, args: Any, timeout_s: float, error: type, message: str
+        self, group: WorkerGroup, args: Any, timeout_s: float, error: type, fields: dict[str, Any]
     ) -> None:
         async def collect() -> None:
-            async for _ in group.stream(1, "count", *args, timeout_s=timeout_s, phase="generate"):
+            async for _ in group.stream(1, Worker.count, *args, timeout_s=timeout_s, phase="generate"):
                 pass
 
-        with pytest.raises(error, match=message):
+        with raises(error, phase="generate", **fields):
             run(collect())
 
     def test_closed_early_ends_the_generator_on_the_worker(self, group: WorkerGroup) -> None:
         async def take_one() -> None:
-            stream = group.stream(0, "count_for_ever", timeout_s=20, phase="generate")
+            stream = group.stream(0, Worker.count_for_ever, timeout_s=20, phase="generate")
             async for _ in stream:
                 break
             await stream.aclose()  # type: ignore[attr-defined]
 
         run(take_one())
-        assert run(group.call("is_counting", timeout_s=20, phase="look"))[0] is False
+        assert run(group.call(Worker.is_counting, timeout_s=20, phase="look"))[0] is False
 
     def test_canceled_twice_leaves_no_unretrieved_exception(self, group: WorkerGroup) -> None:
         """Asyncio would print a traceback after the error of the run."""
@@ -152,7 +159,7 @@ class TestStream:
             asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
 
             async def consume() -> None:
-                async for _ in group.stream(2, "count_for_ever", timeout_s=20, phase="generate"):
+                async for _ in group.stream(2, Worker.count_for_ever, timeout_s=20, phase="generate"):
                     pass
 
             consumer = asyncio.ensure_future(consume())
@@ -162,7 +169,7 @@ class TestStream:
             consumer.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await consumer
-            while (await group.call_one(2, "is_counting", timeout_s=20, phase="look")) is True:
+            while (await group.call_one(2, Worker.is_counting, timeout_s=20, phase="look")) is True:
                 await asyncio.sleep(0.05)
             await asyncio.sleep(0.3)
             gc.collect()
@@ -191,7 +198,7 @@ class Worker:
 async def main():
     group = WorkerGroup("rollout", [ray.remote(num_cpus=0)(Worker).remote()])
     try:
-        async for _ in group.stream(0, "count", timeout_s=60, phase="generate"):
+        async for _ in group.stream(0, Worker.count, timeout_s=60, phase="generate"):
             pass
     except WorkerDied as error:
         print("died:", error, await group.dead())
@@ -207,5 +214,5 @@ class TestStop:
     def test_busy_workers_are_killed(self) -> None:
         group = start(2)
         run(group.stop(timeout_s=0.1))
-        with pytest.raises(WorkerError, match="died"):
-            run(group.call("echo", 0, timeout_s=20, phase="after"))
+        with pytest.raises(WorkerDied):
+            run(group.call(Worker.echo, 0, timeout_s=20, phase="after"))

@@ -23,7 +23,7 @@ from recipe_gkd.commands import check_devices
 from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.errors import DeadlineError, ResourceError, WorkerDied
 from recipe_gkd.ray_cluster.node_checks import check_nodes
-from recipe_gkd.ray_cluster.placement import environments_of_guests
+from recipe_gkd.ray_cluster.placement import DeviceReport, environments_of_guests
 from recipe_gkd.ray_cluster.pools import Pool, create_pools, pool_specs
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime.worker_variables import worker_variables
@@ -55,9 +55,10 @@ class Worker:
         """Return node id, GPU ids and pid."""
         return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"], os.getpid()
 
-    def device_report(self) -> dict[str, list[str]]:
+    def device_report(self) -> DeviceReport:
         """Return the GPUs that Ray assigned to this worker."""
-        return {"assigned": ray.get_runtime_context().get_accelerator_ids()["GPU"]}
+        assigned = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        return DeviceReport(node="", host_memory=0, assigned=assigned)
 
     def variables(self) -> dict[str, str | None]:
         """Return the values of the environment variables ``VARIABLES``."""
@@ -97,14 +98,14 @@ async def start(device: str, *arguments: str) -> tuple[tuple[Pool, ...], WorkerG
 
 
 async def locations(group: WorkerGroup) -> list[Any]:
-    return await group.call("location", timeout_s=60, phase="look")
+    return await group.call(Worker.location, timeout_s=60, phase="look")
 
 
 async def diagnose_stopped_worker(actors: WorkerGroup, rollouts: WorkerGroup, rank: int, pid: int) -> dict[str, str]:
     """Stop an actor worker, let a call miss its deadline, and return file name -> stacks of the diagnosis."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        await actors.call("hang_by_intention", timeout_s=1, phase="update")
+        await actors.call(Worker.hang_by_intention, timeout_s=1, phase="update")
     except DeadlineError as error:
         with tempfile.TemporaryDirectory() as root:
             folder = await diagnose(error, [actors, rollouts], Path(root))
@@ -114,14 +115,14 @@ async def diagnose_stopped_worker(actors: WorkerGroup, rollouts: WorkerGroup, ra
 
 
 async def lose_node(cluster: Cluster, node: Any, rollouts: WorkerGroup) -> dict[str, Any]:
-    """Kill a node during a call. Return the message of the error and the dead ranks."""
-    hanging = asyncio.create_task(rollouts.call("hang_by_intention", timeout_s=60, phase="generate"))
+    """Kill a node during a call. Return the worker and the text of the error, and the dead ranks."""
+    hanging = asyncio.create_task(rollouts.call(Worker.hang_by_intention, timeout_s=60, phase="generate"))
     await asyncio.sleep(0.5)
     await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
     try:
         await hanging
     except WorkerDied as error:
-        return {"message": str(error), "dead": await rollouts.dead()}
+        return {"worker": error.worker, "what": error.what, "dead": await rollouts.dead()}
     raise AssertionError("the call did not fail")
 
 
@@ -167,7 +168,7 @@ async def scenario(cluster: Cluster, second: Any) -> dict[str, Any]:
 
     pools, actors, rollouts = await start("cuda", "2x2", "2x2", *HYBRID)
     facts["actors"], facts["rollouts"] = await locations(actors), await locations(rollouts)
-    facts["variables"] = await actors.call("variables", timeout_s=60, phase="look")
+    facts["variables"] = await actors.call(Worker.variables, timeout_s=60, phase="look")
     try:
         await check_nodes(base_config(), "cuda", pools, timeout_s=60)
     except ResourceError as error:

@@ -15,10 +15,11 @@ import ray
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.environment import worker_environment
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
-from recipe_gkd.weight_sync.spec import WeightSyncSpec
+from recipe_gkd.weight_sync.spec import TransportAddress, WeightSyncSpec
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 from tests._support.rollout_models import (
     TEACHER_EOS,
@@ -37,8 +38,8 @@ SHAPED = ["actor_rollout_ref.rollout.temperature=0.7", "actor_rollout_ref.rollou
 
 
 def make_synchronizer(
-    actor: WorkerGroup,
-    rollouts: WorkerGroup,
+    actor: WorkerGroup[Any],
+    rollouts: WorkerGroup[Any],
     *,
     tensor_parallel_size: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
@@ -76,11 +77,11 @@ class Pool:
     """
 
     handles: list[Any]
-    descriptions: list[dict[str, Any]]
-    actor: WorkerGroup
+    descriptions: list[EngineReport]
+    actor: WorkerGroup[TinyActor]
     fresh: dict[int, dict[int, Response]]
 
-    def group(self, *ranks: int) -> WorkerGroup:
+    def group(self, *ranks: int) -> WorkerGroup[RolloutWorker]:
         return WorkerGroup("rollout", [self.handles[rank] for rank in ranks])
 
     def sync(
@@ -114,10 +115,10 @@ class Pool:
     async def connect(self, rank: int) -> list[TensorMeta]:
         """Connect the actor and one worker, for a test that calls the phases of an update itself."""
         (host, port), worker = self.call_actor("open_weight_store"), self.group(rank)
-        labels = ["actor worker 0", worker.label(0)]
+        address = TransportAddress(host, port, "collective", ("actor worker 0", worker.label(0)))
         await asyncio.gather(
-            self.actor.call("connect_weight_transport", labels, "collective", timeout_s=10, phase="connect"),
-            worker.call("open_weight_transport", host, port, 1, labels, "collective", timeout_s=10, phase="connect"),
+            self.actor.call(TinyActor.connect_weight_transport, address, timeout_s=10, phase="connect"),
+            worker.call(RolloutWorker.open_weight_transport, address, 1, timeout_s=10, phase="connect"),
         )
         meta: list[TensorMeta] = self.call_actor("weights_meta")
         return meta
@@ -127,9 +128,15 @@ class Pool:
     ) -> list[Any]:
         """Transfer an update, and return the results or exceptions of sender and receiver."""
         return await asyncio.gather(
-            self.actor.call("send_weights", version, BUCKET_BYTES, timeout_s=20, phase="send"),
+            self.actor.call(TinyActor.send_weights, version, BUCKET_BYTES, timeout_s=20, phase="send"),
             self.group(rank).call(
-                "receive_weights", version, meta, BUCKET_BYTES, double_buffered, timeout_s=20, phase="receive"
+                RolloutWorker.receive_weights,
+                version,
+                meta,
+                BUCKET_BYTES,
+                double_buffered,
+                timeout_s=20,
+                phase="receive",
             ),
             return_exceptions=True,
         )
@@ -182,14 +189,14 @@ def pool(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[P
         for rank in range(len(handles)):
             result.fresh[rank] = asyncio.run(result.responses(rank, prompts(12), greedy=True))
         yield result
-        asyncio.run(result.group(0, 1, 2).call("shutdown", timeout_s=20, phase="shutdown"))
+        asyncio.run(result.group(0, 1, 2).call(RolloutWorker.shutdown, timeout_s=20, phase="shutdown"))
     finally:
         for handle in [*handles, actor]:
             ray.kill(handle)
 
 
 @pytest.fixture(scope="session")
-def tensor_pair(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[WorkerGroup]:
+def tensor_pair(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[WorkerGroup[RolloutWorker]]:
     """One engine of two tensor ranks from the tied weights OLD. It has no weights version yet."""
     config = config_for(
         folders[OLD, True],
@@ -198,19 +205,19 @@ def tensor_pair(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Ite
         f"actor_rollout_ref.nccl_timeout={TRANSPORT_TIMEOUT_S}",
     )
     worker: Any = ray.remote(num_cpus=0, runtime_env=environment())(RolloutWorker).remote(config, rank=0, device="cpu")
-    group = WorkerGroup("rollout", [worker])
+    group: WorkerGroup[RolloutWorker] = WorkerGroup("rollout", [worker])
     try:
         ray.get(worker.setup.remote(), timeout=240)
         yield group
-        asyncio.run(group.call("shutdown", timeout_s=30, phase="shutdown"))
+        asyncio.run(group.call(RolloutWorker.shutdown, timeout_s=30, phase="shutdown"))
     finally:
         ray.kill(worker)
 
 
 async def generate_on(
-    group: WorkerGroup, rank: int, given: list[Prompt], step: int = 0, *, greedy: bool = False
+    group: WorkerGroup[Any], rank: int, given: list[Prompt], step: int = 0, *, greedy: bool = False
 ) -> dict[int, Response]:
     """Return the responses of one worker by uid."""
     sampling = "validation" if greedy else "train"  # validation is greedy by default
-    stream = group.stream(rank, "generate", given, step, sampling, timeout_s=30, phase="generate")
+    stream = group.stream(rank, RolloutWorker.generate, given, step, sampling, timeout_s=30, phase="generate")
     return {response.uid: response async for batch in stream for response in batch}

@@ -25,7 +25,7 @@ class ReusableActorWorker(ActorWorker):
     def leave(self) -> None:
         from recipe_gkd.actor.megatron.parallel import destroy_parallel
 
-        self.weights.close()
+        self._weights.close()
         destroy_parallel()
 
 
@@ -51,11 +51,13 @@ def samples(n: int) -> list[Sample]:
     return result
 
 
-async def start_trained_actor(processes: list[Any], config: Config, n: int) -> WorkerGroup:
+async def start_trained_actor(processes: list[Any], config: Config, n: int) -> WorkerGroup[ReusableActorWorker]:
     """Return an actor of ``n`` ranks after one update."""
-    actor = WorkerGroup("actor", processes[:n])
-    await actor.call_each("configure", [(config, rank, n) for rank in range(n)], timeout_s=120, phase="configure")
-    address = await actor.call_one(0, "rendezvous", timeout_s=20, phase="rendezvous")
-    await actor.call("setup", *address, timeout_s=60, phase="setup")
-    await actor.call("update", samples(8), 0, timeout_s=60, phase="update")
+    actor: WorkerGroup[ReusableActorWorker] = WorkerGroup("actor", processes[:n])
+    await actor.call_each(
+        ReusableActorWorker.configure, [(config, rank, n) for rank in range(n)], timeout_s=120, phase="configure"
+    )
+    address = await actor.call_one(0, ReusableActorWorker.rendezvous, timeout_s=20, phase="rendezvous")
+    await actor.call(ReusableActorWorker.setup, address, timeout_s=60, phase="setup")
+    await actor.call(ReusableActorWorker.update, samples(8), 0, timeout_s=60, phase="update")
     return actor

@@ -30,7 +30,7 @@ def test_rollout_engine_on_gpu_samples_from_float32_logits(tmp_path: Path) -> No
     engine = RolloutEngine(EngineOptions.from_config(config, "cuda"))
     try:
         description = engine.start().result(timeout=500)
-        assert (description["dtype"], description["head_dtype"]) == ("bfloat16", "float32")
+        assert (description.dtype, description.head_dtype) == ("bfloat16", "float32")
         assert description["max_num_batched_tokens"] in (8192, 16384)
         engine.run(lambda inner: inner.set_weight_version("0")).result(timeout=60)
         given, delivered = prompts(8), queue.SimpleQueue[Any]()

@@ -169,9 +169,9 @@ def test_join_transport_does_not_apply_nccl_variables_of_batch_invariance(monkey
     monkeypatch.setattr(nccl, "_unpinned_env", {"NCCL_ALGO": None})  # as after `init_batch_invariance` on CUDA
     monkeypatch.setenv("NCCL_ALGO", "ring,tree")
     worker, seen = WorkerCalls(), []
-    worker.weight_transfer_engine = SimpleNamespace(has_mixed_weights=False, reload_failed=False, outcome={})
+    worker.weight_transfer_engine = SimpleNamespace(has_mixed_weights=False, reload_failed=False, received=None)
     worker.init_weight_transfer_engine = lambda _: seen.append(os.environ.get("NCCL_ALGO"))
-    assert worker.gkd_join_transport({})["error"] is None
+    assert worker.gkd_join_transport({}).error is None
     assert seen == [None] and os.environ["NCCL_ALGO"] == "ring,tree"
 
 

@@ -48,8 +48,8 @@ class ReusableFsdpWorker(ActorWorker):
         super().__init__(config, total_steps=10, rank=0, world_size=1, device="cpu")
 
     def leave(self) -> None:
-        self.weights.close()
-        self.actor.backend.shutdown()
+        self._weights.close()
+        self.backend.shutdown()
 
 
 class ReusableRolloutWorker(RolloutWorker):
@@ -66,8 +66,8 @@ class ReusableRolloutWorker(RolloutWorker):
 class Workers:
     """An actor and a rollout worker, for one model after another."""
 
-    actor: WorkerGroup
-    rollout: WorkerGroup
+    actor: WorkerGroup[ReusableFsdpWorker]
+    rollout: WorkerGroup[ReusableRolloutWorker]
 
     async def train_and_sync(self, config: Config, export: Path) -> tuple[dict[int, Response], dict[int, Response]]:
         """Return the greedy responses before, and after 3 updates and a sync. The trained model is in ``export``."""
@@ -75,25 +75,25 @@ class Workers:
         try:
             before = await generate_on(self.rollout, 0, GIVEN, greedy=True)
             for step in range(3):
-                await self.actor.call("update", samples(8), step, timeout_s=60, phase="update")
-            await self.actor.call("save_hf", str(export), timeout_s=30, phase="export")
+                await self.actor.call(ReusableFsdpWorker.update, samples(8), step, timeout_s=60, phase="update")
+            await self.actor.call(ReusableFsdpWorker.save_hf, str(export), timeout_s=30, phase="export")
             await make_synchronizer(self.actor, self.rollout).sync(7)
             return before, await generate_on(self.rollout, 0, GIVEN, greedy=True)
         finally:
             await asyncio.gather(
-                self.actor.call("leave", timeout_s=20, phase="leave"),
-                self.rollout.call("shutdown", timeout_s=20, phase="shutdown"),
+                self.actor.call(ReusableFsdpWorker.leave, timeout_s=20, phase="leave"),
+                self.rollout.call(ReusableRolloutWorker.shutdown, timeout_s=20, phase="shutdown"),
             )
 
     async def _start(self, config: Config) -> None:
         async def start_actor() -> None:
-            await self.actor.call("configure", config, timeout_s=60, phase="configure")
-            address = await self.actor.call_one(0, "rendezvous", timeout_s=20, phase="rendezvous")
-            await self.actor.call("setup", *address, timeout_s=60, phase="setup")
+            await self.actor.call(ReusableFsdpWorker.configure, config, timeout_s=60, phase="configure")
+            address = await self.actor.call_one(0, ReusableFsdpWorker.rendezvous, timeout_s=20, phase="rendezvous")
+            await self.actor.call(ReusableFsdpWorker.setup, address, timeout_s=60, phase="setup")
 
         async def start_engine() -> None:
-            await self.rollout.call("configure", config, timeout_s=60, phase="configure")
-            await self.rollout.call("setup", timeout_s=60, phase="setup")
+            await self.rollout.call(ReusableRolloutWorker.configure, config, timeout_s=60, phase="configure")
+            await self.rollout.call(ReusableRolloutWorker.setup, timeout_s=60, phase="setup")
 
         await asyncio.gather(start_actor(), start_engine())
 

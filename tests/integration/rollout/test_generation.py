@@ -16,6 +16,7 @@ import torch
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import DeadlineError, WorkerError
+from recipe_gkd.rollout.ray_worker import RolloutWorker
 from tests._support.errors import raises
 from tests._support.qwen2 import EOS
 from tests._support.rollout_models import (
@@ -38,10 +39,10 @@ def generate(pool: Pool, rank: int, given: list[Prompt], step: int = 0, *, greed
 
 def test_setup_describes_engine(pool: Pool) -> None:
     for description in pool.descriptions:
-        assert description["dtype"] == "float32"
-        assert description["head_dtype"] == "float32" and description["max_num_batched_tokens"] == 4096
-        assert description["max_model_len"] == 32 + 48 and description["kv_cache_tokens"] > 1000
-        assert description["seconds"] > 0
+        assert description.dtype == "float32"
+        assert description.head_dtype == "float32" and description.max_num_batched_tokens == 4096
+        assert description.max_model_len == 32 + 48 and description.kv_cache_tokens > 1000
+        assert description.seconds > 0
 
 
 def test_generate_never_samples_padding(pool: Pool) -> None:
@@ -105,7 +106,7 @@ def test_generate_greedy_ignores_seed(pool: Pool) -> None:
 
 def test_generate_streams_short_responses_first(pool: Pool) -> None:
     async def batches() -> list[list[Response]]:
-        stream = pool.group(2).stream(0, "generate", prompts(200), 0, timeout_s=30, phase="generate")
+        stream = pool.group(2).stream(0, RolloutWorker.generate, prompts(200), 0, timeout_s=30, phase="generate")
         return [batch async for batch in stream]
 
     batches_read = asyncio.run(batches())

@@ -11,6 +11,7 @@ import pytest
 
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import DeadlineError, WeightSyncError
+from recipe_gkd.rollout.ray_worker import RolloutWorker
 from tests._support.errors import check_error, raises
 from tests._support.rollout_models import config_for, make_model, prompts, reference_logprobs
 from tests.integration.rollout.conftest import NEW, OLD, Pool
@@ -19,8 +20,8 @@ MANY = 200
 """Prompts with more tokens than one engine step may compute, so that resuming all of them takes several steps."""
 
 
-async def call_worker(pool: Pool, method: str, *args: Any) -> list[Any]:
-    return await pool.group(0).call(method, *args, timeout_s=20, phase=method)
+async def call_worker(pool: Pool, method: Callable[..., Any], *args: Any) -> list[Any]:
+    return await pool.group(0).call(method, *args, timeout_s=20, phase=method.__name__)
 
 
 async def update(pool: Pool, version: int, *, seed: int = NEW) -> None:
@@ -33,10 +34,10 @@ async def broken_update(pool: Pool, version: int, *, double_buffered: bool) -> A
     pool.call_actor("set_weights", NEW, True)
     pool.call_actor("break_next_export", 8, 0.0)
     meta = await pool.connect(0)
-    await call_worker(pool, "begin_weight_update", version, meta, True)
+    await call_worker(pool, RolloutWorker.begin_weight_update, version, meta, True)
     results = await pool.transfer(0, version, meta, double_buffered)
     assert all(isinstance(result, Exception) for result in results)
-    return (await call_worker(pool, "drop_weights"))[0]
+    return (await call_worker(pool, RolloutWorker.drop_weights))[0]
 
 
 async def generate_during(
@@ -44,7 +45,7 @@ async def generate_during(
 ) -> dict[int, Response]:
     """Return the responses of worker 0. Run ``meanwhile`` after the first of them have arrived."""
     found: dict[int, Response] = {}
-    async for batch in pool.group(0).stream(0, "generate", given, 0, timeout_s=30, phase="generate"):
+    async for batch in pool.group(0).stream(0, RolloutWorker.generate, given, 0, timeout_s=30, phase="generate"):
         if not found:
             await meanwhile()
         found |= {response.uid: response for response in batch}
@@ -152,7 +153,7 @@ def test_inflight_endless_pause_calls_end_at_own_deadline(pool: Pool, folders: A
         late: list[asyncio.Future[Any]] = []
 
         async def pause() -> None:
-            await call_worker(pool, "begin_weight_update", 3, meta, True)
+            await call_worker(pool, RolloutWorker.begin_weight_update, 3, meta, True)
             late.append(asyncio.ensure_future(pool.responses(0, prompts(3))))
 
         early = asyncio.ensure_future(generate_during(pool, prompts(MANY), pause))
@@ -167,7 +168,7 @@ def test_inflight_endless_pause_calls_end_at_own_deadline(pool: Pool, folders: A
         check_error(error, DeadlineError, worker="rollout worker 0", waited_s=5)
     assert f"of {MANY} responses of step 0 are unfinished" in early.what
     assert "the weight update before this call did not end" in late.what
-    asyncio.run(call_worker(pool, "drop_weights"))
+    asyncio.run(call_worker(pool, RolloutWorker.drop_weights))
     assert len(asyncio.run(pool.responses(0, prompts(3)))) == 3
 
 
@@ -180,11 +181,11 @@ def test_inflight_new_calls_wait_for_new_weights(pool: Pool) -> None:
         async def meanwhile() -> None:
             pool.call_actor("set_weights", NEW, True)
             meta = await pool.connect(0)
-            await call_worker(pool, "begin_weight_update", 3, meta, True)
+            await call_worker(pool, RolloutWorker.begin_weight_update, 3, meta, True)
             late.append(asyncio.ensure_future(pool.responses(0, prompts(12), greedy=True)))
             assert not (await asyncio.wait(late, timeout=0.2))[0]
             await pool.transfer(0, 3, meta, None)
-            await call_worker(pool, "commit_weights", 3)
+            await call_worker(pool, RolloutWorker.commit_weights, 3)
 
         early = await generate_during(pool, prompts(MANY), meanwhile)
         return early, await late[0]

@@ -104,10 +104,10 @@ def test_sync_from_tp2_actor_matches_transformers(
     async def sync_and_export() -> dict[str, dict[int, Response]]:
         actor = await start_trained_actor(processes_for(2), actor_config(folders, 2, [TP2]), 2)
         try:
-            await actor.call("save_hf", export, timeout_s=30, phase="export")
+            await actor.call(ReusableActorWorker.save_hf, export, timeout_s=30, phase="export")
             return await sync_all(actor, [("1 worker", pool.group(0), 1), ("TP2", tensor_pair, 2)])
         finally:
-            await actor.call("leave", timeout_s=20, phase="leave")
+            await actor.call(ReusableActorWorker.leave, timeout_s=20, phase="leave")
 
     found = asyncio.run(sync_and_export())
     model = Qwen2ForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
@@ -139,12 +139,12 @@ def test_sync_from_any_layout_matches_engine_of_export(
     async def sync_and_export() -> tuple[dict[int, Response], dict[str, dict[int, Response]]]:
         actor = await start_trained_actor(processes_for(n), actor_config(folders, n, overrides), n)
         try:
-            await actor.call("save_hf", export, timeout_s=30, phase="export")
+            await actor.call(ReusableActorWorker.save_hf, export, timeout_s=30, phase="export")
             expected = fresh.responses.remote(export, GIVEN)
             found = await sync_all(actor, engines)
             return await expected, found
         finally:
-            await actor.call("leave", timeout_s=20, phase="leave")
+            await actor.call(ReusableActorWorker.leave, timeout_s=20, phase="leave")
 
     expected, found = asyncio.run(sync_and_export())
     assert len(found) == 4

@@ -55,14 +55,16 @@ def test_sync_from_expert_parallel_actor_matches_export(ray_session: None, tmp_p
 
     async def responses() -> dict[int, Response]:
         found: dict[int, Response] = {}
-        async for batch in rollout.stream(0, "generate", GIVEN, 0, "validation", timeout_s=30, phase="generate"):
+        async for batch in rollout.stream(
+            0, RolloutWorker.generate, GIVEN, 0, "validation", timeout_s=30, phase="generate"
+        ):
             found |= {response.uid: response for response in batch}
         return found
 
     async def before_and_after() -> tuple[dict[int, Response], dict[int, Response]]:
         ready = worker.setup.remote()
         actor = await start_trained_actor(processes, config, RANKS)
-        await actor.call("save_hf", str(export), timeout_s=30, phase="export")
+        await actor.call(ReusableActorWorker.save_hf, str(export), timeout_s=30, phase="export")
         await ready
         before = await responses()
         sync = make_synchronizer(actor, rollout)

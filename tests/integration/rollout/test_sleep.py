@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from recipe_gkd.data.samples import Response
 from recipe_gkd.errors import WeightSyncError, WorkerError
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from recipe_gkd.rollout.ray_worker import RolloutWorker
 from tests._support.errors import raises
 from tests._support.rollout_models import VOCABULARY, config_for, make_model, prompts
 from tests.integration.rollout.conftest import NEW, OLD, TRANSPORT_TIMEOUT_S, Pool, generate_on, make_synchronizer
@@ -26,12 +27,12 @@ IDS = [5, 17, 203, 4, 4, 299, 18, 30]
 Folders = dict[tuple[int, bool], Path]
 
 
-def call(group: WorkerGroup, method: str, *args: Any) -> Any:
-    return asyncio.run(group.call(method, *args, timeout_s=30, phase=method))[0]
+def call(group: WorkerGroup[RolloutWorker], method: Callable[..., Any], *args: Any) -> Any:
+    return asyncio.run(group.call(method, *args, timeout_s=30, phase=method.__name__))[0]
 
 
 def log_probs(group: WorkerGroup, ids: list[int] = IDS) -> list[float]:
-    found: list[float] = call(group, "log_probs", ids)
+    found: list[float] = call(group, RolloutWorker.log_probs, ids)
     return found
 
 
@@ -69,7 +70,7 @@ def hybrid_worker(pool: Pool, rank: int, folders: Folders, level: int) -> Iterat
             yield group
     finally:
         for part in ("weights", "kv_cache"):
-            call(group, "wake", part)
+            call(group, RolloutWorker.wake, part)
         pool.call_actor("set_weights", OLD, tied)
         asyncio.run(pool.sync(rank).sync(0))
 
@@ -81,21 +82,21 @@ def test_level_1_releases_the_cache_and_keeps_responses(pool: Pool, folders: Fol
     with hybrid_worker(pool, 0, folders, 1) as group:
         before = responses(group)
         for _ in range(2):
-            call(group, "reset_peak_memory")
-            slept = call(group, "sleep")
-            assert slept["level"] == 1 and slept["released_bytes"] > 0.9 * CACHE_BYTES
-            assert call(group, "sleep")["released_bytes"] == 0  # sleeps already
+            call(group, RolloutWorker.reset_peak_memory)
+            slept = call(group, RolloutWorker.sleep)
+            assert slept.level == 1 and slept.released_bytes > 0.9 * CACHE_BYTES
+            assert call(group, RolloutWorker.sleep).released_bytes == 0  # sleeps already
             for refused in (lambda: responses(group), lambda: log_probs(group)):
                 with raises(WorkerError, worker=LABEL):
                     refused()
             with raises(WorkerError, worker=LABEL):
-                call(group, "wake", "kv_cache")
-            call(group, "wake", "weights")
+                call(group, RolloutWorker.wake, "kv_cache")
+            call(group, RolloutWorker.wake, "weights")
             with raises(WorkerError, worker=LABEL):
                 responses(group)
             for part in ("kv_cache", "kv_cache", "weights"):
-                call(group, "wake", part)
-            assert call(group, "peak_memory") > CACHE_BYTES
+                call(group, RolloutWorker.wake, part)
+            assert call(group, RolloutWorker.peak_memory) > CACHE_BYTES
             assert same(responses(group), before)
         np.testing.assert_allclose(log_probs(group), expected_log_probs(OLD, tied=True), atol=1e-4)
 
@@ -103,30 +104,30 @@ def test_level_1_releases_the_cache_and_keeps_responses(pool: Pool, folders: Fol
 def test_level_2_needs_a_weight_sync(pool: Pool, folders: Folders) -> None:
     with hybrid_worker(pool, 0, folders, 2) as group:
         before = responses(group)
-        assert call(group, "sleep")["released_bytes"] > 0.9 * CACHE_BYTES
+        assert call(group, RolloutWorker.sleep).released_bytes > 0.9 * CACHE_BYTES
         with pytest.raises(WeightSyncError):
             asyncio.run(pool.sync(0).sync(5))
-        call(group, "wake", "weights")
-        call(group, "sleep")  # also without its KV cache
-        call(group, "wake", "weights")
+        call(group, RolloutWorker.wake, "weights")
+        call(group, RolloutWorker.sleep)  # also without its KV cache
+        call(group, RolloutWorker.wake, "weights")
         with raises(WeightSyncError, worker=LABEL, invalid=(LABEL,), tensors=()):
             responses(group)
         pool.call_actor("set_weights", NEW, True)
         asyncio.run(pool.sync(0).sync(6))
-        call(group, "wake", "kv_cache")
+        call(group, RolloutWorker.wake, "kv_cache")
         after = responses(group)
         assert not same(after, before) and {response.weights_version for response in after.values()} == {6}
         np.testing.assert_allclose(log_probs(group), expected_log_probs(NEW, tied=True), atol=1e-4)
-        call(group, "sleep")
+        call(group, RolloutWorker.sleep)
         for part in ("weights", "kv_cache"):
-            call(group, "wake", part)
+            call(group, RolloutWorker.wake, part)
         with raises(WeightSyncError, worker=LABEL, invalid=(LABEL,), tensors=()):
             log_probs(group)
 
 
 def test_level_0_does_nothing(pool: Pool, folders: Folders) -> None:
     with hybrid_worker(pool, 0, folders, 0) as group:
-        assert call(group, "sleep")["released_bytes"] == 0
+        assert call(group, RolloutWorker.sleep).released_bytes == 0
         assert len(responses(group)) == 12
 
 
@@ -146,11 +147,11 @@ def _change(rank: Any, kind: str) -> str:
 def test_level_1_changed_parameter_is_found_and_repaired_by_a_sync(pool: Pool, folders: Folders) -> None:
     with hybrid_worker(pool, 0, folders, 1) as group:
         before = responses(group)
-        call(group, "sleep")
+        call(group, RolloutWorker.sleep)
         name = ray.get(pool.handles[0].__ray_call__.remote(change, "parameters"), timeout=20)
         with raises(WeightSyncError, worker=LABEL, invalid=(LABEL,), tensors=(name,)):
-            call(group, "wake", "weights")
-        call(group, "wake", "kv_cache")
+            call(group, RolloutWorker.wake, "weights")
+        call(group, RolloutWorker.wake, "kv_cache")
         with raises(WeightSyncError, worker=LABEL, invalid=(LABEL,), tensors=(name,)):
             responses(group)
         asyncio.run(pool.sync(0).sync(7))
@@ -172,11 +173,11 @@ def test_log_probs_equal_transformers_and_exclude_padding(pool: Pool, folders: F
 
 def test_sleep_with_requests_in_flight_is_refused(pool: Pool, folders: Folders) -> None:
     async def sleep_early(group: WorkerGroup) -> int:
-        stream = group.stream(0, "generate", prompts(200), 0, "train", timeout_s=30, phase="generate")
+        stream = group.stream(0, RolloutWorker.generate, prompts(200), 0, "train", timeout_s=30, phase="generate")
         n_responses = len(await anext(stream))
         assert n_responses < 200
         with raises(WorkerError, worker=LABEL, keys=()):
-            await group.call("sleep", timeout_s=20, phase="sleep")
+            await group.call(RolloutWorker.sleep, timeout_s=20, phase="sleep")
         return n_responses + sum([len(batch) async for batch in stream])
 
     with hybrid_worker(pool, 0, folders, 1) as group:
@@ -202,7 +203,7 @@ def test_tp2_engine_sleeps_and_wakes(pool: Pool, tensor_pair: WorkerGroup, folde
     with pair.configured(0, config):
         before = responses(tensor_pair)
         resting = call(tensor_pair, "sleep")
-        assert resting["released_bytes"] > 0.9 * 2 * CACHE_BYTES
+        assert resting.released_bytes > 0.9 * 2 * CACHE_BYTES
         call(tensor_pair, "wake", "weights")
         asyncio.run(sync.sync(1))
         call(tensor_pair, "wake", "kv_cache")

@@ -15,7 +15,7 @@ import ray
 from recipe_gkd.data.samples import Response
 from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.rollout.ray_worker import RolloutWorker
-from tests._support.errors import raises
+from tests._support.errors import culprits, raises
 from tests._support.rollout_models import DoomedWorker, config_for, make_model, prompts, reference_logprobs
 from tests.integration.rollout.conftest import NEW, OLD, TRANSPORT_TIMEOUT_S, Pool, environment, make_synchronizer
 
@@ -78,14 +78,14 @@ def test_sync_double_buffered_and_in_place_give_same_weights(pool: Pool, double_
 async def sync_by_phases(pool: Pool, double_buffered: bool, *, expect_failure: bool = False) -> None:
     """Call the phases of a sync to worker 0, with a fixed choice between double-buffered and in place."""
     worker, meta = pool.group(0), await pool.connect(0)
-    await worker.call("begin_weight_update", 7, meta, timeout_s=10, phase="begin")
+    await worker.call(RolloutWorker.begin_weight_update, 7, meta, timeout_s=10, phase="begin")
     results = await pool.transfer(0, 7, meta, double_buffered)
     if expect_failure:
         assert all(isinstance(result, Exception) for result in results)
-        await worker.call("drop_weights", timeout_s=10, phase="drop")
+        await worker.call(RolloutWorker.drop_weights, timeout_s=10, phase="drop")
     else:
-        assert results[1][0]["double_buffered"] is double_buffered
-        await worker.call("commit_weights", 7, timeout_s=10, phase="commit")
+        assert results[1][0].double_buffered is double_buffered
+        await worker.call(RolloutWorker.commit_weights, 7, timeout_s=10, phase="commit")
 
 
 def test_generate_before_first_sync_raises() -> None:
@@ -144,14 +144,14 @@ def test_receive_without_sender_keeps_old_version(pool: Pool) -> None:
 
     async def only_receive() -> None:
         meta, worker = await pool.connect(0), pool.group(0)
-        await worker.call("begin_weight_update", 5, meta, timeout_s=10, phase="begin")
-        await worker.call("receive_weights", 5, meta, 1 << 20, False, timeout_s=20, phase="receive")
+        await worker.call(RolloutWorker.begin_weight_update, 5, meta, timeout_s=10, phase="begin")
+        await worker.call(RolloutWorker.receive_weights, 5, meta, 1 << 20, False, timeout_s=20, phase="receive")
 
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"weights v5, begin: actor worker 0 .* did not answer"):
         asyncio.run(only_receive())
     assert time.monotonic() - started < TRANSPORT_TIMEOUT_S + 8
-    assert asyncio.run(pool.group(0).call("drop_weights", timeout_s=10, phase="drop")) == [None]
+    assert asyncio.run(pool.group(0).call(RolloutWorker.drop_weights, timeout_s=10, phase="drop")) == [None]
     after = generate(pool, 0)
     assert same(after, before) and {response.weights_version for response in after.values()} == {0}
 
@@ -165,10 +165,8 @@ def test_sync_wrong_weight_names_raise_before_transfer(pool: Pool, old: str, new
     before = generate(pool, 0)
     pool.call_actor("set_weights", NEW, True)
     pool.call_actor("rename_weight", old, new)
-    with raises(WeightSyncError) as caught:
+    with raises(WeightSyncError, tensors=(old, new)):
         asyncio.run(pool.sync(0).sync(5))
-    cause = caught.value.__cause__
-    assert isinstance(cause, WeightSyncError) and cause.tensors == (old, new)
     assert same(generate(pool, 0), before)
 
 
@@ -206,8 +204,9 @@ def test_sync_dead_worker_is_named_and_others_keep_version(pool: Pool) -> None:
     sync = make_synchronizer(pool.actor, group)
     asyncio.run(sync.connect())
     started = time.monotonic()
-    with pytest.raises(WeightSyncError, match="rollout worker 1 of 2 died"):
+    with pytest.raises(WeightSyncError) as caught:
         asyncio.run(sync.sync(2))
+    assert "rollout worker 1 of 2" in culprits(caught.value)
     assert time.monotonic() - started < TRANSPORT_TIMEOUT_S  # the sender was interrupted before its deadline
     after = generate(pool, 0)
     assert same(after, before) and {response.weights_version for response in after.values()} == {0}

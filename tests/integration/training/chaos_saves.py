@@ -95,8 +95,9 @@ class Group:
     def __init__(self, pipes: list[Connection]) -> None:
         self.pipes, self.number = pipes, 0
 
-    async def call(self, method: str, *args: Any, timeout_s: float, phase: str) -> list[Any]:
+    async def call(self, method: Any, *args: Any, timeout_s: float, phase: str) -> list[Any]:
         """Call a method on all ranks and return the results by rank. Raise the first error."""
+        method = method.__name__
         from recipe_gkd.errors import DeadlineError, WorkerDied
 
         self.number += 1

@@ -10,13 +10,16 @@ import pytest
 
 from recipe_gkd.errors import DeadlineError, WeightSyncError
 from recipe_gkd.weight_sync.collective import CollectiveTransport
+from recipe_gkd.weight_sync.opening import OPEN_PHASE
 from recipe_gkd.weight_sync.private_group import PrivateGroup
 from recipe_gkd.weight_sync.store import interrupt, join_store, open_store
 from recipe_gkd.weight_sync.transport import Transport
+from tests._support.errors import raises
 from tests.integration.weight_sync.transport_pairs import CPU, LABELS, Timer, connect_all, spawn
 
 pytestmark = pytest.mark.timeout(60)
 TIMEOUT_S = 1.5
+PHASE = f"weight transport, {OPEN_PHASE}"
 
 
 class BlockedTransport(CollectiveTransport):
@@ -57,18 +60,16 @@ def connect(*kinds: type[Transport], timeout_s: float = TIMEOUT_S) -> tuple[int,
 
 def test_open_dead_rank_is_named_at_deadline() -> None:
     _, (sender, _, alive) = connect(CollectiveTransport, DeadTransport, CollectiveTransport)
-    with Timer() as timer, pytest.raises(DeadlineError, match="open communicator") as caught:
+    with Timer() as timer, raises(DeadlineError, phase=PHASE, missing=("rollout worker 0",)):
         sender.result(TIMEOUT_S + 5)
-    assert "open communicator: rollout worker 0 (transport rank 1 of 3) did not answer" in str(caught.value)
-    assert "rollout worker 1 (transport rank 2 of 3) did not answer" not in str(caught.value)
     assert timer.seconds < TIMEOUT_S + 3
-    with pytest.raises(WeightSyncError, match=r"actor worker 0 .* reported: .*rollout worker 0 .* did not answer"):
+    with raises(WeightSyncError, reported_by=("actor worker 0",)):
         alive.result(TIMEOUT_S + 5)
 
 
 def test_open_blocked_but_alive_ranks_raise_at_deadline_with_advice() -> None:
     _, ranks = connect(BlockedTransport, BlockedTransport)
-    with Timer() as timer, pytest.raises(DeadlineError, match=r"although all of them are alive.*NCCL_SOCKET_IFNAME"):
+    with Timer() as timer, raises(DeadlineError, phase=PHASE, missing=(), waited_s=TIMEOUT_S):
         ranks[0].result(TIMEOUT_S + 5)
     assert timer.seconds < TIMEOUT_S + 3
 
@@ -78,16 +79,17 @@ def test_open_blocked_rank_is_interrupted() -> None:
     with Timer() as timer:
         interrupt("127.0.0.1", port, "rollout worker 0 died")
         for rank in ranks:
-            with pytest.raises(WeightSyncError, match="rollout worker 0 died"):
+            with pytest.raises(WeightSyncError) as caught:
                 rank.result(10)
+            assert "rollout worker 0 died" in caught.value.what
     assert timer.seconds < 10
 
 
 def test_open_failure_of_one_rank_reaches_sender() -> None:
     _, (sender, broken) = connect(CollectiveTransport, BrokenTransport)
-    with pytest.raises(WeightSyncError, match=r"open communicator: rollout worker 0 .* failed: no route to host"):
+    with raises(WeightSyncError, phase=PHASE, worker="rollout worker 0 (transport rank 1 of 2)"):
         broken.result(TIMEOUT_S + 5)
-    with pytest.raises((WeightSyncError, DeadlineError), match="no route to host"):
+    with raises(WeightSyncError, reported_by=("rollout worker 0",)):
         sender.result(TIMEOUT_S + 5)
 
 

@@ -32,6 +32,7 @@ from recipe_gkd.workers import _set_up_actors
 from tests._support.errors import raises
 from tests._support.layouts import BF16, CP2, OVERRIDE
 from tests._support.tiny_models import MEGATRON, make_config, make_folder
+from tests._support.worker_reports import rank_report
 
 Build = Callable[..., TransformerConfig]
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -246,7 +247,7 @@ class TestReport:
                 return "127.0.0.1", 1
 
             async def call(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
-                return [{"layers": "layers: torch", "warnings": ["slow"]}] * 2
+                return [rank_report(summary="layers: torch", warnings=("slow",))] * 2
 
         actors: Any = Actors()
         with caplog.at_level("INFO", logger="recipe_gkd.workers"):

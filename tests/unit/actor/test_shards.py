@@ -13,6 +13,7 @@ from recipe_gkd.data.samples import Prompt, Response, Sample, StoredTopK, Teache
 from recipe_gkd.metrics.flops import forward_flops, sample_cost
 from recipe_gkd.scoring.homes import NO_HOME, Homes
 from tests._support.tiny_models import make_samples
+from tests._support.worker_reports import rank_report
 from tests.unit.metrics.test_flops import DENSE
 
 SAMPLES = make_samples(40)
@@ -95,7 +96,7 @@ class TestSharding:
 
 class TestHomes:
     def test_homes_are_the_nodes_of_the_last_stage(self) -> None:
-        ranks = [{"dp_rank": dp, "pp_rank": pp} for pp in (0, 1) for dp in (0, 1) for _tp in (0, 1)]
+        ranks = [rank_report(dp, pp) for pp in (0, 1) for dp in (0, 1) for _tp in (0, 1)]
         nodes = ["first"] * 4 + ["second", "second", "third", "third"]
         homes = Homes.of(ranks, nodes)
         assert homes == Homes(("second", "third"), (0, 1))

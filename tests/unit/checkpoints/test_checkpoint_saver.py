@@ -38,7 +38,8 @@ class Actors:
         self.plan, self.calls, self.path = plan, list[str](), Path()
         self.timeouts = list[float]()
 
-    async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    async def call(self, method: Any, *args: Any, timeout_s: float) -> list[Any]:
+        method = method.__name__
         await asyncio.sleep(0)
         self.calls.append(method)
         self.timeouts.append(timeout_s)

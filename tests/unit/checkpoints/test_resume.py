@@ -243,7 +243,8 @@ def test_position_and_best_follow_loaded_checkpoint(
     called: list[Any] = []
     started: list[ResumeState] = []
 
-    async def call(method: str, *args: Any, timeout_s: float, phase: str) -> list[Any]:
+    async def call(method: Any, *args: Any, timeout_s: float, phase: str) -> list[Any]:
+        method = method.__name__
         called.append((method, *args))
         if method == "load_checkpoint":
             await actors.load(*args)

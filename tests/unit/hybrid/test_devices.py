@@ -48,7 +48,8 @@ class FakeDevices:
     def label(self, rank: int) -> str:
         return f"rollout worker {rank} of 1"
 
-    async def call(self, method: str, *args: Any, timeout_s: float, phase: str) -> list[Any]:
+    async def call(self, method: Any, *args: Any, timeout_s: float, phase: str) -> list[Any]:
+        method = method.__name__
         if method in ("peak_memory", "reset_peak_memory"):
             return [1 << 30]
         if method in self.fails_in:

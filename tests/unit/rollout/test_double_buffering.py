@@ -9,6 +9,8 @@ import pytest
 
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.rollout.update_memory import update_memory
+from recipe_gkd.rollout.update_outcome import UpdateOutcome
+from recipe_gkd.weight_sync.stats import ReceivedUpdate
 from tests._support.rollout_models import config_for
 
 GIB = 1 << 30
@@ -28,9 +30,10 @@ def test_receive_passes_number_of_processes_on_host(device: str, n_sharing_host:
     calls: list[dict[str, Any]] = []
 
     class Engine:
-        def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[UpdateOutcome]:
             calls.append(args[0])
-            return [{"error": None, "has_mixed_weights": False, "seconds": 0.0}]
+            received = ReceivedUpdate(seconds=0.0, n_bytes=0, checksum="", double_buffered=True)
+            return [UpdateOutcome(received=received)]
 
     worker = RolloutWorker(config_for(Path("none"), *sizes), rank=0, device=device)
     worker._updates.receive(Engine(), 1, [], 1 << 20, None)  # type: ignore[arg-type]

@@ -83,10 +83,10 @@ def test_changed_constant_of_one_rank_makes_the_engine_invalid_permanently(parts
 
 def test_each_call_has_an_effect_once(parts: Any) -> None:
     engine, state, _ = parts
-    assert state.sleep(engine, 1)["released_bytes"] == 12
+    assert state.sleep(engine, 1).released_bytes == 12
     for part in ("weights", "weights", "kv_cache", "kv_cache", "weights"):
         state.sleep(engine, 0)
         state.wake(engine, part)
     state.ensure_awake()
     assert [call for call in engine.calls if "gkd" not in call] == ["sleep", "wake weights", "wake kv_cache"]
-    assert state.sleep(engine, 0)["released_bytes"] == 0
+    assert state.sleep(engine, 0).released_bytes == 0

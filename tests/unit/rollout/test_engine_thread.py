@@ -18,6 +18,7 @@ from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.engine import RolloutEngine
 from recipe_gkd.rollout.engine_factory import build_engine
 from recipe_gkd.rollout.engine_options import EngineOptions
+from recipe_gkd.rollout.update_outcome import UpdateOutcome
 from recipe_gkd.rollout.weight_updates import WeightUpdates
 from recipe_gkd.runtime.out_of_memory import ADVICE, MemoryPhase
 from tests._support.errors import raises
@@ -128,7 +129,7 @@ def test_receive_device_loss_of_other_worker_keeps_engine(
     error = WeightSyncError("rollout worker 1 failed: CUDA error: the device fell off", phase="weight transport")
 
     def receive(is_unusable: bool) -> None:
-        outcome = {"error": error, "is_unusable": is_unusable, "has_mixed_weights": False}
+        outcome = UpdateOutcome(error=error, is_unusable=is_unusable)
         ranks = SimpleNamespace(collective_rpc=lambda *_, **__: [outcome])
         engine.run(lambda _: WeightUpdates("rollout worker 0").receive(ranks, 1, [], 1, None)).result(5)
 

@@ -16,6 +16,8 @@ from recipe_gkd.errors import ResourceError
 from recipe_gkd.rollout import ray_worker
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.rollout.update_memory import free_memory, largest_layer_bytes, memory_shortage, update_memory
+from recipe_gkd.rollout.update_outcome import UpdateOutcome
+from recipe_gkd.weight_sync.spec import TransportAddress
 from tests._support.errors import raises
 from tests._support.rollout_models import config_for
 
@@ -132,9 +134,9 @@ class FakeEngine:
     def __init__(self, shortage: ResourceError | None) -> None:
         self.shortage, self.calls, self.resumed = shortage, list[str](), False
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[UpdateOutcome]:
         self.calls.append(method)
-        return [{"error": None, "has_mixed_weights": False, "shortage": self.shortage}]
+        return [UpdateOutcome(shortage=self.shortage)]
 
     def run(self, command: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -173,6 +175,6 @@ class TestBegin:
         engine: Any = FakeEngine(None)
         worker = begin(monkeypatch, engine, n=2)
         assert engine.calls == ["gkd_check_memory"]
-        worker._updates.join(engine, "127.0.0.1", 1, 1, [], "collective", 1.0)
+        worker._updates.join(engine, TransportAddress("127.0.0.1", 1, "collective", ()), 1, 1.0)
         worker._updates.check_memory(engine, [], MIB)
         assert engine.calls == ["gkd_check_memory", "gkd_join_transport", "gkd_check_memory"]

@@ -86,7 +86,7 @@ class TestSecondSignal:
         """The second signal ends the wait for a save, and a third one cuts the shutdown of the workers short."""
 
         class Stuck(WorkerGroup):
-            async def call(self, method: str, *args: Any, **_: Any) -> list[Any]:
+            async def _call_ranks(self, method: str, *args: Any, **_: Any) -> list[Any]:
                 calls.append(method)
                 return [await asyncio.sleep(60)]
 
@@ -108,7 +108,7 @@ class TestSecondSignal:
 
     def test_during_shutdown_kills_workers(self, calls: list[str]) -> None:
         class Stuck(WorkerGroup):
-            async def call(self, method: str, *args: Any, **_: Any) -> list[Any]:
+            async def _call_ranks(self, method: str, *args: Any, **_: Any) -> list[Any]:
                 asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGTERM)
                 return [await asyncio.sleep(60)]
 

@@ -15,6 +15,7 @@ from recipe_gkd.weight_sync.bucket_plan import (
     plan_buckets,
     unpack,
 )
+from tests._support.errors import raises
 
 SHAPES = {
     "matrix": ((7, 5), torch.float32),
@@ -62,9 +63,9 @@ class TestPlanBuckets:
         assert [slot.name for slot in large.slots if slot.n_bytes] == ["large"] and large.n_bytes == 64 * 9 * 8
 
     def test_plan_duplicate_name_or_unknown_dtype_raises(self) -> None:
-        with pytest.raises(WeightSyncError, match="the weight w twice"):
+        with raises(WeightSyncError, tensors=("w",)):
             plan_buckets([("w", (1,), "float32"), ("w", (1,), "float32")], 100)
-        with pytest.raises(WeightSyncError, match="w has dtype 'Tensor'"):
+        with raises(WeightSyncError, tensors=("w",)):
             plan_buckets([("w", (1,), "Tensor")], 100)
 
     def test_fingerprint_depends_on_version_and_plan(self) -> None:
@@ -97,11 +98,9 @@ class TestPack:
     def test_pack_different_dtype_or_shape_raises(self) -> None:
         (bucket,) = plan_buckets([("w", (2, 3), "bfloat16")], 100)
         buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8)
-        with pytest.raises(
-            WeightSyncError, match=r"w was exported as \(2, 3\) torch.float32, but announced as .*bfloat16"
-        ):
+        with raises(WeightSyncError, tensors=("w",)):
             pack(bucket, iter([("w", torch.zeros(2, 3))]), buffer)
-        with pytest.raises(WeightSyncError, match=r"w was exported as \(3, 2\)"):
+        with raises(WeightSyncError, tensors=("w",)):
             pack(bucket, iter([("w", torch.zeros(3, 2, dtype=torch.bfloat16))]), buffer)
 
     def test_pack_non_contiguous_tensor_keeps_values(self) -> None:

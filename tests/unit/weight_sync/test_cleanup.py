@@ -19,7 +19,7 @@ class Rollouts:
     def label(self, rank: int) -> str:
         return f"worker {rank}"
 
-    async def call_one(self, rank: int, method: str, *args: Any, timeout_s: float, phase: str) -> str | None:
+    async def call_one(self, rank: int, method: object, *args: Any, timeout_s: float, phase: str) -> str | None:
         reply = self._replies[rank]
         if isinstance(reply, GkdError):
             raise reply
@@ -28,11 +28,11 @@ class Rollouts:
 
 def outcome_of(*replies: str | GkdError | None) -> str:
     rollouts: Any = Rollouts(*replies)
-    outcome, cause = asyncio.run(
+    dropped = asyncio.run(
         drop_update(rollouts, error := WeightSyncError("cut"), phase="send", started=0.0, timeout_s=1.0)
     )
-    assert cause is error
-    return outcome
+    assert dropped.cause is error
+    return str(dropped)
 
 
 class TestDropUpdate:

@@ -7,11 +7,12 @@ import math
 
 import pytest
 
-from recipe_gkd.errors import WeightSyncError
+from recipe_gkd.errors import ModelMismatch, WeightSyncError
 from recipe_gkd.hybrid.sync_probe import mismatch_guard
 from recipe_gkd.weight_sync.model_check import MismatchGuard, default_bound
 from tests._support.base_config import base_config
 from tests._support.described_workers import make_workers
+from tests._support.errors import raises
 
 BOUND = "actor_rollout_ref.rollout.mismatch_bound"
 FLOAT32 = "actor_rollout_ref.actor.megatron.dtype=float32"
@@ -47,7 +48,7 @@ class TestGuard:
         assert "rollout worker 1 0.3 nats" in caplog.text and "rollout worker 0" not in caplog.text
         assert "doctor" in caplog.text and "float32" in caplog.text
         watched.observe(7, {"the batch": 0.3})
-        with pytest.raises(WeightSyncError, match=r"step 9: .*step 3 in a row .*mismatch_patience=3.*checkpoint"):
+        with raises(ModelMismatch, phase="step 9", sources=("the batch",), n_steps=3):
             watched.observe(8, {"the batch": math.nan})
 
     def test_step_within_bound_restarts_the_count(self) -> None:

@@ -1,10 +1,10 @@
-"""Errors about several workers that did not answer the driver."""
+"""Errors about several workers of a weight sync."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recipe_gkd.errors import DeadlineError
+from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError
 
 
 def merge_deadline_errors(errors: Sequence[BaseException]) -> DeadlineError | None:
@@ -24,3 +24,24 @@ def merge_deadline_errors(errors: Sequence[BaseException]) -> DeadlineError | No
     )
     merged.__cause__ = late[0]
     return merged
+
+
+def as_sync_error(failures: Sequence[GkdError], phase: str) -> WeightSyncError:
+    """Return one error for the failures of several workers.
+
+    Args:
+        failures: Errors of the workers, at least one. Their order is kept.
+        phase: Phase of the sync, if a single failure has none.
+    """
+    different = list({str(failure): failure for failure in failures}.values())
+    if len(different) > 1:
+        return WeightSyncError(" | ".join(map(str, different)), phase=phase, failures=tuple(different))
+    [failure] = different
+    return WeightSyncError(
+        failure.what,
+        phase=failure.phase or phase,
+        worker=failure.worker,
+        remedy=failure.remedy,
+        details=failure.details,
+        failures=(failure,),
+    )
