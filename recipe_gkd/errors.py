@@ -178,7 +178,7 @@ class WeightSyncError(GkdError, RuntimeError):
     Attributes:
         tensors: Names of the weights, if the failure concerns single weights.
         reported_by: Names of the transport ranks whose report ended the update of the rank that raises the error.
-        failures: Errors of the workers that the driver has collected.
+        failures: Errors of the workers that the driver has collected, or of the ranks of one worker.
         invalid: Labels of the rollout workers that have no complete version now.
         first_attempt: Error of the attempt before this one.
     """

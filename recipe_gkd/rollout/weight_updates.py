@@ -256,6 +256,7 @@ def _joined(errors: Sequence[GkdError], *, is_unusable: bool) -> WorkerDied | We
     if is_unusable:
         return WorkerDied(what, remedy=first.remedy, phase=first.phase, worker=first.worker, details=details)
     if not isinstance(first, WeightSyncError):
-        return WeightSyncError(what, remedy=first.remedy, phase=first.phase, worker=first.worker, details=details)
+        joined = WeightSyncError(what, remedy=first.remedy, phase=first.phase, worker=first.worker, details=details)
+        return joined.replaced(failures=tuple(errors))
     names = (name for error in errors if isinstance(error, WeightSyncError) for name in error.tensors)
     return first.replaced(what=what, details=details, tensors=tuple(dict.fromkeys(names)))
