@@ -45,7 +45,7 @@ def check_weight_files(folder: Path) -> None:
     """Check that the weight files are complete.
 
     Raises:
-        ModelError: A weight file is missing, empty or truncated; the message names it.
+        ModelError: A weight file is missing, empty or truncated.
     """
     if not (folder / INDEX_NAME).is_file() and not (folder / "model.safetensors").is_file():
         raise ModelError(
@@ -105,7 +105,7 @@ def check_tokenizer_files(folder: Path) -> None:
     makes one with other special tokens.
 
     Raises:
-        ModelError: Tokenizer files are missing; the message names them.
+        ModelError: Tokenizer files are missing. ``path`` is the first of them.
     """
     missing = [] if (folder / TOKENIZER_CONFIG).is_file() else [TOKENIZER_CONFIG]
     if not any(all((folder / name).is_file() for name in names) for names in VOCABULARY_FILES):
